@@ -1,0 +1,149 @@
+"""What flows through a PPO step. Data changes its *type* as it flows, and no field of a type is optional.
+
+    Prompts -> Rollout -> Experience -> minibatches of Experience
+
+B sequences, P padded prompt width (left padding), R padded response width (right padding), T = P + R.
+Index t of a [B,R] tensor is the state *before* response token t is emitted.
+Masks come from lengths and stop positions, never from ``ids != pad``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+Row = dict[str, Any]  # one raw row of the data set
+
+
+def _tensor(width: str) -> Any:
+    """A tensor field of shape [B], [B,P], [B,T] or [B,R]; the width is what trimming and padding go by."""
+    return field(metadata={"width": width})
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Frozen columns over the same B rows."""
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            n = len(getattr(self, f.name))
+            assert n == len(self), f"{type(self).__name__}.{f.name} has {n} rows, not {len(self)}"
+
+    def select(self, index: Tensor) -> Self:
+        """The rows at ``index`` (LongTensor [b]), in that order, uncut."""
+        picked = {}
+        for f in fields(self):
+            column = getattr(self, f.name)
+            picked[f.name] = column[index.to(column.device)] if isinstance(column, Tensor) else tuple(column[i] for i in index.tolist())
+        return replace(self, **picked)
+
+
+@dataclass(frozen=True)
+class Prompts(_Rows):
+    """Prompts ready to be continued, and the raw rows they came from, so that rewards can read a reference answer."""
+
+    ids: Tensor = _tensor("P")  # [B,P] long, left-padded
+    mask: Tensor = _tensor("P")  # [B,P] bool
+    metadata: tuple[Row, ...]  # B raw rows
+
+
+@dataclass(frozen=True)
+class Sequences(_Rows):
+    """Prompt and response in one tensor: all that a model needs for a forward."""
+
+    ids: Tensor = _tensor("T")  # [B,T] long
+    attention_mask: Tensor = _tensor("T")  # [B,T] bool
+    response_mask: Tensor = _tensor("R")  # [B,R] bool; 1 = an action of the policy, stop token included
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        widths = {"T": self.ids.shape[1], "R": self.response_mask.shape[1]}
+        for f in fields(self):
+            width = f.metadata.get("width")
+            if width in widths:
+                shape = tuple(getattr(self, f.name).shape)
+                assert shape == (len(self), widths[width]), f"{type(self).__name__}.{f.name} is {shape}, not {(len(self), widths[width])}"
+
+    @property
+    def response_width(self) -> int:
+        return self.response_mask.shape[1]
+
+    @property
+    def prompt_width(self) -> int:
+        return self.ids.shape[1] - self.response_width
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """[B] long."""
+        return self.attention_mask[:, : self.prompt_width].sum(1)
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """[B] long: attended places after the prompt."""
+        return self.attention_mask[:, self.prompt_width :].sum(1)
+
+    def trimmed(self) -> Self:
+        """The same rows, cut to their own longest prompt and response (at least one place each)."""
+        return self.resized(max(1, int(self.prompt_lengths.max())), max(1, int(self.response_lengths.max())))
+
+    def resized(self, prompt_width: int, response_width: int) -> Self:
+        """The same rows with other padding: prompts change on the left, responses on the right."""
+        left, right = prompt_width - self.prompt_width, response_width - self.response_width
+        pads = {"T": (left, right), "R": (0, right)}
+        changed = {
+            f.name: torch.nn.functional.pad(getattr(self, f.name), pads[f.metadata["width"]])
+            for f in fields(self)
+            if f.metadata.get("width") in pads
+        }
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class Rollout(Sequences):
+    """What the policy answered."""
+
+    finished: Tensor = _tensor("B")  # [B] bool: ended with a stop; False = cut at the length limit
+    logprobs: Tensor = _tensor("R")  # [B,R] float32: as the decode backend saw them, 0 outside the mask
+    metadata: tuple[Row, ...]  # B raw rows, those of the prompts
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a reward says of B answers. Sequence-level rewards leave ``per_token`` at zero."""
+
+    total: Tensor  # [B] float32
+    per_token: Tensor  # [B,R] float32, 0 outside the mask
+    components: dict[str, Tensor]  # name -> [B] float32, logged as reward/component/<name>_mean; {} where there is one part only
+
+    def __post_init__(self) -> None:
+        for name, column in [("per_token", self.per_token), *self.components.items()]:
+            assert len(column) == len(self.total), f"Scores.{name} has {len(column)} rows, not {len(self.total)}"
+
+
+class Reward(Protocol):
+    """r(x, y). Called on every rank with its own rows, the same number of times on each."""
+
+    def __call__(self, rollout: Rollout) -> Scores: ...
+
+
+@dataclass(frozen=True)
+class Experience(Sequences):
+    """Everything PPO learns from; all of it is constant while the minibatches pass."""
+
+    finished: Tensor = _tensor("B")  # [B] bool
+    logprobs: Tensor = _tensor("R")  # [B,R] log pi_old(a|s), by the training engine
+    ref_logprobs: Tensor = _tensor("R")  # [B,R] log pi_ref(a|s)
+    values: Tensor = _tensor("R")  # [B,R] V(s), old
+    rewards: Tensor = _tensor("R")  # [B,R]
+    advantages: Tensor = _tensor("R")  # [B,R]
+    returns: Tensor = _tensor("R")  # [B,R]
+    scores: Tensor = _tensor("B")  # [B]
+
+
+Metrics = dict[str, float]  # METRIC name -> value: reduced over ranks, masked
