@@ -1,0 +1,125 @@
+"""A model that learns: one DeepSpeed engine, with the loss scale, the learning rate and the accumulation in our hands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from ppo_ds.engine.world import World
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate over optimizer steps: linear warm-up, then cosine, linear or constant."""
+
+    lr: float
+    kind: str  # cosine | linear | constant
+    warmup_ratio: float
+    min_lr_ratio: float
+    total_steps: int
+
+    def at(self, step: int) -> float:
+        """The rate of the ``step``-th optimizer step (from 0). Never 0 on the first: a step that moves nothing hides bugs."""
+        warmup = math.ceil(self.warmup_ratio * self.total_steps)
+        if step < warmup:
+            return self.lr * (step + 1) / (warmup + 1)
+        if self.kind == "constant":
+            return self.lr
+        done = min(1.0, (step - warmup) / max(1, self.total_steps - warmup - 1))
+        shape = 0.5 * (1 + math.cos(math.pi * done)) if self.kind == "cosine" else 1 - done
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * shape)
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What one optimizer step did. ``grad_norm`` is global and before clipping."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+    loss_scale: float
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; norms, biases and other vectors do not.
+
+    The rank is read from ``ds_shape`` where ZeRO-3 has already flattened the parameter.
+    """
+    decayed, kept = [], []
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            (decayed if len(shape) > 1 else kept).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+class TrainedModel:
+    """A module under a DeepSpeed engine (ZeRO 0 to 3).
+
+    Losses come already divided by the totals of the whole optimizer step and multiplied by the number of ranks (ops/losses.py):
+    DeepSpeed averages over ranks, and its own division by the accumulation steps is off. That gives the exact global mean, whatever
+    the number of ranks and micro-batches.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        world: World,
+        deepspeed_config: dict[str, Any],
+        schedule: Schedule,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ):
+        self.world = world
+        self.schedule = schedule
+        self.steps = 0  # optimizer steps so far
+        offloaded = deepspeed_config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
+        fused = world.device.type == "cuda" and not offloaded
+        if deepspeed_config["zero_optimization"]["stage"] < 3:
+            module.to(world.device)
+        module.train()
+        optimizer = torch.optim.AdamW(parameter_groups(module, weight_decay), lr=schedule.at(0), betas=betas, eps=eps, fused=fused)
+        self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config)
+
+    @property
+    def module(self) -> nn.Module:
+        return self.engine.module
+
+    @property
+    def zero_stage(self) -> int:
+        return self.engine.zero_optimization_stage()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of a micro-batch. ``last``: the step follows, so that ZeRO may reduce."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self) -> StepInfo:
+        """Clip and apply what was accumulated."""
+        lr = self.schedule.at(self.steps)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        plain_norm = self._plain_grad_norm()
+        self.engine.step()
+        self.steps += 1
+        norm = self.engine.get_global_grad_norm() if plain_norm is None else plain_norm
+        skipped = bool(getattr(self.engine.optimizer, "overflow", False))
+        scale = getattr(self.engine.optimizer, "cur_scale", getattr(self.engine.optimizer, "loss_scale", 1.0))
+        return StepInfo(float(norm) if norm is not None else math.nan, lr, skipped, float(scale))
+
+    def _plain_grad_norm(self) -> float | None:
+        """fp32 without ZeRO has no wrapper that reports the norm; its gradients are whole and reduced by now."""
+        if self.engine.optimizer is not self.engine.basic_optimizer:
+            return None
+        return float(torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None]))

@@ -1,0 +1,102 @@
+"""The process group: who we are among the ranks, and the few collectives the trainer needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of the run. Every method but ``is_main`` is a collective: each rank must call it, in the same order."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of ``x`` over all ranks, as a new tensor on ``x``'s device."""
+        total = x.detach().to(self.device, copy=True)
+        dist.all_reduce(total)
+        return total.to(x.device)
+
+    def max(self, x: Tensor) -> Tensor:
+        """The elementwise maximum of ``x`` over all ranks, as a new tensor."""
+        largest = x.detach().to(self.device, copy=True)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest.to(x.device)
+
+    def max_int(self, n: int) -> int:
+        """The largest of the ranks' numbers: how they agree on a count."""
+        return int(self.max(torch.tensor(n)))
+
+    def concat(self, x: Tensor) -> Tensor:
+        """[b,...] of each rank -> [size*b,...], in the order of the ranks; the same shape is due on each."""
+        x = x.to(self.device).contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x)
+        return torch.cat(parts)
+
+    def gather_objects(self, item: T) -> list[T]:
+        """Each rank's ``item`` on every rank (pickled: for small things)."""
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item)
+        return items
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def close(self) -> None:
+        """Leave together: a rank that ends while another still talks aborts it."""
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def single_process_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What plain ``python`` lacks and a launcher would set; {} under a launcher."""
+    if "RANK" in environment:
+        return {}
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    return {**alone, "MASTER_PORT": environment.get("MASTER_PORT", "0")}
+
+
+def connect(timeout_minutes: float) -> World:
+    """Join the other ranks over NCCL on GPUs, gloo on CPUs.
+
+    DeepSpeed's shared-memory collectives for CPUs are switched off first: they compile C++ on first use, hang on a stale
+    lock, and leak 66 MiB of /dev/shm per rank and run. gloo gives the same bits.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ.update(single_process_environment(os.environ))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    timeout = timedelta(minutes=timeout_minutes)
+    if os.environ["MASTER_PORT"] == "0":  # alone: any free port will do, and two runs on one machine must not meet
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+        os.environ["MASTER_PORT"] = str(store.port)
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1, timeout=timeout)
+    deepspeed.init_distributed(timeout=timeout, verbose=False)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch on CPU and GPU. Ranks add their own offset where they must draw different numbers (sampling)."""
+    torch.manual_seed(seed)

@@ -1,0 +1,48 @@
+"""Our few settings -> DeepSpeed's JSON. Pure: nothing here touches a process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """``override`` laid over ``base``, dict by dict; neither is changed."""
+    out = dict(base)
+    for key, value in override.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merged(out[key], value) if both else value
+    return out
+
+
+def deepspeed_config(
+    *, stage: int, dtype: str, offload_optimizer: bool = False, offload_params: bool = False, grad_clip: float = 0.0, raw: dict[str, Any]
+) -> dict[str, Any]:
+    """The config of one engine.
+
+    Batch sizes are fixed at 1: how much is accumulated and when a step is due is said by TrainedModel, per optimizer step,
+    since micro-batches are formed by tokens and their number differs from step to step.
+    ``raw`` is the user's own JSON (``actor.deepspeed``) and is laid over everything else.
+    """
+    zero: dict[str, Any] = {"stage": stage}
+    if offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if offload_params:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": grad_clip,
+        "steps_per_print": None,
+        "zero_optimization": zero,
+        # the optimizer is torch's AdamW, also where its state is offloaded: DeepSpeed's own needs a compiler
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    elif dtype == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 200}
+    if dtype != "fp32" and stage > 0:
+        # many micro-batches make one step: their sum needs more than 8 bits of mantissa
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return merged(config, raw)

@@ -1,0 +1,104 @@
+"""The actor and the reference: a causal LM that answers with log pi(a|s) for the response places alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.integrations import HfDeepSpeedConfig
+
+from ppo_ds.models.loading import from_pretrained, load_config, torch_dtype
+from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
+from ppo_ds.ops.sequences import position_ids_from_mask, response_slice
+
+
+class Policy(nn.Module):
+    """A causal LM seen as a policy over the response tokens.
+
+    Log-probs are those of the distribution that was sampled from: the logits are divided by ``temperature``.
+    """
+
+    def __init__(self, lm: nn.Module, temperature: float):
+        super().__init__()
+        self.lm = lm
+        self.temperature = temperature
+        # generate() would fill what we leave open from the model's own file (Qwen2.5-Instruct: top_k 20, repetition penalty);
+        # the file's settings are kept aside for the saved model
+        self.generation_config = lm.generation_config
+        lm.generation_config = GenerationConfig()
+        accepted = inspect.signature(lm.forward).parameters
+        self._keeps = "logits_to_keep" in accepted
+        self._positions = "position_ids" in accepted
+
+    def forward(self, ids: Tensor, attention_mask: Tensor, response_width: int, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """ids, attention_mask [B,T] -> log-probs [B,R] and, if asked for, the exact entropies [B,R] (nats), both fp32 and differentiable.
+
+        The head runs on the response places alone where the model can do that: on large vocabularies it is half of the work.
+        """
+        extra: dict[str, Any] = {"position_ids": position_ids_from_mask(attention_mask)} if self._positions else {}
+        if self._keeps:
+            extra["logits_to_keep"] = response_width + 1
+        logits = self.lm(input_ids=ids, attention_mask=attention_mask.long(), use_cache=False, **extra).logits
+        logits = logits[:, :-1] if self._keeps else response_slice(logits, ids.shape[1] - response_width, response_width)
+        return logprobs_and_entropy_from_logits(logits, ids[:, -response_width:], self.temperature, with_entropy=with_entropy)
+
+    def save(self, directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
+        """A Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` loads; ``state_dict`` has the keys of ``self.lm``."""
+        self.lm.generation_config, ours = self.generation_config, self.lm.generation_config
+        try:
+            self.lm.save_pretrained(directory, state_dict=state_dict)
+        finally:
+            self.lm.generation_config = ours
+
+
+def load_policy(
+    path: str, *, revision: str | None, dtype: str, trust_remote_code: bool, attn_implementation: str, gradient_checkpointing: bool, temperature: float
+) -> Policy:
+    """A policy from a local folder or the Hub. Raises UserError where the folder has no complete causal LM."""
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    lm, info = from_pretrained(
+        AutoModelForCausalLM, path, config=config, dtype=torch_dtype(dtype), revision=revision, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+    )
+    refuse_missing(path, info)
+    if gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Policy(lm, temperature)
+
+
+@contextmanager
+def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
+    """Inside, ``from_pretrained`` shards each weight over the ranks as it reads it (ZeRO-3), and never holds a whole model.
+
+    transformers looks for a living HfDeepSpeedConfig; dropping ours at the end keeps later models whole.
+    """
+    alive = HfDeepSpeedConfig(deepspeed_config)
+    try:
+        yield
+    finally:
+        del alive
+
+
+def unsharded_twin(lm: nn.Module, device: torch.device) -> nn.Module:
+    """The same architecture with every parameter empty (0 elements) and every buffer copied: a shell to be filled for generation.
+
+    ``lm`` may be sharded; its buffers (RoPE's inverse frequencies) never are. What is tied in ``lm`` is tied in the twin.
+    """
+    with torch.device("meta"):
+        twin = type(lm)(lm.config)
+    empty: dict[int, nn.Parameter] = {}  # by identity of the source parameter
+    for source, target in zip(lm.modules(), twin.modules(), strict=True):
+        for key, buffer in source._buffers.items():
+            target._buffers[key] = None if buffer is None else buffer.detach().to(device, copy=True)
+        for key, parameter in source._parameters.items():
+            if parameter is not None:
+                hollow = nn.Parameter(torch.empty(0, device=device, dtype=parameter.dtype), requires_grad=False)
+                target._parameters[key] = empty.setdefault(id(parameter), hollow)
+    twin.eval()
+    twin.generation_config = lm.generation_config
+    return twin

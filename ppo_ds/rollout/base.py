@@ -1,0 +1,82 @@
+"""What a decode backend is, and what all of them share: where an answer ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ppo_ds.ops.sequences import response_mask
+from ppo_ds.types import Prompts, Rollout
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Every knob of the sampler, said in full: nothing is left for a model's own generation config to fill in."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    temperature: float
+    top_p: float  # 1.0 = off
+    top_k: int  # 0 = off, 1 = greedy
+    stop_token_ids: tuple[int, ...]  # () = never stop early
+    stop_strings: tuple[str, ...]
+
+    @property
+    def greedy(self) -> bool:
+        return self.top_k == 1
+
+
+class Generator(Protocol):
+    """Continues prompts with the current policy, inside the actor's generation mode."""
+
+    def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout: ...
+
+
+def finish(
+    prompts: Prompts, responses: Tensor, logprobs: Tensor, *, sampling: Sampling, pad_id: int, decode: Callable[[Sequence[int]], str]
+) -> Rollout:
+    """Cut raw continuations at their first stop.
+
+    responses [B,R] long and logprobs [B,R] fp32 as a backend made them, rubbish allowed after the end of an answer. Masks come from
+    stop positions, never from ``ids != pad``: an end token inside a chat prompt, or one that is also the pad token, stays what it is.
+    """
+    lengths = None
+    if sampling.stop_strings:
+        lengths = torch.tensor([stop_string_length(row.tolist(), sampling.stop_strings, decode) for row in responses], device=responses.device)
+    by_string = torch.zeros(len(responses), dtype=torch.bool, device=responses.device) if lengths is None else lengths < responses.shape[1] + 1
+    if lengths is not None:
+        lengths = lengths.clamp(max=responses.shape[1])
+    mask, kept, finished = response_mask(responses, sampling.stop_token_ids, lengths=lengths)
+    if lengths is not None:
+        finished = finished | (by_string & (kept == lengths))
+    return Rollout(
+        ids=torch.cat([prompts.ids, responses.masked_fill(~mask, pad_id)], dim=1),
+        attention_mask=torch.cat([prompts.mask, mask], dim=1),
+        response_mask=mask,
+        finished=finished,
+        logprobs=logprobs.masked_fill(~mask, 0.0),
+        metadata=prompts.metadata,
+    )
+
+
+def stop_string_length(ids: list[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
+    """The number of leading tokens after which a stop string is first complete; len(ids) + 1 where there is none.
+
+    Decoding a longer prefix never loses a stop string, so the first such prefix can be bisected.
+    """
+
+    def complete(n: int) -> bool:
+        text = decode(ids[:n])
+        return any(stop in text for stop in stops)
+
+    if not complete(len(ids)):
+        return len(ids) + 1
+    low, high = 1, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if complete(middle) else (middle + 1, high)
+    return low
