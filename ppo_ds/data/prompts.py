@@ -1,0 +1,229 @@
+"""Prompts ready to be continued, in one global order that does not depend on the number of ranks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ppo_ds.data.messages import Prompt, prompt_of
+from ppo_ds.data.rows import Rows, load_rows
+from ppo_ds.errors import UserError
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.types import Prompts, Row
+
+_CHUNK = 1000  # rows tokenised at a time
+_SHOWN = 5  # problems of rows reported at a time
+
+
+class PromptSource:
+    """The prompts of a data set, checked and tokenised once, on every rank alike.
+
+    Text prompts are tokenised as they are; chats go through the tokenizer's chat template. A prompt of more than ``max_prompt_tokens``
+    is dropped, or cut on the left: on the right would remove the place where the answer begins.
+
+    ``report``: {"rows": read, "truncated": cut on the left, "dropped": left out}; ``len(source)`` is rows - dropped.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        tokenizer: Tokenizer,
+        split: str = "train",
+        revision: str | None = None,
+        prompt_column: str | None = None,
+        max_samples: int | None = None,
+        max_prompt_tokens: int = 512,
+        long_prompts: str = "truncate_left",
+        key: str = "data.path",
+    ):
+        """``key``: the config key that errors name."""
+        self.path, self.key = path, key
+        self._tokenizer, self._column = tokenizer, prompt_column
+        self._rows = load_rows(path, split=split, revision=revision, max_rows=max_samples, key=key)
+        prompts = _checked_prompts(self._rows, prompt_column, tokenizer)
+        self._kept = array("I")  # index of each kept prompt's row
+        self._starts = array("L", [0])  # where each kept prompt's ids begin; last: where they end
+        self._ids = array("I")  # the ids of all kept prompts, one after the other
+        self.report = {"rows": len(prompts), "truncated": 0, "dropped": 0}
+        for start in range(0, len(prompts), _CHUNK):
+            chunk = prompts[start : start + _CHUNK]
+            for i, ids in enumerate(self._encode(chunk, start), start=start):
+                self._add(i, ids, max_prompt_tokens, long_prompts)
+        if not len(self):
+            raise UserError(
+                f"{key}={path}: all {len(prompts)} prompts are dropped: they have more than data.max_prompt_tokens={max_prompt_tokens} tokens; "
+                "raise it, or set data.long_prompts=truncate_left"
+            )
+
+    def _encode(self, chunk: list[Prompt], start: int) -> list[list[int]]:
+        texts = [self._rendered(prompt, start + i) for i, prompt in enumerate(chunk)]
+        ids: list[list[int]] = [[]] * len(chunk)
+        for is_text in (True, False):
+            places = [i for i, prompt in enumerate(chunk) if isinstance(prompt, str) == is_text]
+            for i, encoded in zip(places, self._tokenizer.encode_many([texts[i] for i in places], special_tokens=is_text)):
+                ids[i] = encoded
+        return ids
+
+    def _rendered(self, prompt: Prompt, row: int) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        try:
+            return self._tokenizer.render_chat(prompt)
+        except UserError as error:
+            raise UserError(f"{self._rows.place(row)}: {error}") from error
+
+    def _add(self, row: int, ids: list[int], limit: int, long_prompts: str) -> None:
+        if not ids:
+            raise UserError(f"{self._rows.place(row)}: the prompt has no tokens")
+        if len(ids) > limit:
+            if long_prompts == "drop":
+                self.report["dropped"] += 1
+                return
+            self.report["truncated"] += 1
+            ids = ids[-limit:]
+        self._kept.append(row)
+        self._ids.extend(ids)
+        self._starts.append(len(self._ids))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def _prompt_ids(self, i: int) -> array:
+        return self._ids[self._starts[i] : self._starts[i + 1]]
+
+    def _metadata(self, i: int) -> Row:
+        """The raw row and the reserved keys: "prompt_text", the uncut prompt as text, and "messages", for a chat only.
+
+        A row's own column of such a name gives way, so that the keys mean the same in every row.
+        """
+        row = self._rows[self._kept[i]]
+        prompt = prompt_of(row, self._column)
+        kept = {name: value for name, value in row.items() if name != "messages"}
+        if isinstance(prompt, str):
+            return kept | {"prompt_text": prompt}
+        return kept | {"prompt_text": self._tokenizer.render_chat(prompt), "messages": prompt}
+
+    def batch(self, indices: Sequence[int]) -> Prompts:
+        """Prompts at ``indices``, left-padded to their own longest."""
+        return Prompts(*_left_padded([self._prompt_ids(i) for i in indices], self._tokenizer.pad_id), tuple(self._metadata(i) for i in indices))
+
+
+def _checked_prompts(rows: Rows, column: str | None, tokenizer: Tokenizer) -> list[Prompt]:
+    """Every row's prompt, or all that is wrong with the rows, before anything is tokenised."""
+    prompts: list[Prompt] = []
+    problems: list[str] = []
+    for i, row in enumerate(rows):
+        try:
+            prompt = prompt_of(row, column)
+            if not isinstance(prompt, str) and not tokenizer.has_chat_template:
+                tokenizer.render_chat(prompt)  # says what is missing
+            prompts.append(prompt)
+        except UserError as error:
+            problems.append(f"{rows.place(i)}: {error}")
+    if len(problems) > _SHOWN:
+        problems[_SHOWN:] = [f"... and {len(problems) - _SHOWN} more rows with problems"]
+    if problems:
+        raise UserError(*problems)
+    return prompts
+
+
+def _left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """ids [B,P] long and mask [B,P] bool; the mask comes from the lengths, so that a pad id inside a prompt stays attended."""
+    lengths = torch.tensor([len(row) for row in rows])
+    width = int(lengths.max())
+    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    for out, row in zip(ids, rows):
+        out[width - len(row) :] = torch.tensor(row, dtype=torch.long)
+    return ids, torch.arange(width) >= width - lengths[:, None]
+
+
+class PromptStream:
+    """Endless steps of prompts: each rank its contiguous slice of ``prompts_per_step`` x ``samples_per_prompt`` rows, in the order p1, p1, p2, p2.
+
+    Every pass over the source has its own order, seeded with seed + pass. Prompts that do not fill a step at a pass's end begin the next step.
+    Slices are padded on their own: put together in the order of the ranks they are the single rank's batch, up to padding.
+    """
+
+    def __init__(
+        self,
+        source: PromptSource,
+        *,
+        prompts_per_step: int,
+        samples_per_prompt: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+    ):
+        rows = prompts_per_step * samples_per_prompt
+        if len(source) < prompts_per_step:
+            raise UserError(
+                f"{source.key}={source.path}: {len(source)} prompts are fewer than one step takes (rollout.prompts_per_step={prompts_per_step}); "
+                f"set rollout.prompts_per_step to at most {len(source)}, or add data"
+            )
+        if rows % world_size:
+            raise UserError(
+                f"rollout.prompts_per_step={prompts_per_step} x rollout.samples_per_prompt={samples_per_prompt} = {rows} rows "
+                f"cannot be split evenly over {world_size} ranks"
+            )
+        self._source, self._prompts, self._samples = source, prompts_per_step, samples_per_prompt
+        self._slice = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
+        self._seed, self._shuffle = seed, shuffle
+        self._step = 0
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return len(self._source) / self._prompts
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the source so far."""
+        return self._step / self.steps_per_epoch
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Prompts:
+        first = self._step * self._prompts
+        order = [self._at(place) for place in range(first, first + self._prompts) for _ in range(self._samples)]
+        self._step += 1
+        return self._source.batch(order[self._slice])
+
+    def _at(self, place: int) -> int:
+        epoch, i = divmod(place, len(self._source))
+        return _order(len(self._source), self._seed + epoch)[i] if self._shuffle else i
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+
+
+@lru_cache(maxsize=2)  # a step may span the end of one pass and the start of the next
+def _order(n: int, seed: int) -> list[int]:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def eval_batches(
+    source: PromptSource, *, rank: int, world_size: int, rows_per_batch: int, max_prompts: int | None = None
+) -> list[tuple[Prompts, Tensor]]:
+    """The first ``max_prompts`` prompts, split over the ranks: per batch of at most ``rows_per_batch`` rows the prompts and weights [b] float32.
+
+    Every rank gets the same number of batches of the same sizes, since generating is collective under ZeRO-3. The last prompt is repeated to
+    fill them up, with weight 0.
+    """
+    n = len(source) if max_prompts is None else min(max_prompts, len(source))
+    per_rank = -(-n // world_size)
+    batches = []
+    for start in range(0, per_rank, rows_per_batch):
+        places = [rank * per_rank + i for i in range(start, min(start + rows_per_batch, per_rank))]
+        weights = torch.tensor([float(place < n) for place in places])
+        batches.append((source.batch([min(place, n - 1) for place in places]), weights))
+    return batches

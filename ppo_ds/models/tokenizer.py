@@ -1,0 +1,134 @@
+"""The actor's tokenizer, as the rest of the package sees it: plain ids in and out, one pad id, one set of stop ids.
+
+The wrapped Hugging Face tokenizer is never changed, except for a chat template that the user gave: what is saved beside a trained
+model is what was loaded. Where there is no pad token the first end token fills the padding; masks never come from ids, so this cannot hide
+an end token inside a prompt.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from ppo_ds.errors import UserError
+
+Message = dict[str, str]  # {"role": ..., "content": ...}
+
+
+class Tokenizer:
+    """Text and chats to ids and back."""
+
+    def __init__(self, hf: PreTrainedTokenizerBase, end_ids: tuple[int, ...] = (), chat_template_kwargs: dict[str, Any] | None = None):
+        """``end_ids``: end tokens that the model's generation config names beside the tokenizer's own."""
+        own = () if hf.eos_token_id is None else (hf.eos_token_id,)
+        self.hf = hf
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(own + end_ids))
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        if hf.pad_token_id is None and not self.stop_ids:
+            raise UserError(f"model.path={hf.name_or_path}: the tokenizer has neither a pad nor an end token; name one in tokenizer_config.json")
+        self.pad_id: int = self.stop_ids[0] if hf.pad_token_id is None else hf.pad_token_id
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included (a model's embedding may have more rows)."""
+        return len(self.hf)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.hf.chat_template)
+
+    def encode_many(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
+        """Uncut, unpadded ids of each text; ``special_tokens``: with those that the tokenizer adds by itself, such as a first BOS."""
+        if not texts:
+            return []
+        return self.hf(texts, add_special_tokens=special_tokens, padding=False, truncation=False, verbose=False)["input_ids"]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode_many([text], special_tokens=True)[0]
+
+    def render_chat(self, messages: list[Message]) -> str:
+        """The chat as text, up to where the assistant's next answer begins."""
+        if not self.has_chat_template:
+            raise UserError("a chat, but the tokenizer has no chat template; set data.chat_template=<Jinja or file>, or give prompts as text")
+        try:
+            return self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs)
+        except jinja2.TemplateError as error:
+            roles = [message["role"] for message in messages]
+            raise UserError(f"the chat template refuses roles {roles}: {error}; mend the row, or set data.chat_template") from error
+
+    def encode_chat(self, messages: list[Message]) -> list[int]:
+        """A template writes its own special tokens: adding the tokenizer's would give a second BOS."""
+        return self.encode_many([self.render_chat(messages)], special_tokens=False)[0]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return self.hf.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def save(self, folder: str | Path) -> None:
+        self.hf.save_pretrained(folder)
+
+
+def load_tokenizer(
+    path: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    *,
+    key: str = "model.path",
+) -> Tokenizer:
+    """The tokenizer of a local folder or a Hub model; ``revision`` is for the Hub only.
+
+    ``chat_template`` (a Jinja template, or a file that holds one) replaces the tokenizer's own; ``key`` is the config key that errors name.
+    """
+    path, revision = _located(path, revision, key)
+    try:
+        hf = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the libraries below raise anything from OSError to a bare Exception for a folder that is not right
+        raise UserError(f"{key}={path}: {_remedy(error)}") from error
+    if chat_template is not None:
+        hf.chat_template = _template(chat_template)
+    return Tokenizer(hf, _generation_end_ids(path, revision, key), chat_template_kwargs)
+
+
+def _located(path: str, revision: str | None, key: str) -> tuple[str, str | None]:
+    """A local folder wins over a Hub name, and has no revision."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return str(folder), None
+    if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
+        raise UserError(f"{key}={path}: no such folder; give a folder with a Hugging Face model and its tokenizer, or a Hub name")
+    return path, revision
+
+
+def _remedy(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return "the model runs its own code; if you trust it, set model.trust_remote_code=true"
+    if isinstance(error, OSError):
+        return f"cannot be had: {text[:300]} (give a local folder, or a Hub name that exists and is reachable or cached)"
+    return f"no tokenizer could be loaded ({type(error).__name__}: {text[:300]}); the folder needs tokenizer.json and tokenizer_config.json"
+
+
+def _template(given: str) -> str:
+    if "{{" in given or "{%" in given:
+        return given
+    file = Path(given).expanduser()
+    if not file.is_file():
+        raise UserError(f"data.chat_template={given}: neither a Jinja template nor a file")
+    return file.read_text(encoding="utf-8")
+
+
+def _generation_end_ids(path: str, revision: str | None, key: str) -> tuple[int, ...]:
+    """Chat models often end turns with another token than the tokenizer's EOS; generation_config.json then lists both."""
+    try:
+        ids = GenerationConfig.from_pretrained(path, revision=revision).eos_token_id
+    except OSError as error:  # most often there is none
+        if (Path(path) / "generation_config.json").exists():
+            raise UserError(f"{key}={path}: generation_config.json cannot be read; mend or remove it") from error
+        return ()
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)

@@ -1,0 +1,159 @@
+"""A byte-level tokenizer made on the spot: one id a byte, so that every expected number can be counted by hand."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from ppo_ds.errors import UserError
+from ppo_ds.models.tokenizer import load_tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if no_think %}[]{% endif %}{% endif %}"
+)
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def saved(folder, *, eos="<eos>", pad="<pad>", template=None, bos=True):
+    """Ids: <bos> 0, <eos> 1, <pad> 2, then the 256 bytes."""
+    vocab = {token: i for i, token in enumerate(["<bos>", "<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token=eos, pad_token=pad)
+    hf.chat_template = template
+    hf.save_pretrained(folder)
+    return str(folder)
+
+
+def test_pad_and_stop_ids(tmp_path):
+    tokenizer = load_tokenizer(saved(tmp_path))
+    assert (tokenizer.pad_id, tokenizer.stop_ids, tokenizer.vocab_size) == (2, (1,), 259)
+
+
+def test_without_a_pad_token_eos_pads_and_the_tokenizer_stays_as_it_was(tmp_path):
+    tokenizer = load_tokenizer(saved(tmp_path / "a", pad=None))
+    assert tokenizer.pad_id == 1
+    tokenizer.save(tmp_path / "b")
+    assert load_tokenizer(str(tmp_path / "b")).hf.pad_token is None
+
+
+def test_neither_pad_nor_eos_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="neither a pad nor an end token"):
+        load_tokenizer(saved(tmp_path, eos=None, pad=None))
+
+
+@pytest.mark.parametrize(("named", "stop_ids"), [([7, 1], (1, 7)), (7, (1, 7)), (None, (1,))])
+def test_generation_config_adds_end_tokens(tmp_path, named, stop_ids):
+    saved(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    assert load_tokenizer(str(tmp_path)).stop_ids == stop_ids
+
+
+def test_generation_config_alone_can_give_the_pad_id(tmp_path):
+    saved(tmp_path, eos=None, pad=None)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.pad_id, tokenizer.stop_ids) == (5, (5, 6))
+
+
+def test_broken_generation_config_is_an_error(tmp_path):
+    saved(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos')
+    with pytest.raises(UserError, match="generation_config.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_text_gets_the_bos_and_a_chat_gets_it_once(tmp_path):
+    tokenizer = load_tokenizer(saved(tmp_path, template=TEMPLATE))
+    assert tokenizer.encode_prompt("a")[0] == 0 and len(tokenizer.encode_prompt("a")) == 2
+    assert tokenizer.render_chat(CHAT) == "<bos><user>hi<eos><assistant>"
+    ids = tokenizer.encode_chat(CHAT)
+    assert ids == tokenizer.hf.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert ids.count(0) == 1 and len(ids) == 1 + len("<user>hi") + 1 + len("<assistant>")
+
+
+def test_template_from_a_file_with_arguments(tmp_path):
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    tokenizer = load_tokenizer(saved(tmp_path / "t"), chat_template=str(tmp_path / "chat.jinja"), chat_template_kwargs={"no_think": True})
+    assert tokenizer.has_chat_template
+    assert tokenizer.render_chat(CHAT).endswith("<assistant>[]")
+
+
+def test_given_template_replaces_the_tokenizers_own_and_is_saved(tmp_path):
+    tokenizer = load_tokenizer(saved(tmp_path / "a", template=TEMPLATE), chat_template="{{ messages[0]['content'] }}!")
+    tokenizer.save(tmp_path / "b")
+    assert load_tokenizer(str(tmp_path / "b")).render_chat(CHAT) == "hi!"
+
+
+def test_template_that_is_no_file(tmp_path):
+    with pytest.raises(UserError, match="data.chat_template=nowhere.jinja"):
+        load_tokenizer(saved(tmp_path), chat_template="nowhere.jinja")
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('system is not supported') }}", "{% for %}"])
+def test_template_that_refuses(tmp_path, template):
+    with pytest.raises(UserError, match="chat template refuses roles"):
+        load_tokenizer(saved(tmp_path), chat_template=template).render_chat(CHAT)
+
+
+def test_chat_without_template(tmp_path):
+    tokenizer = load_tokenizer(saved(tmp_path))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(UserError, match="data.chat_template"):
+        tokenizer.encode_chat(CHAT)
+
+
+@pytest.mark.parametrize("text", ["naïve 中文 \U0001f600 e\u0301 \u200f", "\x00\x01\t\r\n\x7f\u2028", " a  b , c ' s "])
+def test_text_survives(tmp_path, text):
+    tokenizer = load_tokenizer(saved(tmp_path))
+    ids = tokenizer.encode_prompt(text)
+    assert len(ids) == 1 + len(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<bos>" + text
+
+
+@pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "a/b/c"])
+def test_missing_folder(path):
+    with pytest.raises(UserError, match=f"critic.model.path={path}: no such folder"):
+        load_tokenizer(path, key="critic.model.path")
+
+
+def test_hub_name_that_cannot_be_had(monkeypatch, tmp_path):
+    """In its own process: huggingface_hub reads its environment when it is imported."""
+    code = "from ppo_ds.models.tokenizer import load_tokenizer\ntry: load_tokenizer('nobody/nothing')\nexcept Exception as e: print(type(e).__name__, e)"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("UserError model.path=nobody/nothing: cannot be had")
+    assert done.stdout.count("\n") == 1
+
+
+def test_folder_without_a_tokenizer(tmp_path):
+    with pytest.raises(UserError, match="tokenizer.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_broken_tokenizer_file(tmp_path):
+    saved(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(UserError, match="no tokenizer could be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_own_code_names_the_switch(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "c.C", "AutoTokenizer": ["t.T", null]}}')
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["t.T", null]}, "tokenizer_class": "T"}')
+    with pytest.raises(UserError, match="trust_remote_code=true"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_revision_is_ignored_for_a_folder(tmp_path):
+    assert load_tokenizer(saved(tmp_path), revision="no-such-branch").pad_id == 2
