@@ -1,0 +1,122 @@
+"""What every model needs when it comes off the disk or the Hub: no dropout, no half-loaded weights, errors that a user can act on.
+
+Works under ZeRO-3 too (inside ``policy.sharded_loading``): nothing here reads or writes a weight.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from ppo_ds.errors import UserError
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DROPOUT = re.compile(r"dropout|pdrop|layerdrop")  # attention_dropout, resid_pdrop, encoder_layerdrop, classifier_dropout_prob, ...
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """bf16, fp16 or fp32 as torch knows it."""
+    if name not in _DTYPES:
+        raise UserError(f"model.dtype={name!r}: must be one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False, key: str = "model.path") -> PreTrainedConfig:
+    """The Hugging Face config of a local folder or Hub id, with every dropout at 0. ``key`` names ``path`` in error messages."""
+    path = _checked(path, key)
+    with _user_errors(path, key):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **_hub_only(path, revision))
+    _remove_dropout(config)
+    return config
+
+
+def from_pretrained(
+    auto_class: Any,
+    path: str,
+    *,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+    key: str = "model.path",
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model and transformers' loading info (missing_keys, mismatched_keys, ...). What may be missing is the caller's rule: see refuse_missing."""
+    path = _checked(path, key)
+    with _user_errors(path, key):
+        return auto_class.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            # None is transformers' own "sdpa, or eager where the family has no sdpa" (DeBERTa); naming sdpa is an error there
+            attn_implementation=None if attn_implementation == "sdpa" else attn_implementation,
+            ignore_mismatched_sizes=True,  # reported by refuse_missing, with names and shapes
+            output_loading_info=True,
+            **_hub_only(path, revision),
+        )
+
+
+def refuse_missing(path: str, info: dict[str, Any], *, allowed: Sequence[str] = (), key: str = "model.path") -> None:
+    """UserError if a weight outside ``allowed`` was not in the files (transformers fills it with random numbers) or had another shape."""
+    missing = sorted(set(info["missing_keys"]) - set(allowed))
+    if missing:
+        raise UserError(f"{key}={path}: weights missing from its files would start at random ({_some(missing)}); give a complete model")
+    mismatched = [f"{name} is {list(there)}, not {list(here)}" for name, there, here in sorted(info["mismatched_keys"])]
+    if mismatched:
+        raise UserError(f"{key}={path}: its files do not fit its config.json: {_some(mismatched)}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _remove_dropout(config: PreTrainedConfig) -> None:
+    """Old log-probs, ratios and values are compared between forwards: any dropout is noise in them."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):  # text_config, attn_config, ...
+            _remove_dropout(value)
+        elif _DROPOUT.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
+            setattr(config, name, 0.0)
+
+
+def _checked(path: str, key: str) -> str:
+    """The path with ~ resolved. What can only be a local folder must be one; anything else may be a Hub id."""
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        return path
+    if os.path.exists(path):
+        raise UserError(f"{key}={path}: is a file; give the folder with config.json and the weights")
+    if path.startswith((".", os.sep)) or path.count("/") != 1:
+        raise UserError(f"{key}={path}: no such folder, and a Hub id has the form owner/name")
+    return path
+
+
+def _hub_only(path: str, revision: str | None) -> dict[str, str]:
+    """Arguments that mean nothing for a local folder."""
+    return {} if revision is None or os.path.isdir(path) else {"revision": revision}
+
+
+@contextmanager
+def _user_errors(path: str, key: str) -> Iterator[None]:
+    """transformers says OSError, ValueError or ImportError for everything that is wrong with a folder, a Hub id or its code."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"{key}={path}: {_explained(str(error), path, key)}") from error
+
+
+def _explained(reason: str, path: str, key: str) -> str:
+    if "trust_remote_code" in reason:
+        switch = key.removesuffix("path") + "trust_remote_code"
+        return f"needs Python code from its own files; read that code, then set {switch}=true"
+    if "couldn't connect" in reason:
+        return "no folder of that name, not in the local Hub cache, and the Hub cannot be reached; give a local folder or download the model first"
+    return " ".join(reason.split())[:400]

@@ -1,0 +1,167 @@
+"""The critic and the reward model: a trunk with one number per token, or per text.
+
+Departures from ``AutoModelForSequenceClassification``: a decoder is read at the last *attended* place, found from the mask; transformers
+looks for the rightmost id that is not the pad: the place before the end token where pad and end are the same. Position ids are always passed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+
+from ppo_ds.errors import UserError
+from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
+from ppo_ds.ops.sequences import position_ids_from_mask
+
+_HEAD = "score.weight"  # every decoder family of transformers calls its sequence classification head so
+
+
+class ScoreHead(nn.Linear):
+    """A linear head that computes in fp32 whatever the dtype of its weight: values are regressed on returns, and bf16 has three digits."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+class ScoreModel(nn.Module):
+    """A sequence classifier with one label. A decoder has a value at each token; an encoder has one for the whole text."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        # an encoder-decoder pools at its own decoder's end, an encoder at its first place: both only through their own forward
+        self.is_decoder = hasattr(model, "score") and not model.config.is_encoder_decoder
+        self._positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+        self._types = "token_type_ids" in inspect.signature(model.forward).parameters
+        if self.is_decoder and isinstance(model.score, nn.Linear):
+            model.score = _computing_in_fp32(model.score)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor, response_width: int | None = None, token_type_ids: Tensor | None = None) -> Tensor:
+        """The only way in for engines, which wrap it. ids, attention_mask [B,T]; fp32 out:
+
+        the values [B,R] of the states *before* each response token (places T-R-1 .. T-2), or without ``response_width`` the scores [B].
+        """
+        if response_width is None:
+            return self.scores(ids, attention_mask, token_type_ids)
+        return self._head(self._hidden(ids, attention_mask)[:, -response_width - 1 : -1])
+
+    def values(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """[B,T] fp32: the value of the state after each token; rubbish at unattended places. Decoders only."""
+        return self._head(self._hidden(ids, attention_mask))
+
+    def scores(self, ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """[B] fp32: a decoder's value at its last attended place (padding may be on either side), or an encoder's logit."""
+        if self.is_decoder:
+            last = (torch.arange(ids.shape[1], device=ids.device) * attention_mask.long()).argmax(1)
+            return self._head(self._hidden(ids, attention_mask)[torch.arange(len(ids), device=ids.device), last])
+        types = {"token_type_ids": token_type_ids} if self._types and token_type_ids is not None else {}
+        return self.model(input_ids=ids, attention_mask=attention_mask.long(), **types).logits[:, 0].float()
+
+    def gradient_checkpointing_enable(self) -> None:
+        # the reentrant kind gives no gradients where a block's input needs none, which is the case of the first block
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def save(self, directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
+        """A Hugging Face folder that ``AutoModelForSequenceClassification.from_pretrained`` loads; ``state_dict`` has the keys of ``self.model``."""
+        self.model.save_pretrained(directory, state_dict=state_dict)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest text that has a position for each token; None where the architecture sets no limit."""
+        for name, module in self.model.named_modules():
+            if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+                return module.num_embeddings - module.padding_idx - 1  # RoBERTa counts its positions from the pad id on
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids must be below."""
+        return self.model.get_input_embeddings().num_embeddings
+
+    def _hidden(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        assert self.is_decoder, f"{type(self.model).__name__} has no value per token"
+        positions = {"position_ids": position_ids_from_mask(attention_mask)} if self._positions else {}
+        return self.model.base_model(input_ids=ids, attention_mask=attention_mask.long(), use_cache=False, **positions).last_hidden_state
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.model.score(hidden).squeeze(-1).float()
+
+
+def load_critic(
+    path: str,
+    *,
+    revision: str | None,
+    dtype: str,
+    trust_remote_code: bool,
+    attn_implementation: str,
+    gradient_checkpointing: bool,
+    zero_head: bool,
+    key: str = "critic.model.path",
+) -> ScoreModel:
+    """A critic from a causal LM or a reward model.
+
+    A trained score head is kept. A folder without one gets a head of zeros if ``zero_head``, and is refused if not.
+    """
+    model, info = _load(path, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation, key=key)
+    if not hasattr(model, "score") or model.config.is_encoder_decoder:
+        kind = type(model).__name__
+        raise UserError(f"{key}={path}: a critic needs a value at every token, which a {kind} has not; take a decoder, such as the actor")
+    headless = _HEAD in info["missing_keys"]
+    refuse_missing(path, info, allowed=[_HEAD] if zero_head else [], key=key)
+    if headless:
+        # A new module, not zeros written into the old one: under ZeRO-3 the old weight is a shard. V(s) = 0 at the start (Ziegler et al. 2019)
+        model.score = nn.Linear(model.score.in_features, 1, bias=False, dtype=torch_dtype(dtype))
+        nn.init.zeros_(model.score.weight)
+    critic = ScoreModel(model)
+    if gradient_checkpointing:
+        critic.gradient_checkpointing_enable()
+    return critic
+
+
+def load_reward_model(
+    path: str, *, revision: str | None, dtype: str, trust_remote_code: bool, attn_implementation: str, key: str = "reward.model.path"
+) -> ScoreModel:
+    """A frozen reward model: any ``AutoModelForSequenceClassification`` with one label and all of its weights."""
+    model, info = _load(path, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation, key=key)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        lost = ", ".join(missing[:3])
+        raise UserError(f"{key}={path}: has no trained score head ({lost} not in its files): give a sequence classifier trained to score")
+    refuse_missing(path, info, key=key)
+    return ScoreModel(model).requires_grad_(False).eval()
+
+
+def _load(path: str, *, revision: str | None, dtype: str, trust_remote_code: bool, attn_implementation: str, key: str) -> tuple[Any, dict[str, Any]]:
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
+    _expect_one_label(config, path, key)
+    return from_pretrained(
+        AutoModelForSequenceClassification,
+        path,
+        config=config,
+        dtype=torch_dtype(dtype),
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+        key=key,
+    )
+
+
+def _expect_one_label(config: PreTrainedConfig, path: str, key: str) -> None:
+    if config.num_labels == 1:
+        return
+    if any("Classification" in name for name in config.architectures or []):
+        raise UserError(f"{key}={path}: has {config.num_labels} labels; a score needs a sequence classifier with one (num_labels=1)")
+    config.num_labels = 1  # a language model's 2 is transformers' default and says nothing; whether a head is there, the weights will tell
+
+
+def _computing_in_fp32(linear: nn.Linear) -> ScoreHead:
+    """The same parameters (under ZeRO-3: the same shards) in a module that upcasts."""
+    head = ScoreHead(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    head.weight, head.bias = linear.weight, linear.bias
+    return head
