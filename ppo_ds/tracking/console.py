@@ -1,0 +1,109 @@
+"""What a person sees of a run: a banner, a progress bar over steps, one line per step. Without a terminal: plain lines."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ppo_ds.tracking.tracker import Record
+
+
+def open_console(stream: TextIO | None = None) -> Console:
+    """A console on ``stream`` (stdout). What is not a terminal gets neither colours nor control codes, nor lines broken at 80."""
+    stream = stream or sys.stdout
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")  # an answer in Chinese must not end a run whose log is ASCII
+    terminal = stream.isatty()
+    return Console(file=stream, highlight=False, emoji=False, force_terminal=terminal, no_color=not terminal, width=None if terminal else 120)
+
+
+class ConsoleTracker:
+    """The progress of a run on standard output."""
+
+    def __init__(self, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None):
+        """``first_step`` steps were done before this process."""
+        self.console = open_console(stream)
+        self._total = total_steps
+        self._plus_minus = "±" if self.console.encoding.lower().startswith("utf") else "+-"
+        self._progress = Progress(
+            TextColumn("[bold]PPO"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("[dim]elapsed"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            expand=True,
+        )
+        self._task = self._progress.add_task("PPO", total=total_steps, completed=first_step)
+
+    def banner(self, text: str, *, title: str = "ppo_ds") -> None:
+        """The start-up lines: who runs on what, and the batch equation."""
+        if self.console.is_terminal:
+            self.console.print(Panel(escape(text.strip()), title=title, title_align="left", border_style="cyan", padding=(0, 1)))
+        else:
+            self.console.print(f"{title}\n{text.strip()}", markup=False, soft_wrap=True)
+
+    def start(self, config: dict[str, Any]) -> None:
+        self._progress.start()
+        atexit.register(self._progress.stop)  # a run that ends with an exception gives the cursor back
+
+    def log(self, step: int, metrics: Record) -> None:
+        self.console.print(step_line(step, self._total, metrics, plus_minus=self._plus_minus), soft_wrap=True)
+        self._progress.update(self._task, completed=step)
+
+    def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
+        """Nothing: samples are in the run directory, and before/after ones in the report at the end."""
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self._progress.stop()
+        atexit.unregister(self._progress.stop)
+        self.console.print(f"{summary.get('exit_reason', 'done')} after {seconds(summary.get('wall_s'))}", markup=False)
+        self.console.file.flush()
+
+
+def step_line(step: int, total: int, metrics: Record, *, plus_minus: str = "±") -> str:
+    """One step in one line of rich markup. A part whose metric is missing is left out, one that was not finite reads "-"."""
+    parts = [f"[bold]step {step:>{len(str(total))}}/{total}[/]"]
+    if "reward/score_mean" in metrics:
+        spread = f" {plus_minus} {_number(metrics.get('reward/score_std'), '.3f')}"
+        parts.append(f"[green]reward {_number(metrics['reward/score_mean'], '7.3f')}{spread}[/]")
+    for label, name, form in (
+        ("kl", "kl/ref_seq_mean", "7.4f"),
+        ("loss", "policy/loss", "8.4f"),
+        ("value", "value/loss", "8.4f"),
+    ):
+        if name in metrics:
+            parts.append(f"[dim]{label}[/] {_number(metrics[name], form)}")
+    if "perf/tokens_per_s" in metrics:
+        parts.append(f"{_number(metrics['perf/tokens_per_s'], '6.0f')} [dim]tok/s[/]")
+    if "time/step" in metrics:
+        parts.append(f"{_number(metrics['time/step'], '6.2f')} [dim]s[/]")
+    if "eval/accuracy" in metrics:
+        parts.append(f"[bold cyan]accuracy {_number(metrics['eval/accuracy'], '.1%')}[/]")
+    elif "eval/score_mean" in metrics:
+        parts.append(f"[bold cyan]held out {_number(metrics['eval/score_mean'], '.3f')}[/]")
+    return "  ".join(parts)
+
+
+def seconds(value: float | None) -> str:
+    """A duration to read: 4.2 s, 3 min 05 s, 2 h 07 min."""
+    if value is None:
+        return "-"
+    if value < 60:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _number(value: float | None, form: str) -> str:
+    width = form.split(".")[0]
+    return f"{'-':>{width}}" if value is None else format(value, form)

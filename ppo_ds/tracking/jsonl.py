@@ -1,0 +1,81 @@
+"""The record of a run: ``metrics.jsonl``, ``samples/step_NNNNNN.jsonl`` and ``summary.json`` in the run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.tracking.tracker import Record
+
+
+class JsonlTracker:
+    """One JSON object per line and step, handed to the operating system at once: a killed run keeps every finished step."""
+
+    def __init__(self, run_dir: str | os.PathLike, *, resumed_at: int = 0):
+        """``resumed_at`` is the step of the checkpoint that the run continues from; what was written after it is dropped."""
+        self.run_dir = Path(run_dir)
+        self.path = self.run_dir / "metrics.jsonl"
+        self._samples_dir = self.run_dir / "samples"
+        self._samples_dir.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in read_metrics(self.path) if line["step"] <= resumed_at] if resumed_at > 0 else []
+        _write_whole(self.path, "".join(_line(record) for record in kept))
+        for file in self._samples_dir.glob("*step_*.jsonl"):
+            if int(re.search(r"step_(\d+)", file.name)[1]) > resumed_at:
+                file.unlink()
+        self._last: dict[str, Any] = kept[-1] if kept else {"step": resumed_at}
+        self._file = self.path.open("a", encoding="utf-8", errors="replace")
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds that the run had taken at the checkpoint it continues from."""
+        return float(self._last.get("time") or 0.0)
+
+    def start(self, config: dict[str, Any]) -> None:
+        """Nothing: ``config.yaml`` is the launcher's."""
+
+    def log(self, step: int, metrics: Record) -> None:
+        self._last = {"step": step, **metrics}
+        self._file.write(_line(self._last))
+        self._file.flush()
+
+    def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
+        prefix = "" if split == "train" else f"{split}_"
+        _write_whole(self._samples_dir / f"{prefix}step_{step:06d}.jsonl", "".join(_line(row) for row in rows))
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """``summary.json``: what the caller says, the number of steps, and the metrics of the last one."""
+        last = {key: value for key, value in self._last.items() if key not in ("step", "time")}
+        text = json.dumps({**summary, "steps": self._last["step"], **last}, indent=2, ensure_ascii=False, default=str)
+        _write_whole(self.run_dir / "summary.json", text + "\n")
+        self._file.close()
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The steps of a ``metrics.jsonl``, in order; [] where there is none. A line that a kill cut short is left out."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """All of it or nothing: a reader, or a kill in between, never meets half a file."""
+    draft = path.with_name(f".{path.name}.tmp")
+    draft.write_text(text, encoding="utf-8", errors="replace")
+    draft.replace(path)

@@ -1,0 +1,177 @@
+"""The end of a run for a person: the curves as a picture, and what changed between before and after as tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from ppo_ds.tracking.console import open_console
+from ppo_ds.tracking.jsonl import read_metrics
+
+Points = tuple[list[int], list[float]]  # steps, values
+COLOURS = ("#2f6fb0", "#d9792b")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small picture: the metrics it draws and how its axis reads."""
+
+    title: str
+    unit: str
+    metrics: dict[str, str]  # name -> label in the legend
+    band: str = ""  # the metric whose value is drawn as +- around the first curve
+    percent: bool = False
+    from_zero: bool = False
+
+
+PANELS = (
+    Panel("Reward", "score", {"reward/score_mean": "mean ± std over the answers"}, band="reward/score_std"),
+    Panel("Held-out accuracy", "right answers", {"eval/accuracy": "accuracy"}, percent=True),
+    Panel("Held-out score", "score", {"eval/score_mean": "mean ± std over the answers"}, band="eval/score_std"),
+    Panel("KL to the reference", "nats per answer", {"kl/ref_seq_mean": "KL", "kl/target": "target"}),
+    Panel("Policy loss", "loss", {"policy/loss": "loss"}),
+    Panel("Value loss", "loss", {"value/loss": "loss"}, from_zero=True),
+    Panel("Response length", "tokens", {"rollout/resp_len_mean": "mean", "rollout/resp_len_max": "longest"}, from_zero=True),
+)
+
+
+def plot_curves(metrics_jsonl: str | os.PathLike, png: str | os.PathLike, *, title: str = "") -> bool:
+    """Draws every panel that has a number in ``metrics_jsonl``. False, and no file, where none has."""
+    records = read_metrics(metrics_jsonl)
+    curves = {name: points for panel in PANELS for name in (*panel.metrics, panel.band) if (points := _points(records, name))[0]}
+    panels = [panel for panel in PANELS if curves.keys() & panel.metrics.keys()]
+    if "eval/accuracy" in curves:  # says the same as the score, and says it better
+        panels = [panel for panel in panels if panel.title != "Held-out score"]
+    if not panels:
+        return False
+    columns = 2 if len(panels) in (2, 4) else min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.2 * rows + (0.5 if title else 0)), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)  # draws into memory: no display is ever asked for
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    last = max(steps[-1] for steps, _ in curves.values())
+    first = min(steps[0] for steps, _ in curves.values())
+    margin = max(0.03 * (last - first), 0.5)
+    for index, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        _draw(axes, panel, curves)
+        axes.set_xlim(first - margin, last + margin)  # the same in all: what is measured seldom is read beside what is measured often
+    if title:
+        figure.suptitle(title, fontsize=13, fontweight="bold")
+    figure.savefig(png)
+    return True
+
+
+def _points(records: list[dict[str, Any]], name: str) -> Points:
+    found = [(record["step"], record[name]) for record in records if isinstance(record.get(name), int | float)]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
+    drawn = [name for name in panel.metrics if name in curves]
+    for name, colour in zip(drawn, COLOURS, strict=False):
+        _curve(axes, curves[name], colour, panel.metrics[name], dashed=name == "kl/target")
+    if panel.band in curves:
+        spread = dict(zip(*curves[panel.band], strict=True))
+        middle = [(step, value, spread[step]) for step, value in zip(*curves[drawn[0]], strict=True) if step in spread]
+        steps, low, high = [s for s, _, _ in middle], [v - d for _, v, d in middle], [v + d for _, v, d in middle]
+        axes.fill_between(steps, low, high, color=COLOURS[0], alpha=0.13, linewidth=0)
+    axes.set_title(panel.title, fontsize=11, fontweight="bold", loc="left")
+    axes.set_xlabel("step", fontsize=9)
+    axes.set_ylabel(panel.unit, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    if panel.percent:
+        axes.set_ylim(-0.02, 1.02)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    elif panel.from_zero and axes.get_ylim()[0] > 0:
+        axes.set_ylim(bottom=0)
+    if len(drawn) > 1 or panel.band in curves:
+        axes.legend(fontsize=8, frameon=False)
+
+
+def _curve(axes: Axes, points: Points, colour: str, label: str, *, dashed: bool) -> None:
+    """The values; where there are many of them, pale, with their moving mean on top."""
+    steps, values = points
+    if dashed:
+        axes.plot(steps, values, color=colour, linewidth=1.2, linestyle="--", label=label)
+    elif len(values) < 60:
+        axes.plot(steps, values, color=colour, linewidth=1.6, marker="o", markersize=2.5, label=label)
+    else:
+        axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
+        axes.plot(steps, _moving_mean(values, len(values) // 30), color=colour, linewidth=1.8, label=label)
+
+
+def _moving_mean(values: list[float], reach: int) -> list[float]:
+    """The mean over up to ``reach`` neighbours on each side, fewer at the ends."""
+    windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def before_after(
+    scores: Mapping[str, tuple[float | None, float | None]],
+    samples: Sequence[Mapping[str, Any]],
+    saved: Mapping[str, str | os.PathLike],
+    *,
+    stream: TextIO | None = None,
+) -> None:
+    """Prints what the run changed.
+
+    ``scores``: what was measured on held-out prompts -> (before, after); names with "accuracy" in them are read as shares of 1.
+    ``samples``: dicts with prompt, before, after, score. ``saved``: what -> where (model, curves, metrics).
+    """
+    console = open_console(stream)
+    console.print()
+    if scores:
+        console.print(_score_table(scores))
+    if samples:
+        console.print(_sample_table(samples))
+    for what, where in saved.items():
+        console.print(Text.assemble((f"{what:>10}  ", "dim"), str(where)), soft_wrap=True)
+
+
+def _score_table(scores: Mapping[str, tuple[float | None, float | None]]) -> Table:
+    table = Table(title="Held-out prompts", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table.add_column("")
+    for column in ("before", "after", "change"):
+        table.add_column(column, justify="right")
+    for name, (before, after) in scores.items():
+        percent = "accuracy" in name
+        cells = [_score(before, percent), _score(after, percent), "-"]
+        if before is not None and after is not None:
+            cells[2] = f"{100 * (after - before):+.1f} points" if percent else f"{after - before:+.3f}"
+        table.add_row(name, *cells[:2], Text(cells[2], style="green" if cells[2][0] == "+" else ""))
+    return table
+
+
+def _sample_table(samples: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="Sample answers", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for column in ("prompt", "before", "after"):
+        table.add_column(column, overflow="fold")
+    table.add_column("score", justify="right", no_wrap=True)
+    for sample in samples:
+        texts = (Text(_short(str(sample.get(key, "")))) for key in ("prompt", "before", "after"))
+        table.add_row(*texts, _score(sample.get("score"), percent=False))
+    return table
+
+
+def _score(value: float | None, percent: bool) -> str:
+    return "-" if value is None else f"{value:.1%}" if percent else f"{value:.3f}"
+
+
+def _short(text: str, limit: int = 240) -> str:
+    """Fit for a cell: the beginning, without control characters."""
+    text = "".join(character if character.isprintable() or character == "\n" else " " for character in text.strip())
+    return text if len(text) <= limit else text[: limit - 1] + "…"

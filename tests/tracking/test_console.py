@@ -1,0 +1,78 @@
+"""What a person reads: plain lines in a log file, a bar on a terminal, and no text that can break either."""
+
+import io
+import os
+import pty
+import subprocess
+import sys
+
+from ppo_ds.tracking.console import ConsoleTracker, seconds, step_line
+from ppo_ds.tracking.report import before_after
+
+METRICS = {
+    "reward/score_mean": 0.5, "reward/score_std": 0.25, "kl/ref_seq_mean": 0.0123, "policy/loss": -0.02, "value/loss": 0.4,
+    "perf/tokens_per_s": 1234.4, "time/step": 2.5, "eval/accuracy": 0.715, "eval/score_mean": 0.3,
+}  # fmt: skip
+
+
+def run(stream):
+    tracker = ConsoleTracker(20, stream=stream)
+    tracker.banner("batch  8 prompts x 4 samples [per step]")
+    tracker.start({})
+    tracker.log(3, METRICS)
+    tracker.finish({"exit_reason": "done", "wall_s": 61.0})
+
+
+def test_without_a_terminal_plain_lines():
+    stream = io.StringIO()
+    run(stream)
+    assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == ["ppo_ds", "batch  8 prompts x 4 samples [per step]"]
+    assert lines[2].split() == ("step 3/20 reward 0.500 ± 0.250 kl 0.0123 loss -0.0200 value 0.4000 1234 tok/s 2.50 s accuracy 71.5%".split())
+    assert lines[3:] == ["done after 1 min 01 s"]
+
+
+def test_missing_and_nonfinite_metrics():
+    assert step_line(1, 9, {"policy/loss": None, "eval/score_mean": 0.3}).split() == (
+        "[bold]step 1/9[/] [dim]loss[/] - [bold cyan]held out 0.300[/]".split()
+    )
+    assert step_line(1, 9, {}) == "[bold]step 1/9[/]"
+    bare, full = (step_line(1, 9, {"reward/score_mean": 1.0, "reward/score_std": std}) for std in (None, 0.5))
+    assert "± -" in bare and "± 0.500" in full
+
+
+def test_columns_stay_under_each_other():
+    widths = {len(step_line(step, 100, {**METRICS, "policy/loss": loss})) for step, loss in ((1, 0.0), (99, -1.5), (100, None))}
+    assert len(widths) == 1
+
+
+def test_an_ascii_log_survives_any_text():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    run(stream)
+    before_after({}, [{"prompt": "重力是什么", "before": "é", "after": "🙂", "score": 1.0}], {}, stream=stream)
+    stream.flush()
+    assert b"0.500 +- 0.250" in raw.getvalue() and b"?????" in raw.getvalue()
+
+
+def test_a_terminal_gets_a_bar_and_its_cursor_back_even_after_an_exception():
+    script = "from ppo_ds.tracking.console import ConsoleTracker as C\nt = C(4)\nt.start({})\nt.log(1, {})\nprint('a stray line')\n1 / 0"
+    mine, theirs = pty.openpty()
+    env = {**os.environ, "PYTHONPATH": os.getcwd(), "TERM": "xterm-256color"}
+    child = subprocess.Popen([sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(mine, 65536):
+            shown += chunk
+    except OSError:
+        pass  # Linux ends a pseudo-terminal with an input/output error
+    os.close(mine)
+    assert child.wait(30) == 1
+    assert b"\xe2\x94\x81" in shown and b"1/4" in shown and b"a stray line" in shown and b"ZeroDivisionError" in shown
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+
+
+def test_seconds():
+    assert [seconds(value) for value in (None, 4.21, 185, 7620)] == ["-", "4.2 s", "3 min 05 s", "2 h 07 min"]

@@ -1,0 +1,188 @@
+"""Whatever wandb does, the run goes on: no key, no server, no answer, no process."""
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from ppo_ds.tracking.wandb import WandbTracker
+
+ROW = {"prompt": "12+7=", "response": "19", "score": 1.0, "kl": None, "length": 3, "finish": "stop", "components": {"a": 0.5}}
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_logged_in(monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+
+
+def run(run_dir, mode, **timeouts):
+    """Three steps of a run, and how long each call took at most."""
+    tracker, spent = WandbTracker(run_dir, mode=mode, project="p", name="n", tags=["t"], **timeouts), []
+
+    def call(function, *arguments):
+        begin = time.monotonic()
+        function(*arguments)
+        spent.append(time.monotonic() - begin)
+
+    call(tracker.start, {"run": {"seed": 1}})
+    for step in (1, 2, 3):
+        call(tracker.log, step, {"policy/loss": 0.5, "value/loss": None})
+        call(tracker.samples, step, [ROW])
+    call(tracker.finish, {"exit_reason": "done"})
+    return spent
+
+
+def stored(run_dir):
+    """What an offline run holds: the newest ``.wandb`` file as bytes."""
+    (file,) = run_dir.glob("wandb/offline-run-*/*.wandb")
+    return file.read_bytes()
+
+
+def test_offline_creates_a_run(tmp_path, capfd):
+    run(tmp_path, "offline")
+    content = stored(tmp_path)
+    assert b"policy/loss" in content and b"exit_reason" in content and b"seed" in content
+    assert b"value/loss" not in content
+    tables = list(tmp_path.glob("wandb/offline-run-*/files/media/table/samples/*.json"))
+    assert [len(json.loads(table.read_text())["data"]) for table in tables] == [1, 1, 1], "each step sends its own rows only"
+    out, err = capfd.readouterr()
+    assert "wandb sync" in out and err == ""
+
+
+def test_a_resumed_run_keeps_its_id(tmp_path):
+    run(tmp_path, "offline")
+    first = (tmp_path / "wandb.id").read_text()
+    run(tmp_path, "offline")
+    assert (tmp_path / "wandb.id").read_text() == first
+    assert len(list(tmp_path.glob(f"wandb/offline-run-*/run-{first.strip()}.wandb"))) >= 1
+
+
+def test_without_a_key_and_with_a_terminal_nobody_is_asked(tmp_path):
+    script = "import sys; from ppo_ds.tracking.wandb import WandbTracker as W; t = W(sys.argv[1], mode='online', project='p', name='n')\n"
+    script += "t.start({}); t.log(1, {'a': 1.0}); t.finish({'exit_reason': 'done'}); print('went on')"
+    mine, theirs = pty.openpty()
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
+    )
+    os.close(theirs)
+    assert child.wait(60) == 0  # at a prompt it would still be waiting
+    shown = os.read(mine, 65536).decode()
+    os.close(mine)
+    assert "went on" in shown and shown.count("warning") == 1 and "No API key" in shown and "going on offline" in shown
+    assert stored(tmp_path)
+
+
+def test_an_unreachable_server_costs_a_bounded_time(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    spent = run(tmp_path, "online", start_timeout=3)
+    assert spent[0] < 30 and sum(spent[1:]) < 10
+    assert capfd.readouterr().err.count("warning") == 1
+    assert b"policy/loss" in stored(tmp_path)
+
+
+def test_a_server_that_accepts_and_never_answers(tmp_path, monkeypatch, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        spent = run(tmp_path, "online", start_timeout=3)
+    assert spent[0] < 30
+    assert capfd.readouterr().err.count("warning") == 1
+    assert b"policy/loss" in stored(tmp_path)
+
+
+def test_no_wandb_at_all_leaves_a_run_without_it(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("ppo_ds.tracking.wandb.CHILD", tmp_path / "missing.py")
+    run(tmp_path, "online", start_timeout=3)
+    err = capfd.readouterr().err
+    assert err.count("warning") == 2 and "going on offline" in err and "going on without it" in err
+    assert not (tmp_path / "wandb.id").exists()
+
+
+def start(tmp_path, **timeouts):
+    tracker = WandbTracker(tmp_path, mode="offline", project="p", name="n", **timeouts)
+    tracker.start({})
+    return tracker, tracker._child._process
+
+
+def test_wandb_dies_half_way(tmp_path, capfd):
+    tracker, process = start(tmp_path)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for step in range(3):
+        tracker.log(step, {"a": 1.0})
+    tracker.finish({"exit_reason": "done"})
+    assert capfd.readouterr().err.count("warning") == 1
+
+
+def test_wandb_hangs_half_way(tmp_path, capfd, monkeypatch):
+    tracker, process = start(tmp_path, finish_timeout=1)
+    os.killpg(process.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    for step in range(3000):
+        tracker.log(step, {f"a/{i}": 1.0 for i in range(20)})  # far more than a pipe holds
+    tracker.finish({"exit_reason": "done"})
+    assert time.monotonic() - begin < 10
+    assert process.poll() is not None
+    err = capfd.readouterr().err
+    assert err.count("warning") == 1 and "wandb sync" in err
+
+
+def test_a_backlog_without_end_is_given_up(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("ppo_ds.tracking.wandb.BACKLOG", 5)
+    tracker, process = start(tmp_path)
+    os.killpg(process.pid, signal.SIGSTOP)
+    for step in range(50):
+        tracker.log(step, {"a": "x" * 50_000})
+    assert process.poll() is not None and capfd.readouterr().err.count("warning") == 1
+
+
+def test_signals_to_the_whole_tree_do_not_cut_the_last_words(tmp_path):
+    tracker, process = start(tmp_path)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process.send_signal(number)
+    tracker.log(1, {"last/words": 1.0})
+    tracker.finish({"exit_reason": "stopped"})
+    assert b"last/words" in stored(tmp_path)
+
+
+def test_a_killed_trainer_leaves_a_closed_run_and_no_process(tmp_path):
+    script = "import os, sys, time; from ppo_ds.tracking.wandb import WandbTracker as W; t = W(sys.argv[1], mode='offline', project='p', name='n')\n"
+    script += "t.start({}); t.log(1, {'last/words': 1.0}); time.sleep(1)\n"
+    script += "print(t._child._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env={**os.environ, "PYTHONPATH": os.getcwd()}, stdout=subprocess.PIPE)
+    group = int(killed.stdout.split()[-1])
+    deadline = time.monotonic() + 25
+    while alive(group) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(group)
+    assert b"last/words" in stored(tmp_path)
+
+
+def alive(group):
+    """Whether a process of the group runs; those that ended and wait to be collected do not count."""
+    for process in psutil.process_iter(["status"]):
+        with suppress(ProcessLookupError):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
+                return True
+    return False
+
+
+def test_disabled_never_imports_wandb():
+    script = (
+        "import sys, ppo_ds.tracking.tracker, ppo_ds.tracking.console, ppo_ds.tracking.jsonl, ppo_ds.tracking.wandb; print('wandb' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": os.getcwd()}, stdout=subprocess.PIPE, text=True)
+    assert shown.stdout.strip() == "False"
