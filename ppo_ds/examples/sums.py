@@ -1,0 +1,170 @@
+"""The quickstart's task: a language model learns to add, "12+34=" -> "46".
+
+``prepare`` makes a tiny model that has seen answers (supervised, a short warm start) until it is right about half of the time on problems it
+has not seen. PPO then sees problems without answers, and a reward that only says right or wrong. Held-out problems are seen by neither.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ppo_ds.errors import UserError
+from ppo_ds.models import tiny
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.types import Row
+
+CHARACTERS = "0123456789+="
+_IGNORED = -100  # label of the places without loss (cross_entropy's default)
+_log = logging.getLogger(__name__)
+
+
+def reward(prompts: list[str], responses: list[str], rows: list[Row]) -> list[float]:
+    """1 for the right answer, 0 for any other text."""
+    return [float(response.strip() == row["answer"]) for response, row in zip(responses, rows, strict=True)]
+
+
+def prepare(
+    dir: str,
+    seed: int,
+    max_operand: int = 49,
+    heldout: int = 400,
+    validation: int = 400,
+    hidden_size: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    target_accuracy: float = 0.5,
+    learning_rate: float = 4e-3,
+    batch_size: int = 256,
+    max_steps: int = 600,
+) -> None:
+    """Writes ``dir/model`` (Hugging Face folder), ``dir/train.jsonl`` and ``dir/heldout.jsonl``; a folder made with the same arguments is kept.
+
+    All sums of two numbers 0..``max_operand`` in a seeded order: ``heldout`` of them are kept away from every training. The warm start learns
+    from the others less ``validation``, and ends when greedy answers on those reach ``target_accuracy`` (a share of 1), or fails after
+    ``max_steps`` batches of ``batch_size`` problems.
+    """
+    arguments = {name: value for name, value in locals().items() if name != "dir"}
+    folder, done = Path(dir), Path(dir) / "prepared.json"  # written last: there is no complete folder without it
+    if done.exists() and json.loads(done.read_text())["arguments"] == arguments:
+        return
+    done.unlink(missing_ok=True)
+    if heldout + validation >= (max_operand + 1) ** 2:
+        raise UserError(f"prepare.max_operand={max_operand}: its {(max_operand + 1) ** 2} sums leave none to train on after heldout={heldout} and validation={validation}; raise it")
+    rows = problems(max_operand, seed)
+    heldout_rows, validation_rows, demonstrations = rows[:heldout], rows[heldout : heldout + validation], rows[heldout + validation :]
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_jsonl(folder / "heldout.jsonl", heldout_rows)
+    _write_jsonl(folder / "train.jsonl", validation_rows + demonstrations)
+
+    tokenizer = tiny.character_tokenizer(CHARACTERS)
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = tiny.tiny_llama(tokenizer, hidden_size=hidden_size, layers=layers, heads=heads, max_tokens=64)
+        steps, accuracy = warm_start(
+            model,
+            encode(demonstrations, tokenizer),
+            encode(validation_rows, tokenizer),
+            target_accuracy=target_accuracy,
+            learning_rate=learning_rate,
+            batch_size=batch_size,
+            max_steps=max_steps,
+        )
+    _log.info("sums: the warm start took %d steps; %.0f %% right on validation problems", steps, 100 * accuracy)
+    tiny.save(model, tokenizer, folder / "model")
+    done.write_text(json.dumps({"arguments": arguments, "steps": steps, "validation_accuracy": accuracy}, indent=2) + "\n")
+
+
+def problems(max_operand: int, seed: int) -> list[Row]:
+    """Every sum of two numbers 0..max_operand once, in a seeded order."""
+    numbers = range(max_operand + 1)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    return [rows[i] for i in order.tolist()]
+
+
+def encode(rows: list[Row], tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
+    """Ids and labels [N,T]: prompt, answer, end token, padded on the right; labels only where the answer and its end are."""
+    prompts = tokenizer.encode_many([row["prompt"] for row in rows], special_tokens=True)
+    answers = [ids + [tokenizer.stop_ids[0]] for ids in tokenizer.encode_many([row["answer"] for row in rows], special_tokens=False)]
+    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    ids = torch.full((len(rows), width), tokenizer.pad_id)
+    labels = torch.full((len(rows), width), _IGNORED)
+    for i, (p, a) in enumerate(zip(prompts, answers, strict=True)):
+        ids[i, : len(p) + len(a)] = torch.tensor(p + a)
+        labels[i, len(p) : len(p) + len(a)] = torch.tensor(a)
+    return ids, labels
+
+
+def warm_start(
+    model: nn.Module,
+    demonstrations: tuple[Tensor, Tensor],
+    validation: tuple[Tensor, Tensor],
+    *,
+    target_accuracy: float,
+    learning_rate: float,
+    batch_size: int,
+    max_steps: int,
+    evaluate_every: int = 5,
+) -> tuple[int, float]:
+    """Supervised steps until the accuracy on ``validation`` reaches the target. -> (steps taken, that accuracy)."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=20)
+    ids, labels = demonstrations
+    accuracy = 0.0
+    for step, index in enumerate(_batches(len(ids), batch_size, max_steps), start=1):
+        logits = model(input_ids=ids[index]).logits[:, :-1]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels[index][:, 1:].flatten(), ignore_index=_IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        warmup.step()
+        if step % evaluate_every == 0:
+            accuracy = greedy_accuracy(model, *validation)
+            if accuracy >= target_accuracy:
+                return step, accuracy
+    raise UserError(f"prepare.target_accuracy={target_accuracy}: not reached in {max_steps} steps ({accuracy:.2f} at the end); lower it or raise prepare.max_steps")
+
+
+@torch.no_grad()
+def greedy_accuracy(model: nn.Module, ids: Tensor, labels: Tensor) -> float:
+    """Share of rows [N,T] whose greedy answer is the labelled one.
+
+    One forward on the right answers says it without decoding: greedy decoding gives the right answer just if each of its tokens is the
+    likeliest one after the right tokens before it.
+    """
+    greedy = model(input_ids=ids).logits[:, :-1].argmax(-1)
+    wanted = labels[:, 1:]
+    return ((greedy == wanted) | (wanted == _IGNORED)).all(1).float().mean().item()
+
+
+def _batches(rows: int, batch_size: int, count: int) -> Iterator[Tensor]:
+    """``count`` batches of row indices, by torch's global random state; each row once before any comes again, but for a pass's last few."""
+    order = torch.empty(0, dtype=torch.long)
+    for _ in range(count):
+        if len(order) < min(batch_size, rows):
+            order = torch.randperm(rows)
+        yield order[:batch_size]
+        order = order[batch_size:]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The sums of floats, and so the model made, must not depend on the number of cores; and more threads only slow so small a model."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _write_jsonl(file: Path, rows: list[Row]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
