@@ -17,7 +17,7 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.types import Prompts, Row
 
 _CHUNK = 1000  # rows tokenised at a time
-_SHOWN = 5  # problems of rows reported at a time
+_SHOWN = 5  # different problems of rows reported at a time
 
 
 class PromptSource:
@@ -117,7 +117,7 @@ class PromptSource:
 def _checked_prompts(rows: Rows, column: str | None, tokenizer: Tokenizer) -> list[Prompt]:
     """Every row's prompt, or all that is wrong with the rows, before anything is tokenised."""
     prompts: list[Prompt] = []
-    problems: list[str] = []
+    places: dict[str, list[str]] = {}  # problem -> where; most often all rows have the same one
     for i, row in enumerate(rows):
         try:
             prompt = prompt_of(row, column)
@@ -125,11 +125,10 @@ def _checked_prompts(rows: Rows, column: str | None, tokenizer: Tokenizer) -> li
                 tokenizer.render_chat(prompt)  # says what is missing
             prompts.append(prompt)
         except UserError as error:
-            problems.append(f"{rows.place(i)}: {error}")
-    if len(problems) > _SHOWN:
-        problems[_SHOWN:] = [f"... and {len(problems) - _SHOWN} more rows with problems"]
-    if problems:
-        raise UserError(*problems)
+            places.setdefault(str(error), []).append(rows.place(i))
+    if places:
+        problems = [f"{at[0]}: {problem}" + (f" (and {len(at) - 1} more rows)" if len(at) > 1 else "") for problem, at in places.items()]
+        raise UserError(*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []))
     return prompts
 
 

@@ -1,0 +1,61 @@
+"""A byte-level tokenizer made on the spot (one id a byte), and data files written by the tests."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from ppo_ds.data.prompts import PromptSource
+from ppo_ds.models.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer(pad="<pad>", template=TEMPLATE, adds_bos=False):
+    """Ids: <eos> 0, <pad> 1, then the 256 bytes in the order of their stand-in characters. ``adds_bos``: texts begin with <eos>, as GPT-like models have it."""
+    vocab = {token: i for i, token in enumerate(["<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token=pad)
+    hf.chat_template = template
+    return Tokenizer(hf)
+
+
+@pytest.fixture
+def byte_tokenizer():
+    return make_tokenizer
+
+
+@pytest.fixture
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    """Writes rows (objects, or lines as they are) to a file and gives its path."""
+
+    def write(*rows, name="data.jsonl"):
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return str(tmp_path / name)
+
+    return write
+
+
+@pytest.fixture
+def source(jsonl, tokenizer):
+    """A source of text prompts, or of whole rows."""
+
+    def make(*prompts, **options):
+        rows = [{"prompt": p, "n": i} if isinstance(p, str) else p for i, p in enumerate(prompts)]
+        return PromptSource(jsonl(*rows), **{"tokenizer": tokenizer, **options})
+
+    return make

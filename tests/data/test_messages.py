@@ -1,0 +1,61 @@
+import pytest
+
+from ppo_ds.data.messages import prompt_of
+from ppo_ds.errors import UserError
+
+USER = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "yo"}
+SYSTEM = {"role": "system", "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "prompt"),
+    [
+        ({"prompt": "a"}, None, "a"),
+        ({"prompt": "a", "messages": [USER]}, None, "a"),
+        ({"prompt": "a", "messages": [USER]}, "messages", [USER]),
+        ({"question": "a", "prompt": "b"}, "question", "a"),
+        ({"prompt": [USER, ANSWER]}, None, [USER]),
+        ({"messages": [SYSTEM, USER, ANSWER, USER, ANSWER]}, None, [SYSTEM, USER, ANSWER, USER]),
+        ({"messages": [USER, ANSWER, ANSWER]}, None, [USER]),
+        ({"messages": [USER, USER]}, None, [USER, USER]),
+        ({"messages": [{**USER, "name": "Ann", "from": None}]}, None, [USER]),
+        (
+            {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+            None,
+            [{"role": "system", "content": "s"}, USER],
+        ),
+        ({"conversations": [{"from": "gpt", "value": "yo"}, {"from": "human", "value": "hi"}]}, None, [ANSWER, USER]),
+        ({"conversations": [USER, ANSWER]}, None, [USER]),
+        ({"messages": [USER, ANSWER, {"role": "tool", "content": "4"}]}, None, [USER, ANSWER, {"role": "tool", "content": "4"}]),
+    ],
+)
+def test_prompt_of(row, column, prompt):
+    assert prompt_of(row, column) == prompt
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "message"),
+    [
+        ({"prompt": None}, None, 'column "prompt" must be a text or a list of messages, not null'),
+        ({"prompt": 5}, None, 'column "prompt" must be a text or a list of messages, not int'),
+        ({"prompt": ""}, None, 'column "prompt" is empty'),
+        ({"prompt": "a\ud800"}, None, "half a surrogate pair at character 2"),
+        ({"question": "a", "answer": "b"}, None, "set data.prompt_column to one that the row has: question, answer"),
+        ({"question": "a"}, "query", "data.prompt_column=query: no such column; the row has: question"),
+        ({"messages": []}, None, "nothing to answer"),
+        ({"messages": [ANSWER]}, None, "nothing to answer"),
+        ({"messages": [USER, {"role": "user", "content": ""}]}, None, 'column "messages", message 2 is empty'),
+        ({"messages": [{"role": "user", "content": None}]}, None, "message 1: the content must be a text, not null"),
+        ({"messages": [{"role": "user"}]}, None, "message 1: the content must be a text, not null"),
+        ({"messages": [{"role": 1, "content": "a"}]}, None, "message 1: the role must be a text, not int"),
+        ({"messages": ["hi"]}, None, "message 1 must be an object with role and content, not str"),
+        ({"messages": [{"text": "hi"}]}, None, "neither role and content nor from and value, but: text"),
+        ({"conversations": [{"from": "alien", "value": "a"}]}, None, "\"from\" is 'alien'; known are human"),
+        ({"messages": [USER, {"role": "user", "content": "\udc00"}]}, None, "message 2 is not valid Unicode"),
+    ],
+)
+def test_bad_rows(row, column, message):
+    with pytest.raises(UserError) as caught:
+        prompt_of(row, column)
+    assert message in str(caught.value)

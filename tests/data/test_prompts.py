@@ -1,0 +1,226 @@
+import pytest
+import torch
+
+from ppo_ds.data.prompts import PromptSource, PromptStream, eval_batches
+from ppo_ds.errors import UserError
+
+USER = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "yo"}
+
+
+def ids_of(prompts):
+    """Each row's attended ids."""
+    return [ids[mask].tolist() for ids, mask in zip(prompts.ids, prompts.mask)]
+
+
+def texts(prompts):
+    return [row["prompt_text"] for row in prompts.metadata]
+
+
+def letters(n):
+    return [chr(ord("a") + i) * (1 + i % 3) for i in range(n)]
+
+
+def test_left_padding(source):
+    # ids 0 and 1 are <eos> and <pad>, then the alphabet from "!" (33) on: "a" is 97 - 33 + 2 = 66
+    prompts = source("abc", "a", "bb").batch([0, 1, 2, 1])
+    assert prompts.ids.tolist() == [[66, 67, 68], [1, 1, 66], [1, 67, 67], [1, 1, 66]]
+    assert prompts.mask.tolist() == [[True, True, True], [False, False, True], [False, True, True], [False, False, True]]
+    assert prompts.ids.dtype == torch.int64 and prompts.mask.dtype == torch.bool
+
+
+def test_pad_is_eos_and_inner_end_tokens_stay_attended(source, byte_tokenizer):
+    tokenizer = byte_tokenizer(pad=None)
+    prompts = source("<eos>a<eos>", "b", tokenizer=tokenizer).batch([0, 1])
+    assert prompts.ids.tolist() == [[0, 66, 0], [0, 0, 67]]
+    assert prompts.mask.tolist() == [[True, True, True], [False, False, True]]
+
+
+def test_metadata_is_the_raw_row_and_the_prompt(source):
+    row = {"prompt": "a", "answer": {"n": 1}, "prompt_text": "mine", "messages": [USER, ANSWER]}
+    assert source(row).batch([0]).metadata == ({"prompt": "a", "answer": {"n": 1}, "prompt_text": "a"},)
+
+
+def test_chat(source, tokenizer):
+    prompts = source({"messages": [USER, ANSWER], "answer": 3}).batch([0])
+    assert prompts.metadata == ({"messages": [USER], "answer": 3, "prompt_text": "<user>hi<eos><assistant>"},)
+    ids = ids_of(prompts)[0]
+    assert ids == tokenizer.encode_chat([USER]) and ids.count(0) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<user>hi<eos><assistant>"
+
+
+def test_only_texts_get_the_tokenizers_own_special_tokens(source, byte_tokenizer):
+    template = "{{ eos_token }}{{ messages[0]['content'] }}"
+    made = source("a", {"messages": [{"role": "user", "content": "b"}]}, tokenizer=byte_tokenizer(template=template, adds_bos=True))
+    assert ids_of(made.batch([0, 1])) == [[0, 66], [0, 67]]
+
+
+def test_texts_and_chats_in_one_file(source):
+    rows = [{"prompt": "a"}, {"messages": [USER]}, {"prompt": "b"}, {"conversations": [{"from": "human", "value": "c"}]}]
+    assert texts(source(*rows).batch(range(4))) == ["a", "<user>hi<eos><assistant>", "b", "<user>c<eos><assistant>"]
+
+
+def test_more_rows_than_a_chunk_stay_in_order(source, tokenizer):
+    rows = [{"prompt": f"{i}"} if i % 3 else {"prompt": [{"role": "user", "content": f"{i}"}]} for i in range(2500)]
+    made = source(*rows)
+    for i in (0, 1, 999, 1000, 1001, 2001, 2499):
+        text = f"<user>{i}<eos><assistant>" if i % 3 == 0 else f"{i}"
+        batch = made.batch([i])
+        assert tokenizer.decode(ids_of(batch)[0], skip_special_tokens=False) == text == texts(batch)[0]
+
+
+def test_truncation_keeps_the_end(source, tokenizer):
+    made = source("abcde", {"messages": [{"role": "user", "content": "x" * 50}]}, "ok", max_prompt_tokens=len("<assistant>") + 3)
+    assert made.report == {"rows": 3, "truncated": 1, "dropped": 0}
+    prompts = made.batch([0, 1])
+    assert [tokenizer.decode(ids, skip_special_tokens=False) for ids in ids_of(prompts)] == ["abcde", "xx<eos><assistant>"]
+    assert texts(prompts)[1] == "<user>" + "x" * 50 + "<eos><assistant>"
+
+
+def test_drop(source):
+    made = source("abc", "abcd", "ab", "abcde", max_prompt_tokens=3, long_prompts="drop")
+    assert made.report == {"rows": 4, "truncated": 0, "dropped": 2} and len(made) == 2
+    assert [(row["n"], row["prompt_text"]) for row in made.batch([1, 0]).metadata] == [(2, "ab"), (0, "abc")]
+
+
+def test_dropping_everything_is_an_error(source):
+    with pytest.raises(UserError, match="all 2 prompts are dropped: they have more than data.max_prompt_tokens=1 tokens"):
+        source("ab", "cd", max_prompt_tokens=1, long_prompts="drop")
+
+
+@pytest.mark.parametrize("text", ["naïve 中文 \U0001f600 e\u0301 \u200f", "\x00\x01\t\r\n\x7f\u2028\u0085", "word " * 20_000])
+def test_texts_survive(source, tokenizer, text):
+    prompts = source(text, "a", max_prompt_tokens=200_000).batch([1, 0])
+    assert tokenizer.decode(ids_of(prompts)[1]) == text == prompts.metadata[1]["prompt_text"]
+    assert prompts.ids.shape[1] == len(text.encode())
+
+
+def test_bad_rows_are_named_by_line_and_column(source):
+    rows = [{"prompt": "ok"}, {"prompt": None}, {"prompt": ""}, {"prompt": 5}, {"question": "a"}, {"prompt": "ok"}]
+    with pytest.raises(UserError) as caught:
+        source(*rows)
+    problems = caught.value.problems
+    assert [p.split("data.jsonl:")[1].split(":")[0] for p in problems] == ["2", "3", "4", "5"]
+    assert 'column "prompt"' in problems[0] and "question" in problems[3]
+
+
+def test_a_problem_of_many_rows_is_one_line(source):
+    with pytest.raises(UserError) as caught:
+        source("ok", *[{"prompt": None}] * 100, {"prompt": 5})
+    first, second = caught.value.problems
+    assert "data.jsonl:2:" in first and first.endswith("(and 99 more rows)") and "data.jsonl:102:" in second
+
+
+def test_only_the_first_few_problems_are_listed(source):
+    with pytest.raises(UserError) as caught:
+        source(*[{"messages": [USER] * i + [5]} for i in range(9)])
+    assert len(caught.value.problems) == 6 and caught.value.problems[-1] == "and 4 more problems"
+
+
+def test_chats_need_a_template(source, byte_tokenizer):
+    with pytest.raises(UserError, match=r"data.jsonl:2: a chat, but .* data.chat_template"):
+        source("text", {"messages": [USER]}, tokenizer=byte_tokenizer(template=None))
+
+
+def test_a_row_that_the_template_refuses(source, byte_tokenizer):
+    picky = byte_tokenizer(template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x")
+    with pytest.raises(UserError, match=r"data.jsonl:2: the chat template refuses roles \['system', 'user'\]: no system"):
+        source({"messages": [USER]}, {"messages": [{"role": "system", "content": "s"}, USER]}, tokenizer=picky)
+
+
+def test_a_prompt_without_tokens(source, byte_tokenizer):
+    with pytest.raises(UserError, match=r"data.jsonl:1: the prompt has no tokens"):
+        source({"messages": [USER]}, tokenizer=byte_tokenizer(template="{{ '' }}"))
+
+
+def test_prompt_column_and_max_samples(source):
+    made = source({"q": "a", "prompt": "no"}, {"q": "b"}, {"prompt": None}, prompt_column="q", max_samples=2)
+    assert texts(made.batch([0, 1])) == ["a", "b"]
+
+
+# ---- the stream
+
+
+def take(stream, steps):
+    return [texts(next(stream)) for _ in range(steps)]
+
+
+def test_an_epoch_sees_every_prompt_once_and_the_next_in_another_order(source):
+    made = source(*letters(10))
+    stream = PromptStream(made, prompts_per_step=5, seed=3)
+    first, second = sum(take(stream, 2), []), sum(take(stream, 2), [])
+    assert sorted(first) == sorted(second) == sorted(letters(10))
+    assert first != second and first != letters(10)
+    again = PromptStream(made, prompts_per_step=5, seed=3)
+    assert sum(take(again, 4), []) == first + second
+    assert sum(take(PromptStream(made, prompts_per_step=5, seed=4), 2), []) != first
+
+
+def test_what_does_not_fill_a_step_begins_the_next(source):
+    stream = PromptStream(source("a", "b", "c", "d", "e"), prompts_per_step=3, shuffle=False)
+    assert stream.steps_per_epoch == pytest.approx(5 / 3)
+    assert take(stream, 3) == [["a", "b", "c"], ["d", "e", "a"], ["b", "c", "d"]]
+    assert stream.epoch == pytest.approx(9 / 5)
+    shuffled = PromptStream(source("a", "b", "c", "d", "e"), prompts_per_step=3)
+    seen = sum(take(shuffled, 5), [])
+    assert all(sorted(seen[i : i + 5]) == list("abcde") for i in (0, 5, 10))
+
+
+def test_samples_of_a_prompt_stand_together(source):
+    stream = PromptStream(source("a", "b", "c"), prompts_per_step=2, samples_per_prompt=3, shuffle=False)
+    assert take(stream, 2) == [list("aaabbb"), list("cccaaa")]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_ranks_put_together_are_the_single_rank(source, world_size, samples):
+    made = source(*letters(13))
+    options = {"prompts_per_step": 8, "samples_per_prompt": samples, "seed": 5}
+    alone = PromptStream(made, **options)
+    ranks = [PromptStream(made, rank=r, world_size=world_size, **options) for r in range(world_size)]
+    for _ in range(6):
+        whole, slices = next(alone), [next(rank) for rank in ranks]
+        assert {len(s) for s in slices} == {8 * samples // world_size}
+        assert sum((ids_of(s) for s in slices), []) == ids_of(whole)
+        assert sum((list(s.metadata) for s in slices), []) == list(whole.metadata)
+
+
+def test_resume_with_another_number_of_ranks(source):
+    made = source(*letters(7))
+    before = [PromptStream(made, prompts_per_step=4, rank=r, world_size=2) for r in range(2)]
+    for stream in before:
+        take(stream, 5)
+    assert before[0].state_dict() == before[1].state_dict() == {"step": 5}
+    after = PromptStream(made, prompts_per_step=4)
+    after.load_state_dict(before[0].state_dict())
+    assert take(after, 3) == [a + b for a, b in zip(take(before[0], 3), take(before[1], 3))]
+
+
+def test_fewer_prompts_than_a_step(source):
+    with pytest.raises(UserError, match=r"data.path=.*data.jsonl: 3 prompts are fewer than one step takes \(rollout.prompts_per_step=4\)"):
+        PromptStream(source("a", "b", "c"), prompts_per_step=4)
+    assert len(next(PromptStream(source("a", "b", "c"), prompts_per_step=3))) == 3
+
+
+def test_rows_that_cannot_be_split(source):
+    with pytest.raises(UserError, match="rollout.prompts_per_step=3 .* 4 ranks"):
+        PromptStream(source("a", "b", "c"), prompts_per_step=3, samples_per_prompt=2, rank=0, world_size=4)
+
+
+# ---- evaluation
+
+
+@pytest.mark.parametrize(("n", "world_size", "rows", "limit"), [(7, 1, 3, None), (7, 2, 3, None), (7, 4, 1, None), (2, 4, 8, None), (9, 3, 2, 5)])
+def test_eval_counts_every_prompt_once_and_ranks_run_alike(source, n, world_size, rows, limit):
+    made = source(*letters(n))
+    ranks = [eval_batches(made, rank=r, world_size=world_size, rows_per_batch=rows, max_prompts=limit) for r in range(world_size)]
+    shapes = [[len(prompts) for prompts, _ in batches] for batches in ranks]
+    assert all(shape == shapes[0] for shape in shapes) and max(shapes[0]) <= rows
+    counted = [text for batches in ranks for prompts, weights in batches for text, w in zip(texts(prompts), weights.tolist(), strict=True) if w == 1]
+    assert counted == letters(n)[:limit]
+    assert {w for batches in ranks for _, weights in batches for w in weights.tolist()} <= {0.0, 1.0}
+
+
+def test_a_source_names_its_key(jsonl, tokenizer):
+    with pytest.raises(UserError, match="data.eval_path=.*empty"):
+        PromptSource(jsonl("", ""), tokenizer=tokenizer, key="data.eval_path")

@@ -1,0 +1,167 @@
+import json
+import multiprocessing
+import os
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from ppo_ds.data.rows import _from_hub, load_rows
+from ppo_ds.errors import UserError
+
+ROWS = [{"prompt": "one\ntwo, \"three\"", "answer": "1"}, {"prompt": "naïve \u2028 \U0001f600 \x01", "answer": "2"}]
+
+
+def write_all(folder):
+    """The same rows in every format."""
+    (folder / "a.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS), encoding="utf-8")
+    (folder / "b.json").write_text(json.dumps(ROWS, indent=1), encoding="utf-8")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "c.parquet")
+    quoted = [",".join('"' + value.replace('"', '""') + '"' for value in row.values()) for row in ROWS]
+    (folder / "d.csv").write_text("\n".join(["prompt,answer", *quoted]) + "\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "b.json", "c.parquet", "d.csv"])
+def test_every_format_gives_the_same_rows(tmp_path, name):
+    write_all(tmp_path)
+    rows = load_rows(str(tmp_path / name), split="ignored", revision="ignored")
+    assert list(rows) == ROWS and rows[1] == ROWS[1] and len(rows) == 2
+
+
+def test_places(tmp_path):
+    write_all(tmp_path)
+    (tmp_path / "README.md").write_text("not data")
+    rows = load_rows(str(tmp_path))
+    assert list(rows) == ROWS * 4 and rows[6] == ROWS[0]
+    assert [rows.place(i).removeprefix(f"{tmp_path}/") for i in range(8)] == [
+        "a.jsonl:1", "a.jsonl:2", "b.json row 1", "b.json row 2", "c.parquet row 1", "c.parquet row 2", "d.csv:2", "d.csv:4"
+    ]  # fmt: skip
+
+
+def test_blank_lines_are_no_rows_but_count_as_lines(jsonl):
+    rows = load_rows(jsonl({"prompt": "a"}, "", {"prompt": "b"}))
+    assert [rows.place(i).rsplit(":")[-1] for i in range(len(rows))] == ["1", "3"]
+
+
+def test_rows_keep_their_values(jsonl):
+    """Through Arrow, the columns of one row would turn up as nulls in the others, and mixed types would fail."""
+    rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "x", "extra": {"k": [1, "y"]}}]
+    assert list(load_rows(jsonl(*rows))) == rows
+
+
+def test_json_file_with_a_row_a_line(jsonl):
+    assert list(load_rows(jsonl(*ROWS, name="x.json"))) == ROWS
+
+
+def test_byte_order_mark_and_crlf(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbfprompt\r\na\r\nb\r\n")
+    assert list(load_rows(str(tmp_path))) == [{"prompt": "a"}, {"prompt": "b"}] * 2
+
+
+@pytest.mark.parametrize(("n", "places"), [(1, 1), (3, 3), (7, 7), (99, 8)])
+def test_max_rows_over_several_files(tmp_path, n, places):
+    write_all(tmp_path)
+    assert list(load_rows(str(tmp_path), max_rows=n)) == (ROWS * 4)[:places]
+
+
+def test_max_rows_reads_no_further(jsonl):
+    assert len(load_rows(jsonl({"prompt": "a"}, "{half"), max_rows=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", b'{"prompt": "a"}\n{"prompt": "b"\n', "x.jsonl:2: not a JSON object on one line"),
+        ("x.jsonl", b'{"prompt": "a"}\n\n{"promp', "x.jsonl:3: not a JSON object on one line"),
+        ("x.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "x.jsonl:2: not a JSON object on one line: 'utf-8'"),
+        ("x.jsonl", b'{"prompt": "a"}\n["b"]\n', "x.jsonl:2: a row must be a JSON object with named columns, not list"),
+        ("x.json", b'[{"prompt": "a"},\n 5]', "x.json row 2: a row must be a JSON object"),
+        ("x.json", b'[{"prompt": "a"},\n {"prompt"]', "x.json:2: not JSON"),
+        ("x.json", b'{\n "prompt": "a"}', "x.json:1: not a JSON object on one line"),
+        ("x.csv", b'prompt,n\na,1\n"b\nc",2,3\n', "x.csv:3: 3 values for 2 columns"),
+        ("x.csv", b'prompt,n\na,1\n"b,2\nd,3\n', "x.csv:3: not CSV"),
+        ("x.csv", b"prompt\na\n\xff\n", "x.csv:3: not UTF-8"),
+        ("x.parquet", b"PAR1nonsense", "x.parquet: not a Parquet file"),
+        ("x.jsonl", b"", "the data set is empty"),
+        ("x.csv", b"prompt\n", "the data set is empty"),
+        ("x.json", b"[]", "the data set is empty"),
+        ("x.txt", b"a", "the name of a data file must end in one of .jsonl"),
+    ],
+)
+def test_bad_files(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        load_rows(str(tmp_path / name))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["missing.jsonl", "/nowhere/at/all", "./here", "a/b/c"])
+def test_missing_file(path):
+    with pytest.raises(UserError, match=f"data.eval_path={path}: no such file"):
+        load_rows(path, key="data.eval_path")
+
+
+def test_folder_without_data(tmp_path):
+    with pytest.raises(UserError, match="no .jsonl, .json, .parquet, .csv file in this folder"):
+        load_rows(str(tmp_path))
+
+
+def test_unreadable_file(tmp_path):
+    (tmp_path / "x.jsonl").mkdir()
+    with pytest.raises(UserError, match="directory"):
+        load_rows(str(tmp_path))
+
+
+def _load_here(path, cache):
+    datasets.config.HF_DATASETS_CACHE = cache
+    return len(load_rows(path)), os.listdir(cache)
+
+
+def test_local_files_leave_nothing_in_a_cache_where_ranks_could_meet(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "cache").mkdir()
+    write_all(tmp_path / "data")
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.starmap(_load_here, [(str(tmp_path / "data"), str(tmp_path / "cache"))] * 2) == [(8, [])] * 2
+
+
+@pytest.fixture
+def hub_like(tmp_path, monkeypatch):
+    """`datasets.load_dataset` treats a folder as it does a Hub data set."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text('{"prompt": "%s"}\n' % split)
+    return folder
+
+
+def test_hub_split(hub_like):
+    part = _from_hub(str(hub_like), "test", None, "data.path")
+    assert list(part.rows) == [{"prompt": "test"}] and part.place(0) == f"{hub_like}[test] row 1"
+
+
+def test_unknown_split_lists_those_there_are(hub_like):
+    with pytest.raises(UserError, match=r"data.eval_path=.*, data.eval_split=dev: .*\['train', 'test'\]"):
+        _from_hub(str(hub_like), "dev", None, "data.eval_path")
+
+
+def test_split_that_cannot_be_read(hub_like):
+    (hub_like / "test.jsonl").write_text('{"prompt": "a"}\n{"promp')
+    with pytest.raises(UserError, match="data.path="):
+        _from_hub(str(hub_like), "test", None, "data.path")
+
+
+def test_hub_out_of_reach(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="data.path=nobody/nothing: .*nobody/nothing"):
+        load_rows("nobody/nothing")
+
+
+def test_hub_rows_come_through_load_rows(monkeypatch):
+    rows = datasets.Dataset.from_list(ROWS)
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, split, revision: {("org/name", "dev", "v1"): rows}[path, split, revision])
+    loaded = load_rows("org/name", split="dev", revision="v1", max_rows=1)
+    assert list(loaded) == ROWS[:1] and loaded.place(0) == "org/name[dev] row 1"
