@@ -1,0 +1,156 @@
+"""What must hold between the keys of a config, and on this machine, before anything is loaded. One line for each problem, all of them at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.config import Config, from_tree, inherit, rollout_size
+from ppo_ds.errors import UserError
+from ppo_ds.typed import show
+
+FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
+MODEL_FILES = ("config.json", "adapter_config.json")
+
+
+def validated(tree: dict[str, Any], world_size: int) -> Config:
+    """The complete Config of a plain nested dict; raises UserError with every problem in it."""
+    config, wrong = from_tree(tree)
+    config = inherit(config)
+    named = re.compile("|".join(rf"(?<![\w.]){re.escape(key.split('#')[0])}(?!\w)" for key in wrong) or r"(?!)")
+    follow_ups = [line for line in problems(config, world_size) if not named.search(line)]  # what is wrong already is no ground to judge by
+    if wrong or follow_ups:
+        raise UserError(*wrong.values(), *follow_ups)
+    return config
+
+
+def problems(config: Config, world_size: int) -> Iterator[str]:
+    """Every mistake that takes more than one key, or the file system, to see. Each line names all the keys it judged by."""
+    yield from _length(config)
+    yield from _batches(config, world_size)
+    yield from _roles(config)
+    yield from _algo(config)
+    yield from _evaluation(config)
+    yield from _paths(config)
+    yield from _run_directory(config)
+
+
+def _length(config: Config) -> Iterator[str]:
+    run, sampling = config.run, config.sampling
+    if run.steps is None and run.epochs is None:
+        yield "run.steps is missing: the number of PPO steps (or run.epochs: passes over the prompts)"
+    if run.steps is not None and run.epochs is not None:
+        yield f"run.steps={run.steps} and run.epochs={run.epochs:g} are both set: make one of them null"
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        yield f"sampling.min_new_tokens={sampling.min_new_tokens}: must be at most sampling.max_new_tokens={sampling.max_new_tokens}"
+    if sampling.top_p == 0:
+        yield "sampling.top_p=0: must be above 0 (1 is off)"
+    if "" in sampling.stop:
+        yield "sampling.stop: must not hold an empty text"
+    if config.tracker.samples < -1:
+        yield f"tracker.samples={config.tracker.samples}: must be at least -1 (-1: all rows)"
+
+
+def _batches(config: Config, world_size: int) -> Iterator[str]:
+    prompts, samples, minibatch = config.rollout.prompts_per_step, config.rollout.samples_per_prompt, config.algo.minibatch_size
+    rollout = rollout_size(config)
+    if prompts % world_size:
+        below = prompts - prompts % world_size
+        fits = " or ".join(str(n) for n in (below, below + world_size) if n)
+        yield f"rollout.prompts_per_step={prompts}: must be divisible by the number of ranks, {world_size}; nearest that fit: {fits}"
+        world_size = 1  # the minibatch is then judged by the rollout alone
+    if minibatch is not None and (rollout % minibatch or minibatch % world_size):
+        fitting = [n for n in range(world_size, rollout + 1, world_size) if rollout % n == 0]
+        nearest = [max((n for n in fitting if n < minibatch), default=None), min((n for n in fitting if n > minibatch), default=None)]
+        ranks = f" and be divisible by the number of ranks, {world_size}" if world_size > 1 else ""
+        yield (
+            f"algo.minibatch_size={minibatch}: must divide the rollout of {rollout} samples (rollout.prompts_per_step={prompts} x "
+            f"rollout.samples_per_prompt={samples}){ranks}; nearest that fit: {' or '.join(str(n) for n in nearest if n)}"
+        )
+
+
+def _roles(config: Config) -> Iterator[str]:
+    for name, zero in (("actor", config.actor.zero), ("critic", config.critic.zero)):
+        if zero.offload_optimizer and zero.stage == 0:
+            yield f"{name}.zero.offload_optimizer=true: needs {name}.zero.stage 1, 2 or 3, which is 0"
+        if zero.offload_params and zero.stage != 3:
+            yield f"{name}.zero.offload_params=true: needs {name}.zero.stage 3, which is {zero.stage}"
+    critic = config.critic
+    if critic.init == "path" and not critic.model.path:
+        yield "critic.model.path is missing: critic.init=path starts the critic from it"
+    if critic.init != "path" and critic.model.path:
+        yield f"critic.model.path={critic.model.path}: only used with critic.init=path, which is {critic.init}"
+    if config.reward and not config.reward.get("_target_"):
+        yield "reward._target_ is missing: choose a kind of reward first (reward=model or reward=function)"
+    if critic.init == "reward" and config.reward and not _reward_model(config):
+        yield f"critic.init=reward: needs a reward that is a model, and reward._target_={show(config.reward.get('_target_'))} has no reward.model.path"
+
+
+def _reward_model(config: Config) -> str | None:
+    model = config.reward.get("model")
+    path = model.get("path") if isinstance(model, dict) else None
+    return path if isinstance(path, str) else None
+
+
+def _algo(config: Config) -> Iterator[str]:
+    kl, dual_clip = config.algo.kl, config.algo.policy.dual_clip
+    if kl.controller == "threshold" and (kl.min_coef == 0 or kl.max_coef is None):
+        yield "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef, or the coefficient halves itself to nothing (1e-4 and 10)"
+    if kl.controller != "fixed" and kl.coef == 0:
+        yield f"algo.kl.coef=0: algo.kl.controller={kl.controller} multiplies it, so it must be above 0"
+    if kl.max_coef is not None and not kl.min_coef <= kl.coef <= kl.max_coef and kl.controller != "fixed":
+        yield f"algo.kl.coef={kl.coef:g}: must lie between algo.kl.min_coef={kl.min_coef:g} and algo.kl.max_coef={kl.max_coef:g} ({kl.controller} keeps it there)"
+    if kl.place == "reward" and kl.estimator.endswith("+"):
+        yield f"algo.kl.estimator={kl.estimator}: has a gradient of its own and is for algo.kl.place=loss; in the reward use {kl.estimator[:-1]}"
+    if dual_clip is not None and dual_clip <= 1:
+        yield f"algo.policy.dual_clip={dual_clip:g}: must be above 1, or null for off"
+    if config.algo.policy.clip_low >= 1:
+        yield f"algo.policy.clip_low={config.algo.policy.clip_low:g}: must be below 1 (the ratio is clipped to 1 - clip_low)"
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    if config.eval.every and not config.data.eval_path:
+        yield f"eval.every={config.eval.every}: needs held-out prompts in data.eval_path"
+    if config.checkpoint.keep_best and not config.eval.every:
+        yield "checkpoint.keep_best=true: the best is chosen by evaluation; set eval.every (and data.eval_path)"
+    if config.checkpoint.keep_best and config.checkpoint.every == 0:
+        yield "checkpoint.keep_best=true: nothing is saved with checkpoint.every=0"
+
+
+def _paths(config: Config) -> Iterator[str]:
+    models = {"actor.model.path": config.actor.model.path, "critic.model.path": config.critic.model.path, "reward.model.path": _reward_model(config)}
+    if config.reference.model.path != config.actor.model.path:
+        models["reference.model.path"] = config.reference.model.path
+    for key, path in models.items():
+        if path and looks_local(path) and not _prepared(path, config):
+            folder = Path(path).expanduser()
+            if not folder.exists():
+                yield f"{key}={path}: no such folder"
+            elif not any((folder / name).is_file() for name in MODEL_FILES):
+                yield f"{key}={path}: not a model folder (no config.json in it)"
+    for key, path in {"data.path": config.data.path, "data.eval_path": config.data.eval_path}.items():
+        if path and looks_local(path) and not _prepared(path, config) and not Path(path).exists():
+            yield f"{key}={path}: no such file"
+
+
+def looks_local(path: str) -> bool:
+    """Whether a path means this machine; a plain `name` or `org/name` that is not here is a Hub id."""
+    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or path.endswith(FILE_ENDINGS) or Path(path).exists()
+
+
+def _prepared(path: str, config: Config) -> bool:
+    """Whether `prepare` will make it before it is read: everything, or what lies in its `dir` if it has one."""
+    made = (config.prepare or {}).get("dir")
+    return config.prepare is not None and (not made or Path(path).absolute().is_relative_to(Path(made).absolute()))
+
+
+def _run_directory(config: Config) -> Iterator[str]:
+    folder = Path(config.run.dir)
+    if folder.exists() and not folder.is_dir():
+        yield f"run.dir={config.run.dir}: is a file; name a directory"
+    elif config.run.resume == "never" and any((folder / used).exists() for used in ("metrics.jsonl", "checkpoints")):
+        yield f"run.dir={config.run.dir}: has been used already and run.resume=never; choose another run.dir or run.name, or run.resume=auto"
+    if config.run.resume not in ("auto", "never") and not Path(config.run.resume).is_dir():
+        yield f"run.resume={config.run.resume}: no such checkpoint folder; must be auto, never or a folder like {config.run.dir}/checkpoints/step_000010"

@@ -1,0 +1,331 @@
+"""Every setting of a run: its name, type, range and default, each written once, here.
+
+`from_tree` makes a Config from a plain nested dict, `problems` looks for what does not fit together, `inherit` fills in what follows from other
+keys. The open parts (`reward`, `prepare`) are a `_target_` and its keyword arguments; build.py checks those against the callable's signature.
+Batch sizes are global: they mean the same with any number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ppo_ds.typed import Count, Fraction, Natural, NonNegative, Positive, read
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+
+
+def _required(how: str) -> Any:
+    """A key without a default, and what to write to give it one."""
+    return field(metadata={"how": how})
+
+
+def _empty() -> Any:
+    return field(default_factory=dict)
+
+
+@dataclass
+class RunConfig:
+    name: str = "ppo"
+    dir: str | None = None  # where everything is written; null: outputs/<name>
+    seed: Natural = 0
+    steps: Count | None = None  # PPO steps (one rollout each); or:
+    epochs: Positive | None = None  # passes over the prompts
+    resume: str = "auto"  # auto: continue or start; never: refuse a used directory; else a checkpoint folder
+    stop_at_step: Count | None = None  # stop early, with the schedules of the whole run
+    max_minutes: Positive | None = None  # save and stop after so long
+    timeout_minutes: Positive = 30.0  # a collective that takes longer is a hang
+    dry_run: bool = False  # load and check everything, train nothing
+    verbose: bool = False  # let the libraries talk
+
+
+@dataclass
+class ModelConfig:
+    path: str = _required("a Hub id or a model folder")
+    revision: str | None = None  # of a Hub id
+    dtype: Dtype = "bf16"
+    trust_remote_code: bool = False
+    gradient_checkpointing: bool = False
+    attn_implementation: str = "sdpa"
+
+
+@dataclass
+class InheritedModelConfig:
+    """A model whose null fields are the actor's."""
+
+    path: str | None = None
+    revision: str | None = None
+    dtype: Dtype | None = None
+    trust_remote_code: bool | None = None
+    gradient_checkpointing: bool | None = None
+    attn_implementation: str | None = None
+
+
+@dataclass
+class ZeroConfig:
+    stage: Literal[0, 1, 2, 3] = 2
+    offload_optimizer: bool = False  # to the CPU; stages 1-3
+    offload_params: bool = False  # to the CPU; stage 3
+
+
+@dataclass
+class FrozenZeroConfig:
+    stage: Literal[0, 3] = 0  # 0: a replica on each rank; 3: sharded
+    offload_params: bool = False  # to the CPU
+
+
+@dataclass
+class OptimConfig:
+    """AdamW. The schedule runs over the true number of optimizer steps."""
+
+    lr: Positive = 1e-6
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0  # not on norms and biases
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: Fraction = 0.03  # of all optimizer steps
+    min_lr_ratio: Fraction = 0.1  # where cosine and linear end, of lr
+    grad_clip: NonNegative = 1.0  # global norm; 0: off
+
+
+@dataclass
+class CriticOptimConfig(OptimConfig):
+    lr: Positive = 5e-6
+
+
+@dataclass
+class ActorConfig:
+    model: ModelConfig
+    zero: ZeroConfig
+    optim: OptimConfig
+    deepspeed: dict[str, Any] = _empty()  # raw DeepSpeed JSON, merged last
+
+
+@dataclass
+class CriticConfig:
+    model: InheritedModelConfig  # path: only with init=path
+    zero: ZeroConfig
+    optim: CriticOptimConfig
+    init: Literal["auto", "reward", "actor", "path"] = "auto"  # auto: the reward model if it is a decoder with the actor's tokenizer, else the actor
+    deepspeed: dict[str, Any] = _empty()
+
+
+@dataclass
+class ReferenceConfig:
+    model: InheritedModelConfig
+    zero: FrozenZeroConfig
+
+
+@dataclass
+class RolloutConfig:
+    prompts_per_step: Count = _required("the prompts of one PPO step, over all ranks")
+    samples_per_prompt: Count = 1
+    backend: Literal["hf"] = "hf"  # what decodes
+
+
+@dataclass
+class SamplingConfig:
+    max_new_tokens: Count = _required("the longest answer, in tokens")
+    min_new_tokens: Natural = 0
+    temperature: Positive = 1.0  # log-probs are taken at the same temperature
+    top_p: Fraction = 1.0
+    top_k: Natural = 0  # 0: off; 1: greedy
+    stop_token_ids: list[Natural] | None = None  # null: the model's own end tokens; []: never stop early
+    stop: list[str] = field(default_factory=list)  # texts that end an answer
+
+
+@dataclass
+class DataConfig:
+    path: str = _required("a Hub data set or a JSONL, JSON, Parquet or CSV file of prompts")
+    split: str = "train"  # of a Hub data set
+    revision: str | None = None  # of a Hub data set
+    prompt_column: str | None = None  # null: prompt, messages or conversations, whichever is there
+    max_samples: Count | None = None
+    max_prompt_tokens: Count = 512
+    long_prompts: Literal["truncate_left", "drop"] = "truncate_left"
+    eval_path: str | None = None  # held-out prompts
+    eval_split: str = "test"  # of a Hub data set
+    shuffle: bool = True
+    chat_template: str | None = None  # a Jinja file or text, instead of the tokenizer's
+    chat_template_kwargs: dict[str, Any] = _empty()
+
+
+@dataclass
+class KLConfig:
+    place: Literal["reward", "loss", "none"] = "reward"
+    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k1"
+    coef: NonNegative = 0.05
+    controller: Literal["fixed", "adaptive", "threshold"] = "fixed"
+    target: Positive = 6.0  # nats that adaptive and threshold steer to, per `unit`
+    horizon: Positive = 10000.0  # samples in which adaptive may double the coefficient, about
+    unit: Literal["sequence", "token"] = "sequence"
+    min_coef: NonNegative = 0.0
+    max_coef: Positive | None = None
+
+
+@dataclass
+class GAEConfig:
+    gamma: Fraction = 1.0
+    lam: Fraction = 0.95
+    lam_critic: Fraction | None = None  # for the returns; null: lam
+
+
+@dataclass
+class AdvantageConfig:
+    whiten: Literal["batch", "none"] = "batch"  # masked, over all ranks
+
+
+@dataclass
+class PolicyConfig:
+    clip_low: Positive = 0.2
+    clip_high: Positive | None = None  # null: clip_low
+    dual_clip: Positive | None = None  # above 1; null: off
+
+
+@dataclass
+class ValueConfig:
+    clip: Positive | None = 0.2  # null: off
+    half: bool = True  # 1/2 (V - R)^2
+    coef: NonNegative = 1.0
+
+
+@dataclass
+class EntropyConfig:
+    coef: NonNegative = 0.0
+
+
+@dataclass
+class LossConfig:
+    agg: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"  # over the whole optimizer step, all ranks
+
+
+@dataclass
+class RewardShapingConfig:
+    clip: Positive | None = 5.0  # scores to [-clip, clip]; null: off
+    missing_eos: Literal["subtract", "set", "scale"] | None = None  # what happens to the score of an answer cut at the length limit
+    missing_eos_value: float = 1.0
+    place: Literal["last_token", "next_token"] = "last_token"
+
+
+@dataclass
+class AlgoConfig:
+    kl: KLConfig
+    gae: GAEConfig
+    advantage: AdvantageConfig
+    policy: PolicyConfig
+    value: ValueConfig
+    entropy: EntropyConfig
+    loss: LossConfig
+    reward: RewardShapingConfig
+    epochs: Count = 2  # passes over one rollout
+    minibatch_size: Count | None = None  # samples of one optimizer step, over all ranks; null: the whole rollout
+
+
+@dataclass
+class MemoryConfig:
+    """The most tokens, padding counted, in one forward on one rank. Changes speed and memory, never the result."""
+
+    rollout_tokens: Count = 32768
+    score_tokens: Count = 16384
+    train_tokens: Count = 8192
+
+
+@dataclass
+class CheckpointConfig:
+    every: Natural | None = None  # steps; null: at the end only; 0: never
+    keep_last: Count = 2
+    keep_best: bool = False  # also keep the best by eval/score_mean
+
+
+@dataclass
+class WandbConfig:
+    mode: Literal["online", "offline", "disabled"] = "disabled"
+    project: str = "ppo_ds"
+    entity: str | None = None
+    name: str | None = None  # null: run.name
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class TrackerConfig:
+    wandb: WandbConfig
+    samples: int = 8  # rows written per step; -1: all
+
+
+@dataclass
+class EvalConfig:
+    every: Count | None = None  # steps
+    max_prompts: Count | None = None
+    greedy: bool = True
+    correct_above: float | None = None  # a score above it counts as right: eval/accuracy
+
+
+@dataclass
+class Config:
+    run: RunConfig
+    actor: ActorConfig
+    critic: CriticConfig
+    reference: ReferenceConfig
+    rollout: RolloutConfig
+    sampling: SamplingConfig
+    data: DataConfig
+    algo: AlgoConfig
+    memory: MemoryConfig
+    checkpoint: CheckpointConfig
+    tracker: TrackerConfig
+    eval: EvalConfig
+    reward: dict[str, Any] = _required("reward=model reward.model.path=... or reward=function reward.path=pkg.mod:fn")
+    prepare: dict[str, Any] | None = None  # a function that makes what the run reads, under its `dir`, before anything is loaded
+
+
+def from_tree(tree: dict[str, Any]) -> tuple[Config, dict[str, str]]:
+    """The Config of a plain nested dict, and what is wrong with it (full key -> line); only without problems is the Config sound."""
+    problems: dict[str, str] = {}
+    return read(Config, tree, "", problems), problems
+
+
+def default_dir(name: str) -> str:
+    return f"outputs/{name}"
+
+
+def inherit(config: Config) -> Config:
+    """The same config with nothing left to follow from other keys."""
+    actor = replace(config.actor.model, path=_home(config.actor.model.path))
+    filled = replace(
+        config,
+        run=replace(config.run, dir=_home(config.run.dir or default_dir(config.run.name)), resume=_home(config.run.resume)),
+        actor=replace(config.actor, model=actor),
+        critic=replace(config.critic, model=_inherited(config.critic.model, actor, path=None)),
+        reference=replace(config.reference, model=_inherited(config.reference.model, actor, path=actor.path)),
+        data=replace(config.data, path=_home(config.data.path), eval_path=_home(config.data.eval_path)),
+        algo=replace(config.algo, minibatch_size=config.algo.minibatch_size or rollout_size(config)),
+    )
+    wandb = replace(config.tracker.wandb, name=config.tracker.wandb.name or config.run.name)
+    return replace(filled, tracker=replace(config.tracker, wandb=wandb))
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """The config as the plain nested dict that config.yaml shows: tuples as lists, nothing left to inherit."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return plain(asdict(inherit(config)))
+
+
+def rollout_size(config: Config) -> int:
+    """Samples of one PPO step, over all ranks."""
+    return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+
+
+def _home(path: str | None) -> str | None:
+    return str(Path(path).expanduser()) if path and path.startswith("~") else path
+
+
+def _inherited(model: InheritedModelConfig, actor: ModelConfig, path: str | None) -> InheritedModelConfig:
+    own = {name: value for name, value in asdict(model).items() if value is not None}
+    same = asdict(actor) if model.path is None else {**asdict(actor), "revision": None}  # another model has its own revisions
+    return InheritedModelConfig(**{**same, "path": path, **own, **({"path": _home(model.path)} if model.path else {})})
