@@ -16,7 +16,10 @@ TEMPLATE = (
 
 
 def make_tokenizer(pad="<pad>", template=TEMPLATE, adds_bos=False):
-    """Ids: <eos> 0, <pad> 1, then the 256 bytes in the order of their stand-in characters. ``adds_bos``: texts begin with <eos>, as GPT-like models have it."""
+    """Ids: <eos> 0, <pad> 1, then the 256 bytes in the order of their stand-in characters.
+
+    ``adds_bos``: texts begin with <eos>, as GPT-like models have it.
+    """
     vocab = {token: i for i, token in enumerate(["<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

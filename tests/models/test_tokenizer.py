@@ -128,7 +128,13 @@ def test_missing_folder(path):
 
 def test_hub_name_that_cannot_be_had(monkeypatch, tmp_path):
     """In its own process: huggingface_hub reads its environment when it is imported."""
-    code = "from ppo_ds.models.tokenizer import load_tokenizer\ntry: load_tokenizer('nobody/nothing')\nexcept Exception as e: print(type(e).__name__, e)"
+    code = """
+from ppo_ds.models.tokenizer import load_tokenizer
+try:
+    load_tokenizer("nobody/nothing")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
