@@ -1,0 +1,36 @@
+# A GPU node that runs `deepspeed launch/train.py "$@"`.
+#
+#   docker build -t ppo_ds .
+#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --stop-timeout 300 \
+#       -v ppo_ds_cache:/cache -v "$PWD/outputs":/workspace/outputs -e WANDB_API_KEY \
+#       ppo_ds +experiment=rlhf run.name=first
+#
+# --ipc=host: NCCL passes data between the GPUs of a node through /dev/shm, of which a container gets 64 MB otherwise (or: --shm-size=16g).
+# --stop-timeout: `docker stop` asks the run to save and end; this is how long it may take.
+
+# Its own torch (2.11, CUDA 12.8) is kept: setup.cfg allows it. For another CUDA: --build-arg BASE=pytorch/pytorch:...
+ARG BASE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel
+FROM ${BASE}
+
+# The image's Python belongs to the distribution, which pip respects unless told that the container is its own.
+ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PYTHONUNBUFFERED=1 \
+    HF_HOME=/cache/huggingface \
+    TRITON_CACHE_DIR=/cache/triton \
+    TORCH_EXTENSIONS_DIR=/cache/torch_extensions
+
+WORKDIR /workspace
+
+# First what changes seldom: the dependencies, for which an empty package will do.
+COPY setup.cfg pyproject.toml constraints.txt LICENSE ./
+RUN mkdir ppo_ds && touch ppo_ds/__init__.py \
+    && grep -v '^torch==' constraints.txt > /tmp/constraints.txt \
+    && python -m pip install -c /tmp/constraints.txt -e .
+
+COPY . .
+
+VOLUME ["/cache", "/workspace/outputs"]
+ENTRYPOINT ["/workspace/launch/docker-entrypoint.sh"]
+CMD ["--help"]

@@ -1,0 +1,153 @@
+"""The layers hold: imports point right only, and each heavy dependency has one home. Imports inside functions count."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# What each part may import of ppo_ds and launch, besides itself. `launch -> build -> algo -> {the six} -> types, ops, errors, config`.
+BASE = {"errors", "typed"}
+BOTTOM = BASE | {"types", "ops", "config"}
+MAY = {
+    "errors": set(),
+    "typed": {"errors"},
+    "types": {"errors"},
+    "ops": set(),
+    "config": BASE,
+    "checks": BASE | {"config"},
+    "targets": BASE,
+    "tracking": BOTTOM,
+    "models": BOTTOM,
+    "data": BOTTOM | {"models"},
+    "rollout": BOTTOM | {"models"},
+    "rewards": BOTTOM | {"models"},
+    "engine": BOTTOM | {"models"},
+    "examples": BOTTOM | {"models"},
+    "algo": BOTTOM | {"tracking", "models", "data", "rollout", "rewards", "engine"},
+    "build": BOTTOM | {"checks", "targets", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
+    "launch": BOTTOM | {"checks", "targets", "build", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
+}
+
+HOMES = {
+    "hydra": {"launch"}, "omegaconf": {"launch"},
+    "transformers": {"models"}, "peft": {"models"}, "tokenizers": {"models"}, "accelerate": {"models"}, "huggingface_hub": {"models"},
+    "datasets": {"data"},
+    "deepspeed": {"engine"}, "torch.distributed": {"engine"},
+    "wandb": {"tracking"}, "rich": {"tracking"}, "matplotlib": {"tracking"},
+}  # fmt: skip
+
+
+def part_of(file: Path) -> str:
+    """ppo_ds/models/policy.py -> models, ppo_ds/types.py -> types, launch/train.py -> launch."""
+    package, *rest = file.with_suffix("").parts
+    return rest[0] if package == "ppo_ds" and rest[0] != "__init__" else package
+
+
+def imports(file: Path, source: str) -> list[tuple[int, str]]:
+    """(line, full module name) of every import in the file, relative ones resolved; ``from a import b`` is both a and a.b."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = file.parent.parts[: len(file.parent.parts) - node.level + 1] if node.level else ()
+            module = ".".join([*parents, *([node.module] if node.module else [])])
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and isinstance(node.args[0] if node.args else None, ast.Constant):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("import_module", "__import__"):
+                found.append((node.lineno, str(node.args[0].value)))
+    return found
+
+
+def uses(source: str) -> list[tuple[int, str]]:
+    """(line, dotted name) of every attribute chain: ``torch.distributed.barrier()`` needs no import of its own."""
+    return [(node.lineno, ast.unparse(node)) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+
+
+def problems(file: Path, source: str) -> list[str]:
+    """What is wrong with the imports of one file; ``file`` is relative to the root of the repository."""
+    part, found = part_of(file), []
+    for line, name in imports(file, source):
+        package, *rest = name.split(".")
+        other = rest[0] if package == "ppo_ds" and rest else package
+        if package in ("ppo_ds", "launch") and part != "ppo_ds" and other != part and other not in MAY.get(part, set()):
+            found.append(f"{file}:{line}: {part} imports {other}: an arrow that points left")
+    if part not in MAY and part != "ppo_ds":
+        found.append(f"{file}:1: {part} has no place among the layers")
+    for line, name in imports(file, source) + [use for use in uses(source) if use[1].startswith("torch.distributed")]:
+        for heavy, homes in HOMES.items():
+            if f"{name}.".startswith(f"{heavy}.") and part not in homes:
+                found.append(f"{file}:{line}: {heavy} outside its home ({', '.join(homes)})")
+    return sorted(set(found))
+
+
+def python_files() -> list[Path]:
+    return sorted(file.relative_to(ROOT) for folder in ("ppo_ds", "launch") for file in (ROOT / folder).rglob("*.py"))
+
+
+def test_the_layers_hold():
+    files = python_files()
+    assert len(files) > 20
+    assert [problem for file in files for problem in problems(file, (ROOT / file).read_text())] == []
+
+
+def test_package_inits_are_empty():
+    assert [str(file) for file in python_files() if file.name == "__init__.py" and (ROOT / file).read_text().strip()] == []
+
+
+def test_ops_needs_torch_and_the_standard_library_only():
+    allowed = sys.stdlib_module_names | {"torch", "ppo_ds"}
+    files = [file for file in python_files() if part_of(file) == "ops"]
+    outside = {(str(file), name) for file in files for _, name in imports(file, (ROOT / file).read_text()) if name.split(".")[0] not in allowed}
+    assert not outside
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "wrong"),
+    [
+        ("ppo_ds/ops/losses.py", "from ppo_ds.types import Metrics", "ops imports types"),
+        ("ppo_ds/types.py", "import ppo_ds.ops.masked", "types imports ops"),
+        ("ppo_ds/models/policy.py", "from ppo_ds.engine.world import World", "models imports engine"),
+        ("ppo_ds/models/policy.py", "from ..engine.world import World", "models imports engine"),
+        ("ppo_ds/models/policy.py", "from ppo_ds import engine", "models imports engine"),
+        ("ppo_ds/rewards/model.py", "def f():\n    from ppo_ds.rollout import hf", "rewards imports rollout"),
+        ("ppo_ds/tracking/console.py", "from ppo_ds.algo.trainer import Trainer", "tracking imports algo"),
+        ("ppo_ds/algo/trainer.py", "from ppo_ds.build import build_trainer", "algo imports build"),
+        ("ppo_ds/build.py", "from launch.cli import load_config", "build imports launch"),
+        ("ppo_ds/algo/trainer.py", "from ppo_ds.examples import sums", "algo imports examples"),
+        ("ppo_ds/algo/trainer.py", "import deepspeed", "deepspeed outside"),
+        ("ppo_ds/algo/trainer.py", "import torch.distributed as dist", "torch.distributed outside"),
+        ("ppo_ds/algo/trainer.py", "from torch import distributed", "torch.distributed outside"),
+        ("ppo_ds/algo/trainer.py", "import torch\ntorch.distributed.barrier()", "torch.distributed outside"),
+        ("ppo_ds/rollout/hf.py", "def f():\n    if True:\n        from transformers import GenerationConfig", "transformers outside"),
+        ("ppo_ds/engine/hybrid.py", "import importlib\nimportlib.import_module('transformers.generation')", "transformers outside"),
+        ("ppo_ds/build.py", "import wandb", "wandb outside"),
+        ("launch/train.py", "from rich.console import Console", "rich outside"),
+        ("ppo_ds/config.py", "from omegaconf import MISSING", "omegaconf outside"),
+        ("ppo_ds/mystery/new.py", "", "no place among the layers"),
+    ],
+)
+def test_the_checker_sees(file, source, wrong):
+    (problem,) = problems(Path(file), source)
+    assert wrong in problem and problem.startswith(file)
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        (
+            "ppo_ds/models/policy.py",
+            "import transformers, torch\nfrom ppo_ds.ops.logprobs import x\nfrom .loading import y\nfrom peft import LoraConfig",
+        ),
+        ("ppo_ds/engine/world.py", "import deepspeed\nimport torch.distributed as dist\ndist.barrier()\ntorch.distributed.barrier()"),
+        ("ppo_ds/algo/trainer.py", "from ppo_ds.engine.world import World\nimport deepspeed_like\nimport richer, datasets2"),
+        ("ppo_ds/data/prompts.py", "import datasets\nfrom ppo_ds.models.tokenizer import Tokenizer"),
+        ("launch/train.py", "from hydra import compose\nfrom launch.cli import load_config\nfrom ppo_ds.build import build_trainer"),
+    ],
+)
+def test_the_checker_lets_pass(file, source):
+    assert problems(Path(file), source) == []
