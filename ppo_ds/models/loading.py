@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -84,7 +85,7 @@ def _remove_dropout(config: PreTrainedConfig) -> None:
         if isinstance(value, PreTrainedConfig):  # text_config, attn_config, ...
             _remove_dropout(value)
         elif _DROPOUT.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
-            setattr(config, name, 0.0)
+            setattr(config, name, type(value)(0))  # some fields take ints alone
 
 
 def _checked(path: str, key: str) -> str:
@@ -109,6 +110,8 @@ def _user_errors(path: str, key: str) -> Iterator[None]:
     """transformers says OSError, ValueError or ImportError for everything that is wrong with a folder, a Hub id or its code."""
     try:
         yield
+    except SafetensorError as error:
+        raise UserError(f"{key}={path}: its weights are damaged ({error}); get the files anew") from error
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{key}={path}: {_explained(str(error), path, key)}") from error
 

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
-from ppo_ds.ops.sequences import position_ids_from_mask
+from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
+from ppo_ds.ops.sequences import last_token_index, position_ids_from_mask
 
 _HEAD = "score.weight"  # every decoder family of transformers calls its sequence classification head so
 
@@ -58,7 +60,7 @@ class ScoreModel(nn.Module):
     def scores(self, ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         """[B] fp32: a decoder's value at its last attended place (padding may be on either side), or an encoder's logit."""
         if self.is_decoder:
-            last = (torch.arange(ids.shape[1], device=ids.device) * attention_mask.long()).argmax(1)
+            last = last_token_index(attention_mask)
             return self._head(self._hidden(ids, attention_mask)[torch.arange(len(ids), device=ids.device), last])
         types = {"token_type_ids": token_type_ids} if self._types and token_type_ids is not None else {}
         return self.model(input_ids=ids, attention_mask=attention_mask.long(), **types).logits[:, 0].float()
@@ -165,3 +167,11 @@ def _computing_in_fp32(linear: nn.Linear) -> ScoreHead:
     head = ScoreHead(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
     head.weight, head.bias = linear.weight, linear.bias
     return head
+
+
+def reads_like(path: str, tokenizer: Tokenizer, *, revision: str | None, trust_remote_code: bool, key: str = "reward.model.path") -> bool:
+    """Whether a model is a decoder with ``tokenizer``'s vocabulary, so that it can start a critic of that tokenizer's actor."""
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.is_encoder_decoder:
+        return False
+    return load_tokenizer(path, revision, trust_remote_code, key=key).hf.get_vocab() == tokenizer.hf.get_vocab()

@@ -1,0 +1,134 @@
+import json
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DistilBertConfig, Gemma3Config, LlamaConfig, MptConfig, OPTConfig
+
+from ppo_ds.errors import UserError
+from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
+
+TINY = dict(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def load(folder, **changes):
+    path = str(folder)
+    model, info = from_pretrained(AutoModelForCausalLM, path, config=load_config(path), dtype=torch.float32, **changes)
+    refuse_missing(path, info)
+    return model
+
+
+def refused(folder, *words):
+    with pytest.raises(UserError) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith(f"model.path={folder}: ")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_dtypes(folder):
+    assert [torch_dtype(name) for name in ("bf16", "fp16", "fp32")] == [torch.bfloat16, torch.float16, torch.float32]
+    with pytest.raises(UserError, match="int8"):
+        torch_dtype("int8")
+    model, _ = from_pretrained(AutoModelForCausalLM, str(folder), config=load_config(str(folder)), dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (OPTConfig(dropout=0.1, attention_dropout=0.2, layerdrop=0.3), ["dropout", "attention_dropout", "layerdrop"]),
+        (DistilBertConfig(dropout=0.1, seq_classif_dropout=0.2), ["dropout", "seq_classif_dropout"]),
+        (MptConfig(resid_pdrop=1, emb_pdrop=0.2), ["resid_pdrop", "emb_pdrop"]),
+    ],
+)
+def test_every_dropout_is_zero(tmp_path, config, names):
+    config.save_pretrained(tmp_path)
+    loaded = load_config(str(tmp_path))
+    assert [getattr(loaded, name) for name in names] == [0.0] * len(names)
+
+
+def test_dropout_of_nested_configs_is_zero_and_the_rest_is_untouched(tmp_path):
+    Gemma3Config(text_config={"attention_dropout": 0.5, "rms_norm_eps": 0.25}).save_pretrained(tmp_path)
+    text = load_config(str(tmp_path)).text_config
+    assert (text.attention_dropout, text.rms_norm_eps) == (0, 0.25)
+
+
+def test_a_revision_means_nothing_to_a_folder(folder):
+    config = load_config(str(folder), revision="no-such-branch")
+    from_pretrained(AutoModelForCausalLM, str(folder), config=config, dtype=torch.float32, revision="no-such-branch")
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "~/nowhere/at/all", "nowhere", "a/b/c"])
+def test_missing_folder(path):
+    with pytest.raises(UserError, match=r"^actor.model.path=\S+: no such folder.*owner/name"):
+        load_config(path, key="actor.model.path")
+
+
+def test_a_file_is_no_folder(folder):
+    refused(folder / "model.safetensors", "is a file", "give the folder")
+
+
+def test_a_hub_id_that_cannot_be_reached(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="^model.path=nobody/nothing: .*Hub cannot be reached.*local folder"):
+        load_config("nobody/nothing")
+
+
+def test_remote_code_needs_consent(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}))
+    with pytest.raises(UserError, match="actor.model.trust_remote_code=true"):
+        load_config(str(tmp_path), key="actor.model.path")
+
+
+def test_broken_config(folder):
+    (folder / "config.json").write_text("{")
+    refused(folder, "not a valid JSON")
+
+
+def test_folder_without_a_model(tmp_path):
+    refused(tmp_path, "model_type")
+
+
+def test_folder_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    refused(folder, "no file named model.safetensors")
+
+
+def test_cut_weights(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refused(folder, "damaged", "incomplete")
+
+
+def test_other_architecture(tmp_path):
+    DistilBertConfig().save_pretrained(tmp_path)
+    refused(tmp_path, "Unrecognized configuration class")
+
+
+def test_unknown_attention(folder):
+    with pytest.raises(UserError, match="attn_implementation"):
+        load(folder, attn_implementation="spda")
+
+
+def test_no_weight_starts_at_random(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    refused(folder, "model.norm.weight", "at random")
+    _, info = from_pretrained(AutoModelForCausalLM, str(folder), config=load_config(str(folder)), dtype=torch.float32)
+    refuse_missing(str(folder), info, allowed=["model.norm.weight"])
+
+
+def test_no_weight_of_another_shape(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(9)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    refused(folder, "model.norm.weight is [9], not [8]")

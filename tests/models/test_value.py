@@ -1,0 +1,281 @@
+"""Tiny random models of each family. The independent reference is transformers' own forward on one unpadded prefix at a time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DebertaV2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    OPTConfig,
+    Qwen2Config,
+    RobertaConfig,
+)
+
+from ppo_ds.errors import UserError
+from ppo_ds.models.value import load_critic, load_reward_model
+
+SMALL = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5)
+DECODERS = {
+    "llama": lambda: LlamaConfig(**SMALL, num_key_value_heads=1, attention_dropout=0.5),
+    "qwen2": lambda: Qwen2Config(**SMALL, num_key_value_heads=1, attention_dropout=0.5),
+    "gpt2": lambda: GPT2Config(vocab_size=60, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),
+    "gpt_neox": lambda: GPTNeoXConfig(**SMALL, hidden_dropout=0.5, attention_dropout=0.5),
+    "opt": lambda: OPTConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, word_embed_proj_dim=16, init_std=0.5,
+        max_position_embeddings=64, dropout=0.5, layerdrop=0.5,
+    ),
+}  # fmt: skip
+ENCODERS = {
+    "deberta": lambda: DebertaV2Config(
+        **SMALL, max_position_embeddings=40, relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"], type_vocab_size=2,
+        hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5, pooler_dropout=0.5,
+    ),
+    "roberta": lambda: RobertaConfig(**SMALL, max_position_embeddings=40, hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5),
+}  # fmt: skip
+FAMILIES = DECODERS | ENCODERS
+LENGTHS = [(1, 1), (4, 3), (2, 5)]  # prompt, response
+KW = dict(revision=None, dtype="fp32", trust_remote_code=False, attn_implementation="sdpa")
+CRITIC = KW | dict(gradient_checkpointing=False, zero_head=True)
+
+
+def saved(folder, config, auto_class=AutoModelForSequenceClassification, **changes):
+    torch.manual_seed(0)
+    config.update({"num_labels": 1} | changes)
+    auto_class.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def rows(eos=None):
+    """Three answers, left-padded prompt and right-padded response, with nonsense ids in the padding."""
+    torch.manual_seed(1)
+    prompt_width, response_width = max(p for p, _ in LENGTHS), max(r for _, r in LENGTHS)
+    ids = torch.randint(4, 60, (3, prompt_width + response_width))
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for i, (p, r) in enumerate(LENGTHS):
+        mask[i, prompt_width - p : prompt_width + r] = True
+        if eos is not None:
+            ids[i, prompt_width + r - 1] = eos
+    return ids if eos is None else torch.where(mask, ids, eos), mask, response_width
+
+
+def transformers_score(folder, ids):
+    """One unpadded row, read at its end: with a batch of one and no pad id transformers takes the last place."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    model.config.pad_token_id = None
+    with torch.no_grad():
+        return model(input_ids=ids[None]).logits[0, 0]
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_values_are_those_of_each_unpadded_prefix(tmp_path, family):
+    folder = saved(tmp_path, DECODERS[family]())
+    critic = load_critic(folder, **CRITIC).train()  # dropout is 0.5 in the files
+    ids, mask, width = rows()
+    values = critic(ids, mask, width)
+    assert values.shape == (3, width) and values.dtype == torch.float32
+    for i, (p, r) in enumerate(LENGTHS):
+        row = ids[i][mask[i]]
+        before_each = torch.stack([transformers_score(folder, row[: p + t]) for t in range(r)])
+        torch.testing.assert_close(values[i, :r], before_each, atol=1e-4, rtol=1e-4)
+    assert values.abs().max() > 0.1  # numbers that could differ
+    torch.testing.assert_close(critic.values(ids, mask)[:, -width - 1 : -1], values)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_scores_are_read_at_the_last_attended_place_also_where_pad_is_eos(tmp_path, family, side):
+    folder = saved(tmp_path, DECODERS[family](), pad_token_id=3, eos_token_id=3)
+    model = load_reward_model(folder, **KW)
+    ids, mask, _ = rows(eos=3)
+    texts = [row[m] for row, m in zip(ids, mask)]
+    if side != "both":
+        ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=3, padding_side=side)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(t) for t in texts], batch_first=True, padding_side=side)
+    alone = torch.stack([transformers_score(folder, text) for text in texts])
+    torch.testing.assert_close(model(ids, mask), alone, atol=1e-4, rtol=1e-4)
+    assert alone.std() > 0.01
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoder_scores_are_the_models_own_logits(tmp_path, family):
+    folder = saved(tmp_path, ENCODERS[family]())
+    model = load_reward_model(folder, **KW)
+    reference = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    ids, mask = torch.randint(4, 60, (2, 7)), torch.ones(2, 7, dtype=torch.bool)
+    mask[1, 4:] = False
+    ids[1, 4:] = 1  # RoBERTa counts positions by its own pad id
+    with torch.no_grad():
+        alone = torch.cat([reference(input_ids=ids[:1]).logits[:, 0], reference(input_ids=ids[1:, :4]).logits[:, 0]])
+    torch.testing.assert_close(model(ids, mask), alone, atol=1e-5, rtol=1e-4)
+
+
+def test_token_types_reach_the_encoder(tmp_path):
+    model = load_reward_model(saved(tmp_path, ENCODERS["deberta"]()), **KW)
+    ids, mask = torch.randint(4, 60, (1, 6)), torch.ones(1, 6, dtype=torch.bool)
+    types = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    expected = model.model(input_ids=ids, attention_mask=mask, token_type_ids=types).logits[:, 0]
+    torch.testing.assert_close(model(ids, mask, token_type_ids=types), expected)
+    assert not torch.allclose(model(ids, mask), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_dropout_is_left(tmp_path, family):
+    model = load_reward_model(saved(tmp_path, FAMILIES[family]()), **KW).train()
+    ids, mask, _ = rows()
+    torch.testing.assert_close(model(ids, mask), model(ids, mask), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_language_model_becomes_a_critic_whose_values_are_zero_but_learn(tmp_path, family):
+    folder = saved(tmp_path, DECODERS[family](), AutoModelForCausalLM)
+    critic = load_critic(folder, **CRITIC)
+    values = critic(*rows())
+    assert values.abs().max() == 0
+    (values - 1).square().sum().backward()
+    assert critic.model.score.weight.grad.abs().max() > 0
+    with pytest.raises(UserError, match="score.weight"):
+        load_critic(folder, **CRITIC | {"zero_head": False})
+
+
+def test_a_trained_head_is_kept(tmp_path):
+    folder = saved(tmp_path, DECODERS["llama"]())
+    trained = AutoModelForSequenceClassification.from_pretrained(folder).score.weight
+    for zero_head in (True, False):
+        torch.testing.assert_close(load_critic(folder, **CRITIC | {"zero_head": zero_head}).model.score.weight, trained)
+
+
+def test_the_head_is_in_fp32(tmp_path):
+    critic = load_critic(saved(tmp_path, DECODERS["llama"]()), **CRITIC | {"dtype": "bf16"})
+    ids, mask, _ = rows()
+    hidden = critic.model.model(input_ids=ids, attention_mask=mask).last_hidden_state
+    assert hidden.dtype == critic.model.score.weight.dtype == torch.bfloat16
+    expected = hidden.double() @ critic.model.score.weight[0].double()
+    torch.testing.assert_close(critic.model.score(hidden)[..., 0].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_more_than_one_label_is_refused(tmp_path, family):
+    folder = saved(tmp_path, FAMILIES[family](), num_labels=2)
+    with pytest.raises(UserError, match=r"reward.model.path=.*has 2 labels.*num_labels=1"):
+        load_reward_model(folder, **KW)
+    with pytest.raises(UserError, match="critic.model.path=.*has 2 labels"):
+        load_critic(folder, **CRITIC)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_language_model_is_no_reward_model(tmp_path, family):
+    with pytest.raises(UserError, match="reward.model.path=.*no trained score head .score.weight"):
+        load_reward_model(saved(tmp_path, DECODERS[family](), AutoModelForCausalLM), **KW)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_without_a_head_are_no_reward_models_and_none_is_a_critic(tmp_path, family):
+    with pytest.raises(UserError, match="reward.model.path=.*no trained score head .classifier"):
+        load_reward_model(saved(tmp_path / "base", ENCODERS[family](), AutoModel), **KW)
+    with pytest.raises(UserError, match="critic.model.path=.*needs a value at every token"):
+        load_critic(saved(tmp_path / "scorer", ENCODERS[family]()), **CRITIC)
+
+
+def test_a_saved_critic_is_a_sequence_classifier_and_loads_as_one(tmp_path):
+    critic = load_critic(saved(tmp_path / "lm", DECODERS["gpt2"](), AutoModelForCausalLM), **CRITIC)
+    torch.nn.init.normal_(critic.model.score.weight)
+    critic.save(tmp_path / "critic")
+    model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
+    assert model.config.num_labels == 1 and not info["missing_keys"] and not info["unexpected_keys"]
+    again = load_critic(str(tmp_path / "critic"), **CRITIC | {"zero_head": False})
+    torch.testing.assert_close(again(*rows()), critic(*rows()))
+    critic.save(tmp_path / "zeros", state_dict={k: torch.zeros_like(v) for k, v in critic.model.state_dict().items()})
+    assert load_reward_model(str(tmp_path / "zeros"), **KW)(*rows()[:2]).abs().max() == 0
+
+
+def test_gradient_checkpointing_is_active_and_changes_nothing(tmp_path):
+    folder = saved(tmp_path, DECODERS["llama"]())
+    grads, calls = [], []
+    for checkpointing in (False, True):
+        critic = load_critic(folder, **CRITIC | {"gradient_checkpointing": checkpointing}).train()
+        calls.append(0)
+        critic.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.__setitem__(-1, calls[-1] + 1))
+        critic(*rows()).square().sum().backward()
+        grads.append(critic.model.model.embed_tokens.weight.grad)
+    assert calls == [1, 2]  # recomputed in the backward pass
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(("family", "limit"), [("llama", 2048), ("gpt2", 1024), ("opt", 64), ("deberta", 40), ("roberta", 38)])
+def test_the_longest_text(tmp_path, family, limit):
+    assert load_reward_model(saved(tmp_path, FAMILIES[family]()), **KW).max_tokens == limit
+
+
+def test_roberta_really_takes_max_tokens(tmp_path):
+    model = load_reward_model(saved(tmp_path, ENCODERS["roberta"]()), **KW)
+    longest = torch.full((1, model.max_tokens), 7)
+    assert model(longest, torch.ones_like(longest)).isfinite()
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.full((1, model.max_tokens + 1), 7), torch.ones(1, model.max_tokens + 1))
+
+
+ZERO3 = """
+import sys, torch, deepspeed
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.init_distributed("gloo")
+from transformers import AutoModelForCausalLM
+from ppo_ds.errors import UserError
+from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing
+from ppo_ds.models.policy import sharded_loading
+from ppo_ds.models.value import load_critic, load_reward_model
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+kw = dict(revision=None, dtype="fp32", trust_remote_code=False, attn_implementation="sdpa")
+lm, scorer = sys.argv[1:]
+ids = torch.arange(4, 12).view(2, 4)
+inputs = ids, torch.ones_like(ids), 2
+
+def sharded(load):
+    with sharded_loading(config):
+        model = load()
+    assert all(hasattr(p, "ds_id") and p.numel() == 0 for n, p in model.model.base_model.named_parameters()), "not sharded while loading"
+    optimizer = torch.optim.SGD([p.requires_grad_() for p in model.parameters()], lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config | {"zero_allow_untested_optimizer": True})[0]
+    assert model.model.score.weight.numel() == 0, "the head is not sharded"
+    return engine
+
+critic = sharded(lambda: load_critic(lm, gradient_checkpointing=True, zero_head=True, **kw))
+values = critic(*inputs)
+assert values.abs().max() == 0, values
+critic.backward((values - 1).square().sum())
+critic.step()
+assert critic(*inputs).abs().max() > 0, "the head did not learn"
+
+engine = sharded(lambda: load_reward_model(scorer, **kw))
+whole = load_reward_model(scorer, **kw)
+assert whole.model.score.weight.numel() > 0, "the sharded loading outlived its block"
+torch.testing.assert_close(engine(*inputs[:2]), whole(*inputs[:2]))
+
+with sharded_loading(config):  # what is missing is seen there too, and a tied output layer (GPT-2) is not missing
+    refuse_missing(lm, from_pretrained(AutoModelForCausalLM, lm, config=load_config(lm), dtype=torch.float32)[1])
+    try:
+        load_reward_model(lm, **kw)
+    except UserError as error:
+        assert "no trained score head" in str(error)
+    else:
+        raise AssertionError("a language model passed as reward model")
+print("ok")
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_zero3_shards_while_loading_and_keeps_head_and_scores(tmp_path, family):
+    folders = saved(tmp_path / "lm", DECODERS[family](), AutoModelForCausalLM), saved(tmp_path / "scorer", DECODERS[family]())
+    one_rank = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(29500 + os.getpid() % 500), DS_ACCELERATOR="cpu")
+    env = os.environ | one_rank | dict(PYTHONPATH=str(Path(__file__).parents[2]), OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-c", ZERO3, *folders], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "ok" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
