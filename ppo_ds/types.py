@@ -88,6 +88,10 @@ class Sequences(_Rows):
         """[B] long: attended places after the prompt."""
         return self.attention_mask[:, self.prompt_width :].sum(1)
 
+    def to(self, device: torch.device) -> Self:
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        return replace(self, **moved)
+
     def trimmed(self) -> Self:
         """The same rows, cut to their own longest prompt and response (at least one place each)."""
         return self.resized(max(1, int(self.prompt_lengths.max())), max(1, int(self.response_lengths.max())))

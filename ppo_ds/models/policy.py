@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.integrations import HfDeepSpeedConfig
 
-from ppo_ds.models.loading import from_pretrained, load_config, torch_dtype
+from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
 from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
 from ppo_ds.ops.sequences import position_ids_from_mask, response_slice
 
@@ -48,6 +48,11 @@ class Policy(nn.Module):
         logits = logits[:, :-1] if self._keeps else response_slice(logits, ids.shape[1] - response_width, response_width)
         return logprobs_and_entropy_from_logits(logits, ids[:, -response_width:], self.temperature, with_entropy=with_entropy)
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids must be below."""
+        return self.lm.get_input_embeddings().num_embeddings
+
     def save(self, directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
         """A Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` loads; ``state_dict`` has the keys of ``self.lm``."""
         self.lm.generation_config, ours = self.generation_config, self.lm.generation_config
@@ -58,14 +63,29 @@ class Policy(nn.Module):
 
 
 def load_policy(
-    path: str, *, revision: str | None, dtype: str, trust_remote_code: bool, attn_implementation: str, gradient_checkpointing: bool, temperature: float
+    path: str,
+    *,
+    revision: str | None,
+    dtype: str,
+    trust_remote_code: bool,
+    attn_implementation: str,
+    gradient_checkpointing: bool,
+    temperature: float,
+    key: str,
 ) -> Policy:
-    """A policy from a local folder or the Hub. Raises UserError where the folder has no complete causal LM."""
-    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    """A policy from a local folder or the Hub; ``key`` is the config key that errors name. UserError where there is no complete causal LM."""
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
     lm, info = from_pretrained(
-        AutoModelForCausalLM, path, config=config, dtype=torch_dtype(dtype), revision=revision, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+        AutoModelForCausalLM,
+        path,
+        config=config,
+        dtype=torch_dtype(dtype),
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+        key=key,
     )
-    refuse_missing(path, info)
+    refuse_missing(path, info, key=key)
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Policy(lm, temperature)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -25,9 +25,9 @@ class Sampling:
     stop_token_ids: tuple[int, ...]  # () = never stop early
     stop_strings: tuple[str, ...]
 
-    @property
-    def greedy(self) -> bool:
-        return self.top_k == 1
+    def as_greedy(self) -> Sampling:
+        """The same, always taking the likeliest token."""
+        return replace(self, top_k=1)
 
 
 class Generator(Protocol):
@@ -44,15 +44,12 @@ def finish(
     responses [B,R] long and logprobs [B,R] fp32 as a backend made them, rubbish allowed after the end of an answer. Masks come from
     stop positions, never from ``ids != pad``: an end token inside a chat prompt, or one that is also the pad token, stays what it is.
     """
-    lengths = None
+    width, ends = responses.shape[1], None
     if sampling.stop_strings:
-        lengths = torch.tensor([stop_string_length(row.tolist(), sampling.stop_strings, decode) for row in responses], device=responses.device)
-    by_string = torch.zeros(len(responses), dtype=torch.bool, device=responses.device) if lengths is None else lengths < responses.shape[1] + 1
-    if lengths is not None:
-        lengths = lengths.clamp(max=responses.shape[1])
-    mask, kept, finished = response_mask(responses, sampling.stop_token_ids, lengths=lengths)
-    if lengths is not None:
-        finished = finished | (by_string & (kept == lengths))
+        ends = torch.tensor([stop_string_length(row.tolist(), sampling.stop_strings, decode) for row in responses], device=responses.device)
+    mask, _, finished = response_mask(responses, sampling.stop_token_ids, lengths=None if ends is None else ends.clamp(max=width))
+    if ends is not None:
+        finished = finished | (ends <= width)
     return Rollout(
         ids=torch.cat([prompts.ids, responses.masked_fill(~mask, pad_id)], dim=1),
         attention_mask=torch.cat([prompts.mask, mask], dim=1),

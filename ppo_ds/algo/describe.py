@@ -1,0 +1,74 @@
+"""What an experience says about the run, as numbers. Every rank holds all rows, so nothing here is a collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ops.kl import approx_kl
+from ppo_ds.ops.masked import masked_mean
+from ppo_ds.types import Experience, Metrics
+
+
+def describe(experience: Experience, *, kl_coef: float, kl_in_reward: bool, samples_per_prompt: int) -> Metrics:
+    """reward/*, kl/*, value/* and rollout/* of METRICS: before the update, masked, over all ranks."""
+    mask, scores = experience.response_mask, experience.scores.double()
+    lengths = mask.sum(1)
+    log_ratio = approx_kl(experience.logprobs, experience.ref_logprobs).double().masked_fill(~mask, 0.0)
+    k3 = approx_kl(experience.logprobs, experience.ref_logprobs, "k3")
+    values, returns = experience.values.double(), experience.returns.double()
+    return_mean = masked_mean(returns, mask)
+    places = experience.attention_mask.numel()
+    numbers = {
+        "reward/score_mean": scores.mean(),
+        "reward/score_std": scores.std(unbiased=False),
+        "reward/score_min": scores.min(),
+        "reward/score_max": scores.max(),
+        "reward/total_mean": experience.rewards.double().sum(1).mean(),
+        "reward/kl_penalty_mean": -kl_coef * log_ratio.sum(1).mean() if kl_in_reward else torch.zeros(()),
+        "reward/missing_eos_frac": (~experience.finished).double().mean(),
+        "kl/ref_seq_mean": log_ratio.sum(1).mean(),
+        "kl/ref_token_mean": masked_mean(log_ratio, mask),
+        "kl/ref_token_max": log_ratio.max(),
+        "kl/k3_token_mean": masked_mean(k3, mask),
+        "value/pred_mean": masked_mean(values, mask),
+        "value/return_mean": return_mean,
+        "value/return_std": masked_mean((returns - return_mean) ** 2, mask).sqrt(),
+        "rollout/prompt_len_mean": experience.prompt_lengths.double().mean(),
+        "rollout/resp_len_mean": lengths.double().mean(),
+        "rollout/resp_len_max": lengths.max(),
+        "rollout/stop_frac": experience.finished.double().mean(),
+        "rollout/truncated_frac": (~experience.finished).double().mean(),
+        "rollout/empty_frac": (lengths <= 1).double().mean(),  # an end token at once, or nothing
+        "rollout/pad_frac": 1 - experience.attention_mask.sum() / places,
+        "rollout/unique_frac": _unique(experience) / len(experience),
+        "rollout/zero_std_group_frac": (scores.view(-1, samples_per_prompt).std(1, unbiased=False) == 0).double().mean(),
+    }
+    return {name: float(value) for name, value in numbers.items()} | {"kl/coef": kl_coef}
+
+
+def _unique(experience: Experience) -> int:
+    rows = zip(experience.ids[:, experience.prompt_width :].tolist(), experience.response_mask.tolist(), strict=True)
+    return len({tuple(token for token, kept in zip(ids, mask, strict=True) if kept) for ids, mask in rows})
+
+
+def sample_rows(experience: Experience, tokenizer: Tokenizer, limit: int) -> list[dict[str, Any]]:
+    """The first ``limit`` answers (-1: all) as text with their score, summed KL (nats), length (tokens) and finish."""
+    kl = approx_kl(experience.logprobs, experience.ref_logprobs).masked_fill(~experience.response_mask, 0.0).sum(1)
+    rows = []
+    for i in range(len(experience) if limit < 0 else min(limit, len(experience))):
+        prompt = experience.ids[i, : experience.prompt_width][experience.attention_mask[i, : experience.prompt_width]]
+        answer = experience.ids[i, experience.prompt_width :][experience.response_mask[i]]
+        rows.append(
+            {
+                "prompt": tokenizer.decode(prompt.tolist(), skip_special_tokens=False),
+                "response": tokenizer.decode(answer.tolist()),
+                "score": float(experience.scores[i]),
+                "kl": float(kl[i]),
+                "length": len(answer),
+                "finish": "stop" if experience.finished[i] else "length",
+            }
+        )
+    return rows

@@ -1,0 +1,82 @@
+"""Held-out evaluation: the current policy answers prompts it never trains on, and the reward judges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_ds.algo.metrics import MetricSums
+from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.world import World
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.rollout.base import Generator, Sampling
+from ppo_ds.types import Metrics, Prompts, Reward, Rollout
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one evaluation found: eval/* over all ranks, and rank 0's answers."""
+
+    metrics: Metrics
+    rows: list[dict[str, Any]]
+
+
+class Evaluator:
+    def __init__(
+        self,
+        batches: list[tuple[Prompts, Tensor]],
+        *,
+        actor: HybridActor,
+        generator: Generator,
+        reward: Reward,
+        sampling: Sampling,
+        correct_above: float | None,
+        tokenizer: Tokenizer,
+        world: World,
+    ):
+        """``batches``: this rank's prompts and their weights [b] (0 for rows that only fill a batch up), as many batches on every rank.
+
+        ``correct_above``: a score above it counts as a right answer in eval/accuracy.
+        """
+        self.batches = batches
+        self.actor = actor
+        self.generator = generator
+        self.reward = reward
+        self.sampling = sampling
+        self.correct_above = correct_above
+        self.tokenizer = tokenizer
+        self.world = world
+
+    @torch.no_grad()
+    def __call__(self) -> Evaluation:
+        """A collective."""
+        sums = MetricSums()
+        rows: list[dict[str, Any]] = []
+        for prompts, weights in self.batches:
+            with self.actor.generation_mode():
+                rollout = self.generator(prompts, self.sampling)
+            scores = self.reward(rollout).total
+            counted = weights.bool()
+            sums.add_spread("eval/score", scores, counted)
+            sums.add_mean("eval/resp_len_mean", rollout.response_mask.sum(1), counted)
+            sums.add_mean("eval/stop_frac", rollout.finished, counted)
+            if self.correct_above is not None:
+                sums.add_mean("eval/accuracy", scores > self.correct_above, counted)
+            rows += self._rows(rollout, scores, counted)
+        return Evaluation(sums.reduced(self.world), rows)
+
+    def _rows(self, rollout: Rollout, scores: Tensor, counted: Tensor) -> list[dict[str, Any]]:
+        answers = rollout.ids[:, rollout.prompt_width :]
+        return [
+            {
+                "prompt": rollout.metadata[i]["prompt_text"],
+                "response": self.tokenizer.decode(answers[i][rollout.response_mask[i]].tolist()),
+                "score": float(scores[i]),
+                "length": int(rollout.response_mask[i].sum()),
+                "finish": "stop" if rollout.finished[i] else "length",
+            }
+            for i in counted.nonzero().flatten().tolist()
+        ]

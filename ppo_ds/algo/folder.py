@@ -1,0 +1,53 @@
+"""What a run leaves behind, and how it looks when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.engine.state import consolidated
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.world import World
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.tracking.report import before_after, plot_curves
+from ppo_ds.types import Metrics
+
+Row = dict[str, Any]
+
+
+class RunFolder:
+    """``run.dir``: config.yaml metrics.jsonl summary.json samples/ checkpoints/ model/ critic/ curves.png."""
+
+    def __init__(self, path: Path, *, world: World, tokenizer: Tokenizer, title: str):
+        self.path = path
+        self.world = world
+        self.tokenizer = tokenizer
+        self.title = title
+
+    def export(self, actor: TrainedModel, critic: TrainedModel) -> None:
+        """``model/`` and ``critic/`` in Hugging Face format, each with the tokenizer. A collective."""
+        self._save(actor, self.path / "model", "lm.", actor.module.save)
+        self._save(critic, self.path / "critic", "model.", critic.module.save)
+
+    def _save(self, model: TrainedModel, folder: Path, prefix: str, save: Callable[..., None]) -> None:
+        weights = consolidated(model)
+        if weights is not None:
+            save(folder, {name.removeprefix(prefix): weight for name, weight in weights.items()})
+            self.tokenizer.save(folder)
+
+    def report(self, before: Metrics | None, after: Metrics | None, rows_before: list[Row], rows_after: list[Row], exported: bool) -> None:
+        """The curves, the held-out table and sample answers, for a person. On rank 0 alone."""
+        drawn = plot_curves(self.path / "metrics.jsonl", self.path / "curves.png", title=self.title)
+        names = ("accuracy", "score_mean", "resp_len_mean")
+        scores = {name: (before.get(f"eval/{name}"), after.get(f"eval/{name}")) for name in names if f"eval/{name}" in before} if before and after else {}
+        answers = {row["prompt"]: row for row in rows_after}
+        samples = [
+            {"prompt": row["prompt"], "before": row["response"], "after": answers[row["prompt"]]["response"], "score": answers[row["prompt"]]["score"]}
+            for row in rows_before
+            if row["prompt"] in answers
+        ]
+        saved = {"model": self.path / "model"} if exported else {}
+        if drawn:
+            saved["curves"] = self.path / "curves.png"
+        before_after(scores, samples, {**saved, "metrics": self.path / "metrics.jsonl"})

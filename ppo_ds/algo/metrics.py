@@ -1,0 +1,66 @@
+"""Numbers for people: each rank adds its share, and one collective makes them global."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ppo_ds.engine.world import World
+from ppo_ds.ops.losses import explained_variance
+from ppo_ds.types import Metrics
+
+
+class MetricSums:
+    """Masked means and maxima that are exact over ranks and micro-batches: sums and counts are added, never means of means.
+
+    What is added is told apart by its shape, as in ops/losses.py: [2] (sum, count), [5] moments of an explained variance, 0-dim a maximum.
+    Every rank must add the same names in the same order; ``reduced`` is a collective.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Tensor] = {}  # float64
+
+    def add_parts(self, parts: Mapping[str, Tensor]) -> None:
+        """What a loss returns beside itself."""
+        for name, part in parts.items():
+            part = part.detach().double()
+            if name in self._parts:
+                part = torch.maximum(self._parts[name], part) if part.dim() == 0 else self._parts[name] + part
+            self._parts[name] = part
+
+    def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """The mean of ``values``, under ``mask`` if given (rubbish outside of it is never read)."""
+        mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+        total = values.detach().double().masked_fill(~mask, 0.0).sum()
+        self.add_parts({name: torch.stack([total, mask.sum()])})
+
+    def add_spread(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """``<name>_mean`` and ``<name>_std`` (population)."""
+        self.add_mean(f"{name}_mean", values, mask)
+        self.add_mean(f"{name}_mean_of_squares", values.double() ** 2, mask)
+
+    def add_max(self, name: str, value: Tensor) -> None:
+        self.add_parts({name: value})
+
+    def reduced(self, world: World) -> Metrics:
+        sums = {name: part for name, part in self._parts.items() if part.dim() == 1}
+        maxima = {name: part for name, part in self._parts.items() if part.dim() == 0}
+        out: Metrics = {}
+        if sums:
+            pieces = world.sum(torch.cat(list(sums.values()))).cpu().split([len(part) for part in sums.values()])
+            out |= {name: _number(piece) for name, piece in zip(sums, pieces, strict=True)}
+        if maxima:
+            out |= dict(zip(maxima, world.max(torch.stack(list(maxima.values()))).tolist(), strict=True))
+        for name in [n for n in out if n.endswith("_mean_of_squares")]:
+            base = name.removesuffix("_mean_of_squares")
+            out[f"{base}_std"] = max(0.0, out.pop(name) - out[f"{base}_mean"] ** 2) ** 0.5
+        return out
+
+
+def _number(piece: Tensor) -> float:
+    if len(piece) == 5:
+        return explained_variance(piece)
+    total, count = piece.tolist()
+    return total / count if count else 0.0

@@ -1,0 +1,245 @@
+"""The PPO loop."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppo_ds.algo.describe import describe, sample_rows
+from ppo_ds.algo.evaluation import Evaluation, Evaluator
+from ppo_ds.algo.experience import ExperienceMaker
+from ppo_ds.algo.folder import RunFolder
+from ppo_ds.algo.learner import Learner
+from ppo_ds.algo.stopping import StopRequest
+from ppo_ds.algo.timing import PhaseTimer
+from ppo_ds.data.prompts import PromptStream
+from ppo_ds.engine.checkpoint import Checkpoints
+from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.world import World
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
+from ppo_ds.rollout.base import Generator, Sampling
+from ppo_ds.tracking.tracker import Trackers
+from ppo_ds.types import Experience, Metrics, Prompts
+
+EXIT_CODES = {"done": 0, "stop_at_step": 0, "time_limit": 0, "signal": 143}
+SHOWN_ANSWERS = 8  # held-out answers kept from before the training, for the report at the end
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When what happens, in PPO steps. ``None`` or 0: never on the way (``checkpoint_every`` 0: not at the end either)."""
+
+    total_steps: int
+    stop_at_step: int | None
+    eval_every: int | None
+    checkpoint_every: int | None
+    keep_best: bool
+    samples_per_prompt: int
+    sample_rows: int
+    seed: int
+    kl_in_reward: bool
+    kl_metric: str  # the metric that the KL controller is fed with
+    kl_target: float | None  # shown beside it; None for a fixed coefficient
+
+
+@dataclass
+class Progress:
+    """What a checkpoint remembers beside weights, optimizers and random states."""
+
+    step: int = 0
+    episodes: int = 0  # samples so far
+    tokens: int = 0  # response tokens so far
+    best_score: float | None = None
+    first_eval: Metrics | None = None
+    first_rows: list[dict[str, Any]] | None = None
+
+
+class Trainer:
+    def __init__(
+        self,
+        *,
+        world: World,
+        actor: HybridActor,
+        critic: TrainedModel,
+        prompts: PromptStream,
+        generator: Generator,
+        sampling: Sampling,
+        make_experience: ExperienceMaker,
+        learn: Learner,
+        kl: FixedKLController | AdaptiveKLController | ThresholdKLController,
+        evaluator: Evaluator | None,
+        tokenizer: Tokenizer,
+        tracker: Trackers,
+        checkpoints: Checkpoints,
+        stop: StopRequest,
+        timer: PhaseTimer,
+        plan: Plan,
+        folder: RunFolder,
+    ):
+        self.world = world
+        self.actor = actor
+        self.critic = critic
+        self.prompts = prompts
+        self.generator = generator
+        self.sampling = sampling
+        self.make_experience = make_experience
+        self.learn = learn
+        self.kl = kl
+        self.evaluator = evaluator
+        self.tokenizer = tokenizer
+        self.tracker = tracker
+        self.checkpoints = checkpoints
+        self.stop = stop
+        self.timer = timer
+        self.plan = plan
+        self.folder = folder
+        self.progress = Progress()
+        self.reason = "done"
+        self.saved_step: int | None = None
+        self.last_eval: Evaluation | None = None
+        self.latest_eval_score: float | None = None
+
+    def fit(self) -> str:
+        """Train to the end, or to where a signal or a limit ends it; returns why it ended, a key of EXIT_CODES."""
+        self._evaluate_start()
+        for prompts in self._steps():
+            with self.timer("generate"), self.actor.generation_mode():
+                rollout = self.generator(prompts, self.sampling)
+            kl_coef = self.kl.value
+            experience, seen = self.make_experience(rollout, kl_coef)
+            learned = self.learn(experience, kl_coef, seed=self.plan.seed + self.progress.step)
+            self._count(experience)
+            metrics = self._describe(experience, kl_coef) | seen | learned | self._evaluate()
+            self.kl.update(metrics[self.plan.kl_metric], len(experience))
+            self._log(experience, metrics)
+            self._save()
+        return self._finish()
+
+    def _steps(self) -> Iterator[Prompts]:
+        """Prompts of each step that is still to be done; stops where all ranks agree to stop."""
+        while (reason := self._reason()) is None:
+            yield next(self.prompts)
+        self.reason = reason
+
+    def _reason(self) -> str | None:
+        step, plan = self.progress.step, self.plan
+        if (asked := self.stop.agreed()) is not None:
+            return asked
+        if step >= plan.total_steps:
+            return "done"
+        return "stop_at_step" if plan.stop_at_step is not None and step >= plan.stop_at_step else None
+
+    def _count(self, experience: Experience) -> None:
+        self.progress.step += 1
+        self.progress.episodes += len(experience)
+        self.progress.tokens += int(experience.response_mask.sum())
+
+    def _describe(self, experience: Experience, kl_coef: float) -> Metrics:
+        shown = describe(experience, kl_coef=kl_coef, kl_in_reward=self.plan.kl_in_reward, samples_per_prompt=self.plan.samples_per_prompt)
+        return shown | ({"kl/target": self.plan.kl_target} if self.plan.kl_target is not None else {})
+
+    # -- evaluation -----------------------------------------------------------------------------------------------------------------------
+
+    def _evaluate_start(self) -> None:
+        if self.evaluator is not None and self.progress.step == 0:
+            first = self.evaluator()
+            self.progress.first_eval, self.progress.first_rows = first.metrics, first.rows[:SHOWN_ANSWERS]
+            self.tracker.samples(0, first.rows, split="eval")
+            self.timer.take()  # not part of the first step
+
+    def _evaluate(self) -> Metrics:
+        """eval/* where one is due: every so many steps, and after the last."""
+        step, plan = self.progress.step, self.plan
+        last = step in (plan.total_steps, plan.stop_at_step)
+        if self.evaluator is None or not (last or is_due(step, plan.eval_every)):
+            return {}
+        with self.timer("eval"):
+            self.last_eval = self.evaluator()
+        self.tracker.samples(step, self.last_eval.rows, split="eval")
+        return self.last_eval.metrics
+
+    # -- what is written ------------------------------------------------------------------------------------------------------------------
+
+    def _log(self, experience: Experience, metrics: Metrics) -> None:
+        progress = self.progress
+        times = self.timer.take()
+        speed = throughput(experience, times, self.world)
+        counts = {"episodes": progress.episodes, "tokens": progress.tokens}
+        self.tracker.log(progress.step, counts | metrics | speed | times | memory(self.world))
+        if self.world.is_main:
+            self.tracker.samples(progress.step, sample_rows(experience, self.tokenizer, self.plan.sample_rows))
+        self.latest_eval_score = metrics.get("eval/score_mean")
+
+    def _save(self, last: bool = False) -> None:
+        step, plan = self.progress.step, self.plan
+        best = plan.keep_best and self.latest_eval_score is not None and not (self.progress.best_score or -math.inf) >= self.latest_eval_score
+        if best:
+            self.progress.best_score = self.latest_eval_score
+        due = is_due(step, plan.checkpoint_every) or (last and plan.checkpoint_every != 0)
+        if (due or best) and self.saved_step != step:
+            with self.timer("checkpoint"):
+                self.checkpoints.save(step, {"actor": self.actor, "critic": self.critic}, self.state_dict(), best=best)
+            self.saved_step = step
+
+    def _finish(self) -> str:
+        self._save(last=True)
+        wanted = self.reason != "signal"  # who sends one does not wait for an export
+        if wanted:
+            self.folder.export(self.actor, self.critic)
+        before, after = self.progress.first_eval, self.last_eval.metrics if self.last_eval else None
+        summary: dict[str, Any] = {"exit_reason": self.reason}
+        for name in ("accuracy", "score_mean"):
+            for when, found in (("before", before), ("after", after)):
+                if found is not None and f"eval/{name}" in found:
+                    summary[f"heldout_{name}_{when}"] = found[f"eval/{name}"]
+        self.tracker.finish(summary)
+        if self.world.is_main:
+            rows_after = self.last_eval.rows if self.last_eval else []
+            self.folder.report(before, after, self.progress.first_rows or [], rows_after, exported=wanted)
+        return self.reason
+
+    # -- state ----------------------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"progress": asdict(self.progress), "kl": self.kl.state_dict(), "prompts": self.prompts.state_dict()}
+
+    def resume(self, path: Path) -> None:
+        """Continue from a checkpoint folder: weights, optimizers, schedules, random states, data position, controller, counters."""
+        state = self.checkpoints.load(path, {"actor": self.actor, "critic": self.critic})
+        self.progress = Progress(**state["progress"])
+        self.kl.load_state_dict(state["kl"])
+        self.prompts.load_state_dict(state["prompts"])
+        self.saved_step = self.progress.step
+
+
+def is_due(step: int, every: int | None) -> bool:
+    return bool(every) and step % every == 0
+
+
+def throughput(experience: Experience, times: Metrics, world: World) -> Metrics:
+    """perf/*: real tokens and samples of all ranks per wall-clock second of the whole step."""
+    tokens, new_tokens = int(experience.attention_mask.sum()), int(experience.response_mask.sum())
+    step = times["time/step"]
+    return {
+        "perf/tokens_per_s": tokens / step,
+        "perf/tokens_per_s_gpu": tokens / step / world.size,
+        "perf/gen_tokens_per_s": new_tokens / times["time/generate"],
+        "perf/samples_per_s": len(experience) / step,
+    }
+
+
+def memory(world: World) -> Metrics:
+    """mem/*: this process's peaks in GB (rank 0's are the ones logged)."""
+    peaks = {"mem/host_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    if world.device.type == "cuda":
+        peaks["mem/alloc_peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        peaks["mem/reserved_peak_gb"] = torch.cuda.max_memory_reserved() / 2**30
+    return peaks

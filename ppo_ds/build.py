@@ -1,0 +1,448 @@
+"""Config to objects: the only place where the parts are wired together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from ppo_ds.algo.evaluation import Evaluator
+from ppo_ds.algo.experience import AdvantageShape, ExperienceMaker, RewardShape
+from ppo_ds.algo.folder import RunFolder
+from ppo_ds.algo.learner import Learner, PolicyObjective, ValueObjective
+from ppo_ds.algo.parity import parity_gate
+from ppo_ds.algo.stopping import StopRequest
+from ppo_ds.algo.timing import PhaseTimer
+from ppo_ds.algo.trainer import Plan, Trainer
+from ppo_ds.config import ActorConfig, Config, CriticConfig, FrozenZeroConfig, InheritedModelConfig, ModelConfig, resolved, rollout_size
+from ppo_ds.data.prompts import PromptSource, PromptStream, eval_batches
+from ppo_ds.engine.checkpoint import Checkpoints
+from ppo_ds.engine.frozen import FrozenModel
+from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.trained import Schedule, TrainedModel
+from ppo_ds.engine.world import World, connect, seed_everything
+from ppo_ds.engine.zero import deepspeed_config
+from ppo_ds.errors import UserError
+from ppo_ds.models.policy import Policy, load_policy, sharded_loading, unsharded_twin
+from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
+from ppo_ds.models.value import ScoreModel, load_critic, reads_like
+from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
+from ppo_ds.rollout.base import Sampling
+from ppo_ds.rollout.hf import HFGenerator
+from ppo_ds.targets import bind
+from ppo_ds.tracking.console import ConsoleTracker
+from ppo_ds.tracking.jsonl import JsonlTracker
+from ppo_ds.tracking.tracker import Tracker, Trackers
+from ppo_ds.tracking.wandb import WandbTracker
+from ppo_ds.types import Reward
+
+RANK_SEED_OFFSET = 100_003  # a prime: ranks sample from streams that no seed of another run starts
+
+
+def build_trainer(config: Config) -> Trainer:
+    """Everything of a run, loaded and checked, resumed where it left off. Raises UserError for what the user can mend. A collective."""
+    make_reward = bind(config.reward, "reward")
+    prepare = bind(config.prepare, "prepare") if config.prepare else None
+    world = connect(config.run.timeout_minutes)
+    _check_device(config, world)
+    run_dir = Path(config.run.dir or "")
+    _on_main(world, lambda: _open_run_directory(run_dir, config))
+    if prepare:
+        _on_main(world, prepare)
+    seed_everything(config.run.seed)
+
+    tokenizer = _tokenizer(config)
+    source = _source(config, tokenizer, config.data.path, config.data.split, "data.path", config.data.max_samples)
+    steps = config.run.steps or math.ceil((config.run.epochs or 0) * len(source) / config.rollout.prompts_per_step)
+    rollout = rollout_size(config)
+    minibatch = config.algo.minibatch_size or rollout
+    optimizer_steps = steps * config.algo.epochs * (rollout // minibatch)
+
+    actor = _actor(config, world, tokenizer, optimizer_steps)
+    reference = _reference(config, world)
+    reward = make_reward(
+        tokenizer=tokenizer,
+        place=lambda load, zero: _placed(load, zero, _dtype_of_reward(config), world),
+        agree=world.max_int,
+        score_tokens=config.memory.score_tokens,
+    )
+    critic = _critic(config, world, tokenizer, optimizer_steps)
+
+    sampling = _sampling(config, tokenizer)
+    generator = HFGenerator(lambda: actor.lm, tokenizer=tokenizer, token_budget=config.memory.rollout_tokens)
+    prompts = PromptStream(
+        source,
+        prompts_per_step=config.rollout.prompts_per_step,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+    )
+    gap = parity_gate(
+        source.batch([(world.rank + i) % len(source) for i in range(8)]),
+        actor=actor,
+        generator=generator,
+        sampling=sampling,
+        dtype=config.actor.model.dtype,
+        token_budget=config.memory.score_tokens,
+    )
+    seed_everything(config.run.seed + RANK_SEED_OFFSET * (world.rank + 1))
+    timer = PhaseTimer(world.device)
+    trackers = Trackers(max_samples=config.tracker.samples)
+    trainer = Trainer(
+        world=world,
+        actor=actor,
+        critic=critic,
+        prompts=prompts,
+        generator=generator,
+        sampling=sampling,
+        make_experience=_experience_maker(config, world, actor, reference, critic, reward, timer),
+        learn=_learner(config, world, actor, critic, timer),
+        kl=_kl_controller(config),
+        evaluator=_evaluator(config, world, actor, generator, reward, sampling, tokenizer),
+        tokenizer=tokenizer,
+        tracker=trackers,
+        checkpoints=Checkpoints(run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last),
+        stop=StopRequest(world, config.run.max_minutes),
+        timer=timer,
+        plan=_plan(config, steps),
+        folder=RunFolder(run_dir, world=world, tokenizer=tokenizer, title=config.run.name),
+    )
+    _resume(config, trainer)
+    if world.is_main:
+        trainer.tracker = _trackers(config, run_dir, steps, trainer.progress.step, _banner(config, world, source, steps, optimizer_steps, gap))
+    return trainer
+
+
+# -- before anything is loaded ----------------------------------------------------------------------------------------------------------
+
+
+def _check_device(config: Config, world: World) -> None:
+    on_cpu = world.device.type == "cpu"
+    wrong = [f"{role}.model.dtype=fp16: needs a GPU; use bf16 or fp32" for role in ("actor", "critic") if on_cpu and getattr(config, role).model.dtype == "fp16"]
+    if wrong:
+        raise UserError(*wrong)
+
+
+def _on_main(world: World, action: Callable[[], Any]) -> None:
+    """Run it on rank 0 alone; where it raises a UserError, every rank does."""
+    problems: list[str] = []
+    if world.is_main:
+        try:
+            action()
+        except UserError as error:
+            problems = error.problems
+    problems = world.gather_objects(problems)[0]
+    if problems:
+        raise UserError(*problems)
+
+
+def _open_run_directory(run_dir: Path, config: Config) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
+        (run_dir / "config.yaml").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"run.dir={run_dir}: cannot be written: {error.strerror}") from error
+
+
+# -- data -------------------------------------------------------------------------------------------------------------------------------
+
+
+def _tokenizer(config: Config) -> Tokenizer:
+    model, data = config.actor.model, config.data
+    return load_tokenizer(
+        model.path, model.revision, model.trust_remote_code, data.chat_template, data.chat_template_kwargs, key="actor.model.path"
+    )
+
+
+def _source(config: Config, tokenizer: Tokenizer, path: str, split: str, key: str, max_samples: int | None) -> PromptSource:
+    data = config.data
+    return PromptSource(
+        path,
+        tokenizer=tokenizer,
+        split=split,
+        revision=data.revision,
+        prompt_column=data.prompt_column,
+        max_samples=max_samples,
+        max_prompt_tokens=data.max_prompt_tokens,
+        long_prompts=data.long_prompts,
+        key=key,
+    )
+
+
+# -- the four roles -----------------------------------------------------------------------------------------------------------------------
+
+
+def _engine_config(role: ActorConfig | CriticConfig, dtype: str) -> dict[str, Any]:
+    zero = role.zero
+    return deepspeed_config(
+        stage=zero.stage,
+        dtype=dtype,
+        offload_optimizer=zero.offload_optimizer,
+        offload_params=zero.offload_params,
+        grad_clip=role.optim.grad_clip,
+        raw=role.deepspeed,
+    )
+
+
+def _loaded(load: Callable[[], nn.Module], engine_config: dict[str, Any] | None) -> Any:
+    """Under ZeRO-3 each weight is sharded as it is read, so that no rank ever holds a whole model."""
+    if engine_config is None or engine_config["zero_optimization"]["stage"] < 3:
+        return load()
+    with sharded_loading(engine_config):
+        return load()
+
+
+def _training(role: ActorConfig | CriticConfig, engine_config: dict[str, Any], world: World, optimizer_steps: int) -> dict[str, Any]:
+    optim = role.optim
+    return {
+        "world": world,
+        "deepspeed_config": engine_config,
+        "schedule": Schedule(optim.lr, optim.schedule, optim.warmup_ratio, optim.min_lr_ratio, optimizer_steps),
+        "betas": optim.betas,
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+    }
+
+
+def _policy(model: ModelConfig | InheritedModelConfig, temperature: float, key: str, checkpointing: bool = False) -> Policy:
+    return load_policy(
+        model.path,
+        revision=model.revision,
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        attn_implementation=model.attn_implementation,
+        gradient_checkpointing=checkpointing,
+        temperature=temperature,
+        key=key,
+    )
+
+
+def _actor(config: Config, world: World, tokenizer: Tokenizer, optimizer_steps: int) -> HybridActor:
+    role = config.actor
+    engine_config = _engine_config(role, role.model.dtype)
+    policy = _loaded(
+        lambda: _policy(role.model, config.sampling.temperature, "actor.model.path", role.model.gradient_checkpointing), engine_config
+    )
+    if tokenizer.vocab_size > policy.vocab_size:
+        raise UserError(
+            f"actor.model.path={role.model.path}: its tokenizer has {tokenizer.vocab_size} tokens, its embedding only {policy.vocab_size} rows; "
+            "they do not belong together"
+        )
+    return HybridActor(policy, twin=unsharded_twin, **_training(role, engine_config, world, optimizer_steps))
+
+
+def _reference(config: Config, world: World) -> FrozenModel:
+    role = config.reference
+    load = lambda: _policy(role.model, config.sampling.temperature, "reference.model.path")  # noqa: E731
+    _, placed = _placed(load, role.zero, role.model.dtype or config.actor.model.dtype, world)
+    return placed
+
+
+def _placed(load: Callable[[], nn.Module], zero: FrozenZeroConfig, dtype: str, world: World) -> tuple[Any, FrozenModel]:
+    engine_config = None
+    if zero.stage == 3:
+        engine_config = deepspeed_config(stage=3, dtype=dtype, offload_params=zero.offload_params, raw={})
+    module = _loaded(load, engine_config)
+    return module, FrozenModel(module, world=world, offload=zero.offload_params, deepspeed_config=engine_config)
+
+
+def _reward_model(config: Config) -> ModelConfig | None:
+    """The reward's ``model`` section as the reward itself reads it, where it has one."""
+    section = config.reward.get("model")
+    return ModelConfig(**section) if isinstance(section, dict) else None
+
+
+def _dtype_of_reward(config: Config) -> str:
+    model = _reward_model(config)
+    return model.dtype if model else "fp32"
+
+
+def _critic(config: Config, world: World, tokenizer: Tokenizer, optimizer_steps: int) -> TrainedModel:
+    role, model = config.critic, config.critic.model
+    path, key, init = model.path, "critic.model.path", role.init
+    reward = _reward_model(config)
+    if init in ("auto", "reward"):
+        alike = reward is not None and reads_like(reward.path, tokenizer, revision=reward.revision, trust_remote_code=reward.trust_remote_code)
+        if init == "reward" and not alike:
+            raise UserError(
+                f"critic.init=reward: {reward.path if reward else 'the reward'} is not a decoder with the actor's vocabulary; "
+                "use critic.init=actor, or critic.init=path with critic.model.path"
+            )
+        init = "reward" if alike else "actor"
+    if init == "reward":
+        path, key = reward.path, "reward.model.path"
+    elif init == "actor":
+        path, key = config.actor.model.path, "actor.model.path"
+    engine_config = _engine_config(role, model.dtype)
+
+    def load() -> ScoreModel:
+        return load_critic(
+            path,
+            revision=model.revision,
+            dtype=model.dtype,
+            trust_remote_code=model.trust_remote_code,
+            attn_implementation=model.attn_implementation,
+            gradient_checkpointing=model.gradient_checkpointing,
+            zero_head=init != "reward",
+            key=key,
+        )
+
+    return TrainedModel(_loaded(load, engine_config), **_training(role, engine_config, world, optimizer_steps))
+
+
+# -- the loop's parts -----------------------------------------------------------------------------------------------------------------------
+
+
+def _sampling(config: Config, tokenizer: Tokenizer) -> Sampling:
+    s = config.sampling
+    stop = tokenizer.stop_ids if s.stop_token_ids is None else tuple(s.stop_token_ids)
+    return Sampling(s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_p, s.top_k, stop, tuple(s.stop))
+
+
+def _experience_maker(
+    config: Config, world: World, actor: HybridActor, reference: FrozenModel, critic: TrainedModel, reward: Reward, timer: PhaseTimer
+) -> ExperienceMaker:
+    algo = config.algo
+    return ExperienceMaker(
+        actor=actor,
+        reference=reference,
+        critic=critic,
+        reward=reward,
+        world=world,
+        token_budget=config.memory.score_tokens,
+        reward_shape=RewardShape(
+            kl_in_reward=algo.kl.place == "reward",
+            kl_estimator=algo.kl.estimator,
+            clip=algo.reward.clip,
+            missing_eos=algo.reward.missing_eos,
+            missing_eos_value=algo.reward.missing_eos_value,
+        ),
+        advantage_shape=AdvantageShape(algo.gae.gamma, algo.gae.lam, algo.gae.lam_critic, algo.advantage.whiten),
+        timer=timer,
+    )
+
+
+def _learner(config: Config, world: World, actor: HybridActor, critic: TrainedModel, timer: PhaseTimer) -> Learner:
+    algo = config.algo
+    return Learner(
+        actor=actor,
+        critic=critic,
+        world=world,
+        epochs=algo.epochs,
+        minibatch_size=algo.minibatch_size or rollout_size(config),
+        token_budget=config.memory.train_tokens,
+        policy=PolicyObjective(
+            clip_low=algo.policy.clip_low,
+            clip_high=algo.policy.clip_high,
+            dual_clip=algo.policy.dual_clip,
+            agg=algo.loss.agg,
+            entropy_coef=algo.entropy.coef,
+            kl_in_loss=algo.kl.place == "loss",
+            kl_estimator=algo.kl.estimator,
+        ),
+        value=ValueObjective(algo.value.clip, algo.value.half, algo.value.coef, algo.loss.agg),
+        timer=timer,
+    )
+
+
+def _kl_controller(config: Config) -> FixedKLController:
+    kl = config.algo.kl
+    if kl.controller == "adaptive":
+        return AdaptiveKLController(kl.coef, kl.target, kl.horizon, kl.min_coef, kl.max_coef)
+    if kl.controller == "threshold":
+        return ThresholdKLController(kl.coef, kl.target, min_coef=kl.min_coef, max_coef=kl.max_coef)
+    return FixedKLController(kl.coef)
+
+
+def _evaluator(
+    config: Config, world: World, actor: HybridActor, generator: HFGenerator, reward: Reward, sampling: Sampling, tokenizer: Tokenizer
+) -> Evaluator | None:
+    if config.data.eval_path is None:
+        return None
+    source = _source(config, tokenizer, config.data.eval_path, config.data.eval_split, "data.eval_path", None)
+    rows = config.rollout.prompts_per_step * config.rollout.samples_per_prompt // world.size
+    batches = eval_batches(source, rank=world.rank, world_size=world.size, rows_per_batch=rows, max_prompts=config.eval.max_prompts)
+    return Evaluator(
+        batches,
+        actor=actor,
+        generator=generator,
+        reward=reward,
+        sampling=sampling.as_greedy() if config.eval.greedy else sampling,
+        correct_above=config.eval.correct_above,
+        tokenizer=tokenizer,
+        world=world,
+    )
+
+
+def _plan(config: Config, steps: int) -> Plan:
+    kl = config.algo.kl
+    return Plan(
+        total_steps=steps,
+        stop_at_step=config.run.stop_at_step,
+        eval_every=config.eval.every,
+        checkpoint_every=config.checkpoint.every,
+        keep_best=config.checkpoint.keep_best,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        sample_rows=config.tracker.samples,
+        seed=config.run.seed,
+        kl_in_reward=kl.place == "reward",
+        kl_metric="kl/ref_seq_mean" if kl.unit == "sequence" else "kl/ref_token_mean",
+        kl_target=None if kl.controller == "fixed" else kl.target,
+    )
+
+
+# -- resume and what is shown -----------------------------------------------------------------------------------------------------------------
+
+
+def _resume(config: Config, trainer: Trainer) -> None:
+    if config.run.resume == "never":
+        return
+    path = trainer.checkpoints.latest() if config.run.resume == "auto" else Path(config.run.resume)
+    if path is not None:
+        trainer.resume(path)
+
+
+def _trackers(config: Config, run_dir: Path, steps: int, first_step: int, banner: str) -> Trackers:
+    console, jsonl = ConsoleTracker(steps, first_step=first_step), JsonlTracker(run_dir, resumed_at=first_step)
+    console.banner(banner, title=f"ppo_ds: {config.run.name}")
+    chosen: list[Tracker] = [jsonl, console]
+    wandb = config.tracker.wandb
+    if wandb.mode != "disabled":
+        chosen.append(
+            WandbTracker(run_dir, mode=wandb.mode, project=wandb.project, name=wandb.name or config.run.name, entity=wandb.entity, tags=wandb.tags)
+        )
+    trackers = Trackers(chosen, max_samples=config.tracker.samples, elapsed=jsonl.elapsed)
+    trackers.start(resolved(config))
+    return trackers
+
+
+def _banner(config: Config, world: World, source: PromptSource, steps: int, optimizer_steps: int, gap: tuple[float, float]) -> str:
+    """The start-up lines, with the batch equation worked out."""
+    actor, critic, rollout, algo = config.actor, config.critic, config.rollout, config.algo
+    size, minibatch = rollout_size(config), algo.minibatch_size or rollout_size(config)
+    report = source.report
+    cut = f", {report['truncated']} cut on the left, {report['dropped']} dropped" if report["truncated"] or report["dropped"] else ""
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    lines = [
+        f"{world.size} rank(s) on {device}; torch {torch.__version__}",
+        f"actor    {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
+        f"critic   from {critic.init}  {critic.model.dtype}  ZeRO-{critic.zero.stage}",
+        f"data     {config.data.path}: {report['rows']} prompts{cut}",
+        f"rollout  {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples a step, {size // world.size} on each rank",
+        f"update   {algo.epochs} epochs x ({size} / {minibatch}) = {algo.epochs * size // minibatch} optimizer steps a step, {optimizer_steps} in {steps} steps",
+        f"parity   log-probs of generation and training differ by {gap[0]:.2g} on average, {gap[1]:.2g} at most",
+    ]
+    if config.sampling.top_k != 0 or config.sampling.top_p < 1:
+        lines.append(
+            f"warning  sampling.top_k={config.sampling.top_k} sampling.top_p={config.sampling.top_p:g}: answers are drawn from a part of the distribution, "
+            "their log-probs are those of the whole"
+        )
+    return "\n".join(lines)

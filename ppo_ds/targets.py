@@ -1,0 +1,57 @@
+"""Open parts of the config: a `_target_` and its keyword arguments, checked against the callable's own signature."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+from ppo_ds.errors import UserError
+from ppo_ds.typed import convert, did_you_mean, show
+
+_SERVICE = inspect.Parameter.KEYWORD_ONLY
+
+
+def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
+    """The callable of ``spec`` with its config arguments typed and bound; what is still open are its keyword-only services.
+
+    ``key`` is the section's name in the config. Raises UserError with every unknown, missing or mistyped key, before anything is loaded.
+    """
+    target = _imported(str(spec.get("_target_", "")), key)
+    parameters = inspect.signature(target).parameters
+    hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
+    open_keys = {name: p for name, p in parameters.items() if p.kind is not _SERVICE}
+    given = {name: value for name, value in spec.items() if name != "_target_"}
+    problems = [f"{key}.{name}={show(given[name])}: no such key{_known(name, open_keys)}" for name in given if name not in open_keys]
+    arguments = {}
+    for name, parameter in open_keys.items():
+        if name in given:
+            try:
+                arguments[name] = convert(given[name], hints.get(name, Any), f"{key}.{name}")
+            except UserError as error:
+                problems += error.problems
+        elif parameter.default is inspect.Parameter.empty:
+            problems.append(f"{key}.{name} is missing")
+    if problems:
+        raise UserError(*problems)
+
+    def call(**services: Any) -> Any:
+        return target(**arguments, **{name: services[name] for name, p in parameters.items() if p.kind is _SERVICE})
+
+    return call
+
+
+def _imported(path: str, key: str) -> Callable[..., Any]:
+    module, _, name = path.rpartition(".")
+    try:
+        target = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{key}._target_={path}: cannot be imported ({error}); give package.module.name") from error
+    if not callable(target):
+        raise UserError(f"{key}._target_={path}: is not callable")
+    return target
+
+
+def _known(name: str, keys: dict[str, Any]) -> str:
+    return did_you_mean(name, keys) or f"; its keys are {', '.join(keys) or 'none'}"
