@@ -96,7 +96,7 @@ def test_scores_are_read_at_the_last_attended_place_also_where_pad_is_eos(tmp_pa
     folder = saved(tmp_path, DECODERS[family](), pad_token_id=3, eos_token_id=3)
     model = load_reward_model(folder, **KW)
     ids, mask, _ = rows(eos=3)
-    texts = [row[m] for row, m in zip(ids, mask)]
+    texts = [row[m] for row, m in zip(ids, mask, strict=True)]
     if side != "both":
         ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=3, padding_side=side)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(t) for t in texts], batch_first=True, padding_side=side)
@@ -275,7 +275,8 @@ torch.distributed.destroy_process_group()
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_zero3_shards_while_loading_and_keeps_head_and_scores(tmp_path, family):
     folders = saved(tmp_path / "lm", DECODERS[family](), AutoModelForCausalLM), saved(tmp_path / "scorer", DECODERS[family]())
-    one_rank = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(29500 + os.getpid() % 500), DS_ACCELERATOR="cpu")
+    port = str(29500 + os.getpid() % 500)
+    one_rank = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, DS_ACCELERATOR="cpu")
     env = os.environ | one_rank | dict(PYTHONPATH=str(Path(__file__).parents[2]), OMP_NUM_THREADS="1")
     done = subprocess.run([sys.executable, "-c", ZERO3, *folders], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "ok" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]

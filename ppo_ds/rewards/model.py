@@ -1,0 +1,112 @@
+"""A reward model: any sequence classifier with one label, reading answers with its own tokenizer and template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ppo_ds.config import FrozenZeroConfig, ModelConfig
+from ppo_ds.errors import UserError
+from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
+from ppo_ds.models.value import ScoreModel, load_reward_model
+from ppo_ds.ops.batching import plan_microbatches
+from ppo_ds.rewards.base import RewardError, decoded_responses, sequence_scores, shown
+from ppo_ds.rewards.text import Text, TextEncoder, right_padded
+from ppo_ds.types import Rollout, Scores
+
+_REPLICA = FrozenZeroConfig()
+
+
+class Scorer(Protocol):
+    """A placed ScoreModel, such as engine.frozen.FrozenModel: on one device, perhaps away in CPU memory or sharded between its turns."""
+
+    device: torch.device
+
+    def resident(self) -> AbstractContextManager[None]: ...
+
+    def __call__(self, ids: Tensor, attention_mask: Tensor, *, token_type_ids: Tensor | None) -> Tensor: ...
+
+
+class ModelReward:
+    """Scores texts, not ids: the answer is decoded with the actor's ``tokenizer`` and read by ``encode`` with the reward model's own."""
+
+    def __init__(self, score: Scorer, encode: TextEncoder, *, tokenizer: Tokenizer, pad_id: int, token_budget: int, agree: Callable[[int], int]):
+        """``pad_id``: the reward model's. ``token_budget``: tokens, padding counted, of one forward. ``agree``: the largest of all ranks' numbers."""
+        self._score, self._encode = score, encode
+        self._tokenizer, self._pad_id = tokenizer, pad_id
+        self._token_budget, self._agree = token_budget, agree
+
+    def __call__(self, rollout: Rollout) -> Scores:
+        responses = decoded_responses(rollout, self._tokenizer)
+        texts = [self._encode(*each) for each in zip(rollout.metadata, responses, rollout.finished.tolist(), strict=True)]
+        scores = torch.zeros(len(texts))
+        with self._score.resident():
+            for rows in self._plan(texts):
+                scores[rows] = self._forward([texts[i] for i in rows.tolist()])
+        if not scores.isfinite().all():
+            row = int((~scores.isfinite()).nonzero()[0])
+            raise RewardError(f"the reward model scored {scores[row]} for row {row}, response {shown(responses[row])}; try reward.model.dtype=fp32")
+        return sequence_scores(scores, rollout)
+
+    def _plan(self, texts: list[Text]) -> list[Tensor]:
+        """Rows of each forward, as many forwards on every rank: a sharded model gathers its weights inside them."""
+        lengths = torch.tensor([len(text) for text in texts])
+        alone = plan_microbatches(lengths, torch.zeros_like(lengths), self._token_budget)
+        return plan_microbatches(lengths, torch.zeros_like(lengths), self._token_budget, at_least=self._agree(len(alone)))
+
+    def _forward(self, texts: list[Text]) -> Tensor:
+        ids, mask, types = right_padded(texts, self._pad_id, self._score.device)
+        with torch.no_grad():
+            return self._score(ids, mask, token_type_ids=types).cpu()
+
+
+def model_reward(
+    model: ModelConfig,
+    template: Literal["auto", "chat", "pair", "concat"] = "auto",
+    max_tokens: int | None = None,
+    append_eos: bool | None = None,
+    zero: FrozenZeroConfig = _REPLICA,
+    *,
+    tokenizer: Tokenizer,
+    place: Callable[[Callable[[], ScoreModel], FrozenZeroConfig], tuple[ScoreModel, Scorer]],
+    agree: Callable[[int], int],
+    score_tokens: int,
+) -> ModelReward:
+    """``template``: auto is chat where the reward model's tokenizer has a chat template, else pair for encoders and concat for decoders.
+
+    ``append_eos``: see TextEncoder. ``max_tokens``: longer texts are cut; None: as many as the model has positions for. ``place`` calls the loader
+    (under ZeRO-3 so that each weight is sharded as it is read) and puts the model where it is to run.
+    """
+    path = model.path
+    own = load_tokenizer(path, model.revision, model.trust_remote_code, key="reward.model.path")
+
+    def load() -> ScoreModel:
+        return load_reward_model(
+            path,
+            revision=model.revision,
+            dtype=model.dtype,
+            trust_remote_code=model.trust_remote_code,
+            attn_implementation=model.attn_implementation,
+        )
+
+    module, score = place(load, zero)
+    highest = max(own.hf.get_vocab().values())
+    if highest >= module.vocab_size:
+        raise UserError(f"reward.model.path={path}: its tokenizer has ids up to {highest}, its embedding only {module.vocab_size} rows")
+    if template == "auto":
+        template = "chat" if own.has_chat_template else "concat" if module.is_decoder else "pair"
+    encode = TextEncoder(own, template, _limit(max_tokens, own, module), append_eos)
+    return ModelReward(score, encode, tokenizer=tokenizer, pad_id=own.pad_id, token_budget=score_tokens, agree=agree)
+
+
+def _limit(asked: int | None, tokenizer: Tokenizer, module: ScoreModel) -> int | None:
+    if asked is not None and module.max_tokens is not None and asked > module.max_tokens:
+        raise UserError(f"reward.max_tokens={asked}: the reward model has {module.max_tokens} positions")
+    limits = [asked, module.max_tokens]
+    if asked is None and tokenizer.hf.model_max_length < 10**9:  # transformers writes 1e30 for "not known"
+        limits.append(tokenizer.hf.model_max_length)
+    return min((limit for limit in limits if limit is not None), default=None)

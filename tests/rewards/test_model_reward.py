@@ -1,0 +1,150 @@
+import pytest
+import torch
+from reward_cases import BOS, CHAT_TEMPLATE, EOS, VOCAB, Placed, make_rollout, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DebertaV2Config, GPT2Config, LlamaConfig
+
+from ppo_ds.config import FrozenZeroConfig, ModelConfig
+from ppo_ds.errors import UserError
+from ppo_ds.rewards.base import RewardError
+from ppo_ds.rewards.model import model_reward
+
+TINY = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5, num_labels=1)
+LLAMA = LlamaConfig(**TINY)
+GPT2 = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=48, initializer_range=0.5, num_labels=1)
+DEBERTA = DebertaV2Config(
+    **TINY, max_position_embeddings=64, relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"], type_vocab_size=2
+)
+ANSWERS = [("1+1=", "2"), ("Say something long, please.", "no"), ("a", "a longer answer than that"), ("b", "")]
+FINISHED = [True, False, True, True]
+
+
+def save_model(folder, config, auto_class=AutoModelForSequenceClassification, **tokenizer):
+    torch.manual_seed(0)
+    auto_class.from_config(config).save_pretrained(folder)
+    return save_tokenizer(folder, **tokenizer)
+
+
+class Build:
+    """model_reward with the services of one CPU process; keeps what was placed."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def __call__(self, path, *, ranks=lambda n: n, score_tokens=10_000, **settings):
+        def place(load, zero):
+            self.zero = zero
+            module = load()
+            self.placed = Placed(module)
+            return module, self.placed
+
+        model = ModelConfig(path=path, dtype="fp32")
+        return model_reward(model, **settings, tokenizer=self.tokenizer, place=place, agree=ranks, score_tokens=score_tokens)
+
+
+@pytest.fixture
+def build(tokenizer):
+    return Build(tokenizer)
+
+
+def by_hand(path, ids, **inputs):
+    """transformers alone, on one unpadded text, read at its last place."""
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    model.config.pad_token_id = None
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), **{k: torch.tensor([v]) for k, v in inputs.items()}).logits[0, 0]
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
+def test_the_actors_own_tokenizer_text_path_equals_ids_path(tmp_path, build, tokenizer, config, pad):
+    path = save_model(tmp_path / "rm", config, pad=pad)
+    rollout = make_rollout(tokenizer, ANSWERS, finished=FINISHED)
+    scores = build(path)(rollout)
+    alone = torch.stack([by_hand(path, row[mask].tolist()) for row, mask in zip(rollout.ids, rollout.attention_mask, strict=True)])
+    torch.testing.assert_close(scores.total, alone, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(build.placed.module(rollout.ids, rollout.attention_mask), alone, atol=1e-4, rtol=1e-4)
+    assert alone.std() > 0.01 and scores.components == {} and scores.per_token.shape == rollout.response_mask.shape
+
+
+def test_batching_changes_nothing(tmp_path, build, tokenizer):
+    path = save_model(tmp_path / "rm", GPT2)
+    rollout = make_rollout(tokenizer, ANSWERS, finished=FINISHED)
+    together = build(path)(rollout).total
+    assert build.placed.batches == [(4, 30)]  # <bos>, the longest prompt of 27 and its answer of 2
+    torch.testing.assert_close(build(path, score_tokens=1)(rollout).total, together, atol=1e-5, rtol=1e-4)
+    assert [shape[0] for shape in build.placed.batches] == [1, 1, 1, 1]
+    build(path, score_tokens=60)(rollout)
+    assert all(rows * width <= 60 for rows, width in build.placed.batches)
+    for i in range(len(ANSWERS)):
+        single = build(path)(rollout.select(torch.tensor([i]))).total
+        torch.testing.assert_close(single, together[i : i + 1], atol=1e-5, rtol=1e-4)
+
+
+def test_every_rank_runs_as_many_forwards_as_the_busiest(tmp_path, build, tokenizer):
+    path = save_model(tmp_path / "rm", LLAMA)
+    rollout = make_rollout(tokenizer, ANSWERS)
+    asked = []
+    alone = build(path)(rollout).total
+    scores = build(path, ranks=lambda n: asked.append(n) or 3)(rollout).total
+    assert asked == [1] and len(build.placed.batches) == 3
+    torch.testing.assert_close(scores, alone, atol=1e-5, rtol=1e-4)
+
+
+def test_deberta_reads_pairs(tmp_path, build, tokenizer):
+    path = save_model(tmp_path / "rm", DEBERTA, cross_encoder=True)
+    own = AutoTokenizer.from_pretrained(path)
+    scores = build(path)(make_rollout(tokenizer, ANSWERS[:3], finished=FINISHED[:3])).total
+    for score, (prompt, response) in zip(scores, ANSWERS[:3], strict=True):
+        inputs = own(prompt, response)
+        assert max(inputs["token_type_ids"]) == 1
+        torch.testing.assert_close(score, by_hand(path, inputs["input_ids"], token_type_ids=inputs["token_type_ids"]), atol=1e-5, rtol=1e-4)
+
+
+def test_a_chat_template_is_used_where_there_is_one(tmp_path, build, tokenizer):
+    path = save_model(tmp_path / "rm", LLAMA, template=CHAT_TEMPLATE)
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]
+    rollout = make_rollout(tokenizer, [("rendered for the actor", "yo"), ("plain", "x")], [{"messages": messages}, {}])
+    expected = [
+        [*messages, {"role": "assistant", "content": "yo"}],
+        [{"role": "user", "content": "plain"}, {"role": "assistant", "content": "x"}],
+    ]
+    own = AutoTokenizer.from_pretrained(path)
+    by_template = [own.apply_chat_template(chat, tokenize=True, return_dict=False) for chat in expected]
+    scores = build(path)(rollout).total
+    torch.testing.assert_close(scores, torch.stack([by_hand(path, ids) for ids in by_template]), atol=1e-4, rtol=1e-4)
+    text = build(path, template="concat")(rollout).total
+    concat = [BOS, *own("plainx", add_special_tokens=False)["input_ids"], EOS]
+    torch.testing.assert_close(text[1], by_hand(path, concat), atol=1e-4, rtol=1e-4)
+
+
+def test_texts_are_cut_to_the_models_positions(tmp_path, build, tokenizer):
+    rollout = make_rollout(tokenizer, [("x" * 100, "yes")])
+    path = save_model(tmp_path / "rm", GPT2)
+    assert build(path)(rollout).total.isfinite().all() and build.placed.batches == [(1, 48)]
+    build(path, max_tokens=9)(rollout)
+    assert build.placed.batches == [(1, 9)]
+    with pytest.raises(UserError, match="reward.max_tokens=49: the reward model has 48 positions"):
+        build(path, max_tokens=49)
+
+
+def test_zero_settings_reach_the_engine(tmp_path, build):
+    build(save_model(tmp_path / "rm", LLAMA), zero=FrozenZeroConfig(stage=3, offload_params=True))
+    assert build.zero == FrozenZeroConfig(stage=3, offload_params=True)
+
+
+def test_a_language_model_is_refused(tmp_path, build):
+    with pytest.raises(UserError, match="^reward.model.path=.*no trained score head"):
+        build(save_model(tmp_path / "rm", LLAMA, AutoModelForCausalLM))
+
+
+def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused(tmp_path, build):
+    small = LlamaConfig(**TINY | {"vocab_size": 100})
+    with pytest.raises(UserError, match="^reward.model.path=.*ids up to 260, its embedding only 100 rows"):
+        build(save_model(tmp_path / "rm", small))
+
+
+def test_a_score_that_is_no_number_stops_the_run(tmp_path, build, tokenizer):
+    reward = build(save_model(tmp_path / "rm", LLAMA))
+    build.placed.module.model.score.weight.data.fill_(float("nan"))
+    with pytest.raises(RewardError, match="nan for row 0, response '2'"):
+        reward(make_rollout(tokenizer, ANSWERS))

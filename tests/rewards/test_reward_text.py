@@ -1,0 +1,85 @@
+"""What the reward model reads, against ids counted by hand: byte b is id 5 + its rank in the byte-level alphabet."""
+
+import pytest
+from reward_cases import BOS, CHAT_TEMPLATE, CLS, EOS, SEP, save_tokenizer
+
+from ppo_ds.errors import UserError
+from ppo_ds.models.tokenizer import load_tokenizer
+from ppo_ds.rewards.text import TextEncoder
+
+ROW = {"prompt_text": "hi"}
+CHAT = {"prompt_text": "<sys>be<eos><usr>hi<eos>", "messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+def make(tmp_path):
+    def encoder(style, max_tokens=None, append_eos=None, **tokenizer):
+        return TextEncoder(load_tokenizer(save_tokenizer(tmp_path / "rm", **tokenizer)), style, max_tokens, append_eos)
+
+    return encoder
+
+
+@pytest.fixture
+def ids(tokenizer):
+    return lambda text: tokenizer.encode_many([text], special_tokens=False)[0]
+
+
+def test_concat(make, ids):
+    assert ids("hi") == [ids("h")[0], ids("i")[0]]  # one id a byte
+    encode = make("concat")
+    assert encode(ROW, "yo", True).ids == [BOS, *ids("hiyo"), EOS]
+    assert encode(ROW, "yo", False).ids == [BOS, *ids("hiyo")]  # cut at the length limit: not at its end
+    assert encode(ROW, "", True).ids == [BOS, *ids("hi"), EOS]
+    assert encode(ROW, "", False).ids == [BOS, *ids("hi")]
+    assert encode(ROW, "yo", True).types is None
+
+
+@pytest.mark.parametrize(("append_eos", "finished", "end"), [(True, False, [EOS]), (True, True, [EOS]), (False, True, []), (False, False, [])])
+def test_append_eos(make, ids, append_eos, finished, end):
+    assert make("concat", append_eos=append_eos)(ROW, "yo", finished).ids == [BOS, *ids("hiyo"), *end]
+
+
+def test_a_rendered_chat_gets_no_second_bos(make, ids):
+    assert make("concat")({"prompt_text": "<bos>hi"}, "yo", True).ids == [BOS, *ids("hiyo"), EOS]
+
+
+@pytest.mark.parametrize("max_tokens", [3, 4, 5, 6])
+def test_concat_is_cut_on_the_left(make, ids, max_tokens):
+    room = max_tokens - 2  # for <bos> and <eos>
+    assert make("concat", max_tokens)(ROW, "yo", True).ids == [BOS, *ids("hiyo"[-room:]), EOS]
+
+
+def test_chat(make, ids):
+    encode = make("chat", template=CHAT_TEMPLATE)
+    assert encode(CHAT, "yo", True).ids == ids("<system>be<eos><user>hi<eos><assistant>yo<eos>")
+    assert encode(CHAT, "yo", False).ids == encode(CHAT, "yo", True).ids  # the template ends the turn
+    assert encode(ROW, "", True).ids == ids("<user>hi<eos><assistant><eos>")
+    assert encode(ROW, "yo", True).ids.count(EOS) == 2
+    assert make("chat", template=CHAT_TEMPLATE, append_eos=True)(ROW, "yo", False).ids[-2:] == [*ids("o"), EOS]  # not twice
+    assert make("chat", max_tokens=4, template=CHAT_TEMPLATE)(ROW, "yo", True).ids == [*ids(">yo"), EOS]
+
+
+def test_pair(make, ids):
+    encode = make("pair", cross_encoder=True)
+    text = encode(ROW, "yo!", True)
+    assert text.ids == [CLS, *ids("hi"), SEP, *ids("yo!"), SEP] and text.types == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert encode(CHAT, "yo", True).ids == [CLS, *ids("be\nhi"), SEP, *ids("yo"), SEP]  # none of the actor's markup
+    assert encode(ROW, "", True).ids == [CLS, *ids("hi"), SEP, SEP]
+
+
+def test_a_pair_loses_the_beginning_of_its_prompt_first(make, ids):
+    def cut(max_tokens):
+        return make("pair", max_tokens, cross_encoder=True)({"prompt_text": "abcdef"}, "uvwxyz", True).ids
+
+    assert cut(15) == [CLS, *ids("abcdef"), SEP, *ids("uvwxyz"), SEP]
+    assert cut(12) == [CLS, *ids("def"), SEP, *ids("uvwxyz"), SEP]
+    assert cut(10) == [CLS, *ids("f"), SEP, *ids("uvwxyz"), SEP]
+    assert cut(9) == [CLS, *ids("def"), SEP, *ids("xyz"), SEP]  # no room for both: the longer one first, from its beginning too
+    assert cut(5) == [CLS, *ids("f"), SEP, *ids("z"), SEP]
+
+
+def test_impossible_settings(make):
+    with pytest.raises(UserError, match="reward.template=chat"):
+        make("chat")
+    with pytest.raises(UserError, match="reward.append_eos=true"):
+        make("pair", append_eos=True, cross_encoder=True)
