@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import yaml
-from torch import nn
 
 from ppo_ds.algo.evaluation import Evaluator
 from ppo_ds.algo.experience import AdvantageShape, ExperienceMaker, RewardShape
@@ -19,19 +18,18 @@ from ppo_ds.algo.parity import parity_gate
 from ppo_ds.algo.stopping import StopRequest
 from ppo_ds.algo.timing import PhaseTimer
 from ppo_ds.algo.trainer import Plan, Trainer
-from ppo_ds.config import ActorConfig, Config, CriticConfig, FrozenZeroConfig, InheritedModelConfig, ModelConfig, resolved, rollout_size
+from ppo_ds.banner import banner
+from ppo_ds.config import Config, resolved, rollout_size
 from ppo_ds.data.prompts import PromptSource, PromptStream, eval_batches
 from ppo_ds.engine.checkpoint import Checkpoints
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
-from ppo_ds.engine.trained import Schedule, TrainedModel
+from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World, connect, seed_everything
-from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.errors import UserError
-from ppo_ds.models.policy import Policy, load_policy, sharded_loading, unsharded_twin
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
-from ppo_ds.models.value import ScoreModel, load_critic, reads_like
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
+from ppo_ds.roles import build_actor, build_critic, build_reference, dtype_of_reward, placed
 from ppo_ds.rollout.base import Sampling
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.targets import bind
@@ -63,15 +61,15 @@ def build_trainer(config: Config) -> Trainer:
     minibatch = config.algo.minibatch_size or rollout
     optimizer_steps = steps * config.algo.epochs * (rollout // minibatch)
 
-    actor = _actor(config, world, tokenizer, optimizer_steps)
-    reference = _reference(config, world)
+    actor = build_actor(config, world, tokenizer, optimizer_steps)
+    reference = build_reference(config, world)
     reward = make_reward(
         tokenizer=tokenizer,
-        place=lambda load, zero: _placed(load, zero, _dtype_of_reward(config), world),
+        place=lambda load, zero: placed(load, zero, dtype_of_reward(config), world),
         agree=world.max_int,
         score_tokens=config.memory.score_tokens,
     )
-    critic = _critic(config, world, tokenizer, optimizer_steps)
+    critic = build_critic(config, world, tokenizer, optimizer_steps)
 
     sampling = _sampling(config, tokenizer)
     generator = HFGenerator(lambda: actor.lm, tokenizer=tokenizer, token_budget=config.memory.rollout_tokens)
@@ -116,7 +114,7 @@ def build_trainer(config: Config) -> Trainer:
     )
     _resume(config, trainer)
     if world.is_main:
-        trainer.tracker = _trackers(config, run_dir, steps, trainer.progress.step, _banner(config, world, source, steps, optimizer_steps, gap))
+        trainer.tracker = _trackers(config, run_dir, steps, trainer.progress.step, banner(config, world, source, steps, optimizer_steps, gap))
     return trainer
 
 
@@ -175,127 +173,6 @@ def _source(config: Config, tokenizer: Tokenizer, path: str, split: str, key: st
         long_prompts=data.long_prompts,
         key=key,
     )
-
-
-# -- the four roles -----------------------------------------------------------------------------------------------------------------------
-
-
-def _engine_config(role: ActorConfig | CriticConfig, dtype: str) -> dict[str, Any]:
-    zero = role.zero
-    return deepspeed_config(
-        stage=zero.stage,
-        dtype=dtype,
-        offload_optimizer=zero.offload_optimizer,
-        offload_params=zero.offload_params,
-        grad_clip=role.optim.grad_clip,
-        raw=role.deepspeed,
-    )
-
-
-def _loaded(load: Callable[[], nn.Module], engine_config: dict[str, Any] | None) -> Any:
-    """Under ZeRO-3 each weight is sharded as it is read, so that no rank ever holds a whole model."""
-    if engine_config is None or engine_config["zero_optimization"]["stage"] < 3:
-        return load()
-    with sharded_loading(engine_config):
-        return load()
-
-
-def _training(role: ActorConfig | CriticConfig, engine_config: dict[str, Any], world: World, optimizer_steps: int) -> dict[str, Any]:
-    optim = role.optim
-    return {
-        "world": world,
-        "deepspeed_config": engine_config,
-        "schedule": Schedule(optim.lr, optim.schedule, optim.warmup_ratio, optim.min_lr_ratio, optimizer_steps),
-        "betas": optim.betas,
-        "eps": optim.eps,
-        "weight_decay": optim.weight_decay,
-    }
-
-
-def _policy(model: ModelConfig | InheritedModelConfig, temperature: float, key: str, checkpointing: bool = False) -> Policy:
-    return load_policy(
-        model.path,
-        revision=model.revision,
-        dtype=model.dtype,
-        trust_remote_code=model.trust_remote_code,
-        attn_implementation=model.attn_implementation,
-        gradient_checkpointing=checkpointing,
-        temperature=temperature,
-        key=key,
-    )
-
-
-def _actor(config: Config, world: World, tokenizer: Tokenizer, optimizer_steps: int) -> HybridActor:
-    role = config.actor
-    engine_config = _engine_config(role, role.model.dtype)
-    policy = _loaded(
-        lambda: _policy(role.model, config.sampling.temperature, "actor.model.path", role.model.gradient_checkpointing), engine_config
-    )
-    if tokenizer.vocab_size > policy.vocab_size:
-        raise UserError(
-            f"actor.model.path={role.model.path}: its tokenizer has {tokenizer.vocab_size} tokens, its embedding only {policy.vocab_size} rows; "
-            "they do not belong together"
-        )
-    return HybridActor(policy, twin=unsharded_twin, **_training(role, engine_config, world, optimizer_steps))
-
-
-def _reference(config: Config, world: World) -> FrozenModel:
-    role = config.reference
-    load = lambda: _policy(role.model, config.sampling.temperature, "reference.model.path")  # noqa: E731
-    _, placed = _placed(load, role.zero, role.model.dtype or config.actor.model.dtype, world)
-    return placed
-
-
-def _placed(load: Callable[[], nn.Module], zero: FrozenZeroConfig, dtype: str, world: World) -> tuple[Any, FrozenModel]:
-    engine_config = None
-    if zero.stage == 3:
-        engine_config = deepspeed_config(stage=3, dtype=dtype, offload_params=zero.offload_params, raw={})
-    module = _loaded(load, engine_config)
-    return module, FrozenModel(module, world=world, offload=zero.offload_params, deepspeed_config=engine_config)
-
-
-def _reward_model(config: Config) -> ModelConfig | None:
-    """The reward's ``model`` section as the reward itself reads it, where it has one."""
-    section = config.reward.get("model")
-    return ModelConfig(**section) if isinstance(section, dict) else None
-
-
-def _dtype_of_reward(config: Config) -> str:
-    model = _reward_model(config)
-    return model.dtype if model else "fp32"
-
-
-def _critic(config: Config, world: World, tokenizer: Tokenizer, optimizer_steps: int) -> TrainedModel:
-    role, model = config.critic, config.critic.model
-    path, key, init = model.path, "critic.model.path", role.init
-    reward = _reward_model(config)
-    if init in ("auto", "reward"):
-        alike = reward is not None and reads_like(reward.path, tokenizer, revision=reward.revision, trust_remote_code=reward.trust_remote_code)
-        if init == "reward" and not alike:
-            raise UserError(
-                f"critic.init=reward: {reward.path if reward else 'the reward'} is not a decoder with the actor's vocabulary; "
-                "use critic.init=actor, or critic.init=path with critic.model.path"
-            )
-        init = "reward" if alike else "actor"
-    if init == "reward":
-        path, key = reward.path, "reward.model.path"
-    elif init == "actor":
-        path, key = config.actor.model.path, "actor.model.path"
-    engine_config = _engine_config(role, model.dtype)
-
-    def load() -> ScoreModel:
-        return load_critic(
-            path,
-            revision=model.revision,
-            dtype=model.dtype,
-            trust_remote_code=model.trust_remote_code,
-            attn_implementation=model.attn_implementation,
-            gradient_checkpointing=model.gradient_checkpointing,
-            zero_head=init != "reward",
-            key=key,
-        )
-
-    return TrainedModel(_loaded(load, engine_config), **_training(role, engine_config, world, optimizer_steps))
 
 
 # -- the loop's parts -----------------------------------------------------------------------------------------------------------------------
@@ -410,9 +287,9 @@ def _resume(config: Config, trainer: Trainer) -> None:
         trainer.resume(path)
 
 
-def _trackers(config: Config, run_dir: Path, steps: int, first_step: int, banner: str) -> Trackers:
+def _trackers(config: Config, run_dir: Path, steps: int, first_step: int, lines: str) -> Trackers:
     console, jsonl = ConsoleTracker(steps, first_step=first_step), JsonlTracker(run_dir, resumed_at=first_step)
-    console.banner(banner, title=f"ppo_ds: {config.run.name}")
+    console.banner(lines, title=f"ppo_ds: {config.run.name}")
     chosen: list[Tracker] = [jsonl, console]
     wandb = config.tracker.wandb
     if wandb.mode != "disabled":
@@ -422,27 +299,3 @@ def _trackers(config: Config, run_dir: Path, steps: int, first_step: int, banner
     trackers = Trackers(chosen, max_samples=config.tracker.samples, elapsed=jsonl.elapsed)
     trackers.start(resolved(config))
     return trackers
-
-
-def _banner(config: Config, world: World, source: PromptSource, steps: int, optimizer_steps: int, gap: tuple[float, float]) -> str:
-    """The start-up lines, with the batch equation worked out."""
-    actor, critic, rollout, algo = config.actor, config.critic, config.rollout, config.algo
-    size, minibatch = rollout_size(config), algo.minibatch_size or rollout_size(config)
-    report = source.report
-    cut = f", {report['truncated']} cut on the left, {report['dropped']} dropped" if report["truncated"] or report["dropped"] else ""
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    lines = [
-        f"{world.size} rank(s) on {device}; torch {torch.__version__}",
-        f"actor    {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
-        f"critic   from {critic.init}  {critic.model.dtype}  ZeRO-{critic.zero.stage}",
-        f"data     {config.data.path}: {report['rows']} prompts{cut}",
-        f"rollout  {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples a step, {size // world.size} on each rank",
-        f"update   {algo.epochs} epochs x ({size} / {minibatch}) = {algo.epochs * size // minibatch} optimizer steps a step, {optimizer_steps} in {steps} steps",
-        f"parity   log-probs of generation and training differ by {gap[0]:.2g} on average, {gap[1]:.2g} at most",
-    ]
-    if config.sampling.top_k != 0 or config.sampling.top_p < 1:
-        lines.append(
-            f"warning  sampling.top_k={config.sampling.top_k} sampling.top_p={config.sampling.top_p:g}: answers are drawn from a part of the distribution, "
-            "their log-probs are those of the whole"
-        )
-    return "\n".join(lines)

@@ -27,7 +27,9 @@ MAY = {
     "engine": BOTTOM | {"models"},
     "examples": BOTTOM | {"models"},
     "algo": BOTTOM | {"tracking", "models", "data", "rollout", "rewards", "engine"},
-    "build": BOTTOM | {"checks", "targets", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
+    "roles": BOTTOM | {"models", "engine"},
+    "banner": BOTTOM | {"data", "engine"},
+    "build": BOTTOM | {"roles", "banner", "checks", "targets", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
     "launch": BOTTOM | {"checks", "targets", "build", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
 }
 

@@ -1,0 +1,33 @@
+"""The start-up lines: who runs on what, and the batch equation worked out."""
+
+from __future__ import annotations
+
+import torch
+
+from ppo_ds.config import Config, rollout_size
+from ppo_ds.data.prompts import PromptSource
+from ppo_ds.engine.world import World
+
+
+def banner(config: Config, world: World, source: PromptSource, steps: int, optimizer_steps: int, gap: tuple[float, float]) -> str:
+    """The start-up lines, with the batch equation worked out."""
+    actor, critic, rollout, algo = config.actor, config.critic, config.rollout, config.algo
+    size, minibatch = rollout_size(config), algo.minibatch_size or rollout_size(config)
+    report = source.report
+    cut = f", {report['truncated']} cut on the left, {report['dropped']} dropped" if report["truncated"] or report["dropped"] else ""
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    lines = [
+        f"{world.size} rank(s) on {device}; torch {torch.__version__}",
+        f"actor    {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
+        f"critic   from {critic.init}  {critic.model.dtype}  ZeRO-{critic.zero.stage}",
+        f"data     {config.data.path}: {report['rows']} prompts{cut}",
+        f"rollout  {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples a step, {size // world.size} on each rank",
+        f"update   {algo.epochs} epochs x ({size} / {minibatch}) = {algo.epochs * size // minibatch} optimizer steps a step, {optimizer_steps} in {steps} steps",
+        f"parity   log-probs of generation and training differ by {gap[0]:.2g} on average, {gap[1]:.2g} at most",
+    ]
+    if config.sampling.top_k != 0 or config.sampling.top_p < 1:
+        lines.append(
+            f"warning  sampling.top_k={config.sampling.top_k} sampling.top_p={config.sampling.top_p:g}: answers are drawn from a part of the distribution, "
+            "their log-probs are those of the whole"
+        )
+    return "\n".join(lines)

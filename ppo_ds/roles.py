@@ -1,0 +1,139 @@
+"""The four roles: which weights each starts from, and which engine holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ppo_ds.config import ActorConfig, Config, CriticConfig, FrozenZeroConfig, InheritedModelConfig, ModelConfig
+from ppo_ds.engine.frozen import FrozenModel
+from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.trained import Schedule, TrainedModel
+from ppo_ds.engine.world import World
+from ppo_ds.engine.zero import deepspeed_config
+from ppo_ds.errors import UserError
+from ppo_ds.models.policy import Policy, load_policy, sharded_loading, unsharded_twin
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.models.value import ScoreModel, load_critic, reads_like
+
+
+def _engine_config(role: ActorConfig | CriticConfig, dtype: str) -> dict[str, Any]:
+    zero = role.zero
+    return deepspeed_config(
+        stage=zero.stage,
+        dtype=dtype,
+        offload_optimizer=zero.offload_optimizer,
+        offload_params=zero.offload_params,
+        grad_clip=role.optim.grad_clip,
+        raw=role.deepspeed,
+    )
+
+
+def _loaded(load: Callable[[], nn.Module], engine_config: dict[str, Any] | None) -> Any:
+    """Under ZeRO-3 each weight is sharded as it is read, so that no rank ever holds a whole model."""
+    if engine_config is None or engine_config["zero_optimization"]["stage"] < 3:
+        return load()
+    with sharded_loading(engine_config):
+        return load()
+
+
+def _training(role: ActorConfig | CriticConfig, engine_config: dict[str, Any], world: World, optimizer_steps: int) -> dict[str, Any]:
+    optim = role.optim
+    return {
+        "world": world,
+        "deepspeed_config": engine_config,
+        "schedule": Schedule(optim.lr, optim.schedule, optim.warmup_ratio, optim.min_lr_ratio, optimizer_steps),
+        "betas": optim.betas,
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+    }
+
+
+def _policy(model: ModelConfig | InheritedModelConfig, temperature: float, key: str, checkpointing: bool = False) -> Policy:
+    return load_policy(
+        model.path,
+        revision=model.revision,
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        attn_implementation=model.attn_implementation,
+        gradient_checkpointing=checkpointing,
+        temperature=temperature,
+        key=key,
+    )
+
+
+def build_actor(config: Config, world: World, tokenizer: Tokenizer, optimizer_steps: int) -> HybridActor:
+    role = config.actor
+    engine_config = _engine_config(role, role.model.dtype)
+    policy = _loaded(
+        lambda: _policy(role.model, config.sampling.temperature, "actor.model.path", role.model.gradient_checkpointing), engine_config
+    )
+    if tokenizer.vocab_size > policy.vocab_size:
+        raise UserError(
+            f"actor.model.path={role.model.path}: its tokenizer has {tokenizer.vocab_size} tokens, its embedding only {policy.vocab_size} rows; "
+            "they do not belong together"
+        )
+    return HybridActor(policy, twin=unsharded_twin, **_training(role, engine_config, world, optimizer_steps))
+
+
+def build_reference(config: Config, world: World) -> FrozenModel:
+    role = config.reference
+
+    def load() -> Policy:
+        return _policy(role.model, config.sampling.temperature, "reference.model.path")
+
+    return placed(load, role.zero, role.model.dtype, world)[1]
+
+
+def placed(load: Callable[[], nn.Module], zero: FrozenZeroConfig, dtype: str, world: World) -> tuple[Any, FrozenModel]:
+    engine_config = None
+    if zero.stage == 3:
+        engine_config = deepspeed_config(stage=3, dtype=dtype, offload_params=zero.offload_params, raw={})
+    module = _loaded(load, engine_config)
+    return module, FrozenModel(module, world=world, offload=zero.offload_params, deepspeed_config=engine_config)
+
+
+def _reward_model(config: Config) -> ModelConfig | None:
+    """The reward's ``model`` section as the reward itself reads it, where it has one."""
+    section = config.reward.get("model")
+    return ModelConfig(**section) if isinstance(section, dict) else None
+
+
+def dtype_of_reward(config: Config) -> str:
+    model = _reward_model(config)
+    return model.dtype if model else "fp32"
+
+
+def build_critic(config: Config, world: World, tokenizer: Tokenizer, optimizer_steps: int) -> TrainedModel:
+    role, model = config.critic, config.critic.model
+    path, key, init = model.path, "critic.model.path", role.init
+    reward = _reward_model(config)
+    if init in ("auto", "reward"):
+        alike = reward is not None and reads_like(reward.path, tokenizer, revision=reward.revision, trust_remote_code=reward.trust_remote_code)
+        if init == "reward" and not alike:
+            raise UserError(
+                f"critic.init=reward: {reward.path if reward else 'the reward'} is not a decoder with the actor's vocabulary; "
+                "use critic.init=actor, or critic.init=path with critic.model.path"
+            )
+        init = "reward" if alike else "actor"
+    if init == "reward":
+        path, key = reward.path, "reward.model.path"
+    elif init == "actor":
+        path, key = config.actor.model.path, "actor.model.path"
+    engine_config = _engine_config(role, model.dtype)
+
+    def load() -> ScoreModel:
+        return load_critic(
+            path,
+            revision=model.revision,
+            dtype=model.dtype,
+            trust_remote_code=model.trust_remote_code,
+            attn_implementation=model.attn_implementation,
+            gradient_checkpointing=model.gradient_checkpointing,
+            zero_head=init != "reward",
+            key=key,
+        )
+
+    return TrainedModel(_loaded(load, engine_config), **_training(role, engine_config, world, optimizer_steps))
