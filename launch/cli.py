@@ -184,8 +184,8 @@ def _overrides(parsed: list[tuple[str, Override]], folders: _Folders, in_list: s
             keys.append(argument if override.type is OverrideType.DEL else f"++{bare}")
         elif group not in folders.groups():
             wrong.append(f"{argument}: no such group; the groups are {', '.join(folders.groups())}{did_you_mean(group, folders.groups())}")
-        elif place in chosen:
-            wrong.append(f"{argument}: {place} is chosen twice; several in one are {place}=[a,b]")
+        elif place == "experiment" and place in chosen:
+            wrong.append(f"{argument}: a second experiment; to put one over the other: +experiment=[a,b]")
         else:
             chosen[place] = bare if place in in_list or override.type is OverrideType.DEL else f"+{bare}"
             if override.type is not OverrideType.DEL:

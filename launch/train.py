@@ -10,15 +10,27 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
+from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
-if sys.path and Path(sys.path[0] or ".").resolve() == ROOT / "launch":
-    sys.path[0] = str(ROOT)  # run as a script: what stands beside this file must not shadow packages of the same name
+HERE = Path(__file__).resolve().parent
+# Run as a script: the repository must be found, and what stands beside this file must not shadow packages of the same name.
+sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from launch.cli import load_config  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
 
+QUIET = {
+    "PYTHONWARNINGS": "ignore",  # of subprocesses
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "DATASETS_VERBOSITY": "error",
+    "HF_HUB_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "WANDB_SILENT": "true",
+}
 PATIENCE = 10.0  # seconds that other ranks leave rank 0 to speak for all, before the launcher ends them
 
 
@@ -28,21 +40,23 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         return complain(error)
     prepare_environment(config.run.verbose)
-    from ppo_ds.build import build_trainer  # torch, deepspeed and transformers: seconds
+    from ppo_ds.algo.trainer import EXIT_CODES  # torch, deepspeed and transformers: seconds, so only for a sound config
+    from ppo_ds.build import build_trainer
 
     try:
         trainer = build_trainer(config)
     except UserError as error:
         leave(complain(error))
-    try:
-        return trainer.fit()
-    except UserError as error:
-        traceback.print_exception(error.__cause__)  # of the user's own code, where there is any
-        print("\n".join(f"error: {line}" for line in error.problems), file=sys.stderr)
-        leave(1)
     except Exception:
         traceback.print_exc()
         leave(1)
+    try:
+        reason = trainer.fit()
+    except Exception:
+        traceback.print_exc()
+        leave(1)
+    trainer.world.close()
+    return EXIT_CODES[reason]
 
 
 def complain(error: UserError) -> int:
@@ -55,7 +69,7 @@ def complain(error: UserError) -> int:
     return 2
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Ends this process at once: a rank that fails alone must not wait for the others in the destructors of its communicators."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -66,32 +80,18 @@ def prepare_environment(verbose: bool) -> None:
     """What must be set before torch, deepspeed and transformers are imported; whatever the user has set stays."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ.get("WORLD_SIZE") or 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_here))))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences the warning about forks
+    threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_here)))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not verbose:
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
-        import warnings
-
         if not sys.warnoptions:
             warnings.simplefilter("ignore")
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(int(threads.split(",")[0]))
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
-QUIET = {
-    "PYTHONWARNINGS": "ignore",  # of subprocesses
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-    "DATASETS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-    "DS_LOG_LEVEL": "error",
-    "WANDB_SILENT": "true",
-}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 from ppo_ds.config import Config, from_tree, inherit, rollout_size
 from ppo_ds.errors import UserError
-from ppo_ds.typed import show
+from ppo_ds.typed import dotted_keys, show
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
 MODEL_FILES = ("config.json", "adapter_config.json")
@@ -19,8 +19,10 @@ def validated(tree: dict[str, Any], world_size: int) -> Config:
     """The complete Config of a plain nested dict; raises UserError with every problem in it."""
     config, wrong = from_tree(tree)
     config = inherit(config)
-    named = re.compile("|".join(rf"(?<![\w.]){re.escape(key.split('#')[0])}(?!\w)" for key in wrong) or r"(?!)")
-    follow_ups = [line for line in problems(config, world_size) if not named.search(line)]  # what is wrong already is no ground to judge by
+    known = {key.split("#")[0] for key in wrong} & set(dotted_keys(Config))
+    # What is wrong already is no ground to judge by.
+    named = re.compile("|".join(rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in known) or r"(?!)")
+    follow_ups = [line for line in problems(config, world_size) if not named.search(line)]
     if wrong or follow_ups:
         raise UserError(*wrong.values(), *follow_ups)
     return config
@@ -115,8 +117,6 @@ def _evaluation(config: Config) -> Iterator[str]:
         yield f"eval.every={config.eval.every}: needs held-out prompts in data.eval_path"
     if config.checkpoint.keep_best and not config.eval.every:
         yield "checkpoint.keep_best=true: the best is chosen by evaluation; set eval.every (and data.eval_path)"
-    if config.checkpoint.keep_best and config.checkpoint.every == 0:
-        yield "checkpoint.keep_best=true: nothing is saved with checkpoint.every=0"
 
 
 def _paths(config: Config) -> Iterator[str]:

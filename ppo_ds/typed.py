@@ -176,7 +176,8 @@ def _suggest(name: str, siblings: Iterable[str], dot: str, known: list[str]) -> 
     elsewhere = [k for k in known if k.rsplit(".", 1)[-1] == name or k.replace(".", "_").endswith(f"_{name}")]
     inside = [k for k in elsewhere if dot and k.startswith(dot)]
     near = [dot + sibling for sibling in get_close_matches(name, list(siblings), n=1, cutoff=0.6)]
-    if best := inside or near or elsewhere:
+    exact = [k for k in known if k.startswith(dot) and k[len(dot) :].replace(".", "_") == name]
+    if best := exact or inside or near or elsewhere:
         return f"; did you mean {' or '.join(best[:3])}?"
     return f"; the keys of {dot.rstrip('.') or 'the config'} are {', '.join(siblings)}"
 

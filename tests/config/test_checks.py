@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import MINIMAL, complaints, compose, model_folder
+
+
+def found(*arguments: str, ranks: int = 1) -> str:
+    """The only line that the minimal config gives with these arguments on top."""
+    lines = complaints(*MINIMAL, *arguments, ranks=ranks)
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_the_minimal_config_is_sound() -> None:
+    assert compose(*MINIMAL, ranks=4).algo.minibatch_size == 16
+
+
+def test_steps_or_epochs_but_not_both() -> None:
+    assert "run.steps is missing" in found("run.steps=null")
+    assert "run.steps=2 and run.epochs=1 are both set" in found("run.epochs=1")
+    assert compose(*MINIMAL, "run.steps=null", "run.epochs=0.5").run.epochs == 0.5
+
+
+@pytest.mark.parametrize(("prompts", "ranks", "fits"), [(18, 4, "16 or 20"), (3, 4, "4"), (17, 8, "16 or 24")])
+def test_prompts_that_the_ranks_cannot_share_name_the_nearest_that_fit(prompts: int, ranks: int, fits: str) -> None:
+    line = found(f"rollout.prompts_per_step={prompts}", ranks=ranks)
+    assert line == f"rollout.prompts_per_step={prompts}: must be divisible by the number of ranks, {ranks}; nearest that fit: {fits}"
+
+
+@pytest.mark.parametrize(
+    ("minibatch", "samples", "ranks", "fits"),
+    [(6, 1, 2, "4 or 8"), (3, 1, 1, "2 or 4"), (5, 3, 1, "4 or 6"), (2, 1, 4, "4"), (12, 3, 8, "8 or 16"), (40, 1, 1, "16"), (10, 1, 2, "8 or 16")],
+)
+def test_minibatches_that_do_not_fit_name_the_nearest_that_do(minibatch: int, samples: int, ranks: int, fits: str) -> None:
+    line = found(f"algo.minibatch_size={minibatch}", f"rollout.samples_per_prompt={samples}", ranks=ranks)
+    assert line.startswith(f"algo.minibatch_size={minibatch}: must divide the rollout of {16 * samples} samples")
+    assert line.endswith(f"nearest that fit: {fits}")
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        ("actor.zero={stage:0,offload_optimizer:true}", "actor.zero.offload_optimizer=true: needs actor.zero.stage 1, 2 or 3, which is 0"),
+        ("critic.zero.offload_params=true", "critic.zero.offload_params=true: needs critic.zero.stage 3, which is 2"),
+        ("reference.zero.stage=2", "reference.zero.stage=2: must be one of 0, 3"),
+        ("critic.init=path", "critic.model.path is missing: critic.init=path starts the critic from it"),
+        ("critic.model.path=org/critic", "critic.model.path=org/critic: only used with critic.init=path, which is auto"),
+        ("critic.init=reward", "critic.init=reward: needs a reward that is a model"),
+        ("eval.every=5", "eval.every=5: needs held-out prompts in data.eval_path"),
+        ("checkpoint.keep_best=true", "checkpoint.keep_best=true: the best is chosen by evaluation; set eval.every"),
+        ("sampling.min_new_tokens=9", "sampling.min_new_tokens=9: must be at most sampling.max_new_tokens=8"),
+        ("sampling.temperature=0", "sampling.temperature=0: must be above 0"),
+        ("sampling.top_p=0", "sampling.top_p=0: must be above 0"),
+        ("sampling.stop=['']", "sampling.stop: must not hold an empty text"),
+        ("algo.gae.lam=1.5", "algo.gae.lam=1.5: must be at least 0 and at most 1"),
+        ("algo.policy.dual_clip=0.5", "algo.policy.dual_clip=0.5: must be above 1"),
+        ("algo.kl.controller=threshold", "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef"),
+        ("algo.kl.estimator=k1+", "algo.kl.estimator=k1+: has a gradient of its own"),
+        ("algo.epochs=true", "algo.epochs=true: must be a whole number"),
+        ("tracker.samples=-2", "tracker.samples=-2: must be at least -1"),
+        ("~reward._target_", "reward._target_ is missing: choose a kind of reward first"),
+    ],
+)
+def test_what_does_not_fit_together(argument: str, line: str) -> None:
+    assert found(argument).startswith(line)
+
+
+def test_several_problems_are_reported_together() -> None:
+    lines = complaints(*MINIMAL, "algo.epoch=3", "actor.optim.lr=fast", "algo.minibatch_size=5", "data.path=/nowhere/a.jsonl", "sampling.top_p=2")
+    assert [line.split(":")[0].split("=")[0] for line in lines] == ["actor.optim.lr", "sampling.top_p", "algo.epoch", "algo.minibatch_size", "data.path"]
+
+
+def test_nothing_is_concluded_from_a_value_that_is_wrong_itself() -> None:
+    assert found("rollout.prompts_per_step=many", "algo.minibatch_size=5") == "rollout.prompts_per_step=many: must be a whole number"
+
+
+def test_a_misplaced_key_does_not_hide_that_the_right_one_is_missing() -> None:
+    assert [line.split(":")[0] for line in complaints(*MINIMAL[:-1], "steps=4")] == ["steps=4", "run.steps is missing"]
+
+
+@pytest.mark.parametrize("path", ["/nowhere/model", "./model", "../model", "~/no-such-model", "a/b/c"])
+def test_a_model_that_looks_local_must_be_there(path: str) -> None:
+    assert ": no such folder" in found(f"actor.model.path={path}")
+
+
+@pytest.mark.parametrize("path", ["gpt2", "org/name"])
+def test_a_hub_id_is_not_looked_for_here(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert compose(*MINIMAL, f"actor.model.path={path}", f"data.path={path}").reference.model.path == path
+
+
+@pytest.mark.parametrize("path", ["/nowhere/train.jsonl", "train.jsonl", "data/train.parquet"])
+def test_a_data_file_must_be_there(path: str) -> None:
+    assert found(f"data.path={path}") == f"data.path={path}: no such file"
+
+
+def test_every_path_is_looked_at(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    compose(*MINIMAL, f"actor.model.path={folder}")
+    lines = complaints(
+        *MINIMAL[3:],
+        f"actor.model.path={tmp_path}",
+        "reward=model",
+        "reward.model.path=/nowhere/r",
+        "critic.init=path",
+        "critic.model.path=/nowhere/c",
+        "reference.model.path=/nowhere/ref",
+        "data.eval_path=/nowhere/e.jsonl",
+    )
+    assert f"actor.model.path={tmp_path}: not a model folder (no config.json in it)" in lines
+    assert {line.split("=")[0] for line in lines} == {"actor.model.path", "reward.model.path", "critic.model.path", "reference.model.path", "data.eval_path"}
+
+
+def test_what_prepare_makes_need_not_be_there_yet(tmp_path: Path) -> None:
+    prepare = ("++prepare._target_=pkg.make", f"++prepare.dir={tmp_path}/start")
+    compose(*MINIMAL, *prepare, f"actor.model.path={tmp_path}/start/model", f"data.path={tmp_path}/start/a.jsonl")
+    assert "no such file" in found(*prepare, f"data.path={tmp_path}/other.jsonl")
+
+
+def test_a_used_run_directory_is_refused_only_with_resume_never(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    assert compose(*MINIMAL, f"run.dir={tmp_path}").run.dir == str(tmp_path)
+    assert "has been used already and run.resume=never" in found(f"run.dir={tmp_path}", "run.resume=never")
+    compose(*MINIMAL, f"run.dir={tmp_path}/new", "run.resume=never")
+    assert "run.resume=/nowhere: no such checkpoint folder" in found("run.resume=/nowhere")
+    assert "is a file" in found(f"run.dir={tmp_path}/metrics.jsonl")
+
+
+def test_what_is_left_open_follows_from_other_keys() -> None:
+    config = compose(
+        *MINIMAL, "actor.model.dtype=fp32", "actor.model.revision=main", "rollout.samples_per_prompt=2", "run.name=mine", "critic.model.dtype=bf16"
+    )
+    assert config.run.dir == "outputs/mine" and config.tracker.wandb.name == "mine"
+    assert config.algo.minibatch_size == 32
+    assert (config.reference.model.path, config.reference.model.dtype, config.reference.model.revision) == ("org/actor", "fp32", "main")
+    assert (config.critic.model.path, config.critic.model.dtype) == (None, "bf16")
+    other = compose(*MINIMAL, "actor.model.revision=main", "reference.model.path=org/other")
+    assert (other.reference.model.path, other.reference.model.revision) == ("org/other", None)

@@ -1,0 +1,64 @@
+"""The script itself, as a user or a launcher starts it: exit codes, what is printed, and by which rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "train.py"
+WRONG = ("+experiment=rlhf", "algo.epoch=3", "data.path=/nowhere/a.jsonl")
+LINES = ["error: algo.epoch=3: no such key; did you mean algo.epochs?", "error: data.path=/nowhere/a.jsonl: no such file"]
+
+
+def start(cwd: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, str(SCRIPT), *arguments], cwd=cwd, env=clean | environment, stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "2", "RANK": "0"}])
+def test_a_wrong_config_exits_2_with_its_lines_only(tmp_path: Path, environment: dict[str, str]) -> None:
+    process = start(tmp_path, "--local_rank=0", *WRONG, **environment)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err.splitlines()) == (2, "", LINES)
+    assert not any(tmp_path.iterdir())
+
+
+def test_other_ranks_keep_silent_until_rank_0_must_have_spoken(tmp_path: Path) -> None:
+    ended, left = (start(tmp_path, "--local_rank=1", *WRONG, WORLD_SIZE="2", RANK="1") for _ in range(2))
+    time.sleep(3)
+    assert ended.poll() is None
+    ended.terminate()  # what launchers do as soon as rank 0 is gone
+    assert ended.communicate(timeout=5) == ("", "")
+    out, err = left.communicate(timeout=30)
+    assert (left.returncode, out, err.splitlines()) == (2, "", [f"rank 1: {line}" for line in LINES])
+
+
+def test_a_wrong_config_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    code = f"import sys, runpy; sys.argv = ['train.py', *{WRONG!r}]\ntry: runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\nexcept SystemExit as end: print(end.code)\n"
+    code += "print(sorted({'torch', 'deepspeed', 'transformers', 'datasets', 'wandb'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert done.stdout.split() == ["2", "[]"], done.stderr
+
+
+def test_cfg_prints_the_resolved_config(tmp_path: Path) -> None:
+    process = start(tmp_path, "+experiment=rlhf", "--cfg", "job")
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0 and err == ""
+    tree = yaml.safe_load(out)
+    assert tree["reference"]["model"]["path"] == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert tree["run"]["dir"] == "outputs/rlhf" and tree["actor"]["optim"]["lr"] == 1e-6
+
+
+def test_help_names_groups_and_keys(tmp_path: Path) -> None:
+    process = start(tmp_path, "--help")
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    for text in ("+experiment=NAME", "quickstart, rlhf, rlhf_7b", "optim{lr betas", "max_new_tokens"):
+        assert text in out
