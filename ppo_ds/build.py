@@ -61,7 +61,8 @@ def build_trainer(config: Config) -> Trainer:
     minibatch = config.algo.minibatch_size or rollout
     optimizer_steps = steps * config.algo.epochs * (rollout // minibatch)
 
-    actor = build_actor(config, world, tokenizer, optimizer_steps)
+    timer = PhaseTimer(world.device)
+    actor = build_actor(config, world, tokenizer, optimizer_steps, timer)
     reference = build_reference(config, world)
     reward = make_reward(
         tokenizer=tokenizer,
@@ -91,7 +92,6 @@ def build_trainer(config: Config) -> Trainer:
         token_budget=config.memory.score_tokens,
     )
     seed_everything(config.run.seed + RANK_SEED_OFFSET * (world.rank + 1))
-    timer = PhaseTimer(world.device)
     trackers = Trackers(max_samples=config.tracker.samples)
     trainer = Trainer(
         world=world,

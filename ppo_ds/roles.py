@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -64,7 +65,9 @@ def _policy(model: ModelConfig | InheritedModelConfig, temperature: float, key: 
     )
 
 
-def build_actor(config: Config, world: World, tokenizer: Tokenizer, optimizer_steps: int) -> HybridActor:
+def build_actor(
+    config: Config, world: World, tokenizer: Tokenizer, optimizer_steps: int, timed: Callable[[str], AbstractContextManager[None]]
+) -> HybridActor:
     role = config.actor
     engine_config = _engine_config(role, role.model.dtype)
     policy = _loaded(
@@ -75,7 +78,7 @@ def build_actor(config: Config, world: World, tokenizer: Tokenizer, optimizer_st
             f"actor.model.path={role.model.path}: its tokenizer has {tokenizer.vocab_size} tokens, its embedding only {policy.vocab_size} rows; "
             "they do not belong together"
         )
-    return HybridActor(policy, twin=unsharded_twin, **_training(role, engine_config, world, optimizer_steps))
+    return HybridActor(policy, twin=unsharded_twin, timed=timed, **_training(role, engine_config, world, optimizer_steps))
 
 
 def build_reference(config: Config, world: World) -> FrozenModel:

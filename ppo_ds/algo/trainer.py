@@ -111,7 +111,7 @@ class Trainer:
         """Train to the end, or to where a signal or a limit ends it; returns why it ended, a key of EXIT_CODES."""
         self._evaluate_start()
         for prompts in self._steps():
-            with self.timer("generate"), self.actor.generation_mode():
+            with self.actor.generation_mode(), self.timer("generate"):
                 rollout = self.generator(prompts, self.sampling)
             kl_coef = self.kl.value
             experience, seen = self.make_experience(rollout, kl_coef)

@@ -9,7 +9,7 @@ nothing to repair after an exception, and ranks may decode different numbers of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import deepspeed
@@ -24,9 +24,20 @@ GATHER_ELEMENTS = 100_000_000  # per collective: enough to keep the links busy, 
 class HybridActor(TrainedModel):
     """A TrainedModel around a policy (``module.lm`` is the causal LM) with a generation mode."""
 
-    def __init__(self, module: nn.Module, *, twin: Callable[[nn.Module, torch.device], nn.Module], **engine: Any):
-        """``twin`` makes an unsharded, empty copy of the causal LM; it is called once, and only with ZeRO-3."""
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        twin: Callable[[nn.Module, torch.device], nn.Module],
+        timed: Callable[[str], AbstractContextManager[None]],
+        **engine: Any,
+    ):
+        """``twin`` makes an unsharded, empty copy of the causal LM; it is called once, and only with ZeRO-3.
+
+        ``timed("switch")`` is entered around the work of each switch.
+        """
         super().__init__(module, **engine)
+        self._timed = timed
         self._twin = twin(self.module.lm, self.world.device) if self.zero_stage == 3 else None
         self._depth = 0
 
@@ -43,12 +54,14 @@ class HybridActor(TrainedModel):
         try:
             if self._depth == 1:
                 self.module.eval()
-                self._fill_twin()
+                with self._timed("switch"):
+                    self._fill_twin()
             yield
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._empty_twin()
+                with self._timed("switch"):
+                    self._empty_twin()
                 self.module.train()
 
     @torch.no_grad()
