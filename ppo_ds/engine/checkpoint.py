@@ -1,0 +1,182 @@
+"""Checkpoints of a whole run: one folder for all models and the loop, complete or not there at all.
+
+    checkpoints/step_000010/{actor,critic}/...        engine/state.py
+                            rng_rank_00000.safetensors
+                            state.json                what the loop wants to remember
+                            manifest.json             size and SHA-256 of every other file
+    checkpoints/latest, checkpoints/best              names of folders
+
+A folder is written aside as ``.tmp_step_000010``, and renamed once every rank has its files on the disk. All ranks must see the same
+file system.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.engine.files import CheckpointError, sha256, sync, together, write_json, write_pointer
+from ppo_ds.engine.rng import load_rng, save_rng
+from ppo_ds.engine.state import FORMAT, load_model, save_model
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.world import World
+from ppo_ds.errors import UserError
+
+log = logging.getLogger(__name__)
+OLD = ".tmp_old_"
+
+
+class Checkpoints:
+    """The folder ``root`` of one run. Every public method is a collective."""
+
+    def __init__(self, root: Path, *, world: World, keep_last: int):
+        assert keep_last >= 1
+        self.root = root
+        self.world = world
+        self.keep_last = keep_last
+
+    def save(self, step: int, models: Mapping[str, TrainedModel], state: dict[str, Any], *, best: bool = False) -> Path:
+        """``state`` (JSON) is rank 0's. When this returns, the checkpoint is on the disk, and older ones are pruned.
+
+        Checkpoints of later steps go too: they belong to a future that was abandoned when the run went back.
+        Raises CheckpointError on all ranks where any of them could not write; nothing of the new one is left then.
+        """
+        final = self.root / f"step_{step:06d}"
+        aside = self.root / f".tmp_{final.name}"
+        try:
+            together(self.world, lambda: self._prepare(aside))
+            written = [path for role, model in models.items() for path in save_model(model, aside / role)]
+            written += together(self.world, lambda: self._write_loop_state(aside, step, state))
+            self._commit(aside, final, written)
+        except CheckpointError as error:
+            if self.world.is_main:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(f"{final} was not written, older checkpoints are as they were: {error}") from error
+        together(self.world, lambda: self._point_and_prune(step, best))
+        return final
+
+    def latest(self) -> Path | None:
+        """The newest that is complete and undamaged; the others above it are named in a warning."""
+        for path in self.world.gather_objects(self._folders())[0]:
+            damage = self._damage(path)
+            if not damage:
+                return path
+            if self.world.is_main:
+                log.warning("checkpoint %s is damaged and skipped: %s", path, "; ".join(damage[:3]))
+        return None
+
+    def verify(self, path: Path) -> None:
+        """UserError unless ``path``, which the user asked for, is complete and undamaged."""
+        if not self.world.gather_objects(path.is_dir())[0]:
+            there = ", ".join(folder.name for folder in self._folders()) or "none"
+            raise UserError(f"run.resume: no such folder: {path}; checkpoints in {self.root}: {there}")
+        damage = self._damage(path)
+        if damage:
+            raise UserError(f"run.resume: {path} is damaged: {'; '.join(damage[:3])}: use another, or run.resume=auto for the newest good one")
+
+    def load(self, path: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
+        """Restore models and random states; returns the loop's state. ``path`` comes from ``latest`` or has passed ``verify``."""
+        about = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if sorted(about["models"]) != sorted(models):
+            raise UserError(f"run.resume: {path} holds {', '.join(about['models'])}, this run trains {', '.join(models)}: keep the algorithm")
+        for role, model in models.items():
+            load_model(model, path / role)
+        found = together(self.world, lambda: load_rng(path, self.world))
+        if not all(self.world.gather_objects(found)) and self.world.is_main:
+            log.warning("%s was made by %d ranks, now there are %d: the new ones draw from new seeds", path, about["world_size"], self.world.size)
+        later = [folder.name for folder in self._folders() if _step_of(folder) > about["step"]]
+        if later and self.world.is_main:
+            log.warning("going back to %s: the next checkpoint replaces the later %s in %s", path, ", ".join(later), self.root)
+        return about["state"]
+
+    def _folders(self) -> list[Path]:
+        """Newest first."""
+        found = [path for path in self.root.glob("step_*") if path.is_dir() and path.name.removeprefix("step_").isdigit()]
+        return sorted(found, key=_step_of, reverse=True)
+
+    def _prepare(self, aside: Path) -> None:
+        if self.world.is_main:
+            for leftover in self.root.glob(".tmp_*"):  # of a run that was killed while it saved
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            aside.mkdir(parents=True)
+
+    def _write_loop_state(self, aside: Path, step: int, state: dict[str, Any]) -> list[Path]:
+        written = [save_rng(aside, self.world)]
+        if self.world.is_main:
+            models = sorted(path.name for path in aside.iterdir() if path.is_dir())
+            about = {"format": FORMAT, "step": step, "world_size": self.world.size, "models": models, "state": state}
+            write_json(aside / "state.json", about)
+            written.append(aside / "state.json")
+        return written
+
+    def _commit(self, aside: Path, final: Path, written: list[Path]) -> None:
+        """Each rank hashes what it wrote itself; the rename is the moment from which the checkpoint exists."""
+        mine = together(self.world, lambda: {str(p.relative_to(aside)): {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in written})
+        files = {name: entry for entries in self.world.gather_objects(mine) for name, entry in entries.items()}
+        together(self.world, lambda: self._rename(aside, final, files))
+
+    def _rename(self, aside: Path, final: Path, files: dict[str, Any]) -> None:
+        if not self.world.is_main:
+            return
+        write_json(aside / "manifest.json", {"format": FORMAT, "files": dict(sorted(files.items()))})
+        for folder in [path for path in aside.iterdir() if path.is_dir()] + [aside]:
+            sync(folder)
+        if final.exists():  # saved again, or damaged and skipped
+            _set_aside(final)
+        aside.rename(final)
+        sync(self.root)
+
+    def _point_and_prune(self, step: int, best: bool) -> None:
+        if not self.world.is_main:
+            return
+        final = self.root / f"step_{step:06d}"
+        write_pointer(self.root / "latest", final.name)
+        if best:
+            write_pointer(self.root / "best", final.name)
+        folders = self._folders()
+        later = [folder for folder in folders if _step_of(folder) > step]
+        older = [folder for folder in folders if _step_of(folder) <= step][self.keep_last :]
+        pointer = self.root / "best"
+        kept = pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
+        if kept in [folder.name for folder in later]:
+            pointer.unlink()
+        for folder in later + [folder for folder in older if folder.name != kept]:
+            _set_aside(folder)
+        for folder in self.root.glob(f"{OLD}*"):
+            shutil.rmtree(folder)
+
+    def _damage(self, path: Path) -> list[str]:
+        """What is wrong with the files of ``path``; each rank reads its share of them."""
+        try:
+            files = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]
+        except (OSError, ValueError, LookupError, TypeError):
+            files = None
+        mine = ["manifest.json is missing or unreadable"]
+        if files is not None:
+            mine = [what for name in sorted(files)[self.world.rank :: self.world.size] if (what := _damage_of(path / name, name, files[name]))]
+        return sorted({problem for problems in self.world.gather_objects(mine) for problem in problems})
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def _set_aside(folder: Path) -> None:
+    """Before it is deleted, so that a kill half way leaves no folder that looks like a checkpoint."""
+    folder.rename(folder.with_name(f"{OLD}{folder.name}"))
+
+
+def _damage_of(file: Path, name: str, expected: dict[str, Any]) -> str | None:
+    try:
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            return f"{name} has {size} bytes instead of {expected['bytes']}"
+        return None if sha256(file) == expected["sha256"] else f"{name} is not what was written (its SHA-256 differs)"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error}"

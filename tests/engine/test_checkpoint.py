@@ -1,0 +1,245 @@
+"""Checkpoints: resumed runs equal uninterrupted ones to the bit, and damage of any kind is noticed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ppo_ds.engine import rng as rng_module
+from ppo_ds.engine.checkpoint import Checkpoints
+from ppo_ds.engine.files import CheckpointError
+from ppo_ds.engine.rng import load_rng, save_rng
+from ppo_ds.errors import UserError
+
+WORKER = Path(__file__).with_name("checkpoint_worker.py")
+ROOT = WORKER.parents[2]
+
+
+def launch(ranks: int, directory: Path, mode: str) -> list[dict[str, Any]]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    done = subprocess.run([*command, str(WORKER), str(directory), mode], env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return json.loads((directory / f"{mode}-{ranks}.json").read_text())
+
+
+def assert_exact(cases: list[dict[str, Any]]) -> None:
+    for case in cases:
+        assert case["loaded"] and case["learned"], case
+        assert case["steps"] and case["weights"], case
+        assert case["shards"] > 1, case
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """One launch for each number of ranks, and one more that reads on 1 rank what 2 have written."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    return {"one": launch(1, directory, "all"), "two": launch(2, directory, "all"), "back": launch(1, directory, "references")}
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(found: dict, ranks: str) -> None:
+    cases = [case for case in found[ranks] if "learned" in case and "forget" not in case["case"]]
+    assert len(cases) == 10
+    assert_exact(cases)
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_that_comparison_notices_what_is_left_out(found: dict, ranks: str) -> None:
+    cases = [case for case in found[ranks] if "forget" in case["case"]]
+    assert len(cases) == 3
+    for case in cases:
+        assert case["loaded"] and not case["steps"] and not case["weights"], case
+
+
+def test_other_numbers_of_ranks_and_other_stages_read_the_same_weights(found: dict) -> None:
+    cases = [case for case in found["two"] + found["back"] if "->" in case["case"]]
+    assert len(cases) == 20
+    for case in cases:
+        assert case["weights"] and case["lr"], case
+        assert case["gap"] < (1e-5 if "fp32" in case["case"] else 1e-2), case
+
+
+def test_consolidated_weights_have_the_keys_and_ties_of_the_module(found: dict) -> None:
+    for ranks in ("one", "two"):
+        (case,) = [case for case in found[ranks] if case["case"] == "ties"]
+        assert case["keys"] and case["tied"] and case["dtypes"] and case["shapes"], case
+
+
+def test_a_full_disk_on_one_rank_is_one_error_on_all_and_the_checkpoint_before_it_is_whole(found: dict) -> None:
+    (case,) = [case for case in found["two"] if case["case"] == "whole run"]
+    assert len(case["full"]) == 2 and len(set(case["full"])) == 1, case
+    assert "rank 1" in case["full"][0] and "step_000006 was not written" in case["full"][0], case
+    assert case["left"] == ["latest", "step_000003"], case
+    assert case["latest"] and case["weights"] and case["steps"], case
+    assert case["draws"] and case["draws_differ"], case
+    assert case["state"]["kl"] == 0.1 and math.isnan(case["state"]["nan"]) and case["state"]["names"] == ["a"], case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resume_is_exact_with_fp16_and_offload_too(tmp_path: Path, ranks: int) -> None:
+    cases = [case for case in launch(ranks, tmp_path, "full") if "forget" not in case["case"]]
+    assert len(cases) == 23
+    assert_exact(cases)
+
+
+# What follows needs no models and no process group.
+
+
+@dataclass(frozen=True)
+class OneRank:
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        return [item]
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoints", world=OneRank(), keep_last=2)
+
+
+def names(checkpoints: Checkpoints) -> list[str]:
+    return sorted(path.name for path in checkpoints.root.iterdir())
+
+
+def test_nothing_saved_yet(checkpoints: Checkpoints) -> None:
+    assert checkpoints.latest() is None
+
+
+def test_keeps_the_last_ones_and_the_best(checkpoints: Checkpoints) -> None:
+    for step in (1, 2, 3, 4, 5):
+        checkpoints.save(step, {}, {"at": step}, best=step == 2)
+    assert names(checkpoints) == ["best", "latest", "step_000002", "step_000004", "step_000005"]
+    assert (checkpoints.root / "latest").read_text().strip() == "step_000005"
+    assert (checkpoints.root / "best").read_text().strip() == "step_000002"
+    checkpoints.save(6, {}, {"at": 6}, best=True)
+    assert names(checkpoints) == ["best", "latest", "step_000005", "step_000006"]
+
+
+def test_state_comes_back(checkpoints: Checkpoints) -> None:
+    state = {"kl": 0.1 + 0.2, "best": None, "tiny": 5e-324, "infinite": math.inf, "order": [3, 1, 2]}
+    path = checkpoints.save(7, {}, state)
+    assert checkpoints.load(path, {}) == state
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("file", ["state.json", "rng_rank_00000.safetensors", "manifest.json"])
+@pytest.mark.parametrize("harm", [flip, truncate, Path.unlink])
+def test_damage_is_named_and_the_one_before_is_used(checkpoints: Checkpoints, file: str, harm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    before, damaged = checkpoints.save(1, {}, {}), checkpoints.save(2, {}, {})
+    harm(damaged / file)
+    with caplog.at_level(logging.WARNING):
+        assert checkpoints.latest() == before
+    (message,) = caplog.messages
+    assert "step_000002" in message
+    assert file in message or (file == "manifest.json" and harm is flip)  # a hash that was flipped there blames its file
+    with pytest.raises(UserError, match="run.resume: .*step_000002 is damaged"):
+        checkpoints.verify(damaged)
+    checkpoints.verify(before)
+
+    again = checkpoints.save(2, {}, {"second": True})  # a damaged one is in the way of the same step
+    assert checkpoints.latest() == again == damaged
+    assert checkpoints.load(again, {}) == {"second": True}
+
+
+def test_a_path_that_is_not_there(checkpoints: Checkpoints) -> None:
+    checkpoints.save(3, {}, {})
+    with pytest.raises(UserError, match="run.resume: no such folder: .*step_9; checkpoints in .*: step_000003"):
+        checkpoints.verify(checkpoints.root / "step_9")
+
+
+def test_leftovers_of_a_killed_save_are_ignored_and_removed(checkpoints: Checkpoints) -> None:
+    checkpoints.save(1, {}, {})
+    (checkpoints.root / ".tmp_step_000002" / "actor").mkdir(parents=True)
+    (checkpoints.root / ".tmp_step_000002" / "actor" / "model.json").write_text("{")
+    (checkpoints.root / ".tmp_latest").write_text("step")
+    (checkpoints.root / "step_000002").mkdir()  # empty: made by hand
+    latest = checkpoints.latest()
+    assert latest is not None and latest.name == "step_000001"
+    checkpoints.save(3, {}, {})
+    assert names(checkpoints) == ["latest", "step_000002", "step_000003"]
+
+
+def test_going_back_drops_the_abandoned_future(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    first = checkpoints.save(1, {}, {})
+    checkpoints.save(5, {}, {}, best=True)
+    with caplog.at_level(logging.WARNING):
+        checkpoints.load(first, {})
+    assert "step_000005" in caplog.text
+    second = checkpoints.save(2, {}, {})
+    assert names(checkpoints) == ["latest", "step_000001", "step_000002"]
+    assert checkpoints.latest() == second
+
+
+def test_a_write_that_fails_leaves_nothing(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = checkpoints.save(1, {}, {})
+
+    def disk_full(path: Path, *_: Any, **__: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(rng_module, "write_tensors", disk_full)
+    with pytest.raises(CheckpointError, match="step_000002 was not written.*No space left on device"):
+        checkpoints.save(2, {}, {})
+    assert names(checkpoints) == ["latest", "step_000001"]
+    assert checkpoints.latest() == before
+
+
+def test_other_models_than_saved(checkpoints: Checkpoints) -> None:
+    path = checkpoints.save(1, {}, {})
+    with pytest.raises(UserError, match="run.resume: .* this run trains actor"):
+        checkpoints.load(path, {"actor": None})
+
+
+def draws() -> list[float]:
+    return [torch.rand(()).item(), float(np.random.normal()), float(np.random.normal()), random.random(), random.gauss(0, 1)]
+
+
+def test_random_states_come_back(tmp_path: Path) -> None:
+    draws()  # numpy and python hold the second of a pair of normal draws now
+    save_rng(tmp_path, OneRank())
+    expected = draws()
+    draws()
+    assert load_rng(tmp_path, OneRank())
+    assert draws() == expected
+
+
+def test_a_rank_that_was_not_there_draws_numbers_of_its_own(tmp_path: Path) -> None:
+    save_rng(tmp_path, OneRank())
+    expected = draws()
+    new = []
+    for rank in (1, 2, 1):
+        assert not load_rng(tmp_path, OneRank(rank=rank, size=3))
+        new.append(draws())
+    assert new[0] == new[2]
+    assert all(a != b for a, b in zip(new[0], new[1], strict=True))
+    assert all(a != b for a, b in zip(new[0], expected, strict=True))
