@@ -27,6 +27,8 @@ from ppo_ds.errors import UserError
 from ppo_ds.typed import defaults, did_you_mean
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+# What Hydra appends to its complaints; its keys and plus signs are not this program's.
+HYDRAS_ADVICE = re.compile(r"\s*(?:To append|To override|Use \+|You may|Did you mean to override|Either remove|full_key:|object_type|Available)")
 USAGE = """\
 deepspeed launch/train.py +experiment=NAME [KEY=VALUE ...] [GROUP=OPTION ...]
 (also: torchrun launch/train.py ..., python launch/train.py ...)
@@ -114,6 +116,7 @@ def _folders(options: argparse.Namespace) -> _Folders:
 
 
 # ---- composing
+
 
 def _compose(folders: _Folders, name: str, arguments: list[str]) -> tuple[DictConfig, list[str]]:
     """What Hydra makes of the arguments, and those that it was not given because they make no sense."""
@@ -207,11 +210,12 @@ def _reworded(error: Exception, arguments: list[str]) -> str:
     missing = re.search(r"Could not delete(?: from config)?\.? ?'?([\w.@/]+)'?", text)
     if missing:
         return f"~{missing[1]}: nothing to remove, the key has its default already"
-    text = re.split(r"\s*(?:To append|To override|Use \+|You may|Did you mean to override|Either remove|full_key:|object_type|Available options)", text)[0]
+    text = HYDRAS_ADVICE.split(text)[0]
     return f"{text.rstrip('. ')} (in: {' '.join(arguments) or 'no arguments'})"
 
 
 # ---- resolving
+
 
 def _resolve(composed: DictConfig) -> dict[str, Any]:
     """The composed tree over the defaults of the dataclasses, so that interpolations may point at any key, as a plain dict."""
@@ -244,10 +248,12 @@ def _broken_interpolations(node: Any, prefix: str = "") -> Iterator[str]:
 
 # ---- help
 
+
 def _help(folders: _Folders) -> str:
     groups = "\n".join(f"  {group:12}{', '.join(folders.options(group))}" for group in folders.groups())
     keys = "\n".join(f"  {section:12}{' '.join(_keys(hint))}" for section, hint in get_type_hints(Config).items() if is_dataclass(hint))
-    return f"{USAGE}\ngroups:\n{groups}\n\nkeys (types, defaults and meanings: ppo_ds/config.py):\n{keys}\n  reward      the arguments of the chosen reward\n"
+    keys += "\n  reward      the arguments of the chosen reward"
+    return f"{USAGE}\ngroups:\n{groups}\n\nkeys (types, defaults and meanings: ppo_ds/config.py):\n{keys}\n"
 
 
 def _keys(section: type) -> Iterator[str]:

@@ -87,7 +87,8 @@ def _roles(config: Config) -> Iterator[str]:
     if config.reward and not config.reward.get("_target_"):
         yield "reward._target_ is missing: choose a kind of reward first (reward=model or reward=function)"
     if critic.init == "reward" and config.reward and not _reward_model(config):
-        yield f"critic.init=reward: needs a reward that is a model, and reward._target_={show(config.reward.get('_target_'))} has no reward.model.path"
+        kind = show(config.reward.get("_target_"))
+        yield f"critic.init=reward: needs a reward that is a model, and reward._target_={kind} has no reward.model.path"
 
 
 def _reward_model(config: Config) -> str | None:
@@ -99,11 +100,11 @@ def _reward_model(config: Config) -> str | None:
 def _algo(config: Config) -> Iterator[str]:
     kl, dual_clip = config.algo.kl, config.algo.policy.dual_clip
     if kl.controller == "threshold" and (kl.min_coef == 0 or kl.max_coef is None):
-        yield "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef, or the coefficient halves itself to nothing (1e-4 and 10)"
+        yield "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef (say 1e-4 and 10), or it halves itself to nothing"
     if kl.controller != "fixed" and kl.coef == 0:
         yield f"algo.kl.coef=0: algo.kl.controller={kl.controller} multiplies it, so it must be above 0"
-    if kl.max_coef is not None and not kl.min_coef <= kl.coef <= kl.max_coef and kl.controller != "fixed":
-        yield f"algo.kl.coef={kl.coef:g}: must lie between algo.kl.min_coef={kl.min_coef:g} and algo.kl.max_coef={kl.max_coef:g} ({kl.controller} keeps it there)"
+    if kl.controller != "fixed" and kl.max_coef is not None and not kl.min_coef <= kl.coef <= kl.max_coef:
+        yield f"algo.kl.coef={kl.coef:g}: must lie between algo.kl.min_coef={kl.min_coef:g} and algo.kl.max_coef={kl.max_coef:g}"
     if kl.place == "reward" and kl.estimator.endswith("+"):
         yield f"algo.kl.estimator={kl.estimator}: has a gradient of its own and is for algo.kl.place=loss; in the reward use {kl.estimator[:-1]}"
     if dual_clip is not None and dual_clip <= 1:
@@ -153,4 +154,4 @@ def _run_directory(config: Config) -> Iterator[str]:
     elif config.run.resume == "never" and any((folder / used).exists() for used in ("metrics.jsonl", "checkpoints")):
         yield f"run.dir={config.run.dir}: has been used already and run.resume=never; choose another run.dir or run.name, or run.resume=auto"
     if config.run.resume not in ("auto", "never") and not Path(config.run.resume).is_dir():
-        yield f"run.resume={config.run.resume}: no such checkpoint folder; must be auto, never or a folder like {config.run.dir}/checkpoints/step_000010"
+        yield f"run.resume={config.run.resume}: no such checkpoint folder; must be auto, never or one like RUN_DIR/checkpoints/step_000010"

@@ -121,7 +121,7 @@ def _convert_container(value: Any, kind: type, args: tuple[Any, ...], key: str) 
     if fixed and args and len(value) != len(args):
         raise UserError(f"{key}={show(list(value))}: must be a list of {len(args)}")
     each = args if fixed and args else [args[0] if args else Any] * len(value)
-    return kind(convert(item, one, f"{key}[{i}]") for i, (item, one) in enumerate(zip(value, each)))
+    return kind(convert(item, one, f"{key}[{i}]") for i, (item, one) in enumerate(zip(value, each, strict=True)))
 
 
 def read(cls: type[T], tree: Any, key: str, problems: dict[str, str], known: list[str] | None = None) -> T:

@@ -69,7 +69,13 @@ def test_what_does_not_fit_together(argument: str, line: str) -> None:
 
 def test_several_problems_are_reported_together() -> None:
     lines = complaints(*MINIMAL, "algo.epoch=3", "actor.optim.lr=fast", "algo.minibatch_size=5", "data.path=/nowhere/a.jsonl", "sampling.top_p=2")
-    assert [line.split(":")[0].split("=")[0] for line in lines] == ["actor.optim.lr", "sampling.top_p", "algo.epoch", "algo.minibatch_size", "data.path"]
+    assert [line.split(":")[0].split("=")[0] for line in lines] == [
+        "actor.optim.lr",
+        "sampling.top_p",
+        "algo.epoch",
+        "algo.minibatch_size",
+        "data.path",
+    ]
 
 
 def test_nothing_is_concluded_from_a_value_that_is_wrong_itself() -> None:
@@ -110,7 +116,13 @@ def test_every_path_is_looked_at(tmp_path: Path) -> None:
         "data.eval_path=/nowhere/e.jsonl",
     )
     assert f"actor.model.path={tmp_path}: not a model folder (no config.json in it)" in lines
-    assert {line.split("=")[0] for line in lines} == {"actor.model.path", "reward.model.path", "critic.model.path", "reference.model.path", "data.eval_path"}
+    assert {line.split("=")[0] for line in lines} == {
+        "actor.model.path",
+        "reward.model.path",
+        "critic.model.path",
+        "reference.model.path",
+        "data.eval_path",
+    }
 
 
 def test_what_prepare_makes_need_not_be_there_yet(tmp_path: Path) -> None:

@@ -61,7 +61,9 @@ def test_groups_win_over_experiments_in_any_order_and_need_no_plus() -> None:
 def test_the_last_choice_of_a_group_counts_but_experiments_are_not_dropped() -> None:
     assert compose(*MINIMAL, "reward=model", "reward=sums", "reward.path=a:b").reward["path"] == "a:b"
     assert compose("+experiment=[rlhf,rlhf_7b]").run.name == "rlhf_7b"
-    assert complaints("+experiment=rlhf", "experiment=rlhf_7b") == ["experiment=rlhf_7b: a second experiment; to put one over the other: +experiment=[a,b]"]
+    assert complaints("+experiment=rlhf", "experiment=rlhf_7b") == [
+        "experiment=rlhf_7b: a second experiment; to put one over the other: +experiment=[a,b]"
+    ]
 
 
 def test_keys_are_set_with_or_without_plus_and_removed_with_tilde() -> None:

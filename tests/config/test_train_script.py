@@ -41,9 +41,13 @@ def test_other_ranks_keep_silent_until_rank_0_must_have_spoken(tmp_path: Path) -
 
 
 def test_a_wrong_config_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
-    code = f"import sys, runpy; sys.argv = ['train.py', *{WRONG!r}]\ntry: runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\nexcept SystemExit as end: print(end.code)\n"
-    code += "print(sorted({'torch', 'deepspeed', 'transformers', 'datasets', 'wandb'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    lines = [
+        f"import sys, runpy; sys.argv = ['train.py', *{WRONG!r}]",
+        f"try: runpy.run_path({str(SCRIPT)!r}, run_name='__main__')",
+        "except SystemExit as end: print(end.code)",
+        "print(sorted({'torch', 'deepspeed', 'transformers', 'datasets', 'wandb'} & sys.modules.keys()))",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, timeout=30)
     assert done.stdout.split() == ["2", "[]"], done.stderr
 
 
