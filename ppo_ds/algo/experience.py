@@ -21,7 +21,7 @@ from ppo_ds.engine.world import World
 from ppo_ds.ops.advantages import compute_gae, normalize_advantages
 from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.rewards import shape_scores, token_rewards
-from ppo_ds.types import Experience, Metrics, Reward, Rollout, Sequences
+from ppo_ds.types import Experience, Metrics, Reward, Rollout, Scores, Sequences
 
 
 @dataclass(frozen=True)
@@ -55,29 +55,17 @@ def values_of(model: TrainedModel):
     return lambda micro: model(micro.ids, micro.attention_mask, micro.response_width)
 
 
+@dataclass(kw_only=True)
 class ExperienceMaker:
-    def __init__(
-        self,
-        *,
-        actor: TrainedModel,
-        reference: FrozenModel,
-        critic: TrainedModel,
-        reward: Reward,
-        world: World,
-        token_budget: int,
-        reward_shape: RewardShape,
-        advantage_shape: AdvantageShape,
-        timer: PhaseTimer,
-    ):
-        self.actor = actor
-        self.reference = reference
-        self.critic = critic
-        self.reward = reward
-        self.world = world
-        self.token_budget = token_budget
-        self.reward_shape = reward_shape
-        self.advantage_shape = advantage_shape
-        self.timer = timer
+    actor: TrainedModel
+    reference: FrozenModel
+    critic: TrainedModel
+    reward: Reward
+    world: World
+    token_budget: int
+    reward_shape: RewardShape
+    advantage_shape: AdvantageShape
+    timer: PhaseTimer
 
     @torch.no_grad()
     def __call__(self, rollout: Rollout, kl_coef: float) -> tuple[Experience, Metrics]:
@@ -113,18 +101,21 @@ class ExperienceMaker:
                 returns=returns,
                 scores=scores.total,
             )
+        return exchange(experience, self.world), self._seen(rollout, scores, shaped, logprobs, raw)
+
+    def _seen(self, rollout: Rollout, scores: Scores, shaped: Tensor, logprobs: Tensor, raw_advantages: Tensor) -> Metrics:
+        """What the experience itself no longer tells: score components, the gap to generation, advantages before whitening. A collective."""
+        mask = rollout.response_mask
         sums = MetricSums()
-        sums.add_mean("reward/clipped_frac", (shaped != self._shaped(scores.total, rollout, clip=False)).float())
+        sums.add_mean("reward/clipped_frac", shaped != self._shaped(scores.total, rollout, clip=False))
         for name, column in scores.components.items():
             sums.add_mean(f"reward/component/{name}_mean", column)
         gap = (rollout.logprobs - logprobs).abs().masked_fill(~mask, 0.0)
         sums.add_mean("parity/logp_abs_diff_mean", gap, mask)
         sums.add_max("parity/logp_abs_diff_max", gap.max())
-        sums.add_spread("adv/raw", raw, mask)
-        sums.add_max("adv/max_abs", raw.abs().max())
-        seen = sums.reduced(self.world)
-        seen["adv/mean"], seen["adv/std"] = seen.pop("adv/raw_mean"), seen.pop("adv/raw_std")
-        return exchange(experience, self.world), seen
+        sums.add_spread("adv", raw_advantages, mask)
+        sums.add_max("adv/max_abs", raw_advantages.abs().max())
+        return sums.reduced(self.world)
 
     def _over(self, plan: list[Tensor], sequences: Sequences, forward) -> Tensor:
         return score_tokens(forward, sequences, plan, self.world.device)

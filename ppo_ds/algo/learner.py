@@ -41,29 +41,17 @@ class ValueObjective:
     agg: str
 
 
+@dataclass(kw_only=True)
 class Learner:
-    def __init__(
-        self,
-        *,
-        actor: TrainedModel,
-        critic: TrainedModel,
-        world: World,
-        epochs: int,
-        minibatch_size: int,
-        token_budget: int,
-        policy: PolicyObjective,
-        value: ValueObjective,
-        timer: PhaseTimer,
-    ):
-        self.actor = actor
-        self.critic = critic
-        self.world = world
-        self.epochs = epochs
-        self.minibatch_size = minibatch_size
-        self.token_budget = token_budget
-        self.policy = policy
-        self.value = value
-        self.timer = timer
+    actor: TrainedModel
+    critic: TrainedModel
+    world: World
+    epochs: int
+    minibatch_size: int
+    token_budget: int
+    policy: PolicyObjective
+    value: ValueObjective
+    timer: PhaseTimer
 
     def __call__(self, experience: Experience, kl_coef: float, seed: int) -> Metrics:
         """``epochs`` passes over all rows; ``seed`` orders them, alike on every rank."""

@@ -11,6 +11,8 @@ from ppo_ds.engine.world import World
 from ppo_ds.ops.losses import explained_variance
 from ppo_ds.types import Metrics
 
+_SQUARES = "_of_squares"
+
 
 class MetricSums:
     """Masked means and maxima that are exact over ranks and micro-batches: sums and counts are added, never means of means.
@@ -37,9 +39,10 @@ class MetricSums:
         self.add_parts({name: torch.stack([total, mask.sum()])})
 
     def add_spread(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """``<name>_mean`` and ``<name>_std`` (population)."""
-        self.add_mean(f"{name}_mean", values, mask)
-        self.add_mean(f"{name}_mean_of_squares", values.double() ** 2, mask)
+        """``<name>_mean`` and ``<name>_std`` (population); a ``name`` that is a group ("adv") gives adv/mean and adv/std."""
+        joint = "_" if "/" in name else "/"
+        self.add_mean(f"{name}{joint}mean", values, mask)
+        self.add_mean(f"{name}{joint}mean{_SQUARES}", values.double() ** 2, mask)
 
     def add_max(self, name: str, value: Tensor) -> None:
         self.add_parts({name: value})
@@ -53,9 +56,9 @@ class MetricSums:
             out |= {name: _number(piece) for name, piece in zip(sums, pieces, strict=True)}
         if maxima:
             out |= dict(zip(maxima, world.max(torch.stack(list(maxima.values()))).tolist(), strict=True))
-        for name in [n for n in out if n.endswith("_mean_of_squares")]:
-            base = name.removesuffix("_mean_of_squares")
-            out[f"{base}_std"] = max(0.0, out.pop(name) - out[f"{base}_mean"] ** 2) ** 0.5
+        for name in [n for n in out if n.endswith(_SQUARES)]:
+            mean = name.removesuffix(_SQUARES)
+            out[mean.removesuffix("mean") + "std"] = max(0.0, out.pop(name) - out[mean] ** 2) ** 0.5
         return out
 
 

@@ -11,7 +11,6 @@ import torch
 
 from ppo_ds.types import Metrics
 
-
 _LOWER = "; lower memory.{} (it changes memory and speed, not the result)"
 REMEDIES = {
     "generate": _LOWER.format("rollout_tokens"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,50 +62,30 @@ class Progress:
     first_rows: list[dict[str, Any]] | None = None
 
 
+@dataclass(kw_only=True)
 class Trainer:
-    def __init__(
-        self,
-        *,
-        world: World,
-        actor: HybridActor,
-        critic: TrainedModel,
-        prompts: PromptStream,
-        generator: Generator,
-        sampling: Sampling,
-        make_experience: ExperienceMaker,
-        learn: Learner,
-        kl: FixedKLController | AdaptiveKLController | ThresholdKLController,
-        evaluator: Evaluator | None,
-        tokenizer: Tokenizer,
-        tracker: Trackers,
-        checkpoints: Checkpoints,
-        stop: StopRequest,
-        timer: PhaseTimer,
-        plan: Plan,
-        folder: RunFolder,
-    ):
-        self.world = world
-        self.actor = actor
-        self.critic = critic
-        self.prompts = prompts
-        self.generator = generator
-        self.sampling = sampling
-        self.make_experience = make_experience
-        self.learn = learn
-        self.kl = kl
-        self.evaluator = evaluator
-        self.tokenizer = tokenizer
-        self.tracker = tracker
-        self.checkpoints = checkpoints
-        self.stop = stop
-        self.timer = timer
-        self.plan = plan
-        self.folder = folder
-        self.progress = Progress()
-        self.reason = "done"
-        self.saved_step: int | None = None
-        self.last_eval: Evaluation | None = None
-        self.latest_eval_score: float | None = None
+    world: World
+    actor: HybridActor
+    critic: TrainedModel
+    prompts: PromptStream
+    generator: Generator
+    sampling: Sampling
+    make_experience: ExperienceMaker
+    learn: Learner
+    kl: FixedKLController | AdaptiveKLController | ThresholdKLController
+    evaluator: Evaluator | None
+    tokenizer: Tokenizer
+    tracker: Trackers
+    checkpoints: Checkpoints
+    stop: StopRequest
+    timer: PhaseTimer
+    plan: Plan
+    folder: RunFolder
+    progress: Progress = field(init=False, default_factory=Progress)
+    reason: str = field(init=False, default="done")
+    saved_step: int | None = field(init=False, default=None)
+    last_eval: Evaluation | None = field(init=False, default=None)
+    latest_eval_score: float | None = field(init=False, default=None)
 
     def fit(self) -> str:
         """Train to the end, or to where a signal or a limit ends it; returns why it ended, a key of EXIT_CODES."""
