@@ -11,6 +11,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.typed import convert, did_you_mean, show
 
 _SERVICE = inspect.Parameter.KEYWORD_ONLY
+_KEY = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
@@ -21,7 +22,7 @@ def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
     target = _imported(str(spec.get("_target_", "")), key)
     parameters = inspect.signature(target).parameters
     hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
-    open_keys = {name: p for name, p in parameters.items() if p.kind is not _SERVICE}
+    open_keys = {name: p for name, p in parameters.items() if p.kind is _KEY}
     given = {name: value for name, value in spec.items() if name != "_target_"}
     problems = [f"{key}.{name}={show(given[name])}: no such key{_known(name, open_keys)}" for name in given if name not in open_keys]
     arguments = {}
@@ -37,7 +38,8 @@ def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
         raise UserError(*problems)
 
     def call(**services: Any) -> Any:
-        return target(**arguments, **{name: services[name] for name, p in parameters.items() if p.kind is _SERVICE})
+        wanted = [name for name, p in parameters.items() if p.kind is _SERVICE and (name in services or p.default is inspect.Parameter.empty)]
+        return target(**arguments, **{name: services[name] for name in wanted})
 
     return call
 
@@ -46,7 +48,7 @@ def _imported(path: str, key: str) -> Callable[..., Any]:
     module, _, name = path.rpartition(".")
     try:
         target = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{key}._target_={path}: cannot be imported ({error}); give package.module.name") from error
     if not callable(target):
         raise UserError(f"{key}._target_={path}: is not callable")

@@ -1,0 +1,124 @@
+"""Open parts of the config: keys are checked against the callable's own signature before it is called."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import pytest
+
+from ppo_ds.errors import UserError
+from ppo_ds.targets import bind
+from ppo_ds.typed import Bound, Fraction
+
+HERE = __name__
+NOT_CALLABLE = 3
+CALLS = []
+
+
+@dataclass
+class Engine:
+    power: float
+    fuel: Literal["gas", "coal"] = "gas"
+
+
+class Machine:
+    def __init__(self, path: str, batch: Annotated[int, Bound(1)] = 8, ratio: Fraction | None = None, *, tokenizer, world=None):
+        self.given = (path, batch, ratio, tokenizer, world)
+
+
+def powered(engine: Engine, *, note: str = "none"):
+    return engine, note
+
+
+def plain(path):
+    CALLS.append(path)
+    return path
+
+
+def open_ended(path, *rest, **others):
+    return path, rest, others
+
+
+def refused(spec, *lines):
+    with pytest.raises(UserError) as caught:
+        bind(spec, "reward")
+    assert len(caught.value.problems) == len(lines), caught.value.problems
+    for problem, line in zip(caught.value.problems, lines, strict=True):
+        assert problem.startswith(line) and "\n" not in problem, problem
+    return caught.value.problems
+
+
+def spec(name, **keys):
+    return {"_target_": f"{HERE}.{name}", **keys}
+
+
+def test_keys_are_typed_and_defaults_stay_the_callables_own():
+    make = bind(spec("Machine", path="x", ratio=1), "reward")
+    given = make(tokenizer="t", world="w").given
+    assert given == ("x", 8, 1.0, "t", "w") and isinstance(given[2], float)
+
+
+def test_only_services_that_are_named_are_injected():
+    assert bind(spec("Machine", path="x", batch=2), "reward")(tokenizer="t", world="w", device="d").given == ("x", 2, None, "t", "w")
+    assert bind(spec("plain", path="y"), "reward")(tokenizer="t") == "y"
+
+
+def test_a_service_with_a_default_may_be_absent():
+    engine, note = bind(spec("powered", engine={"power": 2}), "reward")(tokenizer="t")
+    assert (engine, note) == (Engine(2.0, "gas"), "none")
+
+
+def test_a_service_cannot_be_set_from_the_config():
+    refused(spec("Machine", path="x", tokenizer="mine"), "reward.tokenizer=mine: no such key; its keys are path, batch, ratio")
+
+
+def test_unknown_key_with_a_suggestion_and_without():
+    refused(spec("Machine", path="x", bach=4), "reward.bach=4: no such key; did you mean batch?")
+    refused(spec("plain", path="x", zzz=None), "reward.zzz=null: no such key; its keys are path")
+
+
+def test_open_ended_signatures_take_no_keys_beyond_the_named_ones():
+    assert bind(spec("open_ended", path="x"), "reward")(tokenizer="t") == ("x", (), {})
+    refused(spec("open_ended", path="x", rest=1), "reward.rest=1: no such key; its keys are path")
+
+
+def test_missing_key():
+    refused(spec("Machine"), "reward.path is missing")
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (dict(batch="many"), "reward.batch=many: must be a whole number"),
+        (dict(batch=0), "reward.batch=0: must be at least 1"),
+        (dict(batch=True), "reward.batch=true: must be a whole number"),
+        (dict(ratio=1.5), "reward.ratio=1.5: must be at least 0 and at most 1"),
+    ],
+)
+def test_wrong_type(keys, line):
+    refused(spec("Machine", path="x", **keys), line)
+
+
+def test_all_problems_come_together():
+    refused(spec("Machine", batch="many", size=1), "reward.size=1: no such key", "reward.path is missing", "reward.batch=many: must be")
+
+
+def test_dataclass_arguments_are_read_as_sections():
+    refused(spec("powered", engine={"fuel": "oil"}), "reward.engine.power is missing", "reward.engine.fuel=oil: must be one of gas, coal")
+    refused(spec("powered", engine={"power": 1, "fule": "gas"}), "reward.engine.fule=gas: no such key; did you mean reward.engine.fuel?")
+
+
+def test_nothing_is_called_before_the_services_are_there():
+    make = bind(spec("plain", path="z"), "prepare")
+    assert CALLS.count("z") == 0
+    make()
+    assert CALLS.count("z") == 1
+
+
+@pytest.mark.parametrize("target", ["no.such.module", f"{HERE}.Missing", "nodots", "", "..", "os.path.nothing"])
+def test_not_importable(target):
+    refused({"_target_": target}, f"reward._target_={target}: cannot be imported")
+
+
+def test_not_callable_and_no_target():
+    refused({"_target_": f"{HERE}.NOT_CALLABLE"}, f"reward._target_={HERE}.NOT_CALLABLE: is not callable")
+    refused({"path": "x"}, "reward._target_")
