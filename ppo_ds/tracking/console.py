@@ -40,7 +40,6 @@ class ConsoleTracker:
             TextColumn("[dim]left"),
             TimeRemainingColumn(),
             console=self.console,
-            disable=not self.console.is_terminal,
             expand=True,
         )
         self._task = self._progress.add_task("PPO", total=total_steps, completed=first_step)
@@ -53,8 +52,9 @@ class ConsoleTracker:
             self.console.print(f"{title}\n{text.strip()}", markup=False, soft_wrap=True)
 
     def start(self, config: dict[str, Any]) -> None:
-        self._progress.start()
-        atexit.register(self._progress.stop)  # a run that ends with an exception gives the cursor back
+        if self.console.is_terminal:
+            self._progress.start()
+            atexit.register(self._progress.stop)  # a run that ends with an exception gives the cursor back
 
     def log(self, step: int, metrics: Record) -> None:
         self.console.print(step_line(step, self._total, metrics, plus_minus=self._plus_minus), soft_wrap=True)
@@ -64,8 +64,9 @@ class ConsoleTracker:
         """Nothing: samples are in the run directory, and before/after ones in the report at the end."""
 
     def finish(self, summary: dict[str, Any]) -> None:
-        self._progress.stop()
-        atexit.unregister(self._progress.stop)
+        if self.console.is_terminal:
+            self._progress.stop()
+            atexit.unregister(self._progress.stop)
         self.console.print(f"{summary.get('exit_reason', 'done')} after {seconds(summary.get('wall_s'))}", markup=False)
         self.console.file.flush()
 
