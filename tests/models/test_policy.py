@@ -1,0 +1,281 @@
+"""Tiny random causal LMs of each family. The independent reference is transformers' own forward on one unpadded row at a time."""
+
+import json
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from ppo_ds.errors import UserError
+from ppo_ds.models.generation import generate
+from ppo_ds.models.policy import Policy, load_policy, unsharded_twin
+
+V = 60
+SMALL = dict(vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5)
+GROUPED = SMALL | dict(num_key_value_heads=1)
+FAMILIES = {
+    "llama": lambda: LlamaConfig(**GROUPED, attention_dropout=0.1, tie_word_embeddings=False),
+    "qwen2": lambda: Qwen2Config(**GROUPED, attention_dropout=0.1, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**GROUPED, head_dim=8, attention_dropout=0.1, tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(**GROUPED, attention_dropout=0.1),
+    "gemma": lambda: GemmaConfig(**GROUPED, head_dim=8, attention_dropout=0.1),
+    "gpt2": lambda: GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
+    "gpt_neox": lambda: GPTNeoXConfig(**SMALL, hidden_dropout=0.1, attention_dropout=0.1),
+    "opt": lambda: OPTConfig(
+        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, word_embed_proj_dim=16, init_std=0.5,
+        max_position_embeddings=64, dropout=0.1, attention_dropout=0.1, layerdrop=0.1,
+    ),
+}  # fmt: skip
+EVERY = pytest.mark.parametrize("family", FAMILIES)
+LENGTHS = [(1, 2), (4, 3), (2, 5)]  # prompt, response
+P, R = 4, 5
+KW = dict(revision=None, trust_remote_code=False, attn_implementation="sdpa", key="actor.model.path")
+
+
+def saved(folder, family, generation_config=None):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(FAMILIES[family]()).save_pretrained(folder)
+    if generation_config is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    return str(folder)
+
+
+def load(folder, temperature=1.0, dtype="fp32", gradient_checkpointing=False):
+    return load_policy(str(folder), dtype=dtype, gradient_checkpointing=gradient_checkpointing, temperature=temperature, **KW)
+
+
+def reference(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def batch():
+    """Left-padded prompts and right-padded responses, with nonsense ids in the padding."""
+    torch.manual_seed(1)
+    ids = torch.randint(4, V, (3, P + R))
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for i, (p, r) in enumerate(LENGTHS):
+        mask[i, P - p : P + r] = True
+    return ids, mask
+
+
+def unpadded_log_softmax(lm, ids, mask, temperature=1.0):
+    """For each row: [r,V] log-probs of the states before its response tokens, and those tokens; no padding, no slices, no position ids."""
+    for i, (p, r) in enumerate(LENGTHS):
+        row = ids[i][mask[i]]
+        with torch.no_grad():
+            logits = lm(input_ids=row[None]).logits[0].double() / temperature
+        yield torch.log_softmax(logits[p - 1 : p - 1 + r], dim=-1), row[p:]
+
+
+# -- log-probs and entropy ----------------------------------------------------------------------------------------------------------------
+
+
+@EVERY
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_entropy_are_those_of_each_row_without_padding(tmp_path, batch, family, temperature):
+    folder = saved(tmp_path, family)
+    policy = load(folder, temperature).eval()
+    logprobs, entropy = policy(*batch, R, with_entropy=True)
+    assert logprobs.shape == entropy.shape == (3, R) and logprobs.dtype == entropy.dtype == torch.float32
+    for i, (table, answer) in enumerate(unpadded_log_softmax(reference(folder), *batch, temperature)):
+        expected = table.gather(1, answer[:, None])[:, 0]
+        assert (logprobs[i, : len(answer)] - expected).abs().max() < 1e-5
+        assert (entropy[i, : len(answer)] + (table.exp() * table).sum(1)).abs().max() < 1e-5
+    assert policy(*batch, R)[1] is None
+
+
+@EVERY
+def test_the_response_slice_is_that_of_the_full_logits(tmp_path, family):
+    """Unpadded rows: the places P-1 .. P+R-2 of all logits, whether the head runs on all places or on R + 1."""
+    folder = saved(tmp_path, family)
+    ids = torch.randint(4, V, (2, 7), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        table = torch.log_softmax(reference(folder)(input_ids=ids).logits, dim=-1)
+    for width in (1, 3, 6):
+        start = 7 - width
+        expected = table[:, start - 1 : -1].gather(2, ids[:, start:, None])[..., 0]
+        policy = load(folder).eval()
+        for keeps in {policy._keeps, False}:
+            policy._keeps = keeps
+            logprobs, _ = policy(ids, torch.ones_like(ids, dtype=torch.bool), width)
+            torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+
+
+def test_the_head_runs_on_the_response_places_alone(tmp_path, batch):
+    policy = load(saved(tmp_path, "llama"))
+    widths = []
+    policy.lm.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
+    policy(*batch, R)
+    assert widths == [R + 1]
+
+
+@EVERY
+def test_dropout_of_the_folder_has_no_effect_in_train_mode(tmp_path, batch, family):
+    folder = saved(tmp_path, family)
+    assert "0.1" in (tmp_path / "config.json").read_text()
+    policy = load(folder).train()
+    torch.manual_seed(3)
+    first, second = policy(*batch, R)[0], policy(*batch, R)[0]
+    assert torch.equal(first, second) and torch.equal(first, policy.eval()(*batch, R)[0])
+
+
+def test_bf16_logits_are_widened_before_the_softmax(tmp_path, batch):
+    policy = load(saved(tmp_path, "llama"), dtype="bf16").eval()
+    ids, mask = batch
+    logprobs, entropy = policy(ids, mask, R, with_entropy=True)
+    position_ids = (mask.long().cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = policy.lm(input_ids=ids, attention_mask=mask.long(), position_ids=position_ids).logits
+    assert logits.dtype == torch.bfloat16 and logprobs.dtype == entropy.dtype == torch.float32
+    expected = torch.log_softmax(logits.float(), -1)[:, P - 1 : -1].gather(2, ids[:, P:, None])[..., 0]
+    assert (logprobs - expected)[mask[:, P:]].abs().max() < 1e-5
+
+
+# -- gradient checkpointing ---------------------------------------------------------------------------------------------------------------
+
+
+@EVERY
+def test_gradient_checkpointing_recomputes_every_layer_and_changes_no_gradient(tmp_path, batch, family):
+    folder = saved(tmp_path, family)
+    gradients, calls = {}, {}
+    for checkpointing in (False, True):
+        policy = load(folder, gradient_checkpointing=checkpointing).train()
+        layers = [module for module in policy.modules() if type(module).__name__.endswith(("DecoderLayer", "NeoXLayer", "GPT2Block"))]
+        assert len(layers) == 2
+        count = [0]
+        for layer in layers:
+            attention = next(m for name, m in layer.named_children() if "attn" in name or "attention" in name and "norm" not in name)
+            attention.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
+        logprobs, entropy = policy(*batch, R, with_entropy=True)
+        forward = count[0]
+        mask = batch[1][:, P:]
+        (logprobs[mask].sum() + entropy[mask].sum()).backward()
+        calls[checkpointing] = (forward, count[0] - forward)
+        gradients[checkpointing] = {name: p.grad.clone() for name, p in policy.named_parameters()}
+    assert calls == {False: (2, 0), True: (2, 2)}
+    for name, gradient in gradients[False].items():
+        torch.testing.assert_close(gradients[True][name], gradient, rtol=1e-5, atol=1e-6)
+
+
+# -- the folder's generation config -------------------------------------------------------------------------------------------------------
+
+
+SHIPPED = dict(do_sample=True, top_k=20, repetition_penalty=1.3, temperature=0.1, eos_token_id=[5, 7], pad_token_id=6)
+
+
+def test_the_folders_generation_config_is_not_used_but_saved(tmp_path):
+    folder = saved(tmp_path / "there", "qwen2", SHIPPED)
+    policy = load(folder)
+    policy.save(tmp_path / "here")
+    written = json.loads((tmp_path / "here" / "generation_config.json").read_text())
+    assert {key: written[key] for key in SHIPPED} == SHIPPED
+
+    prompts = torch.randint(8, V, (8, 3), generator=torch.Generator().manual_seed(4))
+    drawn = dict(
+        max_new_tokens=6, min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=(), pad_id=6, tokenizer=None
+    )
+    bare = load(saved(tmp_path / "bare", "qwen2"))
+    for lm in (policy.lm.eval(), bare.lm.eval()):
+        torch.manual_seed(5)
+        answers, logprobs = generate(lm, prompts, torch.ones_like(prompts, dtype=torch.bool), **drawn)
+        if lm is policy.lm:
+            first, first_logprobs = answers, logprobs
+    assert first.shape == (8, 6)  # 5 and 7 do not stop
+    assert torch.equal(first, answers) and torch.equal(first_logprobs, logprobs)
+
+
+def test_a_generation_config_that_contradicts_itself_can_be_saved(tmp_path):
+    """Many models ship a temperature without do_sample, which transformers complains about."""
+    policy = load(saved(tmp_path / "there", "llama", dict(temperature=0.6, top_p=0.9, eos_token_id=5)))
+    policy.save(tmp_path / "here")
+    written = json.loads((tmp_path / "here" / "generation_config.json").read_text())
+    assert (written["temperature"], written["top_p"], written["eos_token_id"]) == (0.6, 0.9, 5)
+
+
+# -- saving -------------------------------------------------------------------------------------------------------------------------------
+
+
+@EVERY
+def test_what_is_saved_loads_with_equal_logits(tmp_path, batch, family):
+    policy = load(saved(tmp_path / "there", family))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(6)))
+    policy.save(tmp_path / "by_itself")
+    weights = {name: weight.clone() for name, weight in policy.lm.state_dict().items()}
+    with torch.no_grad():
+        expected = policy.eval().lm(input_ids=batch[0]).logits
+        for parameter in policy.parameters():
+            parameter.zero_()  # a state dict that is given is what is written
+    policy.save(tmp_path / "given", weights)
+    for folder in ("by_itself", "given"):
+        with torch.no_grad():
+            assert torch.equal(reference(tmp_path / folder)(input_ids=batch[0]).logits, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt", "gemma"])
+def test_tied_weights_stay_tied(tmp_path, family):
+    policy = load(saved(tmp_path / "there", family))
+    policy.save(tmp_path / "here", {name: weight.clone() for name, weight in policy.lm.state_dict().items()})
+    for lm in (policy.lm, load(tmp_path / "here").lm):
+        assert lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+
+
+def test_vocab_size_is_that_of_the_embedding(tmp_path):
+    assert load(saved(tmp_path, "llama")).vocab_size == V
+
+
+def test_errors_name_the_key(tmp_path):
+    with pytest.raises(UserError, match="^actor.model.path=.*: no such folder"):
+        load(tmp_path / "nowhere")
+
+
+# -- the twin of a sharded model ----------------------------------------------------------------------------------------------------------
+
+
+@EVERY
+def test_a_filled_twin_is_the_same_model(tmp_path, batch, family):
+    lm = load(saved(tmp_path, family)).lm.train()
+    twin = unsharded_twin(lm, torch.device("cpu"))
+    assert not twin.training and not any(p.requires_grad for p in twin.parameters())
+    assert {p.numel() for p in twin.parameters()} == {0}
+    tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+    assert (twin.get_output_embeddings().weight is twin.get_input_embeddings().weight) == tied
+    for source, hollow in zip(lm.parameters(), twin.parameters(), strict=True):
+        hollow.data = source.data.clone()
+    with torch.no_grad():
+        lm.eval()
+        assert torch.equal(twin(input_ids=batch[0]).logits, lm(input_ids=batch[0]).logits)
+        for parameter in lm.parameters():
+            parameter.zero_()
+        assert twin(input_ids=batch[0]).logits.abs().max() > 0  # nothing is shared with the source
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
+def test_a_twins_buffers_are_copies_in_their_own_dtype(tmp_path, family):
+    """RoPE's inverse frequencies are float32 in a bf16 model and are in no state dict: nothing would fill them later."""
+    lm = load(saved(tmp_path, family), dtype="bf16").lm
+    twin = unsharded_twin(lm, torch.device("cpu"))
+    here, there = dict(lm.named_buffers()), dict(twin.named_buffers())
+    assert here.keys() == there.keys() and any("inv_freq" in name for name in here)
+    for name, buffer in here.items():
+        assert there[name].dtype == buffer.dtype and torch.equal(there[name], buffer) and there[name].data_ptr() != buffer.data_ptr()
+        assert "inv_freq" not in name or buffer.dtype == torch.float32
+    assert {p.dtype for p in twin.parameters()} == {torch.bfloat16}
+
+
+def test_a_twin_does_not_take_its_sampling_from_the_folder(tmp_path):
+    policy = load(saved(tmp_path, "llama", SHIPPED))
+    twin = unsharded_twin(policy.lm, torch.device("cpu"))
+    assert isinstance(policy, Policy) and twin.generation_config.repetition_penalty in (None, 1.0) and twin.generation_config.eos_token_id is None
