@@ -38,6 +38,7 @@ class Checkpoints:
         self.root = root
         self.world = world
         self.keep_last = keep_last
+        self._sound: set[Path] = set()  # read and found undamaged by this process
 
     def save(self, step: int, models: Mapping[str, TrainedModel], state: dict[str, Any], *, best: bool = False) -> Path:
         """``state`` (JSON) is rank 0's. When this returns, the checkpoint is on the disk, and older ones are pruned.
@@ -64,6 +65,7 @@ class Checkpoints:
         for path in self.world.gather_objects(self._folders())[0]:
             damage = self._damage(path)
             if not damage:
+                self._sound.add(path)
                 return path
             if self.world.is_main:
                 log.warning("checkpoint %s is damaged and skipped: %s", path, "; ".join(damage[:3]))
@@ -77,9 +79,12 @@ class Checkpoints:
         damage = self._damage(path)
         if damage:
             raise UserError(f"run.resume: {path} is damaged: {'; '.join(damage[:3])}: use another, or run.resume=auto for the newest good one")
+        self._sound.add(path)
 
     def load(self, path: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
-        """Restore models and random states; returns the loop's state. ``path`` comes from ``latest`` or has passed ``verify``."""
+        """Restore models and random states; returns the loop's state. A ``path`` that is not from ``latest`` is verified first."""
+        if path not in self._sound:
+            self.verify(path)
         about = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if sorted(about["models"]) != sorted(models):
             raise UserError(f"run.resume: {path} holds {', '.join(about['models'])}, this run trains {', '.join(models)}: keep the algorithm")

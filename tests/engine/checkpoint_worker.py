@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import random
 import resource
 import sys
@@ -259,6 +260,7 @@ def main() -> None:
     if world.is_main:
         (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
     world.close()
+    os._exit(0)  # what is left of dozens of engines can abort the interpreter at its end ("terminate called without an active exception")
 
 
 if __name__ == "__main__":

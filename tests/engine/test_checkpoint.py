@@ -163,7 +163,7 @@ def test_damage_is_named_and_the_one_before_is_used(checkpoints: Checkpoints, fi
     assert "step_000002" in message
     assert file in message or (file == "manifest.json" and harm is flip)  # a hash that was flipped there blames its file
     with pytest.raises(UserError, match="run.resume: .*step_000002 is damaged"):
-        checkpoints.verify(damaged)
+        checkpoints.load(damaged, {})
     checkpoints.verify(before)
 
     again = checkpoints.save(2, {}, {"second": True})  # a damaged one is in the way of the same step
@@ -174,7 +174,7 @@ def test_damage_is_named_and_the_one_before_is_used(checkpoints: Checkpoints, fi
 def test_a_path_that_is_not_there(checkpoints: Checkpoints) -> None:
     checkpoints.save(3, {}, {})
     with pytest.raises(UserError, match="run.resume: no such folder: .*step_9; checkpoints in .*: step_000003"):
-        checkpoints.verify(checkpoints.root / "step_9")
+        checkpoints.load(checkpoints.root / "step_9", {})
 
 
 def test_leftovers_of_a_killed_save_are_ignored_and_removed(checkpoints: Checkpoints) -> None:
