@@ -46,7 +46,7 @@ def build_trainer(config: Config) -> Trainer:
     """Everything of a run, loaded and checked, resumed where it left off. Raises UserError for what the user can mend. A collective."""
     make_reward = bind(config.reward, "reward")
     prepare = bind(config.prepare, "prepare") if config.prepare else None
-    world = connect(config.run.timeout_minutes)
+    world = connect(config.run.timeout_minutes, config.run.verbose)
     _check_device(config, world)
     run_dir = Path(config.run.dir or "")
     _on_main(world, lambda: _open_run_directory(run_dir, config))
@@ -168,6 +168,7 @@ def _source(config: Config, tokenizer: Tokenizer, path: str, split: str, key: st
         split=split,
         revision=data.revision,
         prompt_column=data.prompt_column,
+        text_as_chat=data.text_as_chat,
         max_samples=max_samples,
         max_prompt_tokens=data.max_prompt_tokens,
         long_prompts=data.long_prompts,

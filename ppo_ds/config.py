@@ -36,7 +36,6 @@ class RunConfig:
     stop_at_step: Count | None = None  # stop early, with the schedules of the whole run
     max_minutes: Positive | None = None  # save and stop after so long
     timeout_minutes: Positive = 30.0  # a collective that takes longer is a hang
-    dry_run: bool = False  # load and check everything, train nothing
     verbose: bool = False  # let the libraries talk
 
 
@@ -141,6 +140,7 @@ class DataConfig:
     split: str = "train"  # of a Hub data set
     revision: str | None = None  # of a Hub data set
     prompt_column: str | None = None  # null: prompt, messages or conversations, whichever is there
+    text_as_chat: bool | None = None  # a text is a user's message, for the chat template; null: where the tokenizer has one; false: as it is
     max_samples: Count | None = None
     max_prompt_tokens: Count = 512
     long_prompts: Literal["truncate_left", "drop"] = "truncate_left"
@@ -205,7 +205,6 @@ class RewardShapingConfig:
     clip: Positive | None = 5.0  # scores to [-clip, clip]; null: off
     missing_eos: Literal["subtract", "set", "scale"] | None = None  # what happens to the score of an answer cut at the length limit
     missing_eos_value: float = 1.0
-    place: Literal["last_token", "next_token"] = "last_token"
 
 
 @dataclass

@@ -24,12 +24,16 @@ SHAREGPT_ROLES = {
 Prompt = str | list[dict[str, str]]
 
 
-def prompt_of(row: Row, column: str | None = None) -> Prompt:
-    """The row's prompt, from ``column`` or the first of PROMPT_COLUMNS. Errors do not know the row's place: the caller adds it."""
+def prompt_of(row: Row, column: str | None = None, text_as_chat: bool = False) -> Prompt:
+    """The row's prompt, from ``column`` or the first of PROMPT_COLUMNS. Errors do not know the row's place: the caller adds it.
+
+    ``text_as_chat``: a text is what a user says, a chat of one message.
+    """
     name = _column(row, column)
     value = row[name]
     if isinstance(value, str):
-        return _text(value, f'column "{name}"')
+        text = _text(value, f'column "{name}"')
+        return [{"role": "user", "content": text}] if text_as_chat else text
     if isinstance(value, list):
         return _chat(value, name)
     raise UserError(f'column "{name}" must be a text or a list of messages, not {_kind(value)}')

@@ -23,7 +23,7 @@ _SHOWN = 5  # different problems of rows reported at a time
 class PromptSource:
     """The prompts of a data set, checked and tokenised once, on every rank alike.
 
-    Text prompts are tokenised as they are; chats go through the tokenizer's chat template. A prompt of more than ``max_prompt_tokens``
+    Chats go through the tokenizer's chat template, and so do text prompts where there is one: a chat model is not trained on bare text. A prompt of more than ``max_prompt_tokens``
     is dropped, or cut on the left: on the right would remove the place where the answer begins.
 
     ``report``: {"rows": read, "truncated": cut on the left, "dropped": left out}; ``len(source)`` is rows - dropped.
@@ -37,16 +37,18 @@ class PromptSource:
         split: str = "train",
         revision: str | None = None,
         prompt_column: str | None = None,
+        text_as_chat: bool | None = None,
         max_samples: int | None = None,
         max_prompt_tokens: int = 512,
         long_prompts: str = "truncate_left",
         key: str = "data.path",
     ):
-        """``key``: the config key that errors name."""
+        """``text_as_chat``: whether a text prompt is a user's message; None: where the tokenizer has a chat template. ``key``: for errors."""
         self.path, self.key = path, key
         self._tokenizer, self._column = tokenizer, prompt_column
         self._rows = load_rows(path, split=split, revision=revision, max_rows=max_samples, key=key)
-        prompts = _checked_prompts(self._rows, prompt_column, tokenizer)
+        self._as_chat = tokenizer.has_chat_template if text_as_chat is None else text_as_chat
+        prompts = _checked_prompts(self._rows, prompt_column, self._as_chat, tokenizer)
         self._kept = array("I")  # index of each kept prompt's row
         self._starts = array("L", [0])  # where each kept prompt's ids begin; last: where they end
         self._ids = array("I")  # the ids of all kept prompts, one after the other
@@ -103,7 +105,7 @@ class PromptSource:
         A row's own column of such a name gives way, so that the keys mean the same in every row.
         """
         row = self._rows[self._kept[i]]
-        prompt = prompt_of(row, self._column)
+        prompt = prompt_of(row, self._column, self._as_chat)
         kept = {name: value for name, value in row.items() if name != "messages"}
         if isinstance(prompt, str):
             return kept | {"prompt_text": prompt}
@@ -114,13 +116,13 @@ class PromptSource:
         return Prompts(*_left_padded([self._prompt_ids(i) for i in indices], self._tokenizer.pad_id), tuple(self._metadata(i) for i in indices))
 
 
-def _checked_prompts(rows: Rows, column: str | None, tokenizer: Tokenizer) -> list[Prompt]:
+def _checked_prompts(rows: Rows, column: str | None, as_chat: bool, tokenizer: Tokenizer) -> list[Prompt]:
     """Every row's prompt, or all that is wrong with the rows, before anything is tokenised."""
     prompts: list[Prompt] = []
     places: dict[str, list[str]] = {}  # problem -> where; most often all rows have the same one
     for i, row in enumerate(rows):
         try:
-            prompt = prompt_of(row, column)
+            prompt = prompt_of(row, column, as_chat)
             if not isinstance(prompt, str) and not tokenizer.has_chat_template:
                 tokenizer.render_chat(prompt)  # says what is missing
             prompts.append(prompt)

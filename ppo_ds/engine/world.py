@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,13 +76,15 @@ def single_process_environment(environment: Mapping[str, str]) -> dict[str, str]
     return {**alone, "MASTER_PORT": environment.get("MASTER_PORT", "0")}
 
 
-def connect(timeout_minutes: float) -> World:
+def connect(timeout_minutes: float, verbose: bool = False) -> World:
     """Join the other ranks over NCCL on GPUs, gloo on CPUs.
 
     DeepSpeed's shared-memory collectives for CPUs are switched off first: they compile C++ on first use, hang on a stale
     lock, and leak 66 MiB of /dev/shm per rank and run. gloo gives the same bits.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not verbose:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     os.environ.update(single_process_environment(os.environ))
     local_rank = int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.is_available()

@@ -59,6 +59,6 @@ def source(jsonl, tokenizer):
 
     def make(*prompts, **options):
         rows = [{"prompt": p, "n": i} if isinstance(p, str) else p for i, p in enumerate(prompts)]
-        return PromptSource(jsonl(*rows), **{"tokenizer": tokenizer, **options})
+        return PromptSource(jsonl(*rows), **{"tokenizer": tokenizer, "text_as_chat": False, **options})
 
     return make

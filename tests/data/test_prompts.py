@@ -49,6 +49,12 @@ def test_chat(source, tokenizer):
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<user>hi<eos><assistant>"
 
 
+def test_a_text_is_what_a_user_says_where_there_is_a_chat_template(source, byte_tokenizer):
+    made = source("hi", text_as_chat=None).batch([0]).metadata[0]
+    assert made["messages"] == [USER] and made["prompt_text"] == "<user>hi<eos><assistant>"
+    assert source("hi", text_as_chat=None, tokenizer=byte_tokenizer(template=None)).batch([0]).metadata[0]["prompt_text"] == "hi"
+
+
 def test_only_texts_get_the_tokenizers_own_special_tokens(source, byte_tokenizer):
     template = "{{ eos_token }}{{ messages[0]['content'] }}"
     made = source("a", {"messages": [{"role": "user", "content": "b"}]}, tokenizer=byte_tokenizer(template=template, adds_bos=True))
