@@ -24,7 +24,7 @@ def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
     hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     open_keys = {name: p for name, p in parameters.items() if p.kind is _KEY}
     given = {name: value for name, value in spec.items() if name != "_target_"}
-    problems = [f"{key}.{name}={show(given[name])}: no such key{_known(name, open_keys)}" for name in given if name not in open_keys]
+    problems = [f"{key}.{name}={show(given[name])}: no such key{_known(name, open_keys, key)}" for name in given if name not in open_keys]
     arguments = {}
     for name, parameter in open_keys.items():
         if name in given:
@@ -55,5 +55,6 @@ def _imported(path: str, key: str) -> Callable[..., Any]:
     return target
 
 
-def _known(name: str, keys: dict[str, Any]) -> str:
-    return did_you_mean(name, keys) or f"; its keys are {', '.join(keys) or 'none'}"
+def _known(name: str, keys: dict[str, Any], section: str) -> str:
+    full = [f"{section}.{known}" for known in keys]
+    return did_you_mean(f"{section}.{name}", full) or f"; its keys are {', '.join(full) or 'none'}"
