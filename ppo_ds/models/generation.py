@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from ppo_ds.ops.logprobs import logprobs_from_logits
 
@@ -32,6 +40,37 @@ class _Recorder(LogitsProcessor):
         self.pending = scores.clone()
         return scores
 
+    def finished(self, answers: Tensor) -> Tensor:
+        """[B,R] for the answers [B,R] that came out. A step that generate() took and undid again has left its logits pending."""
+        if len(self.logprobs) < answers.shape[1]:
+            self.take(answers[:, -1])
+        return torch.stack(self.logprobs, dim=1)
+
+
+class _StopStrings(StoppingCriteria):
+    """Ends rows whose answer, as text, holds a stop string.
+
+    transformers' own also matches text that began in the prompt and reads tokens in other ways than decoding does: a row that it alone
+    takes for ended would be filled up with padding that nobody can tell from an answer.
+    """
+
+    def __init__(self, prompt_width: int, stops: Sequence[str], decode: Callable[[list[int]], str]):
+        self.prompt_width = prompt_width
+        self.stops = stops
+        self.decode = decode
+        # a token is a byte at least; a few more, since some tokenizers drop a space where a text begins. What is overlooked is cut later.
+        self.window = max(len(stop.encode()) for stop in stops) + 4
+        self.ended: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        if self.ended is None:
+            self.ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        running = (~self.ended).nonzero().flatten()
+        tails = input_ids[running, self.prompt_width :][:, -self.window :].tolist()
+        hits = [any(stop in text for stop in self.stops) for text in map(self.decode, tails)]
+        self.ended[running] = torch.tensor(hits, dtype=torch.bool, device=input_ids.device)
+        return self.ended
+
 
 @torch.no_grad()
 def generate(
@@ -47,12 +86,12 @@ def generate(
     stop_token_ids: tuple[int, ...],
     stop_strings: tuple[str, ...],
     pad_id: int,
-    tokenizer: Any,
+    decode: Callable[[list[int]], str],
 ) -> tuple[Tensor, Tensor]:
     """Left-padded ids, mask [B,P] -> responses [B,R] long and log-probs [B,R] fp32, R <= max_new_tokens.
 
     Log-probs are those of the whole distribution at ``temperature``, also where top_k or top_p narrow the draw. Places after an
-    answer's end hold rubbish. ``tokenizer`` (transformers') is needed for stop strings only.
+    answer's end hold rubbish. ``decode`` (ids to text) is what stop strings are looked for in.
     """
     recorder = _Recorder(temperature)
     processors = LogitsProcessorList([recorder])
@@ -68,10 +107,14 @@ def generate(
         repetition_penalty=1.0,
         num_beams=1,
         use_cache=True,
-        stop_strings=list(stop_strings) or None,
         **warpers,
     )
-    extra = {"tokenizer": tokenizer} if stop_strings else {}
-    sequences = lm.generate(input_ids=ids, attention_mask=mask.long(), generation_config=config, logits_processor=processors, **extra)
-    recorder.take(sequences[:, -1])
-    return sequences[:, ids.shape[1] :], torch.stack(recorder.logprobs, dim=1)
+    sequences = lm.generate(
+        input_ids=ids,
+        attention_mask=mask.long(),
+        generation_config=config,
+        logits_processor=processors,
+        stopping_criteria=StoppingCriteriaList([_StopStrings(ids.shape[1], stop_strings, decode)] if stop_strings else []),
+    )
+    answers = sequences[:, ids.shape[1] :]
+    return answers, recorder.finished(answers)

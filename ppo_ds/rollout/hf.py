@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class HFGenerator:
     def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
         lm = self.lm()
         device = next(lm.parameters()).device
+        decode = partial(self.tokenizer.decode, skip_special_tokens=False)  # a special token's text can be a stop string too
         n, width = len(prompts), sampling.max_new_tokens
         responses = torch.full((n, width), self.tokenizer.pad_id)
         logprobs = torch.zeros(n, width)
@@ -43,11 +45,11 @@ class HFGenerator:
                 stop_token_ids=sampling.stop_token_ids,
                 stop_strings=sampling.stop_strings,
                 pad_id=self.tokenizer.pad_id,
-                tokenizer=self.tokenizer.hf,
+                decode=decode,
             )
             responses[rows, : new.shape[1]] = new.cpu()
             logprobs[rows, : new.shape[1]] = new_logprobs.cpu()
-        rollout = finish(prompts, responses, logprobs, sampling=sampling, pad_id=self.tokenizer.pad_id, decode=self.tokenizer.decode)
+        rollout = finish(prompts, responses, logprobs, sampling=sampling, pad_id=self.tokenizer.pad_id, decode=decode)
         return rollout.trimmed()
 
     def _chunks(self, prompts: Prompts, new_tokens: int) -> Iterator[Tensor]:

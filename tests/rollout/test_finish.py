@@ -1,0 +1,113 @@
+"""finish(): where an answer ends, worked by hand."""
+
+import pytest
+import torch
+
+from ppo_ds.rollout.base import finish, stop_string_length
+
+PAD, EOS = 0, 1
+TEXTS = {0: "<pad>", 1: "", 2: "a", 3: "b", 4: "c", 5: "ab", 6: "cab", 7: "\n"}
+
+
+def decode(ids):
+    return "".join(TEXTS[i] for i in ids)
+
+
+@pytest.fixture
+def cut(prompts, sampling):
+    """Raw answers -> (ids, mask, finished, log-probs) of each; log-probs go in as -1, -2, ..."""
+
+    def run(*answers, prompt=(9, 9), stop=(EOS,), strings=(), pad=PAD):
+        responses = torch.tensor(answers)
+        logprobs = -torch.arange(1.0, responses.shape[1] + 1).repeat(len(answers), 1)
+        rollout = finish(
+            prompts(*[prompt] * len(answers)), responses, logprobs, pad_id=pad, decode=decode,
+            sampling=sampling(responses.shape[1], stop_token_ids=stop, stop_strings=strings),
+        )  # fmt: skip
+        assert rollout.attention_mask[:, len(prompt) :].equal(rollout.response_mask)
+        return rollout
+
+    return run
+
+
+def lengths(rollout):
+    return rollout.response_mask.sum(1).tolist()
+
+
+def test_the_stop_token_is_part_of_the_answer(cut):
+    rollout = cut([2, EOS, 3, 4], [2, 3, 4, EOS], [2, 3, 4, 2], [EOS, 2, 3, 4])
+    assert lengths(rollout) == [2, 4, 4, 1]
+    assert rollout.finished.tolist() == [True, True, False, True]  # also with the end token in the last place, but not without one
+    assert rollout.ids[:, 2:].tolist() == [[2, EOS, PAD, PAD], [2, 3, 4, EOS], [2, 3, 4, 2], [EOS, PAD, PAD, PAD]]
+    assert rollout.logprobs.tolist() == [[-1, -2, 0, 0], [-1, -2, -3, -4], [-1, -2, -3, -4], [-1, 0, 0, 0]]
+
+
+def test_rubbish_after_the_end_does_not_count(cut):
+    rollout = cut([2, EOS, EOS, 3], [2, EOS, PAD, EOS])
+    assert lengths(rollout) == [2, 2] and rollout.ids[:, 4:].eq(PAD).all()
+
+
+def test_nan_logprobs_after_the_end_are_replaced(prompts, sampling):
+    logprobs = torch.tensor([[-1.0, float("nan"), float("-inf")]])
+    rollout = finish(prompts([9]), torch.tensor([[EOS, 2, 3]]), logprobs, sampling=sampling(3, stop_token_ids=(EOS,)), pad_id=PAD, decode=decode)
+    assert rollout.logprobs.tolist() == [[-1.0, 0.0, 0.0]]
+
+
+def test_pad_is_eos(cut):
+    """An end token inside a chat prompt is attended to, one in the answer is its last action, and padding after it is neither."""
+    rollout = cut([2, EOS, EOS, EOS], [EOS, EOS, EOS, EOS], prompt=(9, EOS, 8), pad=EOS)
+    assert rollout.attention_mask.tolist() == [[True] * 5 + [False] * 2, [True] * 4 + [False] * 3]
+    assert lengths(rollout) == [2, 1] and rollout.finished.all()
+
+
+def test_prompt_padding_stays_out_of_the_masks(prompts, sampling):
+    rollout = finish(
+        prompts([EOS, 5], [7], pad=EOS), torch.tensor([[2, EOS], [3, 4]]), torch.zeros(2, 2),
+        sampling=sampling(2, stop_token_ids=(EOS,)), pad_id=EOS, decode=decode,
+    )  # fmt: skip
+    assert rollout.attention_mask.tolist() == [[True, True, True, True], [False, True, True, True]]
+    assert rollout.metadata == ({"row": 0}, {"row": 1})
+
+
+def test_pad_inside_an_answer_is_an_action(cut):
+    """A policy can draw the pad token; only stop positions end an answer."""
+    rollout = cut([PAD, 2, EOS, 3])
+    assert lengths(rollout) == [3] and rollout.ids[0, 2:].tolist() == [PAD, 2, EOS, PAD]
+
+
+def test_the_first_of_several_stop_ids_wins(cut):
+    rollout = cut([2, 4, EOS, 3], [2, EOS, 4, 3], [2, 2, 2, 4], stop=(EOS, 4))
+    assert lengths(rollout) == [2, 2, 4] and rollout.finished.all()
+
+
+def test_without_stops_every_answer_is_cut_at_the_limit(cut):
+    rollout = cut([EOS, PAD, EOS], stop=())
+    assert lengths(rollout) == [3] and not rollout.finished.any()
+
+
+def test_stop_string_or_stop_id_whichever_comes_first(cut):
+    rollout = cut([2, 3, EOS, 4], [2, EOS, 3, 4], [4, 2, EOS, 3], [4, 4, 4, 4], [4, 4, 2, 3], strings=("ab",))
+    # "ab" after two tokens; EOS first; "ca" then EOS, though "ab" follows (EOS has no text); neither; "ab" in the last place
+    assert lengths(rollout) == [2, 2, 3, 4, 4]
+    assert rollout.finished.tolist() == [True, True, True, False, True]
+
+
+def test_stop_string_within_and_across_tokens(cut):
+    rollout = cut([6, 4, 4], [4, 5, 4], [4, 2, 6], [3, 2, 4], strings=("ab",))
+    assert lengths(rollout) == [1, 2, 3, 3] and rollout.finished.tolist() == [True, True, True, False]
+
+
+def test_the_earliest_of_several_stop_strings(cut):
+    rollout = cut([2, 7, 7, 2, 3], strings=("ab", "\n\n"))
+    assert lengths(rollout) == [3]
+
+
+def test_stop_strings_without_stop_ids(cut):
+    rollout = cut([EOS, 2, 3, 4], [EOS, 4, 4, 4], stop=(), strings=("ab",))
+    assert lengths(rollout) == [3, 4] and rollout.finished.tolist() == [True, False]
+
+
+def test_stop_string_length_is_the_shortest_prefix_that_holds_one():
+    for ids in ([2], [5], [2, 3], [4, 4, 2, 3, 5, 5], [6, 6], [2, 2, 2], [4] * 9 + [2, 3] + [4] * 7):
+        holding = [n for n in range(len(ids) + 1) if "ab" in decode(ids[:n])]
+        assert stop_string_length(ids, ("ab",), decode) == (holding[0] if holding else len(ids) + 1)

@@ -1,0 +1,332 @@
+"""Decoding with transformers: which tokens come out, with which log-probs, and where rows end."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from ppo_ds.models.generation import _Recorder, generate
+from ppo_ds.rollout.hf import HFGenerator
+
+V = 40
+MODELS = {
+    "gpt2": lambda: GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5, bos_token_id=None, eos_token_id=None),
+    "llama": lambda: LlamaConfig(
+        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5,
+        bos_token_id=None, eos_token_id=None,
+    ),
+}  # fmt: skip
+EVERY = pytest.mark.parametrize("family", MODELS)
+LENGTHS = [1, 6, 3, 6, 2, 4]
+PAD, EOS = 0, 1
+
+
+def model(family):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(MODELS[family]()).eval()
+
+
+@pytest.fixture
+def batch(prompts):
+    torch.manual_seed(1)
+    return prompts(*[torch.randint(2, V, (n,)).tolist() for n in LENGTHS])
+
+
+def decoded(lm, batch, n, **changes):
+    settings = dict(
+        min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=(), pad_id=PAD, decode=None
+    )  # fmt: skip
+    return generate(lm, batch.ids, batch.mask, max_new_tokens=n, **settings | changes)
+
+
+def log_softmax(lm, batch, answers, temperature=1.0):
+    """[B,n,V] float64: each row by itself, without padding, in one plain forward."""
+    tables = []
+    for i, answer in enumerate(answers):
+        row = torch.cat([batch.ids[i][batch.mask[i]], answer])
+        with torch.no_grad():
+            logits = lm(input_ids=row[None]).logits[0].double()
+        tables.append(torch.log_softmax(logits / temperature, -1)[-len(answer) - 1 : -1])
+    return torch.stack(tables)
+
+
+# -- log-probs ----------------------------------------------------------------------------------------------------------------------------
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "knobs",
+    [dict(), dict(top_k=1), dict(temperature=0.7), dict(temperature=0.7, top_k=5), dict(top_p=0.5), dict(temperature=1.3, top_p=0.8, top_k=7)],
+    ids=lambda knobs: "_".join(f"{k}{v}" for k, v in knobs.items()) or "neutral",
+)
+def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature(batch, family, knobs):
+    lm = model(family)
+    torch.manual_seed(2)
+    answers, logprobs = decoded(lm, batch, 7, **knobs)
+    assert answers.shape == logprobs.shape == (6, 7) and logprobs.dtype == torch.float32
+    table = log_softmax(lm, batch, answers, knobs.get("temperature", 1.0))
+    expected = table.gather(2, answers[..., None])[..., 0]
+    assert (logprobs - expected).abs().max() < 1e-5
+    if top_k := knobs.get("top_k"):
+        assert ((table > expected[..., None] + 1e-9).sum(-1) < top_k).all()  # drawn among the likeliest
+    if (top_p := knobs.get("top_p")) and not top_k:
+        likelier = torch.where(table > expected[..., None], table.exp(), 0.0).sum(-1)
+        assert (likelier < top_p).all()
+
+
+@EVERY
+def test_logprobs_of_rows_that_end_early(batch, family):
+    """Every stop id ends its own row; the others go on, and their log-probs stay theirs."""
+    lm = model(family)
+    torch.manual_seed(3)
+    stops = (5, 6, 7, 8, 9, 10)
+    answers, logprobs = decoded(lm, batch, 9, stop_token_ids=stops)
+    lengths = [next((t + 1 for t, token in enumerate(row.tolist()) if token in stops), len(row)) for row in answers]
+    assert len(set(lengths)) > 2
+    for i, n in enumerate(lengths):
+        table = log_softmax(lm, batch.select(torch.tensor([i])), answers[i : i + 1, :n])
+        assert (logprobs[i, :n] - table.gather(2, answers[i : i + 1, :n, None])[0, :, 0]).abs().max() < 1e-5
+
+
+def test_logprobs_are_float32_of_a_bf16_model(batch):
+    lm = model("llama").bfloat16()
+    torch.manual_seed(4)
+    answers, logprobs = decoded(lm, batch, 3)
+    assert logprobs.dtype == torch.float32 and (logprobs - log_softmax(lm, batch, answers).gather(2, answers[..., None])[..., 0]).abs().max() < 0.2
+
+
+def test_a_step_that_was_undone_leaves_no_logprob():
+    """transformers may decide to stop one step late: three steps are seen, two tokens come out."""
+    recorder = _Recorder(1.0)
+    steps = torch.tensor([[[0.0, 1.0, 2.0]], [[2.0, 0.0, 0.0]], [[9.0, 0.0, 0.0]]])
+    for ids, scores in zip(([[9]], [[9, 1]], [[9, 1, 2]]), steps, strict=True):
+        recorder(torch.tensor(ids), scores)
+    expected = torch.log_softmax(steps[:2, 0], -1)[[0, 1], [1, 2]]
+    torch.testing.assert_close(recorder.finished(torch.tensor([[1, 2]])), expected[None])
+
+
+# -- tokens -------------------------------------------------------------------------------------------------------------------------------
+
+
+@EVERY
+def test_greedy_tokens_are_those_of_a_loop_by_hand(batch, family):
+    lm = model(family)
+    answers, _ = decoded(lm, batch, 6, top_k=1, temperature=0.3)
+    for i in range(len(batch)):
+        row = batch.ids[i][batch.mask[i]]
+        for _ in range(6):
+            with torch.no_grad():
+                row = torch.cat([row, lm(input_ids=row[None]).logits[0, -1].argmax()[None]])
+        assert answers[i].tolist() == row[-6:].tolist()
+        by_hand = lm.generate(batch.ids[i][batch.mask[i]][None], attention_mask=torch.ones(1, LENGTHS[i]), do_sample=False, max_new_tokens=6)
+        assert answers[i].tolist() == by_hand[0, -6:].tolist()
+
+
+def chi_square(draws, probabilities):
+    counts = torch.bincount(draws, minlength=len(probabilities)).double()
+    expected = probabilities * counts.sum()
+    kept = expected > 0
+    assert counts[~kept].sum() == 0
+    return float(((counts - expected)[kept] ** 2 / expected[kept]).sum())
+
+
+@pytest.mark.parametrize(
+    ("knobs", "kept"),
+    [
+        (dict(), 8),
+        (dict(temperature=0.7), 8),
+        (dict(temperature=2.0), 8),
+        (dict(top_k=3), 3),
+        (dict(top_p=0.6), 2),
+    ],
+)
+def test_draws_follow_the_distribution(chain, prompts, knobs, kept):
+    """3,000 first tokens against softmax(logits / T), renormalised over what top_k and top_p leave. Seeded; the 99.9% quantile of
+    chi-square with 7 degrees of freedom is 24.3, and draws at another temperature give more than 100."""
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5])
+    lm = chain(logits.repeat(8, 1))
+    torch.manual_seed(5)
+    batch = prompts(*[[3]] * 3000)
+    answers, logprobs = decoded(lm, batch, 1, **knobs)
+    whole = torch.softmax(logits.double() / knobs.get("temperature", 1.0), 0)
+    narrowed = torch.where(torch.arange(8) < kept, whole, 0.0)
+    assert chi_square(answers[:, 0], narrowed / narrowed.sum()) < 24.3
+    assert (logprobs[:, 0].double().exp() - whole[answers[:, 0]]).abs().max() < 1e-5
+    assert chi_square(answers[:, 0], torch.softmax(logits.double() / 5, 0)) > 100
+
+
+def test_two_seeds_draw_differently_and_one_alike(batch):
+    lm = model("llama")
+    draws = []
+    for seed in (6, 6, 7):
+        torch.manual_seed(seed)
+        draws.append(decoded(lm, batch, 5)[0])
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+# -- ends ---------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answer(tokenizer, prompts, sampling):
+    """Decode prompts with HFGenerator; characters are tokens 3, 4, ..."""
+
+    def run(lm, rows, n, texts="abcdefg", token_budget=10_000, **knobs):
+        generator = HFGenerator(lambda: lm, tokenizer=tokenizer(texts), token_budget=token_budget)
+        return generator(prompts(*rows), sampling(n, **knobs))
+
+    return run
+
+
+def answers_of(rollout):
+    return [ids[mask].tolist() for ids, mask in zip(rollout.ids[:, rollout.prompt_width :], rollout.response_mask, strict=True)]
+
+
+def test_every_stop_id_ends_a_row_and_an_empty_list_none(successor, answer):
+    lm = successor({3: 4, 4: EOS, EOS: EOS, 5: 6, 6: 7, 7: 3}, 10)
+    rows = [[3], [5], [9]]
+    rollout = answer(lm, rows, 5, stop_token_ids=(EOS, 7))
+    assert answers_of(rollout) == [[4, EOS], [6, 7], [9] * 5] and rollout.finished.tolist() == [True, True, False]
+    never = answer(lm, rows, 5)
+    assert answers_of(never) == [[4, EOS, EOS, EOS, EOS], [6, 7, 3, 4, EOS], [9] * 5] and not never.finished.any()
+
+
+def test_a_models_own_end_token_does_not_stop_where_none_is_asked_for(successor, answer):
+    lm = successor({3: EOS, EOS: 4}, 10)
+    lm.config.eos_token_id = lm.generation_config.eos_token_id = None
+    lm.config.eos_token_id = EOS
+    assert answers_of(answer(lm, [[3]], 4)) == [[EOS, 4, 4, 4]]
+
+
+def test_one_token_answers(successor, answer):
+    rollout = answer(successor({3: EOS, 4: EOS}, 10), [[3, 4], [4, 3], [3]], 6, stop_token_ids=(EOS,))
+    assert answers_of(rollout) == [[EOS]] * 3 and rollout.response_width == 1 and rollout.finished.all()
+    assert rollout.logprobs.abs().max() < 1e-5
+
+
+def test_min_new_tokens_keeps_stop_ids_away(chain, answer):
+    """After 3 the end token is far likelier than 4, after 4 than 4; log-probs stay those of the whole distribution."""
+    table = torch.full((10, 10), -20.0)
+    table[3:5, EOS], table[3:5, 4] = 3.0, 0.0
+    for minimum in (1, 2, 3):
+        rollout = answer(chain(table), [[3], [3, 3]], 5, stop_token_ids=(EOS, 8), min_new_tokens=minimum, top_k=1)
+        assert answers_of(rollout) == [[4] * minimum + [EOS]] * 2
+        assert rollout.logprobs[0].tolist() == pytest.approx([-3.0486] * minimum + [-0.0486], abs=1e-4)  # -log(1 + e^3), less 3
+    assert answers_of(answer(chain(table), [[3]], 5, stop_token_ids=(EOS, 8), top_k=1)) == [[EOS]]
+
+
+def test_pad_is_eos(successor, prompts, sampling, tokenizer):
+    same = tokenizer("abcdefg")
+    same.pad_id = EOS
+    generator = HFGenerator(lambda: successor({3: 4, 4: EOS}, 10), tokenizer=same, token_budget=10_000)
+    rollout = generator(prompts([EOS, 3], [9], [4], pad=EOS), sampling(4, stop_token_ids=(EOS,)))
+    assert answers_of(rollout) == [[4, EOS], [9] * 4, [EOS]] and rollout.finished.tolist() == [True, False, True]
+    assert rollout.prompt_lengths.tolist() == [2, 1, 1]
+
+
+# -- stop strings -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_stop_strings_across_tokens(successor, answer):
+    """a b c d ...: "cd" is complete with the token d; other rows go on to their own end."""
+    lm = successor({3: 4, 4: 5, 5: 6, 6: 7, 8: 9, 9: EOS}, 10)
+    rollout = answer(lm, [[3], [8], [5]], 7, stop_token_ids=(EOS,), stop_strings=("cd",))
+    assert answers_of(rollout) == [[4, 5, 6], [9, EOS], [6, 7, 7, 7, 7, 7, 7]]
+    assert rollout.finished.tolist() == [True, True, False]
+
+
+def test_stop_strings_inside_a_token(successor, answer):
+    """Token 5 is "xaby": it ends the answer although text follows the stop string in it."""
+    lm = successor({3: 4, 4: 5, 5: 6}, 8)
+    rollout = answer(lm, [[3]], 5, texts=["a", "b", "xaby", "z", "w"], stop_strings=("ab",))
+    assert answers_of(rollout) == [[4, 5]] and rollout.finished.tolist() == [True]
+
+
+def test_decoding_ends_with_the_last_stop_string(successor, answer):
+    lm = successor({3: 4, 4: 5, 5: 6}, 10)
+    steps = []
+    lm.lm_head.register_forward_hook(lambda *_: steps.append(1))
+    assert answers_of(answer(lm, [[3], [4]], 50, stop_strings=("c",))) == [[4, 5], [5]]
+    assert len(steps) == 2
+
+
+def test_long_stop_strings_end_decoding_too(chain, prompts, sampling):
+    """Twenty three-byte characters, one byte a token: the text is whole with the sixtieth token, and decoding ends there."""
+    text, steps = "\N{SNOWMAN}" * 20, []
+
+    class Bytes:
+        pad_id = 0
+        decode = staticmethod(lambda ids, skip_special_tokens: bytes(i + 120 for i in ids).decode(errors="replace"))
+
+    first, second, third = (byte - 120 for byte in text[0].encode())
+    table = torch.zeros(120, 120)
+    table[first, second] = table[second, third] = table[third, first] = 50.0
+    lm = chain(table)
+    lm.lm_head.register_forward_hook(lambda *_: steps.append(1))
+    rollout = HFGenerator(lambda: lm, tokenizer=Bytes, token_budget=10_000)(prompts([third]), sampling(100, stop_strings=(text,)))
+    assert rollout.response_mask.sum() == len(steps) == 60 and rollout.finished.all()
+
+
+def test_a_stop_string_begins_in_the_answer_not_in_the_prompt(successor, answer):
+    """The prompt ends with "b", the answer starts with "c": the text "bc" was not answered."""
+    rollout = answer(successor({3: 4, 4: 5, 5: 6, 6: 7}, 10), [[3, 4]], 4, stop_strings=("bc",))
+    assert answers_of(rollout) == [[5, 6, 7, 7]] and rollout.finished.tolist() == [False]
+    assert rollout.logprobs.abs().max() < 1e-5
+
+
+def test_special_tokens_can_be_stop_strings(successor, answer):
+    rollout = answer(successor({3: 4, 4: EOS, EOS: 5}, 10), [[3], [4]], 6, stop_strings=("<eos>",))
+    assert answers_of(rollout) == [[4, EOS], [EOS]] and rollout.finished.all()
+
+
+# -- chunks -------------------------------------------------------------------------------------------------------------------------------
+
+
+@EVERY
+@pytest.mark.parametrize("token_budget", [1, 17, 24, 40])
+def test_chunks_change_no_greedy_answer(batch, family, token_budget, sampling, tokenizer):
+    lm, texts = model(family), tokenizer([chr(97 + i) for i in range(V - 3)])
+    greedy = sampling(6, top_k=1, stop_token_ids=(5, 6, 7, 8))
+    whole = HFGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, greedy)
+    shapes, decode = [], lm.generate
+    lm.generate = lambda input_ids, **more: shapes.append(tuple(input_ids.shape)) or decode(input_ids=input_ids, **more)
+    parts = HFGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget)(batch, greedy)
+    assert len(shapes) > 1 and all(rows * (width + 6) <= token_budget or rows == 1 for rows, width in shapes)
+    assert sum(rows for rows, _ in shapes) == len(batch) and shapes[0][1] == 6 and shapes[-1][1] < 6  # each as wide as it needs
+    for name in ("ids", "attention_mask", "response_mask", "finished"):
+        assert torch.equal(getattr(parts, name), getattr(whole, name)), name
+    torch.testing.assert_close(parts.logprobs, whole.logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("token_budget", [1, 20, 10_000])
+def test_answers_stay_with_their_prompts(successor, prompts, sampling, tokenizer, token_budget):
+    """The longest prompts are decoded first, but rows come back in their own order, metadata and all."""
+    lm = successor({token: token + 10 for token in range(10)}, 24)
+    rows = [[3], [9, 9, 4], [5], [9, 6], [9, 9, 9, 9, 7], [8, 3]]
+    generator = HFGenerator(lambda: lm, tokenizer=tokenizer("abcdefghijklmnopqrstu"), token_budget=token_budget)
+    rollout = generator(prompts(*rows), sampling(2, top_k=1))
+    assert answers_of(rollout) == [[row[-1] + 10] * 2 for row in rows]
+    assert [ids[: rollout.prompt_width][mask[: rollout.prompt_width]].tolist() for ids, mask in zip(rollout.ids, rollout.attention_mask, strict=True)] == rows
+    assert [row["row"] for row in rollout.metadata] == list(range(6))
+
+
+def test_the_model_is_asked_for_at_each_call(chain, prompts, sampling, tokenizer):
+    """With ZeRO-3 the weights to decode with exist only inside generation mode."""
+    asked = []
+
+    def lm():
+        asked.append(1)
+        return chain(torch.zeros(8, 8))
+
+    generator = HFGenerator(lm, tokenizer=tokenizer("abcde"), token_budget=1)
+    assert not asked
+    generator(prompts([3], [4]), sampling(1))
+    generator(prompts([3]), sampling(1))
+    assert len(asked) == 2
+
+
+def test_a_rollout_is_cut_to_its_longest_answer_and_prompt(successor, prompts, sampling, tokenizer):
+    batch = prompts([3], [4], [8, 8, 8, 8]).select(torch.tensor([0, 1]))  # wider than its own rows
+    generator = HFGenerator(lambda: successor({3: EOS, 4: 3}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000)
+    rollout = generator(batch, sampling(30, stop_token_ids=(EOS,)))
+    assert (rollout.prompt_width, rollout.response_width) == (1, 2)
+    assert rollout.ids.tolist() == [[3, EOS, PAD], [4, 3, EOS]] and rollout.logprobs.shape == (2, 2)
