@@ -1,0 +1,148 @@
+"""Advantage estimators. B sequences, T response places; everything is detached and 0 where mask = 0."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ppo_ds.ops.masked import Reduce, keep, masked_mean_var, masked_whiten, widen
+
+GroupBaseline = Literal["rloo", "grpo", "dr_grpo", "mean", "opo", "none"]
+
+
+@torch.no_grad()
+def compute_gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    bootstrap_value: Tensor | None = None,
+    lam_critic: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016): rewards, values, mask [B,T] -> advantages, returns [B,T].
+
+        delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lam * A_{t+1}        returns = A + V
+
+    t + 1 is the next place with mask = 1: holes (tool output, another speaker's turn) are passed over without decay. After the
+    last one V is ``bootstrap_value`` [B], or 0. ``lam_critic``: another lambda for the returns (VC-PPO).
+    """
+    rewards, values = keep(rewards, mask), keep(values, mask)
+    deltas = rewards + gamma * _next_values(values, mask, bootstrap_value) - values
+    advantages = _backward_sum(deltas, mask, gamma * lam)
+    for_returns = advantages if lam_critic is None else _backward_sum(deltas, mask, gamma * lam_critic)
+    return advantages, for_returns + values
+
+
+@torch.no_grad()
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """G_t = r_t + gamma * G_{t+1}: [B,T] -> [B,T]; holes are passed over without decay."""
+    return _backward_sum(rewards, mask, gamma)
+
+
+def _next_values(values: Tensor, mask: Tensor, bootstrap_value: Tensor | None) -> Tensor:
+    """[B,T]: the value at the next place with mask = 1, or the bootstrap value (0) after the last one."""
+    width = values.shape[1]
+    after = torch.zeros_like(values[:, 0]) if bootstrap_value is None else widen(bootstrap_value).to(values.dtype)
+    places = torch.where(mask.bool(), torch.arange(width, device=values.device), width)
+    following = torch.nn.functional.pad(places[:, 1:], (0, 1), value=width)
+    following = following.flip(1).cummin(dim=1).values.flip(1)  # the smallest masked place beyond t; width: none
+    return torch.cat([values, after[:, None]], dim=1).gather(1, following)
+
+
+def _backward_sum(x: Tensor, mask: Tensor, decay: float) -> Tensor:
+    """y_t = x_t + decay * y_{t+1} from each place with mask = 1 to the next; 0 elsewhere. One fused operation per place."""
+    columns = keep(x, mask).t().contiguous()
+    decays = torch.ones_like(columns).masked_fill_(mask.bool().t(), decay)
+    y = torch.zeros_like(columns)
+    running = torch.zeros_like(columns[0])
+    for t in reversed(range(len(columns))):
+        running = torch.addcmul(columns[t], decays[t], running, out=y[t])
+    return keep(y.t(), mask)
+
+
+@torch.no_grad()
+def group_advantages(
+    scores: Tensor,
+    group_ids: Tensor,
+    kind: GroupBaseline,
+    eps: float = 1e-6,
+    lengths: Tensor | None = None,
+    singleton: Literal["error", "score", "zero"] = "error",
+) -> Tensor:
+    """Scores against the other answers to the same prompt: scores [B], group_ids [B] -> [B].
+
+    rloo: less the mean of the others (Ahmadian et al. 2024).  grpo: (score - mean) / (std + eps), unbiased std (Shao et al. 2024).
+    dr_grpo, mean: score - mean (Liu et al. 2025).  opo: less the mean weighted by ``lengths`` (Hao et al. 2025).  none: the score.
+    singleton: what to do with a prompt that has one answer only: refuse, keep its score (verl) or give 0 (NeMo).
+    """
+    if kind == "none":
+        return widen(scores).detach()
+    x = scores.double()  # equal scores must differ from their mean by 0, not by a rounding error that eps then magnifies
+    _, group = torch.unique(group_ids, return_inverse=True)
+
+    def group_sum(t: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add_(0, group, t)[group]
+
+    count = group_sum(torch.ones_like(x))
+    alone = count == 1
+    if singleton == "error" and bool(alone.any()):
+        raise ValueError(f"a prompt with one answer has no baseline ({kind}): draw two or more answers per prompt")
+    others = (count - 1).clamp(min=1)
+    centred = x - group_sum(x) / count
+    match kind:
+        case "rloo":
+            advantages = centred * count / others
+        case "grpo":
+            advantages = centred / ((group_sum(centred.square()) / others).sqrt() + eps)
+        case "dr_grpo" | "mean":
+            advantages = centred
+        case "opo":
+            assert lengths is not None, "opo needs lengths"
+            weights = lengths.double()
+            advantages = x - group_sum(weights * x) / group_sum(weights).clamp(min=1)
+        case _:
+            raise ValueError(f"unknown group advantage {kind!r}: rloo, grpo, dr_grpo, mean, opo or none")
+    return torch.where(alone, x if singleton == "score" else 0.0, advantages).to(widen(scores).dtype)
+
+
+@torch.no_grad()
+def reinforce_pp_advantages(token_rewards: Tensor, mask: Tensor, gamma: float = 1.0, reduce: Reduce | None = None) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ (Hu 2025): discounted returns, whitened over all ranks (unbiased), and the returns themselves; [B,T] each."""
+    returns = discounted_returns(token_rewards, mask, gamma)
+    return masked_whiten(returns, mask, reduce=reduce), returns
+
+
+@torch.no_grad()
+def one_step_advantages(scores: Tensor, values: Tensor, whiten: bool = True, reduce: Reduce | None = None) -> tuple[Tensor, Tensor]:
+    """The whole answer as one action: [B], [B] -> advantages scores - V(prompt), whitened over all ranks (unbiased); returns = scores."""
+    scores = widen(scores).detach()
+    advantages = scores - widen(values)
+    if whiten:
+        advantages = masked_whiten(advantages, torch.ones_like(advantages, dtype=torch.bool), reduce=reduce)
+    return advantages, scores
+
+
+@torch.no_grad()
+def normalize_advantages(
+    adv: Tensor,
+    mask: Tensor,
+    mode: Literal["none", "batch", "mean_only"] = "batch",
+    unbiased: bool = False,
+    clip: float | None = None,
+    reduce: Reduce | None = None,
+) -> Tensor:
+    """Advantages [B,T] over the whole rollout of all ranks: "batch" mean 0 and variance 1, "mean_only" mean 0; then +-clip.
+
+    The variance has a floor of 1e-8 (OpenRLHF, NeMo-Aligner), where masked_whiten adds 1e-8 to it.
+    """
+    if mode not in ("none", "batch", "mean_only"):
+        raise ValueError(f"unknown normalisation {mode!r}: none, batch or mean_only")
+    adv = keep(adv, mask)
+    if mode != "none":
+        mean, var, count = masked_mean_var(adv, mask, unbiased, reduce)
+        scale = torch.where(count < 2, 1.0, var.clamp(min=1e-8).rsqrt()) if mode == "batch" else 1.0
+        adv = keep((adv - mean) * scale, mask)
+    return adv if clip is None else adv.clamp(-clip, clip)

@@ -1,0 +1,112 @@
+"""KL estimators (Schulman, "Approximating KL divergence") and the controllers of its coefficient. All in nats."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ppo_ds.ops.masked import widen
+
+KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
+
+_MAX_EXPONENT = 20.0
+
+
+def approx_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k1", clamp: float | None = None) -> Tensor:
+    """KL(policy || reference) estimated at samples of the policy, elementwise; gradients flow into ``logprobs`` only.
+
+    With d = log pi - log pi_ref:  k1 = d;  abs = |d|;  k2 = d^2 / 2;  k3 = exp(-d) - 1 + d.
+    "k1+" and "k3+" have the value of k1 / k3 and the gradient of k2, which alone of the three is, in expectation, the gradient of
+    the reverse KL (k1's is 0, k3's is that of the forward KL).
+    k3 limits -d to 20: beyond it the value stays finite and the gradient is 0. Towards the other side exp(-d) just vanishes.
+    ``clamp`` limits the value to +-clamp (gradient 0 beyond it, but for the straight-through ones); None: no limit.
+    """
+    d = widen(logprobs) - widen(ref_logprobs).detach()
+    if estimator.endswith("+"):
+        k2 = d.square() / 2
+        return approx_kl(logprobs, ref_logprobs, estimator[:-1], clamp).detach() + (k2 - k2.detach())
+    kl = _estimate(d, estimator)
+    return kl if clamp is None else kl.clamp(-clamp, clamp)
+
+
+def _estimate(d: Tensor, estimator: KLEstimator) -> Tensor:
+    match estimator:
+        case "k1":
+            return d
+        case "abs":
+            return d.abs()
+        case "k2":
+            return d.square() / 2
+        case "k3":
+            exponent = (-d).clamp(max=_MAX_EXPONENT)
+            return torch.expm1(exponent) - exponent
+    raise ValueError(f"unknown KL estimator {estimator!r}: k1, abs, k2, k3, k1+ or k3+")
+
+
+class FixedKLController:
+    """A coefficient that stays."""
+
+    def __init__(self, init_kl_coef: float = 0.2):
+        self.value = init_kl_coef
+
+    def update(self, current: float, n_steps: int) -> None:
+        """``current``: the KL measured over ``n_steps`` sequences, reduced over ranks, so that all ranks keep one value."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+class AdaptiveKLController(FixedKLController):
+    """Ziegler et al. 2019, section 2.2: a proportional controller in log space.
+
+    ``target`` has the unit of what update() is fed with: 6 nats is meant per sequence, not per token.
+    """
+
+    def __init__(self, init_kl_coef: float = 0.2, target: float = 6.0, horizon: int = 10000, min_coef: float = 0.0, max_coef: float | None = None):
+        super().__init__(init_kl_coef)
+        self.target, self.horizon = target, horizon
+        self.min_coef, self.max_coef = min_coef, max_coef
+
+    def update(self, current: float, n_steps: int) -> None:
+        if math.isnan(current):
+            return  # min() and max() would turn NaN into an error of +0.2
+        error = min(max(current / self.target - 1, -0.2), 0.2)
+        self.value = _limit(self.value * (1 + error * n_steps / self.horizon), self.min_coef, self.max_coef)
+
+
+class ThresholdKLController(FixedKLController):
+    """times ``up`` above ``high`` targets, times ``down`` below ``low`` targets, both strictly; bounded on both sides.
+
+    The KL is 0 at the start, so that without a floor the coefficient is halved round after round.
+    """
+
+    def __init__(
+        self,
+        init_kl_coef: float = 0.2,
+        target: float = 0.01,
+        up: float = 1.5,
+        down: float = 0.5,
+        high: float = 2.0,
+        low: float = 0.5,
+        min_coef: float = 1e-4,
+        max_coef: float | None = 10.0,
+    ):
+        super().__init__(init_kl_coef)
+        self.target, self.up, self.down, self.high, self.low = target, up, down, high, low
+        self.min_coef, self.max_coef = min_coef, max_coef
+
+    def update(self, current: float, n_steps: int) -> None:
+        if current > self.high * self.target:
+            self.value = _limit(self.value * self.up, self.min_coef, self.max_coef)
+        elif current < self.low * self.target:
+            self.value = _limit(self.value * self.down, self.min_coef, self.max_coef)
+
+
+def _limit(value: float, low: float, high: float | None) -> float:
+    return max(value, low) if high is None else min(max(value, low), high)

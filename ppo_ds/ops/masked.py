@@ -1,0 +1,66 @@
+"""Masked statistics.
+
+Places where mask = 0 may hold anything, NaN and infinities included: they are replaced *before* any arithmetic, so that they
+reach neither a value nor a gradient (0 * inf would be NaN).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]  # sums a tensor over all ranks and returns the sum
+
+
+def widen(x: Tensor) -> Tensor:
+    """``x`` in float32 or wider: float64 stays as it is, everything else becomes float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def keep(x: Tensor, mask: Tensor) -> Tensor:
+    """``x``, widened, with exact zeros wherever mask = 0; differentiable."""
+    return torch.where(mask.bool(), widen(x), 0.0)
+
+
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum over the places with mask = 1, over everything or over ``dim``."""
+    return keep(x, mask).sum(dim=dim)
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None, eps: float = 0.0) -> Tensor:
+    """sum / (count + eps) over the places with mask = 1; a mean of no places is 0."""
+    total = masked_sum(x, mask, dim)
+    count = mask.bool().expand_as(x).sum(dim=dim).to(total.dtype)
+    return total / torch.where(count > 0, count + eps, 1.0)
+
+
+@torch.no_grad()
+def masked_mean_var(x: Tensor, mask: Tensor, unbiased: bool = True, reduce: Reduce | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and count (0-dim) of the places with mask = 1 on all ranks; detached.
+
+    Two passes (the squares are those of differences from the global mean), both summed and reduced in float64: E[x^2] - E[x]^2
+    would lose every digit of advantages that sit far from 0. Fewer than two places have variance 0.
+    """
+    total = reduce or (lambda t: t)
+    mask = mask.bool().expand_as(x)
+    values = keep(x, mask).double()
+    value_sum, count = total(torch.stack([values.sum(), mask.sum().double()])).unbind()
+    mean = value_sum / count.clamp(min=1)
+    squares = total(keep(values - mean, mask).square().sum().reshape(1))[0]
+    var = squares / (count - int(unbiased)).clamp(min=1)
+    dtype = widen(x).dtype
+    return mean.to(dtype), var.to(dtype), count.to(dtype)
+
+
+@torch.no_grad()
+def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, unbiased: bool = True, eps: float = 1e-8, reduce: Reduce | None = None) -> Tensor:
+    """(x - mean) / sqrt(var + eps) with the statistics of all ranks; 0 where mask = 0; detached.
+
+    shift_mean=False keeps the mean, as in TRL (a shift of rewards would be a bonus per token, that is, for length).
+    With fewer than two places there is no variance to divide by: x - mean.
+    """
+    mean, var, count = masked_mean_var(x, mask, unbiased, reduce)
+    whitened = (keep(x, mask) - mean) * torch.where(count < 2, 1.0, torch.rsqrt(var + eps))
+    return keep(whitened if shift_mean else whitened + mean, mask)

@@ -1,0 +1,128 @@
+"""The golden files as test tables.
+
+A test module gives, for one file, a table: output key (glob patterns allowed) -> function of a case that computes the same with
+``ppo_ds.ops``, and a table of outputs that are no target, with the reason. Every output of every case is then one test: compared, or
+skipped aloud; an output in neither table, or a pattern that matches no output, fails.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
+sys.path.insert(0, str(GOLDENS))
+from golden_io import load  # noqa: E402
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+
+@dataclass(frozen=True)
+class Case:
+    id: str
+    inputs: dict[str, Any]
+    params: dict[str, Any]
+    outputs: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        """case.mask is case.inputs["mask"]."""
+        try:
+            return self.inputs[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclass(frozen=True)
+class Within:
+    """A result to be compared where mask = 1, since the peer leaves rubbish elsewhere; ours must be 0 there."""
+
+    actual: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class Close:
+    """A result to be compared with a wider tolerance than its dtype's, because of what the peer does."""
+
+    actual: Any
+    tolerance: float
+    because: str
+
+
+def cases(file: str) -> list[Case]:
+    g = load(GOLDENS / file, to="torch")
+    found = {c["id"]: c for c in g.get("cases", [g | {"id": "only"}])}
+    for c in found.values():
+        inputs = c["inputs"]
+        c["inputs"] = found[inputs["same_as"]]["inputs"] if "same_as" in inputs else inputs
+    return [Case(c["id"], c["inputs"], c.get("params", {}), _flat(c["outputs"])) for c in found.values()]
+
+
+def _flat(outputs: dict[str, Any]) -> dict[str, Any]:
+    """An output that is a dict becomes one output per key: "name.key"."""
+    flat: dict[str, Any] = {}
+    for name, x in outputs.items():
+        flat |= {f"{name}.{k}": v for k, v in x.items()} if isinstance(x, dict) else {name: x}
+    return flat
+
+
+def outputs(file: str) -> list[Any]:
+    """pytest parameters (case, key), one for each output of the file."""
+    return [pytest.param(c, key, id=f"{c.id}-{key}") for c in cases(file) for key in c.outputs]
+
+
+def look_up(table: dict[str, Any], case: Case, key: str) -> Any:
+    """The entry for "key" or for "case/key"; exact ones come before patterns."""
+    names = (f"{case.id}/{key}", key)
+    exact = (table[n] for n in names if n in table)
+    return next(exact, None) or next((entry for p, entry in table.items() if any(fnmatchcase(n, p) for n in names)), None)
+
+
+def check(case: Case, key: str, targets: dict[str, Callable[[Case], Any]], not_targets: dict[str, str]) -> None:
+    if reason := look_up(not_targets, case, key):
+        pytest.skip(reason)
+    target = look_up(targets, case, key)
+    assert target, f"{case.id}/{key} is neither compared nor named as no target"
+    same(target(case), case.outputs[key])
+
+
+def same(actual: Any, expected: Any) -> None:
+    wider = 0.0
+    if isinstance(actual, Close):
+        actual, wider = actual.actual, actual.tolerance
+    if isinstance(actual, Within):
+        outside = ~actual.mask.bool()
+        assert torch.equal(actual.actual[outside], torch.zeros_like(actual.actual[outside])), "not 0 outside the mask"
+        actual, expected = actual.actual[~outside], expected[~outside]
+    expected = torch.as_tensor(expected, dtype=None if isinstance(expected, Tensor) else torch.float64)
+    actual = torch.as_tensor(actual, dtype=None if isinstance(actual, Tensor) else expected.dtype)
+    if not expected.dtype.is_floating_point:
+        assert torch.equal(actual.to(expected.dtype), expected)
+        return
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    coarser = torch.float32 if torch.float32 in (actual.dtype, expected.dtype) else torch.float64
+    tolerance = max(wider, TOLERANCE[coarser])
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+def assert_no_stale_entries(file: str, *tables: dict[str, Any]) -> None:
+    """Every entry names at least one output."""
+    names = {n for c in cases(file) for key in c.outputs for n in (key, f"{c.id}/{key}")}
+    stale = [p for table in tables for p in table if not any(fnmatchcase(n, p) for n in names)]
+    assert not stale, f"{file}: nothing matches {stale}"
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.clone().requires_grad_()
+
+
+def gradient(loss: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(loss, x, retain_graph=True)[0]

@@ -1,0 +1,239 @@
+"""Advantage estimators: goldens of six systems, numbers worked by hand, holes, bootstrapping, groups of one."""
+
+import pytest
+import torch
+
+from ppo_ds.ops.advantages import (
+    compute_gae,
+    discounted_returns,
+    group_advantages,
+    normalize_advantages,
+    one_step_advantages,
+    reinforce_pp_advantages,
+)
+from ppo_ds.ops.kl import approx_kl
+from ppo_ds.ops.masked import masked_whiten
+from ppo_ds.ops.rewards import token_rewards
+from ppo_ds.ops.sequences import broadcast_sequence, next_token_mask
+
+from .golden import Close, Within, assert_no_stale_entries, check, outputs
+
+
+def rounded(actual):
+    return Close(actual, 1e-7, "integer masks make n / (n - 1) a float32 number")
+
+
+# gae.json -------------------------------------------------------------------------------------------------------------------------
+def gae(c, mask=None):
+    return compute_gae(c.rewards, c.values, c.mask if mask is None else mask, c.params["gamma"], c.params["lam"])
+
+
+def trl(which):
+    """Score one place after EOS, which is a state of its own; rewards are whitened without a shift."""
+
+    def step(c):
+        p, states = c.params, next_token_mask(c.mask)
+        rewards = token_rewards(c.scores, c.mask, approx_kl(c.old_logprobs, c.ref_logprobs, p["estimator"]), p["kl_coef"], place="next_token")
+        if p["whiten_rewards"]:
+            rewards = masked_whiten(rewards, states, shift_mean=False)
+        advantages, returns = compute_gae(rewards, c.values, states, p["gamma"], p["lam"])
+        return rounded({"rewards": rewards, "returns": returns, "advantages": masked_whiten(advantages, c.mask)}[which])
+
+    return step
+
+
+GAE = {
+    "dschat.advantages": lambda c: gae(c, next_token_mask(c.mask))[0],  # keeps one place beyond the last token
+    "dschat.returns": lambda c: gae(c, next_token_mask(c.mask))[1],
+    "openrlhf.cumulative_returns": lambda c: discounted_returns(c.rewards, c.mask, c.params["gamma"]),
+    "verl.advantages_whitened": lambda c: rounded(Within(masked_whiten(gae(c)[0], c.mask), c.mask)),
+    "verl.returns": lambda c: Within(gae(c)[1], c.mask),
+    "torchtune.advantages": lambda c: rounded(masked_whiten(gae(c)[0], c.mask, shift_mean=False)),
+    "*.advantages": lambda c: gae(c)[0],
+    "*.advantages_raw": lambda c: gae(c)[0],
+    "*.returns": lambda c: gae(c)[1],
+    "trl.rewards": trl("rewards"),
+    "trl.advantages": trl("advantages"),
+    "trl.returns": trl("returns"),
+}
+NOT_GAE = {"holes_*/openrlhf.*": "takes the places of a hole for steps without reward that decay; we pass them over, as verl does"}
+
+
+@pytest.mark.parametrize(("case", "key"), outputs("gae.json"))
+def test_golden_gae(case, key):
+    check(case, key, GAE, NOT_GAE)
+
+
+# group_advantages.json ------------------------------------------------------------------------------------------------------------
+def grouped(kind, **options):
+    return lambda c: broadcast_sequence(group_advantages(c.scores, c.index, kind, lengths=c.mask.sum(1), **options), c.mask)
+
+
+def alone(kind):
+    return lambda c: broadcast_sequence(group_advantages(c.scores, torch.arange(8), kind, singleton="score"), c.mask)
+
+
+def rewarded(c, scores=None):
+    return token_rewards(c.scores if scores is None else scores, c.mask, c.kl, c.params["kl_coef"])
+
+
+def openrlhf(kind, normalized=None, **options):
+    """Group baseline on the scores, then the KL per token, discounted; some are normalised (biased)."""
+
+    def advantages(c):
+        scores = group_advantages(c.scores, c.index, kind, **options)
+        returns = discounted_returns(rewarded(c, scores), c.mask, c.params["gamma"])
+        return rounded(Within(normalize_advantages(returns, c.mask, normalized), c.mask)) if normalized else returns
+
+    return advantages
+
+
+def openrlhf_gae(which, normalized=None):
+    def step(c):
+        x = compute_gae(rewarded(c), c.values, c.mask, c.params["gamma"], c.params["lam"])[which]
+        return rounded(Within(normalize_advantages(x, c.mask, normalized), c.mask)) if normalized else x
+
+    return step
+
+
+def with_greedy_baseline(c):
+    return broadcast_sequence(one_step_advantages(c.scores, c.reward_baselines, whiten=False)[0], c.mask)
+
+
+def group_mean_then_whitened(c):
+    return rounded(masked_whiten(grouped("mean")(c), c.mask))
+
+
+GROUPS = {
+    "verl.grpo.singletons": lambda c: Close(alone("grpo")(c), 2e-6, "divides a lone score by 1 + eps"),
+    "verl.rloo.singletons": alone("rloo"),
+    "verl.grpo.*": grouped("grpo"),
+    "verl.dr_grpo.*": grouped("dr_grpo"),
+    "verl.grpo_vectorized.*": lambda c: Close(grouped("grpo")(c), 2e-5, "floors the variance by eps, in float32"),
+    "verl.rloo.*": grouped("rloo"),
+    "verl.rloo_vectorized.*": grouped("rloo"),
+    "verl.reinforce_pp_baseline.*": group_mean_then_whitened,
+    "verl.reinforce_pp.advantages": lambda c: rounded(reinforce_pp_advantages(rewarded(c), c.mask)[0]),
+    "verl.reinforce_pp.returns": lambda c: Within(reinforce_pp_advantages(rewarded(c), c.mask)[1], c.mask),
+    "verl.remax.advantages": with_greedy_baseline,
+    "verl.remax.returns": lambda c: broadcast_sequence(one_step_advantages(c.scores, c.reward_baselines)[1], c.mask),
+    "verl.opo.*": grouped("opo"),
+    "verl.gpg.*": grouped("mean"),  # its factor, rows over rows with a score, is 1 here
+    "openrlhf.gae.advantages": openrlhf_gae(0, "batch"),
+    "openrlhf.gae.no_std.advantages": openrlhf_gae(0, "mean_only"),
+    "openrlhf.gae.*returns": openrlhf_gae(1),
+    "openrlhf.reinforce.advantages": openrlhf("none", "batch"),
+    "openrlhf.reinforce.no_std.advantages": openrlhf("none", "mean_only"),
+    "openrlhf.reinforce.*returns": openrlhf("none"),
+    "openrlhf.rloo.*": openrlhf("rloo"),
+    "openrlhf.reinforce_baseline.advantages": openrlhf("mean", "batch"),
+    "openrlhf.reinforce_baseline.no_std.advantages": openrlhf("mean", "mean_only"),
+    "openrlhf.reinforce_baseline.*returns": openrlhf("mean"),
+    "openrlhf.group_norm.*": openrlhf("grpo", eps=1e-9),
+    "openrlhf.dr_grpo.*": openrlhf("dr_grpo"),
+}
+NOT_GROUPS = {"verl.grpo_passk.*": "pass@k advantages: not among our estimators"}
+
+
+@pytest.mark.parametrize(("case", "key"), outputs("group_advantages.json"))
+def test_golden_groups(case, key):
+    check(case, key, GROUPS, NOT_GROUPS)
+
+
+def test_every_table_entry_is_used():
+    assert_no_stale_entries("gae.json", GAE, NOT_GAE)
+    assert_no_stale_entries("group_advantages.json", GROUPS, NOT_GROUPS)
+
+
+# worked by hand -------------------------------------------------------------------------------------------------------------------
+NAN = float("nan")
+
+
+def test_gae_worked_by_hand():
+    """gamma 1/2, lambda 1/2: deltas 1 + 1 - 1 = 1 and 4 - 2 = 2; A_0 = 1 + 2/4."""
+    rewards, values = torch.tensor([[1.0, 4.0, NAN]]), torch.tensor([[1.0, 2.0, NAN]])
+    mask = torch.tensor([[1, 1, 0]])
+    advantages, returns = compute_gae(rewards, values, mask, gamma=0.5, lam=0.5)
+    assert advantages.tolist() == [[1.5, 2.0, 0.0]]
+    assert returns.tolist() == [[2.5, 4.0, 0.0]]
+    assert discounted_returns(rewards, mask, 0.5).tolist() == [[3.0, 4.0, 0.0]]
+
+
+def test_holes_are_passed_over_without_decay():
+    rewards, values = torch.tensor([[1.0, NAN, 100.0, 4.0]]), torch.tensor([[1.0, 7.0, NAN, 2.0]])
+    advantages, returns = compute_gae(rewards, values, torch.tensor([[1, 0, 0, 1]]), gamma=0.5, lam=0.5)
+    assert advantages.tolist() == [[1.5, 0.0, 0.0, 2.0]]
+    assert returns.tolist() == [[2.5, 0.0, 0.0, 4.0]]
+
+
+def test_the_value_after_the_last_place_is_the_bootstrap_value():
+    rewards, values, mask = torch.zeros(2, 3), torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    advantages, _ = compute_gae(rewards, values, mask, 1.0, 0.0, bootstrap_value=torch.tensor([5.0, 7.0]))
+    assert advantages.tolist() == [[0.0, 4.0, 0.0], [0.0, 0.0, 6.0]]
+
+
+def test_another_lambda_for_the_critic():
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 4, 6, generator=generator)
+    mask = torch.ones(4, 6)
+    advantages, returns = compute_gae(rewards, values, mask, 0.9, lam=0.5, lam_critic=1.0)
+    torch.testing.assert_close(advantages, compute_gae(rewards, values, mask, 0.9, 0.5)[0])
+    torch.testing.assert_close(returns, discounted_returns(rewards, mask, 0.9))
+
+
+def test_group_baselines_worked_by_hand():
+    scores = torch.tensor([1.0, 10.0, 3.0, 10.0, 8.0])
+    groups = torch.tensor([7, -2, 7, -2, 7])  # interleaved, any ids: {1, 3, 8} and {10, 10}
+    assert group_advantages(scores, groups, "mean").tolist() == [-3.0, 0.0, -1.0, 0.0, 4.0]
+    assert group_advantages(scores, groups, "dr_grpo").tolist() == [-3.0, 0.0, -1.0, 0.0, 4.0]
+    assert group_advantages(scores, groups, "rloo").tolist() == [-4.5, 0.0, -1.5, 0.0, 6.0]
+    assert group_advantages(scores, groups, "none").tolist() == scores.tolist()
+    std = (26 / 2) ** 0.5
+    torch.testing.assert_close(group_advantages(scores, groups, "grpo", eps=0.0)[[0, 2, 4]], torch.tensor([-3.0, -1.0, 4.0]) / std)
+    lengths = torch.tensor([1, 5, 1, 5, 2])  # opo: (1 + 3 + 16) / 4 = 5
+    assert group_advantages(scores, groups, "opo", lengths=lengths).tolist() == [-4.0, 0.0, -2.0, 0.0, 3.0]
+
+
+def test_equal_scores_have_no_advantage_however_they_round():
+    scores = torch.full((7,), 0.1)
+    for kind in ("grpo", "rloo", "mean"):
+        assert group_advantages(scores, torch.zeros(7, dtype=torch.long), kind).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("kind", ["rloo", "grpo", "dr_grpo", "mean", "opo"])
+def test_groups_of_one(kind):
+    scores, groups, lengths = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1]), torch.ones(3)
+    with pytest.raises(ValueError, match="one answer"):
+        group_advantages(scores, groups, kind, lengths=lengths)
+    assert group_advantages(scores, groups, kind, lengths=lengths, singleton="score")[2] == 5.0
+    assert group_advantages(scores, groups, kind, lengths=lengths, singleton="zero")[2] == 0.0
+
+
+def test_unknown_kinds_are_refused():
+    with pytest.raises(ValueError, match="best_of"):
+        group_advantages(torch.zeros(2), torch.zeros(2), "best_of")
+    with pytest.raises(ValueError, match="group"):
+        normalize_advantages(torch.zeros(1, 2), torch.ones(1, 2), "group")
+
+
+def test_normalisation_worked_by_hand():
+    adv, mask = torch.tensor([[1.0, 3.0, NAN]], dtype=torch.float64), torch.tensor([[1, 1, 0]])
+    assert normalize_advantages(adv, mask, "none").tolist() == [[1.0, 3.0, 0.0]]
+    assert normalize_advantages(adv, mask, "mean_only").tolist() == [[-1.0, 1.0, 0.0]]
+    torch.testing.assert_close(normalize_advantages(adv, mask), torch.tensor([[-1.0, 1.0, 0.0]]).double(), rtol=0, atol=1e-7)
+    half = torch.tensor([[-1.0, 1.0, 0.0]]).double() / 2**0.5  # unbiased variance 2
+    torch.testing.assert_close(normalize_advantages(adv, mask, unbiased=True), half, rtol=0, atol=1e-7)
+    assert normalize_advantages(adv, mask, "none", clip=2.0).tolist() == [[1.0, 2.0, 0.0]]
+
+
+def test_one_step_advantages_worked_by_hand():
+    scores, values = torch.tensor([1.0, 5.0]), torch.tensor([0.0, 2.0])  # 1 and 3
+    advantages, returns = one_step_advantages(scores, values, whiten=False)
+    assert advantages.tolist() == [1.0, 3.0] and returns.tolist() == [1.0, 5.0]
+    torch.testing.assert_close(one_step_advantages(scores, values)[0], torch.tensor([-1.0, 1.0]) / 2**0.5)
+
+
+def test_everything_is_detached():
+    x, mask = torch.randn(2, 3, requires_grad=True), torch.ones(2, 3)
+    results = [*compute_gae(x, x, mask), *reinforce_pp_advantages(x, mask), normalize_advantages(x, mask), *one_step_advantages(x[0], x[1])]
+    assert not any(r.requires_grad for r in results)

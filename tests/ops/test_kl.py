@@ -1,0 +1,167 @@
+"""KL estimators and controllers: goldens, exact expectations, extremes."""
+
+import pytest
+import torch
+
+from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController, approx_kl
+
+from .golden import assert_no_stale_entries, check, gradient, leaf, outputs
+
+PEER_CLAMP = 10.0  # OpenRLHF limits every estimator to +-10, verl k3 only
+
+
+def value(estimator, clamp=None):
+    return lambda c: approx_kl(c.logprobs, c.ref_logprobs, estimator, clamp)
+
+
+def grad(estimator, clamp=None):
+    def of_logprobs(c):
+        x = leaf(c.logprobs)
+        return gradient(approx_kl(x, c.ref_logprobs, estimator, clamp).sum(), x)
+
+    return of_logprobs
+
+
+def expected(estimator):
+    """Exact expectation over the 7 outcomes."""
+
+    def of_policy(c):
+        logp, logq = c.policy_logits.log_softmax(0), c.ref_logits.log_softmax(0)
+        return (logp.exp() * approx_kl(logp, logq, estimator)).sum()
+
+    return of_policy
+
+
+def expected_gradient_as_loss(estimator):
+    """E[d/d logits of the estimator]: the sampling distribution itself is not differentiated."""
+
+    def of_logits(c):
+        x = leaf(c.policy_logits)
+        logp = x.log_softmax(0)
+        return gradient((logp.detach().exp() * approx_kl(logp, c.ref_logits.log_softmax(0), estimator)).sum(), x)
+
+    return of_logits
+
+
+def expected_gradient_in_reward(c):
+    """REINFORCE with the cost k1: E[k1 * d log pi / d logits]."""
+    x = leaf(c.policy_logits)
+    logp = x.log_softmax(0)
+    cost = approx_kl(logp, c.ref_logits.log_softmax(0), "k1").detach()
+    return gradient((logp.detach().exp() * cost * logp).sum(), x)
+
+
+def where_unlimited(c):
+    """k3 without the limit of its exponent agrees with ours up to a log-ratio of -20."""
+    unlimited = c.ref_logprobs - c.logprobs <= 20
+    return approx_kl(c.logprobs, c.ref_logprobs, "k3").where(unlimited, c.outputs["trl.k3"])
+
+
+TARGETS = {
+    **{f"openrlhf.compute_approx_kl.{e}": value(e, PEER_CLAMP) for e in ("k1", "k2", "k3")},
+    **{f"verl.kl_penalty.{e}": value(e) for e in ("k1", "abs", "k2")},
+    "verl.kl_penalty.k3": value("k3", PEER_CLAMP),
+    **{f"verl.kl_penalty.{e}.grad_logprob": grad(e) for e in ("k1", "abs", "k2", "k1+")},
+    **{f"verl.kl_penalty.{e}.grad_logprob": grad(e, PEER_CLAMP) for e in ("k3", "k3+")},
+    "trl.k1": value("k1"),
+    "trl.k3": value("k3"),
+    "extreme/trl.k3": where_unlimited,
+    "nemo_aligner.abs": value("abs"),
+    "nemo_aligner.k1": value("k1"),
+    "exact.reverse_kl": expected("k1"),
+    **{f"expected.{e}": expected(e) for e in ("k1", "k2", "k3")},
+    **{f"expected_grad.{e}_as_loss": expected_gradient_as_loss(e) for e in ("k1", "k2", "k3")},
+    "expected_grad.k1_in_reward": expected_gradient_in_reward,
+    "exact.grad_reverse_kl": expected_gradient_as_loss("k1+"),  # what the straight-through ones are for
+    "exact.grad_forward_kl": expected_gradient_as_loss("k3"),
+}
+NOT_TARGETS = {"exact.forward_kl": "no estimator here has this value; the gradient of k3 is its gradient, which is compared"}
+
+
+@pytest.mark.parametrize(("case", "key"), outputs("kl.json"))
+def test_golden(case, key):
+    check(case, key, TARGETS, NOT_TARGETS)
+
+
+def ziegler(c):
+    return trace(AdaptiveKLController(c.params["init"], c.params["target"], c.params["horizon"]), c.kl, c.n_steps)
+
+
+def threshold(c):
+    p = c.params
+    controller = ThresholdKLController(p["init"], p["target_seed_b"], p["up"], p["down"])
+    return trace(controller, c.kl_seed_b, c.n_steps)
+
+
+def trace(controller, kl, n_steps):
+    values = []
+    for current, n in zip(kl, n_steps, strict=True):
+        controller.update(current, n)
+        values.append(controller.value)
+    return values
+
+
+CONTROLLERS = {"*.adaptive": ziegler, "seed_b.threshold": threshold}
+
+
+@pytest.mark.parametrize(("case", "key"), outputs("kl_controller.json"))
+def test_golden_controllers(case, key):
+    check(case, key, CONTROLLERS, {})
+
+
+def test_every_table_entry_is_used():
+    assert_no_stale_entries("kl.json", TARGETS, NOT_TARGETS)
+    assert_no_stale_entries("kl_controller.json", CONTROLLERS)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_straight_through_has_the_value_of_one_and_the_gradient_of_k2(estimator):
+    x, ref = torch.tensor([-1.0, -30.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -2.0, -0.5])
+    y = leaf(x)
+    kl = approx_kl(y, ref, estimator + "+", clamp=5.0)
+    assert torch.equal(kl.detach(), approx_kl(x, ref, estimator, clamp=5.0))
+    torch.testing.assert_close(gradient(kl.sum(), y), x - ref)
+
+
+def test_worked_by_hand():
+    x, ref = torch.tensor([-1.0]).double(), torch.tensor([-2.0]).double()  # d = 1
+    values = {e: approx_kl(x, ref, e).item() for e in ("k1", "abs", "k2", "k3", "k1+", "k3+")}
+    assert values == pytest.approx({"k1": 1, "abs": 1, "k2": 0.5, "k3": 0.36787944, "k1+": 1, "k3+": 0.36787944}, abs=1e-8)
+    assert approx_kl(x, ref, "k1", clamp=0.3).item() == 0.3
+    assert approx_kl(ref, x, "k1", clamp=0.3).item() == -0.3
+
+
+def test_only_the_policy_gets_gradients_and_low_precision_is_widened():
+    ref = leaf(torch.zeros(3, dtype=torch.bfloat16))
+    kl = approx_kl(leaf(torch.ones(3, dtype=torch.bfloat16)), ref, "k3")
+    kl.sum().backward()
+    assert kl.dtype == torch.float32 and ref.grad is None
+
+
+def test_an_unknown_estimator_is_refused():
+    with pytest.raises(ValueError, match="k4"):
+        approx_kl(torch.zeros(1), torch.zeros(1), "k4")
+
+
+def test_adaptive_controller_bounds():
+    controller = AdaptiveKLController(0.2, target=6.0, horizon=100, min_coef=0.15, max_coef=0.25)
+    assert trace(controller, [100.0] * 4, [50] * 4) == pytest.approx([0.22, 0.242, 0.25, 0.25])
+    assert trace(controller, [0.0] * 8, [50] * 8)[-1] == 0.15
+    controller.update(float("nan"), 50)
+    assert controller.value == 0.15
+
+
+def test_threshold_controller_is_strict_and_bounded():
+    controller = ThresholdKLController(0.2, target=0.01)
+    assert trace(controller, [0.02, 0.005], [1, 1]) == [0.2, 0.2]
+    assert trace(controller, [0.0] * 40, [1] * 40)[-1] == 1e-4
+    assert trace(controller, [1.0] * 40, [1] * 40)[-1] == 10.0
+
+
+@pytest.mark.parametrize("controller", [FixedKLController, AdaptiveKLController, ThresholdKLController])
+def test_state_survives(controller):
+    first, second = controller(0.3), controller(0.7)
+    first.update(100.0, 64)
+    second.load_state_dict(first.state_dict())
+    assert second.value == first.value
+    assert (first.value == 0.3) == (controller is FixedKLController)

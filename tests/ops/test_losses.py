@@ -1,0 +1,461 @@
+"""Losses: goldens of six systems with their gradients, numbers worked by hand, metrics."""
+
+import math
+
+import pytest
+import torch
+
+from ppo_ds.ops.losses import (
+    BatchTotals,
+    aggregate,
+    batch_totals,
+    entropy_loss,
+    explained_variance,
+    kl_loss,
+    policy_loss,
+    rollout_is_weights,
+    value_loss,
+)
+from ppo_ds.ops.sequences import next_token_mask
+
+from .golden import Close, assert_no_stale_entries, check, gradient, leaf, outputs
+
+SEQUENCE, TOKEN_SUM, NORM = "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"
+
+
+def number(metric):
+    """(sum, count) -> mean."""
+    total, count = metric
+    return total / count
+
+
+# policy_loss.json -----------------------------------------------------------------------------------------------------------------
+def ppo(x, c, is_weights=None, one_advantage=False, **options):
+    """``one_advantage``: the first token's, for the whole answer."""
+    advantages = c.advantages[:, 0] if one_advantage else c.advantages
+    return policy_loss(x, c.old_logprobs, advantages, c.mask, is_weights=is_weights, **options)
+
+
+def variant(high=False, dual=None, **options):
+    """A loss of (logprobs, case); clip ranges and c as in the case's parameters."""
+
+    def loss(x, c):
+        p = c.params
+        clips = {"clip_low": p["clip"], "clip_high": p["clip_high"] if high else None, "dual_clip": dual}
+        return ppo(x, c, **(clips | options))
+
+    return loss
+
+
+def gspo(eps=None, **options):
+    def loss(x, c):
+        low, high = eps or c.params["gspo_eps"]
+        return ppo(x, c, clip_low=low, clip_high=high, kind="gspo", agg=SEQUENCE, **options)
+
+    return loss
+
+
+def importance(kind):
+    def loss(x, c):
+        weights = rollout_is_weights(c.old_logprobs, c.rollout_logprobs, c.mask, kind, *c.params["is_threshold"])
+        return ppo(x, c, is_weights=weights)
+
+    return loss
+
+
+def with_value(x, c):
+    """torchtune's total: policy + 0.1 * value, each clipped."""
+    value, _ = value_loss(c.values, c.old_values, c.returns, c.mask, clip=c.params["clip"])
+    policy, metrics = variant(log_ratio_clamp=math.inf)(x, c)
+    return policy + 0.1 * value, metrics
+
+
+UNLIMITED = variant(log_ratio_clamp=math.inf)  # these peers do not clamp the log-ratio
+LOSSES = {
+    "dschat.actor_loss_fn": UNLIMITED,
+    "trl.pg_loss": UNLIMITED,
+    "torchtune.PPOLoss": with_value,
+    "torchtune.PPOLoss.policy": UNLIMITED,
+    "seed_a.compute_policy_loss": variant(log_ratio_clamp=math.inf, agg=SEQUENCE),
+    "openrlhf.PolicyLoss.eps0.2": variant(),
+    "openrlhf.PolicyLoss.eps0.2_0.28": variant(high=True),
+    "openrlhf.PolicyLoss.dual3": variant(dual=3.0),
+    "openrlhf.PolicyLoss.dual3_seqmean": variant(dual=3.0, agg=SEQUENCE),
+    "openrlhf.PolicyLoss.gspo": gspo(log_ratio_clamp=math.inf),
+    "openrlhf.PolicyLoss.tis": importance("tis"),
+    "openrlhf.PolicyLoss.icepop": importance("icepop"),
+    "openrlhf.PolicyLoss.seq-mask-tis": importance("seq_mask_tis"),
+    "verl.vanilla.token-mean": variant(dual=3.0),
+    "verl.vanilla.seq-mean-token-sum": variant(dual=3.0, agg=TOKEN_SUM),
+    "verl.vanilla.seq-mean-token-mean": variant(dual=3.0, agg=SEQUENCE),
+    "verl.vanilla.seq-mean-token-sum-norm": variant(dual=3.0, agg=NORM),
+    "verl.vanilla.clip_higher": variant(high=True, dual=3.0),
+    "verl.vanilla.c10": variant(dual=10.0),
+    "verl.gspo": gspo(one_advantage=True, log_ratio_clamp=math.inf),
+    "verl.gspo.eps0.2": gspo((0.2, 0.2), one_advantage=True, log_ratio_clamp=math.inf),
+    "verl.cispo": variant(kind="cispo"),
+    "verl.gpg": variant(kind="reinforce"),
+}
+METRICS = {"clip_ratio": "policy/clipfrac", "pg_clipfrac": "policy/clipfrac", "ppo_kl": "policy/kl_k1", "pg_clipfrac_lower": "policy/clipfrac_low"}
+
+
+def tolerant(key, actual):
+    if key.startswith("seed_a"):
+        return Close(actual, 1e-7, "divides by n + 1e-8")
+    return actual
+
+
+def mean_metric(c, loss, name):
+    tolerance = 1e-9 if c.logprobs.dtype == torch.float64 else 2e-5
+    return Close(number(loss(c.logprobs, c)[1][name]), tolerance, "verl divides by n + 1e-8 and gives plain numbers")
+
+
+def policy_targets():
+    targets = {}
+    for key, loss in LOSSES.items():
+        targets[key] = lambda c, f=loss, k=key: tolerant(k, f(c.logprobs, c)[0])
+        targets[f"{key}.grad"] = lambda c, f=loss, k=key: tolerant(k, (lambda x: gradient(f(x, c)[0], x))(leaf(c.logprobs)))
+        for peer_name, ours in METRICS.items():
+            targets[f"{key}.{peer_name}"] = lambda c, f=loss, n=ours: mean_metric(c, f, n)
+    targets["torchtune.PPOLoss.parts.policy_loss"] = lambda c: UNLIMITED(c.logprobs, c)[0]
+    targets["torchtune.PPOLoss.parts.value_loss"] = lambda c: value_loss(c.values, c.old_values, c.returns, c.mask, clip=0.2)[0]
+    targets["torchtune.PPOLoss.parts.clipfrac"] = lambda c: number(UNLIMITED(c.logprobs, c)[1]["policy/clipfrac"])
+    return targets
+
+
+POLICY = policy_targets()
+OVER_PADDING = "averages over padding too; ours is masked, see test_metrics_are_masked_sums_with_counts"
+NOT_POLICY = {
+    "*_over_all_places": OVER_PADDING,
+    "verl.sapo*": "SAPO: not among our objectives",
+    "verl.geo_mean*": "GMPO: not among our objectives",
+    "extreme_ratio/verl.*.ppo_kl": "k1 of the clamped log-ratio; ours is unclamped, as OpenRLHF's, which is compared",
+    "overflow_f32/dschat.actor_loss_fn.grad": "NaN; the right one is in test_a_log_ratio_of_100_in_float32",
+    "overflow_f32/torchtune.*": "NaN from a masked place",
+}
+
+
+@pytest.mark.parametrize(("case", "key"), outputs("policy_loss.json"))
+def test_golden_policy(case, key):
+    check(case, key, POLICY, NOT_POLICY)
+
+
+# value_loss.json ------------------------------------------------------------------------------------------------------------------
+def value(next_place=False, **options):
+    def loss(x, c):
+        return value_loss(x, c.old_values, c.returns, next_token_mask(c.mask) if next_place else c.mask, **options)
+
+    return loss
+
+
+VALUE_LOSSES = {
+    "dschat.critic_loss_fn": value(clip=0.2),
+    "openrlhf.ValueLoss.clipNone": value(),
+    "openrlhf.ValueLoss.clip0.2": value(clip=0.2),
+    "openrlhf.ValueLoss.clip0.5": value(clip=0.5),
+    "openrlhf.ValueLoss.clip0.2.seqmean": value(clip=0.2, agg=SEQUENCE),
+    "verl.compute_value_loss.token-mean": value(clip=0.2),
+    "verl.compute_value_loss.seq-mean-token-mean": value(clip=0.2, agg=SEQUENCE),
+    "trlx.vf_loss": value(clip=0.2),
+    "seed_a.compute_value_loss": value(half=False, agg=SEQUENCE),
+    "trl.vf_loss": value(clip=0.2, next_place=True),
+}
+
+
+def value_targets():
+    targets = {}
+    for key, loss in VALUE_LOSSES.items():
+        targets[key] = lambda c, f=loss, k=key: tolerant(k, f(c.values, c)[0])
+        targets[f"{key}.grad"] = lambda c, f=loss, k=key: tolerant(k, (lambda x: gradient(f(x, c)[0], x))(leaf(c.values)))
+    for agg in ("token-mean", "seq-mean-token-mean"):
+        key = f"verl.compute_value_loss.{agg}"
+        targets[f"{key}.clipfrac"] = lambda c, f=VALUE_LOSSES[key]: Close(
+            number(f(c.values, c)[1]["value/clipfrac"]), 1e-9, "verl divides by n + 1e-8"
+        )
+    return targets
+
+
+VALUE = value_targets()
+
+
+@pytest.mark.parametrize(("case", "key"), outputs("value_loss.json"))
+def test_golden_value(case, key):
+    check(case, key, VALUE, {})
+
+
+# aggregation.json -----------------------------------------------------------------------------------------------------------------
+MODES = {"token-mean": "token_mean", "seq-mean-token-sum": TOKEN_SUM, "seq-mean-token-mean": SEQUENCE, "seq-mean-token-sum-norm": NORM}
+
+
+def totals_of(c):
+    """Of all ranks, counted shard by shard."""
+    masks = [c.mask[rows] for rank in c.shards.values() for rows in rank]
+    return batch_totals(masks, dp_size=c.params["dp_size"], norm=c.params["norm"])
+
+
+def sharded(mode, rank):
+    return lambda c: [aggregate(c.loss[rows], c.mask[rows], mode, totals_of(c)) for rows in c.shards[rank]]
+
+
+def sharded_total(mode):
+    """Micro-batches add up, ranks are averaged."""
+    return lambda c: sum(sum(sharded(mode, rank)(c)) for rank in c.shards) / len(c.shards)
+
+
+AGGREGATION = {
+    **{f"verl.agg_loss.{name}": (lambda c, m=mode: aggregate(c.loss, c.mask, m)) for name, mode in MODES.items()},
+    **{f"verl.sharded.{name}.{rank}": sharded(mode, rank) for name, mode in MODES.items() if mode != NORM for rank in ("rank0", "rank1")},
+    **{f"verl.sharded_total.{name}": sharded_total(mode) for name, mode in MODES.items() if mode != NORM},
+    "openrlhf.aggregate_loss.token": lambda c: aggregate(c.loss, c.mask),
+    "openrlhf.aggregate_loss.seq": lambda c: aggregate(c.loss, c.mask, SEQUENCE),
+    "openrlhf.sharded_total.token": sharded_total("token_mean"),
+    "openrlhf.sharded_total.seq": sharded_total(SEQUENCE),
+}
+NOT_AGGREGATION = {
+    "verl.sharded*.seq-mean-token-sum-norm*": "forgets dp_size: half of the whole batch's number; ours is in test_norm_is_shard_invariant",
+    "naive_mean_of_means": "the usual mistake",
+}
+
+
+@pytest.mark.parametrize(("case", "key"), outputs("aggregation.json"))
+def test_golden_aggregation(case, key):
+    check(case, key, AGGREGATION, NOT_AGGREGATION)
+
+
+def test_every_table_entry_is_used():
+    grads = [f"{k}.{m}" for k in LOSSES for m in ["grad", *METRICS]]  # a peer reports some of these
+    without_loss = ["torchtune.PPOLoss.policy"]
+    assert_no_stale_entries("policy_loss.json", {k: 0 for k in POLICY if k not in grads + without_loss}, NOT_POLICY)
+    assert_no_stale_entries("value_loss.json", VALUE)
+    assert_no_stale_entries("aggregation.json", AGGREGATION, NOT_AGGREGATION)
+
+
+# aggregation, worked by hand ------------------------------------------------------------------------------------------------------
+NAN = float("nan")
+LOSS = torch.tensor([[1.0, 2.0, 6.0], [4.0, NAN, NAN], [NAN, NAN, NAN]])
+MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+
+
+@pytest.mark.parametrize(("mode", "whole"), [("token_mean", 13 / 4), (SEQUENCE, (3 + 4) / 2), (TOKEN_SUM, 13 / 2), (NORM, 13 / 3)])
+def test_aggregation_worked_by_hand(mode, whole):
+    assert aggregate(LOSS, MASK, mode).item() == pytest.approx(whole)
+    totals = batch_totals([MASK[:1], MASK[1:]], norm=3.0)
+    assert totals == BatchTotals(4.0, 2.0, 1, 3.0)
+    parts = [aggregate(LOSS[rows], MASK[rows], mode, totals).item() for rows in (slice(0, 1), slice(1, 3))]
+    assert sum(parts) == pytest.approx(whole)
+    totals.dp_size = 2  # two ranks, whose gradients are averaged
+    assert aggregate(LOSS, MASK, mode, totals).item() == pytest.approx(2 * whole)
+
+
+def test_norm_is_shard_invariant():
+    totals = batch_totals([MASK], dp_size=2, norm=10.0)
+    shards = [aggregate(LOSS[rows], MASK[rows], NORM, totals) for rows in ([0], [1, 2])]
+    assert sum(shards).item() / 2 == pytest.approx(13 / 10)
+    with pytest.raises(AssertionError, match="norm"):
+        aggregate(LOSS, MASK, NORM, batch_totals([MASK]))
+
+
+def test_totals_are_summed_over_ranks():
+    assert batch_totals([MASK, MASK], reduce=lambda t: 3 * t, dp_size=3) == BatchTotals(24.0, 12.0, 3, None)
+    assert batch_totals([MASK.bool()]) == batch_totals([MASK.float()]) == BatchTotals(4.0, 2.0)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", SEQUENCE, TOKEN_SUM, NORM])
+@pytest.mark.parametrize("totals", [None, BatchTotals(0.0, 0.0, 2, 10.0), BatchTotals(7.0, 3.0, 2, 10.0)])
+def test_a_batch_without_tokens_has_loss_0_and_gradient_0(mode, totals):
+    x = torch.full((2, 3), NAN, requires_grad=True)
+    loss = aggregate(x, torch.zeros(2, 3), mode, totals)
+    loss.backward()
+    assert loss.item() == 0.0 and torch.equal(x.grad, torch.zeros(2, 3))
+
+
+def test_an_unknown_mode_is_refused():
+    for totals in (None, BatchTotals(1.0, 1.0)):
+        with pytest.raises(ValueError, match="sum"):
+            aggregate(LOSS, MASK, "sum", totals)
+
+
+# policy, worked by hand -----------------------------------------------------------------------------------------------------------
+def logs(*ratios):
+    """Log-probs that have these ratios to old log-probs of -1."""
+    return torch.tensor([ratios], dtype=torch.float64).log() - 1
+
+
+OLD = torch.full((1, 3), -1.0, dtype=torch.float64)
+ONES = torch.ones(1, 3)
+
+
+def loss_and_grad(logprobs, advantages, mask=ONES, **options):
+    x = leaf(logprobs)
+    loss, metrics = policy_loss(x, OLD[:, : x.shape[1]], torch.tensor([advantages], dtype=torch.float64), mask, **options)
+    return loss.item(), gradient(loss, x)[0].tolist(), {k: (number(v) if v.dim() else v).item() for k, v in metrics.items()}
+
+
+def test_ppo_clip_worked_by_hand():
+    """Ratios 1.5, 0.5, 1 with A = 1, 1, -2: min(1.5, 1.2), min(0.5, 0.8), -2."""
+    loss, grad, metrics = loss_and_grad(logs(1.5, 0.5, 1.0), [1.0, 1.0, -2.0])
+    assert loss == pytest.approx(-(1.2 + 0.5 - 2) / 3)
+    assert grad == pytest.approx([0.0, -0.5 / 3, 2 / 3])  # r A within the clip range, nothing beyond it
+    assert metrics["policy/clipfrac"] == pytest.approx(1 / 3)
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0) and metrics["policy/ratio_max"] == pytest.approx(1.5)
+    assert metrics["policy/kl_k1"] == pytest.approx(-(math.log(1.5) + math.log(0.5)) / 3)
+    assert metrics["policy/approx_kl"] == pytest.approx((0.5 - math.log(1.5) - 0.5 - math.log(0.5)) / 3)
+
+
+def test_clip_higher_and_dual_clip_worked_by_hand():
+    loss, grad, _ = loss_and_grad(logs(1.5, 1.25, 1.0), [1.0, 1.0, 0.0], clip_low=0.2, clip_high=0.28)
+    assert loss == pytest.approx(-(1.28 + 1.25) / 3) and grad == pytest.approx([0.0, -1.25 / 3, 0.0])
+    loss, grad, metrics = loss_and_grad(logs(5.0, 2.0, 5.0), [-1.0, -1.0, 1.0], dual_clip=3.0)
+    assert loss == pytest.approx((3.0 + 2.0 - 1.2) / 3) and grad == pytest.approx([0.0, 2 / 3, 0.0])
+    assert metrics["policy/clipfrac_low"] == pytest.approx(1 / 3)
+    with pytest.raises(AssertionError, match="dual_clip"):
+        loss_and_grad(logs(1.0, 1.0, 1.0), [1.0, 1.0, 1.0], dual_clip=1.0)
+
+
+def test_sequence_ratios_worked_by_hand():
+    """Ratios 2, 2, (masked): the sum gives 4, the mean 2; with A = -1 nothing is clipped."""
+    mask = torch.tensor([[1, 1, 0]])
+    x = torch.cat([logs(2.0, 2.0), torch.full((1, 1), NAN, dtype=torch.float64)], dim=1)
+    loss, grad, _ = loss_and_grad(x, [-1.0, -1.0, NAN], mask, ratio="sequence")
+    assert loss == pytest.approx(4.0) and grad == pytest.approx([4.0, 4.0, 0.0])
+    loss, grad, _ = loss_and_grad(x, [-1.0, -1.0, NAN], mask, ratio="sequence_mean")
+    assert loss == pytest.approx(2.0) and grad == pytest.approx([1.0, 1.0, 0.0])
+
+
+def test_cispo_and_reinforce_worked_by_hand():
+    x = logs(1.5, 0.5, 1.0)
+    loss, grad, metrics = loss_and_grad(x, [1.0, 1.0, -2.0], kind="cispo")
+    assert loss == pytest.approx(-(1.2 * x[0, 0] + 0.8 * x[0, 1] - 2 * x[0, 2]).item() / 3)
+    assert grad == pytest.approx([-1.2 / 3, -0.8 / 3, 2 / 3]) and metrics["policy/clipfrac"] == pytest.approx(2 / 3)
+    loss, grad, _ = loss_and_grad(x, [1.0, 1.0, -2.0], kind="reinforce")
+    assert loss == pytest.approx(-(x[0, 0] + x[0, 1] - 2 * x[0, 2]).item() / 3) and grad == pytest.approx([-1 / 3, -1 / 3, 2 / 3])
+
+
+def test_only_the_policy_and_the_values_get_gradients():
+    x = {name: leaf(torch.randn(2, 3)) for name in ("new", "old", "advantages", "weights", "values", "old_values", "returns")}
+    mask = torch.ones(2, 3)
+    loss = policy_loss(x["new"], x["old"], x["advantages"], mask, is_weights=x["weights"])[0]
+    loss = loss + value_loss(x["values"], x["old_values"], x["returns"], mask, clip=0.2)[0] + kl_loss(x["new"], x["old"], mask)
+    loss.backward()
+    assert {name for name, tensor in x.items() if tensor.grad is not None} == {"new", "values"}
+
+
+def test_one_advantage_per_sequence():
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    advantages = torch.tensor([2.0, -1.0])
+    one = policy_loss(x, x - 0.1, advantages, mask)[0]
+    torch.testing.assert_close(one, policy_loss(x, x - 0.1, advantages[:, None].expand(2, 3), mask)[0])
+
+
+def test_a_log_ratio_of_100_in_float32():
+    """Without the clamp the gradient is 0 * inf = NaN where the loss is finite."""
+    x = leaf(torch.tensor([[-1.0, -100.9, -101.1, -1.0]]))
+    advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
+    loss, _ = policy_loss(x, torch.full((1, 4), -101.0), advantages, torch.tensor([[1, 1, 1, 0]]))
+    expected = torch.tensor([[0.0, -math.exp(0.1) / 3, math.exp(-0.1) / 3, 0.0]])
+    torch.testing.assert_close(gradient(loss, x), expected, rtol=2e-5, atol=0)
+
+
+def test_unknown_kinds_are_refused():
+    for options in ({"kind": "trpo"}, {"ratio": "word"}):
+        with pytest.raises(ValueError, match=next(iter(options.values()))):
+            loss_and_grad(logs(1.0, 1.0, 1.0), [1.0, 1.0, 1.0], **options)
+    with pytest.raises(ValueError, match="mis"):
+        rollout_is_weights(OLD, OLD, ONES, "mis", 0.5, 2.0)
+
+
+def test_importance_weights_worked_by_hand():
+    old = torch.log(torch.tensor([[1.0, 4.0, 0.25, NAN], [1.0, 1.0, 1.0, 8.0]]))
+    mask = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 1]])
+    rollout = torch.zeros(2, 4)
+    args = (old, rollout, mask)
+    expected = torch.tensor([[1.0, 2.0, 0.5, 0.0], [0.0, 0.0, 0.0, 2.0]])
+    torch.testing.assert_close(rollout_is_weights(*args, "tis", 0.5, 2.0), expected)
+    expected = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(rollout_is_weights(*args, "icepop", 0.5, 2.0), expected)
+    expected = torch.tensor([[1.0, 4.0, 0.25, 0.0], [0.0, 0.0, 0.0, 0.0]])  # geometric means 1 and 8
+    torch.testing.assert_close(rollout_is_weights(*args, "seq_mask_tis", 0.5, 2.0), expected)
+
+
+# value, entropy, KL, worked by hand -----------------------------------------------------------------------------------------------
+def test_value_loss_worked_by_hand():
+    """old 0, clip 0.2. V = 1, R = 0: max(1, 0.04). V = 1, R = 2: max(1, 1.8^2), clipped. V = 0.1, R = 0: not limited."""
+    x = leaf(torch.tensor([[1.0, 1.0, 0.1, NAN]], dtype=torch.float64))
+    returns, mask = torch.tensor([[0.0, 2.0, 0.0, NAN]], dtype=torch.float64), torch.tensor([[1, 1, 1, 0]])
+    loss, metrics = value_loss(x, torch.zeros(1, 4), returns, mask, clip=0.2)
+    assert loss.item() == pytest.approx((1 + 3.24 + 0.01) / 6)
+    assert gradient(loss, x)[0].tolist() == pytest.approx([1 / 3, 0.0, 0.1 / 3, 0.0])
+    assert number(metrics["value/clipfrac"]).item() == pytest.approx(1 / 3)
+    assert number(metrics["value/mean"]).item() == pytest.approx(0.7)
+    assert value_loss(x, torch.zeros(1, 4), returns, mask, half=False)[0].item() == pytest.approx((1 + 1 + 0.01) / 3)
+
+
+def test_entropy_and_kl_losses():
+    x = leaf(torch.tensor([[-1.0, -2.0, NAN]], dtype=torch.float64))
+    mask = torch.tensor([[1, 1, 0]])
+    assert entropy_loss(-x, mask).item() == 1.5
+    loss = kl_loss(x, torch.tensor([[-2.0, -4.0, NAN]]), mask)  # k2: (1 + 4) / 2, halved
+    assert loss.item() == 1.25 and gradient(loss, x)[0].tolist() == [0.5, 1.0, 0.0]
+    assert kl_loss(x, torch.tensor([[-2.0, -4.0, NAN]]), mask, "k1", agg=TOKEN_SUM).item() == 3.0
+
+
+# metrics --------------------------------------------------------------------------------------------------------------------------
+def batch(rows=6, width=5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x, old, advantages, values, returns = torch.randn(5, rows, width, generator=generator, dtype=torch.float64)
+    mask = torch.arange(width) < torch.tensor([5, 1, 3, 0, 4, 2])[:rows, None]
+    return {"x": x, "old": x + 0.3 * old, "advantages": advantages, "values": values, "returns": returns, "mask": mask}
+
+
+def metrics_of(b, **options):
+    policy = policy_loss(b["x"], b["old"], b["advantages"], b["mask"], dual_clip=1.1, **options)
+    value = value_loss(b["values"], b["values"] + 0.1, b["returns"], b["mask"], clip=0.05, **options)
+    return (policy[0], value[0]), policy[1] | value[1]
+
+
+def test_metrics_are_masked_sums_with_counts():
+    b = batch()
+    keep = b["mask"]
+    _, metrics = metrics_of(b)
+    ratio = (b["x"] - b["old"]).exp()[keep]
+    for name, expected in {
+        "policy/ratio_mean": ratio.mean(),
+        "policy/kl_k1": (b["old"] - b["x"])[keep].mean(),
+        "policy/approx_kl": (ratio - 1 - ratio.log()).mean(),
+        "value/mean": b["values"][keep].mean(),
+    }.items():
+        assert metrics[name].shape == (2,) and metrics[name][1] == keep.sum()
+        torch.testing.assert_close(number(metrics[name]), expected)
+    assert metrics["policy/ratio_max"] == ratio.max()
+    returns, errors = b["returns"][keep], (b["returns"] - b["values"])[keep]
+    assert explained_variance(metrics["value/explained_var"]) == pytest.approx((1 - errors.var() / returns.var()).item())
+    assert set(metrics) == {
+        *(f"policy/{n}" for n in ("loss", "clipfrac", "clipfrac_low", "approx_kl", "kl_k1", "ratio_mean", "ratio_max")),
+        *(f"value/{n}" for n in ("loss", "clipfrac", "explained_var", "mean")),
+    }
+
+
+@pytest.mark.parametrize("mode", ["token_mean", SEQUENCE, TOKEN_SUM, NORM])
+def test_metrics_add_up_over_micro_batches(mode):
+    """Also the losses: in every mode numerators and shares of the divisor add up to the loss of the whole optimizer step."""
+    b = batch()
+    totals = batch_totals([b["mask"]], norm=7.0)
+    parts = [metrics_of({k: v[rows] for k, v in b.items()}, agg=mode, totals=totals) for rows in ([0, 3], [1, 2, 4], [5])]
+    losses, whole = metrics_of(b, agg=mode, totals=totals)
+    for name, x in whole.items():
+        pieces = torch.stack([metrics[name] for _, metrics in parts])
+        torch.testing.assert_close(pieces.sum(0) if x.dim() else pieces.max(), x)
+    for name, loss in zip(("policy/loss", "value/loss"), losses, strict=True):
+        torch.testing.assert_close(number(whole[name]), loss)
+
+
+def test_metrics_carry_no_gradient_and_an_empty_batch_is_harmless():
+    b = batch()
+    b["x"], b["values"] = leaf(b["x"]), leaf(b["values"])
+    assert not any(x.requires_grad for x in metrics_of(b)[1].values())
+    b["mask"] = torch.zeros_like(b["mask"])
+    (policy, value), metrics = metrics_of(b)
+    assert all(torch.equal(x, torch.zeros_like(x)) for x in metrics.values())
+    assert explained_variance(metrics["value/explained_var"]) == 0.0
+    assert policy.item() == value.item() == 0.0

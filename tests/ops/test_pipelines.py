@@ -1,0 +1,165 @@
+"""From log-probs, values and scores to losses and gradients, as whole systems do it."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from ppo_ds.ops.advantages import compute_gae, normalize_advantages
+from ppo_ds.ops.kl import approx_kl
+from ppo_ds.ops.losses import BatchTotals, policy_loss, value_loss
+from ppo_ds.ops.masked import masked_whiten
+from ppo_ds.ops.rewards import shape_scores, token_rewards
+from ppo_ds.ops.sequences import next_token_mask
+
+from .golden import Close, Within, assert_no_stale_entries, check, gradient, leaf, outputs
+
+
+@dataclass(frozen=True)
+class Steps:
+    rewards: Tensor
+    advantages: Tensor
+    returns: Tensor
+    mask: Tensor  # of the policy loss
+    value_mask: Tensor
+    agg: str = "token_mean"
+    half: bool = True
+    dual_clip: float | None = None
+    totals: BatchTotals | None = None
+    rubbish_beyond: bool = False
+
+
+def kl(c):
+    return approx_kl(c.old_logprobs, c.ref_logprobs)
+
+
+def gae(c, rewards, mask):
+    return compute_gae(rewards, c.old_values, mask, c.params["gamma"], c.params["lam"])
+
+
+def without_eos(c):
+    """The action mask where EOS is no action: pad == eos, or a rule."""
+    lengths = c.mask.sum(1) - torch.tensor(c.has_eos).long()
+    return (torch.arange(c.mask.shape[1]) < lengths[:, None]).long()
+
+
+def deepspeed_chat(mask):
+    """One place more than the action mask has KL, score, advantage and return, but no part in the losses."""
+
+    def steps(c):
+        m = mask(c)
+        rewards = token_rewards(shape_scores(c.scores, clip=c.params["clip_reward"]), next_token_mask(m), kl(c), c.params["kl_coef"])
+        return Steps(rewards, *gae(c, rewards, next_token_mask(m)), m, m)
+
+    return steps
+
+
+def on_last_token(whiten, dual_clip=None):
+    def steps(c):
+        rewards = token_rewards(shape_scores(c.scores, clip=c.params.get("clip_reward")), c.mask, kl(c), c.params["kl_coef"])
+        advantages, returns = gae(c, rewards, c.mask)
+        return Steps(rewards, whiten(advantages, c.mask), returns, c.mask, c.mask, dual_clip=dual_clip, rubbish_beyond=True)
+
+    return steps
+
+
+def trl(c):
+    """The score one place after EOS; the value mask reaches one place further than the policy mask."""
+    states = next_token_mask(c.mask)
+    rewards = token_rewards(c.scores, c.mask, kl(c), c.params["kl_coef"], place="next_token")
+    advantages, returns = gae(c, rewards, states)
+    return Steps(rewards, masked_whiten(advantages, c.mask), returns, c.mask, states)
+
+
+def torchtune(c):
+    """As TRL, but answers of one token keep the score on it, KL counts at the extra place too, and advantages keep their mean."""
+    states = torch.where(c.mask.sum(1, keepdim=True) > 1, next_token_mask(c.mask), c.mask)
+    rewards = token_rewards(c.scores, states, kl(c), c.params["kl_coef"])
+    rewards = rewards.where(c.mask.bool(), token_rewards(c.scores, states))
+    advantages, returns = gae(c, rewards, states)
+    return Steps(rewards, masked_whiten(advantages, c.mask, shift_mean=False), returns, c.mask, states)
+
+
+def blog(eos_is_action):
+    """Mean over sequences of token means, plain squared error. Without EOS in the mask the score on it is lost."""
+
+    def steps(c):
+        scores = shape_scores(c.scores, clip=c.params["clip_reward"])
+        mask = c.mask if eos_is_action else without_eos(c)
+        place = "last_token" if eos_is_action else "next_token"
+        rewards = token_rewards(scores, mask, kl(c), c.params["kl_coef"], place)
+        totals = BatchTotals(tokens=mask.sum().item(), sequences=len(mask))  # an answer without an action counts in the mean
+        return Steps(rewards, *gae(c, rewards, mask), mask, mask, agg="seq_mean_token_mean", half=False, totals=totals)
+
+    return steps
+
+
+SYSTEMS = {
+    "dschat_pad_not_eos": deepspeed_chat(lambda c: c.mask),
+    "dschat_pad_is_eos": deepspeed_chat(without_eos),
+    "openrlhf": on_last_token(normalize_advantages),
+    "verl": on_last_token(masked_whiten, dual_clip=3.0),
+    "trl": trl,
+    "torchtune": torchtune,
+    "seed_a_eos_dropped": blog(eos_is_action=False),
+    "seed_a_eos_kept": blog(eos_is_action=True),
+}
+
+
+def losses(c, x, v):
+    s = SYSTEMS[c.id](c)
+    p = c.params
+    common = {"agg": s.agg, "totals": s.totals}
+    policy, _ = policy_loss(x, c.old_logprobs, s.advantages, s.mask, clip_low=p["clip"], dual_clip=s.dual_clip, **common)
+    value, _ = value_loss(v, c.old_values, s.returns, s.value_mask, clip=p["clip_value"], half=s.half, **common)
+    total = policy + p["vf_coef"] * value if c.id == "torchtune" else None  # its two losses are both the total
+    return (policy, value) if total is None else (total, total)
+
+
+def close(c, x):
+    if c.id == "openrlhf":
+        return Close(x, 2e-5, "its KL is float32")
+    return Close(x, 1e-7, "whitened, or divided by n + 1e-8")
+
+
+def step(name):
+    def of(c):
+        s = SYSTEMS[c.id](c)
+        x = getattr(s, name)
+        return close(c, Within(x, s.mask) if s.rubbish_beyond else x)
+
+    return of
+
+
+def loss(which):
+    return lambda c: close(c, losses(c, c.logprobs, c.values)[which])
+
+
+def grad(which):
+    def of(c):
+        leaves = leaf(c.logprobs), leaf(c.values)
+        return close(c, gradient(losses(c, *leaves)[which], leaves[which]))
+
+    return of
+
+
+TARGETS = {
+    "rewards": step("rewards"),
+    "advantages": step("advantages"),
+    "returns": step("returns"),
+    "loss_mask": lambda c: SYSTEMS[c.id](c).mask,
+    "policy_loss": loss(0),
+    "value_loss": loss(1),
+    "policy_grad": grad(0),
+    "value_grad": grad(1),
+}
+
+
+@pytest.mark.parametrize(("case", "key"), outputs("pipelines.json"))
+def test_golden(case, key):
+    check(case, key, TARGETS, {})
+
+
+def test_every_table_entry_is_used():
+    assert_no_stale_entries("pipelines.json", TARGETS)

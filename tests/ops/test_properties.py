@@ -1,0 +1,342 @@
+"""What must hold for any input: invariances, limits, and the gradients of autograd itself. Numbered as in the design."""
+
+import itertools
+
+import pytest
+import torch
+
+from ppo_ds.ops.advantages import (
+    compute_gae,
+    discounted_returns,
+    group_advantages,
+    normalize_advantages,
+    one_step_advantages,
+    reinforce_pp_advantages,
+)
+from ppo_ds.ops.kl import approx_kl
+from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits, sequence_logprobs
+from ppo_ds.ops.losses import (
+    aggregate,
+    batch_totals,
+    entropy_loss,
+    kl_loss,
+    policy_loss,
+    rollout_is_weights,
+    value_loss,
+)
+from ppo_ds.ops.masked import masked_mean, masked_mean_var, masked_whiten
+from ppo_ds.ops.rewards import token_rewards
+
+from .golden import gradient, leaf
+from .ranks import on_ranks
+
+SEEDS = range(3)
+MODES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"]
+KINDS = [{}, {"dual_clip": 1.5}, {"ratio": "sequence"}, {"kind": "gspo"}, {"kind": "cispo"}, {"kind": "reinforce"}]
+ESTIMATORS = ["k1", "abs", "k2", "k3", "k1+", "k3+"]
+NAN, INF = float("nan"), float("inf")
+
+
+def batch(seed=0, rows=8, width=7, dtype=torch.float64, empty=True, holes=False):
+    """A rollout with answers of many lengths: one empty (if asked for), one of a single token, one of full width."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randn(8, rows, width, generator=generator, dtype=torch.float64).to(dtype)
+    names = ["logprobs", "old", "ref", "rollout", "advantages", "values", "old_values", "returns"]
+    b = dict(zip(names, draw, strict=True))
+    b["old"], b["rollout"] = b["logprobs"] + 0.3 * b["old"], b["logprobs"] + 0.1 * b["rollout"]
+    lengths = torch.randint(1, width + 1, (rows,), generator=generator)
+    lengths[:3] = torch.tensor([0 if empty else 2, 1, width])
+    b["mask"] = torch.arange(width) < lengths[:, None]
+    if holes:
+        b["mask"] &= torch.rand(rows, width, generator=generator) < 0.7
+    b["scores"] = torch.randn(rows, generator=generator, dtype=torch.float64).to(dtype)
+    return b
+
+
+def losses(b, agg="token_mean", totals=None):
+    """Every loss of a batch, as a dict."""
+    common = {"agg": agg, "totals": totals}
+    weights = rollout_is_weights(b["old"], b["rollout"], b["mask"], "tis", 0.8, 1.2)
+    args = b["logprobs"], b["old"], b["advantages"], b["mask"]
+    out = {f"policy{i}": policy_loss(*args, **k, **common)[0] for i, k in enumerate(KINDS)}
+    out["weighted"] = policy_loss(*args, is_weights=weights, **common)[0]
+    out["value"] = value_loss(b["values"], b["old_values"], b["returns"], b["mask"], clip=0.2, **common)[0]
+    out["entropy"] = entropy_loss(-b["logprobs"], b["mask"], **common)
+    out |= {e: kl_loss(b["logprobs"], b["ref"], b["mask"], e, **common) for e in ESTIMATORS}
+    return out
+
+
+def per_token(b):
+    """Every [B,T] quantity on the way to the losses, as a dict."""
+    mask = b["mask"]
+    rewards = token_rewards(b["scores"], mask, approx_kl(b["old"], b["ref"]), 0.1)
+    advantages, returns = compute_gae(rewards, b["values"], mask, 0.9, 0.8)
+    return {
+        "rewards": rewards,
+        "advantages": advantages,
+        "returns": returns,
+        "discounted": discounted_returns(b["returns"], mask, 0.9),
+        "whitened": masked_whiten(b["advantages"], mask),
+        "normalized": normalize_advantages(b["advantages"], mask),
+        "reinforce_pp": reinforce_pp_advantages(rewards, mask, 0.9)[0],
+        "is_weights": rollout_is_weights(b["old"], b["rollout"], mask, "seq_mask_tis", 0.5, 2.0),
+    }
+
+
+def select(b, rows):
+    return {k: v[rows] for k, v in b.items()}
+
+
+def with_padding(b, rubbish, extra):
+    """The same batch with ``rubbish`` at every place of mask 0 and ``extra`` more of them on the right."""
+    padded = {}
+    for name, x in b.items():
+        if name in ("mask", "scores"):
+            padded[name] = torch.nn.functional.pad(x, (0, extra)) if name == "mask" else x
+            continue
+        padded[name] = torch.nn.functional.pad(x.where(b["mask"], rubbish), (0, extra), value=rubbish)
+    return padded
+
+
+def assert_equal(actual, expected, tolerance=1e-12):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rubbish", [7.0, 1e30, NAN, INF, -INF])
+@pytest.mark.parametrize("holes", [False, True])
+def test_1_padding_invariance(rubbish, holes):
+    """Other rubbish and a wider T: the same numbers, the same gradients, exact zeros where mask = 0."""
+    b = batch(holes=holes)
+    other = with_padding(b, rubbish, extra=3)
+    expected = per_token(b)
+    for name, x in per_token(other).items():
+        assert_equal(x, torch.nn.functional.pad(expected[name], (0, 3)))
+        assert torch.equal(x[~other["mask"]], torch.zeros_like(x[~other["mask"]])), name
+    totals = batch_totals([b["mask"]], norm=5.0)
+    for agg, wrt in itertools.product(MODES, ("logprobs", "values")):
+        x, y = leaf(b[wrt]), leaf(other[wrt])
+        expected, actual = losses(b | {wrt: x}, agg, totals), losses(other | {wrt: y}, agg, totals)
+        for name, loss in expected.items():
+            assert_equal(actual[name], loss)
+            if loss.requires_grad:
+                assert_equal(gradient(actual[name], y), torch.nn.functional.pad(gradient(loss, x), (0, 3)))
+
+
+@pytest.mark.parametrize("agg", MODES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_2_shard_invariance(agg, seed):
+    """Any split of the rows over ranks and micro-batches: summed over micro-batches, averaged over ranks, the same gradient."""
+    b = batch(seed)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
+    whole_totals = batch_totals([b["mask"]], norm=11.0)
+    for split in ([[8]], [[3, 1], [2, 2]], [[1, 1, 1], [5]], [[0, 4], [4]]):
+        sizes = iter(order.split([n for rank in split for n in rank]))
+        ranks = [[next(sizes) for _ in rank] for rank in split]
+        masks = [[b["mask"][rows] for rows in rank] for rank in ranks]
+        totals = on_ranks(len(ranks), lambda r, reduce, m=masks: batch_totals(m[r], reduce, dp_size=len(m), norm=11.0))
+        assert all(t == totals[0] for t in totals) and totals[0].tokens == whole_totals.tokens
+        filled = [rows for rank in ranks for rows in rank if len(rows)]
+        for wrt in ("logprobs", "values"):
+            x, y = leaf(b[wrt]), leaf(b[wrt])
+            whole = losses(b | {wrt: x}, agg, whole_totals)
+            parts = [losses(select(b | {wrt: y}, rows), agg, totals[0]) for rows in filled]
+            for name, loss in whole.items():
+                sharded = sum(part[name] for part in parts) / len(ranks)
+                assert_equal(sharded, loss)
+                if loss.requires_grad:
+                    assert_equal(gradient(sharded, y), gradient(loss, x))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_3_permutation_of_rows(seed):
+    b = batch(seed)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
+    for name, x in per_token(b).items():
+        assert_equal(per_token(select(b, order))[name], x[order])
+    for name, loss in losses(b).items():
+        assert_equal(losses(select(b, order))[name], loss)
+    groups = torch.tensor([5, 5, 1, 1, 1, 9, 9, 5])
+    for kind in ("rloo", "grpo", "mean", "opo"):
+        scored = group_advantages(b["scores"], groups, kind, lengths=b["mask"].sum(1))
+        again = group_advantages(b["scores"][order], groups[order], kind, lengths=b["mask"].sum(1)[order])
+        assert_equal(again, scored[order])
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+@pytest.mark.parametrize("agg", MODES)
+def test_4_ratio_1_gives_the_policy_gradient(kind, agg):
+    """On fresh samples loss = -mean A, and every objective has the gradient of REINFORCE (a shared ratio: of the answers' sums or means)."""
+    b = batch()
+    x = leaf(b["logprobs"])
+    loss, metrics = policy_loss(x, b["logprobs"], b["advantages"], b["mask"], agg=agg, **KINDS[kind])
+    grad = gradient(loss, x)
+    y = leaf(b["logprobs"])
+    signal = b["advantages"].masked_fill(~b["mask"], 0.0)
+    if KINDS[kind].get("ratio") == "sequence":
+        signal = signal.sum(1, keepdim=True).expand_as(signal)
+    if KINDS[kind].get("kind") == "gspo":
+        signal = masked_mean(signal, b["mask"], dim=1)[:, None].expand_as(signal)
+    assert_equal(grad, gradient(aggregate(-signal * y, b["mask"], agg), y))
+    if KINDS[kind].get("kind") not in ("cispo", "reinforce"):
+        assert_equal(loss, aggregate(-b["advantages"], b["mask"], agg))
+    assert metrics["policy/clipfrac"][0] == 0 and metrics["policy/ratio_max"] == 1
+    assert metrics["policy/approx_kl"][0] == 0 and metrics["policy/kl_k1"][0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_5_k3_is_never_negative_and_k1_may_be(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200_000, generator=generator, dtype=torch.float64)
+    d = (x * 10.0 ** torch.randint(-8, 4, x.shape, generator=generator)).to(dtype)
+    assert approx_kl(d, torch.zeros_like(d), "k3").min() >= 0
+    assert approx_kl(d, torch.zeros_like(d), "k1").min() < 0
+    assert approx_kl(d, torch.zeros_like(d), "k2").min() >= 0
+
+
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_6_limits_of_lambda(seed, holes):
+    b = batch(seed, holes=holes)
+    rewards, values, mask = b["returns"], b["values"], b["mask"]
+    advantages, returns = compute_gae(rewards, values, mask, 0.9, lam=1.0)
+    assert_equal(returns, discounted_returns(rewards, mask, 0.9))
+    assert_equal(advantages, (discounted_returns(rewards, mask, 0.9) - values).masked_fill(~mask, 0.0))
+    advantages, _ = compute_gae(rewards, values, mask, 0.9, lam=0.0)
+    for row in range(len(mask)):
+        places = mask[row].nonzero()[:, 0].tolist()
+        for i, t in enumerate(places):
+            following = 0.9 * values[row, places[i + 1]] if i + 1 < len(places) else 0.0
+            delta = rewards[row, t] + following - values[row, t]
+            assert advantages[row, t].item() == pytest.approx(delta.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_7_recursion_is_the_definition(seed, holes):
+    """A_t = sum_k (gamma lambda)^k delta_{t+k} over the places with mask = 1, with a bootstrap value after the last."""
+    b, gamma, lam = batch(seed, holes=holes), 0.9, 0.8
+    advantages, returns = compute_gae(b["returns"], b["values"], b["mask"], gamma, lam, bootstrap_value=b["scores"])
+    discounted = discounted_returns(b["returns"], b["mask"], gamma)
+    for row in range(len(b["mask"])):
+        places = b["mask"][row].nonzero()[:, 0]
+        r, v = b["returns"][row, places].tolist(), [*b["values"][row, places].tolist(), b["scores"][row].item()]
+        deltas = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(r))]
+        for i, t in enumerate(places.tolist()):
+            advantage = sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(r)))
+            assert advantages[row, t].item() == pytest.approx(advantage, abs=1e-12)
+            assert returns[row, t].item() == pytest.approx(advantage + v[i], abs=1e-12)
+            assert discounted[row, t].item() == pytest.approx(sum(gamma ** (j - i) * r[j] for j in range(i, len(r))), abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sizes", [[8], [3, 5], [1, 1, 6]])
+def test_8_whitened_over_all_ranks(sizes, dtype):
+    """Mean 0 and variance 1 over the union; the first row, and with it a whole rank, is empty."""
+    b = batch(dtype=dtype)
+    b["advantages"] = 100 + 3 * b["advantages"]
+    shards = [select(b, rows) for rows in torch.arange(8).split(sizes)]
+
+    def union(function):
+        return torch.cat(on_ranks(len(sizes), lambda rank, reduce: function(shards[rank], reduce)))
+
+    unbiased = union(lambda s, reduce: masked_whiten(s["advantages"], s["mask"], reduce=reduce))
+    biased = union(lambda s, reduce: normalize_advantages(s["advantages"], s["mask"], reduce=reduce))
+    plus = union(lambda s, reduce: reinforce_pp_advantages(s["advantages"], s["mask"], reduce=reduce)[0])
+    one_step = union(lambda s, reduce: one_step_advantages(s["scores"], s["scores"] * 0.3, reduce=reduce)[0])
+    tolerance = 1e-7 if dtype == torch.float64 else 2e-5  # 1e-8 is added to the variance
+    for x, is_unbiased in ((unbiased, True), (biased, False), (plus, True)):
+        mean, var, _ = masked_mean_var(x.double(), b["mask"], is_unbiased)
+        assert abs(mean.item()) < tolerance and abs(var.item() - 1) < tolerance
+        assert torch.equal(x[~b["mask"]], torch.zeros_like(x[~b["mask"]]))
+    assert abs(one_step.mean().item()) < tolerance and abs(one_step.double().var().item() - 1) < tolerance
+    centred = union(lambda s, reduce: normalize_advantages(s["advantages"], s["mask"], "mean_only", reduce=reduce))
+    assert abs(masked_mean(centred.double(), b["mask"]).item()) < 100 * tolerance
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_9_rloo_is_grpo_without_std_times_n_over_n_minus_1(seed):
+    scores = batch(seed)["scores"]
+    for groups, n in (([0, 1] * 4, 4), ([0] * 8, 8), ([3, 3, 1, 1, 2, 2, 0, 0], 2)):
+        rloo, centred = (group_advantages(scores, torch.tensor(groups), kind) for kind in ("rloo", "dr_grpo"))
+        assert_equal(rloo, centred * n / (n - 1))
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_10_float32_stays_finite(kind):
+    """Log-ratios of +-1e4, either sign of the advantage."""
+    d = torch.tensor([1e4, 1e2, 20.0, 1.0, 0.0, -1.0, -20.0, -1e2, -1e4])
+    old = torch.full((2, 9), -1.0)
+    x = leaf(old + d)
+    loss, metrics = policy_loss(x, old, torch.tensor([1.0, -1.0]), torch.ones(2, 9), **KINDS[kind])
+    assert loss.isfinite() and gradient(loss, x).isfinite().all()
+    assert all(m.isfinite().all() for m in metrics.values())
+    for estimator in ESTIMATORS:
+        x = leaf(old + d)
+        loss = kl_loss(x, old, torch.ones(2, 9), estimator)
+        assert loss.isfinite() and gradient(loss, x).isfinite().all(), estimator
+    weights = [rollout_is_weights(old + d, old, torch.ones(2, 9), k, 0.5, 2.0) for k in ("tis", "icepop", "seq_mask_tis")]
+    assert all(w.isfinite().all() for w in weights)
+
+
+@pytest.mark.parametrize("rubbish", [0.0, NAN, INF])
+@pytest.mark.parametrize("agg", MODES)
+def test_11_empty_rows_weigh_nothing(agg, rubbish):
+    """With and without the empty row: the same losses; a batch of nothing but empty rows: zero, with zero gradients."""
+    b = with_padding(batch(), rubbish, extra=0)
+    totals = batch_totals([b["mask"]], norm=5.0)
+    assert totals.sequences == 7
+    for name, loss in losses(b, agg, totals).items():
+        assert_equal(losses(select(b, slice(1, None)), agg, totals)[name], loss)
+    none = b | {"mask": torch.zeros_like(b["mask"])}
+    for wrt in ("logprobs", "values"):
+        x = leaf(none[wrt])
+        for loss in losses(none | {wrt: x}, agg, totals).values():
+            assert loss.item() == 0.0
+            if loss.requires_grad:
+                assert torch.equal(gradient(loss, x), torch.zeros_like(x))
+    assert all(torch.equal(x, torch.zeros_like(x)) for x in per_token(none).values())
+
+
+@pytest.mark.parametrize("agg", MODES)
+def test_12_gradcheck(agg):
+    """Except the straight-through ones and CISPO, whose gradient is not that of their value."""
+    b = batch(rows=4, width=4)
+    smooth = [name for name in losses(b) if name not in ("policy4", "k1+", "k3+", "value")]
+    for wrt, names in (("logprobs", smooth), ("values", ["value"])):
+
+        def function(x, wrt=wrt, names=names):
+            found = losses(b | {wrt: x}, agg)
+            return tuple(found[name] for name in names)
+
+        assert torch.autograd.gradcheck(function, leaf(b[wrt]))
+    assert torch.autograd.gradcheck(lambda x: sequence_logprobs(x, b["mask"]), leaf(b["logprobs"]))
+
+
+def test_13_first_update_of_an_actor_that_equals_its_reference():
+    """KL 0, ratio 1, and the reward is the score alone."""
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(3, 5, 11, generator=generator), torch.randint(11, (3, 5), generator=generator)
+    mask = torch.arange(5) < torch.tensor([5, 1, 3])[:, None]
+    actor, reference = (logprobs_and_entropy_from_logits(x, labels, 0.7)[0] for x in (logits, logits.clone()))
+    for estimator in ESTIMATORS:
+        assert kl_loss(actor, reference, mask, estimator).item() == 0.0
+    scores = torch.tensor([1.0, 2.0, 3.0])
+    assert torch.equal(token_rewards(scores, mask, approx_kl(actor, reference), 0.5), token_rewards(scores, mask))
+    metrics = policy_loss(actor, reference, scores, mask)[1]
+    assert metrics["policy/ratio_max"] == 1.0 and metrics["policy/approx_kl"].tolist() == [0.0, 9.0]
+
+
+def test_14_answers_of_one_token():
+    """EOS at once is an action: advantage score - KL - value; next to longer answers and alone, where nothing can be whitened."""
+    mask, scores = torch.tensor([[1, 0, 0]]), torch.tensor([2.0])
+    rewards = token_rewards(scores, mask, torch.tensor([[0.5, NAN, NAN]]), 0.1)
+    advantages, returns = compute_gae(rewards, torch.tensor([[0.25, NAN, NAN]]), mask, 0.9, 0.8)
+    torch.testing.assert_close(advantages, torch.tensor([[1.7, 0.0, 0.0]]))
+    torch.testing.assert_close(returns, torch.tensor([[1.95, 0.0, 0.0]]))
+    assert torch.equal(masked_whiten(advantages, mask), torch.zeros(1, 3))
+    assert torch.equal(normalize_advantages(advantages, mask), torch.zeros(1, 3))
+    b = batch(width=1)
+    for agg in MODES:
+        assert all(loss.isfinite() for loss in losses(b, agg).values())
+    delta = (b["scores"] - b["values"][:, 0]) * b["mask"][:, 0]
+    assert_equal(compute_gae(token_rewards(b["scores"], b["mask"]), b["values"], b["mask"])[0][:, 0], delta)
