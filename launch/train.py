@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         traceback.print_exc()
         leave(1)
     trainer.world.close()
-    return EXIT_CODES[reason]
+    leave(EXIT_CODES[reason])  # what threads of the libraries do in an orderly end can abort a run that went well
 
 
 def complain(error: UserError) -> int:

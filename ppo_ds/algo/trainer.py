@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ppo_ds.algo.describe import describe, sample_rows
-from ppo_ds.algo.evaluation import Evaluation, Evaluator
+from ppo_ds.algo.evaluation import Evaluator
 from ppo_ds.algo.experience import ExperienceMaker
 from ppo_ds.algo.folder import RunFolder
 from ppo_ds.algo.learner import Learner
@@ -59,7 +59,9 @@ class Progress:
     tokens: int = 0  # response tokens so far
     best_score: float | None = None
     first_eval: Metrics | None = None
-    first_rows: list[dict[str, Any]] | None = None
+    last_eval: Metrics | None = None
+    first_rows: list[dict[str, Any]] = field(default_factory=list)
+    last_rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -84,7 +86,6 @@ class Trainer:
     progress: Progress = field(init=False, default_factory=Progress)
     reason: str = field(init=False, default="done")
     saved_step: int | None = field(init=False, default=None)
-    last_eval: Evaluation | None = field(init=False, default=None)
     latest_eval_score: float | None = field(init=False, default=None)
 
     def fit(self) -> str:
@@ -142,9 +143,10 @@ class Trainer:
         if self.evaluator is None or not (last or is_due(step, plan.eval_every)):
             return {}
         with self.timer("eval"):
-            self.last_eval = self.evaluator()
-        self.tracker.samples(step, self.last_eval.rows, split="eval")
-        return self.last_eval.metrics
+            found = self.evaluator()
+        self.progress.last_eval, self.progress.last_rows = found.metrics, found.rows[:SHOWN_ANSWERS]
+        self.tracker.samples(step, found.rows, split="eval")
+        return found.metrics
 
     # -- what is written ------------------------------------------------------------------------------------------------------------------
 
@@ -160,7 +162,8 @@ class Trainer:
 
     def _save(self, last: bool = False) -> None:
         step, plan = self.progress.step, self.plan
-        best = plan.keep_best and self.latest_eval_score is not None and not (self.progress.best_score or -math.inf) >= self.latest_eval_score
+        bar = -math.inf if self.progress.best_score is None else self.progress.best_score
+        best = plan.keep_best and self.latest_eval_score is not None and self.latest_eval_score > bar
         if best:
             self.progress.best_score = self.latest_eval_score
         due = is_due(step, plan.checkpoint_every) or (last and plan.checkpoint_every != 0)
@@ -174,7 +177,8 @@ class Trainer:
         wanted = self.reason != "signal"  # who sends one does not wait for an export
         if wanted:
             self.folder.export(self.actor, self.critic)
-        before, after = self.progress.first_eval, self.last_eval.metrics if self.last_eval else None
+        progress = self.progress
+        before, after = progress.first_eval, progress.last_eval
         summary: dict[str, Any] = {"exit_reason": self.reason}
         for name in ("accuracy", "score_mean"):
             for when, found in (("before", before), ("after", after)):
@@ -182,8 +186,7 @@ class Trainer:
                     summary[f"heldout_{name}_{when}"] = found[f"eval/{name}"]
         self.tracker.finish(summary)
         if self.world.is_main:
-            rows_after = self.last_eval.rows if self.last_eval else []
-            self.folder.report(before, after, self.progress.first_rows or [], rows_after, exported=wanted)
+            self.folder.report(before, after, progress.first_rows, progress.last_rows, exported=wanted)
         return self.reason
 
     # -- state ----------------------------------------------------------------------------------------------------------------------------

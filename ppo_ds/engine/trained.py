@@ -25,7 +25,7 @@ class Schedule:
 
     def at(self, step: int) -> float:
         """The rate of the ``step``-th optimizer step (from 0). Never 0 on the first: a step that moves nothing hides bugs."""
-        warmup = math.ceil(self.warmup_ratio * self.total_steps)
+        warmup = math.ceil(self.warmup_ratio * self.total_steps - 1e-9)  # 0.07 * 100 is a little above 7
         if step < warmup:
             return self.lr * (step + 1) / (warmup + 1)
         if self.kind == "constant":
@@ -86,8 +86,11 @@ class TrainedModel:
         if deepspeed_config["zero_optimization"]["stage"] < 3:
             module.to(world.device)
         module.train()
-        optimizer = torch.optim.AdamW(parameter_groups(module, weight_decay), lr=schedule.at(0), betas=betas, eps=eps, fused=fused)
+        # the rate is set before each step; 0 until then, since DeepSpeed's 16-bit wrapper of stage 0 takes a step when it is made
+        optimizer = torch.optim.AdamW(parameter_groups(module, weight_decay), lr=0.0, betas=betas, eps=eps, fused=fused)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config)
+        if self.zero_stage == 0:
+            optimizer.state.clear()  # what that step counted would be a wrong bias correction
 
     @property
     def module(self) -> nn.Module:

@@ -72,8 +72,7 @@ def single_process_environment(environment: Mapping[str, str]) -> dict[str, str]
     """What plain ``python`` lacks and a launcher would set; {} under a launcher."""
     if "RANK" in environment:
         return {}
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    return {**alone, "MASTER_PORT": environment.get("MASTER_PORT", "0")}
+    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 def connect(timeout_minutes: float, verbose: bool = False) -> World:
@@ -85,14 +84,15 @@ def connect(timeout_minutes: float, verbose: bool = False) -> World:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    os.environ.update(single_process_environment(os.environ))
+    alone = single_process_environment(os.environ)
+    os.environ.update(alone)
     local_rank = int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=timeout_minutes)
-    if os.environ["MASTER_PORT"] == "0":  # alone: any free port will do, and two runs on one machine must not meet
+    if alone:  # any free port will do, and two runs on one machine must not meet
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
         os.environ["MASTER_PORT"] = str(store.port)
         dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1, timeout=timeout)

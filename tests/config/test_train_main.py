@@ -39,11 +39,11 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(train, "leave", leave)
         closed: list[bool] = []
         try:
-            code = train.main(list(MINIMAL))
-            assert closed  # the process group, or the interpreter's end may abort
-            return code
+            return train.main(list(MINIMAL))
         except Left as left:
-            return left.args[0]
+            code = left.args[0]
+            assert closed or code in (1, 2)  # a run that went well leaves the process group together with the others
+            return code
 
     return run
 
