@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any, get_type_hints
 
 from ppo_ds.errors import UserError
-from ppo_ds.typed import convert, did_you_mean, show
+from ppo_ds.typed import convert, show
 
 _SERVICE = inspect.Parameter.KEYWORD_ONLY
 _KEY = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -56,5 +57,7 @@ def _imported(path: str, key: str) -> Callable[..., Any]:
 
 
 def _known(name: str, keys: dict[str, Any], section: str) -> str:
-    full = [f"{section}.{known}" for known in keys]
-    return did_you_mean(f"{section}.{name}", full) or f"; its keys are {', '.join(full) or 'none'}"
+    close = get_close_matches(name, list(keys), n=1, cutoff=0.6)  # of the bare names: the section that all share would make any two alike
+    if close:
+        return f"; did you mean {section}.{close[0]}?"
+    return f"; its keys are {', '.join(f'{section}.{known}' for known in keys) or 'none'}"

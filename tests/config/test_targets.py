@@ -68,17 +68,17 @@ def test_a_service_with_a_default_may_be_absent():
 
 
 def test_a_service_cannot_be_set_from_the_config():
-    refused(spec("Machine", path="x", tokenizer="mine"), "reward.tokenizer=mine: no such key; its keys are path, batch, ratio")
+    refused(spec("Machine", path="x", tokenizer="mine"), "reward.tokenizer=mine: no such key; its keys are reward.path, reward.batch, reward.ratio")
 
 
 def test_unknown_key_with_a_suggestion_and_without():
-    refused(spec("Machine", path="x", bach=4), "reward.bach=4: no such key; did you mean batch?")
-    refused(spec("plain", path="x", zzz=None), "reward.zzz=null: no such key; its keys are path")
+    refused(spec("Machine", path="x", bach=4), "reward.bach=4: no such key; did you mean reward.batch?")
+    refused(spec("plain", path="x", zzz=None), "reward.zzz=null: no such key; its keys are reward.path")
 
 
 def test_open_ended_signatures_take_no_keys_beyond_the_named_ones():
     assert bind(spec("open_ended", path="x"), "reward")(tokenizer="t") == ("x", (), {})
-    refused(spec("open_ended", path="x", rest=1), "reward.rest=1: no such key; its keys are path")
+    refused(spec("open_ended", path="x", rest=1), "reward.rest=1: no such key; its keys are reward.path")
 
 
 def test_missing_key():

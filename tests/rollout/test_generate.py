@@ -305,7 +305,8 @@ def test_answers_stay_with_their_prompts(successor, prompts, sampling, tokenizer
     generator = HFGenerator(lambda: lm, tokenizer=tokenizer("abcdefghijklmnopqrstu"), token_budget=token_budget)
     rollout = generator(prompts(*rows), sampling(2, top_k=1))
     assert answers_of(rollout) == [[row[-1] + 10] * 2 for row in rows]
-    assert [ids[: rollout.prompt_width][mask[: rollout.prompt_width]].tolist() for ids, mask in zip(rollout.ids, rollout.attention_mask, strict=True)] == rows
+    width = rollout.prompt_width
+    assert [ids[:width][mask[:width]].tolist() for ids, mask in zip(rollout.ids, rollout.attention_mask, strict=True)] == rows
     assert [row["row"] for row in rollout.metadata] == list(range(6))
 
 
