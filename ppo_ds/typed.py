@@ -46,6 +46,12 @@ def show(value: Any) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """``; did you mean x?`` or nothing."""
+    close = get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def convert(value: Any, annotation: Any, key: str) -> Any:
     """``value`` as ``annotation`` wants it. Raises UserError with one line for each thing that is wrong in it.
 
