@@ -271,7 +271,6 @@ def _plan(config: Config, steps: int) -> Plan:
         samples_per_prompt=config.rollout.samples_per_prompt,
         sample_rows=config.tracker.samples,
         seed=config.run.seed,
-        kl_in_reward=kl.place == "reward",
         kl_metric="kl/ref_seq_mean" if kl.unit == "sequence" else "kl/ref_token_mean",
         kl_target=None if kl.controller == "fixed" else kl.target,
     )

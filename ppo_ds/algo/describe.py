@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.masked import masked_mean
 from ppo_ds.types import Experience, Metrics
 
 
-def describe(experience: Experience, *, kl_coef: float, kl_in_reward: bool, samples_per_prompt: int) -> Metrics:
+def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int) -> Metrics:
     """reward/*, kl/*, value/* and rollout/* of METRICS: before the update, masked, over all ranks."""
     mask, scores = experience.response_mask, experience.scores.double()
     lengths = mask.sum(1)
@@ -27,7 +25,6 @@ def describe(experience: Experience, *, kl_coef: float, kl_in_reward: bool, samp
         "reward/score_min": scores.min(),
         "reward/score_max": scores.max(),
         "reward/total_mean": experience.rewards.double().sum(1).mean(),
-        "reward/kl_penalty_mean": -kl_coef * log_ratio.sum(1).mean() if kl_in_reward else torch.zeros(()),
         "reward/missing_eos_frac": (~experience.finished).double().mean(),
         "kl/ref_seq_mean": log_ratio.sum(1).mean(),
         "kl/ref_token_mean": masked_mean(log_ratio, mask),
@@ -41,7 +38,7 @@ def describe(experience: Experience, *, kl_coef: float, kl_in_reward: bool, samp
         "rollout/resp_len_max": lengths.max(),
         "rollout/stop_frac": experience.finished.double().mean(),
         "rollout/truncated_frac": (~experience.finished).double().mean(),
-        "rollout/empty_frac": (lengths <= 1).double().mean(),  # an end token at once, or nothing
+        "rollout/empty_frac": (lengths <= experience.finished).double().mean(),  # an end token at once, or nothing
         "rollout/pad_frac": 1 - experience.attention_mask.sum() / places,
         "rollout/unique_frac": _unique(experience) / len(experience),
         "rollout/zero_std_group_frac": (scores.view(-1, samples_per_prompt).std(1, unbiased=False) == 0).double().mean(),

@@ -101,13 +101,19 @@ class ExperienceMaker:
                 returns=returns,
                 scores=scores.total,
             )
-        return exchange(experience, self.world), self._seen(rollout, scores, shaped, logprobs, raw)
+        return exchange(experience, self.world), self._seen(rollout, scores, shaped, -charged * kl.sum(1), logprobs, raw)
 
-    def _seen(self, rollout: Rollout, scores: Scores, shaped: Tensor, logprobs: Tensor, raw_advantages: Tensor) -> Metrics:
-        """What the experience itself no longer tells: score components, the gap to generation, advantages before whitening. A collective."""
+    def _seen(
+        self, rollout: Rollout, scores: Scores, shaped: Tensor, kl_penalties: Tensor, logprobs: Tensor, raw_advantages: Tensor
+    ) -> Metrics:
+        """What the experience itself no longer tells: the parts of the rewards, the gap to generation, advantages before whitening.
+
+        shaped, kl_penalties [B]; logprobs, raw_advantages [B,R]. A collective.
+        """
         mask = rollout.response_mask
         sums = MetricSums()
         sums.add_mean("reward/clipped_frac", shaped != self._shaped(scores.total, rollout, clip=False))
+        sums.add_mean("reward/kl_penalty_mean", kl_penalties)
         for name, column in scores.components.items():
             sums.add_mean(f"reward/component/{name}_mean", column)
         gap = (rollout.logprobs - logprobs).abs().masked_fill(~mask, 0.0)

@@ -21,11 +21,15 @@ REMEDIES = {
 
 
 class PhaseTimer:
-    """Adds up wall-clock seconds under names; on a GPU the device is waited for at a phase's two ends, and only there."""
+    """Adds up wall-clock seconds under names; on a GPU the device is waited for at a phase's two ends, and only there.
+
+    A phase within a phase counts as the outer one: no second is counted twice.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.seconds: dict[str, float] = defaultdict(float)
+        self._depth = 0
         self._started = self._now()
 
     def _now(self) -> float:
@@ -36,13 +40,16 @@ class PhaseTimer:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = self._now()
+        self._depth += 1
         try:
             yield
         except torch.OutOfMemoryError as error:
             error.add_note(f"out of memory in the phase {phase!r}{REMEDIES.get(phase, '')}")
             raise
         finally:
-            self.seconds[phase] += self._now() - start
+            self._depth -= 1
+            if self._depth == 0:
+                self.seconds[phase] += self._now() - start
 
     def take(self) -> Metrics:
         """time/<phase> and time/step since the last call; what no phase claims is time/other."""

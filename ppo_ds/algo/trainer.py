@@ -45,7 +45,6 @@ class Plan:
     samples_per_prompt: int
     sample_rows: int
     seed: int
-    kl_in_reward: bool
     kl_metric: str  # the metric that the KL controller is fed with
     kl_target: float | None  # shown beside it; None for a fixed coefficient
 
@@ -124,7 +123,7 @@ class Trainer:
         self.progress.tokens += int(experience.response_mask.sum())
 
     def _describe(self, experience: Experience, kl_coef: float) -> Metrics:
-        shown = describe(experience, kl_coef=kl_coef, kl_in_reward=self.plan.kl_in_reward, samples_per_prompt=self.plan.samples_per_prompt)
+        shown = describe(experience, kl_coef=kl_coef, samples_per_prompt=self.plan.samples_per_prompt)
         return shown | ({"kl/target": self.plan.kl_target} if self.plan.kl_target is not None else {})
 
     # -- evaluation -----------------------------------------------------------------------------------------------------------------------

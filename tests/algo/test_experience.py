@@ -94,7 +94,7 @@ def test_by_hand(world, rollout):
     assert seen["adv/std"] == pytest.approx(2.7924, abs=1e-4)  # of -0.2 -1.1 -5.3 -6.2 -7.1, population
     assert seen["parity/logp_abs_diff_mean"] == pytest.approx(0.3 / 5, abs=1e-6)
     assert seen["parity/logp_abs_diff_max"] == pytest.approx(0.3, abs=1e-6)
-    assert seen["reward/clipped_frac"] == 0.0
+    assert seen["reward/clipped_frac"] == 0.0 and seen["reward/kl_penalty_mean"] == pytest.approx(-(0.2 + 0.3) / 2)
 
 
 def test_discounted_gae(world, rollout):
@@ -114,12 +114,15 @@ def test_no_kl_where_the_actor_is_the_reference(world, rollout):
 
 def test_no_charge_where_the_kl_is_not_in_the_reward(world, rollout):
     shape = RewardShape(kl_in_reward=False, kl_estimator="k1", clip=None, missing_eos=None, missing_eos_value=1.0)
-    assert rounded(maker(world, reward_shape=shape)(rollout, 0.5)[0].rewards) == [[0, 1, 0], [0, 0, -2]]
+    experience, seen = maker(world, reward_shape=shape)(rollout, 0.5)
+    assert rounded(experience.rewards) == [[0, 1, 0], [0, 0, -2]] and seen["reward/kl_penalty_mean"] == 0
 
 
 def test_the_chosen_estimator_is_charged(world, rollout):
     shape = RewardShape(kl_in_reward=True, kl_estimator="k2", clip=None, missing_eos=None, missing_eos_value=1.0)
-    assert rounded(maker(world, reward_shape=shape)(rollout, 0.5)[0].rewards) == [[-0.01, 0.99, 0], [-0.01, -0.01, -2.01]]
+    experience, seen = maker(world, reward_shape=shape)(rollout, 0.5)
+    assert rounded(experience.rewards) == [[-0.01, 0.99, 0], [-0.01, -0.01, -2.01]]
+    assert seen["reward/kl_penalty_mean"] == pytest.approx(-(0.02 + 0.03) / 2)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +168,14 @@ def test_padding_holds_zeros_whatever_the_models_say(world, rollout):
 
 
 def test_the_reference_is_resident_while_it_scores_and_not_after(world, rollout):
-    reference, seen = Stub(), []
-    forward = reference.__call__
-    spy = type("Spy", (), {"resident": lambda self: reference.resident(), "__call__": lambda self, *a: seen.append(reference.is_resident) or forward(*a)})()
-    maker(world, reference=spy)(rollout, 0.5)
-    assert seen == [True] and not reference.is_resident
+    class Moving(Stub):
+        def __call__(self, *args):
+            seen.append(self.is_resident)
+            return super().__call__(*args)
+
+    seen, reference = [], Moving()
+    maker(world, reference=reference, token_budget=1)(rollout, 0.5)
+    assert seen == [True, True] and not reference.is_resident
 
 
 @pytest.mark.parametrize("whiten", ["none", "batch"])

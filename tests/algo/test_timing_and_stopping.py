@@ -1,0 +1,135 @@
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from ppo_ds.algo.stopping import StopRequest
+from ppo_ds.algo.timing import PhaseTimer
+
+CPU = torch.device("cpu")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """time.perf_counter under the test's hand."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def spend(clock, seconds):
+    clock[0] += seconds
+
+
+def test_phases_add_up_to_the_step(clock):
+    timer = PhaseTimer(CPU)
+    for seconds in (2.0, 3.0):
+        with timer("generate"):
+            spend(clock, seconds)
+    with timer("values"):
+        spend(clock, 1.0)
+    spend(clock, 4.0)
+    assert timer.take() == {"time/generate": 5.0, "time/values": 1.0, "time/other": 4.0, "time/step": 10.0}
+    spend(clock, 1.5)
+    assert timer.take() == {"time/other": 1.5, "time/step": 1.5}  # a new step begins where the last was taken
+
+
+def test_a_phase_within_a_phase_is_not_counted_twice(clock):
+    timer = PhaseTimer(CPU)
+    with timer("eval"):
+        spend(clock, 1.0)
+        with timer("switch"):
+            spend(clock, 2.0)
+    with timer("switch"):
+        spend(clock, 4.0)
+    assert timer.take() == {"time/eval": 3.0, "time/switch": 4.0, "time/other": 0.0, "time/step": 7.0}
+
+
+def test_a_phase_that_fails_is_counted_and_closed(clock):
+    timer = PhaseTimer(CPU)
+    with pytest.raises(ValueError), timer("reward"):
+        spend(clock, 1.0)
+        raise ValueError
+    with timer("values"):
+        spend(clock, 2.0)
+    assert timer.take() == {"time/reward": 1.0, "time/values": 2.0, "time/other": 0.0, "time/step": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("phase", "key"),
+    [
+        ("generate", "memory.rollout_tokens"),
+        ("eval", "memory.rollout_tokens"),
+        ("old_logprobs", "memory.score_tokens"),
+        ("ref_logprobs", "memory.score_tokens"),
+        ("values", "memory.score_tokens"),
+        ("reward", "memory.score_tokens"),
+        ("update_actor", "memory.train_tokens"),
+        ("update_critic", "memory.train_tokens"),
+    ],
+)
+def test_running_out_of_memory_names_the_phase_and_the_key_to_lower(phase, key):
+    with pytest.raises(torch.OutOfMemoryError) as caught, PhaseTimer(CPU)(phase):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    (note,) = caught.value.__notes__
+    assert repr(phase) in note and f"lower {key}" in note
+
+
+def test_other_phases_and_other_errors():
+    with pytest.raises(torch.OutOfMemoryError) as caught, PhaseTimer(CPU)("checkpoint"):
+        raise torch.OutOfMemoryError
+    assert caught.value.__notes__ == ["out of memory in the phase 'checkpoint'"]
+    with pytest.raises(RuntimeError) as other, PhaseTimer(CPU)("values"):
+        raise RuntimeError
+    assert not hasattr(other.value, "__notes__")
+
+
+@pytest.fixture
+def handlers():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_only_sets_a_flag(handlers, world, number):
+    stop = StopRequest(world, None)
+    assert stop.agreed() is None
+    os.kill(os.getpid(), number)
+    assert stop.agreed() == stop.agreed() == "signal"
+
+
+def test_a_time_limit(handlers, world, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    stop = StopRequest(world, 0.5)
+    now[0] += 29.9
+    assert stop.agreed() is None
+    now[0] += 0.2
+    assert stop.agreed() == "time_limit"
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.agreed() == "signal"  # the stronger reason
+
+
+@pytest.mark.parametrize(
+    ("flags", "late", "reason"),
+    [
+        ((False, True), (False, False), "signal"),
+        ((False, False), (True, False), "time_limit"),
+        ((True, False), (True, True), "signal"),
+    ],
+)
+def test_one_rank_stops_all(handlers, on_ranks, world, flags, late, reason):
+    stops = [StopRequest(world, None) for _ in flags]  # handlers are set in the main thread
+
+    def work(world):
+        stop = stops[world.rank]
+        stop.world, stop._signalled = world, flags[world.rank]
+        stop.deadline = 0.0 if late[world.rank] else None
+        return stop.agreed()
+
+    assert on_ranks(2, work) == [reason] * 2
