@@ -21,7 +21,7 @@ GATE_PROMPTS, GATE_TOKENS = 8, 16
 
 # mean |difference| per token, nats. Rounding of a forward in the dtype stays well below; an error of substance is far above
 # (left padding without position ids moves GPT-2's log-probs by 0.1 and more).
-BOUNDS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 6e-2}
+BOUNDS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
 
 
 class ParityError(RuntimeError):

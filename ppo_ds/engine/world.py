@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ppo_ds.errors import UserError
+
 T = TypeVar("T")
 
 
@@ -96,7 +98,13 @@ def connect(timeout_minutes: float, verbose: bool = False) -> World:
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
         os.environ["MASTER_PORT"] = str(store.port)
         dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1, timeout=timeout)
-    deepspeed.init_distributed(timeout=timeout, verbose=False)
+    try:
+        deepspeed.init_distributed(timeout=timeout, verbose=False)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        taken = os.environ["MASTER_PORT"]
+        raise UserError(f"MASTER_PORT={taken}: another run on this machine has it; give the launcher a free --master_port") from error
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
 
 

@@ -1,0 +1,106 @@
+"""One program under three launchers: what it says, how it ends, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.integration.launching import ROOT, TIMEOUT, command, environment, launch
+
+SMALL = ("+experiment=quickstart", "prepare.max_operand=9", "prepare.heldout=10", "prepare.validation=10", "prepare.target_accuracy=0.1",
+         "rollout.prompts_per_step=16", "algo.minibatch_size=8", "eval.every=null", "run.dir=run",
+         "reward=function", f"reward.path={ROOT}/tests/integration/digits.py:score")  # fmt: skip
+
+
+def metrics(folder: Path):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "python"])
+def test_each_launcher_starts_the_same_program(launcher, tmp_path):
+    done = launch(launcher, *SMALL, "run.steps=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2] and lines[-1]["episodes"] == 32
+    assert done.stdout.count("step 2/2") == 1  # one rank speaks
+    for noise in ("INFO", "WARNING", "Traceback"):
+        assert noise not in done.stdout + done.stderr.replace("OMP_NUM_THREADS", ""), noise
+
+
+def test_it_continues_where_it_stopped_and_may_change_the_number_of_ranks(tmp_path):
+    first = launch("deepspeed", *SMALL, "run.steps=4", "run.stop_at_step=2", cwd=tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"] == "stop_at_step"
+    second = launch("python", *SMALL, "run.steps=4", cwd=tmp_path)
+    assert second.returncode == 0, second.stdout + second.stderr
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[2]["kl/ref_seq_mean"] != 0  # the actor is not the reference any more
+    assert [line["episodes"] for line in lines] == [16, 32, 48, 64]
+    assert json.loads((tmp_path / "run" / "checkpoints" / "step_000004" / "state.json").read_text())["world_size"] == 1
+
+
+def test_the_written_config_runs_again(tmp_path):
+    assert launch("python", *SMALL, "run.steps=1", cwd=tmp_path).returncode == 0
+    again = launch("python", "--config-path", "run", "--config-name", "config", "run.dir=again", cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    first, second = (yaml.safe_load((tmp_path / name / "config.yaml").read_text()) for name in ("run", "again"))
+    assert first.pop("run") | {"dir": "again"} == second.pop("run") and first == second
+    same = ("reward/score_mean", "policy/loss", "value/loss", "policy/grad_norm")
+    assert [metrics(tmp_path / "run")[0][name] for name in same] == [metrics(tmp_path / "again")[0][name] for name in same]
+
+
+def test_a_mistake_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
+    done = launch("deepspeed", *SMALL, "actor.optim.lrr=1", "rollout.prompts_per_step=15", cwd=tmp_path)
+    errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]
+    assert done.returncode == 2 and len(errors) == 3, done.stdout + done.stderr  # 15 prompts make no minibatch of 8 either
+    assert "actor.optim.lrr=1" in errors[0] and "actor.optim.lr" in errors[0]
+    assert "rollout.prompts_per_step=15" in errors[1] and "14 or 16" in errors[1]
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_in_the_data_is_found_before_any_weight_is_loaded(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+\n')
+    done = launch("deepspeed", *SMALL, "data.path=bad.jsonl", cwd=tmp_path)
+    errors = [line for line in (done.stdout + done.stderr).splitlines() if "error:" in line]
+    assert done.returncode == 2 and len(errors) == 1 and "bad.jsonl:2" in errors[0], done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_reward_that_raises_ends_all_ranks_with_its_own_traceback(tmp_path):
+    (tmp_path / "broken.py").write_text("def score(prompts, responses, rows):\n    return [1 / 0 for _ in prompts]\n")
+    done = launch("deepspeed", *SMALL, "run.steps=1", "reward.path=broken.py:score", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "ZeroDivisionError" in done.stderr and "broken.py" in done.stderr
+
+
+def test_a_signal_ends_it_with_a_checkpoint(tmp_path):
+    process = subprocess.Popen(
+        command("python", *SMALL, "run.steps=100000"), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        deadline = time.monotonic() + TIMEOUT
+        while not (tmp_path / "run" / "samples" / "step_000002.jsonl").exists():
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+    assert process.returncode == 143, output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    latest = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
+    assert summary["exit_reason"] == "signal" and latest == f"step_{summary['steps']:06d}"
+
+
+def test_wandb_offline_without_key_or_network(tmp_path):
+    done = launch("python", *SMALL, "run.steps=1", "tracker=wandb_offline", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
