@@ -190,6 +190,12 @@ def test_every_stop_id_ends_a_row_and_an_empty_list_none(successor, answer):
     assert answers_of(never) == [[4, EOS, EOS, EOS, EOS], [6, 7, 3, 4, EOS], [9] * 5] and not never.finished.any()
 
 
+def test_decoding_ends_when_every_row_has_met_some_stop_id(successor, answer):
+    lm, steps = successor({3: EOS, 4: 7, 5: 4}, 10), []
+    lm.lm_head.register_forward_hook(lambda *_: steps.append(1))
+    assert answers_of(answer(lm, [[3], [4], [5]], 50, stop_token_ids=(EOS, 7))) == [[EOS], [7], [4, 7]] and len(steps) == 2
+
+
 def test_a_models_own_end_token_does_not_stop_where_none_is_asked_for(successor, answer):
     lm = successor({3: EOS, EOS: 4}, 10)
     lm.config.eos_token_id = lm.generation_config.eos_token_id = None
