@@ -9,25 +9,30 @@ from ppo_ds.data.prompts import PromptSource
 from ppo_ds.engine.world import World
 
 
-def banner(config: Config, world: World, source: PromptSource, steps: int, optimizer_steps: int, gap: tuple[float, float]) -> str:
-    """The start-up lines, with the batch equation worked out."""
-    actor, critic, rollout, algo = config.actor, config.critic, config.rollout, config.algo
+def banner(
+    config: Config, world: World, source: PromptSource, critic_start: str, steps: int, optimizer_steps: int, gap: tuple[float, float]
+) -> str:
+    """``critic_start``: the path of its first weights. ``gap``: what the parity gate found (mean, max)."""
+    actor, critic, reference, rollout, algo = config.actor, config.critic, config.reference, config.rollout, config.algo
     size, minibatch = rollout_size(config), algo.minibatch_size or rollout_size(config)
-    report = source.report
+    report, device = source.report, torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     cut = f", {report['truncated']} cut on the left, {report['dropped']} dropped" if report["truncated"] or report["dropped"] else ""
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    kl = f"{algo.kl.estimator} x {algo.kl.coef:g} ({algo.kl.controller}) in the {algo.kl.place}" if algo.kl.place != "none" else "watched only"
     lines = [
         f"{world.size} rank(s) on {device}; torch {torch.__version__}",
-        f"actor    {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
-        f"critic   from {critic.init}  {critic.model.dtype}  ZeRO-{critic.zero.stage}",
-        f"data     {config.data.path}: {report['rows']} prompts{cut}",
-        f"rollout  {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples a step, {size // world.size} on each rank",
-        f"update   {algo.epochs} epochs x ({size} / {minibatch}) = {algo.epochs * size // minibatch} optimizer steps a step, {optimizer_steps} in {steps} steps",
-        f"parity   log-probs of generation and training differ by {gap[0]:.2g} on average, {gap[1]:.2g} at most",
+        f"actor      {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
+        f"critic     {critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}",
+        f"reference  {reference.model.path}  {reference.model.dtype}  {'sharded' if reference.zero.stage == 3 else 'a replica on each rank'}",
+        f"reward     {' '.join(f'{key}={value}' for key, value in config.reward.items() if key != '_target_')}; KL {kl}",
+        f"data       {config.data.path}: {report['rows']} prompts{cut}",
+        f"rollout    {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples a step, {size // world.size} on each rank",
+        f"update     {algo.epochs} epochs x ({size} / {minibatch}) = {algo.epochs * size // minibatch} optimizer steps a step, "
+        f"{optimizer_steps} in {steps} steps",
+        f"parity     log-probs of generation and training differ by {gap[0]:.2g} on average, {gap[1]:.2g} at most",
     ]
     if config.sampling.top_k != 0 or config.sampling.top_p < 1:
         lines.append(
-            f"warning  sampling.top_k={config.sampling.top_k} sampling.top_p={config.sampling.top_p:g}: answers are drawn from a part of the distribution, "
-            "their log-probs are those of the whole"
+            f"warning    sampling.top_k={config.sampling.top_k} sampling.top_p={config.sampling.top_p:g}: "
+            "answers are drawn from a part of the distribution, their log-probs are those of the whole"
         )
     return "\n".join(lines)

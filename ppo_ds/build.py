@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from ppo_ds.algo.evaluation import Evaluator
@@ -29,7 +28,7 @@ from ppo_ds.engine.world import World, connect, seed_everything
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
-from ppo_ds.roles import build_actor, build_critic, build_reference, dtype_of_reward, placed
+from ppo_ds.roles import build_actor, build_critic, build_reference, critic_start, dtype_of_reward, placed
 from ppo_ds.rollout.base import Sampling
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.targets import bind
@@ -70,7 +69,8 @@ def build_trainer(config: Config) -> Trainer:
         agree=world.max_int,
         score_tokens=config.memory.score_tokens,
     )
-    critic = build_critic(config, world, tokenizer, optimizer_steps)
+    start = critic_start(config, tokenizer)
+    critic = build_critic(config, start, world, optimizer_steps)
 
     sampling = _sampling(config, tokenizer)
     generator = HFGenerator(lambda: actor.lm, tokenizer=tokenizer, token_budget=config.memory.rollout_tokens)
@@ -114,7 +114,7 @@ def build_trainer(config: Config) -> Trainer:
     )
     _resume(config, trainer)
     if world.is_main:
-        trainer.tracker = _trackers(config, run_dir, steps, trainer.progress.step, banner(config, world, source, steps, optimizer_steps, gap))
+        trainer.tracker = _trackers(config, run_dir, steps, trainer.progress.step, banner(config, world, source, start.path, steps, optimizer_steps, gap))
     return trainer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -109,10 +110,20 @@ def dtype_of_reward(config: Config) -> str:
     return model.dtype if model else "fp32"
 
 
-def build_critic(config: Config, world: World, tokenizer: Tokenizer, optimizer_steps: int) -> TrainedModel:
-    role, model = config.critic, config.critic.model
-    path, key, init = model.path, "critic.model.path", role.init
-    reward = _reward_model(config)
+@dataclass(frozen=True)
+class CriticStart:
+    """The weights a critic begins with, and whether a missing value head may begin at zero."""
+
+    path: str
+    revision: str | None
+    trust_remote_code: bool
+    zero_head: bool
+    key: str  # the config key that errors name
+
+
+def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
+    """``critic.init`` resolved: auto is the reward model where it is a decoder with the actor's vocabulary, else the actor."""
+    init, own, actor, reward = config.critic.init, config.critic.model, config.actor.model, _reward_model(config)
     if init in ("auto", "reward"):
         alike = reward is not None and reads_like(reward.path, tokenizer, revision=reward.revision, trust_remote_code=reward.trust_remote_code)
         if init == "reward" and not alike:
@@ -122,21 +133,26 @@ def build_critic(config: Config, world: World, tokenizer: Tokenizer, optimizer_s
             )
         init = "reward" if alike else "actor"
     if init == "reward":
-        path, key = reward.path, "reward.model.path"
-    elif init == "actor":
-        path, key = config.actor.model.path, "actor.model.path"
+        return CriticStart(reward.path, reward.revision, reward.trust_remote_code, zero_head=False, key="reward.model.path")
+    if init == "actor":
+        return CriticStart(actor.path, actor.revision, actor.trust_remote_code, zero_head=True, key="actor.model.path")
+    return CriticStart(own.path, own.revision, own.trust_remote_code, zero_head=True, key="critic.model.path")
+
+
+def build_critic(config: Config, start: CriticStart, world: World, optimizer_steps: int) -> TrainedModel:
+    role, model = config.critic, config.critic.model
     engine_config = _engine_config(role, model.dtype)
 
     def load() -> ScoreModel:
         return load_critic(
-            path,
-            revision=model.revision,
+            start.path,
+            revision=start.revision,
             dtype=model.dtype,
-            trust_remote_code=model.trust_remote_code,
+            trust_remote_code=start.trust_remote_code,
             attn_implementation=model.attn_implementation,
             gradient_checkpointing=model.gradient_checkpointing,
-            zero_head=init != "reward",
-            key=key,
+            zero_head=start.zero_head,
+            key=start.key,
         )
 
     return TrainedModel(_loaded(load, engine_config), **_training(role, engine_config, world, optimizer_steps))

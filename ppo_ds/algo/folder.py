@@ -38,7 +38,7 @@ class RunFolder:
 
     def report(self, before: Metrics | None, after: Metrics | None, rows_before: list[Row], rows_after: list[Row], exported: bool) -> None:
         """The curves, the held-out table and sample answers, for a person. On rank 0 alone."""
-        drawn = plot_curves(self.path / "metrics.jsonl", self.path / "curves.png", title=self.title)
+        drawn = plot_curves(self.path / "metrics.jsonl", self.path / "curves.png", title=self.title, before=before)
         names = ("accuracy", "score_mean", "resp_len_mean")
         scores = {name: (before.get(f"eval/{name}"), after.get(f"eval/{name}")) for name in names if f"eval/{name}" in before} if before and after else {}
         answers = {row["prompt"]: row for row in rows_after}

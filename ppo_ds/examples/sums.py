@@ -39,8 +39,8 @@ def prepare(
     hidden_size: int = 64,
     layers: int = 2,
     heads: int = 4,
-    target_accuracy: float = 0.5,
-    learning_rate: float = 4e-3,
+    target_accuracy: float = 0.47,
+    learning_rate: float = 2e-3,
     batch_size: int = 256,
     max_steps: int = 600,
 ) -> None:

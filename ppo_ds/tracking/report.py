@@ -45,9 +45,11 @@ PANELS = (
 )
 
 
-def plot_curves(metrics_jsonl: str | os.PathLike, png: str | os.PathLike, *, title: str = "") -> bool:
-    """Draws every panel that has a number in ``metrics_jsonl``. False, and no file, where none has."""
-    records = read_metrics(metrics_jsonl)
+def plot_curves(
+    metrics_jsonl: str | os.PathLike, png: str | os.PathLike, *, title: str = "", before: Mapping[str, float] | None = None
+) -> bool:
+    """Draws every panel that has a number in ``metrics_jsonl``, and ``before`` as step 0. False, and no file, where none has."""
+    records = [{**(before or {}), "step": 0}, *read_metrics(metrics_jsonl)]
     curves = {name: points for panel in PANELS for name in (*panel.metrics, panel.band) if (points := _points(records, name))[0]}
     panels = [panel for panel in PANELS if curves.keys() & panel.metrics.keys()]
     if "eval/accuracy" in curves:  # says the same as the score, and says it better

@@ -31,7 +31,7 @@ OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.ya
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_composes(option: str) -> None:
-    fill = {"reward=model": ["reward.model.path=org/reward"]}.get(option, [])
+    fill = {"reward=model": ["reward.model.path=org/reward"], "algo=sums": ["rollout.prompts_per_step=128"]}.get(option, [])
     choice = option.replace("model=", "model@actor.model=") if option.startswith("model=") else option
     compose(*MINIMAL[3:], "actor.model.path=org/actor", *([] if option.startswith("reward=") else MINIMAL[1:3]), choice, *fill)
 
@@ -92,7 +92,7 @@ def test_values_that_hydra_cannot_read_are_text(text: str) -> None:
         ("actor.model=gpt2", "actor.model=gpt2: must be a section with keys path, revision"),
         ("sampling.stop_token_ids=1,2", "sampling.stop_token_ids=1,2: must be a list, as in sampling.stop_token_ids=[1,2] or null"),
         ("+experiment=rhlf", "+experiment=rhlf: no such experiment; available: quickstart, rlhf, rlhf_7b; did you mean rlhf?"),
-        ("algo=standart", "algo=standart: no such algo; available: standard; did you mean standard?"),
+        ("algo=standart", "algo=standart: no such algo; available: standard, sums; did you mean standard?"),
         ("reward={path:x}", "reward={path:x}: no such reward; available: deberta_v3_large, function"),
         ("model@actor=x", "model@actor=x: no such model; available: llama3.1"),
         ("modl@actor.model=x", "modl@actor.model=x: no such group; the groups are"),

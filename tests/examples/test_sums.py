@@ -1,0 +1,112 @@
+"""The quickstart's task: data, tokenizer, warm start and reward. The models here are smaller still, and stop at the first progress."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ppo_ds.errors import UserError
+from ppo_ds.examples import sums
+from ppo_ds.models import tiny
+from ppo_ds.models.tokenizer import load_tokenizer
+
+SMALL = {"max_operand": 9, "heldout": 20, "validation": 20, "hidden_size": 32, "heads": 2, "target_accuracy": 0.2, "learning_rate": 1e-2, "batch_size": 60}
+
+
+def _rows(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sums")
+    sums.prepare(str(folder), 3, **SMALL)
+    return folder
+
+
+def test_every_sum_is_in_just_one_file_and_right(folder: Path) -> None:
+    train, heldout = _rows(folder / "train.jsonl"), _rows(folder / "heldout.jsonl")
+    assert (len(train), len(heldout)) == (80, 20)
+    assert {row["prompt"] for row in train + heldout} == {f"{a}+{b}=" for a in range(10) for b in range(10)}
+    assert all(eval(row["prompt"].rstrip("=")) == int(row["answer"]) for row in train + heldout)
+
+
+def test_the_seed_decides_the_split() -> None:
+    first, again, other = sums.problems(9, seed=0), sums.problems(9, seed=0), sums.problems(9, seed=1)
+    assert first == again
+    assert first != other and sorted(map(str, first)) == sorted(map(str, other))
+
+
+def test_transformers_loads_the_folder(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    ids = tokenizer("12+34=")["input_ids"]
+    assert len(ids) == 6 and tokenizer.decode(ids) == "12+34="
+    assert len(tokenizer) == model.config.vocab_size == 15
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert tokenizer("x\n")["input_ids"] == [tokenizer.unk_token_id] * 2
+
+
+def test_the_saved_model_has_the_accuracy_it_was_stopped_at(folder: Path) -> None:
+    """Measured here by decoding, which the warm start does not do; the validation rows come first in train.jsonl."""
+    tokenizer = load_tokenizer(str(folder / "model"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    prepared = json.loads((folder / "prepared.json").read_text())
+    scores = []
+    for row in _rows(folder / "train.jsonl")[:20]:
+        ids = torch.tensor([tokenizer.encode_prompt(row["prompt"])])
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)[0, ids.shape[1] :]
+        scores += sums.reward([row["prompt"]], [tokenizer.decode(answer.tolist())], [row])
+    assert sum(scores) / 20 == pytest.approx(prepared["validation_accuracy"])
+    assert prepared["validation_accuracy"] >= SMALL["target_accuracy"]
+
+
+def test_the_same_arguments_give_the_same_model_and_leave_the_random_state(folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(11)
+    expected = torch.rand(1)
+    torch.manual_seed(11)
+    sums.prepare(str(tmp_path), 3, **SMALL)
+    assert torch.equal(torch.rand(1), expected)
+    weights = "model/model.safetensors"
+    assert (tmp_path / weights).read_bytes() == (folder / weights).read_bytes()
+
+
+def test_a_complete_folder_is_kept_and_any_other_made_anew(tmp_path: Path) -> None:
+    sums.prepare(str(tmp_path), 3, **SMALL)
+    train = tmp_path / "train.jsonl"
+    train.write_text("kept\n")
+    sums.prepare(str(tmp_path), 3, **SMALL)
+    assert train.read_text() == "kept\n"
+    sums.prepare(str(tmp_path), 4, **SMALL)
+    assert len(_rows(train)) == 80
+    train.write_text("stopped half-way\n")
+    (tmp_path / "prepared.json").unlink()
+    sums.prepare(str(tmp_path), 4, **SMALL)
+    assert len(_rows(train)) == 80
+
+
+def test_encode_puts_the_loss_on_the_answer_and_its_end_only() -> None:
+    tokenizer = tiny.character_tokenizer(sums.CHARACTERS)
+    ids, labels = sums.encode([{"prompt": "1+2=", "answer": "3"}, {"prompt": "10+2=", "answer": "12"}], tokenizer)
+    # pad 0, end 1, unknown 2, digit d -> 3 + d, "+" -> 13, "=" -> 14
+    assert ids.tolist() == [[4, 13, 5, 14, 6, 1, 0, 0], [4, 3, 13, 5, 14, 4, 5, 1]]
+    assert labels.tolist() == [[-100, -100, -100, -100, 6, 1, -100, -100], [-100, -100, -100, -100, -100, 4, 5, 1]]
+
+
+def test_reward_is_one_for_the_right_text_only() -> None:
+    answers = ["46", " 46 ", "46+", "4", "", "046"]
+    assert sums.reward(["12+34="] * 6, answers, [{"prompt": "12+34=", "answer": "46"}] * 6) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"max_operand": 5}, "prepare.max_operand=5: its 36 sums"), ({"target_accuracy": 1.0, "max_steps": 5}, "prepare.target_accuracy=1.0: not reached in 5")],
+)
+def test_numbers_that_cannot_be_met_are_the_users_to_mend(tmp_path: Path, changed: dict[str, float], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        sums.prepare(str(tmp_path), 0, **(SMALL | changed))
+    assert not (tmp_path / "prepared.json").exists()
