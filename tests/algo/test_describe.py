@@ -29,7 +29,7 @@ def experience():
         finished=torch.tensor([True, True, False, True]),
         logprobs=column([-1.0, -1.0, -1.0], [-2.0], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]),
         ref_logprobs=column([-1.5, -0.8, -1.0], [-2.5], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.9]).masked_fill(~mask, -JUNK),
-        values=column([1.0, 2.0, 3.0], [4.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]),
+        values=column([1.0, 2.0, 3.0], [9.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]),
         rewards=zeros + torch.tensor([[1.0], [0.0], [0.0], [-1.0]]) * mask,
         advantages=zeros,
         returns=column([1.0, 1.0, 1.0], [1.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0]),
@@ -53,7 +53,7 @@ def test_by_hand(experience):
             "kl/ref_token_max": 0.9,
             "kl/k3_token_mean": sum(k3) / 10,
             "kl/coef": 0.3,
-            "value/pred_mean": 1.0,
+            "value/pred_mean": 1.5,
             "value/return_mean": 1.0,
             "value/return_std": math.sqrt(6 / 10),  # 3 zeros, 4 ones, 3 twos
             "rollout/prompt_len_mean": 1.5,

@@ -1,6 +1,7 @@
 """learn() against a straightforward loop over rows and tokens, in float64, without micro-batches, ranks or totals."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,7 +77,12 @@ def timer(phase):
 
 @pytest.fixture
 def rows(experience):
-    return experience(PROMPTS, ANSWERS)
+    """Old log-probs around those of a fresh policy, so that ratios fall on both sides of every clip."""
+    made = experience(PROMPTS, ANSWERS)
+    with torch.no_grad():
+        fresh, _ = TinyPolicy(V, 1)(made.ids, made.attention_mask, made.response_width)
+    noise = 0.5 * torch.randn(fresh.shape, generator=torch.Generator().manual_seed(4))
+    return replace(made, logprobs=torch.where(made.response_mask, (fresh + noise).float(), made.logprobs))
 
 
 def learned(world, rows, policy=None, value=None, budget=10_000, minibatch_size=4, epochs=2, kl_coef=0.0, seed=3):
@@ -160,9 +166,11 @@ OBJECTIVES = {
 @pytest.mark.parametrize("budget", [1, 20, 10_000])
 def test_the_weights_after_all_steps_are_those_of_the_loop_by_hand(world, rows, objective, budget):
     settings = OBJECTIVES[objective]
-    _, actor, critic = learned(world, rows, budget=budget, **settings)
+    seen, actor, critic = learned(world, rows, budget=budget, **settings)
     same((actor, critic), by_hand(rows, **settings))
     assert actor.steps == critic.steps == 4
+    assert seen["policy/clipfrac"] > 0 and (seen["policy/clipfrac_low"] > 0) == (objective == "asymmetric")
+    assert (seen["value/clipfrac"] > 0) == (objective != "value")
     before = TinyPolicy(V, 1)
     assert (actor.module.head - before.head).abs().max() > 1e-3  # something was learned
 

@@ -89,7 +89,12 @@ def test_other_phases_and_other_errors():
 
 @pytest.fixture
 def handlers():
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    """A signal that nobody handles fails the test instead of ending the run."""
+
+    def unhandled(number, frame):
+        raise AssertionError(f"signal {number} was not handled")
+
+    before = {number: signal.signal(number, unhandled) for number in SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
