@@ -1,0 +1,76 @@
+"""The runs that are compared. A label says what differs from the plain run on that ZeRO stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from invariant_runs import ASSETS, Case, case, staged
+from mistakes import MISTAKES
+
+ROW_BY_ROW = {"memory": {"score_tokens": 1, "train_tokens": 1}}  # each row is a forward of its own
+AT_ONCE = {"memory": {"score_tokens": 10**6, "train_tokens": 10**6}}
+CHECKPOINTED = {"actor": {"model": {"gradient_checkpointing": True}}}  # the critic inherits it
+OTHER_AGGREGATION = {"algo": {"loss": {"agg": "seq_mean_token_mean"}, "kl": {"place": "loss", "estimator": "k3"}, "advantage": {"whiten": "none"}}}
+GREEDY = {"sampling": {"top_k": 1}}
+SAME_PROMPT = {"data": {"path": f"{ASSETS}/same.jsonl"}, "rollout": {"samples_per_prompt": 1}, "sampling": {"stop_token_ids": []}}
+TIED = {"actor": {"model": {"path": f"{ASSETS}/tied"}}}
+OTHER_REFERENCE = {"reference": {"model": {"path": f"{ASSETS}/other"}}}
+MODEL_REWARD = {
+    "reward": {"_target_": "ppo_ds.rewards.model.model_reward", "model": {"path": f"{ASSETS}/scorer", "dtype": "fp32"}},
+    "critic": {"init": "auto", "model": {"path": None}},
+}
+SHARDED_REWARD = {"reward": {**MODEL_REWARD["reward"], "zero": {"stage": 3}}}
+FROM_ACTOR = {"critic": {"init": "actor", "model": {"path": None}}}
+ONE_STEP = {"run": {"steps": 1}}
+
+
+def frozen(stage: int, **zero: Any) -> dict[str, Any]:
+    return {"reference": {"zero": {"stage": stage, **zero}}}
+
+
+ON_ONE_RANK: list[Case] = [
+    case("zero0", staged(0), generate="record"),
+    *[case(f"zero{stage}", staged(stage)) for stage in (1, 2, 3)],
+    case("zero0 row by row", staged(0), ROW_BY_ROW),
+    case("zero0 at once", staged(0), AT_ONCE),
+    case("zero0 checkpointed", staged(0), CHECKPOINTED),
+    case("zero0 other aggregation", staged(0), OTHER_AGGREGATION),
+    case("zero0 tied", staged(0), TIED),
+    case("zero0 greedy", staged(0), GREEDY, generate="sample"),
+    case("zero0 critic from reward", staged(0), MODEL_REWARD, ONE_STEP),
+]
+
+ON_TWO_RANKS: list[Case] = [
+    *[case(f"zero{stage}", staged(stage)) for stage in (0, 1, 2, 3)],
+    *[case(f"zero{stage} row by row", staged(stage), ROW_BY_ROW) for stage in (0, 2, 3)],
+    case("zero3 at once", staged(3), AT_ONCE),
+    case("zero3 checkpointed", staged(3), CHECKPOINTED),
+    case("zero2 offloaded", staged(2, offload_optimizer=True)),
+    case("zero2 other aggregation", staged(2), OTHER_AGGREGATION),
+    *[case(f"zero{stage} bf16", staged(stage, "bf16")) for stage in (0, 1, 2, 3)],
+    *[case(f"zero{stage} tied", staged(stage), TIED) for stage in (0, 3)],
+    case("zero3 tied bf16", staged(3, "bf16"), TIED, ONE_STEP),
+    case("zero3 disturbed", staged(3), generate="disturb"),
+    *[case(f"zero{stage} greedy", staged(stage), GREEDY, generate="sample") for stage in (0, 3)],
+    case("zero3 greedy row by row", staged(3), GREEDY, {"memory": {"rollout_tokens": 1}}, generate="sample"),
+    *[case(f"zero{stage} same prompt", staged(stage), SAME_PROMPT, ONE_STEP, generate="sample") for stage in (0, 3)],
+    case("replicated reference", staged(0), OTHER_REFERENCE, frozen(0), ONE_STEP),
+    case("offloaded reference", staged(0), OTHER_REFERENCE, frozen(0, offload_params=True), ONE_STEP),
+    case("sharded reference", staged(0), OTHER_REFERENCE, frozen(3), ONE_STEP),
+    case("sharded and offloaded reference", staged(0), OTHER_REFERENCE, frozen(3, offload_params=True), ONE_STEP),
+    case("zero3 critic from reward", staged(3), MODEL_REWARD, SHARDED_REWARD, ONE_STEP),
+    *[case(f"zero{stage} critic from actor", staged(stage), FROM_ACTOR, ONE_STEP) for stage in (0, 3)],
+    *[case(mistake, staged(2), AT_ONCE if mistake == "no exchange" else {}, mistake=mistake) for mistake in MISTAKES],
+]
+
+MORE_ON_TWO_RANKS: list[Case] = [
+    case("zero1 row by row", staged(1), ROW_BY_ROW),
+    *[case(f"zero{stage} at once", staged(stage), AT_ONCE) for stage in (0, 1, 2)],
+    *[case(f"zero{stage} checkpointed", staged(stage), CHECKPOINTED) for stage in (0, 1, 2)],
+    case("zero1 offloaded", staged(1, offload_optimizer=True)),
+    case("zero3 offloaded", staged(3, offload_optimizer=True)),
+    case("zero3 all offloaded", staged(3, offload_optimizer=True, offload_params=True)),
+    *[case(f"zero{stage} other aggregation", staged(stage), OTHER_AGGREGATION) for stage in (0, 1, 3)],
+    *[case(f"zero{stage} tied", staged(stage), TIED) for stage in (1, 2)],
+    *[case(f"zero{stage} disturbed", staged(stage), generate="disturb") for stage in (0, 1, 2)],
+]

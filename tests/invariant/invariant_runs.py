@@ -1,0 +1,128 @@
+"""Launches worker.py with a list of cases, and reads what each of them left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import invariant_assets
+from safetensors.torch import load_file
+from torch import Tensor
+
+WORKER = Path(__file__).with_name("worker.py")
+ROOT = WORKER.parents[2]
+PATIENCE = 1500  # seconds of one launch; a case that hangs ends by itself long before
+UNCOMPARED = ("time/", "perf/", "mem/")  # what may differ between equal runs
+ASSETS = "ASSETS"  # in a case: the folder of the models and prompts
+NOT_PERSISTENT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # tiny weights are sharded too
+Case = dict[str, Any]
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``over`` laid over ``base``, dict by dict; one with another ``_target_`` replaces the old one whole."""
+    out = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict) and "_target_" not in value
+        out[key] = merged(out[key], value) if both else value
+    return out
+
+
+def base() -> dict[str, Any]:
+    """3 PPO steps x 2 epochs x 2 minibatches = 12 optimizer steps; a few rows in each micro-batch."""
+    return {
+        "run": {"steps": 3, "seed": 1, "resume": "never", "timeout_minutes": 2},
+        "actor": {"model": {"path": f"{ASSETS}/actor", "dtype": "fp32"}, "optim": {"lr": 1e-3, "weight_decay": 0.1}},
+        "critic": {"init": "path", "model": {"path": f"{ASSETS}/scorer"}, "optim": {"lr": 1e-3, "weight_decay": 0.1}},
+        "rollout": {"prompts_per_step": 8, "samples_per_prompt": 2},
+        "sampling": {"max_new_tokens": 10, "stop_token_ids": invariant_assets.STOPS},
+        "data": {"path": f"{ASSETS}/prompts.jsonl"},
+        "algo": {"epochs": 2, "minibatch_size": 8, "kl": {"coef": 0.1}, "entropy": {"coef": 0.01}},
+        "memory": {"rollout_tokens": 200, "score_tokens": 150, "train_tokens": 100},
+        "checkpoint": {"every": 0},
+        "tracker": {"samples": -1},
+        "reward": {"_target_": "ppo_ds.rewards.function.FunctionReward", "path": f"{invariant_assets.__file__}:score"},
+    }
+
+
+def staged(stage: int, dtype: str = "fp32", reference: int | None = None, **zero: bool) -> dict[str, Any]:
+    """Actor and critic (and the reference, which is sharded or not) on one ZeRO stage."""
+    raw = NOT_PERSISTENT if stage == 3 else {}
+    role = {"zero": {"stage": stage, **zero}, "deepspeed": raw}
+    reference = (3 if stage == 3 else 0) if reference is None else reference
+    return {"actor": merged(role, {"model": {"dtype": dtype}}), "critic": role, "reference": {"zero": {"stage": reference}}}
+
+
+def case(label: str, *overlays: dict[str, Any], **switches: str) -> Case:
+    """``switches``: generate=record|replay|sample|disturb, mistake=..., see worker.py."""
+    config: dict[str, Any] = {}
+    for overlay in overlays:
+        config = merged(config, overlay)
+    return {"label": label, "config": config, **switches}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one case left."""
+
+    folder: Path
+
+    @cached_property
+    def steps(self) -> list[dict[str, float]]:
+        """The metrics of each PPO step that must not depend on how it was computed."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if k != "time" and not k.startswith(UNCOMPARED)} for line in lines]
+
+    @cached_property
+    def found(self) -> dict[str, Any]:
+        return json.loads((self.folder / "found.json").read_text())
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        return load_file(self.folder / "tensors.safetensors")
+
+    def weights(self, role: str) -> dict[str, Tensor]:
+        return {name.partition("/")[2]: x.float() for name, x in self.tensors.items() if name.startswith(f"{role}/")}
+
+    def experience(self, when: str) -> dict[str, Tensor]:
+        """``when``: of the first step or the last."""
+        return {name.partition("/")[2]: x for name, x in self.tensors.items() if name.startswith(f"{when}/")}
+
+    def samples(self, step: int) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / f"samples/step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+@dataclass
+class Launches:
+    """``launches["2/zero3"]`` is the Run of case "zero3" on 2 ranks."""
+
+    root: Path
+    runs: dict[str, Run] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Run:
+        return self.runs[name]
+
+    def launch(self, ranks: int, cases: list[Case], name: str | None = None) -> None:
+        name = name or str(ranks)
+        configured = [entry | {"config": merged(base(), entry["config"])} for entry in cases]
+        (self.root / f"{name}.json").write_text(json.dumps(configured).replace(f"{ASSETS}/", f"{self.root}/"))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "ignore",
+            "TRANSFORMERS_VERBOSITY": "error",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), str(WORKER), str(self.root), name]
+        with (self.root / f"{name}.log").open("w") as log:  # a file: pipes of a hanging child would keep us waiting
+            done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=PATIENCE, check=False)
+        assert done.returncode == 0, (self.root / f"{name}.log").read_text()[-6000:]
+        self.runs |= {f"{name}/{entry['label']}": Run(self.root / name / entry["label"]) for entry in cases}

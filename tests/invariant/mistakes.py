@@ -1,0 +1,72 @@
+"""The mistakes that the comparisons are there to find, made on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ppo_ds.algo import experience as experience_module
+from ppo_ds.algo import learner as learner_module
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.world import World
+from ppo_ds.types import Experience
+
+totals, microbatches = learner_module.batch_totals, learner_module.microbatches
+normalize, backward = experience_module.normalize_advantages, TrainedModel.backward
+
+
+def no_ranks_in_the_scale(masks: Any, dp_size: int) -> Any:
+    return totals(masks, dp_size=1)
+
+
+def rows_instead_of_tokens(masks: Any, dp_size: int) -> Any:
+    right = totals(masks, dp_size=dp_size)
+    return replace(right, tokens=right.sequences)
+
+
+def own_rows_only(experience: Experience, world: World) -> Experience:
+    """The widths agree, but this rank's rows stand in for those of the others."""
+    wide = experience.resized(world.max_int(experience.prompt_width), world.max_int(experience.response_width))
+    return wide.select(torch.arange(len(wide)).repeat(world.size))
+
+
+def whitened_alone(raw: Any, mask: Any, how: str, reduce: Any) -> Any:
+    return normalize(raw, mask, how)
+
+
+def first_again_instead_of_last(minibatch: Experience, token_budget: int, world: World) -> list[Experience]:
+    right = microbatches(minibatch, token_budget, world)
+    return [*right[:-1], right[0]] if world.rank else right
+
+
+def always_the_last(self: TrainedModel, loss: Any, last: bool) -> None:
+    backward(self, loss, last=True)
+
+
+MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "ranks forgotten in the scale": (learner_module, "batch_totals", no_ranks_in_the_scale),
+    "rows instead of tokens": (learner_module, "batch_totals", rows_instead_of_tokens),
+    "no exchange": (experience_module, "exchange", own_rows_only),
+    "advantages whitened on each rank": (experience_module, "normalize_advantages", whitened_alone),
+    "a micro-batch replaced by another": (learner_module, "microbatches", first_again_instead_of_last),
+    "each micro-batch taken for the last": (TrainedModel, "backward", always_the_last),
+}
+
+
+@contextmanager
+def made(mistake: str | None) -> Iterator[None]:
+    """Nothing is changed without a name, or after the block."""
+    if mistake is None:
+        yield
+        return
+    place, name, wrong = MISTAKES[mistake]
+    right = getattr(place, name)
+    setattr(place, name, wrong)
+    try:
+        yield
+    finally:
+        setattr(place, name, right)

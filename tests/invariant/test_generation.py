@@ -1,0 +1,59 @@
+"""Generation mode: gathers and gives back, whatever happens inside; ranks decode by themselves, and draw different samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from invariant_runs import Launches, Run
+
+
+def answers(run: Run) -> list[tuple[str, str, int, str]]:
+    """All answers of all steps, in order."""
+    return [(row["prompt"], row["response"], row["length"], row["finish"]) for step in (1, 2, 3) for row in run.samples(step)]
+
+
+def test_greedy_answers_depend_on_neither_ranks_nor_stages_nor_chunks(runs: Launches) -> None:
+    expected = answers(runs["1/zero0 greedy"])
+    assert len(expected) == 48 and len(set(expected)) > 12  # prompts change between steps, and so do answers as the policy learns
+    for name in ("2/zero0 greedy", "2/zero3 greedy", "2/zero3 greedy row by row"):
+        assert answers(runs[name]) == expected, name
+
+
+def test_what_was_generated_has_the_log_probs_of_the_training_engine(runs: Launches) -> None:
+    for name in ("1/zero0 greedy", "2/zero0 greedy", "2/zero3 greedy", "2/zero3 greedy row by row"):
+        assert max(step["parity/logp_abs_diff_max"] for step in runs[name].steps) < 1e-4, name
+
+
+def test_ranks_decode_different_numbers_of_tokens(runs: Launches) -> None:
+    """With ZeRO-3 too: nothing in there waits for the others."""
+    first, second = runs["2/zero3 greedy row by row"].found["forwards"]
+    assert first != second and min(first, second) > 0
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_draw_different_samples_of_the_same_prompt(runs: Launches, stage: int) -> None:
+    rows = runs[f"2/zero{stage} same prompt"].samples(1)
+    assert [row["prompt"] for row in rows] == 8 * ["feed"]
+    assert len({row["response"] for row in rows}) == 8, rows
+
+
+def assert_undisturbed(plain: Run, disturbed: Run) -> None:
+    """To the bit: there is nothing in generation that training could notice."""
+    assert disturbed.steps == plain.steps
+    assert disturbed.found["norms"] == plain.found["norms"]
+    for name in plain.tensors:
+        assert torch.equal(plain.tensors[name], disturbed.tensors[name]), name
+    for rank in disturbed.found["seen"]:
+        # each step: left by an exception on all ranks, then on one alone; then entered again inside itself
+        assert len(rank) == 9 and all(all(state.values()) for state in rank), rank
+        assert [sorted(state) for state in rank[:3]] == 2 * [["emptied", "refused outside", "released", "train"]] + [["eval", "filled"]]
+
+
+def test_an_exception_inside_leaves_nothing_behind(runs: Launches) -> None:
+    assert_undisturbed(runs["2/zero3"], runs["2/zero3 disturbed"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_nor_does_it_on_the_other_stages(more_runs: Launches, stage: int) -> None:
+    assert_undisturbed(more_runs[f"2/zero{stage}"], more_runs[f"more/zero{stage} disturbed"])

@@ -1,0 +1,115 @@
+"""What the four roles start from, where they are held, and what is left of them as files: compared with plain transformers."""
+
+from __future__ import annotations
+
+import plain_ppo
+import pytest
+import torch
+from invariant_runs import Launches, Run
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+
+def rows(experience: dict[str, Tensor]) -> list[plain_ppo.Row]:
+    """Without padding."""
+    kept = zip(experience["ids"], experience["attention_mask"], experience["response_mask"].sum(1), strict=True)
+    return [(ids[mask], int(n)) for ids, mask, n in kept]
+
+
+def assert_rows_close(padded: Tensor, mask: Tensor, expected: list[Tensor], atol: float = 1e-5) -> None:
+    assert len(padded) == len(expected)
+    for got, kept, want in zip(padded, mask, expected, strict=True):
+        torch.testing.assert_close(got[kept], want, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("where", ["replicated", "offloaded", "sharded", "sharded and offloaded"])
+@torch.no_grad()
+def test_a_reference_gives_the_same_log_probs_wherever_it_is(runs: Launches, where: str) -> None:
+    experience = runs[f"2/{where} reference"].experience("first")
+    other = plain_ppo.language_model(runs.root / "other")
+    expected = [plain_ppo.logprobs(other, row)[0] for row in rows(experience)]
+    assert_rows_close(experience["ref_logprobs"], experience["response_mask"], expected)
+    assert (experience["ref_logprobs"] - experience["logprobs"]).abs().max() > 1  # another model than the actor, so that this says something
+
+
+@pytest.mark.parametrize("name", ["1/zero0", "2/zero3"])
+@torch.no_grad()
+def test_a_critic_from_a_reward_model_starts_with_its_scores(runs: Launches, name: str) -> None:
+    """critic.init=auto: of each place, the score that the reward model gives to the text so far."""
+    experience = runs[f"{name} critic from reward"].experience("first")
+    scorer = plain_ppo.score_model(runs.root / "scorer")
+    expected = [plain_ppo.values(scorer, row) for row in rows(experience)]
+    assert_rows_close(experience["values"], experience["response_mask"], expected)
+    assert experience["values"].abs().max() > 0.1
+    if name == "2/zero3":  # and the reward model, sharded too, scores as the replica on one rank does
+        torch.testing.assert_close(experience["scores"], runs["1/zero0 critic from reward"].experience("first")["scores"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_critic_from_the_actor_starts_at_zero_and_learns(runs: Launches, stage: int) -> None:
+    run = runs[f"2/zero{stage} critic from actor"]
+    assert torch.equal(run.experience("first")["values"], torch.zeros_like(run.experience("first")["values"]))
+    assert run.tensors["trained_values"].abs().max() > 1e-3
+    assert run.found["norms"]["critic"] == pytest.approx(runs["2/zero0 critic from actor"].found["norms"]["critic"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["2/zero0 bf16", "2/zero3 bf16", "2/zero3 tied bf16", "2/zero3"])
+def test_rope_frequencies_stay_in_fp32(runs: Launches, name: str) -> None:
+    exact = runs["1/zero0"].found["rotary"]["actor"]["values"]
+    found = runs[name].found["rotary"]
+    assert ("twin" in found) == ("zero3" in name)
+    for model, buffer in found.items():
+        assert buffer["dtype"] == "torch.float32", model
+        assert buffer["values"] == exact, model
+
+
+EXPORTS = [f"2/zero{stage}{dtype}" for dtype in ("", " bf16") for stage in range(4)]
+EXPORTS += ["1/zero0 tied", "2/zero0 tied", "2/zero3 tied", "2/zero3 tied bf16"]
+
+
+def check_export(run: Run, tied: bool, dtype: torch.dtype) -> None:
+    lm, info = AutoModelForCausalLM.from_pretrained(run.folder / "model", output_loading_info=True)
+    assert not any(info.values()), info
+    assert lm.dtype == dtype
+    assert (lm.lm_head.weight is lm.model.embed_tokens.weight) == tied
+    weights = run.weights("actor")
+    for name, weight in lm.state_dict().items():
+        assert torch.equal(weight.float(), weights[f"lm.{name}"]), name
+    experience = run.experience("last")
+    ids, mask, n = experience["ids"], experience["attention_mask"], experience["response_mask"].shape[1]
+    logits = lm(input_ids=ids, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits.float()
+    assert logits[mask].std() > 0.5
+    torch.testing.assert_close(logits[mask], run.tensors["trained_logits"][mask], rtol=0, atol=1e-5 if dtype is torch.float32 else 2e-2)
+    logprobs = logits[:, -n - 1 : -1].log_softmax(-1).gather(2, ids[:, -n:, None])[..., 0]
+    kept = experience["response_mask"]
+    bound = 1e-5 if dtype is torch.float32 else 0.1  # bf16: the head runs over other rows there, and rounds otherwise
+    torch.testing.assert_close(logprobs[kept], run.tensors["trained_logprobs"][kept], rtol=0, atol=bound)
+
+
+def check_exported_critic(run: Run, dtype: torch.dtype) -> None:
+    model, info = AutoModelForSequenceClassification.from_pretrained(run.folder / "critic", output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.dtype == dtype and model.config.num_labels == 1
+    weights = run.weights("critic")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight.float(), weights[f"model.{name}"]), name
+    experience = run.experience("last")
+    bound = 1e-5 if dtype is torch.float32 else 0.05
+    expected = [plain_ppo.values(model, row).float() for row in rows(experience)]
+    assert_rows_close(run.tensors["trained_values"], experience["response_mask"], expected, bound)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+@torch.no_grad()
+def test_what_is_saved_is_what_was_trained(runs: Launches, name: str) -> None:
+    """As plain transformers loads it: the same weights, ties and logits."""
+    dtype = torch.bfloat16 if "bf16" in name else torch.float32
+    check_export(runs[name], tied="tied" in name, dtype=dtype)
+    check_exported_critic(runs[name], dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+@torch.no_grad()
+def test_tied_embeddings_are_saved_on_the_other_stages(more_runs: Launches, stage: int) -> None:
+    check_export(more_runs[f"more/zero{stage} tied"], tied=True, dtype=torch.float32)

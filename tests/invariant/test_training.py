@@ -1,0 +1,169 @@
+"""The number of ranks, the ZeRO stage and how rows are cut into forwards change nothing but speed. Generation is replayed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import invariant_assets
+import plain_ppo
+import pytest
+import torch
+from invariant_runs import Launches, Run
+from mistakes import MISTAKES
+
+from ppo_ds.models.tokenizer import load_tokenizer
+
+RELATIVE = 1e-5  # of losses, norms, KL, ... in fp32
+ABSOLUTE = 2e-6  # where numbers near 0 are left of larger ones that cancel
+WEIGHTS = 1e-5  # after 12 steps of AdamW, which moved them by about 1e-2
+
+ON_ONE = ["zero1", "zero2", "zero3", "zero0 row by row", "zero0 at once"]
+ON_TWO = [*(f"zero{stage}" for stage in range(4)), *(f"zero{stage} row by row" for stage in (0, 2, 3)), "zero3 at once", "zero2 offloaded"]
+MORE = ["zero1 row by row", *(f"zero{stage} at once" for stage in (0, 1, 2)), "zero1 offloaded", "zero3 offloaded", "zero3 all offloaded"]
+
+
+def gaps(a: Run, b: Run) -> list[str]:
+    """What differs by more than rounding, in words."""
+    found = []
+    for step, (one, other) in enumerate(zip(a.steps, b.steps, strict=True), start=1):
+        assert one.keys() == other.keys()
+        for name, x in one.items():
+            # differences of log-probs that are equal but for rounding: nothing but noise
+            near = 1e-4 if name.startswith("parity/logp") else ABSOLUTE
+            if not math.isclose(x, other[name], rel_tol=RELATIVE, abs_tol=near):
+                found.append(f"step {step}: {name} {x} {other[name]}")
+    for role, norms in a.found["norms"].items():
+        pairs = enumerate(zip(norms, b.found["norms"][role], strict=True))
+        found += [f"optimizer step {i}: {role} norm {x} {y}" for i, (x, y) in pairs if not math.isclose(x, y, rel_tol=RELATIVE)]
+        weights, others = a.weights(role), b.weights(role)
+        assert weights.keys() == others.keys()
+        moved = {name: float((weight - others[name]).abs().max()) for name, weight in weights.items()}
+        found += [f"{role} weight {name} by {gap}" for name, gap in moved.items() if not gap <= WEIGHTS]
+    return found
+
+
+def test_the_rollouts_are_as_uneven_as_they_should_be(runs: Launches) -> None:
+    for rows in plain_ppo.recorded(runs.root / "rollouts.safetensors"):
+        assert len(rows) == 16
+        assert len({len(ids) - n for ids, n in rows}) > 3  # prompts
+        assert {n for _, n in rows} >= {1, 10}  # answers of one token, and of the longest that is allowed
+    run = runs["1/zero0"]
+    assert all(0 < step["rollout/truncated_frac"] < 1 for step in run.steps)
+    assert all(step["policy/clipfrac"] > 0 and step["policy/grad_norm"] > 1 for step in run.steps)  # both kinds of clipping are at work
+    assert len(run.found["norms"]["actor"]) == len(run.found["norms"]["critic"]) == 12
+
+
+def test_training_equals_ppo_in_plain_torch(runs: Launches) -> None:
+    tokenizer = load_tokenizer(str(runs.root / "actor"))
+
+    def score(prompt: list[int], response: list[int]) -> float:
+        return invariant_assets.score([tokenizer.decode(prompt)], [tokenizer.decode(response)], [{}])[0]
+
+    expected = plain_ppo.train(runs.root, score)
+    for name in ("1/zero0", "2/zero0", "2/zero3"):
+        for role, prefix in (("actor", "lm."), ("critic", "model.")):
+            assert runs[name].found["norms"][role] == pytest.approx(expected["norms"][role], rel=RELATIVE), (name, role)
+            weights = runs[name].weights(role)
+            for key, weight in expected[role].state_dict().items():
+                torch.testing.assert_close(weights[prefix + key], weight, rtol=0, atol=WEIGHTS, msg=f"{name} {role} {key}")
+
+
+@pytest.mark.parametrize("name", [f"1/{label}" for label in ON_ONE] + [f"2/{label}" for label in ON_TWO])
+def test_ranks_stages_and_micro_batches_change_nothing(runs: Launches, name: str) -> None:
+    assert gaps(runs["1/zero0"], runs[name]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", MORE)
+def test_nor_do_the_other_combinations(more_runs: Launches, label: str) -> None:
+    assert gaps(more_runs["1/zero0"], more_runs[f"more/{label}"]) == []
+
+
+def assert_checkpointed(plain: Run, checkpointed: Run) -> None:
+    assert gaps(plain, checkpointed) == []
+    for role, runs in plain.found["layer_runs"].items():
+        assert checkpointed.found["layer_runs"][role] == 2 * runs > 0, role
+
+
+def test_gradient_checkpointing_is_active_and_changes_nothing(runs: Launches) -> None:
+    assert_checkpointed(runs["1/zero0"], runs["1/zero0 checkpointed"])
+    assert_checkpointed(runs["2/zero3"], runs["2/zero3 checkpointed"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradient_checkpointing_on_the_other_stages(more_runs: Launches, stage: int) -> None:
+    assert_checkpointed(more_runs[f"2/zero{stage}"], more_runs[f"more/zero{stage} checkpointed"])
+
+
+def test_other_losses_do_not_depend_on_ranks_either(runs: Launches) -> None:
+    """Sequence means, the KL in the loss, no whitening."""
+    expected = runs["1/zero0 other aggregation"]
+    assert gaps(expected, runs["2/zero2 other aggregation"]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_other_losses_on_the_other_stages(more_runs: Launches, stage: int) -> None:
+    assert gaps(more_runs["1/zero0 other aggregation"], more_runs[f"more/zero{stage} other aggregation"]) == []
+
+
+@pytest.mark.parametrize("name", ["2/zero0 tied", "2/zero3 tied"])
+def test_tied_embeddings_train_alike(runs: Launches, name: str) -> None:
+    assert gaps(runs["1/zero0 tied"], runs[name]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_tied_embeddings_on_the_other_stages(more_runs: Launches, stage: int) -> None:
+    assert gaps(more_runs["1/zero0 tied"], more_runs[f"more/zero{stage} tied"]) == []
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_these_comparisons_notice(runs: Launches, mistake: str) -> None:
+    found = gaps(runs["1/zero0"], runs[f"2/{mistake}"])
+    assert any("norm" in line for line in found) and any("weight" in line for line in found), found
+    norms, others = runs["1/zero0"].found["norms"]["actor"], runs[f"2/{mistake}"].found["norms"]["actor"]
+    assert max(abs(x / y - 1) for x, y in zip(norms, others, strict=True)) > 0.01  # by far
+
+
+FP32 = [f"1/{label}" for label in ("zero0", *ON_ONE)] + [f"2/{label}" for label in ON_TWO] + ["2/zero3 checkpointed", "2/zero3 tied"]
+
+
+@pytest.mark.parametrize("name", FP32)
+def test_the_first_ratio_is_one_and_the_policy_starts_as_its_reference(runs: Launches, name: str) -> None:
+    run = runs[name]
+    assert [step["parity/ratio_first_minibatch_max"] for step in run.steps] == pytest.approx([1, 1, 1], abs=1e-5)
+    assert run.steps[0]["policy/ratio_max"] > 1.1  # of all minibatches: only the first is exempt from change
+    for metric in ("kl/ref_seq_mean", "kl/ref_token_mean", "kl/ref_token_max", "kl/k3_token_mean"):
+        assert run.steps[0][metric] == pytest.approx(0, abs=1e-5), metric
+        assert abs(run.steps[2][metric]) > 1e-2, metric
+
+
+# Before the first update; what comes later has bf16's rounding of weights in it.
+AT_THE_START = ("reward/score_mean", "value/pred_mean", "value/return_mean", "adv/std", "adv/max_abs")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_trains_on_every_stage(runs: Launches, stage: int) -> None:
+    run, exact = runs[f"2/zero{stage} bf16"], runs["1/zero0"]
+    assert all(math.isfinite(x) for step in run.steps for x in step.values())
+    assert all(step["health/skipped_steps"] == 0 for step in run.steps)
+    for metric in AT_THE_START:
+        assert run.steps[0][metric] == pytest.approx(exact.steps[0][metric], rel=0.03, abs=0.01), metric
+    assert run.steps[0]["kl/ref_token_max"] < 0.1 and run.steps[0]["parity/ratio_first_minibatch_max"] == pytest.approx(1, abs=0.1)
+    for role, start in (("actor", "actor"), ("critic", "scorer")):
+        assert run.found["norms"][role][0] == pytest.approx(exact.found["norms"][role][0], rel=0.05)
+        assert {x.dtype for name, x in run.tensors.items() if name.startswith(f"{role}/")} == {torch.bfloat16}
+        assert_moved_alike(run, exact, role, runs.root / start)
+
+
+def assert_moved_alike(run: Run, exact: Run, role: str, start: Path) -> None:
+    """All weights together moved in the direction in which fp32 moves them, about as far."""
+    prefix = {"actor": "lm.", "critic": "model."}[role]
+    model = plain_ppo.language_model(start) if role == "actor" else plain_ppo.score_model(start)
+    before = torch.cat([weight.flatten() for weight in model.state_dict().values()])
+    moves = [torch.cat([r.weights(role)[prefix + name].flatten() for name in model.state_dict()]) - before for r in (run, exact)]
+    assert torch.cosine_similarity(*moves, dim=0) > 0.9
+    assert moves[0].norm() == pytest.approx(float(moves[1].norm()), rel=0.1)
