@@ -41,8 +41,9 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
         "rollout/empty_frac": (lengths <= experience.finished).double().mean(),  # an end token at once, or nothing
         "rollout/pad_frac": 1 - experience.attention_mask.sum() / places,
         "rollout/unique_frac": _unique(experience) / len(experience),
-        "rollout/zero_std_group_frac": (scores.view(-1, samples_per_prompt).std(1, unbiased=False) == 0).double().mean(),
     }
+    if samples_per_prompt > 1:  # one answer alone has no spread
+        numbers["rollout/zero_std_group_frac"] = (scores.view(-1, samples_per_prompt).std(1, unbiased=False) == 0).double().mean()
     return {name: float(value) for name, value in numbers.items()} | {"kl/coef": kl_coef}
 
 

@@ -95,7 +95,7 @@ class Trainer:
                 rollout = self.generator(prompts, self.sampling)
             kl_coef = self.kl.value
             experience, seen = self.make_experience(rollout, kl_coef)
-            learned = self.learn(experience, kl_coef, seed=self.plan.seed + self.progress.step)
+            learned = self.learn(experience, kl_coef, seed=self.plan.seed * 1_000_003 + self.progress.step)
             self._count(experience)
             metrics = self._describe(experience, kl_coef) | seen | learned | self._evaluate()
             self.kl.update(metrics[self.plan.kl_metric], len(experience))

@@ -133,8 +133,18 @@ def test_one_rank_stops_all(handlers, on_ranks, world, flags, late, reason):
 
     def work(world):
         stop = stops[world.rank]
-        stop.world, stop._signalled = world, flags[world.rank]
+        stop.world, stop._signalled = world, 0.0 if flags[world.rank] else None
         stop.deadline = 0.0 if late[world.rank] else None
         return stop.agreed()
 
     assert on_ranks(2, work) == [reason] * 2
+
+
+def test_a_second_ctrl_c_ends_it_at_once_but_not_one_that_a_launcher_passes_on(handlers, world, monkeypatch):
+    clock = iter([100.0, 100.5, 103.0])
+    stop = StopRequest(world, None)
+    monkeypatch.setattr("ppo_ds.algo.stopping.time.monotonic", lambda: next(clock))
+    stop._note(signal.SIGINT, None)
+    stop._note(signal.SIGINT, None)  # half a second later: the launcher's
+    with pytest.raises(KeyboardInterrupt):
+        stop._note(signal.SIGINT, None)

@@ -103,9 +103,9 @@ def named(events, name):
 def test_a_step_is_generate_then_learn_then_log(loop):
     trainer, events = loop()
     assert trainer.fit() == "done" and EXIT_CODES["done"] == 0
-    assert events[:5] == ["generation mode", "prompts 1", "training mode", ("learn", 0.1, 7), ("log", 1)]
+    assert events[:5] == ["generation mode", "prompts 1", "training mode", ("learn", 0.1, 7 * 1_000_003), ("log", 1)]
     assert named(events, "log") == [1, 2, 3] and trainer.prompts.n == 3
-    assert [event[2] for event in events if event[0] == "learn"] == [7, 8, 9]  # every step orders the rows anew
+    assert [event[2] for event in events if event[0] == "learn"] == [7 * 1_000_003 + i for i in range(3)]  # every step orders the rows anew
     assert (trainer.progress.step, trainer.progress.episodes, trainer.progress.tokens) == (3, 6, 9)
 
 
