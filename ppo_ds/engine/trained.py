@@ -86,11 +86,8 @@ class TrainedModel:
         if deepspeed_config["zero_optimization"]["stage"] < 3:
             module.to(world.device)
         module.train()
-        # the rate is set before each step; 0 until then, since DeepSpeed's 16-bit wrapper of stage 0 takes a step when it is made
-        optimizer = torch.optim.AdamW(parameter_groups(module, weight_decay), lr=0.0, betas=betas, eps=eps, fused=fused)
+        optimizer = torch.optim.AdamW(parameter_groups(module, weight_decay), lr=schedule.at(0), betas=betas, eps=eps, fused=fused)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config)
-        if self.zero_stage == 0:
-            optimizer.state.clear()  # what that step counted would be a wrong bias correction
 
     @property
     def module(self) -> nn.Module:

@@ -21,9 +21,10 @@ def deepspeed_config(
 
     Batch sizes are fixed at 1: how much is accumulated and when a step is due is said by TrainedModel, per optimizer step,
     since micro-batches are formed by tokens and their number differs from step to step.
-    ``raw`` is the user's own JSON (``actor.deepspeed``) and is laid over everything else.
+    Stage 0 in 16 bit runs as stage 1: the same mathematics, but DeepSpeed's stage 0 adds micro-batch gradients up in 16 bit, and 1 + 256 x 2^-9
+    is then 1. ``raw`` is the user's own JSON (``actor.deepspeed``) and is laid over everything else.
     """
-    zero: dict[str, Any] = {"stage": stage}
+    zero: dict[str, Any] = {"stage": 1 if stage == 0 and dtype != "fp32" else stage}
     if offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if offload_params:
@@ -42,7 +43,7 @@ def deepspeed_config(
         config["bf16"] = {"enabled": True}
     elif dtype == "fp16":
         config["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 200}
-    if dtype != "fp32" and stage > 0:
+    if dtype != "fp32":
         # many micro-batches make one step: their sum needs more than 8 bits of mantissa
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return merged(config, raw)

@@ -36,11 +36,11 @@ def prepare(
     max_operand: int = 49,
     heldout: int = 400,
     validation: int = 400,
-    hidden_size: int = 64,
+    hidden_size: int = 96,
     layers: int = 2,
     heads: int = 4,
     target_accuracy: float = 0.47,
-    learning_rate: float = 2e-3,
+    learning_rate: float = 1e-3,
     batch_size: int = 256,
     max_steps: int = 600,
 ) -> None:
@@ -55,8 +55,7 @@ def prepare(
     if done.exists() and json.loads(done.read_text())["arguments"] == arguments:
         return
     done.unlink(missing_ok=True)
-    if heldout + validation >= (max_operand + 1) ** 2:
-        raise UserError(f"prepare.max_operand={max_operand}: its {(max_operand + 1) ** 2} sums leave none to train on after heldout={heldout} and validation={validation}; raise it")
+    _check(**arguments)
     rows = problems(max_operand, seed)
     heldout_rows, validation_rows, demonstrations = rows[:heldout], rows[heldout : heldout + validation], rows[heldout + validation :]
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,6 +78,21 @@ def prepare(
     _log.info("sums: the warm start took %d steps; %.0f %% right on validation problems", steps, 100 * accuracy)
     tiny.save(model, tokenizer, folder / "model")
     done.write_text(json.dumps({"arguments": arguments, "steps": steps, "validation_accuracy": accuracy}, indent=2) + "\n")
+
+
+def _check(max_operand: int, heldout: int, validation: int, hidden_size: int, heads: int, seed: int, **others: float) -> None:
+    """UserError for numbers that no task or model can be made of."""
+    sizes = {"max_operand": max_operand, "heldout": heldout, "validation": validation, "hidden_size": hidden_size, "heads": heads, **others}
+    wrong = [f"prepare.{name}={value}: must be above 0" for name, value in sizes.items() if value <= 0]
+    if wrong:
+        raise UserError(*wrong)
+    sums = (max_operand + 1) ** 2
+    if heldout + validation >= sums:
+        wrong.append(f"prepare.max_operand={max_operand}: all its {sums} sums go to heldout={heldout} and validation={validation}; raise it")
+    if hidden_size % (2 * heads):
+        wrong.append(f"prepare.hidden_size={hidden_size}: must be a multiple of {2 * heads}, twice prepare.heads={heads}")
+    if wrong:
+        raise UserError(*wrong)
 
 
 def problems(max_operand: int, seed: int) -> list[Row]:
@@ -130,7 +144,10 @@ def warm_start(
             accuracy = greedy_accuracy(model, *validation)
             if accuracy >= target_accuracy:
                 return step, accuracy
-    raise UserError(f"prepare.target_accuracy={target_accuracy}: not reached in {max_steps} steps ({accuracy:.2f} at the end); lower it or raise prepare.max_steps")
+    raise UserError(
+        f"prepare.target_accuracy={target_accuracy}: not reached in {max_steps} steps ({accuracy:.2f} at the end); "
+        "lower it or raise prepare.max_steps"
+    )
 
 
 @torch.no_grad()

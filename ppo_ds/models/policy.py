@@ -30,7 +30,7 @@ class Policy(nn.Module):
         self.temperature = temperature
         # generate() would fill what we leave open from the model's own file (Qwen2.5-Instruct: top_k 20, repetition penalty);
         # the file's settings are kept aside for the saved model
-        self.generation_config = lm.generation_config
+        self.generation_config = saveable(lm.generation_config)
         lm.generation_config = GenerationConfig()
         accepted = inspect.signature(lm.forward).parameters
         self._keeps = "logits_to_keep" in accepted
@@ -60,6 +60,15 @@ class Policy(nn.Module):
             self.lm.save_pretrained(directory, state_dict=state_dict)
         finally:
             self.lm.generation_config = ours
+
+
+def saveable(config: GenerationConfig) -> GenerationConfig:
+    """Many models ship a temperature without do_sample. transformers up to 5.17 refuses to write that, at the very end of a training."""
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        config.do_sample = True
+    return config
 
 
 def load_policy(
