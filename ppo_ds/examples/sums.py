@@ -54,8 +54,8 @@ def prepare(
     folder, done = Path(dir), Path(dir) / "prepared.json"  # written last: there is no complete folder without it
     if done.exists() and json.loads(done.read_text())["arguments"] == arguments:
         return
-    done.unlink(missing_ok=True)
     _check(**arguments)
+    done.unlink(missing_ok=True)
     rows = problems(max_operand, seed)
     heldout_rows, validation_rows, demonstrations = rows[:heldout], rows[heldout : heldout + validation], rows[heldout + validation :]
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,8 @@ from ppo_ds.examples import sums
 from ppo_ds.models import tiny
 from ppo_ds.models.tokenizer import load_tokenizer
 
-SMALL = {"max_operand": 9, "heldout": 20, "validation": 20, "hidden_size": 32, "heads": 2, "target_accuracy": 0.2, "learning_rate": 1e-2, "batch_size": 60}
+SIZES = {"max_operand": 9, "heldout": 20, "validation": 20, "hidden_size": 32, "heads": 2}
+SMALL = SIZES | {"target_accuracy": 0.2, "learning_rate": 1e-2, "batch_size": 60}
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
@@ -33,6 +34,24 @@ def test_every_sum_is_in_just_one_file_and_right(folder: Path) -> None:
     assert (len(train), len(heldout)) == (80, 20)
     assert {row["prompt"] for row in train + heldout} == {f"{a}+{b}=" for a in range(10) for b in range(10)}
     assert all(eval(row["prompt"].rstrip("=")) == int(row["answer"]) for row in train + heldout)
+
+
+def test_the_warm_start_learns_from_neither_heldout_nor_validation_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[str]] = {}
+    tokenizer = tiny.character_tokenizer(sums.CHARACTERS)
+
+    def spy(model: torch.nn.Module, demonstrations: tuple, validation: tuple, **settings: float) -> tuple[int, float]:
+        seen["demonstrations"] = [tokenizer.decode(ids) for ids in demonstrations[0].tolist()]
+        seen["validation"] = [tokenizer.decode(ids) for ids in validation[0].tolist()]
+        return 1, 0.5
+
+    monkeypatch.setattr(sums, "warm_start", spy)
+    sums.prepare(str(tmp_path), 3, **SMALL)
+    heldout = {row["prompt"] + row["answer"] for row in _rows(tmp_path / "heldout.jsonl")}
+    train = {row["prompt"] + row["answer"] for row in _rows(tmp_path / "train.jsonl")}
+    demonstrations, validation = set(seen["demonstrations"]), set(seen["validation"])
+    assert (len(demonstrations), len(validation), len(heldout)) == (60, 20, 20)
+    assert demonstrations | validation == train and not (demonstrations & validation) and not (train & heldout)
 
 
 def test_the_seed_decides_the_split() -> None:
@@ -89,6 +108,14 @@ def test_a_complete_folder_is_kept_and_any_other_made_anew(tmp_path: Path) -> No
     assert len(_rows(train)) == 80
 
 
+def test_a_failed_attempt_leaves_no_folder_that_looks_complete(tmp_path: Path) -> None:
+    sums.prepare(str(tmp_path), 3, **SMALL)
+    with pytest.raises(UserError):
+        sums.prepare(str(tmp_path), 4, **(SMALL | {"target_accuracy": 1.0, "max_steps": 5}))
+    sums.prepare(str(tmp_path), 3, **SMALL)
+    assert [row["prompt"] for row in _rows(tmp_path / "heldout.jsonl")] == [row["prompt"] for row in sums.problems(9, seed=3)[:20]]
+
+
 def test_encode_puts_the_loss_on_the_answer_and_its_end_only() -> None:
     tokenizer = tiny.character_tokenizer(sums.CHARACTERS)
     ids, labels = sums.encode([{"prompt": "1+2=", "answer": "3"}, {"prompt": "10+2=", "answer": "12"}], tokenizer)
@@ -104,7 +131,12 @@ def test_reward_is_one_for_the_right_text_only() -> None:
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"max_operand": 5}, "prepare.max_operand=5: its 36 sums"), ({"target_accuracy": 1.0, "max_steps": 5}, "prepare.target_accuracy=1.0: not reached in 5")],
+    [
+        ({"max_operand": 5}, "prepare.max_operand=5: all its 36 sums go to heldout=20 and validation=20"),
+        ({"hidden_size": 30, "heads": 4}, "prepare.hidden_size=30: must be a multiple of 8"),
+        ({"validation": 0, "layers": -1}, "prepare.validation=0: must be above 0\nprepare.layers=-1: must be above 0"),
+        ({"target_accuracy": 1.0, "max_steps": 5}, "prepare.target_accuracy=1.0: not reached in 5"),
+    ],
 )
 def test_numbers_that_cannot_be_met_are_the_users_to_mend(tmp_path: Path, changed: dict[str, float], said: str) -> None:
     with pytest.raises(UserError, match=said):
