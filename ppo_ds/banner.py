@@ -9,9 +9,7 @@ from ppo_ds.data.prompts import PromptSource
 from ppo_ds.engine.world import World
 
 
-def banner(
-    config: Config, world: World, source: PromptSource, critic_start: str, steps: int, optimizer_steps: int, gap: tuple[float, float]
-) -> str:
+def banner(config: Config, world: World, source: PromptSource, critic_start: str, steps: int, optimizer_steps: int, gap: tuple[float, float]) -> str:
     """``critic_start``: the path of its first weights. ``gap``: what the parity gate found (mean, max)."""
     actor, critic, reference, rollout, algo = config.actor, config.critic, config.reference, config.rollout, config.algo
     size, minibatch = rollout_size(config), algo.minibatch_size or rollout_size(config)

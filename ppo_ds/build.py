@@ -114,7 +114,9 @@ def build_trainer(config: Config) -> Trainer:
     )
     _resume(config, trainer)
     if world.is_main:
-        trainer.tracker = _trackers(config, run_dir, steps, trainer.progress.step, banner(config, world, source, start.path, steps, optimizer_steps, gap))
+        trainer.tracker = _trackers(
+            config, run_dir, steps, trainer.progress.step, banner(config, world, source, start.path, steps, optimizer_steps, gap)
+        )
     return trainer
 
 
@@ -123,7 +125,11 @@ def build_trainer(config: Config) -> Trainer:
 
 def _check_device(config: Config, world: World) -> None:
     on_cpu = world.device.type == "cpu"
-    wrong = [f"{role}.model.dtype=fp16: needs a GPU; use bf16 or fp32" for role in ("actor", "critic") if on_cpu and getattr(config, role).model.dtype == "fp16"]
+    wrong = [
+        f"{role}.model.dtype=fp16: needs a GPU; use bf16 or fp32"
+        for role in ("actor", "critic")
+        if on_cpu and getattr(config, role).model.dtype == "fp16"
+    ]
     if wrong:
         raise UserError(*wrong)
 
@@ -155,9 +161,7 @@ def _open_run_directory(run_dir: Path, config: Config) -> None:
 
 def _tokenizer(config: Config) -> Tokenizer:
     model, data = config.actor.model, config.data
-    return load_tokenizer(
-        model.path, model.revision, model.trust_remote_code, data.chat_template, data.chat_template_kwargs, key="actor.model.path"
-    )
+    return load_tokenizer(model.path, model.revision, model.trust_remote_code, data.chat_template, data.chat_template_kwargs, key="actor.model.path")
 
 
 def _source(config: Config, tokenizer: Tokenizer, path: str, split: str, key: str, max_samples: int | None) -> PromptSource:

@@ -71,9 +71,7 @@ def build_actor(
 ) -> HybridActor:
     role = config.actor
     engine_config = _engine_config(role, role.model.dtype)
-    policy = _loaded(
-        lambda: _policy(role.model, config.sampling.temperature, "actor.model.path", role.model.gradient_checkpointing), engine_config
-    )
+    policy = _loaded(lambda: _policy(role.model, config.sampling.temperature, "actor.model.path", role.model.gradient_checkpointing), engine_config)
     if tokenizer.vocab_size > policy.vocab_size:
         raise UserError(
             f"actor.model.path={role.model.path}: its tokenizer has {tokenizer.vocab_size} tokens, its embedding only {policy.vocab_size} rows; "

@@ -101,9 +101,7 @@ class Sequences(_Rows):
         left, right = prompt_width - self.prompt_width, response_width - self.response_width
         pads = {"T": (left, right), "R": (0, right)}
         changed = {
-            f.name: torch.nn.functional.pad(getattr(self, f.name), pads[f.metadata["width"]])
-            for f in fields(self)
-            if f.metadata.get("width") in pads
+            f.name: torch.nn.functional.pad(getattr(self, f.name), pads[f.metadata["width"]]) for f in fields(self) if f.metadata.get("width") in pads
         }
         return replace(self, **changed)
 

@@ -103,9 +103,7 @@ class ExperienceMaker:
             )
         return exchange(experience, self.world), self._seen(rollout, scores, shaped, -charged * kl.sum(1), logprobs, raw)
 
-    def _seen(
-        self, rollout: Rollout, scores: Scores, shaped: Tensor, kl_penalties: Tensor, logprobs: Tensor, raw_advantages: Tensor
-    ) -> Metrics:
+    def _seen(self, rollout: Rollout, scores: Scores, shaped: Tensor, kl_penalties: Tensor, logprobs: Tensor, raw_advantages: Tensor) -> Metrics:
         """What the experience itself no longer tells: the parts of the rewards, the gap to generation, advantages before whitening.
 
         shaped, kl_penalties [B]; logprobs, raw_advantages [B,R]. A collective.

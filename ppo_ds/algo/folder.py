@@ -40,12 +40,13 @@ class RunFolder:
         """The curves, the held-out table and sample answers, for a person. On rank 0 alone."""
         drawn = plot_curves(self.path / "metrics.jsonl", self.path / "curves.png", title=self.title, before=before)
         names = ("accuracy", "score_mean", "resp_len_mean")
-        scores = {name: (before.get(f"eval/{name}"), after.get(f"eval/{name}")) for name in names if f"eval/{name}" in before} if before and after else {}
+        measured = [name for name in names if before and after and f"eval/{name}" in before]
+        scores = {name: (before.get(f"eval/{name}"), after.get(f"eval/{name}")) for name in measured}
         answers = {row["prompt"]: row for row in rows_after}
         samples = [
-            {"prompt": row["prompt"], "before": row["response"], "after": answers[row["prompt"]]["response"], "score": answers[row["prompt"]]["score"]}
+            {"prompt": row["prompt"], "before": row["response"], "after": now["response"], "score": now["score"]}
             for row in rows_before
-            if row["prompt"] in answers
+            if (now := answers.get(row["prompt"]))
         ]
         saved = {"model": self.path / "model"} if exported else {}
         if drawn:

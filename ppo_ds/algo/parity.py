@@ -29,7 +29,9 @@ class ParityError(RuntimeError):
 
 
 @torch.no_grad()
-def parity_gate(prompts: Prompts, *, actor: HybridActor, generator: Generator, sampling: Sampling, dtype: str, token_budget: int) -> tuple[float, float]:
+def parity_gate(
+    prompts: Prompts, *, actor: HybridActor, generator: Generator, sampling: Sampling, dtype: str, token_budget: int
+) -> tuple[float, float]:
     """(mean, max) |log-prob difference| over all ranks; raises ParityError where the mean is out of bounds. A collective."""
     few = prompts.select(torch.arange(min(GATE_PROMPTS, len(prompts))))
     short = replace(sampling, max_new_tokens=min(GATE_TOKENS, sampling.max_new_tokens), min_new_tokens=0)

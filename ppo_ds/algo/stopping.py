@@ -30,6 +30,6 @@ class StopRequest:
         self._signalled = now
 
     def agreed(self) -> str | None:
-        """"signal", "time_limit" or None, alike on every rank. A collective."""
+        """ "signal", "time_limit" or None, alike on every rank. A collective."""
         late = self.deadline is not None and time.monotonic() > self.deadline
         return _REASON.get(self.world.max_int(_SIGNAL if self._signalled is not None else _TIME if late else _NO))

@@ -23,7 +23,8 @@ _SHOWN = 5  # different problems of rows reported at a time
 class PromptSource:
     """The prompts of a data set, checked and tokenised once, on every rank alike.
 
-    Chats go through the tokenizer's chat template, and so do text prompts where there is one: a chat model is not trained on bare text. A prompt of more than ``max_prompt_tokens``
+    Chats go through the tokenizer's chat template, and so do text prompts where there is one: a chat model is not
+    trained on bare text. A prompt of more than ``max_prompt_tokens``
     is dropped, or cut on the left: on the right would remove the place where the answer begins.
 
     ``report``: {"rows": read, "truncated": cut on the left, "dropped": left out}; ``len(source)`` is rows - dropped.
@@ -68,7 +69,7 @@ class PromptSource:
         ids: list[list[int]] = [[]] * len(chunk)
         for is_text in (True, False):
             places = [i for i, prompt in enumerate(chunk) if isinstance(prompt, str) == is_text]
-            for i, encoded in zip(places, self._tokenizer.encode_many([texts[i] for i in places], special_tokens=is_text)):
+            for i, encoded in zip(places, self._tokenizer.encode_many([texts[i] for i in places], special_tokens=is_text), strict=True):
                 ids[i] = encoded
         return ids
 
@@ -139,7 +140,7 @@ def _left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Te
     lengths = torch.tensor([len(row) for row in rows])
     width = int(lengths.max())
     ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
-    for out, row in zip(ids, rows):
+    for out, row in zip(ids, rows, strict=True):
         out[width - len(row) :] = torch.tensor(row, dtype=torch.long)
     return ids, torch.arange(width) >= width - lengths[:, None]
 

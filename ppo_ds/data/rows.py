@@ -179,7 +179,7 @@ def _csv_lines(file: Path) -> Iterator[tuple[int, Row]]:
             if values:
                 if len(values) != len(columns):
                     raise UserError(f"{file}:{line}: {len(values)} values for {len(columns)} columns ({', '.join(columns)})")
-                yield line, dict(zip(columns, values))
+                yield line, dict(zip(columns, values, strict=True))
             line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{file}:{line}: not CSV: {error}") from error

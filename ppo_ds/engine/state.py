@@ -1,8 +1,8 @@
 """A trained model on disk: safetensors by parameter name and one JSON file. No pickles, no trace of ZeRO or of the number of ranks.
 
-    model.json               counters, and which shard holds which parameter
-    shard-00000.safetensors  weight/<name>, exp_avg/<name>, exp_avg_sq/<name>: fp32, whole
-    buffers.safetensors      the module's persistent buffers
+model.json               counters, and which shard holds which parameter
+shard-00000.safetensors  weight/<name>, exp_avg/<name>, exp_avg_sq/<name>: fp32, whole
+buffers.safetensors      the module's persistent buffers
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ def _read_about(masters: Masters, directory: Path) -> tuple[dict[str, Any], dict
     unknown = [name for name in about["shards"] if name not in masters.parameters]
     if missing or unknown:
         what = "; ".join([f"it lacks {name}" for name in missing[:3]] + [f"it has {name}, which the model lacks" for name in unknown[:3]])
-        raise UserError(f"run.resume: {directory} is of another model: {what} ({len(missing) + len(unknown)} in all): give the model it was made with")
+        raise UserError(
+            f"run.resume: {directory} is of another model: {what} ({len(missing) + len(unknown)} in all): give the model it was made with"
+        )
     return about, load_file(directory / "buffers.safetensors")
 
 

@@ -45,9 +45,7 @@ PANELS = (
 )
 
 
-def plot_curves(
-    metrics_jsonl: str | os.PathLike, png: str | os.PathLike, *, title: str = "", before: Mapping[str, float] | None = None
-) -> bool:
+def plot_curves(metrics_jsonl: str | os.PathLike, png: str | os.PathLike, *, title: str = "", before: Mapping[str, float] | None = None) -> bool:
     """Draws every panel that has a number in ``metrics_jsonl``, and ``before`` as step 0. False, and no file, where none has."""
     records = [{**(before or {}), "step": 0}, *read_metrics(metrics_jsonl)]
     curves = {name: points for panel in PANELS for name in (*panel.metrics, panel.band) if (points := _points(records, name))[0]}

@@ -10,7 +10,7 @@ ANSWER = {"role": "assistant", "content": "yo"}
 
 def ids_of(prompts):
     """Each row's attended ids."""
-    return [ids[mask].tolist() for ids, mask in zip(prompts.ids, prompts.mask)]
+    return [ids[mask].tolist() for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
 
 
 def texts(prompts):
@@ -199,7 +199,7 @@ def test_resume_with_another_number_of_ranks(source):
     assert before[0].state_dict() == before[1].state_dict() == {"step": 5}
     after = PromptStream(made, prompts_per_step=4)
     after.load_state_dict(before[0].state_dict())
-    assert take(after, 3) == [a + b for a, b in zip(take(before[0], 3), take(before[1], 3))]
+    assert take(after, 3) == [a + b for a, b in zip(take(before[0], 3), take(before[1], 3), strict=True)]
 
 
 def test_fewer_prompts_than_a_step(source):

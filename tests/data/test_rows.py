@@ -10,7 +10,7 @@ import pytest
 from ppo_ds.data.rows import _from_hub, load_rows
 from ppo_ds.errors import UserError
 
-ROWS = [{"prompt": "one\ntwo, \"three\"", "answer": "1"}, {"prompt": "naïve \u2028 \U0001f600 \x01", "answer": "2"}]
+ROWS = [{"prompt": 'one\ntwo, "three"', "answer": "1"}, {"prompt": "naïve \u2028 \U0001f600 \x01", "answer": "2"}]
 
 
 def write_all(folder):
@@ -134,7 +134,7 @@ def hub_like(tmp_path, monkeypatch):
     folder = tmp_path / "hub"
     folder.mkdir()
     for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text('{"prompt": "%s"}\n' % split)
+        (folder / f"{split}.jsonl").write_text(json.dumps({"prompt": split}) + "\n")
     return folder
 
 

@@ -103,7 +103,9 @@ def forget_rng(model: TrainedModel) -> None:
     torch.manual_seed(12345)
 
 
-def exact(world: World, root: Path, stage: int, dtype: str, *, offload: bool, forget: Callable[[TrainedModel], None] | None = None, **raw: Any) -> Case:
+def exact(
+    world: World, root: Path, stage: int, dtype: str, *, offload: bool, forget: Callable[[TrainedModel], None] | None = None, **raw: Any
+) -> Case:
     """5 steps, save, 5 more; against a new engine with other weights that loads and goes on for 5."""
     kind = {"raw": raw, "offload": offload}
     label = f"{stage} {dtype}{' offload' if offload else ''}{''.join(f' {key}={value}' for key, value in raw.items())}"

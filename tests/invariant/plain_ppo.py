@@ -82,7 +82,7 @@ def apply(model: nn.Module, adamw: torch.optim.Optimizer, loss: Tensor, step: in
 
 
 def minibatches(rows: int, step: int) -> Iterator[list[int]]:
-    order = torch.Generator().manual_seed(SEED + step)
+    order = torch.Generator().manual_seed(SEED * 1_000_003 + step)
     for _ in range(EPOCHS):
         for part in torch.randperm(rows, generator=order).split(MINIBATCH):
             yield part.tolist()
