@@ -13,12 +13,12 @@ from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.world import World
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rollout.base import Generator, Sampling
-from ppo_ds.types import Metrics, Prompts, Reward, Rollout
+from ppo_ds.types import Metrics, Prompts, Reward, Rollout, Row
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation found: eval/* over all ranks, and rank 0's answers."""
+    """What one evaluation found over all ranks: eval/* and the answers, alike on every rank."""
 
     metrics: Metrics
     rows: list[dict[str, Any]]
@@ -66,13 +66,15 @@ class Evaluator:
             if self.correct_above is not None:
                 sums.add_mean("eval/accuracy", scores > self.correct_above, counted)
             rows += self._rows(rollout, scores, counted)
-        return Evaluation(sums.reduced(self.world), rows)
+        everyone = [row for part in self.world.gather_objects(rows) for row in part]
+        return Evaluation(sums.reduced(self.world), everyone)
 
     def _rows(self, rollout: Rollout, scores: Tensor, counted: Tensor) -> list[dict[str, Any]]:
         answers = rollout.ids[:, rollout.prompt_width :]
         return [
             {
                 "prompt": rollout.metadata[i]["prompt_text"],
+                "asked": asked(rollout.metadata[i]),
                 "response": self.tokenizer.decode(answers[i][rollout.response_mask[i]].tolist()),
                 "score": float(scores[i]),
                 "length": int(rollout.response_mask[i].sum()),
@@ -80,3 +82,8 @@ class Evaluator:
             }
             for i in counted.nonzero().flatten().tolist()
         ]
+
+
+def asked(row: Row) -> str:
+    """What a person would call the prompt: of a chat, the last message without the template around it."""
+    return row["messages"][-1]["content"] if "messages" in row else row["prompt_text"]

@@ -44,7 +44,7 @@ class RunFolder:
         scores = {name: (before.get(f"eval/{name}"), after.get(f"eval/{name}")) for name in measured}
         answers = {row["prompt"]: row for row in rows_after}
         samples = [
-            {"prompt": row["prompt"], "before": row["response"], "after": now["response"], "score": now["score"]}
+            {"prompt": row["asked"], "before": row["response"], "after": now["response"], "score": now["score"]}
             for row in rows_before
             if (now := answers.get(row["prompt"]))
         ]

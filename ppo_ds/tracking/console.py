@@ -84,6 +84,8 @@ def step_line(step: int, total: int, metrics: Record, *, plus_minus: str = "±")
     ):
         if name in metrics:
             parts.append(f"[dim]{label}[/] {_number(metrics[name], form)}")
+    if "rollout/resp_len_mean" in metrics:
+        parts.append(f"[dim]length[/] {_number(metrics['rollout/resp_len_mean'], '5.1f')}")
     if "perf/tokens_per_s" in metrics:
         parts.append(f"{_number(metrics['perf/tokens_per_s'], '6.0f')} [dim]tok/s[/]")
     if "time/step" in metrics:
