@@ -52,9 +52,13 @@ def main(argv: list[str]) -> int:
         leave(1)
     try:
         reason = trainer.fit()
-    except Exception:
+    except BaseException as error:  # also KeyboardInterrupt, and sys.exit() in a reward
         traceback.print_exc()
-        leave(1)
+        sys.stderr.flush()  # before the launcher hears of it
+        try:
+            trainer.fail(error)
+        finally:
+            leave(130 if isinstance(error, KeyboardInterrupt) else 1)
     trainer.world.close()
     leave(EXIT_CODES[reason])  # what threads of the libraries do in an orderly end can abort a run that went well
 

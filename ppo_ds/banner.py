@@ -9,8 +9,10 @@ from ppo_ds.data.prompts import PromptSource
 from ppo_ds.engine.world import World
 
 
-def banner(config: Config, world: World, source: PromptSource, critic_start: str, steps: int, optimizer_steps: int, gap: tuple[float, float]) -> str:
-    """``critic_start``: the path of its first weights. ``gap``: what the parity gate found (mean, max)."""
+def banner(
+    config: Config, world: World, source: PromptSource, critic_start: str, steps: int, optimizer_steps: int, gap: tuple[float, float], done: int
+) -> str:
+    """``critic_start``: the path of its first weights. ``gap``: what the parity gate found (mean, max). ``done``: steps before this start."""
     actor, critic, reference, rollout, algo = config.actor, config.critic, config.reference, config.rollout, config.algo
     size, minibatch = rollout_size(config), algo.minibatch_size or rollout_size(config)
     report, device = source.report, torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
@@ -28,6 +30,10 @@ def banner(config: Config, world: World, source: PromptSource, critic_start: str
         f"{optimizer_steps} in {steps} steps",
         f"parity     log-probs of generation and training differ by {gap[0]:.2g} on average, {gap[1]:.2g} at most",
     ]
+    if done >= steps:
+        lines.append(f"resumed    {config.run.dir} holds all {done} steps: nothing is left to train; raise run.steps, or choose another run.name")
+    elif done:
+        lines.append(f"resumed    after step {done}, from {config.run.dir}/checkpoints (run.name or run.dir chooses another place)")
     if config.sampling.top_k != 0 or config.sampling.top_p < 1:
         lines.append(
             f"warning    sampling.top_k={config.sampling.top_k} sampling.top_p={config.sampling.top_p:g}: "

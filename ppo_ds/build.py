@@ -28,7 +28,7 @@ from ppo_ds.engine.world import World, connect, seed_everything
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
-from ppo_ds.roles import build_actor, build_critic, build_reference, critic_start, dtype_of_reward, placed
+from ppo_ds.roles import Needs, build_actor, build_critic, build_reference, critic_start, dtype_of_reward, placed
 from ppo_ds.rollout.base import Sampling
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.targets import bind
@@ -55,14 +55,19 @@ def build_trainer(config: Config) -> Trainer:
 
     tokenizer = _tokenizer(config)
     source = _source(config, tokenizer, config.data.path, config.data.split, "data.path", config.data.max_samples)
+    held_out = None
+    if config.data.eval_path:
+        held_out = _source(config, tokenizer, config.data.eval_path, config.data.eval_split, "data.eval_path", None)
+    longest = max(source.longest, held_out.longest if held_out else 0)
+    needs = Needs(tokenizer.vocab_size, longest + config.sampling.max_new_tokens)
     steps = config.run.steps or math.ceil((config.run.epochs or 0) * len(source) / config.rollout.prompts_per_step)
     rollout = rollout_size(config)
     minibatch = config.algo.minibatch_size or rollout
     optimizer_steps = steps * config.algo.epochs * (rollout // minibatch)
 
     timer = PhaseTimer(world.device)
-    actor = build_actor(config, world, tokenizer, optimizer_steps, timer)
-    reference = build_reference(config, world)
+    actor = build_actor(config, world, needs, optimizer_steps, timer)
+    reference = build_reference(config, world, needs)
     reward = make_reward(
         tokenizer=tokenizer,
         place=lambda load, zero: placed(load, zero, dtype_of_reward(config), world),
@@ -70,7 +75,7 @@ def build_trainer(config: Config) -> Trainer:
         score_tokens=config.memory.score_tokens,
     )
     start = critic_start(config, tokenizer)
-    critic = build_critic(config, start, world, optimizer_steps)
+    critic = build_critic(config, start, world, needs, optimizer_steps)
 
     sampling = _sampling(config, tokenizer)
     generator = HFGenerator(lambda: actor.lm, tokenizer=tokenizer, token_budget=config.memory.rollout_tokens)
@@ -103,7 +108,7 @@ def build_trainer(config: Config) -> Trainer:
         make_experience=_experience_maker(config, world, actor, reference, critic, reward, timer),
         learn=_learner(config, world, actor, critic, timer),
         kl=_kl_controller(config),
-        evaluator=_evaluator(config, world, actor, generator, reward, sampling, tokenizer),
+        evaluator=_evaluator(config, held_out, world, actor, generator, reward, sampling, tokenizer) if held_out else None,
         tokenizer=tokenizer,
         tracker=trackers,
         checkpoints=Checkpoints(run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last),
@@ -114,9 +119,9 @@ def build_trainer(config: Config) -> Trainer:
     )
     _resume(config, trainer)
     if world.is_main:
-        trainer.tracker = _trackers(
-            config, run_dir, steps, trainer.progress.step, banner(config, world, source, start.path, steps, optimizer_steps, gap)
-        )
+        done = trainer.progress.step
+        lines = banner(config, world, source, start.path, steps, optimizer_steps, gap, done)
+        trainer.tracker = _trackers(config, run_dir, steps, done, lines)
     return trainer
 
 
@@ -245,11 +250,15 @@ def _kl_controller(config: Config) -> FixedKLController:
 
 
 def _evaluator(
-    config: Config, world: World, actor: HybridActor, generator: HFGenerator, reward: Reward, sampling: Sampling, tokenizer: Tokenizer
-) -> Evaluator | None:
-    if config.data.eval_path is None:
-        return None
-    source = _source(config, tokenizer, config.data.eval_path, config.data.eval_split, "data.eval_path", None)
+    config: Config,
+    source: PromptSource,
+    world: World,
+    actor: HybridActor,
+    generator: HFGenerator,
+    reward: Reward,
+    sampling: Sampling,
+    tokenizer: Tokenizer,
+) -> Evaluator:
     rows = config.rollout.prompts_per_step * config.rollout.samples_per_prompt // world.size
     batches = eval_batches(source, rank=world.rank, world_size=world.size, rows_per_batch=rows, max_prompts=config.eval.max_prompts)
     return Evaluator(

@@ -13,6 +13,17 @@ from ppo_ds.typed import dotted_keys, show
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
 MODEL_FILES = ("config.json", "adapter_config.json")
+# what the trainer says of each engine itself, and the keys to say it with
+OURS = {
+    "optimizer": "{}.optim (AdamW)",
+    "scheduler": "{}.optim.schedule",
+    "train_batch_size": "rollout.prompts_per_step and algo.minibatch_size",
+    "train_micro_batch_size_per_gpu": "memory.train_tokens",
+    "gradient_accumulation_steps": "algo.minibatch_size and memory.train_tokens",
+    "gradient_clipping": "{}.optim.grad_clip",
+    "fp16": "{}.model.dtype",
+    "bf16": "{}.model.dtype",
+}
 
 
 def validated(tree: dict[str, Any], world_size: int) -> Config:
@@ -79,6 +90,13 @@ def _roles(config: Config) -> Iterator[str]:
             yield f"{name}.zero.offload_optimizer=true: needs {name}.zero.stage 1, 2 or 3, which is 0"
         if zero.offload_params and zero.stage != 3:
             yield f"{name}.zero.offload_params=true: needs {name}.zero.stage 3, which is {zero.stage}"
+    for name, raw in (("actor", config.actor.deepspeed), ("critic", config.critic.deepspeed)):
+        for key, instead in OURS.items():
+            if key in raw:
+                yield f"{name}.deepspeed.{key}={show(raw[key])}: is not DeepSpeed's to set here; use {instead.format(name)}"
+        zero = raw.get("zero_optimization")
+        if isinstance(zero, dict) and "stage" in zero:
+            yield f"{name}.deepspeed.zero_optimization.stage={show(zero['stage'])}: use {name}.zero.stage, which loads the weights accordingly too"
     critic = config.critic
     if critic.init == "path" and not critic.model.path:
         yield "critic.model.path is missing: critic.init=path starts the critic from it"

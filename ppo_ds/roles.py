@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -19,6 +19,8 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading, unsharded_twin
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.models.value import ScoreModel, load_critic, reads_like
+
+T = TypeVar("T")
 
 
 def _engine_config(role: ActorConfig | CriticConfig, dtype: str) -> dict[str, Any]:
@@ -66,25 +68,56 @@ def _policy(model: ModelConfig | InheritedModelConfig, temperature: float, key: 
     )
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What the data asks of a model that reads the actor's ids."""
+
+    vocabulary: int  # tokens of the actor's tokenizer
+    positions: int  # the longest prompt and the longest answer together
+
+
+def _fitting(module: Any, needs: Needs, path: str, key: str) -> Any:
+    """The module, if it can read what it will be given: an index out of range on a GPU says nothing of its cause."""
+    if needs.vocabulary > module.vocab_size:
+        raise UserError(
+            f"{key}={path}: the actor's tokenizer has {needs.vocabulary} tokens, this model's embedding only {module.vocab_size} rows; "
+            "they do not belong together"
+        )
+    if module.max_tokens is not None and needs.positions > module.max_tokens:
+        raise UserError(
+            f"{key}={path}: has {module.max_tokens} positions; the longest prompt and sampling.max_new_tokens together need {needs.positions}: "
+            "lower data.max_prompt_tokens or sampling.max_new_tokens"
+        )
+    return module
+
+
 def build_actor(
-    config: Config, world: World, tokenizer: Tokenizer, optimizer_steps: int, timed: Callable[[str], AbstractContextManager[None]]
+    config: Config, world: World, needs: Needs, optimizer_steps: int, timed: Callable[[str], AbstractContextManager[None]]
 ) -> HybridActor:
     role = config.actor
     engine_config = _engine_config(role, role.model.dtype)
     policy = _loaded(lambda: _policy(role.model, config.sampling.temperature, "actor.model.path", role.model.gradient_checkpointing), engine_config)
-    if tokenizer.vocab_size > policy.vocab_size:
-        raise UserError(
-            f"actor.model.path={role.model.path}: its tokenizer has {tokenizer.vocab_size} tokens, its embedding only {policy.vocab_size} rows; "
-            "they do not belong together"
-        )
-    return HybridActor(policy, twin=unsharded_twin, timed=timed, **_training(role, engine_config, world, optimizer_steps))
+    policy = _fitting(policy, needs, role.model.path, "actor.model.path")
+    training = _training(role, engine_config, world, optimizer_steps)
+    return _accepted(lambda: HybridActor(policy, twin=unsharded_twin, timed=timed, **training), role, "actor")
 
 
-def build_reference(config: Config, world: World) -> FrozenModel:
+def _accepted(make: Callable[[], T], role: ActorConfig | CriticConfig, name: str) -> T:
+    """What ``make`` returns; where DeepSpeed refuses the user's own JSON, its first words."""
+    try:
+        return make()
+    except (ValueError, AssertionError) as error:
+        if not role.deepspeed:
+            raise
+        raise UserError(f"{name}.deepspeed={role.deepspeed}: DeepSpeed refuses it: {' '.join(str(error).split())[:300]}") from error
+
+
+def build_reference(config: Config, world: World, needs: Needs) -> FrozenModel:
     role = config.reference
 
     def load() -> Policy:
-        return _policy(role.model, config.sampling.temperature, "reference.model.path")
+        policy = _policy(role.model, config.sampling.temperature, "reference.model.path")
+        return _fitting(policy, needs, role.model.path, "reference.model.path")
 
     return placed(load, role.zero, role.model.dtype, world)[1]
 
@@ -137,7 +170,7 @@ def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
     return CriticStart(own.path, own.revision, own.trust_remote_code, zero_head=True, key="critic.model.path")
 
 
-def build_critic(config: Config, start: CriticStart, world: World, optimizer_steps: int) -> TrainedModel:
+def build_critic(config: Config, start: CriticStart, world: World, needs: Needs, optimizer_steps: int) -> TrainedModel:
     role, model = config.critic, config.critic.model
     engine_config = _engine_config(role, model.dtype)
 
@@ -153,4 +186,5 @@ def build_critic(config: Config, start: CriticStart, world: World, optimizer_ste
             key=start.key,
         )
 
-    return TrainedModel(_loaded(load, engine_config), **_training(role, engine_config, world, optimizer_steps))
+    critic = _fitting(_loaded(load, engine_config), needs, start.path, start.key)
+    return _accepted(lambda: TrainedModel(critic, **_training(role, engine_config, world, optimizer_steps)), role, "critic")

@@ -188,6 +188,10 @@ class Trainer:
             self.folder.report(before, after, progress.first_rows, progress.last_rows, exported=wanted)
         return self.reason
 
+    def fail(self, error: BaseException) -> None:
+        """Close the record of a run that an error has ended; nothing here is a collective."""
+        self.tracker.finish({"exit_reason": "error", "error": f"{type(error).__name__}: {error}"})
+
     # -- state ----------------------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

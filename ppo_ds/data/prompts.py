@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -96,6 +97,11 @@ class PromptSource:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(end - start for start, end in pairwise(self._starts))
 
     def _prompt_ids(self, i: int) -> array:
         return self._ids[self._starts[i] : self._starts[i + 1]]

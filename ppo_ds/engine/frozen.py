@@ -24,7 +24,8 @@ class FrozenModel:
         if deepspeed_config is None:
             self.model = module if self.moves else module.to(world.device)
         else:
-            self.model, *_ = deepspeed.initialize(model=module, config=deepspeed_config)
+            with world.quiet():
+                self.model, *_ = deepspeed.initialize(model=module, config=deepspeed_config)
             self.model.eval()
         self._depth = 0
 

@@ -87,7 +87,8 @@ class TrainedModel:
             module.to(world.device)
         module.train()
         optimizer = torch.optim.AdamW(parameter_groups(module, weight_decay), lr=schedule.at(0), betas=betas, eps=eps, fused=fused)
-        self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config)
+        with world.quiet():
+            self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config)
 
     @property
     def module(self) -> nn.Module:

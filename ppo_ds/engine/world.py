@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -27,6 +29,7 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    verbose: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -61,6 +64,10 @@ class World:
         dist.all_gather_object(items, item)
         return items
 
+    def quiet(self) -> AbstractContextManager[Any]:
+        """Around DeepSpeed's start-up, some of which is printed whatever the log level. Not a collective."""
+        return nullcontext() if self.verbose else redirect_stdout(io.StringIO())
+
     def barrier(self) -> None:
         dist.barrier()
 
@@ -89,7 +96,7 @@ def connect(timeout_minutes: float, verbose: bool = False) -> World:
     alone = single_process_environment(os.environ)
     os.environ.update(alone)
     local_rank = int(os.environ["LOCAL_RANK"])
-    on_gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -105,7 +112,7 @@ def connect(timeout_minutes: float, verbose: bool = False) -> World:
             raise
         taken = os.environ["MASTER_PORT"]
         raise UserError(f"MASTER_PORT={taken}: another run on this machine has it; give the launcher a free --master_port") from error
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, verbose)
 
 
 def seed_everything(seed: int) -> None:

@@ -53,6 +53,11 @@ class Policy(nn.Module):
         """Token ids must be below."""
         return self.lm.get_input_embeddings().num_embeddings
 
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest sequence that has a position for each token; None where the config names no limit."""
+        return getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
+
     def save(self, directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
         """A Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` loads; ``state_dict`` has the keys of ``self.lm``."""
         self.lm.generation_config, ours = self.generation_config, self.lm.generation_config

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import time
@@ -104,3 +106,41 @@ def test_wandb_offline_without_key_or_network(tmp_path):
     done = launch("python", *SMALL, "run.steps=1", "tracker=wandb_offline", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_ranks_whose_launcher_was_killed_save_and_end(tmp_path):
+    process = subprocess.Popen(command("deepspeed", *SMALL, "run.steps=100000"), cwd=tmp_path, env=environment(), start_new_session=True)
+    run = tmp_path / "run"
+    try:
+        wait_for(lambda: (run / "samples" / "step_000002.jsonl").exists(), process)
+        process.terminate()  # the deepspeed command alone
+        process.wait(TIMEOUT)
+        wait_for((run / "summary.json").exists)
+    finally:
+        kill_session(process)
+    assert json.loads((run / "summary.json").read_text())["exit_reason"] == "signal"
+    assert (run / "checkpoints" / "latest").exists()
+
+
+def wait_for(condition, process=None):
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert (process is None or process.poll() is None) and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def kill_session(process):
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_mistake_in_the_raw_json_is_the_users(tmp_path):
+    given = launch("python", *SMALL, "actor.deepspeed.zero_optimization.stagee=3", cwd=tmp_path)
+    assert given.returncode == 2 and "Traceback" not in given.stderr, given.stderr
+    assert [line for line in given.stderr.splitlines() if line.startswith("error: actor.deepspeed=") and "stagee" in line]
+
+
+def test_a_model_too_short_for_the_answers_is_refused_before_training(tmp_path):
+    given = launch("python", *SMALL, "sampling.max_new_tokens=100", cwd=tmp_path)  # it has 64 positions
+    assert given.returncode == 2 and "Traceback" not in given.stderr, given.stderr
+    assert "has 64 positions" in given.stderr and "sampling.max_new_tokens" in given.stderr
