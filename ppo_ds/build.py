@@ -13,7 +13,7 @@ from ppo_ds.algo.evaluation import Evaluator
 from ppo_ds.algo.experience import AdvantageShape, ExperienceMaker, RewardShape
 from ppo_ds.algo.folder import RunFolder
 from ppo_ds.algo.learner import Learner, PolicyObjective, ValueObjective
-from ppo_ds.algo.parity import parity_gate
+from ppo_ds.algo.parity import GATE_PROMPTS, parity_gate
 from ppo_ds.algo.stopping import StopRequest
 from ppo_ds.algo.timing import PhaseTimer
 from ppo_ds.algo.trainer import Plan, Trainer
@@ -55,15 +55,12 @@ def build_trainer(config: Config) -> Trainer:
 
     tokenizer = _tokenizer(config)
     source = _source(config, tokenizer, config.data.path, config.data.split, "data.path", config.data.max_samples)
-    held_out = None
-    if config.data.eval_path:
-        held_out = _source(config, tokenizer, config.data.eval_path, config.data.eval_split, "data.eval_path", None)
+    held_out = _source(config, tokenizer, config.data.eval_path, config.data.eval_split, "data.eval_path", None) if config.data.eval_path else None
+    prompts = _stream(config, world, source)
     longest = max(source.longest, held_out.longest if held_out else 0)
     needs = Needs(tokenizer.vocab_size, longest + config.sampling.max_new_tokens)
     steps = config.run.steps or math.ceil((config.run.epochs or 0) * len(source) / config.rollout.prompts_per_step)
-    rollout = rollout_size(config)
-    minibatch = config.algo.minibatch_size or rollout
-    optimizer_steps = steps * config.algo.epochs * (rollout // minibatch)
+    optimizer_steps = steps * _optimizer_steps_per_step(config)
 
     timer = PhaseTimer(world.device)
     actor = build_actor(config, world, needs, optimizer_steps, timer)
@@ -79,25 +76,11 @@ def build_trainer(config: Config) -> Trainer:
 
     sampling = _sampling(config, tokenizer)
     generator = HFGenerator(lambda: actor.lm, tokenizer=tokenizer, token_budget=config.memory.rollout_tokens)
-    prompts = PromptStream(
-        source,
-        prompts_per_step=config.rollout.prompts_per_step,
-        samples_per_prompt=config.rollout.samples_per_prompt,
-        rank=world.rank,
-        world_size=world.size,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-    )
+    few = source.batch([(world.rank + i) % len(source) for i in range(GATE_PROMPTS)])
     gap = parity_gate(
-        source.batch([(world.rank + i) % len(source) for i in range(8)]),
-        actor=actor,
-        generator=generator,
-        sampling=sampling,
-        dtype=config.actor.model.dtype,
-        token_budget=config.memory.score_tokens,
+        few, actor=actor, generator=generator, sampling=sampling, dtype=config.actor.model.dtype, token_budget=config.memory.score_tokens
     )
     seed_everything(config.run.seed + RANK_SEED_OFFSET * (world.rank + 1))
-    trackers = Trackers(max_samples=config.tracker.samples)
     trainer = Trainer(
         world=world,
         actor=actor,
@@ -110,7 +93,7 @@ def build_trainer(config: Config) -> Trainer:
         kl=_kl_controller(config),
         evaluator=_evaluator(config, held_out, world, actor, generator, reward, sampling, tokenizer) if held_out else None,
         tokenizer=tokenizer,
-        tracker=trackers,
+        tracker=Trackers(),
         checkpoints=Checkpoints(run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last),
         stop=StopRequest(world, config.run.max_minutes),
         timer=timer,
@@ -185,6 +168,19 @@ def _source(config: Config, tokenizer: Tokenizer, path: str, split: str, key: st
     )
 
 
+def _stream(config: Config, world: World, source: PromptSource) -> PromptStream:
+    rollout = config.rollout
+    return PromptStream(
+        source,
+        prompts_per_step=rollout.prompts_per_step,
+        samples_per_prompt=rollout.samples_per_prompt,
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
 # -- the loop's parts -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +211,11 @@ def _experience_maker(
         advantage_shape=AdvantageShape(algo.gae.gamma, algo.gae.lam, algo.gae.lam_critic, algo.advantage.whiten),
         timer=timer,
     )
+
+
+def _optimizer_steps_per_step(config: Config) -> int:
+    rollout = rollout_size(config)
+    return config.algo.epochs * (rollout // (config.algo.minibatch_size or rollout))
 
 
 def _learner(config: Config, world: World, actor: HybridActor, critic: TrainedModel, timer: PhaseTimer) -> Learner:
