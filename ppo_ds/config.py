@@ -94,10 +94,30 @@ class CriticOptimConfig(OptimConfig):
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters on frozen weights (Hu et al. 2021)."""
+
+    rank: Natural = 0  # 0: off, all weights are trained
+    alpha: Positive | None = None  # the update is alpha / rank times B A; null: 2 x rank
+    targets: list[str] | None = None  # names of the linear layers to adapt (q_proj, ...); null: all but the head
+    lr: Positive | None = None  # of the adapters; null: optim.lr
+
+
+@dataclass
+class EmaConfig:
+    """A running average of the weights, in fp32, over optimizer steps."""
+
+    decay: Fraction | None = None  # null: none is kept; else it is written to model_ema/ too
+    evaluate: bool = False  # evaluation (and so the best checkpoint) goes by the average
+
+
+@dataclass
 class ActorConfig:
     model: ModelConfig
     zero: ZeroConfig
     optim: OptimConfig
+    lora: LoraConfig
+    ema: EmaConfig
     deepspeed: dict[str, Any] = _empty()  # raw DeepSpeed JSON, merged last
 
 
@@ -106,7 +126,9 @@ class CriticConfig:
     model: InheritedModelConfig  # path: only with init=path
     zero: ZeroConfig
     optim: CriticOptimConfig
+    lora: LoraConfig
     init: Literal["auto", "reward", "actor", "path"] = "auto"  # auto: the reward model if it is a decoder with the actor's tokenizer, else the actor
+    share_trunk: bool = False  # a value head on the actor instead of a model of its own; optim, zero and lora are then the actor's
     deepspeed: dict[str, Any] = _empty()
 
 
@@ -135,11 +157,24 @@ class SamplingConfig:
 
 
 @dataclass
+class MixtureConfig:
+    """One of several data sets; null fields are those of ``data``."""
+
+    path: str
+    weight: Positive = 1.0  # its share of the prompts, relative to the others
+    split: str | None = None
+    revision: str | None = None
+    prompt_column: str | None = None
+
+
+@dataclass
 class DataConfig:
-    path: str = _required("a Hub data set or a JSONL, JSON, Parquet or CSV file of prompts")
+    path: str | None = None  # a Hub data set or a JSONL, JSON, Parquet or CSV file of prompts; or:
+    mix: list[MixtureConfig] = field(default_factory=list)  # several of them, mixed by weight
     split: str = "train"  # of a Hub data set
     revision: str | None = None  # of a Hub data set
     prompt_column: str | None = None  # null: prompt, messages or conversations, whichever is there
+    system: str | None = None  # a system message put before each chat that has none
     text_as_chat: bool | None = None  # a text is a user's message, for the chat template; null: where the tokenizer has one; false: as it is
     max_samples: Count | None = None
     max_prompt_tokens: Count = 512
@@ -147,6 +182,9 @@ class DataConfig:
     eval_path: str | None = None  # held-out prompts
     eval_split: str = "test"  # of a Hub data set
     shuffle: bool = True
+    ptx_path: str | None = None  # texts or demonstrations for algo.ptx
+    ptx_split: str = "train"  # of a Hub data set
+    ptx_max_tokens: Count = 512  # longer ones are cut on the right
     chat_template: str | None = None  # a Jinja file or text, instead of the tokenizer's
     chat_template_kwargs: dict[str, Any] = _empty()
 
@@ -162,6 +200,12 @@ class KLConfig:
     unit: Literal["sequence", "token"] = "sequence"
     min_coef: NonNegative = 0.0
     max_coef: Positive | None = None
+    after_update: bool = False  # measure the KL to the reference again after each update (one more forward)
+
+
+@dataclass
+class MaskConfig:
+    include_eos: bool | None = True  # the end token is an action; null: unless it is the pad token too (DeepSpeed-Chat)
 
 
 @dataclass
@@ -169,15 +213,19 @@ class GAEConfig:
     gamma: Fraction = 1.0
     lam: Fraction = 0.95
     lam_critic: Fraction | None = None  # for the returns; null: lam
+    bootstrap_truncated: bool = False  # an answer cut at the length limit is worth V of its last state on top, not 0
 
 
 @dataclass
 class AdvantageConfig:
-    whiten: Literal["batch", "none"] = "batch"  # masked, over all ranks
+    estimator: Literal["gae", "reinforce", "rloo", "grpo", "dr_grpo", "opo"] = "gae"  # gae alone has a critic; at level sequence it is score - V
+    whiten: Literal["batch", "none", "group", "minibatch"] = "batch"  # masked, over all ranks; group: the answers to one prompt
+    unbiased: bool = False  # variance over n - 1
 
 
 @dataclass
 class PolicyConfig:
+    kind: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
     clip_low: Positive = 0.2
     clip_high: Positive | None = None  # null: clip_low
     dual_clip: Positive | None = None  # above 1; null: off
@@ -185,31 +233,71 @@ class PolicyConfig:
 
 @dataclass
 class ValueConfig:
+    position: Literal["token", "prompt_last", "response_last"] | None = None  # null: token; at level sequence prompt_last
     clip: Positive | None = 0.2  # null: off
     half: bool = True  # 1/2 (V - R)^2
     coef: NonNegative = 1.0
+    next_state: Literal["trained", "untrained", "ignored"] = "trained"  # the state after the end, which reward.place=next_token pays
+    warmup_steps: Natural = 0  # PPO steps at the start in which the critic alone learns
+    pretrain_rollouts: Natural = 0  # rollouts before the first step on which the critic alone learns, with lambda 1
 
 
 @dataclass
 class EntropyConfig:
     coef: NonNegative = 0.0
+    kind: Literal["exact", "sample"] = "exact"  # sample: -log p of the drawn token
 
 
 @dataclass
 class LossConfig:
-    agg: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"  # over the whole optimizer step, all ranks
+    agg: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"] = (
+        "token_mean"  # over the whole optimizer step, all ranks
+    )
+    norm: Count | None = None  # of token_sum_norm: tokens that one answer counts as; null: sampling.max_new_tokens
 
 
 @dataclass
 class RewardShapingConfig:
+    place: Literal["last_token", "next_token"] = "last_token"  # of the score; next_token: one after the last action
     clip: Positive | None = 5.0  # scores to [-clip, clip]; null: off
+    normalize: Literal["none", "running", "first"] = "none"  # by mean and std of all scores so far, or of the first rollout's; before the clip
+    normalize_std: bool = True  # false: only the mean is taken away
     missing_eos: Literal["subtract", "set", "scale"] | None = None  # what happens to the score of an answer cut at the length limit
     missing_eos_value: float = 1.0
+    overlong_buffer: Count | None = None  # tokens before the limit over which a penalty grows (DAPO)
+    overlong_factor: NonNegative = 1.0  # the penalty at the limit
+    length_penalty: float = 0.0  # taken off the score for each token
+
+
+@dataclass
+class CorrectionConfig:
+    """Importance weights for a decode backend whose log-probs differ from the training engine's."""
+
+    kind: Literal["none", "tis", "icepop", "seq_mask_tis"] = "none"
+    low: NonNegative = 0.5
+    high: Positive = 2.0
+
+
+@dataclass
+class DynamicSamplingConfig:
+    """Prompts whose answers all score alike teach a group baseline nothing: others are drawn in their place (DAPO)."""
+
+    enabled: bool = False
+    max_rounds: Count = 10  # of generation in one step; what is still missing then is filled up with such prompts
+
+
+@dataclass
+class PtxConfig:
+    """A language-modelling loss on other texts beside PPO's (InstructGPT). The texts: data.ptx_path."""
+
+    coef: NonNegative = 0.0  # 0: off
+    batch_size: Count | None = None  # texts of one optimizer step, over all ranks; null: minibatch_size
 
 
 @dataclass
 class AlgoConfig:
     kl: KLConfig
+    mask: MaskConfig
     gae: GAEConfig
     advantage: AdvantageConfig
     policy: PolicyConfig
@@ -217,7 +305,15 @@ class AlgoConfig:
     entropy: EntropyConfig
     loss: LossConfig
     reward: RewardShapingConfig
+    correction: CorrectionConfig
+    dynamic_sampling: DynamicSamplingConfig
+    ptx: PtxConfig
+    level: Literal["token", "sequence"] = "token"  # sequence: a whole answer is one action, with one ratio
+    old_policy: Literal["rollout", "lagged"] = "rollout"  # lagged: a copy of the actor from up to `lag` steps ago
+    lag: Count = 4  # PPO steps between two copies
+    aux_coef: NonNegative = 0.0  # of a mixture of experts' load-balancing loss
     epochs: Count = 2  # passes over one rollout
+    target_kl: Positive | None = None  # no further minibatch once the policy has moved so far from the old one: nats per token; null: off
     minibatch_size: Count | None = None  # samples of one optimizer step, over all ranks; null: the whole rollout
 
 
@@ -297,7 +393,7 @@ def inherit(config: Config) -> Config:
         actor=replace(config.actor, model=actor),
         critic=replace(config.critic, model=_inherited(config.critic.model, actor, path=None)),
         reference=replace(config.reference, model=_inherited(config.reference.model, actor, path=actor.path)),
-        data=replace(config.data, path=_home(config.data.path), eval_path=_home(config.data.eval_path)),
+        data=_located(config.data),
         algo=replace(config.algo, minibatch_size=config.algo.minibatch_size or rollout_size(config)),
     )
     wandb = replace(config.tracker.wandb, name=config.tracker.wandb.name or config.run.name)
@@ -318,6 +414,14 @@ def resolved(config: Config) -> dict[str, Any]:
 def rollout_size(config: Config) -> int:
     """Samples of one PPO step, over all ranks."""
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+
+
+def _located(data: DataConfig) -> DataConfig:
+    mix = [
+        replace(part, path=_home(part.path), split=part.split or data.split, prompt_column=part.prompt_column or data.prompt_column)
+        for part in data.mix
+    ]
+    return replace(data, path=_home(data.path), eval_path=_home(data.eval_path), ptx_path=_home(data.ptx_path), mix=mix)
 
 
 def _home(path: str | None) -> str | None:

@@ -1,9 +1,9 @@
 """What flows through a PPO step. Data changes its *type* as it flows, and no field of a type is optional.
 
-    Prompts -> Rollout -> Experience -> minibatches of Experience
+    Prompts -> Rollout -> ScoredRollout -> Experience -> minibatches of Experience
 
-B sequences, P padded prompt width (left padding), R padded response width (right padding), T = P + R.
-Index t of a [B,R] tensor is the state *before* response token t is emitted.
+B sequences, P padded prompt width (left padding), R padded response width (right padding), T = P + R, S = R + 1.
+Index t of a [B,R] tensor is the state *before* response token t is emitted; a [B,S] tensor has the state after the last token too.
 Masks come from lengths and stop positions, never from ``ids != pad``.
 """
 
@@ -19,7 +19,7 @@ Row = dict[str, Any]  # one raw row of the data set
 
 
 def _tensor(width: str) -> Any:
-    """A tensor field of shape [B], [B,P], [B,T] or [B,R]; the width is what trimming and padding go by."""
+    """A tensor field of shape [B], [B,P], [B,T], [B,R] or [B,S]; the width is what trimming and padding go by."""
     return field(metadata={"width": width})
 
 
@@ -50,6 +50,7 @@ class Prompts(_Rows):
 
     ids: Tensor = _tensor("P")  # [B,P] long, left-padded
     mask: Tensor = _tensor("P")  # [B,P] bool
+    limits: Tensor = _tensor("B")  # [B] long: the most tokens that each answer may have
     metadata: tuple[Row, ...]  # B raw rows
 
 
@@ -63,7 +64,7 @@ class Sequences(_Rows):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        widths = {"T": self.ids.shape[1], "R": self.response_mask.shape[1]}
+        widths = {"T": self.ids.shape[1], "R": self.response_mask.shape[1], "S": self.response_mask.shape[1] + 1}
         for f in fields(self):
             width = f.metadata.get("width")
             if width in widths:
@@ -99,7 +100,7 @@ class Sequences(_Rows):
     def resized(self, prompt_width: int, response_width: int) -> Self:
         """The same rows with other padding: prompts change on the left, responses on the right."""
         left, right = prompt_width - self.prompt_width, response_width - self.response_width
-        pads = {"T": (left, right), "R": (0, right)}
+        pads = {"T": (left, right), "R": (0, right), "S": (0, right)}
         changed = {
             f.name: torch.nn.functional.pad(getattr(self, f.name), pads[f.metadata["width"]]) for f in fields(self) if f.metadata.get("width") in pads
         }
@@ -111,6 +112,7 @@ class Rollout(Sequences):
     """What the policy answered."""
 
     finished: Tensor = _tensor("B")  # [B] bool: ended with a stop; False = cut at the length limit
+    limits: Tensor = _tensor("B")  # [B] long: the most tokens that the answer could have
     logprobs: Tensor = _tensor("R")  # [B,R] float32: as the decode backend saw them, 0 outside the mask
     metadata: tuple[Row, ...]  # B raw rows, those of the prompts
 
@@ -135,17 +137,34 @@ class Reward(Protocol):
 
 
 @dataclass(frozen=True)
+class ScoredRollout(Rollout):
+    """What the policy answered, and what the reward says of it."""
+
+    scores: Tensor = _tensor("B")  # [B] float32, as the reward gave them
+    token_scores: Tensor = _tensor("R")  # [B,R] float32
+    components: tuple[dict[str, float], ...]  # B: the parts of each score by name
+
+
+@dataclass(frozen=True)
 class Experience(Sequences):
-    """Everything PPO learns from; all of it is constant while the minibatches pass."""
+    """Everything a policy learns from; all of it is constant while the minibatches pass."""
 
     finished: Tensor = _tensor("B")  # [B] bool
     logprobs: Tensor = _tensor("R")  # [B,R] log pi_old(a|s), by the training engine
     ref_logprobs: Tensor = _tensor("R")  # [B,R] log pi_ref(a|s)
-    values: Tensor = _tensor("R")  # [B,R] V(s), old
-    rewards: Tensor = _tensor("R")  # [B,R]
+    rewards: Tensor = _tensor("S")  # [B,S]
     advantages: Tensor = _tensor("R")  # [B,R]
-    returns: Tensor = _tensor("R")  # [B,R]
+    weights: Tensor = _tensor("R")  # [B,R] importance weights of the decode backend; 1 = none
     scores: Tensor = _tensor("B")  # [B]
+
+
+@dataclass(frozen=True)
+class CriticExperience(Experience):
+    """What a policy and its critic learn from."""
+
+    values: Tensor = _tensor("S")  # [B,S] V(s), old
+    returns: Tensor = _tensor("S")  # [B,S]
+    value_mask: Tensor = _tensor("S")  # [B,S] bool: the states whose value is trained
 
 
 Metrics = dict[str, float]  # METRIC name -> value: reduced over ranks, masked
