@@ -1,0 +1,51 @@
+"""Running moments against numpy over everything at once."""
+
+import numpy as np
+import pytest
+import torch
+
+from ppo_ds.ops.running import RunningMoments
+
+
+def test_batches_merge_to_the_moments_of_all():
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1e4  # far from 0: no cancellation
+    moments = RunningMoments()
+    for part in x.split([1, 2, 397, 600]):
+        moments.update(part)
+    assert moments.mean == pytest.approx(np.mean(x.numpy()), rel=1e-14)
+    assert moments.std == pytest.approx(np.std(x.numpy()), rel=1e-10)
+
+
+def test_numbers_by_hand():
+    moments = RunningMoments()
+    moments.update(torch.tensor([1.0, 3.0]))
+    moments.update(torch.tensor([5.0, 7.0]))  # 1 3 5 7: mean 4, variance (9 + 1 + 1 + 9) / 4 = 5
+    torch.testing.assert_close(moments.normalize(torch.tensor([4.0, 9.0])), torch.tensor([0.0, 5 / 5**0.5]))
+    torch.testing.assert_close(moments.normalize(torch.tensor([4.0, 9.0]), with_std=False), torch.tensor([0.0, 5.0]))
+
+
+def test_two_ranks_count_as_one():
+    """Each rank adds 2 numbers; ``reduce`` adds what the other one would have sent."""
+    mine, other = torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])
+    sent = iter([torch.tensor([2.0, 12.0]), (other.double() - 4).square().sum().reshape(1)])
+    moments = RunningMoments()
+    moments.update(mine, reduce=lambda t: t + next(sent))
+    assert (moments.count, moments.mean, moments.std) == (4, 4.0, pytest.approx(5**0.5))
+
+
+@pytest.mark.parametrize("batches", [[], [[]], [[2.0]], [[2.0, 2.0], [2.0]]])
+def test_without_spread_nothing_is_divided(batches):
+    moments = RunningMoments()
+    for batch in batches:
+        moments.update(torch.tensor(batch))
+    assert moments.std == 1.0
+    assert moments.normalize(torch.tensor([3.0])).item() == 3.0 - moments.mean
+
+
+def test_the_state_comes_back():
+    moments, other = RunningMoments(), RunningMoments()
+    moments.update(torch.tensor([1.0, 2.0, 4.0]))
+    other.load_state_dict(moments.state_dict())
+    for each in (moments, other):
+        each.update(torch.tensor([9.0]))
+    assert other.state_dict() == moments.state_dict()
