@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,18 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.integrations import HfDeepSpeedConfig
 
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
+from ppo_ds.models.value import zeroed_head
 from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
 from ppo_ds.ops.sequences import position_ids_from_mask, response_slice
+
+
+class PolicyOutput(NamedTuple):
+    """What a policy says of given answers; fp32 and differentiable."""
+
+    logprobs: Tensor  # [B,R]
+    entropy: Tensor | None  # [B,R] exact, nats; where asked for
+    values: Tensor | None  # [B,R+1] of the states; where the policy has a value head
+    aux: Tensor | None  # 0-dim: the load-balancing loss of a mixture of experts; where asked for
 
 
 class Policy(nn.Module):
@@ -24,9 +34,11 @@ class Policy(nn.Module):
     Log-probs are those of the distribution that was sampled from: the logits are divided by ``temperature``.
     """
 
-    def __init__(self, lm: nn.Module, temperature: float):
+    def __init__(self, lm: nn.Module, temperature: float, value_head: bool = False):
+        """``value_head``: critic and policy share the trunk; the head begins at zero, and so do the values."""
         super().__init__()
         self.lm = lm
+        self.value_head = zeroed_head(lm.config.get_text_config().hidden_size, lm.dtype) if value_head else None
         self.temperature = temperature
         # generate() would fill what we leave open from the model's own file (Qwen2.5-Instruct: top_k 20, repetition penalty);
         # the file's settings are kept aside for the saved model
@@ -36,17 +48,30 @@ class Policy(nn.Module):
         self._keeps = "logits_to_keep" in accepted
         self._positions = "position_ids" in accepted
 
-    def forward(self, ids: Tensor, attention_mask: Tensor, response_width: int, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """ids, attention_mask [B,T] -> log-probs [B,R] and, if asked for, the exact entropies [B,R] (nats), both fp32 and differentiable.
+    def forward(
+        self, ids: Tensor, attention_mask: Tensor, response_width: int, with_entropy: bool = False, with_aux: bool = False
+    ) -> PolicyOutput:
+        """ids, attention_mask [B,T] -> log-probs of the last ``response_width`` tokens, and what else is asked for.
 
         The head runs on the response places alone where the model can do that: on large vocabularies it is half of the work.
         """
         extra: dict[str, Any] = {"position_ids": position_ids_from_mask(attention_mask)} if self._positions else {}
         if self._keeps:
             extra["logits_to_keep"] = response_width + 1
-        logits = self.lm(input_ids=ids, attention_mask=attention_mask.long(), use_cache=False, **extra).logits
-        logits = logits[:, :-1] if self._keeps else response_slice(logits, ids.shape[1] - response_width, response_width)
-        return logprobs_and_entropy_from_logits(logits, ids[:, -response_width:], self.temperature, with_entropy=with_entropy)
+        if self.value_head is not None:
+            extra["output_hidden_states"] = True
+        if with_aux:
+            extra["output_router_logits"] = True
+        out = self.lm(input_ids=ids, attention_mask=attention_mask.long(), use_cache=False, **extra)
+        logits = out.logits[:, :-1] if self._keeps else response_slice(out.logits, ids.shape[1] - response_width, response_width)
+        logprobs, entropy = logprobs_and_entropy_from_logits(logits, ids[:, -response_width:], self.temperature, with_entropy=with_entropy)
+        values = None if self.value_head is None else self.value_head(out.hidden_states[-1][:, -response_width - 1 :]).squeeze(-1)
+        return PolicyOutput(logprobs, entropy, values, out.aux_loss if with_aux else None)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has a load-balancing loss to give."""
+        return "output_router_logits" in inspect.signature(self.lm.forward).parameters
 
     @property
     def vocab_size(self) -> int:
@@ -86,6 +111,7 @@ def load_policy(
     gradient_checkpointing: bool,
     temperature: float,
     key: str,
+    value_head: bool = False,
 ) -> Policy:
     """A policy from a local folder or the Hub; ``key`` is the config key that errors name. UserError where there is no complete causal LM."""
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
@@ -102,7 +128,7 @@ def load_policy(
     refuse_missing(path, info, key=key)
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return Policy(lm, temperature)
+    return Policy(lm, temperature, value_head)
 
 
 @contextmanager

@@ -31,6 +31,13 @@ class ScoreHead(nn.Linear):
         return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
+def zeroed_head(width: int, dtype: torch.dtype) -> ScoreHead:
+    """V(s) = 0 at the start (Ziegler et al. 2019)."""
+    head = ScoreHead(width, 1, bias=False, dtype=dtype)
+    nn.init.zeros_(head.weight)
+    return head
+
+
 class ScoreModel(nn.Module):
     """A sequence classifier with one label. A decoder has a value at each token; an encoder has one for the whole text."""
 
@@ -47,11 +54,12 @@ class ScoreModel(nn.Module):
     def forward(self, ids: Tensor, attention_mask: Tensor, response_width: int | None = None, token_type_ids: Tensor | None = None) -> Tensor:
         """The only way in for engines, which wrap it. ids, attention_mask [B,T]; fp32 out:
 
-        the values [B,R] of the states *before* each response token (places T-R-1 .. T-2), or without ``response_width`` the scores [B].
+        the values [B,R+1] of the states around the response tokens, column t before token t (places T-R-1 .. T-1), or without
+        ``response_width`` the scores [B].
         """
         if response_width is None:
             return self.scores(ids, attention_mask, token_type_ids)
-        return self._head(self._hidden(ids, attention_mask)[:, -response_width - 1 : -1])
+        return self._head(self._hidden(ids, attention_mask)[:, -response_width - 1 :])
 
     def values(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         """[B,T] fp32: the value of the state after each token; rubbish at unattended places. Decoders only."""
@@ -117,9 +125,8 @@ def load_critic(
     headless = _HEAD in info["missing_keys"]
     refuse_missing(path, info, allowed=[_HEAD] if zero_head else [], key=key)
     if headless:
-        # A new module, not zeros written into the old one: under ZeRO-3 the old weight is a shard. V(s) = 0 at the start (Ziegler et al. 2019)
-        model.score = nn.Linear(model.score.in_features, 1, bias=False, dtype=torch_dtype(dtype))
-        nn.init.zeros_(model.score.weight)
+        # a new module, not zeros written into the old one: under ZeRO-3 the old weight is a shard
+        model.score = zeroed_head(model.score.in_features, torch_dtype(dtype))
     critic = ScoreModel(model)
     if gradient_checkpointing:
         critic.gradient_checkpointing_enable()

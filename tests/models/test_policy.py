@@ -86,7 +86,7 @@ def unpadded_log_softmax(lm, ids, mask, temperature=1.0):
 def test_logprobs_and_entropy_are_those_of_each_row_without_padding(tmp_path, batch, family, temperature):
     folder = saved(tmp_path, family)
     policy = load(folder, temperature).eval()
-    logprobs, entropy = policy(*batch, R, with_entropy=True)
+    logprobs, entropy, *_ = policy(*batch, R, with_entropy=True)
     assert logprobs.shape == entropy.shape == (3, R) and logprobs.dtype == entropy.dtype == torch.float32
     for i, (table, answer) in enumerate(unpadded_log_softmax(reference(folder), *batch, temperature)):
         expected = table.gather(1, answer[:, None])[:, 0]
@@ -108,7 +108,7 @@ def test_the_response_slice_is_that_of_the_full_logits(tmp_path, family):
         policy = load(folder).eval()
         for keeps in {policy._keeps, False}:
             policy._keeps = keeps
-            logprobs, _ = policy(ids, torch.ones_like(ids, dtype=torch.bool), width)
+            logprobs, *_ = policy(ids, torch.ones_like(ids, dtype=torch.bool), width)
             torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
@@ -133,7 +133,7 @@ def test_dropout_of_the_folder_has_no_effect_in_train_mode(tmp_path, batch, fami
 def test_bf16_logits_are_widened_before_the_softmax(tmp_path, batch):
     policy = load(saved(tmp_path, "llama"), dtype="bf16").eval()
     ids, mask = batch
-    logprobs, entropy = policy(ids, mask, R, with_entropy=True)
+    logprobs, entropy, *_ = policy(ids, mask, R, with_entropy=True)
     position_ids = (mask.long().cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         logits = policy.lm(input_ids=ids, attention_mask=mask.long(), position_ids=position_ids).logits
@@ -157,7 +157,7 @@ def test_gradient_checkpointing_recomputes_every_layer_and_changes_no_gradient(t
         for layer in layers:
             attention = next(m for name, m in layer.named_children() if "attn" in name or "attention" in name and "norm" not in name)
             attention.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
-        logprobs, entropy = policy(*batch, R, with_entropy=True)
+        logprobs, entropy, *_ = policy(*batch, R, with_entropy=True)
         forward = count[0]
         mask = batch[1][:, P:]
         (logprobs[mask].sum() + entropy[mask].sum()).backward()

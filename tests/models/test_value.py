@@ -81,13 +81,13 @@ def test_values_are_those_of_each_unpadded_prefix(tmp_path, family):
     critic = load_critic(folder, **CRITIC).train()  # dropout is 0.5 in the files
     ids, mask, width = rows()
     values = critic(ids, mask, width)
-    assert values.shape == (3, width) and values.dtype == torch.float32
+    assert values.shape == (3, width + 1) and values.dtype == torch.float32
     for i, (p, r) in enumerate(LENGTHS):
         row = ids[i][mask[i]]
-        before_each = torch.stack([transformers_score(folder, row[: p + t]) for t in range(r)])
-        torch.testing.assert_close(values[i, :r], before_each, atol=1e-4, rtol=1e-4)
+        states = torch.stack([transformers_score(folder, row[: p + t]) for t in range(r + 1)])  # before each token, and after the last
+        torch.testing.assert_close(values[i, : r + 1], states, atol=1e-4, rtol=1e-4)
     assert values.abs().max() > 0.1  # numbers that could differ
-    torch.testing.assert_close(critic.values(ids, mask)[:, -width - 1 : -1], values)
+    torch.testing.assert_close(critic.values(ids, mask)[:, -width - 1 :], values)
 
 
 @pytest.mark.parametrize("family", DECODERS)
