@@ -1,4 +1,4 @@
-"""What a row asks: a text, or a chat up to where the assistant answers.
+"""What a row asks: a text, or a chat up to where the assistant answers; and how long the answer may be.
 
 A chat is a list of ``{"role", "content"}``, or of ``{"from", "value"}`` as ShareGPT has it. Roles are those that the row gives, never guessed from
 the position. A last answer that the row brings along is dropped: the policy is to give its own.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from ppo_ds.errors import UserError
 from ppo_ds.types import Row
 
+LIMIT_COLUMN = "max_new_tokens"
 PROMPT_COLUMNS = ("prompt", "messages", "conversations")  # the first that a row has
 SHAREGPT_ROLES = {
     "human": "user",
@@ -37,6 +38,23 @@ def prompt_of(row: Row, column: str | None = None, text_as_chat: bool = False) -
     if isinstance(value, list):
         return _chat(value, name)
     raise UserError(f'column "{name}" must be a text or a list of messages, not {_kind(value)}')
+
+
+def limit_of(row: Row) -> int | None:
+    """The most tokens that the row wants its answer to have, from its column "max_new_tokens"; None where it does not say.
+
+    Whole numbers come as floats from a Parquet column with gaps, and as text from CSV, where an empty cell says nothing.
+    """
+    value = row.get(LIMIT_COLUMN)
+    if value is None or value == "":
+        return None
+    try:
+        number = float("nan" if isinstance(value, bool) else value)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    if number < 1 or number % 1 != 0:  # also what is no number
+        raise UserError(f'column "{LIMIT_COLUMN}" must be a whole number of at least 1, not {value!r}')
+    return int(number)
 
 
 def _column(row: Row, column: str | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ppo_ds.data.messages import Prompt, prompt_of
+from ppo_ds.data.messages import Prompt, limit_of, prompt_of
 from ppo_ds.data.rows import Rows, load_rows
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
@@ -26,9 +26,11 @@ class PromptSource:
 
     Chats go through the tokenizer's chat template, and so do text prompts where there is one: a chat model is not
     trained on bare text. A prompt of more than ``max_prompt_tokens``
-    is dropped, or cut on the left: on the right would remove the place where the answer begins.
+    is dropped, or cut on the left: on the right would remove the place where the answer begins. An answer may have as many tokens as
+    its row's column "max_new_tokens" says, and never more than the run's ``max_new_tokens``.
 
-    ``report``: {"rows": read, "truncated": cut on the left, "dropped": left out}; ``len(source)`` is rows - dropped.
+    ``report``: {"rows": read, "truncated": cut on the left, "dropped": left out, "lowered": that asked for longer answers than the run
+    allows}; ``len(source)`` is rows - dropped.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class PromptSource:
         path: str,
         *,
         tokenizer: Tokenizer,
+        max_new_tokens: int,
         split: str = "train",
         revision: str | None = None,
         prompt_column: str | None = None,
@@ -50,15 +53,18 @@ class PromptSource:
         self._tokenizer, self._column = tokenizer, prompt_column
         self._rows = load_rows(path, split=split, revision=revision, max_rows=max_samples, key=key)
         self._as_chat = tokenizer.has_chat_template if text_as_chat is None else text_as_chat
-        prompts = _checked_prompts(self._rows, prompt_column, self._as_chat, tokenizer)
+        prompts, limits = _checked(self._rows, prompt_column, self._as_chat, tokenizer)
         self._kept = array("I")  # index of each kept prompt's row
         self._starts = array("L", [0])  # where each kept prompt's ids begin; last: where they end
         self._ids = array("I")  # the ids of all kept prompts, one after the other
-        self.report = {"rows": len(prompts), "truncated": 0, "dropped": 0}
+        self._limits = array("L")  # the most new tokens of each kept prompt
+        self.report = {"rows": len(prompts), "truncated": 0, "dropped": 0, "lowered": 0}
         for start in range(0, len(prompts), _CHUNK):
             chunk = prompts[start : start + _CHUNK]
             for i, ids in enumerate(self._encode(chunk, start), start=start):
-                self._add(i, ids, max_prompt_tokens, long_prompts)
+                if self._add(i, ids, max_prompt_tokens, long_prompts):
+                    self._limits.append(min(limits[i] or max_new_tokens, max_new_tokens))
+                    self.report["lowered"] += (limits[i] or 0) > max_new_tokens
         if not len(self):
             raise UserError(
                 f"{key}={path}: all {len(prompts)} prompts are dropped: they have more than data.max_prompt_tokens={max_prompt_tokens} tokens; "
@@ -82,18 +88,20 @@ class PromptSource:
         except UserError as error:
             raise UserError(f"{self._rows.place(row)}: {error}") from error
 
-    def _add(self, row: int, ids: list[int], limit: int, long_prompts: str) -> None:
+    def _add(self, row: int, ids: list[int], limit: int, long_prompts: str) -> bool:
+        """Keep the row's prompt; False where it is dropped."""
         if not ids:
             raise UserError(f"{self._rows.place(row)}: the prompt has no tokens")
         if len(ids) > limit:
             if long_prompts == "drop":
                 self.report["dropped"] += 1
-                return
+                return False
             self.report["truncated"] += 1
             ids = ids[-limit:]
         self._kept.append(row)
         self._ids.extend(ids)
         self._starts.append(len(self._ids))
+        return True
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -120,25 +128,29 @@ class PromptSource:
 
     def batch(self, indices: Sequence[int]) -> Prompts:
         """Prompts at ``indices``, left-padded to their own longest."""
-        return Prompts(*_left_padded([self._prompt_ids(i) for i in indices], self._tokenizer.pad_id), tuple(self._metadata(i) for i in indices))
+        ids, mask = _left_padded([self._prompt_ids(i) for i in indices], self._tokenizer.pad_id)
+        limits = torch.tensor([self._limits[i] for i in indices])
+        return Prompts(ids, mask, limits, tuple(self._metadata(i) for i in indices))
 
 
-def _checked_prompts(rows: Rows, column: str | None, as_chat: bool, tokenizer: Tokenizer) -> list[Prompt]:
-    """Every row's prompt, or all that is wrong with the rows, before anything is tokenised."""
+def _checked(rows: Rows, column: str | None, as_chat: bool, tokenizer: Tokenizer) -> tuple[list[Prompt], list[int | None]]:
+    """Every row's prompt and limit, or all that is wrong with the rows, before anything is tokenised."""
     prompts: list[Prompt] = []
+    limits: list[int | None] = []
     places: dict[str, list[str]] = {}  # problem -> where; most often all rows have the same one
     for i, row in enumerate(rows):
         try:
             prompt = prompt_of(row, column, as_chat)
             if not isinstance(prompt, str) and not tokenizer.has_chat_template:
                 tokenizer.render_chat(prompt)  # says what is missing
+            limits.append(limit_of(row))
             prompts.append(prompt)
         except UserError as error:
             places.setdefault(str(error), []).append(rows.place(i))
     if places:
         problems = [f"{at[0]}: {problem}" + (f" (and {len(at) - 1} more rows)" if len(at) > 1 else "") for problem, at in places.items()]
         raise UserError(*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []))
-    return prompts
+    return prompts, limits
 
 
 def _left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:

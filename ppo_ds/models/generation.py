@@ -72,13 +72,23 @@ class _StopStrings(StoppingCriteria):
         return self.ended
 
 
+class _RowLimits(StoppingCriteria):
+    """Ends each row at its own limit, so that decoding ends with the last row that still may go on."""
+
+    def __init__(self, prompt_width: int, limits: Tensor):
+        self.ends = prompt_width + limits  # [B], where the ids are
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        return self.ends <= input_ids.shape[1]
+
+
 @torch.no_grad()
 def generate(
     lm: nn.Module,
     ids: Tensor,
     mask: Tensor,
+    limits: Tensor,
     *,
-    max_new_tokens: int,
     min_new_tokens: int,
     temperature: float,
     top_p: float,
@@ -88,10 +98,10 @@ def generate(
     pad_id: int,
     decode: Callable[[list[int]], str],
 ) -> tuple[Tensor, Tensor]:
-    """Left-padded ids, mask [B,P] -> responses [B,R] long and log-probs [B,R] fp32, R <= max_new_tokens.
+    """Left-padded ids, mask [B,P] and the most new tokens of each row [B] -> responses [B,R] long and log-probs [B,R] fp32, R <= limits.max().
 
     Log-probs are those of the whole distribution at ``temperature``, also where top_k or top_p narrow the draw. Places after an
-    answer's end hold rubbish. ``decode`` (ids to text) is what stop strings are looked for in.
+    answer's end or a row's limit hold rubbish. A limit wins over ``min_new_tokens``. ``decode`` (ids to text) is what stop strings are looked for in.
     """
     recorder = _Recorder(temperature)
     processors = LogitsProcessorList([recorder])
@@ -101,7 +111,7 @@ def generate(
     warpers = {} if greedy else {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     config = GenerationConfig(
         do_sample=not greedy,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=int(limits.max()),
         eos_token_id=list(stop_token_ids) or None,
         pad_token_id=pad_id,
         repetition_penalty=1.0,
@@ -109,12 +119,15 @@ def generate(
         use_cache=True,
         **warpers,
     )
+    ends: list[StoppingCriteria] = [_RowLimits(ids.shape[1], limits.to(ids.device))] if limits.min() < limits.max() else []
+    if stop_strings:
+        ends.append(_StopStrings(ids.shape[1], stop_strings, decode))
     sequences = lm.generate(
         input_ids=ids,
         attention_mask=mask.long(),
         generation_config=config,
         logits_processor=processors,
-        stopping_criteria=StoppingCriteriaList([_StopStrings(ids.shape[1], stop_strings, decode)] if stop_strings else []),
+        stopping_criteria=StoppingCriteriaList(ends),
     )
     answers = sequences[:, ids.shape[1] :]
     return answers, recorder.finished(answers)

@@ -36,25 +36,34 @@ class Generator(Protocol):
     def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout: ...
 
 
+def limits_of(prompts: Prompts, sampling: Sampling) -> Tensor:
+    """[B] long: the most new tokens of each answer, by its row and by the sampler. It wins over ``min_new_tokens``."""
+    return prompts.limits.clamp(max=sampling.max_new_tokens)
+
+
 def finish(
     prompts: Prompts, responses: Tensor, logprobs: Tensor, *, sampling: Sampling, pad_id: int, decode: Callable[[Sequence[int]], str]
 ) -> Rollout:
-    """Cut raw continuations at their first stop.
+    """Cut raw continuations at their first stop, or at their limit.
 
     responses [B,R] long and logprobs [B,R] fp32 as a backend made them, rubbish allowed after the end of an answer. Masks come from
     stop positions, never from ``ids != pad``: an end token inside a chat prompt, or one that is also the pad token, stays what it is.
+    A stop in the last place that the limit allows is a stop; a later one was never answered.
     """
-    width, ends = responses.shape[1], None
+    limits = limits_of(prompts, sampling)
+    ends = limits.clamp(max=responses.shape[1]).to(responses.device)
+    complete = torch.zeros_like(ends, dtype=torch.bool)
     if sampling.stop_strings:
-        ends = torch.tensor([stop_string_length(row.tolist(), sampling.stop_strings, decode) for row in responses], device=responses.device)
-    mask, _, finished = response_mask(responses, sampling.stop_token_ids, lengths=None if ends is None else ends.clamp(max=width))
-    if ends is not None:
-        finished = finished | (ends <= width)
+        allowed = [row[:n].tolist() for row, n in zip(responses, ends.tolist(), strict=True)]
+        stops = torch.tensor([stop_string_length(row, sampling.stop_strings, decode) for row in allowed], device=ends.device)
+        complete, ends = stops <= ends, torch.minimum(stops, ends)
+    mask, _, finished = response_mask(responses, sampling.stop_token_ids, lengths=ends)
     return Rollout(
         ids=torch.cat([prompts.ids, responses.masked_fill(~mask, pad_id)], dim=1),
         attention_mask=torch.cat([prompts.mask, mask], dim=1),
         response_mask=mask,
-        finished=finished,
+        finished=finished | complete,
+        limits=limits,
         logprobs=logprobs.masked_fill(~mask, 0.0),
         metadata=prompts.metadata,
     )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ppo_ds.models.generation import generate
-from ppo_ds.rollout.base import Sampling, finish
+from ppo_ds.ops.batching import plan_microbatches
+from ppo_ds.rollout.base import Sampling, finish, limits_of
 from ppo_ds.types import Prompts, Rollout
 
 
@@ -27,17 +28,16 @@ class HFGenerator:
         lm = self.lm()
         device = next(lm.parameters()).device
         decode = partial(self.tokenizer.decode, skip_special_tokens=False)  # a special token's text can be a stop string too
-        n, width = len(prompts), sampling.max_new_tokens
-        responses = torch.full((n, width), self.tokenizer.pad_id)
-        logprobs = torch.zeros(n, width)
-        for rows in self._chunks(prompts, width):
-            chunk = prompts.select(rows)
-            longest = int(chunk.mask.sum(1).max())
+        lengths, limits = prompts.mask.sum(1), limits_of(prompts, sampling)
+        shape = (len(prompts), int(limits.max()))
+        responses, logprobs = torch.full(shape, self.tokenizer.pad_id), torch.zeros(shape)
+        for rows in plan_microbatches(lengths, limits, self.token_budget):  # the longest first, so that neighbours share a width
+            chunk, longest = prompts.select(rows), int(lengths[rows].max())
             new, new_logprobs = generate(
                 lm,
                 chunk.ids[:, -longest:].to(device),
                 chunk.mask[:, -longest:].to(device),
-                max_new_tokens=sampling.max_new_tokens,
+                limits[rows],
                 min_new_tokens=sampling.min_new_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
@@ -51,13 +51,3 @@ class HFGenerator:
             logprobs[rows, : new.shape[1]] = new_logprobs.cpu()
         rollout = finish(prompts, responses, logprobs, sampling=sampling, pad_id=self.tokenizer.pad_id, decode=decode)
         return rollout.trimmed()
-
-    def _chunks(self, prompts: Prompts, new_tokens: int) -> Iterator[Tensor]:
-        """Row indices, longest prompts first, so that neighbours share a width."""
-        lengths = prompts.mask.sum(1)
-        order = lengths.argsort(descending=True, stable=True)
-        start = 0
-        while start < len(order):
-            rows = max(1, self.token_budget // (int(lengths[order[start]]) + new_tokens))
-            yield order[start : start + rows]
-            start += rows

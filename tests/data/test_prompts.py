@@ -77,7 +77,7 @@ def test_more_rows_than_a_chunk_stay_in_order(source, tokenizer):
 
 def test_truncation_keeps_the_end(source, tokenizer):
     made = source("abcde", {"messages": [{"role": "user", "content": "x" * 50}]}, "ok", max_prompt_tokens=len("<assistant>") + 3)
-    assert made.report == {"rows": 3, "truncated": 1, "dropped": 0}
+    assert made.report == {"rows": 3, "truncated": 1, "dropped": 0, "lowered": 0}
     prompts = made.batch([0, 1])
     assert [tokenizer.decode(ids, skip_special_tokens=False) for ids in ids_of(prompts)] == ["abcde", "xx<eos><assistant>"]
     assert texts(prompts)[1] == "<user>" + "x" * 50 + "<eos><assistant>"
@@ -85,7 +85,7 @@ def test_truncation_keeps_the_end(source, tokenizer):
 
 def test_drop(source):
     made = source("abc", "abcd", "ab", "abcde", max_prompt_tokens=3, long_prompts="drop")
-    assert made.report == {"rows": 4, "truncated": 0, "dropped": 2} and len(made) == 2
+    assert made.report == {"rows": 4, "truncated": 0, "dropped": 2, "lowered": 0} and len(made) == 2
     assert [(row["n"], row["prompt_text"]) for row in made.batch([1, 0]).metadata] == [(2, "ab"), (0, "abc")]
 
 
@@ -137,6 +137,32 @@ def test_a_row_that_the_template_refuses(source, byte_tokenizer):
 def test_a_prompt_without_tokens(source, byte_tokenizer):
     with pytest.raises(UserError, match=r"data.jsonl:1: the prompt has no tokens"):
         source({"messages": [USER]}, tokenizer=byte_tokenizer(template="{{ '' }}"))
+
+
+def test_each_answer_has_the_limit_of_its_row_or_of_the_run(source):
+    rows = [{"prompt": "a"}, {"prompt": "b", "max_new_tokens": 3}, {"prompt": "c", "max_new_tokens": None}, {"prompt": "d", "max_new_tokens": 7}]
+    made = source(*rows, {"prompt": "e", "max_new_tokens": 8.0}, {"prompt": "f", "max_new_tokens": 9e9}, max_new_tokens=7)
+    prompts = made.batch([5, 4, 3, 2, 1, 1, 0])
+    assert prompts.limits.tolist() == [7, 7, 7, 7, 3, 3, 7] and prompts.limits.dtype == torch.int64
+    assert made.report["lowered"] == 2 and prompts.metadata[4] == {"prompt": "b", "max_new_tokens": 3, "prompt_text": "b"}
+
+
+def test_limits_stay_with_their_prompts_where_others_are_dropped(source):
+    rows = [{"prompt": "abc", "max_new_tokens": 20}, {"prompt": "a", "max_new_tokens": 2}, {"prompt": "abc"}, {"prompt": "b", "max_new_tokens": 4}]
+    made = source(*rows, max_prompt_tokens=2, long_prompts="drop")
+    assert made.batch([0, 1]).limits.tolist() == [2, 4] and made.report == {"rows": 4, "truncated": 0, "dropped": 2, "lowered": 0}
+
+
+def test_limits_of_a_csv_file_are_text(tmp_path, tokenizer):
+    (tmp_path / "x.csv").write_text("prompt,max_new_tokens\na,3\nb,\nc,5.0\n")
+    made = PromptSource(str(tmp_path / "x.csv"), tokenizer=tokenizer, max_new_tokens=6)
+    assert made.batch([0, 1, 2]).limits.tolist() == [3, 6, 5]
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "many", True, [3], "nan", "inf", 10**400])
+def test_a_limit_that_is_no_count(source, value):
+    with pytest.raises(UserError, match=r'data.jsonl:2: column "max_new_tokens" must be a whole number of at least 1, not '):
+        source("a", {"prompt": "b", "max_new_tokens": value})
 
 
 def test_prompt_column_and_max_samples(source):
@@ -229,4 +255,4 @@ def test_eval_counts_every_prompt_once_and_ranks_run_alike(source, n, world_size
 
 def test_a_source_names_its_key(jsonl, tokenizer):
     with pytest.raises(UserError, match="data.eval_path=.*empty"):
-        PromptSource(jsonl("", ""), tokenizer=tokenizer, key="data.eval_path")
+        PromptSource(jsonl("", ""), tokenizer=tokenizer, max_new_tokens=9, key="data.eval_path")

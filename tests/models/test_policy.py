@@ -182,7 +182,9 @@ def test_the_folders_generation_config_is_not_used_but_saved(tmp_path):
     assert {key: written[key] for key in SHIPPED} == SHIPPED
 
     prompts = torch.randint(8, V, (64, 3), generator=torch.Generator().manual_seed(4))
-    drawn = dict(max_new_tokens=12, min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=(), pad_id=6, decode=None)
+    drawn = dict(
+        limits=torch.full((64,), 12), min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=(), pad_id=6, decode=None
+    )
     bare = load(saved(tmp_path / "bare", "qwen2"))
     for lm in (policy.lm.eval(), bare.lm.eval()):
         torch.manual_seed(5)

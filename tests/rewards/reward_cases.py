@@ -56,6 +56,7 @@ def make_rollout(tokenizer, answers, rows=None, finished=None):
         attention_mask=torch.cat([prompt_mask, response_mask], 1),
         response_mask=response_mask,
         finished=torch.tensor(finished),
+        limits=torch.full((len(answers),), response_mask.shape[1]),
         logprobs=torch.zeros(response_mask.shape),
         metadata=tuple(row | {"prompt_text": prompt} for row, (prompt, _) in zip(rows or [{}] * len(answers), answers, strict=True)),
     )

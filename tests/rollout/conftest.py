@@ -51,13 +51,13 @@ def tokenizer():
 
 @pytest.fixture
 def prompts():
-    """Rows of ids -> left-padded Prompts; the padding holds ``pad``."""
+    """Rows of ids -> left-padded Prompts; the padding holds ``pad``. Without ``limits`` the sampler's is the only one."""
 
-    def make(*rows, pad=0):
+    def make(*rows, pad=0, limits=None):
         width = max(map(len, rows))
         ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
         mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
-        return Prompts(ids, mask, tuple({"row": i} for i in range(len(rows))))
+        return Prompts(ids, mask, torch.tensor(limits or [10**6] * len(rows)), tuple({"row": i} for i in range(len(rows))))
 
     return make
 

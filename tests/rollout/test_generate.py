@@ -1,5 +1,7 @@
 """Decoding with transformers: which tokens come out, with which log-probs, and where rows end."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
@@ -35,7 +37,7 @@ def decoded(lm, batch, n, **changes):
     settings = dict(
         min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=(), pad_id=PAD, decode=None
     )  # fmt: skip
-    return generate(lm, batch.ids, batch.mask, max_new_tokens=n, **settings | changes)
+    return generate(lm, batch.ids, batch.mask, torch.full((len(batch),), n), **settings | changes)
 
 
 def log_softmax(lm, batch, answers, temperature=1.0):
@@ -290,6 +292,75 @@ def test_a_stop_string_begins_in_the_answer_not_in_the_prompt(successor, answer)
 def test_special_tokens_can_be_stop_strings(successor, answer):
     rollout = answer(successor({3: 4, 4: EOS, EOS: 5}, 10), [[3], [4]], 6, stop_strings=("<eos>",))
     assert answers_of(rollout) == [[4, EOS], [EOS]] and rollout.finished.all()
+
+
+# -- limits of single rows ----------------------------------------------------------------------------------------------------------------
+
+
+@EVERY
+@pytest.mark.parametrize("token_budget", [1, 24, 10_000])
+def test_a_greedy_answer_with_a_limit_is_the_start_of_that_without(batch, family, sampling, tokenizer, token_budget):
+    lm, texts = model(family), tokenizer([chr(97 + i) for i in range(V - 3)])
+    greedy, limits = sampling(6, stop_token_ids=(5, 6, 7, 8, 9, 10, 11)).as_greedy(), [1, 6, 3, 2, 50, 4]
+    generator = HFGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget)
+    whole, cut = generator(batch, greedy), generator(replace(batch, limits=torch.tensor(limits)), greedy)
+    free, ends = answers_of(whole), [len(answer) for answer in answers_of(whole)]
+    assert answers_of(cut) == [answer[:n] for answer, n in zip(free, limits, strict=True)]
+    assert cut.finished.tolist() == [done and n <= limit for done, n, limit in zip(whole.finished.tolist(), ends, limits, strict=True)]
+    assert cut.limits.tolist() == [1, 6, 3, 2, 6, 4] and whole.limits.tolist() == [6] * 6
+    width = cut.response_width
+    torch.testing.assert_close(cut.logprobs[cut.response_mask], whole.logprobs[:, :width][cut.response_mask], rtol=0, atol=1e-5)
+    assert not cut.logprobs[~cut.response_mask].any()
+
+
+def test_drawn_answers_with_limits_have_their_logprobs(batch, sampling, tokenizer):
+    lm, limits = model("llama"), [1, 6, 3, 2, 5, 4]
+    generator = HFGenerator(lambda: lm, tokenizer=tokenizer([chr(97 + i) for i in range(V - 3)]), token_budget=10_000)
+    torch.manual_seed(8)
+    rollout = generator(replace(batch, limits=torch.tensor(limits)), sampling(6, temperature=0.8))
+    assert rollout.response_mask.sum(1).tolist() == limits and not rollout.finished.any()
+    for i, n in enumerate(limits):
+        answer = rollout.ids[i : i + 1, rollout.prompt_width :][:, :n]
+        table = log_softmax(lm, batch.select(torch.tensor([i])), answer, 0.8)
+        assert (rollout.logprobs[i, :n] - table.gather(2, answer[..., None])[0, :, 0]).abs().max() < 1e-5
+
+
+def test_decoding_ends_with_the_last_row_that_may_go_on(successor, prompts, sampling, tokenizer):
+    """Limits 3, 1 and 9 of a row that stops after two: three steps. In chunks of a row each: 2, 3 and 1."""
+    lm, steps = successor({5: 6, 6: EOS}, 10), []
+    lm.lm_head.register_forward_hook(lambda *_: steps.append(1))
+    rows = prompts([3], [4], [5], limits=[3, 1, 9])
+    for token_budget, expected in ((10_000, 3), (1, 6)):
+        steps.clear()
+        rollout = HFGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=token_budget)(rows, sampling(50, stop_token_ids=(EOS,)))
+        assert answers_of(rollout) == [[3, 3, 3], [4], [6, EOS]] and rollout.finished.tolist() == [False, False, True]
+        assert len(steps) == expected
+
+
+def test_a_stop_that_is_whole_at_the_limit(successor, prompts, sampling, tokenizer):
+    """a b c d ...: "cd" is whole with the third new token, the end token of the last row is its second."""
+    generator = HFGenerator(lambda: successor({3: 4, 4: 5, 5: 6, 8: 9, 9: EOS}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000)
+    rollout = generator(prompts([3], [3], [8], [8], limits=[3, 2, 2, 1]), sampling(8, stop_token_ids=(EOS,), stop_strings=("cd",)))
+    assert answers_of(rollout) == [[4, 5, 6], [4, 5], [9, EOS], [9]] and rollout.finished.tolist() == [True, False, True, False]
+
+
+def test_a_limit_wins_over_the_least_number_of_tokens(successor, prompts, sampling, tokenizer):
+    generator = HFGenerator(lambda: successor({3: EOS}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000)
+    rollout = generator(prompts([3], [3], limits=[2, 9]), sampling(9, min_new_tokens=4, stop_token_ids=(EOS,)))
+    assert rollout.response_mask.sum(1)[0] == 2 and rollout.response_mask.sum(1)[1] > 4 and not rollout.finished[0]
+
+
+def test_rows_are_grouped_by_what_they_may_cost(batch, sampling, tokenizer):
+    """Budget 14, prompts of 1, 6, 3, 6, 2, 4 tokens: a group costs its rows times its longest prompt and longest limit."""
+    lm, shapes = model("llama"), []
+    decode = lm.generate
+    lm.generate = lambda input_ids, **more: (
+        shapes.append((*input_ids.shape, more["generation_config"].max_new_tokens)) or decode(input_ids=input_ids, **more)
+    )
+    generator = HFGenerator(lambda: lm, tokenizer=tokenizer([chr(97 + i) for i in range(V - 3)]), token_budget=14)
+    generator(replace(batch, limits=torch.tensor([1, 8, 2, 1, 1, 1])), sampling(8))
+    # totals 2, 14, 5, 7, 3, 5: row 1 alone; rows 3 and 2 would cost 2 x (6 + 2) = 16, so row 3 alone; rows 2 and 5 cost 2 x (4 + 2); rows 4 and 0
+    assert shapes == [(1, 6, 8), (1, 6, 1), (2, 4, 2), (2, 2, 1)]
 
 
 # -- chunks -------------------------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """The flowing types: shapes are checked, rows are picked and padded, and what lies in the padding stays there."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from ppo_ds.types import Experience, Prompts, Rollout, Scores, Sequences
+from ppo_ds.types import CriticExperience, Prompts, Rollout, Scores, Sequences
 
 P, R = 4, 3
 IDS = [[91, 92, 11, 12, 21, 22, 93], [31, 32, 33, 34, 41, 94, 95], [96, 97, 98, 51, 61, 62, 63]]  # 9x: rubbish in the padding
@@ -23,6 +25,7 @@ def rollout(**changes):
         attention_mask=attention,
         response_mask=response,
         finished=torch.tensor([True, False, True]),
+        limits=torch.tensor([5, 1, 3]),
         logprobs=torch.tensor([[-1.0, -2.0, 77.0], [-3.0, 77.0, 77.0], [-4.0, -5.0, -6.0]]),
         metadata=({"n": 0}, {"n": 1}, {"n": 2}),
     )
@@ -31,19 +34,21 @@ def rollout(**changes):
 
 def experience():
     attention, response = masks()
-    column = torch.arange(9.0).view(3, 3)
-    return Experience(
+    column, states = torch.arange(9.0).view(3, 3), torch.arange(12.0).view(3, 4)
+    return CriticExperience(
         ids=torch.tensor(IDS),
         attention_mask=attention,
         response_mask=response,
         finished=torch.tensor([True, False, True]),
         logprobs=column,
         ref_logprobs=column + 10,
-        values=column + 20,
-        rewards=column + 30,
+        rewards=states + 30,
         advantages=column + 40,
-        returns=column + 50,
+        weights=column + 60,
         scores=torch.tensor([7.0, 8.0, 9.0]),
+        values=states + 20,
+        returns=states + 50,
+        value_mask=torch.cat([response, torch.zeros(3, 1, dtype=torch.bool)], 1),
     )
 
 
@@ -71,7 +76,7 @@ def test_a_column_of_another_shape_is_refused(changes):
 
 def test_other_types_refuse_other_row_counts():
     with pytest.raises(AssertionError, match="Prompts.mask has 1 rows, not 2"):
-        Prompts(torch.zeros(2, 1), torch.zeros(1, 1), ({}, {}))
+        Prompts(torch.zeros(2, 1), torch.zeros(1, 1), torch.zeros(2), ({}, {}))
     with pytest.raises(AssertionError, match="Scores.per_token"):
         Scores(torch.zeros(2), torch.zeros(3, 1), {})
     with pytest.raises(AssertionError, match="Scores.style"):
@@ -87,19 +92,19 @@ def test_select_picks_every_column_in_the_order_asked_for():
     picked = rollout().select(torch.tensor([2, 0, 2]))
     assert picked.ids.tolist() == [IDS[2], IDS[0], IDS[2]]
     assert picked.prompt_lengths.tolist() == [1, 2, 1] and picked.response_lengths.tolist() == [3, 2, 3]
-    assert picked.finished.tolist() == [True, True, True]
+    assert picked.finished.tolist() == [True, True, True] and picked.limits.tolist() == [3, 5, 3]
     assert picked.logprobs[:, 0].tolist() == [-4.0, -1.0, -4.0]
     assert picked.metadata == ({"n": 2}, {"n": 0}, {"n": 2})
     assert (picked.prompt_width, picked.response_width) == (P, R)  # uncut
 
 
 def test_select_of_prompts_and_of_experience():
-    prompts = Prompts(torch.tensor([[0, 5], [6, 7]]), torch.tensor([[False, True], [True, True]]), ({"a": 1}, {"a": 2}))
+    prompts = Prompts(torch.tensor([[0, 5], [6, 7]]), torch.tensor([[False, True], [True, True]]), torch.tensor([3, 4]), ({"a": 1}, {"a": 2}))
     other = prompts.select(torch.tensor([1]))
-    assert (other.ids.tolist(), other.mask.tolist(), other.metadata) == ([[6, 7]], [[True, True]], ({"a": 2},))
+    assert (other.ids.tolist(), other.mask.tolist(), other.limits.tolist(), other.metadata) == ([[6, 7]], [[True, True]], [4], ({"a": 2},))
     picked = experience().select(torch.tensor([1]))
     assert [int(getattr(picked, name)[0, 0]) for name in ("logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")] == [
-        3, 13, 23, 33, 43, 53,
+        3, 13, 24, 34, 43, 54,
     ]  # fmt: skip
     assert picked.scores.tolist() == [8.0]
 
@@ -119,7 +124,15 @@ def test_trimmed_changes_nothing_that_is_attended():
         picked = rows.select(torch.tensor(order))
         cut = picked.trimmed()
         assert cut.ids[cut.attention_mask].tolist() == picked.ids[picked.attention_mask].tolist()
-        assert cut.returns[cut.response_mask].tolist() == picked.returns[picked.response_mask].tolist()
+        assert cut.advantages[cut.response_mask].tolist() == picked.advantages[picked.response_mask].tolist()
+
+
+def test_a_column_of_states_has_one_place_more_than_the_responses():
+    cut = experience().select(torch.tensor([0, 1])).trimmed()  # answers of 2 and 1 tokens
+    assert cut.values.tolist() == [[20.0, 21.0, 22.0], [24.0, 25.0, 26.0]] and cut.value_mask.tolist() == [[True, True, False], [True, False, False]]
+    assert cut.resized(4, 3).returns.tolist() == [[50.0, 51.0, 52.0, 0.0], [54.0, 55.0, 56.0, 0.0]]
+    with pytest.raises(AssertionError, match=r"CriticExperience.values is \(2, 2\), not \(2, 3\)"):
+        replace(cut, values=cut.advantages)
 
 
 def test_rows_without_a_response_keep_one_place():
