@@ -28,7 +28,7 @@ from ppo_ds.engine.world import World, connect, seed_everything
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
-from ppo_ds.roles import Needs, build_actor, build_critic, build_reference, critic_start, dtype_of_reward, placed
+from ppo_ds.roles import Needs, build_actor, build_critic, build_reference, critic_start, placed
 from ppo_ds.rollout.base import Sampling
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.targets import bind
@@ -67,7 +67,7 @@ def build_trainer(config: Config) -> Trainer:
     reference = build_reference(config, world, needs)
     reward = make_reward(
         tokenizer=tokenizer,
-        place=lambda load, zero: placed(load, zero, dtype_of_reward(config), world),
+        place=lambda load, zero, dtype: placed(load, zero, dtype, world),
         agree=world.max_int,
         score_tokens=config.memory.score_tokens,
     )

@@ -136,11 +136,6 @@ def _reward_model(config: Config) -> ModelConfig | None:
     return ModelConfig(**section) if isinstance(section, dict) else None
 
 
-def dtype_of_reward(config: Config) -> str:
-    model = _reward_model(config)
-    return model.dtype if model else "fp32"
-
-
 @dataclass(frozen=True)
 class CriticStart:
     """The weights a critic begins with, and whether a missing value head may begin at zero."""

@@ -18,7 +18,8 @@ _KEY = inspect.Parameter.POSITIONAL_OR_KEYWORD
 def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
     """The callable of ``spec`` with its config arguments typed and bound; what is still open are its keyword-only services.
 
-    ``key`` is the section's name in the config. Raises UserError with every unknown, missing or mistyped key, before anything is loaded.
+    ``key`` is the section's name in the config, and a service too: objects name their keys in messages. Raises UserError with every unknown,
+    missing or mistyped key, before anything is loaded.
     """
     target = _imported(str(spec.get("_target_", "")), key)
     parameters = inspect.signature(target).parameters
@@ -39,6 +40,7 @@ def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
         raise UserError(*problems)
 
     def call(**services: Any) -> Any:
+        services = services | {"key": key}
         wanted = [name for name, p in parameters.items() if p.kind is _SERVICE and (name in services or p.default is inspect.Parameter.empty)]
         return target(**arguments, **{name: services[name] for name in wanted})
 

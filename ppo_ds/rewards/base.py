@@ -2,15 +2,63 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.types import Rollout, Scores
+from ppo_ds.types import Rollout, Row, Scores
 
 
 class RewardError(RuntimeError):
     """A reward gave something that is no score, while training."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """B answers as text: all that a reward which reads text may judge by."""
+
+    rows: tuple[Row, ...]  # B raw rows; "prompt_text" is the prompt
+    texts: tuple[str, ...]  # B, without special tokens
+    finished: tuple[bool, ...]  # B: ended with a stop
+
+    def inside(self, tag: str) -> Answers:
+        """The same rows, each with what stands between its first <tag> and </tag>: a finished text, and an empty one where they are not there."""
+        found = [text_inside(text, tag) for text in self.texts]
+        return replace(
+            self,
+            texts=tuple(text or "" for text in found),
+            finished=tuple(done or text is not None for done, text in zip(self.finished, found, strict=True)),
+        )
+
+
+class TextReward(ABC):
+    """A reward that reads text alone. Kinds define ``judge``; whoever has other texts for the same rows may call it on those as well.
+
+    Where ranks work together (a sharded model), each must be given as many texts as it has rows, the same number of times.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        """``tokenizer``: the actor's."""
+        self._tokenizer = tokenizer
+
+    def __call__(self, rollout: Rollout) -> Scores:
+        texts = tuple(decoded_responses(rollout, self._tokenizer))
+        answers = Answers(tuple(rollout.metadata), texts, tuple(rollout.finished.tolist()))
+        return sequence_scores(self.judge(answers), rollout)
+
+    @abstractmethod
+    def judge(self, answers: Answers) -> Tensor:
+        """One finite score each, [B]."""
+
+
+def text_inside(text: str, tag: str) -> str | None:
+    """What stands between the first <tag> and the next </tag>, stripped; None without them. By find: a lazy regex takes quadratic time."""
+    start = text.find(f"<{tag}>")
+    end = text.find(f"</{tag}>", start)
+    return text[start + len(tag) + 2 : end].strip() if 0 <= start < end else None
 
 
 def decoded_responses(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:

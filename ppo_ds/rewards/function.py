@@ -15,45 +15,44 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.rewards.base import RewardError, decoded_responses, sequence_scores, shown
-from ppo_ds.types import Rollout, Scores
+from ppo_ds.rewards.base import Answers, RewardError, TextReward, shown
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
-class FunctionReward:
+class FunctionReward(TextReward):
     """``path`` is ``pkg.mod:fn`` or ``file.py:fn``. The function gets three lists of length B: prompts and responses as text, and the raw rows.
 
     An exception inside the function is the user's own and goes through as it is.
     """
 
-    def __init__(self, path: str, *, tokenizer: Tokenizer):
-        self._path = path
-        self._function = load_function(path)
-        self._tokenizer = tokenizer
+    def __init__(self, path: str, *, tokenizer: Tokenizer, key: str = "reward"):
+        super().__init__(tokenizer)
+        self._name = f"{key}.path={path}"
+        self._function = load_function(path, f"{key}.path")
 
-    def __call__(self, rollout: Rollout) -> Scores:
-        rows = list(rollout.metadata)
-        prompts = [row["prompt_text"] for row in rows]
-        result = self._function(prompts, decoded_responses(rollout, self._tokenizer), rows)
-        return sequence_scores(torch.tensor(self._floats(result, prompts)), rollout)
+    def judge(self, answers: Answers) -> Tensor:
+        prompts = [row["prompt_text"] for row in answers.rows]
+        result = self._function(prompts, list(answers.texts), list(answers.rows))
+        return torch.tensor(self._floats(result, prompts))
 
     def _floats(self, result: Any, prompts: list[str]) -> list[float]:
         values = result.tolist() if hasattr(result, "tolist") else result  # numpy arrays and tensors
         if not isinstance(values, (list, tuple)):
-            raise RewardError(f"reward.path={self._path} returned {_described(result)}; it must return a list of {len(prompts)} floats")
+            raise RewardError(f"{self._name} returned {_described(result)}; it must return a list of {len(prompts)} floats")
         if len(values) != len(prompts):
-            raise RewardError(f"reward.path={self._path} returned {len(values)} scores for {len(prompts)} responses")
+            raise RewardError(f"{self._name} returned {len(values)} scores for {len(prompts)} responses")
         return [self._float(value, row, prompt) for row, (value, prompt) in enumerate(zip(values, prompts, strict=True))]
 
     def _float(self, value: Any, row: int, prompt: str) -> float:
         number = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
         if not isinstance(number, Real) or not abs(number) <= _LARGEST:  # nan is not <= anything
             place = f"row {row}, prompt {shown(prompt)}"
-            raise RewardError(f"reward.path={self._path} returned {_described(value)} for {place}; a score must be a finite number")
+            raise RewardError(f"{self._name} returned {_described(value)} for {place}; a score must be a finite number")
         return float(number)
 
 

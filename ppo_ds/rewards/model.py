@@ -14,9 +14,8 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.models.value import ScoreModel, load_reward_model
 from ppo_ds.ops.batching import plan_microbatches
-from ppo_ds.rewards.base import RewardError, decoded_responses, sequence_scores, shown
+from ppo_ds.rewards.base import Answers, RewardError, TextReward, shown
 from ppo_ds.rewards.text import Text, TextEncoder, right_padded
-from ppo_ds.types import Rollout, Scores
 
 _REPLICA = FrozenZeroConfig()
 
@@ -31,26 +30,37 @@ class Scorer(Protocol):
     def __call__(self, ids: Tensor, attention_mask: Tensor, *, token_type_ids: Tensor | None) -> Tensor: ...
 
 
-class ModelReward:
+class ModelReward(TextReward):
     """Scores texts, not ids: the answer is decoded with the actor's ``tokenizer`` and read by ``encode`` with the reward model's own."""
 
-    def __init__(self, score: Scorer, encode: TextEncoder, *, tokenizer: Tokenizer, pad_id: int, token_budget: int, agree: Callable[[int], int]):
+    def __init__(
+        self,
+        score: Scorer,
+        encode: TextEncoder,
+        *,
+        tokenizer: Tokenizer,
+        pad_id: int,
+        token_budget: int,
+        agree: Callable[[int], int],
+        key: str = "reward",
+    ):
         """``pad_id``: the reward model's. ``token_budget``: tokens, padding counted, of one forward. ``agree``: the largest of all ranks' numbers."""
+        super().__init__(tokenizer)
         self._score, self._encode = score, encode
-        self._tokenizer, self._pad_id = tokenizer, pad_id
+        self._pad_id, self._key = pad_id, key
         self._token_budget, self._agree = token_budget, agree
 
-    def __call__(self, rollout: Rollout) -> Scores:
-        responses = decoded_responses(rollout, self._tokenizer)
-        texts = [self._encode(*each) for each in zip(rollout.metadata, responses, rollout.finished.tolist(), strict=True)]
+    def judge(self, answers: Answers) -> Tensor:
+        texts = [self._encode(*each) for each in zip(answers.rows, answers.texts, answers.finished, strict=True)]
         scores = torch.zeros(len(texts))
         with self._score.resident():
             for rows in self._plan(texts):
                 scores[rows] = self._forward([texts[i] for i in rows.tolist()])
         if not scores.isfinite().all():
             row = int((~scores.isfinite()).nonzero()[0])
-            raise RewardError(f"the reward model scored {scores[row]} for row {row}, response {shown(responses[row])}; try reward.model.dtype=fp32")
-        return sequence_scores(scores, rollout)
+            response = shown(answers.texts[row])
+            raise RewardError(f"the reward model scored {scores[row]} for row {row}, response {response}; try {self._key}.model.dtype=fp32")
+        return scores
 
     def _plan(self, texts: list[Text]) -> list[Tensor]:
         """Rows of each forward, as many forwards on every rank: a sharded model gathers its weights inside them."""
@@ -72,17 +82,18 @@ def model_reward(
     zero: FrozenZeroConfig = _REPLICA,
     *,
     tokenizer: Tokenizer,
-    place: Callable[[Callable[[], ScoreModel], FrozenZeroConfig], tuple[ScoreModel, Scorer]],
+    place: Callable[[Callable[[], ScoreModel], FrozenZeroConfig, str], tuple[ScoreModel, Scorer]],
     agree: Callable[[int], int],
     score_tokens: int,
+    key: str = "reward",
 ) -> ModelReward:
     """``template``: auto is chat where the reward model's tokenizer has a chat template, else pair for encoders and concat for decoders.
 
     ``append_eos``: see TextEncoder. ``max_tokens``: longer texts are cut; None: as many as the model has positions for. ``place`` calls the loader
-    (under ZeRO-3 so that each weight is sharded as it is read) and puts the model where it is to run.
+    (under ZeRO-3 so that each weight is sharded as it is read) and puts the model, of this dtype, where it is to run. ``key``: this section's.
     """
     path = model.path
-    own = load_tokenizer(path, model.revision, model.trust_remote_code, key="reward.model.path")
+    own = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
 
     def load() -> ScoreModel:
         return load_reward_model(
@@ -91,21 +102,22 @@ def model_reward(
             dtype=model.dtype,
             trust_remote_code=model.trust_remote_code,
             attn_implementation=model.attn_implementation,
+            key=f"{key}.model.path",
         )
 
-    module, score = place(load, zero)
+    module, score = place(load, zero, model.dtype)
     highest = max(own.hf.get_vocab().values())
     if highest >= module.vocab_size:
-        raise UserError(f"reward.model.path={path}: its tokenizer has ids up to {highest}, its embedding only {module.vocab_size} rows")
+        raise UserError(f"{key}.model.path={path}: its tokenizer has ids up to {highest}, its embedding only {module.vocab_size} rows")
     if template == "auto":
         template = "chat" if own.has_chat_template else "concat" if module.is_decoder else "pair"
-    encode = TextEncoder(own, template, _limit(max_tokens, own, module), append_eos)
-    return ModelReward(score, encode, tokenizer=tokenizer, pad_id=own.pad_id, token_budget=score_tokens, agree=agree)
+    encode = TextEncoder(own, template, _limit(max_tokens, own, module, key), append_eos, key)
+    return ModelReward(score, encode, tokenizer=tokenizer, pad_id=own.pad_id, token_budget=score_tokens, agree=agree, key=key)
 
 
-def _limit(asked: int | None, tokenizer: Tokenizer, module: ScoreModel) -> int | None:
+def _limit(asked: int | None, tokenizer: Tokenizer, module: ScoreModel, key: str) -> int | None:
     if asked is not None and module.max_tokens is not None and asked > module.max_tokens:
-        raise UserError(f"reward.max_tokens={asked}: the reward model has {module.max_tokens} positions")
+        raise UserError(f"{key}.max_tokens={asked}: the reward model has {module.max_tokens} positions")
     limits = [asked, module.max_tokens]
     if asked is None and tokenizer.hf.model_max_length < 10**9:  # transformers writes 1e30 for "not known"
         limits.append(tokenizer.hf.model_max_length)

@@ -37,16 +37,16 @@ class TextEncoder:
     ``append_eos``: True ends each text with the end token, False none, None those that end so of themselves: a finished answer under concat.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: Template, max_tokens: int | None, append_eos: bool | None):
+    def __init__(self, tokenizer: Tokenizer, template: Template, max_tokens: int | None, append_eos: bool | None, key: str = "reward"):
         self.template = template
         self._hf = tokenizer.hf
         self._hf.truncation_side = "left"
         self._max_tokens = max_tokens
         self._append_eos = append_eos
         if template == "chat" and not tokenizer.has_chat_template:
-            raise UserError("reward.template=chat: the reward model's tokenizer has no chat template; use auto, pair or concat")
+            raise UserError(f"{key}.template=chat: the reward model's tokenizer has no chat template; use auto, pair or concat")
         if append_eos and self._hf.eos_token_id is None:
-            raise UserError("reward.append_eos=true: the reward model's tokenizer has no end token")
+            raise UserError(f"{key}.append_eos=true: the reward model's tokenizer has no end token")
 
     def __call__(self, row: Row, response: str, finished: bool) -> Text:
         if self.template == "pair":

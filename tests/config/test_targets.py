@@ -34,6 +34,10 @@ def plain(path):
     return path
 
 
+def named(path, *, key="reward"):
+    return path, key
+
+
 def open_ended(path, *rest, **others):
     return path, rest, others
 
@@ -60,6 +64,11 @@ def test_keys_are_typed_and_defaults_stay_the_callables_own():
 def test_only_services_that_are_named_are_injected():
     assert bind(spec("Machine", path="x", batch=2), "reward")(tokenizer="t", world="w", device="d").given == ("x", 2, None, "t", "w")
     assert bind(spec("plain", path="y"), "reward")(tokenizer="t") == "y"
+
+
+def test_the_sections_own_name_is_a_service():
+    assert bind(spec("named", path="x"), "reward.parts.a")() == ("x", "reward.parts.a")
+    refused(spec("named", path="x", key="mine"), "reward.key=mine: no such key")
 
 
 def test_a_service_with_a_default_may_be_absent():

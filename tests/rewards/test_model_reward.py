@@ -31,8 +31,8 @@ class Build:
         self.tokenizer = tokenizer
 
     def __call__(self, path, *, ranks=lambda n: n, score_tokens=10_000, **settings):
-        def place(load, zero):
-            self.zero = zero
+        def place(load, zero, dtype):
+            self.zero, self.dtype = zero, dtype
             module = load()
             self.placed = Placed(module)
             return module, self.placed
@@ -129,7 +129,7 @@ def test_texts_are_cut_to_the_models_positions(tmp_path, build, tokenizer):
 
 def test_zero_settings_reach_the_engine(tmp_path, build):
     build(save_model(tmp_path / "rm", LLAMA), zero=FrozenZeroConfig(stage=3, offload_params=True))
-    assert build.zero == FrozenZeroConfig(stage=3, offload_params=True)
+    assert build.zero == FrozenZeroConfig(stage=3, offload_params=True) and build.dtype == "fp32"
 
 
 def test_a_language_model_is_refused(tmp_path, build):
