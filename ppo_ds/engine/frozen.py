@@ -1,15 +1,19 @@
-"""A model that only scores: the reference and the reward. Replicated, kept in CPU memory between its turns, or sharded by ZeRO-3."""
+"""A model that only scores: the reference and the reward. Replicated, kept in CPU memory between its turns, or sharded by ZeRO-3.
+
+The reference of a model that is trained with adapters is that model itself, without them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import deepspeed
 import torch
 from torch import nn
 
+from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World
 
 
@@ -45,3 +49,21 @@ class FrozenModel:
             self._depth -= 1
             if self.moves and self._depth == 0:
                 self.model.to("cpu")
+
+
+class FrozenBase(FrozenModel):
+    """What a model with adapters was before its training: the trained engine itself, with the adapters off for the length of a forward.
+
+    No second copy of the weights. Each forward switches off and on for itself, so that the trained model may be called in between.
+    """
+
+    def __init__(self, trained: TrainedModel, *, without_adapters: Callable[[nn.Module], AbstractContextManager[None]]):
+        self.model = trained
+        self.device = trained.world.device
+        self.moves = False
+        self._without_adapters = without_adapters
+        self._depth = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_adapters(self.model.module):
+            return super().__call__(*args, **kwargs)

@@ -3,7 +3,8 @@
 DeepSpeed's own hybrid engine is not used: it supports no current family and surgery on a live engine's hooks is easy to leave half
 done. With ZeRO 0 to 2 the weights are whole on every rank and decoding uses them as they are. With ZeRO-3 they are gathered once per
 generation phase into a twin of the model that has no hooks, parameter by parameter; the training engine is never touched, so there is
-nothing to repair after an exception, and ranks may decode different numbers of tokens.
+nothing to repair after an exception, and ranks may decode different numbers of tokens. Adapters (LoRA) run beside their layers with ZeRO
+0 to 2 and are merged into the twin with ZeRO-3; nothing is ever added to the trained model's own weights and taken off again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.models.lora import PlainWeight, plain_weights
 
 GATHER_ELEMENTS = 100_000_000  # per collective: enough to keep the links busy, little beside the model
 
@@ -53,6 +55,7 @@ class HybridActor(TrainedModel):
         self._depth += 1
         try:
             if self._depth == 1:
+                self.settle()
                 self.module.eval()
                 with self._timed("switch"):
                     self._fill_twin()
@@ -69,18 +72,18 @@ class HybridActor(TrainedModel):
         if self._twin is None:
             return
         batch, elements = [], 0
-        for pair in zip(self.module.lm.parameters(), self._twin.parameters(), strict=True):
+        for pair in zip(plain_weights(self.module.lm), self._twin.parameters(), strict=True):
             batch.append(pair)
-            elements += pair[0].ds_numel
+            elements += sum(parameter.ds_numel for parameter in pair[0].parameters)
             if elements >= GATHER_ELEMENTS:
                 self._gather(batch)
                 batch, elements = [], 0
         self._gather(batch)
 
-    def _gather(self, pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        with deepspeed.zero.GatheredParameters([sharded for sharded, _ in pairs]):
+    def _gather(self, pairs: list[tuple[PlainWeight, nn.Parameter]]) -> None:
+        with deepspeed.zero.GatheredParameters([parameter for sharded, _ in pairs for parameter in sharded.parameters]):
             for sharded, whole in pairs:
-                whole.data = sharded.data.to(whole.device, copy=True)
+                whole.data = sharded.merged(whole.device)
 
     def _empty_twin(self) -> None:
         if self._twin is not None:

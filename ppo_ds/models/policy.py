@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.integrations import HfDeepSpeedConfig
 
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
+from ppo_ds.models.lora import adapter_layers, merged_state, plain_modules, save_adapter
 from ppo_ds.models.value import zeroed_head
 from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
 from ppo_ds.ops.sequences import position_ids_from_mask, response_slice
@@ -84,12 +85,21 @@ class Policy(nn.Module):
         return getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
 
     def save(self, directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """A Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` loads; ``state_dict`` has the keys of ``self.lm``."""
+        """A Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` loads; ``state_dict`` has the keys of ``self.lm``.
+
+        Adapters are merged into it.
+        """
+        plain = merged_state(self.lm, self.lm.state_dict() if state_dict is None else state_dict)
         self.lm.generation_config, ours = self.generation_config, self.lm.generation_config
         try:
-            self.lm.save_pretrained(directory, state_dict=state_dict)
+            self.lm.save_pretrained(directory, state_dict=plain)
         finally:
             self.lm.generation_config = ours
+
+    def save_adapter(self, directory: Path, state_dict: dict[str, Tensor]) -> None:
+        """The adapter alone, as peft loads it onto the base; nothing where there is none."""
+        if adapter_layers(self.lm):
+            save_adapter(self.lm, directory, state_dict)
 
 
 def saveable(config: GenerationConfig) -> GenerationConfig:
@@ -147,12 +157,13 @@ def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
 def unsharded_twin(lm: nn.Module, device: torch.device) -> nn.Module:
     """The same architecture with every parameter empty (0 elements) and every buffer copied: a shell to be filled for generation.
 
-    ``lm`` may be sharded; its buffers (RoPE's inverse frequencies) never are. What is tied in ``lm`` is tied in the twin.
+    ``lm`` may be sharded; its buffers (RoPE's inverse frequencies) never are. What is tied in ``lm`` is tied in the twin. The twin has
+    no adapters: it is filled with the ``plain_weights`` of ``lm``.
     """
     with torch.device("meta"):
         twin = type(lm)(lm.config)
     empty: dict[int, nn.Parameter] = {}  # by identity of the source parameter
-    for source, target in zip(lm.modules(), twin.modules(), strict=True):
+    for source, target in zip(plain_modules(lm), twin.modules(), strict=True):
         for key, buffer in source._buffers.items():
             target._buffers[key] = None if buffer is None else buffer.detach().to(device, copy=True)
         for key, parameter in source._parameters.items():

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
+from ppo_ds.models.lora import merged_state
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.ops.sequences import last_token_index, position_ids_from_mask
 
@@ -78,8 +79,11 @@ class ScoreModel(nn.Module):
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def save(self, directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """A Hugging Face folder that ``AutoModelForSequenceClassification.from_pretrained`` loads; ``state_dict`` has the keys of ``self.model``."""
-        self.model.save_pretrained(directory, state_dict=state_dict)
+        """A Hugging Face folder that ``AutoModelForSequenceClassification.from_pretrained`` loads; ``state_dict`` has the keys of ``self.model``.
+
+        Adapters are merged into it.
+        """
+        self.model.save_pretrained(directory, state_dict=merged_state(self.model, self.model.state_dict() if state_dict is None else state_dict))
 
     @property
     def max_tokens(self) -> int | None:
