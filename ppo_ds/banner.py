@@ -10,9 +10,20 @@ from ppo_ds.engine.world import World
 
 
 def banner(
-    config: Config, world: World, source: PromptSource, critic_start: str, steps: int, optimizer_steps: int, gap: tuple[float, float], done: int
+    config: Config,
+    world: World,
+    source: PromptSource,
+    critic_start: str | None,
+    steps: int,
+    optimizer_steps: int,
+    gap: tuple[float, float],
+    done: int,
+    notes: list[str],
 ) -> str:
-    """``critic_start``: the path of its first weights. ``gap``: what the parity gate found (mean, max). ``done``: steps before this start."""
+    """``critic_start``: the path of its first weights; None without a critic of its own. ``gap``: what the parity gate found (mean, max).
+
+    ``done``: steps before this start. ``notes``: lines of other parts, warnings among them.
+    """
     actor, critic, reference, rollout, algo = config.actor, config.critic, config.reference, config.rollout, config.algo
     size, minibatch = rollout_size(config), algo.minibatch_size or rollout_size(config)
     report, device = source.report, torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
@@ -21,7 +32,7 @@ def banner(
     lines = [
         f"{world.size} rank(s) on {device}; torch {torch.__version__}",
         f"actor      {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
-        f"critic     {critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}",
+        f"critic     {critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}" if critic_start else f"critic     {_no_critic(config)}",
         f"reference  {reference.model.path}  {reference.model.dtype}  {'sharded' if reference.zero.stage == 3 else 'a replica on each rank'}",
         f"reward     {' '.join(f'{key}={value}' for key, value in config.reward.items() if key != '_target_')}; KL {kl}",
         f"data       {config.data.path}: {report['rows']} prompts{cut}",
@@ -34,9 +45,8 @@ def banner(
         lines.append(f"resumed    {config.run.dir} holds all {done} steps: nothing is left to train; raise run.steps, or choose another run.name")
     elif done:
         lines.append(f"resumed    after step {done}, from {config.run.dir}/checkpoints (run.name or run.dir chooses another place)")
-    if config.sampling.top_k != 0 or config.sampling.top_p < 1:
-        lines.append(
-            f"warning    sampling.top_k={config.sampling.top_k} sampling.top_p={config.sampling.top_p:g}: "
-            "answers are drawn from a part of the distribution, their log-probs are those of the whole"
-        )
-    return "\n".join(lines)
+    return "\n".join(lines + notes)
+
+
+def _no_critic(config: Config) -> str:
+    return "a value head on the actor" if config.critic.share_trunk else f"none: advantages by {config.algo.advantage.estimator}"

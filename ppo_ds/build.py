@@ -9,25 +9,33 @@ from typing import Any
 
 import yaml
 
+from ppo_ds.advice import warnings
 from ppo_ds.algo.evaluation import Evaluator
-from ppo_ds.algo.experience import AdvantageShape, ExperienceMaker, RewardShape
 from ppo_ds.algo.folder import RunFolder
-from ppo_ds.algo.learner import Learner, PolicyObjective, ValueObjective
 from ppo_ds.algo.parity import GATE_PROMPTS, parity_gate
+from ppo_ds.algo.sampling import DynamicSampler, Sampler
 from ppo_ds.algo.stopping import StopRequest
 from ppo_ds.algo.timing import PhaseTimer
-from ppo_ds.algo.trainer import Plan, Trainer
+from ppo_ds.algo.trainer import Plan, Stateful, Trainer
+from ppo_ds.algorithm import (
+    eval_weights,
+    experience_maker,
+    kl_controller,
+    learner,
+    optimizer_steps_per_step,
+    pretraining,
+    shadow,
+    uses_critic,
+)
 from ppo_ds.banner import banner
-from ppo_ds.config import Config, resolved, rollout_size
-from ppo_ds.data.prompts import PromptSource, PromptStream, eval_batches
+from ppo_ds.config import Config, resolved
+from ppo_ds.data.prompts import PromptSource, eval_batches
 from ppo_ds.engine.checkpoint import Checkpoints
-from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
-from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World, connect, seed_everything
 from ppo_ds.errors import UserError
-from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
-from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
+from ppo_ds.inputs import build_held_out, build_prompts, build_ptx, build_stream, build_tokenizer
+from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.roles import Needs, build_actor, build_critic, build_reference, critic_start, placed
 from ppo_ds.rollout.base import Sampling
 from ppo_ds.rollout.hf import HFGenerator
@@ -53,26 +61,32 @@ def build_trainer(config: Config) -> Trainer:
         _on_main(world, prepare)
     seed_everything(config.run.seed)
 
-    tokenizer = _tokenizer(config)
-    source = _source(config, tokenizer, config.data.path, config.data.split, "data.path", config.data.max_samples)
-    held_out = _source(config, tokenizer, config.data.eval_path, config.data.eval_split, "data.eval_path", None) if config.data.eval_path else None
-    prompts = _stream(config, world, source)
+    tokenizer = build_tokenizer(config)
+    source, held_out = build_prompts(config, tokenizer), build_held_out(config, tokenizer)
+    prompts, ptx = build_stream(config, world, source), build_ptx(config, tokenizer)
     longest = max(source.longest, held_out.longest if held_out else 0)
     needs = Needs(tokenizer.vocab_size, longest + config.sampling.max_new_tokens)
     steps = config.run.steps or math.ceil((config.run.epochs or 0) * len(source) / config.rollout.prompts_per_step)
-    optimizer_steps = steps * _optimizer_steps_per_step(config)
+    each = optimizer_steps_per_step(config)
+    actor_steps = max(1, steps - config.algo.value.warmup_steps) * each
+    critic_steps = (steps + config.algo.value.pretrain_rollouts) * each
+    own_critic = uses_critic(config) and not config.critic.share_trunk
+    notes: list[str] = warnings(config)
 
     timer = PhaseTimer(world.device)
-    actor = build_actor(config, world, needs, optimizer_steps, timer)
-    reference = build_reference(config, world, needs)
+    actor = build_actor(config, world, needs, actor_steps, timer)
+    reference = build_reference(config, world, needs, actor)
     reward = make_reward(
         tokenizer=tokenizer,
         place=lambda load, zero, dtype: placed(load, zero, dtype, world),
         agree=world.max_int,
         score_tokens=config.memory.score_tokens,
+        reduce=world.sum,
+        notes=notes,
     )
-    start = critic_start(config, tokenizer)
-    critic = build_critic(config, start, world, needs, optimizer_steps)
+    start = critic_start(config, tokenizer) if own_critic else None
+    critic = build_critic(config, start, world, needs, critic_steps) if start else None
+    ema, lagged = shadow(actor, config.actor.ema.decay is not None), shadow(actor, config.algo.old_policy == "lagged")
 
     sampling = _sampling(config, tokenizer)
     generator = HFGenerator(lambda: actor.lm, tokenizer=tokenizer, token_budget=config.memory.rollout_tokens)
@@ -81,16 +95,32 @@ def build_trainer(config: Config) -> Trainer:
         few, actor=actor, generator=generator, sampling=sampling, dtype=config.actor.model.dtype, token_budget=config.memory.score_tokens
     )
     seed_everything(config.run.seed + RANK_SEED_OFFSET * (world.rank + 1))
+    make_experience = experience_maker(
+        config,
+        world=world,
+        actor=actor,
+        reference=reference,
+        critic=critic,
+        lagged=lagged,
+        stop_token_ids=sampling.stop_token_ids,
+        pad_id=tokenizer.pad_id,
+        timer=timer,
+    )
+    kl = kl_controller(config)
     trainer = Trainer(
         world=world,
         actor=actor,
         critic=critic,
         prompts=prompts,
-        generator=generator,
-        sampling=sampling,
-        make_experience=_experience_maker(config, world, actor, reference, critic, reward, timer),
-        learn=_learner(config, world, actor, critic, timer),
-        kl=_kl_controller(config),
+        sample=_sampler(config, world, actor, generator, reward, sampling, timer),
+        make_experience=make_experience,
+        make_pretraining=pretraining(make_experience) if config.algo.value.pretrain_rollouts else None,
+        learn=learner(config, world=world, actor=actor, critic=critic, ptx_texts=ptx, ema=ema, timer=timer),
+        kl=kl,
+        parts=_stateful(kl=kl, prompts=prompts, scores=make_experience.shaper, reward=reward, ptx=ptx),
+        ema=ema,
+        lagged=lagged,
+        eval_weights=eval_weights(ema, config.actor.ema.evaluate),
         evaluator=_evaluator(config, held_out, world, actor, generator, reward, sampling, tokenizer) if held_out else None,
         tokenizer=tokenizer,
         tracker=Trackers(),
@@ -103,7 +133,7 @@ def build_trainer(config: Config) -> Trainer:
     _resume(config, trainer)
     if world.is_main:
         done = trainer.progress.step
-        lines = banner(config, world, source, start.path, steps, optimizer_steps, gap, done)
+        lines = banner(config, world, source, start.path if start else None, steps, actor_steps, gap, done, notes)
         trainer.tracker = _trackers(config, run_dir, steps, done, lines)
     return trainer
 
@@ -144,43 +174,6 @@ def _open_run_directory(run_dir: Path, config: Config) -> None:
         raise UserError(f"run.dir={run_dir}: cannot be written: {error.strerror}") from error
 
 
-# -- data -------------------------------------------------------------------------------------------------------------------------------
-
-
-def _tokenizer(config: Config) -> Tokenizer:
-    model, data = config.actor.model, config.data
-    return load_tokenizer(model.path, model.revision, model.trust_remote_code, data.chat_template, data.chat_template_kwargs, key="actor.model.path")
-
-
-def _source(config: Config, tokenizer: Tokenizer, path: str, split: str, key: str, max_samples: int | None) -> PromptSource:
-    data = config.data
-    return PromptSource(
-        path,
-        tokenizer=tokenizer,
-        split=split,
-        revision=data.revision,
-        prompt_column=data.prompt_column,
-        text_as_chat=data.text_as_chat,
-        max_samples=max_samples,
-        max_prompt_tokens=data.max_prompt_tokens,
-        long_prompts=data.long_prompts,
-        key=key,
-    )
-
-
-def _stream(config: Config, world: World, source: PromptSource) -> PromptStream:
-    rollout = config.rollout
-    return PromptStream(
-        source,
-        prompts_per_step=rollout.prompts_per_step,
-        samples_per_prompt=rollout.samples_per_prompt,
-        rank=world.rank,
-        world_size=world.size,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-    )
-
-
 # -- the loop's parts -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -190,64 +183,17 @@ def _sampling(config: Config, tokenizer: Tokenizer) -> Sampling:
     return Sampling(s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_p, s.top_k, stop, tuple(s.stop))
 
 
-def _experience_maker(
-    config: Config, world: World, actor: HybridActor, reference: FrozenModel, critic: TrainedModel, reward: Reward, timer: PhaseTimer
-) -> ExperienceMaker:
-    algo = config.algo
-    return ExperienceMaker(
-        actor=actor,
-        reference=reference,
-        critic=critic,
-        reward=reward,
-        world=world,
-        token_budget=config.memory.score_tokens,
-        reward_shape=RewardShape(
-            kl_in_reward=algo.kl.place == "reward",
-            kl_estimator=algo.kl.estimator,
-            clip=algo.reward.clip,
-            missing_eos=algo.reward.missing_eos,
-            missing_eos_value=algo.reward.missing_eos_value,
-        ),
-        advantage_shape=AdvantageShape(algo.gae.gamma, algo.gae.lam, algo.gae.lam_critic, algo.advantage.whiten),
-        timer=timer,
-    )
+def _sampler(
+    config: Config, world: World, actor: HybridActor, generator: HFGenerator, reward: Reward, sampling: Sampling, timer: PhaseTimer
+) -> Sampler:
+    dynamic, n = config.algo.dynamic_sampling, config.rollout.samples_per_prompt
+    parts = {"actor": actor, "generator": generator, "reward": reward, "sampling": sampling, "timer": timer}
+    return DynamicSampler(group_size=n, max_rounds=dynamic.max_rounds, world=world, **parts) if dynamic.enabled else Sampler(**parts)
 
 
-def _optimizer_steps_per_step(config: Config) -> int:
-    rollout = rollout_size(config)
-    return config.algo.epochs * (rollout // (config.algo.minibatch_size or rollout))
-
-
-def _learner(config: Config, world: World, actor: HybridActor, critic: TrainedModel, timer: PhaseTimer) -> Learner:
-    algo = config.algo
-    return Learner(
-        actor=actor,
-        critic=critic,
-        world=world,
-        epochs=algo.epochs,
-        minibatch_size=algo.minibatch_size or rollout_size(config),
-        token_budget=config.memory.train_tokens,
-        policy=PolicyObjective(
-            clip_low=algo.policy.clip_low,
-            clip_high=algo.policy.clip_high,
-            dual_clip=algo.policy.dual_clip,
-            agg=algo.loss.agg,
-            entropy_coef=algo.entropy.coef,
-            kl_in_loss=algo.kl.place == "loss",
-            kl_estimator=algo.kl.estimator,
-        ),
-        value=ValueObjective(algo.value.clip, algo.value.half, algo.value.coef, algo.loss.agg),
-        timer=timer,
-    )
-
-
-def _kl_controller(config: Config) -> FixedKLController:
-    kl = config.algo.kl
-    if kl.controller == "adaptive":
-        return AdaptiveKLController(kl.coef, kl.target, kl.horizon, kl.min_coef, kl.max_coef)
-    if kl.controller == "threshold":
-        return ThresholdKLController(kl.coef, kl.target, min_coef=kl.min_coef, max_coef=kl.max_coef)
-    return FixedKLController(kl.coef)
+def _stateful(**parts: Any) -> dict[str, Stateful]:
+    """Those parts of the loop that have a state to remember."""
+    return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
 
 
 def _evaluator(
@@ -282,6 +228,10 @@ def _plan(config: Config, steps: int) -> Plan:
         eval_every=config.eval.every,
         checkpoint_every=config.checkpoint.every,
         keep_best=config.checkpoint.keep_best,
+        critic_warmup=config.algo.value.warmup_steps,
+        critic_pretraining=config.algo.value.pretrain_rollouts,
+        lag=config.algo.lag,
+        kl_after_update=kl.after_update,
         samples_per_prompt=config.rollout.samples_per_prompt,
         sample_rows=config.tracker.samples,
         seed=config.run.seed,

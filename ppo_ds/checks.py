@@ -44,7 +44,11 @@ def problems(config: Config, world_size: int) -> Iterator[str]:
     yield from _length(config)
     yield from _batches(config, world_size)
     yield from _roles(config)
+    yield from _kl(config)
     yield from _algo(config)
+    yield from _critic(config)
+    yield from _groups(config)
+    yield from _data(config, world_size)
     yield from _evaluation(config)
     yield from _paths(config)
     yield from _run_directory(config)
@@ -115,20 +119,86 @@ def _reward_model(config: Config) -> str | None:
     return path if isinstance(path, str) else None
 
 
-def _algo(config: Config) -> Iterator[str]:
-    kl, dual_clip = config.algo.kl, config.algo.policy.dual_clip
+def _kl(config: Config) -> Iterator[str]:
+    kl = config.algo.kl
     if kl.controller == "threshold" and (kl.min_coef == 0 or kl.max_coef is None):
         yield "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef (say 1e-4 and 10), or it halves itself to nothing"
     if kl.controller != "fixed" and kl.coef == 0:
         yield f"algo.kl.coef=0: algo.kl.controller={kl.controller} multiplies it, so it must be above 0"
     if kl.controller != "fixed" and kl.max_coef is not None and not kl.min_coef <= kl.coef <= kl.max_coef:
         yield f"algo.kl.coef={kl.coef:g}: must lie between algo.kl.min_coef={kl.min_coef:g} and algo.kl.max_coef={kl.max_coef:g}"
+    if kl.controller != "fixed" and kl.place == "none":
+        yield f"algo.kl.controller={kl.controller}: steers a coefficient that algo.kl.place=none does not use; choose reward or loss"
     if kl.place == "reward" and kl.estimator.endswith("+"):
         yield f"algo.kl.estimator={kl.estimator}: has a gradient of its own and is for algo.kl.place=loss; in the reward use {kl.estimator[:-1]}"
+
+
+def _algo(config: Config) -> Iterator[str]:
+    algo, limit = config.algo, config.sampling.max_new_tokens
+    dual_clip = algo.policy.dual_clip
     if dual_clip is not None and dual_clip <= 1:
         yield f"algo.policy.dual_clip={dual_clip:g}: must be above 1, or null for off"
-    if config.algo.policy.clip_low >= 1:
-        yield f"algo.policy.clip_low={config.algo.policy.clip_low:g}: must be below 1 (the ratio is clipped to 1 - clip_low)"
+    if algo.policy.clip_low >= 1:
+        yield f"algo.policy.clip_low={algo.policy.clip_low:g}: must be below 1 (the ratio is clipped to 1 - clip_low)"
+    if algo.policy.kind == "gspo" and algo.level == "sequence":
+        yield "algo.policy.kind=gspo: has a ratio of its own for whole answers; with it algo.level must be token"
+    if algo.loss.norm is not None and algo.loss.agg != "token_sum_norm":
+        yield f"algo.loss.norm={algo.loss.norm}: only used with algo.loss.agg=token_sum_norm, which is {algo.loss.agg}"
+    if algo.correction.low > algo.correction.high:
+        yield f"algo.correction.low={algo.correction.low:g}: must be at most algo.correction.high={algo.correction.high:g}"
+    if algo.reward.overlong_buffer is not None and algo.reward.overlong_buffer > limit:
+        yield f"algo.reward.overlong_buffer={algo.reward.overlong_buffer}: must be at most sampling.max_new_tokens={limit}"
+    if config.actor.ema.evaluate and config.actor.ema.decay is None:
+        yield "actor.ema.evaluate=true: needs an average; set actor.ema.decay (say 0.99)"
+
+
+def _critic(config: Config) -> Iterator[str]:
+    algo, estimator = config.algo, config.algo.advantage.estimator
+    position = algo.value.position
+    if position is not None and (position == "token") != (algo.level == "token"):
+        fits = "token" if algo.level == "token" else "prompt_last or response_last"
+        yield f"algo.value.position={position}: with algo.level={algo.level} it must be {fits}"
+    if estimator == "reinforce" and algo.level == "sequence":
+        yield "algo.advantage.estimator=reinforce: gives each token its own rewards to come; with it algo.level must be token"
+    for key, steps in (("warmup_steps", algo.value.warmup_steps), ("pretrain_rollouts", algo.value.pretrain_rollouts)):
+        if steps and estimator != "gae":
+            yield f"algo.value.{key}={steps}: algo.advantage.estimator={estimator} has no critic to train"
+        if steps and config.critic.share_trunk:
+            yield f"algo.value.{key}={steps}: trains a critic alone, and critic.share_trunk=true has none apart from the actor"
+    if algo.value.warmup_steps and config.run.steps is not None and algo.value.warmup_steps >= config.run.steps:
+        yield f"algo.value.warmup_steps={algo.value.warmup_steps}: leaves the actor no step; must be below run.steps={config.run.steps}"
+    if config.critic.share_trunk and estimator != "gae":
+        yield f"critic.share_trunk=true: algo.advantage.estimator={estimator} has no values to learn"
+    if config.critic.share_trunk and config.actor.lora.rank:
+        yield "critic.share_trunk=true: not together with actor.lora.rank; give the critic a model of its own"
+
+
+def _groups(config: Config) -> Iterator[str]:
+    algo, n = config.algo, config.rollout.samples_per_prompt
+    if n > 1:
+        return
+    for key, value, needs in (
+        ("algo.advantage.estimator", algo.advantage.estimator, algo.advantage.estimator not in ("gae", "reinforce")),
+        ("algo.advantage.whiten", "group", algo.advantage.whiten == "group"),
+        ("algo.dynamic_sampling.enabled", "true", algo.dynamic_sampling.enabled),
+    ):
+        if needs:
+            yield f"{key}={value}: compares the answers to one prompt; set rollout.samples_per_prompt, which is {n}, to 2 or more (often 8)"
+
+
+def _data(config: Config, world_size: int) -> Iterator[str]:
+    data, ptx = config.data, config.algo.ptx
+    if data.path is None and not data.mix:
+        yield "data.path is missing: a Hub data set or a JSONL, JSON, Parquet or CSV file of prompts (or data.mix: several of them)"
+    if data.path is not None and data.mix:
+        yield f"data.path={data.path}: data.mix is set too; put it into data.mix, or make data.path null"
+    if ptx.coef and data.ptx_path is None:
+        yield f"algo.ptx.coef={ptx.coef:g}: needs texts in data.ptx_path"
+    if data.ptx_path is not None and not ptx.coef:
+        yield f"data.ptx_path={data.ptx_path}: only used with algo.ptx.coef above 0 (InstructGPT: 27.8)"
+    texts = ptx.batch_size or config.algo.minibatch_size or rollout_size(config)
+    if ptx.coef and texts % world_size:
+        yield f"algo.ptx.batch_size={texts}: must be divisible by the number of ranks, {world_size}"
 
 
 def _evaluation(config: Config) -> Iterator[str]:
@@ -149,7 +219,9 @@ def _paths(config: Config) -> Iterator[str]:
                 yield f"{key}={path}: no such folder"
             elif not any((folder / name).is_file() for name in MODEL_FILES):
                 yield f"{key}={path}: not a model folder (no config.json in it)"
-    for key, path in {"data.path": config.data.path, "data.eval_path": config.data.eval_path}.items():
+    data = {"data.path": config.data.path, "data.eval_path": config.data.eval_path, "data.ptx_path": config.data.ptx_path}
+    data |= {f"data.mix[{i}].path": part.path for i, part in enumerate(config.data.mix)}
+    for key, path in data.items():
         if path and looks_local(path) and not _prepared(path, config) and not Path(path).exists():
             yield f"{key}={path}: no such file"
 

@@ -416,6 +416,11 @@ def rollout_size(config: Config) -> int:
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
 
 
+def value_position(algo: AlgoConfig) -> str:
+    """Where a value is taken: algo.value.position, or what goes with the level."""
+    return algo.value.position or ("prompt_last" if algo.level == "sequence" else "token")
+
+
 def _located(data: DataConfig) -> DataConfig:
     mix = [
         replace(part, path=_home(part.path), split=part.split or data.split, prompt_column=part.prompt_column or data.prompt_column)

@@ -27,9 +27,12 @@ MAY = {
     "engine": BOTTOM | {"models"},
     "examples": BOTTOM | {"models"},
     "algo": BOTTOM | {"tracking", "models", "data", "rollout", "rewards", "engine"},
+    "advice": BASE | {"config"},
+    "algorithm": BOTTOM | {"models", "engine", "algo"},
+    "inputs": BOTTOM | {"models", "data", "engine"},
     "roles": BOTTOM | {"models", "engine"},
     "banner": BOTTOM | {"data", "engine"},
-    "build": BOTTOM | {"roles", "banner", "checks", "targets", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
+    "build": BOTTOM | {"roles", "inputs", "algorithm", "advice", "banner", "checks", "targets", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
     "launch": BOTTOM | {"checks", "targets", "build", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
 }
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.masked import masked_mean
-from ppo_ds.types import Experience, Metrics
+from ppo_ds.types import CriticExperience, Experience, Metrics
 
 
 def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int) -> Metrics:
     """reward/*, kl/*, value/* and rollout/* of METRICS: before the update, masked, over all ranks."""
     mask, scores = experience.response_mask, experience.scores.double()
-    lengths = mask.sum(1)
+    lengths = experience.response_lengths
     log_ratio = approx_kl(experience.logprobs, experience.ref_logprobs).double().masked_fill(~mask, 0.0)
     k3 = approx_kl(experience.logprobs, experience.ref_logprobs, "k3")
-    values, returns = experience.values.double(), experience.returns.double()
-    return_mean = masked_mean(returns, mask)
     places = experience.attention_mask.numel()
     numbers = {
         "reward/score_mean": scores.mean(),
@@ -30,9 +30,6 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
         "kl/ref_token_mean": masked_mean(log_ratio, mask),
         "kl/ref_token_max": log_ratio.max(),
         "kl/k3_token_mean": masked_mean(k3, mask),
-        "value/pred_mean": masked_mean(values, mask),
-        "value/return_mean": return_mean,
-        "value/return_std": masked_mean((returns - return_mean) ** 2, mask).sqrt(),
         "rollout/prompt_len_mean": experience.prompt_lengths.double().mean(),
         "rollout/resp_len_mean": lengths.double().mean(),
         "rollout/resp_len_max": lengths.max(),
@@ -44,12 +41,24 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
     }
     if samples_per_prompt > 1:  # one answer alone has no spread
         numbers["rollout/zero_std_group_frac"] = (scores.view(-1, samples_per_prompt).std(1, unbiased=False) == 0).double().mean()
+    if isinstance(experience, CriticExperience):
+        numbers |= _values(experience)
     return {name: float(value) for name, value in numbers.items()} | {"kl/coef": kl_coef}
 
 
+def _values(experience: CriticExperience) -> dict[str, Tensor]:
+    returns, mask = experience.returns.double(), experience.value_mask
+    mean = masked_mean(returns, mask)
+    return {
+        "value/pred_mean": masked_mean(experience.values.double(), mask),
+        "value/return_mean": mean,
+        "value/return_std": masked_mean((returns - mean) ** 2, mask).sqrt(),
+    }
+
+
 def _unique(experience: Experience) -> int:
-    rows = zip(experience.ids[:, experience.prompt_width :].tolist(), experience.response_mask.tolist(), strict=True)
-    return len({tuple(token for token, kept in zip(ids, mask, strict=True) if kept) for ids, mask in rows})
+    rows = zip(experience.ids[:, experience.prompt_width :].tolist(), experience.response_lengths.tolist(), strict=True)
+    return len({tuple(ids[:length]) for ids, length in rows})
 
 
 def sample_rows(experience: Experience, tokenizer: Tokenizer, limit: int) -> list[dict[str, Any]]:
@@ -58,7 +67,7 @@ def sample_rows(experience: Experience, tokenizer: Tokenizer, limit: int) -> lis
     rows = []
     for i in range(len(experience) if limit < 0 else min(limit, len(experience))):
         prompt = experience.ids[i, : experience.prompt_width][experience.attention_mask[i, : experience.prompt_width]]
-        answer = experience.ids[i, experience.prompt_width :][experience.response_mask[i]]
+        answer = experience.ids[i, experience.prompt_width :][: experience.response_lengths[i]]
         rows.append(
             {
                 "prompt": tokenizer.decode(prompt.tolist(), skip_special_tokens=False),

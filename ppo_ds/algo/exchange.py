@@ -8,20 +8,36 @@ known without asking anybody. So the number of ranks changes nothing but speed.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ppo_ds.engine.world import World
 from ppo_ds.ops.batching import deal, plan_microbatches
-from ppo_ds.types import Experience
+from ppo_ds.types import Sequences
+
+S = TypeVar("S", bound=Sequences)
 
 
-def exchange(experience: Experience, world: World) -> Experience:
+def exchange(rows: S, world: World) -> S:
     """The rows of all ranks, in the order of the ranks, on every rank."""
-    widest = experience.resized(world.max_int(experience.prompt_width), world.max_int(experience.response_width))
-    columns = {f.name: getattr(widest, f.name) for f in fields(widest)}
-    return replace(widest, **{name: world.concat(x).to(x.device) for name, x in columns.items()})
+    widest = rows.resized(world.max_int(rows.prompt_width), world.max_int(rows.response_width))
+    return replace(widest, **{f.name: _everywhere(getattr(widest, f.name), world) for f in fields(widest)})
+
+
+def _everywhere(column: Any, world: World) -> Any:
+    if isinstance(column, Tensor):
+        return world.concat(column).to(column.device)
+    return tuple(row for part in world.gather_objects(column) for row in part)
+
+
+def concatenated(parts: list[S]) -> S:
+    """Rows one after the other, at the width of the widest."""
+    prompt, response = max(part.prompt_width for part in parts), max(part.response_width for part in parts)
+    wide = [part.resized(prompt, response) for part in parts]
+    columns = {f.name: [getattr(part, f.name) for part in wide] for f in fields(wide[0])}
+    return replace(wide[0], **{name: torch.cat(c) if isinstance(c[0], Tensor) else sum(c, ()) for name, c in columns.items()})
 
 
 def minibatches(n_rows: int, epochs: int, minibatch_size: int, generator: torch.Generator) -> list[Tensor]:
@@ -30,7 +46,7 @@ def minibatches(n_rows: int, epochs: int, minibatch_size: int, generator: torch.
     return [rows for _ in range(epochs) for rows in torch.randperm(n_rows, generator=generator).split(minibatch_size)]
 
 
-def microbatches(minibatch: Experience, token_budget: int, world: World) -> list[Experience]:
+def microbatches(minibatch: S, token_budget: int, world: World) -> list[S]:
     """This rank's share of a minibatch, in forwards of at most ``token_budget`` tokens; as many of them on every rank."""
     prompts, responses = minibatch.prompt_lengths, minibatch.response_lengths
     shares = deal(prompts + responses, world.size)

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from ppo_ds.engine.shadow import ShadowWeights
 from ppo_ds.engine.state import consolidated
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World
@@ -17,7 +20,7 @@ Row = dict[str, Any]
 
 
 class RunFolder:
-    """``run.dir``: config.yaml metrics.jsonl summary.json samples/ checkpoints/ model/ critic/ curves.png."""
+    """``run.dir``: config.yaml metrics.jsonl summary.json samples/ checkpoints/ model/ adapter/ critic/ curves.png."""
 
     def __init__(self, path: Path, *, world: World, tokenizer: Tokenizer, title: str):
         self.path = path
@@ -25,15 +28,24 @@ class RunFolder:
         self.tokenizer = tokenizer
         self.title = title
 
-    def export(self, actor: TrainedModel, critic: TrainedModel) -> None:
-        """``model/`` and ``critic/`` in Hugging Face format, each with the tokenizer. A collective."""
-        self._save(actor, self.path / "model", "lm.", actor.module.save)
-        self._save(critic, self.path / "critic", "model.", critic.module.save)
+    def export(self, actor: TrainedModel, critic: TrainedModel | None, ema: ShadowWeights | None) -> None:
+        """``model/``, ``critic/`` and ``model_ema/`` in Hugging Face format, each with the tokenizer; ``adapter/`` in peft's. A collective."""
+
+        def save(folder: Path, weights: dict[str, Tensor]) -> None:
+            actor.module.save(folder, weights)
+            actor.module.save_adapter(self.path / "adapter", weights)
+
+        self._save(actor, self.path / "model", "lm.", save)
+        if critic is not None:
+            self._save(critic, self.path / "critic", "model.", critic.module.save)
+        if ema is not None:
+            with ema.swapped():
+                self._save(actor, self.path / "model_ema", "lm.", actor.module.save)
 
     def _save(self, model: TrainedModel, folder: Path, prefix: str, save: Callable[..., None]) -> None:
         weights = consolidated(model)
         if weights is not None:
-            save(folder, {name.removeprefix(prefix): weight for name, weight in weights.items()})
+            save(folder, {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)})
             self.tokenizer.save(folder)
 
     def report(self, before: Metrics | None, after: Metrics | None, rows_before: list[Row], rows_after: list[Row], exported: bool) -> None:

@@ -2,126 +2,150 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ppo_ds.algo.advantages import Whitening
 from ppo_ds.algo.exchange import microbatches, minibatches
 from ppo_ds.algo.metrics import MetricSums
+from ppo_ds.algo.objectives import Parts, PolicyObjective, PtxObjective, ValueObjective
 from ppo_ds.algo.timing import PhaseTimer
 from ppo_ds.engine.trained import StepInfo, TrainedModel
 from ppo_ds.engine.world import World
-from ppo_ds.ops.kl import approx_kl
-from ppo_ds.ops.losses import BatchTotals, batch_totals, entropy_loss, kl_loss, policy_loss, value_loss
-from ppo_ds.ops.masked import masked_sum
-from ppo_ds.types import Experience, Metrics
+from ppo_ds.ops.losses import BatchTotals, batch_totals
+from ppo_ds.types import CriticExperience, Experience, Metrics, Sequences
 
 
-@dataclass(frozen=True)
-class PolicyObjective:
-    """The actor's loss: clipped surrogate - entropy_coef * entropy (+ kl_coef * KL where the KL is not in the reward)."""
+class Average(Protocol):
+    """A running average of the actor's weights, such as engine.shadow.ShadowWeights."""
 
-    clip_low: float
-    clip_high: float | None
-    dual_clip: float | None
-    agg: str
-    entropy_coef: float
-    kl_in_loss: bool
-    kl_estimator: str
-
-
-@dataclass(frozen=True)
-class ValueObjective:
-    """The critic's loss: coef * (1/2 if half) * squared error, clipped around the old value."""
-
-    clip: float | None
-    half: bool
-    coef: float
-    agg: str
+    def follow(self, decay: float) -> None: ...
 
 
 @dataclass(kw_only=True)
 class Learner:
     actor: TrainedModel
-    critic: TrainedModel
+    critic: TrainedModel | None  # None: there is none, or the actor has the value head
     world: World
     epochs: int
     minibatch_size: int
     token_budget: int
+    norm: int  # tokens that one answer counts as, for the aggregation token_sum_norm
+    target_kl: float | None  # nats per token; beyond it the passes end
+    whitening: Whitening
     policy: PolicyObjective
     value: ValueObjective
+    ptx: PtxObjective | None
+    ptx_texts: Iterator[Sequences] | None  # the texts of each optimizer step, those of all ranks
+    average: Average | None
+    decay: float  # of the average
     timer: PhaseTimer
+    seen: MetricSums = field(init=False)
+    steps: dict[str, list[StepInfo]] = field(init=False)
 
-    def __call__(self, experience: Experience, kl_coef: float, seed: int) -> Metrics:
-        """``epochs`` passes over all rows; ``seed`` orders them, alike on every rank."""
-        seen = MetricSums()
-        steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
-        generator = torch.Generator().manual_seed(seed)
-        for rows in minibatches(len(experience), self.epochs, self.minibatch_size, generator):
+    def __call__(self, experience: Experience, kl_coef: float, seed: int, critic_only: bool = False) -> Metrics:
+        """``epochs`` passes over all rows; ``seed`` orders them, alike on every rank. A collective."""
+        self.seen, self.steps = MetricSums(), {"policy": [], "value": []}
+        done, moved = 0, 0.0
+        order = minibatches(len(experience), self.epochs, self.minibatch_size, torch.Generator().manual_seed(seed))
+        for rows in order:
+            if self.target_kl is not None and moved > self.target_kl:
+                break
             minibatch = experience.select(rows)
+            advantages = self.whitening.in_minibatch(minibatch.advantages, minibatch.response_mask)
+            minibatch = replace(minibatch, advantages=advantages)
             micros = microbatches(minibatch, self.token_budget, self.world)
-            # of the whole optimizer step: every rank holds all its rows, so no one needs to be asked
-            totals = batch_totals([minibatch.response_mask], dp_size=self.world.size)
-            first = not steps["policy"]
-            with self.timer("update_actor"):
-                for i, micro in enumerate(micros, start=1):
-                    loss, parts = self._policy_loss(micro.to(self.world.device), totals, kl_coef)
-                    self.actor.backward(loss, last=i == len(micros))
-                    seen.add_parts(parts)
-                    if first:
-                        seen.add_max("parity/ratio_first_minibatch_max", parts["policy/ratio_max"])
-                steps["policy"].append(self.actor.step())
-            with self.timer("update_critic"):
-                for i, micro in enumerate(micros, start=1):
-                    loss, parts = self._value_loss(micro.to(self.world.device), totals)
-                    self.critic.backward(loss, last=i == len(micros))
-                    seen.add_parts(parts)
-                steps["value"].append(self.critic.step())
-        return seen.reduced(self.world) | describe_steps(steps) | {"policy/epochs_run": float(self.epochs)}
+            if not critic_only:
+                moved = self._update_actor(minibatch, micros, kl_coef)
+            if self.critic is not None:
+                self._update_critic(minibatch, micros)
+            done += 1
+        passes = {"policy/epochs_run": done * self.epochs / len(order), "policy/early_stopped": float(done < len(order))}
+        return self.seen.reduced(self.world) | describe_steps(self.steps) | passes
 
-    def _policy_loss(self, micro: Experience, totals: BatchTotals, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
-        shape, mask = self.policy, micro.response_mask
-        logprobs, entropy = self.actor(micro.ids, micro.attention_mask, micro.response_width, with_entropy=True)
-        loss, seen = policy_loss(
-            logprobs,
-            micro.logprobs,
-            micro.advantages,
-            mask,
-            clip_low=shape.clip_low,
-            clip_high=shape.clip_high,
-            dual_clip=shape.dual_clip,
-            agg=shape.agg,
-            totals=totals,
-        )
-        if shape.entropy_coef:
-            loss = loss - shape.entropy_coef * entropy_loss(entropy, mask, agg=shape.agg, totals=totals)
-        if shape.kl_in_loss:
-            loss = loss + kl_coef * kl_loss(logprobs, micro.ref_logprobs, mask, estimator=shape.kl_estimator, agg=shape.agg, totals=totals)
-            seen["policy/kl_loss"] = token_sum(approx_kl(logprobs, micro.ref_logprobs, shape.kl_estimator), mask)
-        seen["policy/entropy"] = token_sum(entropy, mask)
-        return loss, seen
+    def _update_actor(self, minibatch: Experience, micros: list[Experience], kl_coef: float) -> float:
+        """One optimizer step; returns how far the policy was from the old one before it: approx_kl over all ranks, 0 where nobody asks."""
+        first = not self.steps["policy"]
+        totals, value_totals = self._totals(minibatch.response_mask), self._value_totals(minibatch)
+        losses = [partial(self._policy_loss, micro, totals, value_totals, kl_coef) for micro in micros]
+        with self.timer("update_actor"):
+            # PPO's own come last: ZeRO reduces in the last backward, which must reach every weight, a value head too
+            found = self._accumulate(self.actor, self._ptx_losses() + losses)
+            self.steps["policy"].append(self.actor.step())
+            if self.average is not None:
+                self.average.follow(self.decay)
+        if first:
+            for parts in found[-len(micros) :]:
+                self.seen.add_max("parity/ratio_first_minibatch_max", parts["policy/ratio_max"])
+        if self.target_kl is None:
+            return 0.0
+        moved, count = self.world.sum(sum(parts["policy/approx_kl"] for parts in found[-len(micros) :])).tolist()
+        return moved / max(count, 1.0)
 
-    def _value_loss(self, micro: Experience, totals: BatchTotals) -> tuple[Tensor, dict[str, Tensor]]:
-        shape = self.value
-        values = self.critic(micro.ids, micro.attention_mask, micro.response_width)
-        loss, seen = value_loss(
-            values, micro.values, micro.returns, micro.response_mask, clip=shape.clip, half=shape.half, agg=shape.agg, totals=totals
-        )
-        return shape.coef * loss, seen
+    def _update_critic(self, minibatch: CriticExperience, micros: list[CriticExperience]) -> None:
+        totals = self._value_totals(minibatch)
+        with self.timer("update_critic"):
+            self._accumulate(self.critic, [partial(self._value_loss, micro, totals) for micro in micros])
+            self.steps["value"].append(self.critic.step())
 
+    def _accumulate(self, model: TrainedModel, losses: list[Callable[[], tuple[Tensor, Parts]]]) -> list[Parts]:
+        """The backward of each loss, one graph at a time."""
+        found = []
+        for i, make in enumerate(losses, start=1):
+            loss, parts = make()
+            model.backward(loss, last=i == len(losses))
+            self.seen.add_parts(parts)
+            found.append(parts)
+        return found
 
-def token_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """[2]: sum over tokens, tokens; a mean once it is added up over micro-batches and ranks."""
-    return torch.stack([masked_sum(x.detach(), mask), mask.sum()])
+    # of the whole optimizer step: every rank holds all its rows, so no one needs to be asked
+
+    def _totals(self, mask: Tensor) -> BatchTotals:
+        return batch_totals([mask], dp_size=self.world.size, norm=self.norm * len(mask))
+
+    def _value_totals(self, minibatch: Experience) -> BatchTotals | None:
+        return self._totals(minibatch.value_mask) if isinstance(minibatch, CriticExperience) else None
+
+    # -- the loss of one micro-batch ----------------------------------------------------------------------------------------------------------
+
+    def _policy_loss(self, micro: Experience, totals: BatchTotals, value_totals: BatchTotals | None, kl_coef: float) -> tuple[Tensor, Parts]:
+        micro = micro.to(self.world.device)
+        out = self.actor(micro.ids, micro.attention_mask, micro.response_width, with_entropy=True, with_aux=self.policy.aux_coef > 0)
+        loss, parts = self.policy(out, micro, totals, kl_coef)
+        if out.values is None:
+            return loss, parts
+        value, value_parts = self.value(out.values, micro, value_totals)  # a shared trunk: one forward, one backward
+        return loss + value, parts | value_parts
+
+    def _value_loss(self, micro: CriticExperience, totals: BatchTotals) -> tuple[Tensor, Parts]:
+        micro = micro.to(self.world.device)
+        return self.value(self.critic(micro.ids, micro.attention_mask, micro.response_width), micro, totals)
+
+    def _ptx_losses(self) -> list[Callable[[], tuple[Tensor, Parts]]]:
+        if self.ptx is None:
+            return []
+        texts = next(self.ptx_texts)
+        totals = batch_totals([texts.response_mask], dp_size=self.world.size)
+        return [partial(self._ptx_loss, micro, totals) for micro in microbatches(texts, self.token_budget, self.world)]
+
+    def _ptx_loss(self, micro: Sequences, totals: BatchTotals) -> tuple[Tensor, Parts]:
+        micro = micro.to(self.world.device)
+        return self.ptx(self.actor(micro.ids, micro.attention_mask, micro.response_width), micro, totals)
 
 
 def describe_steps(steps: dict[str, list[StepInfo]]) -> Metrics:
     """Gradient norms (before clipping, mean over the optimizer steps) and learning rates (of the last); alike on every rank."""
     numbers: Metrics = {}
     for role, infos in steps.items():
-        numbers[f"{role}/grad_norm"] = sum(info.grad_norm for info in infos) / len(infos)
-        numbers[f"{role}/lr"] = infos[-1].lr
-    numbers["health/skipped_steps"] = float(sum(info.skipped for infos in steps.values() for info in infos))
-    numbers["health/loss_scale"] = steps["policy"][-1].loss_scale
+        if infos:
+            numbers[f"{role}/grad_norm"] = sum(info.grad_norm for info in infos) / len(infos)
+            numbers[f"{role}/lr"] = infos[-1].lr
+    taken = [info for infos in steps.values() for info in infos]
+    numbers["health/skipped_steps"] = float(sum(info.skipped for info in taken))
+    numbers["health/loss_scale"] = (steps["policy"] or taken)[-1].loss_scale
     return numbers

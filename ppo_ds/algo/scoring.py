@@ -19,11 +19,25 @@ def scoring_plan(sequences: Sequences, token_budget: int, world: World) -> list[
     return plan_microbatches(prompts, responses, token_budget, at_least=world.max_int(alone))
 
 
-@torch.no_grad()
 def score_tokens(forward: Callable[[Sequences], Tensor], sequences: Sequences, plan: list[Tensor], device: torch.device) -> Tensor:
-    """``forward`` ([b,T'] -> [b,R']) over all rows of ``sequences``: [B,R] float32 on the CPU, 0 outside the response mask."""
-    out = torch.zeros(sequences.response_mask.shape)
+    """``forward`` ([b,T'] -> [b,R']) over all rows of ``sequences``: [B,R] float32 on the CPU, 0 beyond the end of each answer.
+
+    Tokens that were generated but are no actions (an end token left out of the mask) have their number too.
+    """
+    answered = sequences.attention_mask[:, sequences.prompt_width :]
+    return _over(forward, sequences, plan, device, torch.zeros(answered.shape)).masked_fill(~answered, 0.0)
+
+
+def score_states(forward: Callable[[Sequences], Tensor], sequences: Sequences, plan: list[Tensor], device: torch.device) -> Tensor:
+    """The same for the states ([b,T'] -> [b,S']): [B,S], 0 beyond the state after each answer's last token."""
+    states = torch.arange(sequences.response_width + 1) <= sequences.response_lengths[:, None]
+    return _over(forward, sequences, plan, device, torch.zeros(states.shape)).masked_fill(~states, 0.0)
+
+
+@torch.no_grad()
+def _over(forward: Callable[[Sequences], Tensor], sequences: Sequences, plan: list[Tensor], device: torch.device, out: Tensor) -> Tensor:
     for rows in plan:
         micro = sequences.select(rows).trimmed()
-        out[rows, : micro.response_width] = forward(micro.to(device)).float().cpu()
-    return out.masked_fill(~sequences.response_mask, 0.0)
+        columns = forward(micro.to(device)).float().cpu()
+        out[rows, : columns.shape[1]] = columns
+    return out

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,16 +17,16 @@ from ppo_ds.algo.evaluation import Evaluator
 from ppo_ds.algo.experience import ExperienceMaker
 from ppo_ds.algo.folder import RunFolder
 from ppo_ds.algo.learner import Learner
+from ppo_ds.algo.sampling import Sampler
 from ppo_ds.algo.stopping import StopRequest
 from ppo_ds.algo.timing import PhaseTimer
-from ppo_ds.data.prompts import PromptStream
 from ppo_ds.engine.checkpoint import Checkpoints
 from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.shadow import ShadowWeights
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
-from ppo_ds.rollout.base import Generator, Sampling
 from ppo_ds.tracking.tracker import Trackers
 from ppo_ds.types import Experience, Metrics, Prompts
 
@@ -42,6 +43,10 @@ class Plan:
     eval_every: int | None
     checkpoint_every: int | None
     keep_best: bool
+    critic_warmup: int  # the first steps, in which the critic alone learns
+    critic_pretraining: int  # rollouts before the first step, on which the critic alone learns
+    lag: int  # steps between two copies of a lagging old policy
+    kl_after_update: bool
     samples_per_prompt: int
     sample_rows: int
     seed: int
@@ -63,17 +68,29 @@ class Progress:
     last_rows: list[dict[str, Any]] = field(default_factory=list)
 
 
+class Stateful(Protocol):
+    """A part of the loop that a checkpoint must remember, as JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass(kw_only=True)
 class Trainer:
     world: World
     actor: HybridActor
-    critic: TrainedModel
-    prompts: PromptStream
-    generator: Generator
-    sampling: Sampling
+    critic: TrainedModel | None  # None: critic-free, or the actor has the value head
+    prompts: Iterator[Prompts]
+    sample: Sampler
     make_experience: ExperienceMaker
+    make_pretraining: ExperienceMaker | None  # the same with lambda 1
     learn: Learner
     kl: FixedKLController | AdaptiveKLController | ThresholdKLController
+    parts: Mapping[str, Stateful]  # kl and prompts among them
+    ema: ShadowWeights | None
+    lagged: ShadowWeights | None  # the old policy, where it lags behind
+    eval_weights: Callable[[], AbstractContextManager[None]]  # inside, the actor has the weights that evaluation is about
     evaluator: Evaluator | None
     tokenizer: Tokenizer
     tracker: Trackers
@@ -86,28 +103,32 @@ class Trainer:
     reason: str = field(init=False, default="done")
     saved_step: int | None = field(init=False, default=None)
     latest_eval_score: float | None = field(init=False, default=None)
+    pretrained: Metrics = field(init=False, default_factory=dict)  # how the critic's pretraining ended, for the first step's line
 
     def fit(self) -> str:
         """Train to the end, or to where a signal or a limit ends it; returns why it ended, a key of EXIT_CODES."""
         self._evaluate_start()
-        for prompts in self._steps():
-            with self.actor.generation_mode(), self.timer("generate"):
-                rollout = self.generator(prompts, self.sampling)
+        self._pretrain_critic()
+        for step in self._steps():
+            rollout, sampled = self.sample(self.prompts)
             kl_coef = self.kl.value
             experience, seen = self.make_experience(rollout, kl_coef)
-            learned = self.learn(experience, kl_coef, seed=self.plan.seed * 1_000_003 + self.progress.step)
+            learned = self.learn(experience, kl_coef, seed=self._seed(step), critic_only=step < self.plan.critic_warmup)
             self._count(experience)
-            metrics = self._describe(experience, kl_coef) | seen | learned | self._evaluate()
+            metrics = self._describe(experience, kl_coef) | sampled | seen | learned | self._after_update(experience) | self._evaluate()
             self.kl.update(metrics[self.plan.kl_metric], len(experience))
             self._log(experience, metrics)
             self._save()
         return self._finish()
 
-    def _steps(self) -> Iterator[Prompts]:
-        """Prompts of each step that is still to be done; stops where all ranks agree to stop."""
+    def _steps(self) -> Iterator[int]:
+        """How many steps are done, before each that is still to be done; stops where all ranks agree to stop."""
         while (reason := self._reason()) is None:
-            yield next(self.prompts)
+            yield self.progress.step
         self.reason = reason
+
+    def _seed(self, step: int) -> int:
+        return self.plan.seed * 1_000_003 + step
 
     def _reason(self) -> str | None:
         step, plan = self.progress.step, self.plan
@@ -120,7 +141,27 @@ class Trainer:
     def _count(self, experience: Experience) -> None:
         self.progress.step += 1
         self.progress.episodes += len(experience)
-        self.progress.tokens += int(experience.response_mask.sum())
+        self.progress.tokens += int(experience.response_lengths.sum())
+
+    def _pretrain_critic(self) -> None:
+        """Fits the critic to the returns of the policy that it starts from, before that policy moves (VC-PPO, Yuan et al. 2025)."""
+        if self.make_pretraining is None or self.progress.step:
+            return
+        for i in range(self.plan.critic_pretraining):
+            if self.stop.agreed() is not None:
+                return  # the loop will see it too
+            rollout, _ = self.sample(self.prompts)
+            experience, _ = self.make_pretraining(rollout, self.kl.value)
+            learned = self.learn(experience, self.kl.value, seed=self._seed(500_000 + i), critic_only=True)
+            self.pretrained = {f"value/pretrain_{name}": learned[f"value/{name}"] for name in ("loss", "explained_var")}
+        self.timer.take()  # not part of the first step
+
+    def _after_update(self, experience: Experience) -> Metrics:
+        """What an update entails beside the weights; metrics of it where they are asked for."""
+        if self.lagged is not None and is_due(self.progress.step, self.plan.lag):
+            self.lagged.copy()
+        found, self.pretrained = self.pretrained, {}
+        return found | (self.make_experience.kl_now(experience) if self.plan.kl_after_update else {})
 
     def _describe(self, experience: Experience, kl_coef: float) -> Metrics:
         shown = describe(experience, kl_coef=kl_coef, samples_per_prompt=self.plan.samples_per_prompt)
@@ -130,7 +171,8 @@ class Trainer:
 
     def _evaluate_start(self) -> None:
         if self.evaluator is not None and self.progress.step == 0:
-            first = self.evaluator()
+            with self.eval_weights():
+                first = self.evaluator()
             self.progress.first_eval, self.progress.first_rows = first.metrics, first.rows[:SHOWN_ANSWERS]
             self.tracker.samples(0, first.rows, split="eval")
             self.timer.take()  # not part of the first step
@@ -141,7 +183,7 @@ class Trainer:
         last = step in (plan.total_steps, plan.stop_at_step)
         if self.evaluator is None or not (last or is_due(step, plan.eval_every)):
             return {}
-        with self.timer("eval"):
+        with self.timer("eval"), self.eval_weights():
             found = self.evaluator()
         self.progress.last_eval, self.progress.last_rows = found.metrics, found.rows[:SHOWN_ANSWERS]
         self.tracker.samples(step, found.rows, split="eval")
@@ -168,14 +210,14 @@ class Trainer:
         due = is_due(step, plan.checkpoint_every) or (last and plan.checkpoint_every != 0)
         if (due or best) and self.saved_step != step:
             with self.timer("checkpoint"):
-                self.checkpoints.save(step, {"actor": self.actor, "critic": self.critic}, self.state_dict(), best=best)
+                self.checkpoints.save(step, self._models(), self.state_dict(), best=best, shadows=self._shadows())
             self.saved_step = step
 
     def _finish(self) -> str:
         self._save(last=True)
         wanted = self.reason != "signal"  # who sends one does not wait for an export
         if wanted:
-            self.folder.export(self.actor, self.critic)
+            self.folder.export(self.actor, self.critic, self.ema)
         progress = self.progress
         before, after = progress.first_eval, progress.last_eval
         summary: dict[str, Any] = {"exit_reason": self.reason}
@@ -195,14 +237,20 @@ class Trainer:
     # -- state ----------------------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"progress": asdict(self.progress), "kl": self.kl.state_dict(), "prompts": self.prompts.state_dict()}
+        return {"progress": asdict(self.progress), **{name: part.state_dict() for name, part in self.parts.items()}}
+
+    def _models(self) -> dict[str, TrainedModel]:
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    def _shadows(self) -> dict[str, ShadowWeights]:
+        return {name: shadow for name, shadow in (("ema", self.ema), ("lagged", self.lagged)) if shadow is not None}
 
     def resume(self, path: Path) -> None:
         """Continue from a checkpoint folder: weights, optimizers, schedules, random states, data position, controller, counters."""
-        state = self.checkpoints.load(path, {"actor": self.actor, "critic": self.critic})
+        state = self.checkpoints.load(path, self._models(), self._shadows())
         self.progress = Progress(**state["progress"])
-        self.kl.load_state_dict(state["kl"])
-        self.prompts.load_state_dict(state["prompts"])
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
         self.saved_step = self.progress.step
 
 
@@ -212,7 +260,7 @@ def is_due(step: int, every: int | None) -> bool:
 
 def throughput(experience: Experience, times: Metrics, world: World) -> Metrics:
     """perf/*: real tokens and samples of all ranks per wall-clock second of the whole step."""
-    tokens, new_tokens = int(experience.attention_mask.sum()), int(experience.response_mask.sum())
+    tokens, new_tokens = int(experience.attention_mask.sum()), int(experience.response_lengths.sum())
     step = times["time/step"]
     return {
         "perf/tokens_per_s": tokens / step,

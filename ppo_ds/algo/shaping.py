@@ -1,0 +1,66 @@
+"""From the reward's scores to those that PPO sees: penalties, then normalisation, then the clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ppo_ds.engine.world import World
+from ppo_ds.ops.rewards import shape_scores
+from ppo_ds.ops.running import RunningMoments
+from ppo_ds.types import Rollout, ScoredRollout
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What an answer's form costs its score."""
+
+    missing_eos: str | None  # subtract | set | scale
+    missing_eos_value: float
+    overlong_buffer: int | None  # tokens before the limit over which the penalty grows to overlong_factor
+    overlong_factor: float
+    per_token: float
+
+    def apply(self, scores: Tensor, rollout: Rollout) -> Tensor:
+        """[B] -> [B]."""
+        lengths = rollout.response_lengths
+        return shape_scores(
+            scores - self.per_token * lengths,
+            finished=rollout.finished,
+            lengths=lengths,
+            max_new_tokens=rollout.limits,
+            missing_eos=self.missing_eos,
+            missing_eos_value=self.missing_eos_value,
+            overlong_buffer=self.overlong_buffer,
+            overlong_factor=self.overlong_factor,
+        )
+
+
+@dataclass
+class ScoreShaper:
+    """``normalize``: by the moments of all scores so far ("running"), or of the first rollout's ("first"), after the penalties."""
+
+    penalties: Penalties
+    normalize: str  # none | running | first
+    with_std: bool
+    clip: float | None
+    world: World
+    moments: RunningMoments = field(default_factory=RunningMoments)
+
+    @torch.no_grad()
+    def __call__(self, rollout: ScoredRollout) -> tuple[Tensor, Tensor]:
+        """The shaped scores [B], and what they were before the clip [B]. A collective where the moments are updated."""
+        scores = self.penalties.apply(rollout.scores, rollout)
+        if self.normalize == "running" or (self.normalize == "first" and not self.moments.count):
+            self.moments.update(scores, self.world.sum)
+        normalizer = None if self.normalize == "none" else partial(self.moments.normalize, with_std=self.with_std)
+        return shape_scores(scores, normalizer=normalizer, clip=self.clip), shape_scores(scores, normalizer=normalizer)
+
+    def state_dict(self) -> dict[str, float]:
+        return self.moments.state_dict()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.moments.load_state_dict(state)

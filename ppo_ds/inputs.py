@@ -1,0 +1,94 @@
+"""The `data` section to what the run reads: the tokenizer, prompts, held-out prompts, and texts for the language-modelling loss."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ppo_ds.config import Config, rollout_size
+from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
+from ppo_ds.data.mixture import MixedSource, load_all
+from ppo_ds.data.prompts import PromptSource, PromptStream, Source
+from ppo_ds.engine.world import World
+from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
+
+
+def build_tokenizer(config: Config) -> Tokenizer:
+    """The actor's."""
+    model, data = config.actor.model, config.data
+    return load_tokenizer(model.path, model.revision, model.trust_remote_code, data.chat_template, data.chat_template_kwargs, key="actor.model.path")
+
+
+def build_prompts(config: Config, tokenizer: Tokenizer) -> Source:
+    """``data.path``, or ``data.mix``: then ``data.max_samples`` is of each set."""
+    data = config.data
+    if not data.mix:
+        return _prompts(config, tokenizer, data.path, data.split, data.revision, data.prompt_column, data.max_samples, "data.path")
+    makers = [
+        partial(_prompts, config, tokenizer, part.path, part.split, part.revision, part.prompt_column, data.max_samples, f"data.mix[{i}].path")
+        for i, part in enumerate(data.mix)
+    ]
+    return MixedSource(load_all(makers), [part.weight for part in data.mix])
+
+
+def build_held_out(config: Config, tokenizer: Tokenizer) -> PromptSource | None:
+    data = config.data
+    if data.eval_path is None:
+        return None
+    return _prompts(config, tokenizer, data.eval_path, data.eval_split, data.revision, data.prompt_column, None, "data.eval_path")
+
+
+def _prompts(
+    config: Config,
+    tokenizer: Tokenizer,
+    path: str,
+    split: str,
+    revision: str | None,
+    prompt_column: str | None,
+    max_samples: int | None,
+    key: str,
+) -> PromptSource:
+    data = config.data
+    return PromptSource(
+        path,
+        tokenizer=tokenizer,
+        max_new_tokens=config.sampling.max_new_tokens,
+        split=split,
+        revision=revision,
+        prompt_column=prompt_column,
+        text_as_chat=data.text_as_chat,
+        system=data.system,
+        max_samples=max_samples,
+        max_prompt_tokens=data.max_prompt_tokens,
+        long_prompts=data.long_prompts,
+        key=key,
+    )
+
+
+def build_stream(config: Config, world: World, source: Source) -> PromptStream:
+    """This rank's share of each step's prompts."""
+    return PromptStream(
+        source,
+        prompts_per_step=config.rollout.prompts_per_step,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
+def build_ptx(config: Config, tokenizer: Tokenizer) -> DemonstrationStream | None:
+    """The texts of algo.ptx, a batch for each optimizer step."""
+    data, ptx = config.data, config.algo.ptx
+    if not ptx.coef or data.ptx_path is None:
+        return None
+    source = DemonstrationSource(
+        data.ptx_path,
+        tokenizer=tokenizer,
+        split=data.ptx_split,
+        text_as_chat=data.text_as_chat,
+        system=data.system,
+        max_tokens=data.ptx_max_tokens,
+    )
+    batch_size = ptx.batch_size or config.algo.minibatch_size or rollout_size(config)
+    return DemonstrationStream(source, batch_size=batch_size, seed=config.run.seed)
