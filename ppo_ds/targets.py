@@ -1,10 +1,15 @@
-"""Open parts of the config: a `_target_` and its keyword arguments, checked against the callable's own signature."""
+"""Open parts of the config: a `_target_` and its keyword arguments, checked against the callable's own signature.
+
+An argument may be such a part itself, at any depth of lists, mappings and dataclasses: annotated ``Annotated[Reward, NESTED]``, it is checked
+with the whole and made with the same services, before what it belongs to.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any, get_type_hints
 
@@ -15,13 +20,30 @@ _SERVICE = inspect.Parameter.KEYWORD_ONLY
 _KEY = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
+@dataclass(frozen=True)
+class _Unmade:
+    """Stands for an object until the services are there."""
+
+    make: Callable[..., Any]
+
+
+class _Nested:
+    def read(self, value: Any, key: str) -> _Unmade:
+        if not isinstance(value, dict):
+            raise UserError(f"{key}={show(value)}: must be a section with a _target_")
+        return _Unmade(bind(value, key))
+
+
+NESTED = _Nested()
+
+
 def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
     """The callable of ``spec`` with its config arguments typed and bound; what is still open are its keyword-only services.
 
     ``key`` is the section's name in the config, and a service too: objects name their keys in messages. Raises UserError with every unknown,
     missing or mistyped key, before anything is loaded.
     """
-    target = _imported(str(spec.get("_target_", "")), key)
+    target = _imported(spec.get("_target_"), key)
     parameters = inspect.signature(target).parameters
     hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     open_keys = {name: p for name, p in parameters.items() if p.kind is _KEY}
@@ -29,12 +51,13 @@ def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
     problems = [f"{key}.{name}={show(given[name])}: no such key{_known(name, open_keys, key)}" for name in given if name not in open_keys]
     arguments = {}
     for name, parameter in open_keys.items():
-        if name in given:
+        hint, required = hints.get(name, Any), parameter.default is inspect.Parameter.empty
+        if name in given or (required and is_dataclass(hint)):  # a section that is not there at all lacks its own required keys
             try:
-                arguments[name] = convert(given[name], hints.get(name, Any), f"{key}.{name}")
+                arguments[name] = convert(given.get(name, {}), hint, f"{key}.{name}")
             except UserError as error:
                 problems += error.problems
-        elif parameter.default is inspect.Parameter.empty:
+        elif required:
             problems.append(f"{key}.{name} is missing")
     if problems:
         raise UserError(*problems)
@@ -42,13 +65,28 @@ def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
     def call(**services: Any) -> Any:
         services = services | {"key": key}
         wanted = [name for name, p in parameters.items() if p.kind is _SERVICE and (name in services or p.default is inspect.Parameter.empty)]
-        return target(**arguments, **{name: services[name] for name in wanted})
+        return target(**_made(arguments, services), **{name: services[name] for name in wanted})
 
     return call
 
 
-def _imported(path: str, key: str) -> Callable[..., Any]:
-    module, _, name = path.rpartition(".")
+def _made(value: Any, services: dict[str, Any]) -> Any:
+    """``value`` with every nested part in it made."""
+    if isinstance(value, _Unmade):
+        return value.make(**services)
+    if isinstance(value, dict):
+        return {name: _made(item, services) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_made(item, services) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _made(getattr(value, f.name), services) for f in fields(value)})
+    return value
+
+
+def _imported(path: Any, key: str) -> Callable[..., Any]:
+    if path in (None, "", "???"):
+        raise UserError(f"{key}._target_ is missing: give package.module.name")
+    module, _, name = str(path).rpartition(".")
     try:
         target = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:

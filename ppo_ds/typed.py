@@ -55,8 +55,9 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 def convert(value: Any, annotation: Any, key: str) -> Any:
     """``value`` as ``annotation`` wants it. Raises UserError with one line for each thing that is wrong in it.
 
-    Understands int, float, bool, str, None, Literal, unions, list, tuple, dict, Annotated[number, Bound] and dataclasses; other annotations
-    are not checked. An int is a float but a bool is no number; "1e-6" is a float, since YAML 1.1 reads it as text.
+    Understands int, float, bool, str, None, Literal, unions, list, tuple, dict, dataclasses and Annotated: with a Bound, or anything else that
+    says `in` and what it wants as text, or with an object that has ``read(value, key)``. Other annotations are not checked.
+    An int is a float but a bool is no number; "1e-6" is a float, since YAML 1.1 reads it as text.
     """
     origin, args = get_origin(annotation), get_args(annotation)
     if is_dataclass(annotation):
@@ -66,10 +67,12 @@ def convert(value: Any, annotation: Any, key: str) -> Any:
             raise UserError(*problems.values())
         return made
     if origin is Annotated:
-        number = convert(value, args[0], key)
-        if number not in args[1]:
+        if hasattr(args[1], "read"):
+            return args[1].read(value, key)
+        made = convert(value, args[0], key)
+        if made not in args[1]:
             raise UserError(f"{key}={show(value)}: must be {args[1]}")
-        return number
+        return made
     if origin in (Union, types.UnionType):
         return _convert_union(value, args, key)
     if annotation in (list, dict) or origin in (list, tuple, dict):
@@ -114,14 +117,28 @@ def _convert_container(value: Any, kind: type, args: tuple[Any, ...], key: str) 
     if kind is dict:
         if not isinstance(value, dict):
             raise UserError(f"{key}={show(value)}: must be a mapping ({key}.<name>=<value>)")
-        return {name: convert(item, args[1] if args else Any, f"{key}.{name}") for name, item in value.items()}
+        each_value = args[1] if args else Any
+        return dict(zip(value, _convert_all((item, each_value, f"{key}.{name}") for name, item in value.items()), strict=True))
     if not isinstance(value, (list, tuple)):
         raise UserError(f"{key}={show(value)}: must be a list, as in {key}=[{show(value).strip('[]')}]")
     fixed = kind is tuple and (not args or args[-1] is not ...)
     if fixed and args and len(value) != len(args):
         raise UserError(f"{key}={show(list(value))}: must be a list of {len(args)}")
     each = args if fixed and args else [args[0] if args else Any] * len(value)
-    return kind(convert(item, one, f"{key}[{i}]") for i, (item, one) in enumerate(zip(value, each, strict=True)))
+    return kind(_convert_all((item, one, f"{key}[{i}]") for i, (item, one) in enumerate(zip(value, each, strict=True))))
+
+
+def _convert_all(items: Iterable[tuple[Any, Any, str]]) -> list[Any]:
+    """(value, annotation, key) of each -> values; what is wrong with any of them is raised together."""
+    made, problems = [], []
+    for item in items:
+        try:
+            made.append(convert(*item))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    return made
 
 
 def read(cls: type[T], tree: Any, key: str, problems: dict[str, str], known: list[str] | None = None) -> T:

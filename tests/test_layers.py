@@ -23,7 +23,7 @@ MAY = {
     "models": BOTTOM,
     "data": BOTTOM | {"models"},
     "rollout": BOTTOM | {"models"},
-    "rewards": BOTTOM | {"models"},
+    "rewards": BOTTOM | {"models", "targets"},
     "engine": BOTTOM | {"models"},
     "examples": BOTTOM | {"models"},
     "algo": BOTTOM | {"tracking", "models", "data", "rollout", "rewards", "engine"},

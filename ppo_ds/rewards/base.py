@@ -24,6 +24,11 @@ class Answers:
     texts: tuple[str, ...]  # B, without special tokens
     finished: tuple[bool, ...]  # B: ended with a stop
 
+    @classmethod
+    def of(cls, rollout: Rollout, tokenizer: Tokenizer) -> Answers:
+        """``tokenizer``: the actor's."""
+        return cls(tuple(rollout.metadata), tuple(decoded_responses(rollout, tokenizer)), tuple(rollout.finished.tolist()))
+
     def inside(self, tag: str) -> Answers:
         """The same rows, each with what stands between its first <tag> and </tag>: a finished text, and an empty one where they are not there."""
         found = [text_inside(text, tag) for text in self.texts]
@@ -45,9 +50,7 @@ class TextReward(ABC):
         self._tokenizer = tokenizer
 
     def __call__(self, rollout: Rollout) -> Scores:
-        texts = tuple(decoded_responses(rollout, self._tokenizer))
-        answers = Answers(tuple(rollout.metadata), texts, tuple(rollout.finished.tolist()))
-        return sequence_scores(self.judge(answers), rollout)
+        return sequence_scores(self.judge(Answers.of(rollout, self._tokenizer)), rollout)
 
     @abstractmethod
     def judge(self, answers: Answers) -> Tensor:

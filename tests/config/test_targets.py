@@ -123,11 +123,12 @@ def test_nothing_is_called_before_the_services_are_there():
     assert CALLS.count("z") == 1
 
 
-@pytest.mark.parametrize("target", ["no.such.module", f"{HERE}.Missing", "nodots", "", "..", "os.path.nothing"])
+@pytest.mark.parametrize("target", ["no.such.module", f"{HERE}.Missing", "nodots", "..", "os.path.nothing"])
 def test_not_importable(target):
     refused({"_target_": target}, f"reward._target_={target}: cannot be imported")
 
 
 def test_not_callable_and_no_target():
     refused({"_target_": f"{HERE}.NOT_CALLABLE"}, f"reward._target_={HERE}.NOT_CALLABLE: is not callable")
-    refused({"path": "x"}, "reward._target_")
+    for nothing in ({}, {"_target_": ""}, {"_target_": None}, {"_target_": "???"}):
+        refused(nothing | {"path": "x"}, "reward._target_ is missing: give package.module.name")
