@@ -6,7 +6,10 @@ the position. A last answer that the row brings along is dropped: the policy is 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ppo_ds.errors import UserError
+from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.types import Row
 
 LIMIT_COLUMN = "max_new_tokens"
@@ -22,22 +25,56 @@ SHAREGPT_ROLES = {
     "function": "tool",
 }
 
-Prompt = str | list[dict[str, str]]
+Prompt = str | list[Message]
 
 
-def prompt_of(row: Row, column: str | None = None, text_as_chat: bool = False) -> Prompt:
-    """The row's prompt, from ``column`` or the first of PROMPT_COLUMNS. Errors do not know the row's place: the caller adds it.
+@dataclass(frozen=True)
+class Reading:
+    """How a data set's rows are read. Errors do not know the row's place: the caller adds it."""
 
-    ``text_as_chat``: a text is what a user says, a chat of one message.
-    """
-    name = _column(row, column)
+    column: str | None = None  # of the prompt; None: the first of PROMPT_COLUMNS that the row has
+    column_key: str = "data.prompt_column"  # for errors
+    text_as_chat: bool = False  # a text is what a user says, a chat of one message
+    system: str | None = None  # a system message for chats that have none
+
+
+def reading_for(tokenizer: Tokenizer, column: str | None, text_as_chat: bool | None, system: str | None, key: str) -> Reading:
+    """How the rows of a data set are read for this tokenizer; ``key``: the path's."""
+    if system is not None and not tokenizer.has_chat_template:
+        raise UserError(
+            f"data.system={system[:40]!r}: the tokenizer has no chat template to put it in; set data.chat_template, or write it into the prompts"
+        )
+    as_chat = tokenizer.has_chat_template if text_as_chat is None else text_as_chat
+    return Reading(column, f"{key.rpartition('.')[0]}.prompt_column", as_chat, system)
+
+
+def prompt_of(row: Row, reading: Reading) -> Prompt:
+    """The row's prompt."""
+    name = _column(row, reading)
     value = row[name]
     if isinstance(value, str):
-        text = _text(value, f'column "{name}"')
-        return [{"role": "user", "content": text}] if text_as_chat else text
+        return spoken(text_of(value, f'column "{name}"'), name, reading)
     if isinstance(value, list):
-        return _chat(value, name)
+        return with_system(asked(chat_of(value, name), name), reading)
     raise UserError(f'column "{name}" must be a text or a list of messages, not {_kind(value)}')
+
+
+def spoken(text: str, name: str, reading: Reading) -> Prompt:
+    """A text prompt of the column ``name``: as it is, or as a chat."""
+    if reading.text_as_chat:
+        return with_system([{"role": "user", "content": text}], reading)
+    if reading.system is not None:
+        raise UserError(
+            f'column "{name}" is a text that stays as it is, without a place for data.system; leave out data.system or data.text_as_chat=false'
+        )
+    return text
+
+
+def with_system(messages: list[Message], reading: Reading) -> list[Message]:
+    """The chat, after the reading's system message where it has none of its own."""
+    if reading.system is None or any(message["role"] == "system" for message in messages):
+        return messages
+    return [{"role": "system", "content": reading.system}, *messages]
 
 
 def limit_of(row: Row) -> int | None:
@@ -57,26 +94,33 @@ def limit_of(row: Row) -> int | None:
     return int(number)
 
 
-def _column(row: Row, column: str | None) -> str:
+def _column(row: Row, reading: Reading) -> str:
+    column, key = reading.column, reading.column_key
     if column is not None and column not in row:
-        raise UserError(f"data.prompt_column={column}: no such column; the row has: {', '.join(row)}")
+        raise UserError(f"{key}={column}: no such column; the row has: {', '.join(row)}")
     name = column or next((c for c in PROMPT_COLUMNS if c in row), None)
     if name is None:
-        raise UserError(f"none of the columns {', '.join(PROMPT_COLUMNS)}; set data.prompt_column to one that the row has: {', '.join(row)}")
+        raise UserError(f"none of the columns {', '.join(PROMPT_COLUMNS)}; set {key} to one that the row has: {', '.join(row)}")
     return name
 
 
-def _chat(turns: list, name: str) -> list[dict[str, str]]:
-    messages = [_message(turn, f'column "{name}", message {i}') for i, turn in enumerate(turns, start=1)]
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages:
+def chat_of(turns: list, name: str) -> list[Message]:
+    """The messages of the column ``name``, all of them, in one form."""
+    return [_message(turn, f'column "{name}", message {i}') for i, turn in enumerate(turns, start=1)]
+
+
+def asked(messages: list[Message], name: str) -> list[Message]:
+    """The messages up to where the assistant answers."""
+    n = len(messages)
+    while n and messages[n - 1]["role"] == "assistant":
+        n -= 1
+    if not n:
         raise UserError(f'column "{name}": nothing to answer: no message before the assistant\'s')
-    _text(messages[-1]["content"], f'column "{name}", message {len(messages)}')
-    return messages
+    text_of(messages[n - 1]["content"], f'column "{name}", message {n}')
+    return messages[:n]
 
 
-def _message(turn: object, where: str) -> dict[str, str]:
+def _message(turn: object, where: str) -> Message:
     if not isinstance(turn, dict):
         raise UserError(f"{where} must be an object with role and content, not {_kind(turn)}")
     if turn.get("role") is not None:
@@ -94,7 +138,8 @@ def _message(turn: object, where: str) -> dict[str, str]:
     return {"role": role, "content": _encodable(content, where)}  # empty texts are usual in system messages
 
 
-def _text(value: str, where: str) -> str:
+def text_of(value: str, where: str) -> str:
+    """The text itself, which must be one."""
     if not value:
         raise UserError(f"{where} is empty")
     return _encodable(value, where)

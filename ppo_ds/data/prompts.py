@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from ppo_ds.data.messages import Prompt, limit_of, prompt_of
-from ppo_ds.data.rows import Rows, load_rows
+from ppo_ds.data.messages import Prompt, limit_of, prompt_of, reading_for
+from ppo_ds.data.order import Order, Passes
+from ppo_ds.data.rows import load_rows, read_rows
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.types import Prompts, Row
 
-_CHUNK = 1000  # rows tokenised at a time
-_SHOWN = 5  # different problems of rows reported at a time
+CHUNK = 1000  # rows tokenised at a time
 
 
 class PromptSource:
     """The prompts of a data set, checked and tokenised once, on every rank alike.
 
-    Chats go through the tokenizer's chat template, and so do text prompts where there is one: a chat model is not
-    trained on bare text. A prompt of more than ``max_prompt_tokens``
-    is dropped, or cut on the left: on the right would remove the place where the answer begins. An answer may have as many tokens as
-    its row's column "max_new_tokens" says, and never more than the run's ``max_new_tokens``.
+    Chats go through the tokenizer's chat template, and so do text prompts where there is one: a chat model is not trained on bare text.
+    A prompt of more than ``max_prompt_tokens`` is dropped, or cut on the left: on the right would remove the place where the answer begins.
+    An answer may have as many tokens as its row's column "max_new_tokens" says, and never more than the run's ``max_new_tokens``.
 
     ``report``: {"rows": read, "truncated": cut on the left, "dropped": left out, "lowered": that asked for longer answers than the run
     allows}; ``len(source)`` is rows - dropped.
@@ -43,24 +41,27 @@ class PromptSource:
         revision: str | None = None,
         prompt_column: str | None = None,
         text_as_chat: bool | None = None,
+        system: str | None = None,
         max_samples: int | None = None,
         max_prompt_tokens: int = 512,
         long_prompts: str = "truncate_left",
         key: str = "data.path",
     ):
-        """``text_as_chat``: whether a text prompt is a user's message; None: where the tokenizer has a chat template. ``key``: for errors."""
+        """``text_as_chat``: whether a text prompt is a user's message; None: where the tokenizer has a chat template. ``system``: a system
+        message for chats that have none. ``max_samples``: the first rows only. ``key``: the path's, for errors."""
         self.path, self.key = path, key
-        self._tokenizer, self._column = tokenizer, prompt_column
+        self.pad_id, self._tokenizer = tokenizer.pad_id, tokenizer
+        self._reading = reading_for(tokenizer, prompt_column, text_as_chat, system, key)
         self._rows = load_rows(path, split=split, revision=revision, max_rows=max_samples, key=key)
-        self._as_chat = tokenizer.has_chat_template if text_as_chat is None else text_as_chat
-        prompts, limits = _checked(self._rows, prompt_column, self._as_chat, tokenizer)
+        asked = read_rows(self._rows, self._checked)
+        prompts, limits = [prompt for prompt, _ in asked], [limit for _, limit in asked]
         self._kept = array("I")  # index of each kept prompt's row
         self._starts = array("L", [0])  # where each kept prompt's ids begin; last: where they end
         self._ids = array("I")  # the ids of all kept prompts, one after the other
         self._limits = array("L")  # the most new tokens of each kept prompt
         self.report = {"rows": len(prompts), "truncated": 0, "dropped": 0, "lowered": 0}
-        for start in range(0, len(prompts), _CHUNK):
-            chunk = prompts[start : start + _CHUNK]
+        for start in range(0, len(prompts), CHUNK):
+            chunk = prompts[start : start + CHUNK]
             for i, ids in enumerate(self._encode(chunk, start), start=start):
                 if self._add(i, ids, max_prompt_tokens, long_prompts):
                     self._limits.append(min(limits[i] or max_new_tokens, max_new_tokens))
@@ -71,14 +72,16 @@ class PromptSource:
                 "raise it, or set data.long_prompts=truncate_left"
             )
 
+    def _checked(self, row: Row) -> tuple[Prompt, int | None]:
+        """What can be said of a row before anything is tokenised."""
+        prompt = prompt_of(row, self._reading)
+        if not isinstance(prompt, str) and not self._tokenizer.has_chat_template:
+            self._tokenizer.render_chat(prompt)  # says what is missing
+        return prompt, limit_of(row)
+
     def _encode(self, chunk: list[Prompt], start: int) -> list[list[int]]:
         texts = [self._rendered(prompt, start + i) for i, prompt in enumerate(chunk)]
-        ids: list[list[int]] = [[]] * len(chunk)
-        for is_text in (True, False):
-            places = [i for i, prompt in enumerate(chunk) if isinstance(prompt, str) == is_text]
-            for i, encoded in zip(places, self._tokenizer.encode_many([texts[i] for i in places], special_tokens=is_text), strict=True):
-                ids[i] = encoded
-        return ids
+        return encode(self._tokenizer, texts, [isinstance(prompt, str) for prompt in chunk])  # a template writes its own special tokens
 
     def _rendered(self, prompt: Prompt, row: int) -> str:
         if isinstance(prompt, str):
@@ -111,46 +114,46 @@ class PromptSource:
         """Tokens of the longest prompt."""
         return max(end - start for start, end in pairwise(self._starts))
 
-    def _prompt_ids(self, i: int) -> array:
-        return self._ids[self._starts[i] : self._starts[i + 1]]
+    def order(self, seed: int, shuffle: bool) -> Order:
+        """Which prompt comes at which place, pass after pass."""
+        return Passes(len(self), seed, shuffle)
 
     def _metadata(self, i: int) -> Row:
         """The raw row and the reserved keys: "prompt_text", the uncut prompt as text, and "messages", for a chat only.
 
-        A row's own column of such a name gives way, so that the keys mean the same in every row.
+        A row's own column of such a name gives way, so that the keys mean the same in every row. "data_source" is the path that the row came
+        from, unless the row itself says where.
         """
         row = self._rows[self._kept[i]]
-        prompt = prompt_of(row, self._column, self._as_chat)
-        kept = {name: value for name, value in row.items() if name != "messages"}
+        prompt = prompt_of(row, self._reading)
+        kept = {"data_source": self.path} | {name: value for name, value in row.items() if name != "messages"}
         if isinstance(prompt, str):
             return kept | {"prompt_text": prompt}
         return kept | {"prompt_text": self._tokenizer.render_chat(prompt), "messages": prompt}
 
+    def row(self, i: int) -> tuple[Sequence[int], int, Row]:
+        """Ids, limit and metadata of a prompt."""
+        return self._ids[self._starts[i] : self._starts[i + 1]], self._limits[i], self._metadata(i)
+
     def batch(self, indices: Sequence[int]) -> Prompts:
         """Prompts at ``indices``, left-padded to their own longest."""
-        ids, mask = _left_padded([self._prompt_ids(i) for i in indices], self._tokenizer.pad_id)
-        limits = torch.tensor([self._limits[i] for i in indices])
-        return Prompts(ids, mask, limits, tuple(self._metadata(i) for i in indices))
+        return padded([self.row(i) for i in indices], self.pad_id)
 
 
-def _checked(rows: Rows, column: str | None, as_chat: bool, tokenizer: Tokenizer) -> tuple[list[Prompt], list[int | None]]:
-    """Every row's prompt and limit, or all that is wrong with the rows, before anything is tokenised."""
-    prompts: list[Prompt] = []
-    limits: list[int | None] = []
-    places: dict[str, list[str]] = {}  # problem -> where; most often all rows have the same one
-    for i, row in enumerate(rows):
-        try:
-            prompt = prompt_of(row, column, as_chat)
-            if not isinstance(prompt, str) and not tokenizer.has_chat_template:
-                tokenizer.render_chat(prompt)  # says what is missing
-            limits.append(limit_of(row))
-            prompts.append(prompt)
-        except UserError as error:
-            places.setdefault(str(error), []).append(rows.place(i))
-    if places:
-        problems = [f"{at[0]}: {problem}" + (f" (and {len(at) - 1} more rows)" if len(at) > 1 else "") for problem, at in places.items()]
-        raise UserError(*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []))
-    return prompts, limits
+def encode(tokenizer: Tokenizer, texts: Sequence[str], special_tokens: Sequence[bool]) -> list[list[int]]:
+    """Ids of each text, with or without the special tokens that the tokenizer adds by itself."""
+    ids: list[list[int]] = [[]] * len(texts)
+    for special in (True, False):
+        places = [i for i, wanted in enumerate(special_tokens) if wanted == special]
+        for i, encoded in zip(places, tokenizer.encode_many([texts[i] for i in places], special_tokens=special), strict=True):
+            ids[i] = encoded
+    return ids
+
+
+def padded(rows: Sequence[tuple[Sequence[int], int, Row]], pad_id: int) -> Prompts:
+    """Ids, limits and metadata as one batch."""
+    ids, limits, metadata = zip(*rows, strict=True)
+    return Prompts(*_left_padded(ids, pad_id), torch.tensor(limits), metadata)
 
 
 def _left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -163,6 +166,20 @@ def _left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Te
     return ids, torch.arange(width) >= width - lengths[:, None]
 
 
+class Source(Protocol):
+    """A set of prompts, or several that are mixed."""
+
+    path: str
+    key: str
+    report: dict[str, int]
+
+    def __len__(self) -> int: ...
+    @property
+    def longest(self) -> int: ...
+    def batch(self, indices: Sequence[int]) -> Prompts: ...
+    def order(self, seed: int, shuffle: bool) -> Order: ...
+
+
 class PromptStream:
     """Endless steps of prompts: each rank its contiguous slice of ``prompts_per_step`` x ``samples_per_prompt`` rows, in the order p1, p1, p2, p2.
 
@@ -172,7 +189,7 @@ class PromptStream:
 
     def __init__(
         self,
-        source: PromptSource,
+        source: Source,
         *,
         prompts_per_step: int,
         samples_per_prompt: int = 1,
@@ -194,7 +211,7 @@ class PromptStream:
             )
         self._source, self._prompts, self._samples = source, prompts_per_step, samples_per_prompt
         self._slice = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
-        self._seed, self._shuffle = seed, shuffle
+        self._order = source.order(seed, shuffle)
         self._step = 0
 
     @property
@@ -211,13 +228,9 @@ class PromptStream:
 
     def __next__(self) -> Prompts:
         first = self._step * self._prompts
-        order = [self._at(place) for place in range(first, first + self._prompts) for _ in range(self._samples)]
+        order = [self._order[place] for place in range(first, first + self._prompts) for _ in range(self._samples)]
         self._step += 1
         return self._source.batch(order[self._slice])
-
-    def _at(self, place: int) -> int:
-        epoch, i = divmod(place, len(self._source))
-        return _order(len(self._source), self._seed + epoch)[i] if self._shuffle else i
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step}
@@ -226,14 +239,7 @@ class PromptStream:
         self._step = state["step"]
 
 
-@lru_cache(maxsize=2)  # a step may span the end of one pass and the start of the next
-def _order(n: int, seed: int) -> list[int]:
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def eval_batches(
-    source: PromptSource, *, rank: int, world_size: int, rows_per_batch: int, max_prompts: int | None = None
-) -> list[tuple[Prompts, Tensor]]:
+def eval_batches(source: Source, *, rank: int, world_size: int, rows_per_batch: int, max_prompts: int | None = None) -> list[tuple[Prompts, Tensor]]:
     """The first ``max_prompts`` prompts, split over the ranks: per batch of at most ``rows_per_batch`` rows the prompts and weights [b] float32.
 
     Every rank gets the same number of batches of the same sizes, since generating is collective under ZeRO-3. The last prompt is repeated to

@@ -12,10 +12,11 @@ import json
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
+from typing import TypeVar
 
 import datasets
 import pyarrow
@@ -23,6 +24,10 @@ import pyarrow.parquet
 
 from ppo_ds.errors import UserError
 from ppo_ds.types import Row
+
+_SHOWN = 5  # different problems of rows reported at a time
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,21 @@ def load_rows(path: str, *, split: str = "train", revision: str | None = None, m
     if not len(rows):
         raise UserError(f"{key}={path}: the data set is empty")
     return rows
+
+
+def read_rows(rows: Rows, read: Callable[[Row], T]) -> list[T]:
+    """What ``read`` makes of every row, or all that is wrong with the rows; its errors need not know the row's place."""
+    made: list[T] = []
+    places: dict[str, list[str]] = {}  # problem -> where; most often all rows have the same one
+    for i, row in enumerate(rows):
+        try:
+            made.append(read(row))
+        except UserError as error:
+            places.setdefault(str(error), []).append(rows.place(i))
+    if places:
+        problems = [f"{at[0]}: {problem}" + (f" (and {len(at) - 1} more rows)" if len(at) > 1 else "") for problem, at in places.items()]
+        raise UserError(*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []))
+    return made
 
 
 def _local_files(path: str, key: str) -> list[Path] | None:

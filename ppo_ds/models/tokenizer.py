@@ -49,12 +49,12 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         return self.encode_many([text], special_tokens=True)[0]
 
-    def render_chat(self, messages: list[Message]) -> str:
-        """The chat as text, up to where the assistant's next answer begins."""
+    def render_chat(self, messages: list[Message], to_answer: bool = True) -> str:
+        """The chat as text; ``to_answer``: up to where the assistant's next answer begins, else it is complete."""
         if not self.has_chat_template:
             raise UserError("a chat, but the tokenizer has no chat template; set data.chat_template=<Jinja or file>, or give prompts as text")
         try:
-            return self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs)
+            return self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=to_answer, **self.chat_template_kwargs)
         except jinja2.TemplateError as error:
             roles = [message["role"] for message in messages]
             raise UserError(f"the chat template refuses roles {roles}: {error}; mend the row, or set data.chat_template") from error

@@ -1,6 +1,6 @@
 import pytest
 
-from ppo_ds.data.messages import prompt_of
+from ppo_ds.data.messages import Reading, prompt_of
 from ppo_ds.errors import UserError
 
 USER = {"role": "user", "content": "hi"}
@@ -31,7 +31,7 @@ SYSTEM = {"role": "system", "content": ""}
     ],
 )
 def test_prompt_of(row, column, prompt):
-    assert prompt_of(row, column) == prompt
+    assert prompt_of(row, Reading(column)) == prompt
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,40 @@ def test_prompt_of(row, column, prompt):
 )
 def test_bad_rows(row, column, message):
     with pytest.raises(UserError) as caught:
-        prompt_of(row, column)
+        prompt_of(row, Reading(column))
     assert message in str(caught.value)
+
+
+SYSTEM_PROMPT = {"role": "system", "content": "be brief"}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "hi"}, [SYSTEM_PROMPT, USER]),
+        ({"prompt": [USER, ANSWER]}, [SYSTEM_PROMPT, USER]),
+        ({"messages": [USER, ANSWER, USER]}, [SYSTEM_PROMPT, USER, ANSWER, USER]),
+        ({"messages": [SYSTEM, USER]}, [SYSTEM, USER]),  # an empty one is one too
+        ({"messages": [USER, SYSTEM, USER]}, [USER, SYSTEM, USER]),
+    ],
+)
+def test_a_system_message_for_chats_that_have_none(row, prompt):
+    given = {name: list(value) if isinstance(value, list) else value for name, value in row.items()}
+    assert prompt_of(row, Reading(text_as_chat=True, system="be brief")) == prompt
+    assert row == given
+
+
+def test_a_text_that_stays_one_has_no_place_for_a_system_message():
+    with pytest.raises(UserError, match='column "prompt" is a text that stays as it is, without a place for data.system; leave out data.system or'):
+        prompt_of({"prompt": "hi"}, Reading(system="be brief"))
+
+
+def test_an_empty_system_message_is_one():
+    """Templates that put in one of their own otherwise leave it out then."""
+    assert prompt_of({"prompt": "hi"}, Reading(text_as_chat=True, system="")) == [SYSTEM, USER]
+
+
+def test_the_key_of_the_column_is_that_of_the_set():
+    for row, message in (({"q": "a"}, "data.mix.1.prompt_column=x: no such column"), ({}, "set data.mix.1.prompt_column to one")):
+        with pytest.raises(UserError, match=message):
+            prompt_of(row, Reading("x" if row else None, "data.mix.1.prompt_column"))

@@ -1,3 +1,7 @@
+import json
+
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -38,12 +42,45 @@ def test_pad_is_eos_and_inner_end_tokens_stay_attended(source, byte_tokenizer):
 
 def test_metadata_is_the_raw_row_and_the_prompt(source):
     row = {"prompt": "a", "answer": {"n": 1}, "prompt_text": "mine", "messages": [USER, ANSWER]}
-    assert source(row).batch([0]).metadata == ({"prompt": "a", "answer": {"n": 1}, "prompt_text": "a"},)
+    made = source(row)
+    assert made.batch([0]).metadata == ({"data_source": made.path, "prompt": "a", "answer": {"n": 1}, "prompt_text": "a"},)
+
+
+def test_a_row_that_says_where_it_is_from_keeps_that(source):
+    assert source({"prompt": "a", "data_source": "openai/gsm8k"}).batch([0]).metadata[0]["data_source"] == "openai/gsm8k"
+
+
+UNUSUAL = {
+    "nested": {"a": {"b": [1, 2.5, None]}, "c": "\u00e9\n"},
+    "tests": [{"in": "1 2", "out": "3"}, {"in": "", "out": None}],
+    "empty": [],
+    "nothing": None,
+    "flag": False,
+    "number": 0.1,
+    "large": 2**53 + 1,
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_unusual_columns_reach_the_reward_unchanged(tmp_path, tokenizer, kind):
+    """Two prompts with three answers each: p1, p1, p1, p2, p2, p2, each with all of its row."""
+    rows = [{"prompt": "a", **UNUSUAL}, {"prompt": "b", **UNUSUAL, "tests": None, "number": None, "nothing": None}]
+    if kind == "jsonl":
+        (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
+    made = PromptSource(str(tmp_path / f"x.{kind}"), tokenizer=tokenizer, max_new_tokens=9, text_as_chat=False)
+    for rank in range(2):
+        (batch,) = [next(PromptStream(made, prompts_per_step=2, samples_per_prompt=3, rank=rank, world_size=2, shuffle=False))]
+        expected = [dict(rows[rank], prompt_text="ab"[rank], data_source=made.path)] * 3
+        assert [{name: row[name] for name in expected[0]} for row in batch.metadata] == expected
+        assert all(set(row) == set(expected[0]) for row in batch.metadata)
 
 
 def test_chat(source, tokenizer):
     prompts = source({"messages": [USER, ANSWER], "answer": 3}).batch([0])
-    assert prompts.metadata == ({"messages": [USER], "answer": 3, "prompt_text": "<user>hi<eos><assistant>"},)
+    (row,) = prompts.metadata
+    assert (row["messages"], row["answer"], row["prompt_text"]) == ([USER], 3, "<user>hi<eos><assistant>")
     ids = ids_of(prompts)[0]
     assert ids == tokenizer.encode_chat([USER]) and ids.count(0) == 1
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<user>hi<eos><assistant>"
@@ -134,6 +171,29 @@ def test_a_row_that_the_template_refuses(source, byte_tokenizer):
         source({"messages": [USER]}, {"messages": [{"role": "system", "content": "s"}, USER]}, tokenizer=picky)
 
 
+def test_a_system_message(source, byte_tokenizer):
+    rows = ["hi", {"messages": [USER, ANSWER, USER]}, {"messages": [{"role": "system", "content": "own"}, USER]}]
+    made = source(*rows, system="be brief", text_as_chat=None)
+    batch = made.batch([0, 1, 2])
+    assert texts(batch) == [
+        "<system>be brief<eos><user>hi<eos><assistant>",
+        "<system>be brief<eos><user>hi<eos><assistant>yo<eos><user>hi<eos><assistant>",
+        "<system>own<eos><user>hi<eos><assistant>",
+    ]
+    assert batch.metadata[0]["messages"] == [{"role": "system", "content": "be brief"}, USER]  # what a reward model is shown
+    assert ids_of(batch)[0] == byte_tokenizer().encode_chat(batch.metadata[0]["messages"])
+
+
+def test_a_system_message_needs_a_template_that_takes_it(source, byte_tokenizer):
+    with pytest.raises(UserError, match="data.system='be brief': the tokenizer has no chat template to put it in; set data.chat_template, or"):
+        source("hi", system="be brief", tokenizer=byte_tokenizer(template=None))
+    with pytest.raises(UserError, match=r"data.jsonl:1: column \"prompt\" is a text that stays as it is, .* data.text_as_chat=false"):
+        source("hi", system="be brief", text_as_chat=False)
+    picky = byte_tokenizer(template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x")
+    with pytest.raises(UserError, match=r"data.jsonl:1: the chat template refuses roles \['system', 'user'\]: no system"):
+        source({"messages": [USER]}, system="be brief", tokenizer=picky)
+
+
 def test_a_prompt_without_tokens(source, byte_tokenizer):
     with pytest.raises(UserError, match=r"data.jsonl:1: the prompt has no tokens"):
         source({"messages": [USER]}, tokenizer=byte_tokenizer(template="{{ '' }}"))
@@ -144,7 +204,7 @@ def test_each_answer_has_the_limit_of_its_row_or_of_the_run(source):
     made = source(*rows, {"prompt": "e", "max_new_tokens": 8.0}, {"prompt": "f", "max_new_tokens": 9e9}, max_new_tokens=7)
     prompts = made.batch([5, 4, 3, 2, 1, 1, 0])
     assert prompts.limits.tolist() == [7, 7, 7, 7, 3, 3, 7] and prompts.limits.dtype == torch.int64
-    assert made.report["lowered"] == 2 and prompts.metadata[4] == {"prompt": "b", "max_new_tokens": 3, "prompt_text": "b"}
+    assert made.report["lowered"] == 2 and prompts.metadata[4]["max_new_tokens"] == 3
 
 
 def test_limits_stay_with_their_prompts_where_others_are_dropped(source):

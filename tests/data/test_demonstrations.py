@@ -1,0 +1,202 @@
+"""What a language-modelling loss learns from: ids and the mask of learned tokens, written down by hand.
+
+The byte tokenizer: <eos> 0, <pad> 1, "a" 66, "b" 67, ...; its template writes "<user>hi<eos><assistant>" and then the answer and "<eos>".
+"""
+
+from itertools import islice
+
+import pytest
+import torch
+
+from ppo_ds.algo.exchange import microbatches
+from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
+from ppo_ds.errors import UserError
+
+A, B, C, D, E = range(66, 71)
+EOS, PAD = 0, 1
+USER = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "yo"}
+
+
+@pytest.fixture
+def source(jsonl, tokenizer):
+    def make(*rows, **options):
+        rows = [{"text": row} if isinstance(row, str) else row for row in rows]
+        return DemonstrationSource(jsonl(*rows), **{"tokenizer": tokenizer, **options})
+
+    return make
+
+
+def learned(batch, tokenizer):
+    """Of each row the text that is given and the text that is learned."""
+    pairs = []
+    for ids, mask, response in zip(batch.ids, batch.attention_mask, batch.response_mask, strict=True):
+        taught = torch.cat([torch.tensor([False]), response])
+        pairs.append(tuple(tokenizer.decode(ids[each].tolist(), skip_special_tokens=False) for each in (mask & ~taught, taught)))
+    return pairs
+
+
+def test_all_of_a_text_is_learned_but_its_first_token(source):
+    batch = source("abc", "d").batch([1, 0])
+    assert batch.ids.tolist() == [[D, EOS, PAD, PAD], [A, B, C, EOS]]
+    assert batch.attention_mask.tolist() == [[True, True, False, False], [True] * 4]
+    assert batch.response_mask.tolist() == [[True, False, False], [True] * 3]
+    assert (batch.prompt_width, batch.response_width) == (1, 3) and batch.ids.dtype == torch.int64
+
+
+def test_of_an_answer_to_a_text_the_answer_and_its_end_are_learned(source):
+    rows = [{"prompt": "ab", "response": "cd"}, {"prompt": "abc", "answer": "d"}, {"prompt": "a", "completion": "b"}, {"prompt": "a", "chosen": "c"}]
+    batch = source(*rows, text_as_chat=False).batch([0, 1, 2, 3])
+    assert batch.ids.tolist() == [[A, B, C, D, EOS], [A, B, C, D, EOS], [A, B, EOS, PAD, PAD], [A, C, EOS, PAD, PAD]]
+    assert batch.response_mask.int().tolist() == [[0, 1, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
+    assert batch.attention_mask.sum(1).tolist() == [5, 5, 3, 3]
+
+
+GIVEN = "<user>hi<eos><assistant>"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ANSWER]},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+        {"prompt": "hi", "response": "yo"},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"prompt": "hi", "chosen": [USER, ANSWER], "rejected": [USER, ANSWER]},
+        {"chosen": [USER, ANSWER]},
+        {"prompt": "something else", "messages": [USER, ANSWER], "response": None},
+    ],
+)
+def test_of_a_chat_the_last_answer_and_its_end_are_learned(source, tokenizer, row):
+    batch = source(row).batch([0])
+    assert learned(batch, tokenizer) == [(GIVEN, "yo<eos>")]
+    assert batch.ids[0, : len(GIVEN) - 4].tolist() == tokenizer.encode_chat([USER])  # as in generation; <eos> is one token of five characters
+
+
+def test_earlier_answers_are_given_and_a_system_message_is_put_in(source, tokenizer):
+    batch = source({"messages": [USER, {**ANSWER, "content": "no"}, USER, ANSWER]}, system="s").batch([0])
+    assert learned(batch, tokenizer) == [("<system>s<eos><user>hi<eos><assistant>no<eos><user>hi<eos><assistant>", "yo<eos>")]
+
+
+def test_what_a_template_writes_after_the_end_token_is_not_learned(source, byte_tokenizer):
+    line = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    tokenizer = byte_tokenizer(template=line)
+    assert learned(source({"messages": [USER, ANSWER]}, tokenizer=tokenizer).batch([0]), tokenizer) == [("user:hi<eos>\nassistant:", "yo<eos>")]
+
+
+def test_a_template_without_an_end_token_gets_one(source, byte_tokenizer):
+    tokenizer = byte_tokenizer(
+        template="{% for m in messages %}{{ m['role'] }}:{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    assert learned(source({"messages": [USER, ANSWER]}, tokenizer=tokenizer).batch([0]), tokenizer) == [("user:hi assistant:", "yo <eos>")]
+
+
+def test_a_text_keeps_the_end_tokens_within_it_and_gets_no_second_one(source):
+    batch = source("a<eos>b", "a<eos>").batch([0, 1])
+    assert batch.ids.tolist() == [[A, EOS, B, EOS], [A, EOS, PAD, PAD]]
+
+
+def test_texts_get_the_tokenizers_own_first_token_and_answers_do_not(source, byte_tokenizer):
+    made = source("a", {"prompt": "a", "response": "b"}, text_as_chat=False, tokenizer=byte_tokenizer(adds_bos=True))
+    batch = made.batch([0, 1])
+    assert batch.ids.tolist() == [[EOS, A, EOS, PAD], [EOS, A, B, EOS]]
+    assert batch.response_mask.int().tolist() == [[1, 1, 0], [0, 1, 1]]
+
+
+def test_pad_is_eos(source, byte_tokenizer):
+    batch = source("abc", "a", tokenizer=byte_tokenizer(pad=None)).batch([0, 1])
+    assert batch.ids.tolist() == [[A, B, C, EOS], [A, EOS, EOS, EOS]]
+    assert batch.attention_mask[1].tolist() == [True, True, False, False] and batch.response_mask[1].tolist() == [True, False, False]
+
+
+def test_long_rows_are_cut_on_the_right_and_dropped_where_no_answer_is_left(source):
+    rows = ["abcd", "ab", {"prompt": "ab", "response": "cde"}, {"prompt": "abc", "response": "d"}, {"prompt": "abcde", "response": "d"}]
+    made = source(*rows, max_tokens=3, text_as_chat=False)
+    assert made.report == {"rows": 5, "truncated": 2, "dropped": 2} and len(made) == 3
+    batch = made.batch([0, 1, 2])
+    assert batch.ids.tolist() == [[A, B, C], [A, B, EOS], [A, B, C]]
+    assert batch.response_mask.int().tolist() == [[1, 1], [1, 1], [0, 1]]
+
+
+def test_dropping_everything_is_an_error(source):
+    with pytest.raises(UserError, match="data.ptx_path=.*: all 1 rows are dropped: their answers begin after data.ptx_max_tokens=2"):
+        source({"prompt": "ab", "response": "c"}, max_tokens=2, text_as_chat=False)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a"}, 'nothing to learn: needs a column "text", or "prompt" and one of response, answer, .*; the row has: prompt'),
+        ({"prompt": "a", "response": 5}, 'column "response" must be a text, not int'),
+        ({"prompt": "a", "response": ""}, 'column "response" is empty'),
+        ({"prompt": 5, "response": "a"}, 'column "prompt" must be a text or a list of messages, not int'),
+        ({"text": ["a"]}, 'column "text" must be a text, not list'),
+        ({"messages": [USER]}, 'column "messages": nothing to learn: the last message must be the assistant\'s'),
+        ({"messages": [ANSWER]}, 'column "messages": nothing to answer'),
+        ({"messages": []}, 'column "messages": nothing to learn'),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, 'column "messages" is empty'),
+        ({"prompt": "a", "chosen": [USER]}, 'column "chosen": nothing to learn'),
+    ],
+)
+def test_bad_rows_are_named(source, row, message):
+    with pytest.raises(UserError, match=f"data.jsonl:2: {message}"):
+        source("ok", row)
+
+
+def test_a_template_that_renders_an_answered_prompt_otherwise(source, byte_tokenizer):
+    thinking = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
+    with pytest.raises(UserError, match=r"data.jsonl:1: the chat template renders the prompt otherwise once it is answered"):
+        source({"messages": [USER, ANSWER]}, tokenizer=byte_tokenizer(template=thinking))
+
+
+def test_chats_need_a_template(source, byte_tokenizer):
+    with pytest.raises(UserError, match=r"data.jsonl:2: a chat, but the tokenizer has no chat template"):
+        source("a", {"messages": [USER, ANSWER]}, tokenizer=byte_tokenizer(template=None))
+
+
+# ---- the stream
+
+
+def take(stream, steps):
+    return [[row[mask].tolist() for row, mask in zip(batch.ids, batch.attention_mask, strict=True)] for batch in islice(stream, steps)]
+
+
+def test_every_pass_has_every_row_once_in_its_own_order(source):
+    made = source("a", "b", "c", "d", "e")
+    seen = [row[0] for step in take(DemonstrationStream(made, batch_size=3, seed=2), 5) for row in step]
+    passes = [seen[i : i + 5] for i in (0, 5, 10)]
+    assert all(sorted(each) == [A, B, C, D, E] for each in passes) and passes[0] != passes[1]
+    other = [row[0] for step in take(DemonstrationStream(made, batch_size=3, seed=3), 5) for row in step]
+    assert other[:5] == passes[1]  # seeded with seed + pass
+
+
+def test_resume(source):
+    made = source("a", "b", "c", "d", "e")
+    before, after = DemonstrationStream(made, batch_size=2), DemonstrationStream(made, batch_size=2)
+    take(before, 4)
+    after.load_state_dict(before.state_dict())
+    assert before.state_dict() == {"step": 4} and take(after, 4) == take(before, 4)
+
+
+def test_fewer_texts_than_a_batch(source):
+    with pytest.raises(
+        UserError, match=r"data.ptx_path=.*: 2 texts are fewer than one optimizer step takes \(algo.ptx.batch_size=3\); set .* at most 2"
+    ):
+        DemonstrationStream(source("a", "b"), batch_size=3)
+
+
+def test_batches_go_through_microbatches(source):
+    """What the learner does with a minibatch: dealt to two ranks, cut into forwards, trimmed; each learned token is in one of them."""
+
+    class World:
+        size = 2
+
+        def __init__(self, rank):
+            self.rank = rank
+
+    batch = next(DemonstrationStream(source("abcde", "a", {"prompt": "abc", "response": "d"}, "ab", text_as_chat=False), batch_size=4))
+    assert batch.prompt_lengths.tolist() == [1] * 4
+    parts = [microbatches(batch, 7, World(rank)) for rank in range(2)]
+    assert len(parts[0]) == len(parts[1]) and all(part.ids.numel() <= 7 and part.prompt_width == 1 for part in sum(parts, []))
+    actions = sorted(token for part in sum(parts, []) for token in part.ids[:, 1:][part.response_mask].tolist())
+    assert actions == sorted([B, C, D, E, EOS] + [EOS] + [D, EOS] + [B, EOS])

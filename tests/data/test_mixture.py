@@ -1,0 +1,136 @@
+"""Several sets as one: shares, orders, ranks, resume, and where each row is from."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from ppo_ds.data.mixture import MixedSource, load_all
+from ppo_ds.data.prompts import PromptSource, PromptStream, eval_batches
+from ppo_ds.errors import UserError
+
+
+@pytest.fixture
+def part(jsonl, tokenizer):
+    """A set "a" of n prompts "a0", "a1", ..."""
+
+    def make(name, n, **options):
+        rows = [{"prompt": f"{name}{i}"} for i in range(n)]
+        return PromptSource(jsonl(*rows, name=f"{name}.jsonl"), **{"tokenizer": tokenizer, "max_new_tokens": 9, "text_as_chat": False, **options})
+
+    return make
+
+
+@pytest.fixture
+def mixed(part):
+    def make(sizes, weights):
+        return MixedSource([part(name, n) for name, n in zip("abc", sizes, strict=False)], weights)
+
+    return make
+
+
+def texts(prompts):
+    return [row["prompt_text"] for row in prompts.metadata]
+
+
+def take(stream, steps):
+    return [texts(next(stream)) for _ in range(steps)]
+
+
+def test_a_batch_of_several_sets(mixed):
+    """ids: "a" is 66 ("!" 33 is 2), "b" 67, digits "0" 17 and on; "b" has ten prompts and more, so a row of three tokens."""
+    source = mixed([2, 11], [1, 1])
+    batch = source.batch([12, 0, 2, 12])
+    assert batch.ids.tolist() == [[67, 18, 17], [1, 66, 17], [1, 67, 17], [67, 18, 17]]
+    assert batch.mask.tolist() == [[True] * 3, [False, True, True], [False, True, True], [True] * 3]
+    assert texts(batch) == ["b10", "a0", "b0", "b10"] and (len(source), source.longest) == (13, 3)
+
+
+def test_every_row_says_which_set_it_is_from(mixed):
+    rows = mixed([2, 3], [1, 1]).batch([0, 1, 2, 4]).metadata
+    assert [row["data_source"].rpartition("/")[2] for row in rows] == ["a.jsonl", "a.jsonl", "b.jsonl", "b.jsonl"]
+
+
+def test_each_step_has_the_shares(mixed):
+    """Weights 5, 3 and 2, ten prompts a step: five, three and two of them in every step, whatever the sets hold."""
+    stream = PromptStream(mixed([40, 4, 17], [0.5, 0.3, 0.2]), prompts_per_step=10, seed=1)
+    assert all(Counter(text[0] for text in step) == {"a": 5, "b": 3, "c": 2} for step in take(stream, 20))
+
+
+def test_shares_that_no_step_can_have_even_out(mixed):
+    """Weights 2 and 1, four prompts a step: after n steps "b" has 4n / 3 up to less than one."""
+    stream, seen = PromptStream(mixed([9, 9], [2, 1]), prompts_per_step=4), Counter()
+    for n in range(1, 40):
+        seen.update(text[0] for text in take(stream, 1)[0])
+        assert abs(seen["b"] - 4 * n / 3) < 1
+
+
+def test_each_set_is_gone_through_in_passes_of_its_own(mixed):
+    source = mixed([4, 6, 6], [2, 1, 1])
+    seen = sum(take(PromptStream(source, prompts_per_step=8, seed=3), 12), [])
+    a, b, c = ([text for text in seen if text[0] == name] for name in "abc")
+    assert (len(a), len(b), len(c)) == (48, 24, 24)
+    for texts_of, n in ((a, 4), (b, 6), (c, 6)):
+        passes = [texts_of[i : i + n] for i in range(0, len(texts_of), n)]
+        assert all(len(set(each)) == n for each in passes) and len(set(map(tuple, passes))) > 1
+    assert [text[1:] for text in b] != [text[1:] for text in c]  # not the same order twice
+    assert seen != sum(take(PromptStream(source, prompts_per_step=8, seed=4), 12), [])
+
+
+def test_one_pass_is_as_many_prompts_as_there_are(mixed):
+    stream = PromptStream(mixed([9, 3], [1, 1]), prompts_per_step=4, shuffle=False)
+    assert stream.steps_per_epoch == 3.0
+    assert Counter(sum(take(stream, 3), []))["b0"] == 2 and stream.epoch == 1.0
+
+
+def test_a_mixture_of_one_set_is_that_set(part):
+    alone, mixture = part("a", 7), MixedSource([part("a", 7)], [0.3])
+    options = {"prompts_per_step": 3, "seed": 5}
+    assert take(PromptStream(alone, **options), 9) == take(PromptStream(mixture, **options), 9)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_put_together_are_the_single_rank(mixed, world_size):
+    source, options = mixed([5, 12], [0.7, 0.3]), {"prompts_per_step": 8, "samples_per_prompt": 2, "seed": 5}
+    alone = take(PromptStream(source, **options), 6)
+    ranks = [take(PromptStream(source, rank=r, world_size=world_size, **options), 6) for r in range(world_size)]
+    assert [sum((rank[step] for rank in ranks), []) for step in range(6)] == alone
+    assert all(step[0::2] == step[1::2] for step in alone)  # p1, p1, p2, p2
+
+
+def test_resume_from_the_step_alone(part, mixed):
+    before = PromptStream(mixed([5, 12, 3], [0.7, 0.2, 0.1]), prompts_per_step=4, seed=2)
+    take(before, 7)
+    after = PromptStream(mixed([5, 12, 3], [0.7, 0.2, 0.1]), prompts_per_step=4, seed=2)
+    after.load_state_dict(before.state_dict())
+    assert before.state_dict() == {"step": 7} and take(after, 5) == take(before, 5)
+
+
+def test_what_is_shown_of_a_mixture(part):
+    sources = [part("a", 3, max_prompt_tokens=1), part("b", 4)]
+    source = MixedSource(sources, [3, 1])
+    assert source.shares == [0.75, 0.25] and source.report == {"rows": 7, "truncated": 3, "dropped": 0, "lowered": 0}
+    assert source.path == f"75% {sources[0].path} + 25% {sources[1].path}"
+
+
+def test_fewer_prompts_than_a_step(mixed):
+    with pytest.raises(UserError, match=r"data.mix=50% .*a.jsonl \+ 50% .*b.jsonl: 5 prompts are fewer than one step takes"):
+        PromptStream(mixed([2, 3], [1, 1]), prompts_per_step=6)
+
+
+def test_the_first_prompts_of_a_mixture_can_be_evaluated(mixed):
+    ((batch, weights),) = eval_batches(mixed([2, 3], [1, 1]), rank=0, world_size=1, rows_per_batch=9)
+    assert texts(batch) == ["a0", "a1", "b0", "b1", "b2"] and torch.equal(weights, torch.ones(5))
+
+
+def test_all_that_is_wrong_with_the_sets(jsonl, tokenizer, part):
+    def make(i, path, **options):
+        return lambda: PromptSource(path, tokenizer=tokenizer, max_new_tokens=9, key=f"data.mix.{i}.path", **options)
+
+    bad = jsonl({"prompt": "a"}, {"prompt": 5}, name="bad.jsonl")
+    with pytest.raises(UserError) as caught:
+        load_all([make(0, "missing.jsonl"), make(1, part("a", 2).path), make(2, bad), make(3, part("b", 2).path, prompt_column="q")])
+    first, second, third = caught.value.problems
+    assert first == "data.mix.0.path=missing.jsonl: no such file or folder"
+    assert "bad.jsonl:2:" in second and "b.jsonl:1: data.mix.3.prompt_column=q: no such column" in third
+    assert [len(source) for source in load_all([make(0, part("a", 2).path), make(1, part("b", 3).path)])] == [2, 3]

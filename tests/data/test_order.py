@@ -1,0 +1,81 @@
+"""Which place holds what: passes over one set, and turns between several."""
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+
+from ppo_ds.data.order import Interleaved, Passes, Turns
+
+WEIGHTS = [[1], [1, 1], [7, 2, 1], [0.7, 0.3], [0.1, 0.2, 0.3], [5, 1, 1, 1, 1, 1], [1, 1000], [23, 1, 1, 1, 1, 1, 1, 23, 23, 1, 1, 1, 1, 1, 1]]
+
+
+def first(order, n):
+    return [order[place] for place in range(n)]
+
+
+def test_every_pass_has_everything_once_in_its_own_order():
+    seen = first(Passes(9, seed=4), 27)
+    passes = [seen[i : i + 9] for i in (0, 9, 18)]
+    assert all(sorted(each) == list(range(9)) for each in passes) and len(set(map(tuple, passes))) == 3
+    assert first(Passes(9, seed=5), 9) == passes[1]  # seeded with seed + pass
+    assert first(Passes(3, seed=4, shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_any_place_of_any_pass_can_be_asked_for():
+    passes = Passes(5, seed=1)
+    seen = first(passes, 20)
+    fresh = Passes(5, seed=1)
+    assert [fresh[place] for place in (17, 3, 19, 0, 8)] == [seen[place] for place in (17, 3, 19, 0, 8)]
+
+
+def test_turns_by_hand():
+    """Shares 1/2, 1/4, 1/4 are worked out with m = 3, so behind means by 1/4 or more; then the lowest (3/4 - behind) / share wins.
+
+    place 0: behind 1/2, 1/4, 1/4: (1/4) / (1/2) = 1/2 against 2 and 2: the first
+    place 1: behind 0, 1/2, 1/2: 1 and 1, the second, which stands first
+    place 2: behind 1/2, -1/4, 3/4: 1/2 against 0, the third
+    place 3: behind 1, 0, 0: the first
+    """
+    turns = Turns([2, 1, 1])
+    assert first(turns, 8) == [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 1), (2, 1), (0, 3)]
+    assert turns.shares == [0.5, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_shares_are_exact_to_less_than_one_turn_at_every_place(weights):
+    turns, taken = Turns(weights), Counter()
+    exact = [Fraction(str(weight)) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    for n in range(1, 2500):
+        who, turn = turns[n - 1]
+        assert turn == taken[who]
+        taken[who] += 1
+        assert all(abs(taken[i] - n * share) < 1 for i, share in enumerate(shares)), n
+    assert turns.shares == pytest.approx([float(share) for share in shares])
+
+
+def test_a_window_of_any_place_and_length_has_the_shares():
+    turns, shares = Turns([0.6, 0.3, 0.1]), [0.6, 0.3, 0.1]
+    who = [i for i, _ in first(turns, 200)]
+    for start in range(0, 100):
+        for length in (1, 7, 10, 64):
+            count = Counter(who[start : start + length])
+            assert all(abs(count[i] - length * share) < 2 for i, share in enumerate(shares))
+    assert all(Counter(who[start : start + 10]) == {0: 6, 1: 3, 2: 1} for start in range(0, 190, 10))  # whole periods are exact
+
+
+@pytest.mark.parametrize("weights", [[7, 2, 1], [0.25, 0.5], [0.123, 0.5]])
+def test_any_turn_can_be_asked_for(weights):
+    turns = first(Turns(weights), 3000)
+    assert [Turns(weights)[place] for place in (2999, 1234, 40, 0)] == [turns[place] for place in (2999, 1234, 40, 0)]
+
+
+def test_turns_have_no_seed_and_equal_weights_no_scale():
+    assert first(Turns([1, 3]), 100) == first(Turns([0.25, 0.75]), 100) == first(Turns([5, 15]), 100)
+
+
+def test_interleaved_orders_are_gone_through_one_by_one():
+    """Weights 2 and 1: ABA ABA ..., A of 3 things at 0, 1, 2, B of 2 things behind them at 3, 4."""
+    order = Interleaved(Turns([2, 1]), [Passes(3, 0, shuffle=False), Passes(2, 0, shuffle=False)], [0, 3])
+    assert first(order, 12) == [0, 3, 1, 2, 4, 0, 1, 3, 2, 0, 4, 1]
