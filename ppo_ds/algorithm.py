@@ -148,7 +148,7 @@ def learner(
             entropy_kind=algo.entropy.kind,
             kl_in_loss=algo.kl.place == "loss",
             kl_estimator=algo.kl.estimator,
-            aux_coef=algo.aux_coef,
+            aux_coef=(actor.module.balance_coef or 0.0) if algo.aux_coef is None else algo.aux_coef,
         ),
         value=ValueObjective(algo.value.clip, algo.value.half, algo.value.coef, "token_mean" if algo.level == "sequence" else algo.loss.agg),
         ptx=PtxObjective(algo.ptx.coef) if ptx_texts is not None else None,

@@ -107,16 +107,20 @@ def _roles(config: Config) -> Iterator[str]:
     if critic.init != "path" and critic.model.path:
         yield f"critic.model.path={critic.model.path}: only used with critic.init=path, which is {critic.init}"
     if config.reward and not config.reward.get("_target_"):
-        yield "reward._target_ is missing: choose a kind of reward first (reward=model or reward=function)"
-    if critic.init == "reward" and config.reward and not _reward_model(config):
+        yield "reward._target_ is missing: choose a kind of reward first (reward=model, reward=function, ...; --help lists them)"
+    if critic.init == "reward" and config.reward and "reward.model.path" not in dict(_reward_models(config.reward)):
         kind = show(config.reward.get("_target_"))
         yield f"critic.init=reward: needs a reward that is a model, and reward._target_={kind} has no reward.model.path"
 
 
-def _reward_model(config: Config) -> str | None:
-    model = config.reward.get("model")
-    path = model.get("path") if isinstance(model, dict) else None
-    return path if isinstance(path, str) else None
+def _reward_models(section: dict[str, Any], key: str = "reward") -> Iterator[tuple[str, str]]:
+    """Key and path of each model that the reward reads, however deep in a mixture."""
+    for name, inner in section.items():
+        if isinstance(inner, dict):
+            path = inner.get("path")
+            if name == "model" and isinstance(path, str):
+                yield f"{key}.model.path", path
+            yield from _reward_models(inner, f"{key}.{name}")
 
 
 def _kl(config: Config) -> Iterator[str]:
@@ -147,7 +151,7 @@ def _algo(config: Config) -> Iterator[str]:
     if algo.correction.low > algo.correction.high:
         yield f"algo.correction.low={algo.correction.low:g}: must be at most algo.correction.high={algo.correction.high:g}"
     if algo.reward.overlong_buffer is not None and algo.reward.overlong_buffer > limit:
-        yield f"algo.reward.overlong_buffer={algo.reward.overlong_buffer}: must be at most sampling.max_new_tokens={limit}"
+        yield f"algo.reward.overlong_buffer={algo.reward.overlong_buffer:g}: must be at most sampling.max_new_tokens={limit}"
     if config.actor.ema.evaluate and config.actor.ema.decay is None:
         yield "actor.ema.evaluate=true: needs an average; set actor.ema.decay (say 0.99)"
 
@@ -209,7 +213,7 @@ def _evaluation(config: Config) -> Iterator[str]:
 
 
 def _paths(config: Config) -> Iterator[str]:
-    models = {"actor.model.path": config.actor.model.path, "critic.model.path": config.critic.model.path, "reward.model.path": _reward_model(config)}
+    models = {"actor.model.path": config.actor.model.path, "critic.model.path": config.critic.model.path} | dict(_reward_models(config.reward))
     if config.reference.model.path != config.actor.model.path:
         models["reference.model.path"] = config.reference.model.path
     for key, path in models.items():

@@ -264,7 +264,7 @@ class RewardShapingConfig:
     normalize_std: bool = True  # false: only the mean is taken away
     missing_eos: Literal["subtract", "set", "scale"] | None = None  # what happens to the score of an answer cut at the length limit
     missing_eos_value: float = 1.0
-    overlong_buffer: Count | None = None  # tokens before the limit over which a penalty grows (DAPO)
+    overlong_buffer: Positive | None = None  # tokens before the limit over which a penalty grows (DAPO); below 1: that share of the limit
     overlong_factor: NonNegative = 1.0  # the penalty at the limit
     length_penalty: float = 0.0  # taken off the score for each token
 
@@ -311,7 +311,7 @@ class AlgoConfig:
     level: Literal["token", "sequence"] = "token"  # sequence: a whole answer is one action, with one ratio
     old_policy: Literal["rollout", "lagged"] = "rollout"  # lagged: a copy of the actor from up to `lag` steps ago
     lag: Count = 4  # PPO steps between two copies
-    aux_coef: NonNegative = 0.0  # of a mixture of experts' load-balancing loss
+    aux_coef: NonNegative | None = 0.0  # of a mixture of experts' load-balancing loss; null: the model's own, 0 without experts
     epochs: Count = 2  # passes over one rollout
     target_kl: Positive | None = None  # no further minibatch once the policy has moved so far from the old one: nats per token; null: off
     minibatch_size: Count | None = None  # samples of one optimizer step, over all ranks; null: the whole rollout

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ppo_ds.config import ActorConfig, Config, CriticConfig, FrozenZeroConfig, InheritedModelConfig, ModelConfig
-from ppo_ds.engine.frozen import FrozenModel
+from ppo_ds.config import ActorConfig, Config, CriticConfig, FrozenZeroConfig, InheritedModelConfig, LoraConfig, ModelConfig
+from ppo_ds.engine.frozen import FrozenBase, FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import Schedule, TrainedModel
 from ppo_ds.engine.world import World
 from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.errors import UserError
+from ppo_ds.models.lora import adapter_parameters, add_adapters, without_adapters
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading, unsharded_twin
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.models.value import ScoreModel, load_critic, reads_like
@@ -43,19 +44,32 @@ def _loaded(load: Callable[[], nn.Module], engine_config: dict[str, Any] | None)
         return load()
 
 
-def _training(role: ActorConfig | CriticConfig, engine_config: dict[str, Any], world: World, optimizer_steps: int) -> dict[str, Any]:
-    optim = role.optim
+def _adapt(module: Any, lora: LoraConfig, seed: int, key: str) -> None:
+    """Where LoRA is on."""
+    if lora.rank:
+        add_adapters(module, rank=lora.rank, alpha=lora.alpha or 2 * lora.rank, targets=lora.targets, seed=seed, key=key)
+
+
+def _training(
+    role: ActorConfig | CriticConfig, module: nn.Module, engine_config: dict[str, Any], world: World, optimizer_steps: int
+) -> dict[str, Any]:
+    """The schedule (and so the metric ``lr``) is that of the adapters where there are some; a value head beside them keeps to optim.lr."""
+    optim, adapters = role.optim, set(adapter_parameters(module))
+    lr = (role.lora.lr or optim.lr) if adapters else optim.lr
     return {
         "world": world,
         "deepspeed_config": engine_config,
-        "schedule": Schedule(optim.lr, optim.schedule, optim.warmup_ratio, optim.min_lr_ratio, optimizer_steps),
+        "schedule": Schedule(lr, optim.schedule, optim.warmup_ratio, optim.min_lr_ratio, optimizer_steps),
+        "lr_factors": {parameter: optim.lr / lr for parameter in module.parameters() if parameter not in adapters},
         "betas": optim.betas,
         "eps": optim.eps,
         "weight_decay": optim.weight_decay,
     }
 
 
-def _policy(model: ModelConfig | InheritedModelConfig, temperature: float, key: str, checkpointing: bool = False) -> Policy:
+def _policy(
+    model: ModelConfig | InheritedModelConfig, temperature: float, key: str, checkpointing: bool = False, value_head: bool = False
+) -> Policy:
     return load_policy(
         model.path,
         revision=model.revision,
@@ -65,6 +79,7 @@ def _policy(model: ModelConfig | InheritedModelConfig, temperature: float, key: 
         gradient_checkpointing=checkpointing,
         temperature=temperature,
         key=key,
+        value_head=value_head,
     )
 
 
@@ -96,9 +111,17 @@ def build_actor(
 ) -> HybridActor:
     role = config.actor
     engine_config = _engine_config(role, role.model.dtype)
-    policy = _loaded(lambda: _policy(role.model, config.sampling.temperature, "actor.model.path", role.model.gradient_checkpointing), engine_config)
-    policy = _fitting(policy, needs, role.model.path, "actor.model.path")
-    training = _training(role, engine_config, world, optimizer_steps)
+
+    def load() -> Policy:
+        checkpointing, value_head = role.model.gradient_checkpointing, config.critic.share_trunk
+        policy = _policy(role.model, config.sampling.temperature, "actor.model.path", checkpointing, value_head)
+        if config.algo.aux_coef and policy.balance_coef is None:
+            raise UserError(f"algo.aux_coef={config.algo.aux_coef:g}: {role.model.path} is no mixture of experts and has no loss to balance them")
+        _adapt(policy.lm, role.lora, config.run.seed, "actor.lora")
+        return policy
+
+    policy = _fitting(_loaded(load, engine_config), needs, role.model.path, "actor.model.path")
+    training = _training(role, policy, engine_config, world, optimizer_steps)
     return _accepted(lambda: HybridActor(policy, twin=unsharded_twin, timed=timed, **training), role, "actor")
 
 
@@ -112,8 +135,17 @@ def _accepted(make: Callable[[], T], role: ActorConfig | CriticConfig, name: str
         raise UserError(f"{name}.deepspeed={role.deepspeed}: DeepSpeed refuses it: {' '.join(str(error).split())[:300]}") from error
 
 
-def build_reference(config: Config, world: World, needs: Needs) -> FrozenModel:
+def reads_the_base(config: Config) -> bool:
+    """Whether the reference is what the actor's adapters stand on: no second copy of the weights is needed then."""
+    actor, reference = config.actor.model, config.reference.model
+    alike = ("path", "revision", "dtype", "attn_implementation")
+    return config.actor.lora.rank > 0 and all(getattr(reference, name) == getattr(actor, name) for name in alike)
+
+
+def build_reference(config: Config, world: World, needs: Needs, actor: TrainedModel) -> FrozenModel:
     role = config.reference
+    if reads_the_base(config):
+        return FrozenBase(actor, without_adapters=without_adapters)
 
     def load() -> Policy:
         policy = _policy(role.model, config.sampling.temperature, "reference.model.path")
@@ -170,7 +202,9 @@ def build_critic(config: Config, start: CriticStart, world: World, needs: Needs,
     engine_config = _engine_config(role, model.dtype)
 
     def load() -> ScoreModel:
-        return load_critic(
+        # With critic.init=actor and LoRA on both, the two bases are equal, and one could do: the actor's, with a second pair of adapters and
+        # a head. But two engines cannot hold one set of weights (each shards and hooks them): actor and critic would be one engine.
+        critic = load_critic(
             start.path,
             revision=start.revision,
             dtype=model.dtype,
@@ -180,6 +214,8 @@ def build_critic(config: Config, start: CriticStart, world: World, needs: Needs,
             zero_head=start.zero_head,
             key=start.key,
         )
+        _adapt(critic.model, role.lora, config.run.seed, "critic.lora")
+        return critic
 
     critic = _fitting(_loaded(load, engine_config), needs, start.path, start.key)
-    return _accepted(lambda: TrainedModel(critic, **_training(role, engine_config, world, optimizer_steps)), role, "critic")
+    return _accepted(lambda: TrainedModel(critic, **_training(role, critic, engine_config, world, optimizer_steps)), role, "critic")

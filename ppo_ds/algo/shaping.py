@@ -20,13 +20,15 @@ class Penalties:
 
     missing_eos: str | None  # subtract | set | scale
     missing_eos_value: float
-    overlong_buffer: int | None  # tokens before the limit over which the penalty grows to overlong_factor
+    overlong_buffer: float | None  # tokens before the limit over which the penalty grows to overlong_factor; below 1: that share of the limit
     overlong_factor: float
     per_token: float
 
     def apply(self, scores: Tensor, rollout: Rollout) -> Tensor:
         """[B] -> [B]."""
-        lengths = rollout.response_lengths
+        lengths, buffer = rollout.response_lengths, self.overlong_buffer
+        if buffer is not None and buffer < 1:
+            buffer = (buffer * rollout.limits).ceil().clamp(min=1)
         return shape_scores(
             scores - self.per_token * lengths,
             finished=rollout.finished,
@@ -34,7 +36,7 @@ class Penalties:
             max_new_tokens=rollout.limits,
             missing_eos=self.missing_eos,
             missing_eos_value=self.missing_eos_value,
-            overlong_buffer=self.overlong_buffer,
+            overlong_buffer=buffer,
             overlong_factor=self.overlong_factor,
         )
 

@@ -70,9 +70,11 @@ class Policy(nn.Module):
         return PolicyOutput(logprobs, entropy, values, out.aux_loss if with_aux else None)
 
     @property
-    def has_experts(self) -> bool:
-        """Whether the model has a load-balancing loss to give."""
-        return "output_router_logits" in inspect.signature(self.lm.forward).parameters
+    def balance_coef(self) -> float | None:
+        """The model's own coefficient of its load-balancing loss; None where it is no mixture of experts."""
+        if "output_router_logits" not in inspect.signature(self.lm.forward).parameters:
+            return None
+        return getattr(self.lm.config.get_text_config(), "router_aux_loss_coef", 0.0)
 
     @property
     def vocab_size(self) -> int:

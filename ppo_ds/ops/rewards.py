@@ -20,19 +20,19 @@ def shape_scores(
     *,
     finished: Tensor | None = None,
     lengths: Tensor | None = None,
-    max_new_tokens: int | None = None,
+    max_new_tokens: int | Tensor | None = None,
     clip: float | None = None,
     normalizer: Callable[[Tensor], Tensor] | None = None,
     missing_eos: MissingEOS = None,
     missing_eos_value: float = 1.0,
-    overlong_buffer: int | None = None,
+    overlong_buffer: int | Tensor | None = None,
     overlong_factor: float = 1.0,
 ) -> Tensor:
     """scores [B] -> [B]: penalties first, then the normaliser, then the clip, so that no penalty escapes the clip.
 
     missing_eos, for answers that were cut off (finished = False): "subtract" the value from the score, "set" the score to the
     value, or "scale" it by the value.
-    overlong_buffer (DAPO): over the last ``overlong_buffer`` of ``max_new_tokens`` the penalty grows linearly to overlong_factor.
+    overlong_buffer (DAPO): over the last ``overlong_buffer`` of ``max_new_tokens`` (a number, or [B]) the penalty grows linearly to overlong_factor.
     normalizer: maps [B] to [B]; its statistics, running or fixed, are its own. clip: limits to +-clip.
     """
     scores = widen(scores)
@@ -41,8 +41,8 @@ def shape_scores(
         scores = torch.where(finished.bool(), scores, _cut_off(scores, missing_eos, missing_eos_value))
     if overlong_buffer is not None:
         assert lengths is not None and max_new_tokens is not None, "overlong_buffer needs lengths and max_new_tokens"
-        excess = (lengths - (max_new_tokens - overlong_buffer)).clamp(0, overlong_buffer).to(scores.dtype)
-        scores = scores - overlong_factor * excess / overlong_buffer
+        excess = (lengths - (max_new_tokens - overlong_buffer)).to(scores.dtype) / overlong_buffer
+        scores = scores - overlong_factor * excess.clamp(0, 1)
     if normalizer is not None:
         scores = normalizer(scores)
     return scores if clip is None else scores.clamp(-clip, clip)
