@@ -36,6 +36,7 @@ from ppo_ds.engine.world import World, connect, seed_everything
 from ppo_ds.errors import UserError
 from ppo_ds.inputs import build_held_out, build_prompts, build_ptx, build_stream, build_tokenizer
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.roles import Needs, build_actor, build_critic, build_reference, critic_start, placed
 from ppo_ds.rollout.base import Sampling
 from ppo_ds.rollout.hf import HFGenerator
@@ -212,7 +213,7 @@ def _evaluator(
         batches,
         actor=actor,
         generator=generator,
-        reward=reward,
+        reward=reward.evaluate if isinstance(reward, WeightedReward) else reward,
         sampling=sampling.as_greedy() if config.eval.greedy else sampling,
         correct_above=config.eval.correct_above,
         tokenizer=tokenizer,

@@ -57,11 +57,11 @@ class WeightedReward:
 
     def __call__(self, rollout: Rollout) -> Scores:
         """A collective where a part is normalised."""
-        return self._mixed(rollout, learn=True)
+        return self._mixed(rollout, training=True)
 
     def evaluate(self, rollout: Rollout) -> Scores:
-        """The same for answers that are not trained on: running moments are used as they are."""
-        return self._mixed(rollout, learn=False)
+        """For held-out answers: a normalised part counts as it gave its score, so that evaluations compare; running moments stay as they are."""
+        return self._mixed(rollout, training=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, alike on every rank."""
@@ -74,14 +74,14 @@ class WeightedReward:
         for name, moments in self._moments.items():
             moments.load_state_dict(state["moments"][name])
 
-    def _mixed(self, rollout: Rollout, learn: bool) -> Scores:
+    def _mixed(self, rollout: Rollout, training: bool) -> Scores:
         answers = Answers.of(rollout, self._tokenizer)
         mixed = sequence_scores(torch.zeros(len(rollout)), rollout)
         total, per_token, components = mixed.total, mixed.per_token, {}
         for name, part in self._parts.items():
             with _naming(f"{self._key}.{name}"):
                 given = _given(part, rollout, answers)
-            score = self._shaped(name, part, given.total, learn)
+            score = self._shaped(name, part, given.total, training)
             total = total + part.weight * score
             per_token = per_token + part.weight * given.per_token
             components[name] = score
@@ -90,10 +90,11 @@ class WeightedReward:
             components |= {f"{name}/{inner}": column for inner, column in given.components.items()}
         return Scores(total, per_token, components)
 
-    def _shaped(self, name: str, part: Part, score: Tensor, learn: bool) -> Tensor:
+    def _shaped(self, name: str, part: Part, score: Tensor, training: bool) -> Tensor:
         if name in self._moments:
-            if learn:
-                self._moments[name].update(score, self._reduce)
+            if not training:
+                return score
+            self._moments[name].update(score, self._reduce)
             score = self._moments[name].normalize(score)
         return score if part.clip is None else score.clamp(-part.clip, part.clip)
 
