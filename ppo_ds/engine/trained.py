@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What one optimizer step did. ``grad_norm`` is global and before clipping."""
+    """What one optimizer step did. ``grad_norm`` is global and before clipping, ``lr`` the schedule's rate."""
 
     grad_norm: float
     lr: float
@@ -45,18 +46,26 @@ class StepInfo:
     loss_scale: float
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; norms, biases and other vectors do not.
+def parameter_groups(module: nn.Module, weight_decay: float, lr_factors: Mapping[nn.Parameter, float] | None = None) -> list[dict[str, Any]]:
+    """Matrices decay; norms, biases and other vectors do not. ``lr_factors``: what multiplies the schedule's rate, where that is not 1.
 
     The rank is read from ``ds_shape`` where ZeRO-3 has already flattened the parameter.
     """
-    decayed, kept = [], []
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for parameter in module.parameters():
         if parameter.requires_grad:
             shape = getattr(parameter, "ds_shape", parameter.shape)
-            (decayed if len(shape) > 1 else kept).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+            groups.setdefault((len(shape) > 1, (lr_factors or {}).get(parameter, 1.0)), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay if decays else 0.0, "lr_factor": factor}
+        for (decays, factor), parameters in sorted(groups.items(), key=lambda item: item[0], reverse=True)
+    ]
+
+
+def parameter_counts(module: nn.Module) -> tuple[int, int]:
+    """How many numbers are trained, and how many there are."""
+    counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in module.parameters()]
+    return sum(n for n, trained in counts if trained), sum(n for n, _ in counts)
 
 
 class TrainedModel:
@@ -77,16 +86,21 @@ class TrainedModel:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        lr_factors: Mapping[nn.Parameter, float] | None = None,
     ):
+        """``lr_factors``: see ``parameter_groups``."""
         self.world = world
         self.schedule = schedule
         self.steps = 0  # optimizer steps so far
+        self.swapped = False  # engine/shadow.py: the weights are another set's for now
+        self.unsettled: Callable[[], None] | None = None  # what brings the module's weights back, after an exception while they were
         offloaded = deepspeed_config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
         fused = world.device.type == "cuda" and not offloaded
         if deepspeed_config["zero_optimization"]["stage"] < 3:
             module.to(world.device)
         module.train()
-        optimizer = torch.optim.AdamW(parameter_groups(module, weight_decay), lr=schedule.at(0), betas=betas, eps=eps, fused=fused)
+        groups = parameter_groups(module, weight_decay, lr_factors)
+        optimizer = torch.optim.AdamW(groups, lr=schedule.at(0), betas=betas, eps=eps, fused=fused)
         with world.quiet():
             self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config)
 
@@ -99,18 +113,27 @@ class TrainedModel:
         return self.engine.zero_optimization_stage()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.settle()
         return self.engine(*args, **kwargs)
+
+    def settle(self) -> None:
+        """Before the module's weights are used. A collective where an exception has left them another set's, else nothing."""
+        if self.unsettled is not None:
+            refresh, self.unsettled = self.unsettled, None
+            refresh()
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of a micro-batch. ``last``: the step follows, so that ZeRO may reduce."""
+        assert not self.swapped, "training inside swapped()"
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def step(self) -> StepInfo:
         """Clip and apply what was accumulated."""
+        assert not self.swapped, "training inside swapped()"
         lr = self.schedule.at(self.steps)
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_factor"]
         plain_norm = self._plain_grad_norm()
         self.engine.step()
         self.steps += 1
