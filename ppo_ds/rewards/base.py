@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.types import Rollout, Row, Scores
 
@@ -55,6 +57,19 @@ class TextReward(ABC):
     @abstractmethod
     def judge(self, answers: Answers) -> Tensor:
         """One finite score each, [B]."""
+
+
+def expect_writable(tags: Iterable[str], tokenizer: Tokenizer, key: str) -> None:
+    """UserError where a tag is lost between ids and text, as special tokens are: no answer would ever show it."""
+    for tag in tags:
+        back = tokenizer.decode(tokenizer.encode_many([tag], special_tokens=False)[0])
+        if tag not in back:
+            raise UserError(f"{key}: the actor's tokenizer reads {tag} back as {shown(back)}; it must be a token that is not special, or other text")
+
+
+def both_tags(name: str | None) -> list[str]:
+    """answer -> <answer>, </answer>; None has none."""
+    return [] if name is None else [f"<{name}>", f"</{name}>"]
 
 
 def text_inside(text: str, tag: str) -> str | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.rewards.base import Answers, RewardError, TextReward, shown
+from ppo_ds.rewards.base import Answers, RewardError, TextReward, both_tags, expect_writable, shown
 from ppo_ds.rewards.numbers import Number, stated_number
 from ppo_ds.typed import Bound, Count, Natural, NonNegative
 from ppo_ds.types import Row
@@ -57,6 +57,7 @@ class Rule(TextReward):
         """``key``: this section's in the config, for messages."""
         super().__init__(tokenizer)
         self._inside, self._key = inside, key
+        expect_writable(both_tags(inside), tokenizer, f"{key}.inside={inside}")
 
     def judge(self, answers: Answers) -> Tensor:
         read = answers.inside(self._inside) if self._inside else answers
@@ -90,6 +91,7 @@ class FormatReward(Rule):
         super().__init__(None, tokenizer, key)
         self._pattern_score, self._patterns = pattern_score, [re.compile(pattern, re.DOTALL) for pattern in patterns]
         self._tag_score, self._tags = tag_score, tags
+        expect_writable(tags, tokenizer, f"{key}.tags")
 
     def rate(self, text: str, row: Row) -> float:
         formed = any(pattern.match(text) for pattern in self._patterns)
@@ -156,9 +158,7 @@ class NumericReward(Rule):
     def _number(self, reference: str) -> Number:
         number = stated_number(reference)
         if number is None or not math.isfinite(number.value):
-            raise RewardError(
-                f"{self._key}.column={self._column}: the reference {shown(reference)} states no number; name another column or mend the row"
-            )
+            raise RewardError(f"{self._key}.column={self._column}: no number in the reference {shown(reference)}; mend it, or name another column")
         return number
 
 

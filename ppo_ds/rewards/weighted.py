@@ -13,7 +13,7 @@ from torch import Tensor
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.running import RunningMoments
-from ppo_ds.rewards.base import Answers, RewardError, TextReward, sequence_scores, text_inside
+from ppo_ds.rewards.base import Answers, RewardError, TextReward, both_tags, expect_writable, sequence_scores, text_inside
 from ppo_ds.rewards.rules import Tag
 from ppo_ds.targets import NESTED
 from ppo_ds.typed import Positive
@@ -54,6 +54,8 @@ class WeightedReward:
         wrong = [line for name, part in parts.items() for line in _unfit(part, f"{self._key}.{name}")]
         if wrong:
             raise UserError(*wrong)
+        for name, part in parts.items():
+            expect_writable(both_tags(part.inside), tokenizer, f"{self._key}.{name}.inside={part.inside}")
 
     def __call__(self, rollout: Rollout) -> Scores:
         """A collective where a part is normalised."""
@@ -147,6 +149,7 @@ class AnswerMix(TextReward):
         super().__init__(tokenizer)
         if not isinstance(reward, TextReward):
             raise UserError(f"{key}.reward: {type(reward).__name__} does not read text alone; put the mix of whole and answer around its parts")
+        expect_writable(both_tags(tag), tokenizer, f"{key}.tag={tag}")
         self._reward, self._whole, self._answer, self._clip, self._tag = reward, whole, answer, clip, tag
 
     def judge(self, answers: Answers) -> Tensor:

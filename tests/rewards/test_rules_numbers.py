@@ -1,0 +1,135 @@
+r"""Which number an answer states, and when two are the same."""
+
+import pytest
+from test_rules import answers
+
+from ppo_ds.rewards.base import RewardError
+from ppo_ds.rewards.numbers import boxed, stated_number
+from ppo_ds.rewards.rules import NumericReward
+
+INFINITE = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("42", 42),
+        ("The answer is 42.", 42),
+        ("From 3 and 4 follows 7", 7),
+        ("10-3=-7", -7),
+        ("10-3", 3),
+        ("(5)-3", 3),
+        ("= −5", -5),
+        ("+5", 5),
+        ("- 5 apples", 5),
+        ("$1,234.50", 1234.5),
+        ("-$5", -5),
+        ("\\$ 5", 5),
+        ("1,2,3", 3),
+        ("1,234,567", 1234567),
+        ("1{,}234", 1234),
+        ("10,\\!000", 10000),
+        (".5", 0.5),
+        ("...42", 42),
+        ("3.14.", 3.14),
+        ("2e3", 2000),
+        ("1.5e-2", 0.015),
+        ("2e", 2),
+        ("3/4", 0.75),
+        ("-1 / 2", -0.5),
+        ("3 1/2", 3.5),
+        ("-3 1/2", -3.5),
+        ("\\frac{3}{4}", 0.75),
+        ("-\\dfrac{1}{2}", -0.5),
+        ("\\frac{-1}{2}", -0.5),
+        ("2\\frac{1}{2}", 2.5),
+        ("12 cm2", 12),
+        ("5 m^2", 5),
+        ("共42个", 42),
+        ("４２", 42),
+        ("2^{10}=1024", 1024),
+        ("1/0", INFINITE),
+        ("9" * 5000, INFINITE),
+        ("1e999", INFINITE),
+        ("#### 42", 42),
+        ("#### 42 apples of 3 kinds", 42),
+        ("#### 41\n then\n####\t-1,000\nin 5 steps", -1000),
+        ("#### Step 3\nso 7", 7),
+        ("\\boxed{42} after 7 steps", 42),
+        ("\\boxed{41}, no: \\boxed{\\frac{42}{1}}", 42),
+        ("\\boxed{x = 5}", 5),
+        ("so 41 \\boxed{42", 42),
+        ("#### 7 \\boxed{8}", 8),
+        ("<think>\\boxed{41}</think><answer>42</answer> in 3 steps", 42),
+        ("<answer>41 or \\boxed{42} of 50</answer>", 42),
+        ("<answer>5 and #### 42 \n 3</answer>", 42),
+    ],
+)
+def test_the_stated_number(text, value):
+    number = stated_number(text)
+    assert number is not None and number.value == value and not number.percent
+
+
+@pytest.mark.parametrize("text", ["", "none", "x2", "<answer>none</answer> 5", "\\boxed{} 5", "H2O"])
+def test_no_number(text):
+    assert stated_number(text) is None
+
+
+def test_percent():
+    for text in ("50%", "50 %", "50\\%", "\\boxed{50\\%}"):
+        number = stated_number(text)
+        assert number is not None and (number.value, number.percent) == (50, True)
+
+
+def test_boxes_are_closed_by_their_own_brace():
+    assert boxed("a \\boxed{\\text{a {b} c} d} e}") == "\\text{a {b} c} d"
+    assert boxed("\\boxed{1} \\boxed{2") is None
+    assert boxed("no") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "settings", "score"),
+    [
+        ("so 42", "42", {}, 1.0),
+        ("so 42.0", 42, {}, 1.0),
+        ("so 43", 42, {}, 0.0),
+        ("42", "She has 40 + 2 = 42.\n#### 42", {}, 1.0),
+        ("1,000", "It takes 3 days\n#### 1000", {}, 1.0),
+        ("3/4", 0.75, {}, 1.0),
+        ("0.333", "1/3", {}, 0.0),
+        ("0.333", "1/3", dict(tolerance=1e-3), 1.0),
+        ("1001", 1000, dict(tolerance=1e-3), 1.0),
+        ("1002", 1000, dict(tolerance=1e-3), 0.0),
+        ("0.001", 0, dict(tolerance=1e-3), 1.0),
+        ("50%", "50", {}, 1.0),
+        ("50%", "0.5", {}, 1.0),
+        ("0.5", "50%", {}, 1.0),
+        ("50%", "50%", {}, 1.0),
+        ("50%", "5000%", {}, 0.0),
+        ("0.5%", "50%", {}, 0.0),
+        ("no idea", 3, {}, 0.0),
+        ("1/0", 3, {}, 0.0),
+        ("7", [5, "7"], {}, 1.0),
+        ("6", [5, "7"], dict(score=2.0, miss=-1.0), -1.0),
+        ("<answer>7</answer>", "\\boxed{7}", dict(score=2.0, miss=-1.0, inside="answer"), 2.0),
+        ("7", 7, dict(inside="answer"), 0.0),
+    ],
+)
+def test_numeric(tokenizer, text, reference, settings, score):
+    reward = NumericReward(**settings, tokenizer=tokenizer)
+    assert reward.judge(answers(text, rows=[{"answer": reference}])).tolist() == [score]
+
+
+@pytest.mark.parametrize("reference", ["unknown", "1/0", "<answer>none</answer> 4"])
+def test_a_reference_without_a_number_stops_the_run(tokenizer, reference):
+    with pytest.raises(RewardError, match="^reward.column=answer: no number in the reference '"):
+        NumericReward(tokenizer=tokenizer).judge(answers("4", rows=[{"answer": reference}]))
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["1", "1,234", "123,", "#", "####", "#### ", "\\boxed{", "\\frac{1", "\\frac{1}{", " ", "1 ", "{", "<answer>", "1.", "1/", "-", "$ ", "1e", "%"],
+)
+def test_long_odd_answers_are_read_in_linear_time(unit):
+    """Half an hour or more with a pattern that looks at everything again from every place."""
+    stated_number("7 " + unit * (1_000_000 // len(unit)))
