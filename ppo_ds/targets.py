@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
@@ -48,7 +49,7 @@ def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
     hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     open_keys = {name: p for name, p in parameters.items() if p.kind is _KEY}
     given = {name: value for name, value in spec.items() if name != "_target_"}
-    problems = [f"{key}.{name}={show(given[name])}: no such key{_known(name, open_keys, key)}" for name in given if name not in open_keys]
+    problems = [f"{key}.{name}={_shown(name, given[name])}: no such key{_known(name, open_keys, key)}" for name in given if name not in open_keys]
     arguments = {}
     for name, parameter in open_keys.items():
         hint, required = hints.get(name, Any), parameter.default is inspect.Parameter.empty
@@ -94,6 +95,11 @@ def _imported(path: Any, key: str) -> Callable[..., Any]:
     if not callable(target):
         raise UserError(f"{key}._target_={path}: is not callable")
     return target
+
+
+def _shown(name: str, value: Any) -> str:
+    """Of a key that is none; what may be a secret that somebody wrote into the config is not repeated."""
+    return "..." if re.search(r"(^|_)(key|token|secret|password)$", name, re.IGNORECASE) else show(value)
 
 
 def _known(name: str, keys: dict[str, Any], section: str) -> str:

@@ -41,6 +41,7 @@ HOMES = {
     "transformers": {"models"}, "peft": {"models"}, "tokenizers": {"models"}, "accelerate": {"models"}, "huggingface_hub": {"models"},
     "datasets": {"data"},
     "deepspeed": {"engine"}, "torch.distributed": {"engine"},
+    "httpx": {"rewards"},
     "wandb": {"tracking"}, "rich": {"tracking"}, "matplotlib": {"tracking"},
 }  # fmt: skip
 

@@ -1,0 +1,384 @@
+"""Rewards over HTTP, against a real server on this machine. Pauses are set to 0: nothing here measures time."""
+
+import logging
+import time
+import traceback
+from threading import Event
+
+import pytest
+import torch
+from reward_cases import make_rollout
+from service import lengths, says, serving
+
+from ppo_ds.errors import UserError
+from ppo_ds.rewards import endpoint
+from ppo_ds.rewards.base import Answers, RewardError
+from ppo_ds.rewards.remote import RemoteReward
+from ppo_ds.targets import bind
+
+SECRET = "sk-very/secret+123"
+QUICK = dict(timeout_seconds=20, backoff_seconds=0)
+JUDGED = dict(protocol="openai", model="judge-1")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+
+
+def bound(tokenizer, url, **settings):
+    """As a config gives it: read and checked key by key."""
+    return bind({"_target_": "ppo_ds.rewards.remote.RemoteReward", "url": url, **settings}, "reward")(tokenizer=tokenizer)
+
+
+@pytest.fixture
+def ask(tokenizer):
+    """One text for each word after "answers": the scores of a reward with these settings, of this service."""
+
+    def asked(service, *texts, **settings):
+        texts = texts or ("yes", "no")
+        answers = Answers(tuple({"prompt_text": f"p{i}"} for i in range(len(texts))), texts, (True,) * len(texts))
+        return bound(tokenizer, service.url, **QUICK | settings).judge(answers)
+
+    return asked
+
+
+def refused(ask, service, *texts, **settings):
+    """The one line of the RewardError, after a look at all that a traceback would show."""
+    with pytest.raises(RewardError) as caught:
+        ask(service, *texts, **settings)
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_scoring_service_gets_what_the_documentation_says(tokenizer):
+    messages = [{"role": "user", "content": "hi"}]
+    rows = [{"messages": messages, "answer": 4}, {"answer": 5}, {"answer": 6}]
+    rollout = make_rollout(tokenizer, [("<user>hi", "hello"), ("b", ""), ("c", "you")], rows)
+    with serving(lengths) as service:
+        scores = bound(tokenizer, service.url, batch_size=2, concurrency=1)(rollout)
+        assert scores.total.tolist() == [5, 0, 3] and scores.total.dtype == torch.float32
+        assert scores.components == {} and not scores.per_token.any() and scores.per_token.shape == rollout.response_mask.shape
+        assert service.bodies == [
+            {"items": [{"prompt": "<user>hi", "response": "hello", "messages": messages}, {"prompt": "b", "response": ""}]},
+            {"items": [{"prompt": "c", "response": "you"}]},
+        ]
+        service.bodies.clear()
+        bound(tokenizer, service.url, send_rows=True)(rollout)
+        assert [item["row"]["answer"] for item in service.bodies[0]["items"]] == [4, 5, 6]
+
+
+def test_scores_keep_their_order_when_the_first_reply_comes_last(ask):
+    last_is_answered = Event()
+
+    def reply(number, body):
+        if body["items"][0]["response"] == "a":
+            assert last_is_answered.wait(20)
+        if body["items"][-1]["response"] == "eeeee":
+            last_is_answered.set()
+        return lengths(number, body)
+
+    with serving(reply) as service:
+        assert ask(service, "a", "bb", "ccc", "dddd", "eeeee", batch_size=1, concurrency=5).tolist() == [1, 2, 3, 4, 5]
+
+
+def test_no_more_requests_at_a_time_than_asked_for(ask):
+    open_now, most = [], []
+
+    def reply(number, body):
+        open_now.append(number)
+        most.append(len(open_now))
+        time.sleep(0.01)
+        open_now.remove(number)
+        return lengths(number, body)
+
+    with serving(reply) as service:
+        ask(service, *"abcdefgh", batch_size=1, concurrency=2)
+    assert len(service.bodies) == 8 and max(most) <= 2
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 429])
+def test_a_failure_that_may_pass_is_tried_again(ask, status):
+    with serving(lambda number, body: lengths(number, body) if number == 2 else (status, {}, b"busy")) as service:
+        assert ask(service).tolist() == [3, 2]
+        assert len(service.bodies) == 3 and service.bodies[0] == service.bodies[2]
+        service.bodies.clear()
+        line = refused(ask, service, retries=1)
+        assert line == f"reward.url={service.url}: answered {status}: busy; asked 2 time(s) (rows 0 to 1, prompt 'p0')"
+
+
+def test_the_service_says_how_long_to_wait(ask, monkeypatch):
+    pauses = []
+
+    class Watch(Event().__class__):
+        def wait(self, timeout=None):
+            pauses.append(timeout)
+            return False
+
+    monkeypatch.setattr("ppo_ds.rewards.remote.Event", Watch)
+    asks = ["0.25", "7", "1e9", "Wed, 21 Oct 2015 07:28:00 GMT", "soon", "nan", "-3"]
+
+    def reply(number, body):
+        return (429, {"Retry-After": asks[number]}, b"") if number < len(asks) else lengths(number, body)
+
+    with serving(reply) as service:
+        assert ask(service, retries=7).tolist() == [3, 2]
+        assert pauses == [0.25, 7, 60, 0, 0, 0, 0]  # an hour would outlive the other ranks
+        pauses.clear()
+        asks[:] = [""] * 9
+        service.bodies.clear()
+        ask(service, retries=9, backoff_seconds=1)
+    assert all(2**i / 2 <= pause <= 2**i for i, pause in enumerate(pauses[:6])), pauses
+    assert pauses[7:] == [60, 60] and len(set(pauses)) > 5
+
+
+def test_the_pauses_do_not_touch_the_runs_random_state(ask):
+    import random
+
+    random.seed(3)
+    before = random.getstate()
+    with serving(lambda number, body: lengths(number, body) if number else (500, {}, b"")) as service:
+        ask(service)
+    assert random.getstate() == before
+
+
+def test_a_service_that_is_slow_or_gone(ask):
+    release = Event()
+
+    def reply(number, body):
+        release.wait(20)
+        return lengths(number, body)
+
+    with serving(reply) as service:
+        line = refused(ask, service, timeout_seconds=0.2, retries=1)
+        release.set()
+    assert "no answer within 0.2 s; asked 2 time(s)" in line
+    line = refused(ask, service, retries=2)
+    assert "ConnectError" in line and "asked 3 time(s)" in line
+
+
+def test_a_reply_that_trickles_in_has_a_limit_too(ask, tokenizer):
+    """Every piece comes in time, the whole does not."""
+    import socket
+    from threading import Thread
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    over = Event()
+
+    def trickle():
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+            while not over.wait(0.02):
+                try:
+                    connection.sendall(b" ")
+                except OSError:
+                    return
+
+    Thread(target=trickle, daemon=True).start()
+    reward = RemoteReward(f"http://127.0.0.1:{listening.getsockname()[1]}/", timeout_seconds=0.3, retries=0, tokenizer=tokenizer)
+    with pytest.raises(RewardError, match="no answer within 0.3 s"):
+        reward.judge(Answers(({"prompt_text": "p"},), ("a",), (True,)))
+    over.set()
+    listening.close()
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 422])
+def test_other_refusals_end_at_once(ask, status):
+    with serving(lambda number, body: (status, {}, b"no\nsuch\x1b[31m model " + SECRET.encode())) as service:
+        line = refused(ask, service, key_env="JUDGE_KEY")
+        assert len(service.bodies) == 1
+    assert f"answered {status}: no such?[31m model ***; asked 1 time(s)" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{", "answered what is no JSON: {; asked 1 time(s)"),
+        (b"[" * 100_000, "answered what is no JSON: [[["),
+        (b"\xff\xfe", "answered what is no JSON"),
+        (b"", "answered what is no JSON"),
+        ([1, 2], "answered '[1, 2]', not {\"scores\": [...]}"),
+        ({"score": [1, 2]}, "answered \"{'score': [1, 2]}\", not"),
+        ({"scores": 3}, "not {"),
+        ({"scores": [1]}, "answered 1 scores for 2 items"),
+        ({"scores": [1, 2, 3]}, "answered 3 scores for 2 items"),
+        (b'{"scores": [1, NaN]}', "answered 'nan' for item 1; a score must be a finite number"),
+        (b'{"scores": [1, 1e999]}', "answered 'inf' for item 1"),
+        (b'{"scores": [-1e39, 1]}', "answered '-1e+39' for item 0"),
+        ({"scores": [1, None]}, "answered 'None' for item 1"),
+        ({"scores": [True, 1]}, "answered 'True' for item 0"),
+        ({"scores": ["1", 1]}, "answered '1' for item 0"),
+    ],
+)
+def test_what_is_no_list_of_scores_is_an_error_and_never_a_zero(ask, content, said):
+    with serving(lambda number, body: (200, {}, content)) as service:
+        line = refused(ask, service)
+        assert len(service.bodies) == 1  # it would say the same again
+    assert said in line and line.endswith("(rows 0 to 1, prompt 'p0')")
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_redirects_are_not_followed(ask, status):
+    with serving(lengths) as other:
+        with serving(lambda number, body: (status, {"Location": f"{other.url}?with=query"}, b"")) as service:
+            line = refused(ask, service, key_env="JUDGE_KEY")
+        assert other.bodies == []  # neither the texts nor the key went there
+    assert f"answered {status}, which sends to another host, http://127.0.0.1; redirects are not followed" in line and "query" not in line
+    with serving(lambda number, body: (status, {"Location": "/score/?token=1"}, b"")) as service:
+        line = refused(ask, service)
+        assert len(service.bodies) == 1
+    assert "which sends to /score/ of the same host;" in line
+
+
+def test_a_reply_may_not_be_too_large(ask):
+    with serving(lambda number, body: (200, {}, {"scores": [1, 2], "padding": "x" * 5000})) as service:
+        assert ask(service).tolist() == [1, 2]
+        assert "answered more than 0.00390625 MB; asked 1 time(s)" in refused(ask, service, max_response_mb=2**-8)
+    with serving(lambda number, body: (200, {"Content-Encoding": "gzip"}, b"a bomb, perhaps")) as service:
+        assert "in compressed form" in refused(ask, service)
+    assert service.headers[0]["Accept-Encoding"] == "identity"
+
+
+def test_the_key_goes_into_the_header_and_nowhere_else(ask, caplog):
+    caplog.set_level(logging.DEBUG)
+    with serving(lengths) as service:
+        ask(service, key_env="JUDGE_KEY")
+        assert service.headers[0]["Authorization"] == f"Bearer {SECRET}" and SECRET not in str(service.bodies)
+        ask(service)
+        assert "Authorization" not in service.headers[1]
+    for reply in ((403, {}, SECRET.encode()), (500, {}, SECRET.encode() * 9), (200, {}, SECRET.encode()), (302, {"Location": f"/{SECRET}"}, b"")):
+        with serving(lambda number, body, reply=reply: reply) as service:
+            refused(ask, service, key_env="JUDGE_KEY", retries=1)
+    refused(ask, service, key_env="JUDGE_KEY", retries=0)  # nobody is there any more
+    assert SECRET not in caplog.text and "/score" not in caplog.text
+
+
+def test_the_query_is_sent_but_not_shown(ask):
+    with serving(lambda number, body: (400, {}, b"")) as service:
+        service.url += "?api-version=7"
+        assert "api-version" not in refused(ask, service)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            dict(url="http://me:pass@host/x"),
+            "reward.url: holds a password or a key; put it into an environment variable and name that in reward.key_env",
+        ),
+        (dict(url="https://host/x?api_key=pass"), "reward.url: holds a password or a key; put it"),
+        (dict(url="https://host/x?a=1&sig=pass"), "reward.url: holds a password or a key; put it"),
+        (dict(url="ftp://host/x"), "reward.url=ftp://host/x: must begin with http:// or https:// and a host"),
+        (dict(url="host/x"), "reward.url=host/x: must begin with http:// or https:// and a host"),
+        (dict(url="http:///x"), "reward.url=http:///x: must begin"),
+        (dict(url="me:pass@host/x"), "reward.url: must begin"),
+        (dict(url="http://host:pass/x"), "reward.url: is no address"),
+        (dict(url=7), "reward.url: is no address"),
+        (dict(key_env="sk-pass"), "reward.key_env: must be the name of an environment variable, in capitals, never the secret itself"),
+        (dict(key_env="hf_pass"), "reward.key_env: must be the name"),
+        (dict(key_env="NOT_THERE"), "reward.key_env=NOT_THERE: no such environment variable, or an empty one"),
+        (dict(key_env="BROKEN_KEY"), "reward.key_env=BROKEN_KEY: what this variable holds cannot be sent as a key"),
+        (dict(model="judge"), "reward.model=judge: a scoring service has no model; for a language model as judge set reward.protocol=openai"),
+        (dict(protocol="openai"), "reward.model is missing"),
+        (JUDGED | dict(template="Rate {response}"), "reward.template: has no {prompt}, so the judge would not see what it judges"),
+        (JUDGED | dict(template=""), "reward.template: has no {prompt} and no {response}"),
+        (JUDGED | dict(pattern="("), "reward.pattern=(: is no regular expression"),
+        (JUDGED | dict(pattern=r"\d+"), r"reward.pattern=\d+: has 0 groups; it needs one"),
+        (dict(batch_size=0), "reward.batch_size=0: must be at least 1"),
+        (dict(api_key="pass"), "reward.api_key=...: no such key"),
+        (dict(key="pass"), "reward.key=...: no such key"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_sent(tokenizer, monkeypatch, settings, line):
+    monkeypatch.setenv("BROKEN_KEY", "pass\nword")
+    with pytest.raises(UserError) as caught:
+        bound(tokenizer, **{"url": "http://host/x"} | settings)
+    (problem,) = caught.value.problems
+    assert problem.startswith(line) and "pass" not in problem.replace("a password", "")
+
+
+def test_the_address_is_judged_before_any_object_is_made():
+    """So that a password in it is refused before the run directory gets its config.yaml."""
+    with pytest.raises(UserError, match="^reward.url: holds a password"):
+        bind({"_target_": "ppo_ds.rewards.remote.RemoteReward", "url": "http://me:you@host"}, "reward")
+
+
+def test_a_row_that_is_no_json(tokenizer):
+    reward = bound(tokenizer, "http://host.invalid/", send_rows=True)
+    with pytest.raises(RewardError, match=r"^reward.url=http://host.invalid/: what is to be sent is no JSON \(.*set.*\) \(row 0, prompt 'p'\)"):
+        reward.judge(Answers(({"prompt_text": "p", "image": {1, 2}},), ("a",), (True,)))
+
+
+def test_after_an_error_nobody_goes_on(ask):
+    """One request fails for good while another is in its pause: that one is not sent again."""
+
+    def reply(number, body):
+        return (400, {}, b"broken") if body["items"][0]["response"] == "b" else (500, {"Retry-After": "30"}, b"")
+
+    with serving(reply) as service:
+        line = refused(ask, service, "a", "b", batch_size=1, concurrency=2)
+        assert "answered 400: broken" in line and "(row 1, prompt 'p1')" in line
+        assert len(service.bodies) == 2
+
+
+def test_a_judge_is_asked_about_each_answer(tokenizer):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is {response}?"}]
+    rows = [{"messages": chat}, {"messages": [{"role": "user", "content": "hi"}]}, {}]
+    rollout = make_rollout(tokenizer, [("<s>x", "an {prompt}"), ("<user>hi", "yo"), ("plain", "text")], rows)
+    with serving(lambda number, body: says(f"Score: {number}")) as service:
+        settings = JUDGED | dict(template="Q {prompt} A {response}", concurrency=1)
+        assert bound(tokenizer, service.url, **settings)(rollout).total.tolist() == [0, 1, 2]
+        asked = "Q [system]\nBe brief.\n\n[user]\nWhat is {response}? A an {prompt}"
+        assert service.bodies[0] == {"model": "judge-1", "messages": [{"role": "user", "content": asked}], "temperature": 0}
+        assert [body["messages"][0]["content"] for body in service.bodies[1:]] == ["Q hi A yo", "Q plain A text"]
+        bound(tokenizer, service.url, **settings, options={"max_tokens": 9})(rollout)
+        assert service.bodies[3].keys() == {"model", "messages", "max_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("words", "score"),
+    [
+        ("Score: 4", 4),
+        ("It would be a score: 2, were it not for ...\nSCORE = -3.5", -3.5),
+        ("**Score:** 5", 5),
+        ("Score: 3/5", 3),
+        ("score 1.", 1),
+    ],
+)
+def test_the_judges_last_score_counts(ask, words, score):
+    with serving(lambda number, body: says(words)) as service:
+        assert ask(service, "a", **JUDGED).tolist() == [score]
+
+
+def test_the_pattern_is_the_users(ask):
+    with serving(lambda number, body: says("[[7]] of 10")) as service:
+        assert ask(service, "a", **JUDGED, pattern=r"\[\[(\d+)\]\]").tolist() == [7]
+
+
+@pytest.mark.parametrize("words", ["I cannot say.", "Score: high", "underscore: 3", "", None, "Score: 1" + "0" * 400])
+def test_a_judge_without_a_score_is_asked_again_and_then_an_error(ask, words):
+    with serving(lambda number, body: says("Score: 2" if number == 2 else words)) as service:
+        assert ask(service, "a", **JUDGED).tolist() == [2]
+        assert len(service.bodies) == 3
+        service.bodies.clear()
+        line = refused(ask, service, "a", **JUDGED, parse_retries=1)
+        assert len(service.bodies) == 2
+    assert "the judge gave no score: " in line and "asked 2 time(s) (row 0, prompt 'p0')" in line
+
+
+def test_what_is_no_chat_completion_is_an_error_at_once(ask):
+    for content in ({"choices": []}, {"error": "x"}, [], "text", {"choices": [{"text": "Score: 1"}]}):
+        with serving(lambda number, body, content=content: (200, {}, content)) as service:
+            assert "which is no chat completion (row 0" in refused(ask, service, "a", **JUDGED)
+            assert len(service.bodies) == 1
+
+
+def test_the_default_question_holds_what_it_must():
+    from ppo_ds.rewards.remote import JUDGE, SCORE
+
+    assert JUDGE.count("{prompt}") == JUDGE.count("{response}") == 1 and "Score: N" in JUDGE
+    assert endpoint.re.search(SCORE, "Score: 4")[1] == "4"
