@@ -54,8 +54,7 @@ def finish(
     ends = limits.clamp(max=responses.shape[1]).to(responses.device)
     complete = torch.zeros_like(ends, dtype=torch.bool)
     if sampling.stop_strings:
-        allowed = [row[:n].tolist() for row, n in zip(responses, ends.tolist(), strict=True)]
-        stops = torch.tensor([stop_string_length(row, sampling.stop_strings, decode) for row in allowed], device=ends.device)
+        stops = torch.tensor([stop_string_length(row.tolist(), sampling.stop_strings, decode) for row in responses], device=ends.device)
         complete, ends = stops <= ends, torch.minimum(stops, ends)
     mask, _, finished = response_mask(responses, sampling.stop_token_ids, lengths=ends)
     return Rollout(
