@@ -150,7 +150,8 @@ class Experience(Sequences):
     """Everything a policy learns from; all of it is constant while the minibatches pass."""
 
     finished: Tensor = _tensor("B")  # [B] bool
-    logprobs: Tensor = _tensor("R")  # [B,R] log pi_old(a|s), by the training engine
+    logprobs: Tensor = _tensor("R")  # [B,R] log pi(a|s) of the policy that answered, by the training engine
+    old_logprobs: Tensor = _tensor("R")  # [B,R] log pi_old(a|s) of the ratio: the same, or those of a copy that lags behind
     ref_logprobs: Tensor = _tensor("R")  # [B,R] log pi_ref(a|s)
     rewards: Tensor = _tensor("S")  # [B,S]
     advantages: Tensor = _tensor("R")  # [B,R]

@@ -75,7 +75,7 @@ class ExperienceMaker:
     world: World
     token_budget: int
     hidden_stops: tuple[int, ...]  # end tokens that are no actions
-    old_policy: Callable[[], AbstractContextManager[None]] | None  # inside, the actor is the lagging copy; None: the actor is the old policy
+    old_policy: Callable[[], AbstractContextManager[None]] | None  # inside, the actor is the lagging copy; None: it is the old policy itself
     shaper: ScoreShaper
     kl: KLCharge
     place: ScorePlace
@@ -91,7 +91,9 @@ class ExperienceMaker:
         if self.hidden_stops:
             rollout = without_stops(rollout, self.hidden_stops)
         plan = scoring_plan(rollout, self.token_budget, self.world)
-        logprobs = self._old_logprobs(rollout, plan)  # log pi_old(a|s), training engine, dropout 0
+        with self.timer("old_logprobs"):
+            logprobs = self._over(plan, rollout, logprobs_of(self.actor))  # log pi_old(a|s), training engine, dropout 0
+            old_logprobs = self._lagged_logprobs(rollout, plan) if self.old_policy else logprobs
         with self.timer("ref_logprobs"), self.reference.resident():
             ref_logprobs = self._over(plan, rollout, logprobs_of(self.reference))  # log pi_ref(a|s)
         with self.timer("advantages"):
@@ -102,6 +104,7 @@ class ExperienceMaker:
         columns = {f.name: getattr(rollout, f.name) for f in fields(Sequences)} | {
             "finished": rollout.finished,
             "logprobs": logprobs,
+            "old_logprobs": old_logprobs,
             "ref_logprobs": ref_logprobs,
             "rewards": rewards,
             "weights": self._weights(rollout, logprobs),
@@ -121,12 +124,9 @@ class ExperienceMaker:
         sums.add_mean("kl/after_update", logprobs - mine.ref_logprobs, mine.response_mask)
         return sums.reduced(self.world)
 
-    def _old_logprobs(self, rollout: ScoredRollout, plan: list[Tensor]) -> Tensor:
-        with self.timer("old_logprobs"):
-            if self.old_policy is None:
-                return self._over(plan, rollout, logprobs_of(self.actor))
-            with self.old_policy():
-                return self._over(plan, rollout, logprobs_of(self.actor))
+    def _lagged_logprobs(self, rollout: ScoredRollout, plan: list[Tensor]) -> Tensor:
+        with self.old_policy():
+            return self._over(plan, rollout, logprobs_of(self.actor))
 
     def _judged(self, columns: dict[str, Tensor], rewards: Tensor, rollout: ScoredRollout, plan: list[Tensor]) -> tuple[Experience, Tensor]:
         """The experience, and the advantages [B,R] before they are whitened."""
@@ -163,10 +163,9 @@ class ExperienceMaker:
         sums.add_mean("reward/kl_penalty_mean", kl_penalties)
         for name in rollout.components[0]:
             sums.add_mean(f"reward/component/{name}_mean", torch.tensor([parts[name] for parts in rollout.components]))
-        if self.old_policy is None:
-            gap = (rollout.logprobs - logprobs).abs().masked_fill(~mask, 0.0)
-            sums.add_mean("parity/logp_abs_diff_mean", gap, mask)
-            sums.add_max("parity/logp_abs_diff_max", gap.max())
+        gap = (rollout.logprobs - logprobs).abs().masked_fill(~mask, 0.0)
+        sums.add_mean("parity/logp_abs_diff_mean", gap, mask)
+        sums.add_max("parity/logp_abs_diff_max", gap.max())
         if self.correction.kind != "none":
             sums.add_mean("parity/weight_mean", self._weights(rollout, logprobs), mask)
         sums.add_spread("adv", raw_advantages, mask)

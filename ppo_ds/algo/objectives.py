@@ -40,7 +40,7 @@ class PolicyObjective:
         whole = self.level == "sequence"
         loss, seen = policy_loss(
             logprobs,
-            micro.logprobs,
+            micro.old_logprobs,
             micro.advantages,
             mask,
             clip_low=self.clip_low,
