@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -148,6 +149,11 @@ class DemonstrationSource:
     def __len__(self) -> int:
         return len(self._given)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(end - start for start, end in pairwise(self._starts))
+
     def batch(self, indices: Sequence[int]) -> Sequences:
         """Rows at ``indices``, right-padded to their own longest; the first token alone is the prompt, so R = T - 1.
 
@@ -174,7 +180,7 @@ class DemonstrationStream:
                 f"{source.key}={source.path}: {len(source)} texts are fewer than one optimizer step takes (algo.ptx.batch_size={batch_size}); "
                 f"set algo.ptx.batch_size to at most {len(source)}, or add texts"
             )
-        self._source, self._batch_size = source, batch_size
+        self.source, self._batch_size = source, batch_size
         self._order = Passes(len(source), seed)
         self._step = 0
 
@@ -184,7 +190,7 @@ class DemonstrationStream:
     def __next__(self) -> Sequences:
         first = self._step * self._batch_size
         self._step += 1
-        return self._source.batch([self._order[place] for place in range(first, first + self._batch_size)])
+        return self.source.batch([self._order[place] for place in range(first, first + self._batch_size)])
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step}

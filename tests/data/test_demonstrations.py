@@ -11,6 +11,8 @@ import torch
 from ppo_ds.algo.exchange import microbatches
 from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
 from ppo_ds.errors import UserError
+from ppo_ds.models.policy import Policy
+from ppo_ds.models.tiny import tiny_llama
 
 A, B, C, D, E = range(66, 71)
 EOS, PAD = 0, 1
@@ -112,7 +114,7 @@ def test_pad_is_eos(source, byte_tokenizer):
 def test_long_rows_are_cut_on_the_right_and_dropped_where_no_answer_is_left(source):
     rows = ["abcd", "ab", {"prompt": "ab", "response": "cde"}, {"prompt": "abc", "response": "d"}, {"prompt": "abcde", "response": "d"}]
     made = source(*rows, max_tokens=3, text_as_chat=False)
-    assert made.report == {"rows": 5, "truncated": 2, "dropped": 2} and len(made) == 3
+    assert made.report == {"rows": 5, "truncated": 2, "dropped": 2} and len(made) == 3 and made.longest == 3
     batch = made.batch([0, 1, 2])
     assert batch.ids.tolist() == [[A, B, C], [A, B, EOS], [A, B, C]]
     assert batch.response_mask.int().tolist() == [[1, 1], [1, 1], [0, 1]]
@@ -200,3 +202,15 @@ def test_batches_go_through_microbatches(source):
     assert len(parts[0]) == len(parts[1]) and all(part.ids.numel() <= 7 and part.prompt_width == 1 for part in sum(parts, []))
     actions = sorted(token for part in sum(parts, []) for token in part.ids[:, 1:][part.response_mask].tolist())
     assert actions == sorted([B, C, D, E, EOS] + [EOS] + [D, EOS] + [B, EOS])
+
+
+def test_a_policy_gives_the_loss_that_transformers_gives(source, tokenizer):
+    """The mean of -log p over the learned tokens, against transformers' own loss with all other labels left out."""
+    torch.manual_seed(0)
+    lm = tiny_llama(tokenizer, hidden_size=16, layers=2, heads=2, max_tokens=64).eval()
+    batch = source("abcde", {"messages": [USER, ANSWER]}, {"prompt": "a", "response": "bc"}).batch([0, 1, 2])
+    labels = torch.full_like(batch.ids, -100)
+    labels[:, 1:][batch.response_mask] = batch.ids[:, 1:][batch.response_mask]
+    expected = lm(input_ids=batch.ids, attention_mask=batch.attention_mask.long(), labels=labels).loss
+    logprobs = Policy(lm, temperature=1.0)(batch.ids, batch.attention_mask, batch.response_width)[0]
+    torch.testing.assert_close(-logprobs[batch.response_mask].mean(), expected, rtol=0, atol=1e-6)

@@ -91,6 +91,6 @@ def test_an_empty_system_message_is_one():
 
 
 def test_the_key_of_the_column_is_that_of_the_set():
-    for row, message in (({"q": "a"}, "data.mix.1.prompt_column=x: no such column"), ({}, "set data.mix.1.prompt_column to one")):
+    for row, message in (({"q": "a"}, r"data.mix\[1\].prompt_column=x: no such column"), ({}, r"set data.mix\[1\].prompt_column to one")):
         with pytest.raises(UserError, match=message):
-            prompt_of(row, Reading("x" if row else None, "data.mix.1.prompt_column"))
+            prompt_of(row, Reading("x" if row else None, "data.mix[1].prompt_column"))

@@ -125,12 +125,12 @@ def test_the_first_prompts_of_a_mixture_can_be_evaluated(mixed):
 
 def test_all_that_is_wrong_with_the_sets(jsonl, tokenizer, part):
     def make(i, path, **options):
-        return lambda: PromptSource(path, tokenizer=tokenizer, max_new_tokens=9, key=f"data.mix.{i}.path", **options)
+        return lambda: PromptSource(path, tokenizer=tokenizer, max_new_tokens=9, key=f"data.mix[{i}].path", **options)
 
     bad = jsonl({"prompt": "a"}, {"prompt": 5}, name="bad.jsonl")
     with pytest.raises(UserError) as caught:
         load_all([make(0, "missing.jsonl"), make(1, part("a", 2).path), make(2, bad), make(3, part("b", 2).path, prompt_column="q")])
     first, second, third = caught.value.problems
-    assert first == "data.mix.0.path=missing.jsonl: no such file or folder"
-    assert "bad.jsonl:2:" in second and "b.jsonl:1: data.mix.3.prompt_column=q: no such column" in third
+    assert first == "data.mix[0].path=missing.jsonl: no such file or folder"
+    assert "bad.jsonl:2:" in second and "b.jsonl:1: data.mix[3].prompt_column=q: no such column" in third
     assert [len(source) for source in load_all([make(0, part("a", 2).path), make(1, part("b", 3).path)])] == [2, 3]
