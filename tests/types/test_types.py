@@ -41,6 +41,7 @@ def experience():
         response_mask=response,
         finished=torch.tensor([True, False, True]),
         logprobs=column,
+        old_logprobs=column + 70,
         ref_logprobs=column + 10,
         rewards=states + 30,
         advantages=column + 40,
