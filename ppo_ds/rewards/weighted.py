@@ -154,7 +154,7 @@ class AnswerMix(TextReward):
 
     def judge(self, answers: Answers) -> Tensor:
         whole, answer = (self._clipped(self._reward.judge(read)) for read in (answers, answers.inside(self._tag)))
-        found = torch.tensor([text_inside(text, self._tag) is not None for text in answers.texts])
+        found = torch.tensor([text_inside(text, self._tag) is not None for text in answers.texts], dtype=torch.bool)
         return torch.where(found, self._whole * whole + self._answer * answer, whole)
 
     def _clipped(self, scores: Tensor) -> Tensor:

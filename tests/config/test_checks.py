@@ -92,6 +92,7 @@ def test_a_misplaced_key_does_not_hide_that_the_right_one_is_missing() -> None:
 @pytest.mark.parametrize("path", ["/nowhere/model", "./model", "../model", "~/no-such-model", "a/b/c"])
 def test_a_model_that_looks_local_must_be_there(path: str) -> None:
     assert ": no such folder" in found(f"actor.model.path={path}")
+    assert found(f"reward.parts.q.reward.model.path={path}") == f"reward.parts.q.reward.model.path={path}: no such folder"
 
 
 @pytest.mark.parametrize("path", ["gpt2", "org/name"])

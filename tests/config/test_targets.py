@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import pytest
 
 from ppo_ds.errors import UserError
-from ppo_ds.targets import bind
+from ppo_ds.targets import NESTED, bind
 from ppo_ds.typed import Bound, Fraction
 
 HERE = __name__
@@ -27,6 +27,26 @@ class Machine:
 
 def powered(engine: Engine, *, note: str = "none"):
     return engine, note
+
+
+@dataclass
+class Trailer:
+    pulled: Annotated[object, NESTED]
+    load: float = 1.0
+
+
+class Train:
+    def __init__(
+        self,
+        first: Annotated[object, NESTED],
+        others: list[Annotated[object, NESTED]] = (),
+        named: dict[str, Trailer] | None = None,
+        spare: Annotated[object, NESTED] | None = None,
+        *,
+        tokenizer,
+        key="",
+    ):
+        self.first, self.others, self.named, self.spare, self.services = first, others, named, spare, (tokenizer, key)
 
 
 def plain(path):
@@ -116,10 +136,52 @@ def test_dataclass_arguments_are_read_as_sections():
     refused(spec("powered", engine={"power": 1, "fule": "gas"}), "reward.engine.fule=gas: no such key; did you mean reward.engine.fuel?")
 
 
+def test_a_section_that_is_not_there_lacks_its_own_required_keys():
+    refused(spec("powered"), "reward.engine.power is missing")
+
+
+def test_nested_sections_are_made_with_the_same_services_and_know_their_keys():
+    train = bind(
+        spec(
+            "Train",
+            first=spec("Train", first=spec("named", path="deep")),
+            others=[spec("named", path="one"), spec("Machine", path="two", batch=2)],
+            named={"x": {"pulled": spec("named", path="three"), "load": 2}},
+        ),
+        "reward",
+    )(tokenizer="t")
+    assert train.services == ("t", "reward") and train.spare is None
+    assert (train.first.services, train.first.first) == (("t", "reward.first"), ("deep", "reward.first.first"))
+    assert train.others[0] == ("one", "reward.others[0]") and train.others[1].given == ("two", 2, None, "t", None)
+    assert train.named == {"x": Trailer(("three", "reward.named.x.pulled"), 2.0)}
+
+
+def test_problems_of_nested_sections_come_together():
+    nested = spec(
+        "Train",
+        first=spec("Machine", bach=3),
+        others=[spec("plain"), "text", {"path": "x"}],
+        named={"x": {"load": "heavy"}, "y": {"pulled": spec("Machine", path="p", ratio=2)}},
+        spare=spec("Train", first=spec("nothing")),
+    )
+    refused(
+        nested,
+        "reward.first.bach=3: no such key; did you mean reward.first.batch?",
+        "reward.first.path is missing",
+        "reward.others[0].path is missing",
+        "reward.others[1]=text: must be a section with a _target_",
+        "reward.others[2]._target_ is missing",
+        "reward.named.x.pulled is missing",
+        "reward.named.x.load=heavy: must be a number",
+        "reward.named.y.pulled.ratio=2: must be at least 0",
+        f"reward.spare.first._target_={HERE}.nothing: cannot be imported",
+    )
+
+
 def test_nothing_is_called_before_the_services_are_there():
-    make = bind(spec("plain", path="z"), "prepare")
+    make = bind(spec("Train", first=spec("plain", path="z")), "prepare")
     assert CALLS.count("z") == 0
-    make()
+    make(tokenizer="t")
     assert CALLS.count("z") == 1
 
 

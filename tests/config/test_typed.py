@@ -92,6 +92,19 @@ def test_everything_wrong_is_found_at_once_and_the_rest_is_kept() -> None:
     assert made.inner == Inner("", 1, "b") and made.rates == (0.5, 0.25)
 
 
+def test_all_that_is_wrong_in_a_list_or_a_mapping_is_found_at_once() -> None:
+    with pytest.raises(UserError) as error:
+        convert({"a": {"depth": 0}, "b": {"path": "x"}, "c": 1}, dict[str, Inner], "k")
+    assert error.value.problems == [
+        "k.a.path is missing",
+        "k.a.depth=0: must be at least 1",
+        "k.c=1: must be a section with keys path, depth, mode",
+    ]
+    with pytest.raises(UserError) as error:
+        convert([1, "x", None], list[float], "k")
+    assert error.value.problems == ["k[1]=x: must be a number", "k[2]=null: must be a number"]
+
+
 def test_did_you_mean_looks_deeper_then_beside_then_elsewhere() -> None:
     problems: dict[str, str] = {}
     read(Outer, {"depth": 1, "inner": {"path": "x", "pth": 1, "tags": []}, "inner_mode": "a", "zzz": 1}, "", problems)

@@ -1,3 +1,6 @@
+import importlib.util
+from pathlib import Path
+
 import pytest
 from reward_cases import save_tokenizer
 
@@ -8,3 +11,12 @@ from ppo_ds.models.tokenizer import load_tokenizer
 def tokenizer(tmp_path):
     """The actor's."""
     return load_tokenizer(save_tokenizer(tmp_path / "actor-tokenizer"))
+
+
+@pytest.fixture
+def on_ranks():
+    """on_ranks(size, work): work(world) on each rank, which is a thread; see tests/algo/conftest.py."""
+    spec = importlib.util.spec_from_file_location("thread_ranks", Path(__file__).parent.parent / "algo" / "conftest.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.run_ranks

@@ -54,19 +54,19 @@ def test_the_seeds_printed_numbers(rates):
 
 
 def test_the_patterns_match_what_the_seeds_match(rates):
-    """On 20 000 texts put together from the pieces of the form, a fifth of which match."""
+    """On texts put together from the pieces of the form."""
     draw = random.Random(0)
     pieces = ["<think>\n", "\n</think>\n<answer>\n", "\n</think>\n\n<answer>\n", "\n</answer>", "\n", "a", "</answer>", "<answer>", "</think>"]
-    texts = ["<think>\n" * draw.randint(0, 3) + "".join(draw.choices(pieces, k=draw.randint(1, 7))) + "\n</answer>" for _ in range(20_000)]
+    texts = ["<think>\n" * draw.randint(0, 3) + "".join(draw.choices(pieces, k=draw.randint(1, 7))) + "\n</answer>" for _ in range(10_000)]
     wanted = [0.5 * any(re.match(pattern, text, re.S) is not None for pattern in SEED) for text in texts]
     assert rates(FormatReward, *texts, tag_score=0.0) == wanted
     assert 0.1 < sum(wanted) / 0.5 / len(wanted) < 0.9
 
 
 def test_a_long_answer_that_repeats_itself_takes_no_quadratic_time(rates):
-    """Hours with patterns that try every middle again."""
+    """Many minutes with patterns that try every middle again."""
     for middle in ("\n</think>\n<answer>\n", "\n</think>\n", "<answer>", "\n"):
-        assert rates(FormatReward, "<think>\n" + middle * 500_000, tag_score=0.0) == [0.0]
+        assert rates(FormatReward, "<think>\n" + middle * 100_000, tag_score=0.0) == [0.0]
 
 
 def test_another_form(rates):
@@ -122,10 +122,8 @@ def test_what_is_inside_is_finished_and_what_is_not_there_is_as_finished_as_the_
 def test_a_reference_that_is_not_there_stops_the_run(rates, kind):
     with pytest.raises(RewardError) as caught:
         rates(kind, "4", rows=[{"question": "2+2", "target": "4"}])
-    line = (
-        "reward.parts.r.reward.column=answer: no such column in the rows; they have prompt_text, question, target; set reward.parts.r.reward.column"
-    )
-    assert str(caught.value) == line
+    key = "reward.parts.r.reward.column"
+    assert str(caught.value) == f"{key}=answer: no such column in the rows; they have prompt_text, question, target; set {key}"
     for nothing in (None, "", "  \n", [], [None], ["4", ""]):
         with pytest.raises(RewardError, match="^reward.parts.r.reward.column=answer: the reference is empty for prompt 'q'"):
             rates(kind, "4", rows=one(nothing))
