@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from ppo_ds.config import Config, rollout_size
-from ppo_ds.data.prompts import PromptSource
+from ppo_ds.data.prompts import Source
 from ppo_ds.engine.world import World
 
 
 def banner(
     config: Config,
     world: World,
-    source: PromptSource,
+    source: Source,
     critic_start: str | None,
     steps: int,
     optimizer_steps: int,
@@ -27,7 +27,8 @@ def banner(
     actor, critic, reference, rollout, algo = config.actor, config.critic, config.reference, config.rollout, config.algo
     size, minibatch = rollout_size(config), algo.minibatch_size or rollout_size(config)
     report, device = source.report, torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    cut = f", {report['truncated']} cut on the left, {report['dropped']} dropped" if report["truncated"] or report["dropped"] else ""
+    changes = {"truncated": "cut on the left", "dropped": "dropped", "lowered": "asked for more than sampling.max_new_tokens"}
+    cut = "".join(f", {report[name]} {what}" for name, what in changes.items() if report[name])
     kl = f"{algo.kl.estimator} x {algo.kl.coef:g} ({algo.kl.controller}) in the {algo.kl.place}" if algo.kl.place != "none" else "watched only"
     lines = [
         f"{world.size} rank(s) on {device}; torch {torch.__version__}",
@@ -35,7 +36,7 @@ def banner(
         f"critic     {critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}" if critic_start else f"critic     {_no_critic(config)}",
         f"reference  {reference.model.path}  {reference.model.dtype}  {'sharded' if reference.zero.stage == 3 else 'a replica on each rank'}",
         f"reward     {' '.join(f'{key}={value}' for key, value in config.reward.items() if key != '_target_')}; KL {kl}",
-        f"data       {config.data.path}: {report['rows']} prompts{cut}",
+        f"data       {source.path}: {report['rows']} prompts{cut}",
         f"rollout    {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples a step, {size // world.size} on each rank",
         f"update     {algo.epochs} epochs x ({size} / {minibatch}) = {algo.epochs * size // minibatch} optimizer steps a step, "
         f"{optimizer_steps} in {steps} steps",

@@ -65,8 +65,8 @@ def build_trainer(config: Config) -> Trainer:
     tokenizer = build_tokenizer(config)
     source, held_out = build_prompts(config, tokenizer), build_held_out(config, tokenizer)
     prompts, ptx = build_stream(config, world, source), build_ptx(config, tokenizer)
-    longest = max(source.longest, held_out.longest if held_out else 0)
-    needs = Needs(tokenizer.vocab_size, longest + config.sampling.max_new_tokens)
+    longest = max(source.longest, held_out.longest if held_out else 0) + config.sampling.max_new_tokens
+    needs = Needs(tokenizer.vocab_size, max(longest, ptx.source.longest if ptx else 0))
     steps = config.run.steps or math.ceil((config.run.epochs or 0) * len(source) / config.rollout.prompts_per_step)
     each = optimizer_steps_per_step(config)
     actor_steps = max(1, steps - config.algo.value.warmup_steps) * each

@@ -31,7 +31,7 @@ class RunConfig:
     dir: str | None = None  # where everything is written; null: outputs/<name>
     seed: Natural = 0
     steps: Count | None = None  # PPO steps (one rollout each); or:
-    epochs: Positive | None = None  # passes over the prompts
+    epochs: Positive | None = None  # passes over the prompts (of a mixture: as many prompts as its sets hold together)
     resume: str = "auto"  # auto: continue or start; never: refuse a used directory; else a checkpoint folder
     stop_at_step: Count | None = None  # stop early, with the schedules of the whole run
     max_minutes: Positive | None = None  # save and stop after so long
@@ -176,7 +176,7 @@ class DataConfig:
     prompt_column: str | None = None  # null: prompt, messages or conversations, whichever is there
     system: str | None = None  # a system message put before each chat that has none
     text_as_chat: bool | None = None  # a text is a user's message, for the chat template; null: where the tokenizer has one; false: as it is
-    max_samples: Count | None = None
+    max_samples: Count | None = None  # of each set where there are several
     max_prompt_tokens: Count = 512
     long_prompts: Literal["truncate_left", "drop"] = "truncate_left"
     eval_path: str | None = None  # held-out prompts

@@ -100,8 +100,8 @@ def _fitting(module: Any, needs: Needs, path: str, key: str) -> Any:
         )
     if module.max_tokens is not None and needs.positions > module.max_tokens:
         raise UserError(
-            f"{key}={path}: has {module.max_tokens} positions; the longest prompt and sampling.max_new_tokens together need {needs.positions}: "
-            "lower data.max_prompt_tokens or sampling.max_new_tokens"
+            f"{key}={path}: has {module.max_tokens} positions; the longest prompt and sampling.max_new_tokens together (or a text of "
+            f"data.ptx_path) need {needs.positions}: lower data.max_prompt_tokens, sampling.max_new_tokens or data.ptx_max_tokens"
         )
     return module
 

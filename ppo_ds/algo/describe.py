@@ -62,7 +62,7 @@ def _unique(experience: Experience) -> int:
 
 
 def sample_rows(experience: Experience, tokenizer: Tokenizer, limit: int) -> list[dict[str, Any]]:
-    """The first ``limit`` answers (-1: all) as text with their score, summed KL (nats), length (tokens) and finish."""
+    """The first ``limit`` answers (-1: all) as text with their score, summed KL (nats), length (tokens), finish and the token that ended them."""
     kl = approx_kl(experience.logprobs, experience.ref_logprobs).masked_fill(~experience.response_mask, 0.0).sum(1)
     rows = []
     for i in range(len(experience) if limit < 0 else min(limit, len(experience))):
@@ -76,6 +76,7 @@ def sample_rows(experience: Experience, tokenizer: Tokenizer, limit: int) -> lis
                 "kl": float(kl[i]),
                 "length": len(answer),
                 "finish": "stop" if experience.finished[i] else "length",
+                "ended_by": tokenizer.decode(answer[-1:].tolist(), skip_special_tokens=False) if experience.finished[i] else None,
             }
         )
     return rows

@@ -135,7 +135,7 @@ class Learner:
 
     def _ptx_loss(self, micro: Sequences, totals: BatchTotals) -> tuple[Tensor, Parts]:
         micro = micro.to(self.world.device)
-        return self.ptx(self.actor(micro.ids, micro.attention_mask, micro.response_width), micro, totals)
+        return self.ptx(self.actor(micro.ids, micro.attention_mask, micro.response_width, temperature=1.0), micro, totals)
 
 
 def describe_steps(steps: dict[str, list[StepInfo]]) -> Metrics:

@@ -50,9 +50,17 @@ class Policy(nn.Module):
         self._positions = "position_ids" in accepted
 
     def forward(
-        self, ids: Tensor, attention_mask: Tensor, response_width: int, with_entropy: bool = False, with_aux: bool = False
+        self,
+        ids: Tensor,
+        attention_mask: Tensor,
+        response_width: int,
+        with_entropy: bool = False,
+        with_aux: bool = False,
+        temperature: float | None = None,
     ) -> PolicyOutput:
         """ids, attention_mask [B,T] -> log-probs of the last ``response_width`` tokens, and what else is asked for.
+
+        ``temperature``: another than that of sampling.
 
         The head runs on the response places alone where the model can do that: on large vocabularies it is half of the work.
         """
@@ -65,7 +73,9 @@ class Policy(nn.Module):
             extra["output_router_logits"] = True
         out = self.lm(input_ids=ids, attention_mask=attention_mask.long(), use_cache=False, **extra)
         logits = out.logits[:, :-1] if self._keeps else response_slice(out.logits, ids.shape[1] - response_width, response_width)
-        logprobs, entropy = logprobs_and_entropy_from_logits(logits, ids[:, -response_width:], self.temperature, with_entropy=with_entropy)
+        logprobs, entropy = logprobs_and_entropy_from_logits(
+            logits, ids[:, -response_width:], self.temperature if temperature is None else temperature, with_entropy=with_entropy
+        )
         values = None if self.value_head is None else self.value_head(out.hidden_states[-1][:, -response_width - 1 :]).squeeze(-1)
         return PolicyOutput(logprobs, entropy, values, out.aux_loss if with_aux else None)
 
