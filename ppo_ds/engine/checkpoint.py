@@ -1,6 +1,7 @@
 """Checkpoints of a whole run: one folder for all models and the loop, complete or not there at all.
 
     checkpoints/step_000010/{actor,critic}/...        engine/state.py
+                            {ema,lagged}/...          second sets of weights, where the run keeps them
                             rng_rank_00000.safetensors
                             state.json                what the loop wants to remember
                             manifest.json             size and SHA-256 of every other file
@@ -21,13 +22,16 @@ from typing import Any
 
 from ppo_ds.engine.files import CheckpointError, sha256, sync, together, write_json, write_pointer
 from ppo_ds.engine.rng import load_rng, save_rng
-from ppo_ds.engine.state import FORMAT, load_model, save_model
+from ppo_ds.engine.shadow import ShadowWeights
+from ppo_ds.engine.state import FORMAT, load_model, load_shadow, save_model, save_shadow
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World
 from ppo_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 OLD = ".tmp_old_"
+SHADOW_KEYS = {"ema": "actor.ema.decay", "lagged": "algo.old_policy"}  # what decides whether a run keeps one
+NO_SHADOWS: Mapping[str, ShadowWeights] = {}
 
 
 class Checkpoints:
@@ -40,9 +44,18 @@ class Checkpoints:
         self.keep_last = keep_last
         self._sound: set[Path] = set()  # read and found undamaged by this process
 
-    def save(self, step: int, models: Mapping[str, TrainedModel], state: dict[str, Any], *, best: bool = False) -> Path:
-        """``state`` (JSON) is rank 0's. When this returns, the checkpoint is on the disk, and older ones are pruned.
+    def save(
+        self,
+        step: int,
+        models: Mapping[str, TrainedModel],
+        state: dict[str, Any],
+        *,
+        best: bool = False,
+        shadows: Mapping[str, ShadowWeights] = NO_SHADOWS,
+    ) -> Path:
+        """``state`` (JSON) is rank 0's; ``shadows``: those of SHADOW_KEYS that the run keeps.
 
+        When this returns, the checkpoint is on the disk, and older ones are pruned.
         Checkpoints of later steps go too: they belong to a future that was abandoned when the run went back.
         Raises CheckpointError on all ranks where any of them could not write; nothing of the new one is left then.
         """
@@ -51,7 +64,9 @@ class Checkpoints:
         try:
             together(self.world, lambda: self._prepare(aside))
             written = [path for role, model in models.items() for path in save_model(model, aside / role)]
-            written += together(self.world, lambda: self._write_loop_state(aside, step, state))
+            written += [path for name, shadow in shadows.items() for path in save_shadow(shadow, aside / name)]
+            about = {"models": sorted(models), "shadows": sorted(shadows), "state": state}
+            written += together(self.world, lambda: self._write_loop_state(aside, step, about))
             self._commit(aside, final, written)
         except CheckpointError as error:
             if self.world.is_main:
@@ -81,15 +96,18 @@ class Checkpoints:
             raise UserError(f"run.resume: {path} is damaged: {'; '.join(damage[:3])}: use another, or run.resume=auto for the newest good one")
         self._sound.add(path)
 
-    def load(self, path: Path, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
-        """Restore models and random states; returns the loop's state. A ``path`` that is not from ``latest`` is verified first."""
+    def load(self, path: Path, models: Mapping[str, TrainedModel], shadows: Mapping[str, ShadowWeights] = NO_SHADOWS) -> dict[str, Any]:
+        """Restore models, shadows and random states; returns the loop's state. A ``path`` that is not from ``latest`` is verified first."""
         if path not in self._sound:
             self.verify(path)
         about = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if sorted(about["models"]) != sorted(models):
             raise UserError(f"run.resume: {path} holds {', '.join(about['models'])}, this run trains {', '.join(models)}: keep the algorithm")
+        _refuse_other_shadows(path, set(about.get("shadows", [])), set(shadows))  # checkpoints that are older than shadows name none
         for role, model in models.items():
             load_model(model, path / role)
+        for name, shadow in shadows.items():
+            load_shadow(shadow, path / name)
         found = together(self.world, lambda: load_rng(path, self.world))
         if not all(self.world.gather_objects(found)) and self.world.is_main:
             log.warning("%s was made by %d ranks, now there are %d: the new ones draw from new seeds", path, about["world_size"], self.world.size)
@@ -109,12 +127,10 @@ class Checkpoints:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             aside.mkdir(parents=True)
 
-    def _write_loop_state(self, aside: Path, step: int, state: dict[str, Any]) -> list[Path]:
+    def _write_loop_state(self, aside: Path, step: int, about: dict[str, Any]) -> list[Path]:
         written = [save_rng(aside, self.world)]
         if self.world.is_main:
-            models = sorted(path.name for path in aside.iterdir() if path.is_dir())
-            about = {"format": FORMAT, "step": step, "world_size": self.world.size, "models": models, "state": state}
-            write_json(aside / "state.json", about)
+            write_json(aside / "state.json", {"format": FORMAT, "step": step, "world_size": self.world.size, **about})
             written.append(aside / "state.json")
         return written
 
@@ -164,6 +180,16 @@ class Checkpoints:
         if files is not None:
             mine = [what for name in sorted(files)[self.world.rank :: self.world.size] if (what := _damage_of(path / name, name, files[name]))]
         return sorted({problem for problems in self.world.gather_objects(mine) for problem in problems})
+
+
+def _refuse_other_shadows(path: Path, held: set[str], kept: set[str]) -> None:
+    problems = [
+        f"run.resume: {path} holds {f'no {name} weights' if name in kept else f'{name} weights'}, "
+        f"this run keeps {'them' if name in kept else 'none'}: keep {SHADOW_KEYS[name]} as it was"
+        for name in sorted(held ^ kept)
+    ]
+    if problems:
+        raise UserError(*problems)
 
 
 def _step_of(folder: Path) -> int:

@@ -77,6 +77,7 @@ class Masters:
             persistent = self._wrapper.persistent_parameters
             if persistent:
                 persistent[0].all_gather(persistent)
+            self._wrapper.invalidate_secondary_tensor()  # copies within a node, with zero_hpz_partition_size
         else:
             self._wrapper.update_lp_params()
 
@@ -135,7 +136,7 @@ class Masters:
     def _create_moments(self) -> None:
         """torch creates them in the first step, so a new engine has none; neither has one whose steps were all skipped."""
         fused = self._adamw.defaults["fused"]
-        for flat in self._held_by_optimizer():
+        for flat in self.held_by_optimizer():
             state = self._adamw.state[flat]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device if fused else "cpu")
@@ -146,7 +147,8 @@ class Masters:
             self._wrapper._hp_optimizer_states_linked = False
             self._wrapper._lazy_init_hp_params_optimizer_state()
 
-    def _held_by_optimizer(self) -> list[Tensor]:
+    def held_by_optimizer(self) -> list[Tensor]:
+        """This rank's share of the fp32 weights, as the optimizer steps it: flat partitions, padding included, or whole parameters without ZeRO."""
         if self._stage3:  # it lends them to torch's optimizer for the length of a step
             return list(self._wrapper.fp32_partitioned_groups_flat)
         return [flat for group in self._adamw.param_groups for flat in group["params"]]

@@ -3,11 +3,14 @@
 model.json               counters, and which shard holds which parameter
 shard-00000.safetensors  weight/<name>, exp_avg/<name>, exp_avg_sq/<name>: fp32, whole
 buffers.safetensors      the module's persistent buffers
+
+A second set of its weights (engine/shadow.py) is stored alike: weight/<name> alone, and the shards' index as shadow.json.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from ppo_ds.engine.files import agree, together, write_json, write_tensors
 from ppo_ds.engine.hybrid import GATHER_ELEMENTS
 from ppo_ds.engine.masters import PARTS, WEIGHT, Masters
+from ppo_ds.engine.shadow import ShadowWeights
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World
 from ppo_ds.errors import UserError
@@ -32,11 +36,11 @@ SHARD_BYTES = 2 * 1024**3
 class ShardWriter:
     """Collects parameters into shards, rank after rank, and lets all ranks write theirs at the same time when each has a full one."""
 
-    def __init__(self, directory: Path, world: World):
+    def __init__(self, directory: Path, world: World, parts: Sequence[str]):
         self.index: dict[str, str] = {}  # parameter -> file, the same on every rank
         self.written: list[Path] = []  # by this rank
         self.error: OSError | None = None  # kept until all ranks can hear of it: raised at once, the others would hang
-        self._directory, self._world = directory, world
+        self._directory, self._world, self._parts = directory, world, parts
         self._shard, self._bytes = 0, 0
         self._held: dict[str, Tensor] = {}
         self._file = ""  # where they go
@@ -48,7 +52,7 @@ class ShardWriter:
             if self._shard % self._world.size == 0:
                 self.flush()
         self.index[name] = f"shard-{self._shard:05d}.safetensors"
-        for part in PARTS:
+        for part in self._parts:
             whole = masters.get(name, part)
             self._bytes += whole.nbytes
             if self._shard % self._world.size == self._world.rank:
@@ -69,14 +73,29 @@ class ShardWriter:
 
 def save_model(model: TrainedModel, directory: Path) -> list[Path]:
     """Collective. Returns the files that this rank wrote; all are complete when it returns."""
-    together(model.world, lambda: directory.mkdir(parents=True, exist_ok=True))
     masters = Masters(model)
-    writer = ShardWriter(directory, model.world)
+    writer = _write_shards(masters, directory, model.world, PARTS)
+    return writer.written + together(model.world, lambda: _write_rest(model, masters, writer.index, directory))
+
+
+def save_shadow(shadow: ShadowWeights, directory: Path) -> list[Path]:
+    """The same for a second set of weights."""
+    world = shadow.model.world
+    with shadow.exchanged() as masters:
+        writer = _write_shards(masters, directory, world, [WEIGHT])
+    about = directory / "shadow.json"
+    together(world, lambda: write_json(about, {"format": FORMAT, "shards": writer.index}) if world.is_main else None)
+    return writer.written + ([about] if world.is_main else [])
+
+
+def _write_shards(masters: Masters, directory: Path, world: World, parts: Sequence[str]) -> ShardWriter:
+    together(world, lambda: directory.mkdir(parents=True, exist_ok=True))
+    writer = ShardWriter(directory, world, parts)
     for name in masters.parameters:
         writer.add(name, masters)
     writer.flush()
-    agree(model.world, writer.error)
-    return writer.written + together(model.world, lambda: _write_rest(model, masters, writer.index, directory))
+    agree(world, writer.error)
+    return writer
 
 
 def _write_rest(model: TrainedModel, masters: Masters, index: dict[str, str], directory: Path) -> list[Path]:
@@ -100,8 +119,9 @@ def _write_rest(model: TrainedModel, masters: Masters, index: dict[str, str], di
 def load_model(model: TrainedModel, directory: Path) -> None:
     """Collective: put ``model`` where the saved one was, whatever its ZeRO stage and number of ranks. All ranks read ``directory``."""
     masters = Masters(model)
-    about, buffers = together(model.world, lambda: _read_about(masters, directory))
-    together(model.world, lambda: _read_masters(masters, about["shards"], directory))
+    about = together(model.world, lambda: _read_about(masters, directory / "model.json"))
+    buffers = together(model.world, lambda: load_file(directory / "buffers.safetensors"))
+    together(model.world, lambda: _read_masters(masters, about["shards"], directory, PARTS))
     masters.set_steps(about["adam_steps"])
     masters.set_scaler(about["loss_scaler"])
     masters.refresh()
@@ -111,8 +131,17 @@ def load_model(model: TrainedModel, directory: Path) -> None:
     model.steps = about["steps"]
 
 
-def _read_about(masters: Masters, directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    about = json.loads((directory / "model.json").read_text(encoding="utf-8"))
+def load_shadow(shadow: ShadowWeights, directory: Path) -> None:
+    """Collective: the second set of weights as it was saved. The model's own stay as they are."""
+    world = shadow.model.world
+    about = together(world, lambda: _read_about(shadow.masters, directory / "shadow.json"))
+    with shadow.exchanged() as masters:
+        together(world, lambda: _read_masters(masters, about["shards"], directory, [WEIGHT]))
+
+
+def _read_about(masters: Masters, file: Path) -> dict[str, Any]:
+    directory = file.parent
+    about = json.loads(file.read_text(encoding="utf-8"))
     if about["format"] != FORMAT:
         raise UserError(f"run.resume: {directory} has format {about['format']}, this version reads {FORMAT}: use the version that wrote it")
     missing = [name for name in masters.parameters if name not in about["shards"]]
@@ -122,10 +151,10 @@ def _read_about(masters: Masters, directory: Path) -> tuple[dict[str, Any], dict
         raise UserError(
             f"run.resume: {directory} is of another model: {what} ({len(missing) + len(unknown)} in all): give the model it was made with"
         )
-    return about, load_file(directory / "buffers.safetensors")
+    return about
 
 
-def _read_masters(masters: Masters, index: dict[str, str], directory: Path) -> None:
+def _read_masters(masters: Masters, index: dict[str, str], directory: Path, parts: Sequence[str]) -> None:
     with ExitStack() as stack:
         shards = {file: stack.enter_context(safe_open(directory / file, framework="pt")) for file in sorted(set(index.values()))}
         for name in masters.parameters:
@@ -133,7 +162,7 @@ def _read_masters(masters: Masters, index: dict[str, str], directory: Path) -> N
             shape = shard.get_slice(f"{WEIGHT}/{name}").get_shape()
             if shape != masters.shape(name):
                 raise UserError(f"run.resume: {directory} is of another model: {name} is {shape} there and {masters.shape(name)} here")
-            for part in PARTS:
+            for part in parts:
                 masters.set(name, part, shard.get_tensor(f"{part}/{name}"))
 
 
@@ -149,6 +178,7 @@ def consolidated(model: TrainedModel) -> dict[str, Tensor] | None:
 
     None on the other ranks. Tied weights are one tensor under two names, and nothing else shares memory.
     """
+    model.settle()
     copies: dict[int, Tensor] = {}
     chunk: list[nn.Parameter] = []
     elements = 0

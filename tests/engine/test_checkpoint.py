@@ -27,7 +27,7 @@ WORKER = Path(__file__).with_name("checkpoint_worker.py")
 ROOT = WORKER.parents[2]
 
 
-def launch(ranks: int, directory: Path, mode: str) -> list[dict[str, Any]]:
+def launch(ranks: int, directory: Path, mode: str, worker: Path = WORKER) -> list[dict[str, Any]]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -37,7 +37,7 @@ def launch(ranks: int, directory: Path, mode: str) -> list[dict[str, Any]]:
         "CUDA_VISIBLE_DEVICES": "",
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    done = subprocess.run([*command, str(WORKER), str(directory), mode], env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run([*command, str(worker), str(directory), mode], env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return json.loads((directory / f"{mode}-{ranks}.json").read_text())
 
