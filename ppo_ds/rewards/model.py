@@ -14,8 +14,9 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.models.value import ScoreModel, load_reward_model
 from ppo_ds.ops.batching import plan_microbatches
+from ppo_ds.rewards.audit import Audit, audit_classifier, conclude
 from ppo_ds.rewards.base import Answers, RewardError, TextReward, shown
-from ppo_ds.rewards.text import Text, TextEncoder, right_padded
+from ppo_ds.rewards.text import Text, TextEncoder, left_padded, right_padded
 
 _REPLICA = FrozenZeroConfig()
 
@@ -51,15 +52,19 @@ class ModelReward(TextReward):
         self._token_budget, self._agree = token_budget, agree
 
     def judge(self, answers: Answers) -> Tensor:
-        texts = [self._encode(*each) for each in zip(answers.rows, answers.texts, answers.finished, strict=True)]
-        scores = torch.zeros(len(texts))
-        with self._score.resident():
-            for rows in self._plan(texts):
-                scores[rows] = self._forward([texts[i] for i in rows.tolist()])
+        scores = self.score([self._encode(*each) for each in zip(answers.rows, answers.texts, answers.finished, strict=True)])
         if not scores.isfinite().all():
             row = int((~scores.isfinite()).nonzero()[0])
             response = shown(answers.texts[row])
             raise RewardError(f"the reward model scored {scores[row]} for row {row}, response {response}; try {self._key}.model.dtype=fp32")
+        return scores
+
+    def score(self, texts: list[Text], left: bool = False) -> Tensor:
+        """[B], whatever they are. ``left``: padded on that side, as an audit asks for."""
+        scores = torch.zeros(len(texts))
+        with self._score.resident():
+            for rows in self._plan(texts):
+                scores[rows] = self._forward([texts[i] for i in rows.tolist()], left)
         return scores
 
     def _plan(self, texts: list[Text]) -> list[Tensor]:
@@ -68,8 +73,8 @@ class ModelReward(TextReward):
         alone = plan_microbatches(lengths, torch.zeros_like(lengths), self._token_budget)
         return plan_microbatches(lengths, torch.zeros_like(lengths), self._token_budget, at_least=self._agree(len(alone)))
 
-    def _forward(self, texts: list[Text]) -> Tensor:
-        ids, mask, types = right_padded(texts, self._pad_id, self._score.device)
+    def _forward(self, texts: list[Text], left: bool) -> Tensor:
+        ids, mask, types = (left_padded if left else right_padded)(texts, self._pad_id, self._score.device)
         with torch.no_grad():
             return self._score(ids, mask, token_type_ids=types).cpu()
 
@@ -80,17 +85,20 @@ def model_reward(
     max_tokens: int | None = None,
     append_eos: bool | None = None,
     zero: FrozenZeroConfig = _REPLICA,
+    audit: Audit = "report",
     *,
     tokenizer: Tokenizer,
     place: Callable[[Callable[[], ScoreModel], FrozenZeroConfig, str], tuple[ScoreModel, Scorer]],
     agree: Callable[[int], int],
     score_tokens: int,
+    notes: list[str] | None = None,
     key: str = "reward",
 ) -> ModelReward:
     """``template``: auto is chat where the reward model's tokenizer has a chat template, else pair for encoders and concat for decoders.
 
     ``append_eos``: see TextEncoder. ``max_tokens``: longer texts are cut; None: as many as the model has positions for. ``place`` calls the loader
-    (under ZeRO-3 so that each weight is sharded as it is read) and puts the model, of this dtype, where it is to run. ``key``: this section's.
+    (under ZeRO-3 so that each weight is sharded as it is read) and puts the model, of this dtype, where it is to run. ``audit``: see audit.py; its
+    lines go to ``notes``. ``key``: this section's.
     """
     path = model.path
     own = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
@@ -111,8 +119,21 @@ def model_reward(
         raise UserError(f"{key}.model.path={path}: its tokenizer has ids up to {highest}, its embedding only {module.vocab_size} rows")
     if template == "auto":
         template = "chat" if own.has_chat_template else "concat" if module.is_decoder else "pair"
-    encode = TextEncoder(own, template, _limit(max_tokens, own, module, key), append_eos, key)
-    return ModelReward(score, encode, tokenizer=tokenizer, pad_id=own.pad_id, token_budget=score_tokens, agree=agree, key=key)
+    limit = _limit(max_tokens, own, module, key)
+    encode = TextEncoder(own, template, limit, append_eos, key)
+    reward = ModelReward(score, encode, tokenizer=tokenizer, pad_id=own.pad_id, token_budget=score_tokens, agree=agree, key=key)
+    if audit in ("report", "strict"):
+        found = audit_classifier(
+            reward.score,
+            encode,
+            tokenizer=tokenizer,
+            eos_id=own.hf.eos_token_id,
+            max_tokens=limit,
+            is_decoder=module.is_decoder,
+            dtype=model.dtype,
+        )
+        conclude(found, audit, name=f"{key}.model.path={path}", key=key, notes=[] if notes is None else notes, agree=agree)
+    return reward
 
 
 def _limit(asked: int | None, tokenizer: Tokenizer, module: ScoreModel, key: str) -> int | None:

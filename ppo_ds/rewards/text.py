@@ -100,3 +100,10 @@ def right_padded(texts: list[Text], pad_id: int, device: torch.device) -> tuple[
         types[mask] = torch.tensor([t for text in texts for t in text.types or []])
         types = types.to(device)
     return ids.to(device), mask.to(device), types
+
+
+def left_padded(texts: list[Text], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same with the padding before the texts."""
+    backwards = [Text(text.ids[::-1], None if text.types is None else text.types[::-1]) for text in texts]
+    ids, mask, types = right_padded(backwards, pad_id, device)
+    return ids.flip(1), mask.flip(1), None if types is None else types.flip(1)

@@ -30,7 +30,7 @@ class Build:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
 
-    def __call__(self, path, *, ranks=lambda n: n, score_tokens=10_000, **settings):
+    def __call__(self, path, *, ranks=lambda n: n, score_tokens=10_000, audit="off", **settings):
         def place(load, zero, dtype):
             self.zero, self.dtype = zero, dtype
             module = load()
@@ -38,7 +38,7 @@ class Build:
             return module, self.placed
 
         model = ModelConfig(path=path, dtype="fp32")
-        return model_reward(model, **settings, tokenizer=self.tokenizer, place=place, agree=ranks, score_tokens=score_tokens)
+        return model_reward(model, **settings, audit=audit, tokenizer=self.tokenizer, place=place, agree=ranks, score_tokens=score_tokens)
 
 
 @pytest.fixture

@@ -1,0 +1,186 @@
+"""Models that score chats with Python code of their own: a folder as InternLM2's, loaded and placed as a run does it."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from own_code import BOTH, GET_SCORE, GET_SCORES, by_hand, save_own_code
+from reward_cases import VOCAB, make_rollout, save_tokenizer
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaModel, dynamic_module_utils
+
+from ppo_ds.engine.frozen import FrozenModel
+from ppo_ds.errors import UserError
+from ppo_ds.rewards.base import Answers, RewardError
+from ppo_ds.targets import bind
+
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi there"}]
+ROWS = [{"messages": CHAT}, {}, {"messages": [{"role": "user", "content": "a much longer question than the others are"}]}, {}]
+ANSWERS = [("rendered for the actor", "yo"), ("plain", "x"), ("rendered", "an answer"), ("b", "")]
+CPU = SimpleNamespace(device=torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path, monkeypatch):
+    """Where transformers copies such code to; the user's own cache is left alone."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+@pytest.fixture
+def build(tokenizer):
+    """A reward as the config gives it, on this CPU; ``build.module`` is the model, ``build.notes`` what the banner would show."""
+
+    def built(path, *, score_tokens=10_000, agree=lambda n: n, **settings):
+        def place(load, zero, dtype):
+            built.module = load()
+            return built.module, FrozenModel(built.module, world=CPU, offload=zero.offload_params, deepspeed_config=None)
+
+        model = {"path": path, "dtype": "fp32", "trust_remote_code": True} | settings.pop("model", {})
+        make = bind({"_target_": "ppo_ds.rewards.get_score.get_score_reward", "model": model, **settings}, "reward")
+        built.notes = []
+        services = dict(tokenizer=tokenizer, place=place, agree=agree, score_tokens=score_tokens, notes=built.notes)
+        reward = make(**services)
+        built.module.model.batches.clear()
+        return reward
+
+    return built
+
+
+def expected(path):
+    messages = [row.get("messages", [{"role": "user", "content": prompt}]) for row, (prompt, _) in zip(ROWS, ANSWERS, strict=True)]
+    return torch.stack([by_hand(path, chat, answer) for chat, (_, answer) in zip(messages, ANSWERS, strict=True)])
+
+
+def test_scores_are_those_of_the_models_own_code(tmp_path, build, tokenizer):
+    path = save_own_code(tmp_path / "tiny_rm")
+    rollout = make_rollout(tokenizer, ANSWERS, ROWS)
+    reward = build(path)
+    scores = reward(rollout)
+    torch.testing.assert_close(scores.total, expected(path), atol=1e-5, rtol=1e-5)
+    assert scores.total.std() > 0.1 and scores.total.dtype == torch.float32 and not scores.per_token.any()
+    assert build.module.model.batches == [4]
+    assert not build.module.training and not any(p.requires_grad for p in build.module.parameters())
+    assert build.notes and not any(note.startswith("warning") for note in build.notes)
+
+
+def test_batches_keep_to_the_budget_and_change_nothing(tmp_path, build, tokenizer):
+    path = save_own_code(tmp_path / "tiny_rm")
+    rollout = make_rollout(tokenizer, ANSWERS, ROWS)
+    # tokens and 8 for each message: 67 (a question of 42 and an answer of 9), 42 (8, 8 and 2), 22, 17
+    for budget, batches in ((1, [1, 1, 1, 1]), (126, [1, 3]), (134, [2, 2]), (67 * 4, [4])):
+        reward = build(path, score_tokens=budget)
+        torch.testing.assert_close(reward(rollout).total, expected(path), atol=1e-5, rtol=1e-5)
+        assert sorted(build.module.model.batches) == batches
+
+
+def test_without_get_scores_answers_are_scored_one_by_one(tmp_path, build, tokenizer):
+    path = save_own_code(tmp_path / "tiny_rm", GET_SCORE)
+    reward = build(path)
+    torch.testing.assert_close(reward(make_rollout(tokenizer, ANSWERS, ROWS)).total, expected(path), atol=1e-5, rtol=1e-5)
+    assert build.module.model.batches == ["one"] * 4 and not any(note.startswith("warning") for note in build.notes)
+
+
+NEIGHBOURS = GET_SCORE + GET_SCORES.format(returned="(scores - scores.mean())[:, 0].tolist()")
+
+
+def test_get_scores_that_says_otherwise_is_not_used(tmp_path, build, tokenizer):
+    path = save_own_code(tmp_path / "tiny_rm", NEIGHBOURS)
+    rollout = make_rollout(tokenizer, ANSWERS, ROWS)
+    reward = build(path)
+    (warning,) = [note for note in build.notes if note.startswith("warning")]
+    assert warning.startswith(f"warning    reward.model.path={path}: a text alone scores up to ") and warning.endswith("but get_score one by one")
+    torch.testing.assert_close(reward(rollout).total, expected(path), atol=1e-5, rtol=1e-5)
+    assert build.module.model.batches == ["one"] * 4
+    with pytest.raises(UserError, match=r"^reward.model.path=.*get_scores is not used.*reward.audit=strict"):
+        build(path, audit="strict")
+    assert not torch.allclose(build(path, audit="off")(rollout).total, expected(path))  # nobody looked
+    assert build.notes == []
+
+
+def test_ranks_agree_on_how_to_score(tmp_path, build, tokenizer):
+    """Another rank saw get_scores fail."""
+    reward = build(save_own_code(tmp_path / "tiny_rm"), agree=lambda n: 1)
+    reward(make_rollout(tokenizer, ANSWERS, ROWS))
+    assert build.module.model.batches == ["one"] * 4
+
+
+@pytest.mark.parametrize("returned", ["scores.tolist()", "scores", "scores.squeeze()", "list(scores)", "scores.squeeze().tolist()", "scores.numpy()"])
+def test_scores_come_in_many_shapes(tmp_path, build, tokenizer, returned):
+    path = save_own_code(tmp_path / "tiny_rm", GET_SCORE + GET_SCORES.format(returned=returned))
+    for budget in (1, 10_000):  # squeeze() makes one score alone a bare number
+        scores = build(path, score_tokens=budget, audit="off")(make_rollout(tokenizer, ANSWERS, ROWS)).total
+        torch.testing.assert_close(scores, expected(path), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "dtype", "tolerance"), [("bf16", torch.bfloat16, 0.05), ("fp16", torch.float16, 0.01)])
+def test_half_precision(tmp_path, build, tokenizer, name, dtype, tolerance):
+    path = save_own_code(tmp_path / "tiny_rm")
+    scores = build(path, model={"dtype": name})(make_rollout(tokenizer, ANSWERS, ROWS)).total
+    assert {p.dtype for p in build.module.parameters()} == {dtype} and scores.dtype == torch.float32
+    torch.testing.assert_close(scores, expected(path), atol=tolerance * 8, rtol=0)
+    assert not any(note.startswith("warning") for note in build.notes)
+
+
+def test_foreign_code_runs_only_when_trusted(tmp_path, build):
+    path = save_own_code(tmp_path / "tiny_rm")
+    with pytest.raises(UserError) as caught:
+        build(path, model={"trust_remote_code": False})
+    (problem,) = caught.value.problems
+    assert problem.startswith("reward.model.trust_remote_code=false: ") and problem.endswith("then set reward.model.trust_remote_code=true")
+    assert not (Path(path) / "imported").exists()
+    build(path)
+    assert (Path(path) / "imported").exists()
+
+
+def test_sharding_is_refused_before_anything_is_loaded(tmp_path, build):
+    path = save_own_code(tmp_path / "tiny_rm")
+    with pytest.raises(UserError, match="^reward.zero.stage=3: .*use stage 0"):
+        build(path, zero={"stage": 3})
+    assert not (Path(path) / "imported").exists()
+    build(path, zero={"offload_params": True})
+
+
+def test_models_that_cannot_be(tmp_path, build):
+    plain = str(tmp_path / "plain_rm")
+    config = LlamaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    LlamaModel(config).save_pretrained(plain)
+    save_tokenizer(plain)
+    with pytest.raises(UserError, match=r"^reward.model.path=.*: a LlamaModel has no get_score\(tokenizer, chat\); .* use reward=model"):
+        build(plain)
+    broken = save_own_code(tmp_path / "broken_rm", BOTH + "\n    def post_init(self):\n        self.config.gone()\n")
+    with pytest.raises(UserError, match="^reward.model.path=.*: its own code fails with transformers 5.*AttributeError.*gone"):
+        build(broken)
+    headless = save_own_code(tmp_path / "headless_rm")
+    weights = load_file(Path(headless) / "model.safetensors")
+    save_file({"embed.weight": weights["embed.weight"]}, Path(headless) / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="^reward.model.path=.*weights missing from its files .*v_head"):
+        build(headless)
+    with pytest.raises(UserError, match="^reward.model.path=.*no such folder"):
+        build(str(tmp_path / "nowhere"))
+    lost = save_own_code(tmp_path / "lost_rm")
+    shutil.move(Path(lost) / "modeling_tiny.py", tmp_path)
+    with pytest.raises(UserError, match="^reward.model.path=.*modeling_tiny.py"):
+        build(lost)
+
+
+def test_a_score_that_is_no_number_stops_the_run(tmp_path, build, tokenizer):
+    reward = build(save_own_code(tmp_path / "tiny_rm"))
+    build.module.model.v_head.weight.data.fill_(float("nan"))
+    with pytest.raises(RewardError, match="scored nan for row 0, response 'yo'; try reward.model.dtype=fp32"):
+        reward(make_rollout(tokenizer, ANSWERS, ROWS))
+
+
+def test_too_few_scores_stop_the_run(tmp_path, build):
+    reward = build(save_own_code(tmp_path / "tiny_rm", GET_SCORE + GET_SCORES.format(returned="scores[:-1, 0].tolist()")), audit="off")
+    with pytest.raises(RewardError, match="its code gave 1 scores for 2 chats"):
+        reward.judge(Answers(({"prompt_text": "p"},) * 2, ("a", "b"), (True, True)))
+
+
+def test_the_prepared_config():
+    file = Path(__file__).parents[2] / "conf" / "reward" / "internlm2_reward.yaml"
+    spec = yaml.safe_load(file.read_text())
+    with pytest.raises(UserError, match="^reward.model.trust_remote_code=false: .*internlm/internlm2-1_8b-reward"):
+        bind(spec, "reward")(tokenizer=None, place=lambda load, zero, dtype: load(), agree=max, score_tokens=1)
