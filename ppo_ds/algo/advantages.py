@@ -45,9 +45,10 @@ class ScorePlace:
     def rewards(self, scores: Tensor, rollout: Rollout, kl: Tensor, kl_coef: float, token_scores: Tensor) -> Tensor:
         """scores [B], kl and token_scores [B,R] -> [B,S]."""
         states, kl, token_scores = self.states(rollout), padded(kl), padded(token_scores)
-        if self.place == "next_token" and self.next_state == "ignored":
-            return token_rewards(scores, states, kl, kl_coef, "next_token", token_scores)
-        return token_rewards(scores, states, kl, kl_coef, token_scores=token_scores)
+        rewards = token_rewards(scores, states, kl, kl_coef, token_scores=token_scores)
+        if self.place == "next_token" and self.next_state == "ignored":  # paid where no state is, if there is such a place
+            return torch.where(self._has_room(rollout), token_rewards(scores, states, kl, kl_coef, "next_token", token_scores), rewards)
+        return rewards
 
     @staticmethod
     def _has_room(rollout: Rollout) -> Tensor:
