@@ -111,8 +111,8 @@ def test_inside_reads_as_the_seeds_search_does(rates, text, inner):
 
 
 def test_what_is_inside_is_finished_and_what_is_not_there_is_as_finished_as_the_answer():
-    cut = Answers(({}, {}), ("<answer>4</answer> and", "<answer>4"), (False, False))
-    assert cut.inside("answer").finished == (True, False)
+    cut = Answers(({},) * 3, ("<answer>4</answer> and", "<answer></answer> and", "<answer>4"), (False, False, False))
+    assert cut.inside("answer").finished == (True, True, False)
 
 
 # -- references
