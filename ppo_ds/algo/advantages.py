@@ -102,7 +102,7 @@ class Estimator:
         """rewards, states [B,S] -> [B,R]. reinforce: rewards-to-go of each token; else one number per answer, from its summed rewards."""
         mask = rollout.response_mask
         if self.kind == "reinforce":
-            return discounted_returns(rewards, states, self.gamma)[:, :-1]
+            return discounted_returns(rewards, states, self.gamma)[:, :-1].masked_fill(~mask, 0.0)
         groups = torch.arange(len(rewards)) // self.group_size
         totals = rewards.masked_fill(~states, 0.0).sum(1)
         return broadcast_sequence(group_advantages(totals, groups, self.kind, lengths=mask.sum(1)), mask)
@@ -141,7 +141,7 @@ class CriticEstimator:
         ends = values.gather(1, rollout.response_lengths[:, None])[:, 0]  # V after the last token
         bootstrap = ends.masked_fill(rollout.finished, 0.0) if self.bootstrap_truncated else None
         advantages, returns = compute_gae(rewards, values, states, self.gamma, self.lam, bootstrap, self.lam_critic)
-        return Values(advantages[:, :-1], returns, self.place.trained(rollout))
+        return Values(advantages[:, :-1].masked_fill(~rollout.response_mask, 0.0), returns, self.place.trained(rollout))
 
     def _one_step(self, totals: Tensor, values: Tensor, rollout: Rollout) -> Values:
         mask = rollout.response_mask

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 import torch
+from algo_cases import make_experience
 
 from ppo_ds.models.tiny import character_tokenizer
-from ppo_ds.types import Experience
 
 
 class ThreadWorld:
@@ -77,34 +77,6 @@ def on_ranks():
 @pytest.fixture
 def world():
     return ThreadWorld(0, 1, threading.Barrier(1), [None])
-
-
-def make_experience(prompts, responses, vocabulary=12, seed=0, finished=None):
-    """Experience of rows with these prompt and response lengths: seeded noise under the masks and rubbish outside of them."""
-    g = torch.Generator().manual_seed(seed)
-    n, p, r = len(prompts), max(prompts), max(responses)
-    attention = torch.zeros(n, p + r, dtype=torch.bool)
-    for i, (a, b) in enumerate(zip(prompts, responses, strict=True)):
-        attention[i, p - a : p + b] = True
-    mask = attention[:, p:]
-
-    def column(scale=1.0):
-        return (scale * torch.randn(n, r, generator=g)).masked_fill(~mask, 1e6)
-
-    logprobs = column().abs().neg()
-    return Experience(
-        ids=torch.randint(0, vocabulary, (n, p + r), generator=g),
-        attention_mask=attention,
-        response_mask=mask,
-        finished=torch.ones(n, dtype=torch.bool) if finished is None else torch.tensor(finished),
-        logprobs=logprobs,
-        ref_logprobs=(logprobs + column(0.3)).masked_fill(~mask, 1e6),
-        values=column(),
-        rewards=column(),
-        advantages=column(),
-        returns=column(2.0),
-        scores=torch.randn(n, generator=g),
-    )
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
 """The numbers and the sample rows of an experience, worked by hand."""
 
 import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from ppo_ds.algo.describe import describe, sample_rows
-from ppo_ds.types import Experience
+from ppo_ds.types import CriticExperience, Experience
 
 JUNK = 1e6
 
@@ -21,18 +22,24 @@ def experience():
     def column(*rows):
         return torch.tensor([[*row, *[JUNK] * (3 - len(row))] for row in rows])
 
+    def states(*rows):
+        return torch.tensor([[*row, *[JUNK] * (4 - len(row))] for row in rows])
+
     zeros = torch.zeros(4, 3)
-    return Experience(
+    return CriticExperience(
         ids=ids,
         attention_mask=attention,
         response_mask=mask,
         finished=torch.tensor([True, True, False, True]),
         logprobs=column([-1.0, -1.0, -1.0], [-2.0], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]),
+        old_logprobs=zeros - JUNK,
         ref_logprobs=column([-1.5, -0.8, -1.0], [-2.5], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.9]).masked_fill(~mask, -JUNK),
-        values=column([1.0, 2.0, 3.0], [9.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]),
-        rewards=zeros + torch.tensor([[1.0], [0.0], [0.0], [-1.0]]) * mask,
+        values=states([1.0, 2.0, 3.0], [9.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]),
+        rewards=torch.nn.functional.pad(torch.tensor([[1.0], [0.0], [0.0], [-1.0]]) * mask, (0, 1)),
         advantages=zeros,
-        returns=column([1.0, 1.0, 1.0], [1.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0]),
+        weights=zeros,
+        returns=states([1.0, 1.0, 1.0], [1.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0]),
+        value_mask=torch.nn.functional.pad(mask, (0, 1)),
         scores=torch.tensor([1.0, 1.0, 0.0, 4.0]),
     )
 
@@ -72,8 +79,23 @@ def test_by_hand(experience):
 
 def test_a_single_token_that_is_no_end_is_an_answer(experience):
     rows = experience.select(torch.tensor([1, 1])).trimmed()
-    cut = Experience(**{**vars(rows), "finished": torch.tensor([True, False])})
+    cut = replace(rows, finished=torch.tensor([True, False]))
     assert describe(cut, kl_coef=0.0, samples_per_prompt=1)["rollout/empty_frac"] == 0.5
+
+
+def test_without_a_critic_there_are_no_values(experience):
+    plain = Experience(**{f.name: getattr(experience, f.name) for f in fields(Experience)})
+    seen, full = (describe(rows, kl_coef=0.3, samples_per_prompt=2) for rows in (plain, experience))
+    assert full.keys() - seen.keys() == {"value/pred_mean", "value/return_mean", "value/return_std"}
+    assert seen == {name: full[name] for name in seen}
+
+
+def test_values_are_counted_where_they_are_trained(experience):
+    """One more state of the second row: its value 5 and return 3 beside 9 and 1."""
+    values, returns, mask = experience.values.clone(), experience.returns.clone(), experience.value_mask.clone()
+    values[1, 1], returns[1, 1], mask[1, 1] = 5.0, 3.0, True
+    seen = describe(replace(experience, values=values, returns=returns, value_mask=mask), kl_coef=0.0, samples_per_prompt=1)
+    assert seen["value/pred_mean"] == pytest.approx(20 / 11) and seen["value/return_mean"] == pytest.approx(13 / 11)
 
 
 def test_rows_as_text(experience, tokenizer):
@@ -84,12 +106,13 @@ def test_rows_as_text(experience, tokenizer):
     assert [row["kl"] for row in rows] == pytest.approx([0.3, 0.5, 0.0, 0.9], abs=1e-6)
     assert [row["length"] for row in rows] == [3, 1, 3, 3]
     assert [row["finish"] for row in rows] == ["stop", "stop", "length", "stop"]
+    assert [row["ended_by"] for row in rows] == ["<eos>", "<eos>", None, "<eos>"]
 
 
 def test_special_tokens_of_a_prompt_are_shown(experience, tokenizer):
     ids = experience.ids.clone()
     ids[0, 1] = 1
-    assert sample_rows(Experience(**{**vars(experience), "ids": ids}), tokenizer, 1)[0]["prompt"] == "<eos>"
+    assert sample_rows(replace(experience, ids=ids), tokenizer, 1)[0]["prompt"] == "<eos>"
 
 
 @pytest.mark.parametrize(("limit", "n"), [(-1, 4), (0, 0), (3, 3), (99, 4)])

@@ -23,7 +23,8 @@ class Actor:
 
 def batch(*numbers, weights):
     ids = torch.tensor([[n] for n in numbers])
-    return Prompts(ids, torch.ones_like(ids, dtype=torch.bool), tuple({"prompt_text": f"p{n}", "n": n} for n in numbers)), torch.tensor(weights)
+    rows = tuple({"prompt_text": f"p{n}", "n": n} for n in numbers)
+    return Prompts(ids, torch.ones_like(ids, dtype=torch.bool), torch.full((len(ids),), 20), rows), torch.tensor(weights)
 
 
 def evaluator(world, batches, tokenizer, correct_above=None):
@@ -35,7 +36,8 @@ def evaluator(world, batches, tokenizer, correct_above=None):
         lengths = torch.tensor([row["n"] for row in prompts.metadata])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         ids = torch.cat([prompts.ids, torch.full(mask.shape, 3)], 1)
-        return Rollout(ids, torch.cat([prompts.mask, mask], 1), mask, lengths % 2 == 1, torch.zeros(mask.shape), prompts.metadata)
+        attention = torch.cat([prompts.mask, mask], 1)
+        return Rollout(ids, attention, mask, lengths % 2 == 1, prompts.limits, torch.zeros(mask.shape), prompts.metadata)
 
     def reward(rollout):
         assert not actor.generating

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from algo_cases import answers
 
-from ppo_ds.algo.exchange import exchange, microbatches, minibatches
-from ppo_ds.algo.scoring import score_tokens, scoring_plan
+from ppo_ds.algo.exchange import concatenated, exchange, microbatches, minibatches
+from ppo_ds.algo.scoring import score_states, score_tokens, scoring_plan
 
 PROMPTS, ANSWERS = [3, 7, 1, 5, 2, 2, 9, 4], [6, 1, 2, 8, 3, 3, 1, 5]
 
@@ -14,7 +15,8 @@ def real(rows):
     out = []
     for i in range(len(rows)):
         mask = rows.response_mask[i]
-        out.append([rows.ids[i][rows.attention_mask[i]].tolist(), rows.returns[i][mask].tolist(), float(rows.scores[i]), bool(rows.finished[i])])
+        under = (rows.ids[i][rows.attention_mask[i]], rows.advantages[i][mask], rows.returns[i][rows.value_mask[i]])
+        out.append([*(column.tolist() for column in under), float(rows.scores[i]), bool(rows.finished[i])])
     return out
 
 
@@ -31,6 +33,21 @@ def test_exchange_gives_every_rank_all_rows_in_the_order_of_the_ranks(on_ranks, 
 def test_exchange_of_one_rank_changes_nothing(world, experience):
     rows = experience([2, 4], [3, 1])
     assert real(exchange(rows, world)) == real(rows)
+
+
+def test_exchange_of_what_is_no_tensor(on_ranks):
+    """Raw rows and the parts of the scores, as many on each rank, in the order of the ranks."""
+    shares = [answers([2, 1], metadata=({"n": 0}, {"n": 1}), style=[0.5, 1.5]), answers([1, 3], metadata=({"n": 2}, {"n": 3}), style=[2.5, 3.5])]
+    for rows in on_ranks(2, lambda world: exchange(shares[world.rank], world)):
+        assert [row["n"] for row in rows.metadata] == [0, 1, 2, 3]
+        assert [parts["style"] for parts in rows.components] == [0.5, 1.5, 2.5, 3.5]
+        assert rows.response_lengths.tolist() == [2, 1, 1, 3] and rows.limits.tolist() == [3, 3, 4, 4]
+
+
+def test_concatenated_rows_have_the_width_of_the_widest():
+    rows = concatenated([answers([2], [0.5], tokens=[[3, 4]]), answers([1, 3], [1.5, 2.5], tokens=[[6], [7, 8, 5]], limits=[1, 4])])
+    assert rows.ids.tolist() == [[8, 3, 4, 0], [8, 6, 9, 9], [8, 7, 8, 5]] and rows.response_lengths.tolist() == [2, 1, 3]
+    assert rows.scores.tolist() == [0.5, 1.5, 2.5] and rows.limits.tolist() == [3, 1, 4] and len(rows.metadata) == 3
 
 
 def test_minibatches_cover_all_rows_once_an_epoch():
@@ -95,3 +112,28 @@ def test_scores_stay_with_their_rows_and_places(world, experience, budget):
     for i, (p, r) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
         first, answer = rows.ids[i, 9 - p], rows.ids[i, 9 : 9 + r]
         assert out[i].tolist() == [float(100 * first + token) for token in answer] + [0.0] * (8 - r)
+
+
+@pytest.mark.parametrize("budget", [1, 25, 10_000])
+def test_states_of_a_row_are_one_more_than_its_tokens(world, experience, budget):
+    """State t of row i gets 100 * (its prompt's length) + t; nothing lies beyond the state after the last token."""
+    rows = experience(PROMPTS, ANSWERS)
+
+    def forward(micro):
+        places = torch.arange(micro.response_width + 1.0)
+        return 100 * micro.prompt_lengths[:, None] + places
+
+    out = score_states(forward, rows, scoring_plan(rows, budget, world), world.device)
+    assert out.shape == (8, 9)
+    for i, (p, r) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
+        assert out[i].tolist() == [100.0 * p + t for t in range(r + 1)] + [0.0] * (8 - r)
+
+
+def test_a_token_that_is_no_action_has_its_number_too(world):
+    """An end token taken out of the mask is attended to, and a reference may be asked about it."""
+    rows = answers([3, 1])
+    mask = rows.response_mask.clone()
+    mask[0, 2] = False
+    kept = type(rows)(**{**vars(rows), "response_mask": mask})
+    out = score_tokens(lambda micro: torch.ones(micro.response_mask.shape), kept, scoring_plan(kept, 100, world), world.device)
+    assert out.tolist() == [[1, 1, 1], [1, 0, 0]]

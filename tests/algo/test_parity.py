@@ -42,14 +42,15 @@ def gate(world, errors=(0.0,), n=10, sampling=SAMPLING, dtype="fp32", seen=None)
         logprobs[mask] += torch.tensor(errors).repeat(count)[:count]
         logprobs[~mask] = 1000.0
         return Rollout(
-            torch.cat([prompts.ids, answers], 1), torch.cat([prompts.mask, mask], 1), mask, lengths < 4, logprobs, prompts.metadata
+            torch.cat([prompts.ids, answers], 1), torch.cat([prompts.mask, mask], 1), mask, lengths < 4, prompts.limits, logprobs, prompts.metadata
         )  # fmt: skip
 
     class Actor(SimpleNamespace):
         def __call__(self, *args):
             return train(*args)
 
-    prompts = Prompts(torch.ones(n, 2, dtype=torch.long), torch.ones(n, 2, dtype=torch.bool), tuple({} for _ in range(n)))
+    ids = torch.ones(n, 2, dtype=torch.long)
+    prompts = Prompts(ids, ids.bool(), torch.full((n,), 4), tuple({} for _ in range(n)))
     actor = Actor(world=world, generation_mode=generation_mode)
     return parity_gate(prompts, actor=actor, generator=generator, sampling=sampling, dtype=dtype, token_budget=12)
 
