@@ -2,6 +2,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from model_cases import Build
 from reward_cases import save_tokenizer
 
 from ppo_ds.models.tokenizer import load_tokenizer
@@ -20,3 +21,9 @@ def on_ranks():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.run_ranks
+
+
+@pytest.fixture
+def build(tokenizer):
+    """Reward models, for that actor."""
+    return Build(tokenizer)

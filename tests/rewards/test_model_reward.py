@@ -1,57 +1,15 @@
 import pytest
 import torch
-from reward_cases import BOS, CHAT_TEMPLATE, EOS, VOCAB, Placed, make_rollout, save_tokenizer
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DebertaV2Config, GPT2Config, LlamaConfig
+from model_cases import DEBERTA, GPT2, LLAMA, TINY, by_hand, save_model
+from reward_cases import BOS, CHAT_TEMPLATE, EOS, make_rollout
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from ppo_ds.config import FrozenZeroConfig, ModelConfig
+from ppo_ds.config import FrozenZeroConfig
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import RewardError
-from ppo_ds.rewards.model import model_reward
 
-TINY = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5, num_labels=1)
-LLAMA = LlamaConfig(**TINY)
-GPT2 = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=48, initializer_range=0.5, num_labels=1)
-DEBERTA = DebertaV2Config(
-    **TINY, max_position_embeddings=64, relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"], type_vocab_size=2
-)
 ANSWERS = [("1+1=", "2"), ("Say something long, please.", "no"), ("a", "a longer answer than that"), ("b", "")]
 FINISHED = [True, False, True, True]
-
-
-def save_model(folder, config, auto_class=AutoModelForSequenceClassification, **tokenizer):
-    torch.manual_seed(0)
-    auto_class.from_config(config).save_pretrained(folder)
-    return save_tokenizer(folder, **tokenizer)
-
-
-class Build:
-    """model_reward with the services of one CPU process; keeps what was placed."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    def __call__(self, path, *, ranks=lambda n: n, score_tokens=10_000, audit="off", **settings):
-        def place(load, zero, dtype):
-            self.zero, self.dtype = zero, dtype
-            module = load()
-            self.placed = Placed(module)
-            return module, self.placed
-
-        model = ModelConfig(path=path, dtype="fp32")
-        return model_reward(model, **settings, audit=audit, tokenizer=self.tokenizer, place=place, agree=ranks, score_tokens=score_tokens)
-
-
-@pytest.fixture
-def build(tokenizer):
-    return Build(tokenizer)
-
-
-def by_hand(path, ids, **inputs):
-    """transformers alone, on one unpadded text, read at its last place."""
-    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
-    model.config.pad_token_id = None
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([ids]), **{k: torch.tensor([v]) for k, v in inputs.items()}).logits[0, 0]
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])

@@ -1,0 +1,49 @@
+"""Reward models made on the spot, built with the services of one CPU process, and what transformers alone says of a text."""
+
+import torch
+from reward_cases import VOCAB, Placed, save_tokenizer
+from transformers import AutoModelForSequenceClassification, DebertaV2Config, GPT2Config, LlamaConfig
+
+from ppo_ds.config import ModelConfig
+from ppo_ds.rewards.model import model_reward
+
+TINY = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5, num_labels=1)
+LLAMA = LlamaConfig(**TINY)
+GPT2 = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=48, initializer_range=0.5, num_labels=1)
+DEBERTA = DebertaV2Config(
+    **TINY, max_position_embeddings=64, relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"], type_vocab_size=2
+)
+
+
+def save_model(folder, config, auto_class=AutoModelForSequenceClassification, **tokenizer):
+    torch.manual_seed(0)
+    auto_class.from_config(config).save_pretrained(folder)
+    return save_tokenizer(folder, **tokenizer)
+
+
+class Build:
+    """model_reward with the services of one CPU process. Keeps what was placed, and in ``notes`` what the banner would show."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def __call__(self, path, *, ranks=lambda n: n, score_tokens=10_000, audit="off", dtype="fp32", broken=lambda module: module, **settings):
+        """``broken``: makes another module of the one that was loaded."""
+
+        def place(load, zero, dtype):
+            self.zero, self.dtype = zero, dtype
+            module = broken(load())
+            self.placed = Placed(module)
+            return module, self.placed
+
+        self.notes = []
+        services = dict(tokenizer=self.tokenizer, place=place, agree=ranks, score_tokens=score_tokens, notes=self.notes)
+        return model_reward(ModelConfig(path=path, dtype=dtype), **settings, audit=audit, **services)
+
+
+def by_hand(path, ids, **inputs):
+    """transformers alone, on one unpadded text, read at its last place."""
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    model.config.pad_token_id = None
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), **{k: torch.tensor([v]) for k, v in inputs.items()}).logits[0, 0]
