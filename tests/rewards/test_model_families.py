@@ -39,8 +39,9 @@ def save_other_tokenizer(folder, *, pad=ENDOFTEXT, template=CHATML, pairs=False,
     if pairs:  # as RoBERTa and DeBERTa
         ends = [("<s>", 3), ("</s>", 4)]
         backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=ends)
-        hf = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=pad, cls_token="<s>", sep_token="</s>", eos_token="</s>")
-        hf.model_input_names = ["input_ids", "attention_mask", *["token_type_ids"] * types]
+        names = ["input_ids", *["token_type_ids"] * types, "attention_mask"]
+        ends = dict(cls_token="<s>", sep_token="</s>", eos_token="</s>", model_input_names=names)
+        hf = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=pad, **ends)
     else:
         special = [START, END, ACTOR_USER, ACTOR_BOT]
         hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=pad, additional_special_tokens=special)
