@@ -12,6 +12,7 @@ from reward_cases import VOCAB, Placed, make_rollout, save_tokenizer
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from ppo_ds.errors import UserError
+from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.rewards.base import Answers, RewardError, TextReward
 from ppo_ds.rewards.weighted import AnswerMix
 from ppo_ds.targets import bind
@@ -206,9 +207,9 @@ def test_ranks_count_as_one(tokenizer, on_ranks, rolled):
     """Other numbers of rows on each, and two calls: what each rank gets is what one rank with all rows gets."""
 
     def run(shares):
-        def work(world):
-            reward = bind(NORMALISED, "reward")(tokenizer=tokenizer, reduce=world.sum)
-            given = [reward(rolled(*texts)).total for texts in shares[world.rank]]
+        def work(rank, reduce):
+            reward = bind(NORMALISED, "reward")(tokenizer=tokenizer, reduce=reduce)
+            given = [reward(rolled(*texts)).total for texts in shares[rank]]
             return given, reward.state_dict()
 
         return on_ranks(len(shares), work)
@@ -303,6 +304,14 @@ def test_what_does_not_read_text_has_no_inside_and_no_mix(build):
     refused(spec(MIXTURE, parts={"a": {"reward": inner}}), "reward.parts.a.reward: is a mixture itself; put its parts beside the others")
 
 
+def test_tags_that_no_text_can_show_are_refused():
+    digits = character_tokenizer("0123456789")
+    with pytest.raises(UserError, match="^reward.parts.a.inside=answer: the actor's tokenizer reads <answer> back as"):
+        bind(spec(MIXTURE, parts={"a": {"inside": "answer", "reward": looked(x=1.0)}}), "reward")(tokenizer=digits, reduce=None)
+    with pytest.raises(UserError, match="^reward.tag=final: the actor's tokenizer reads <final> back as"):
+        bind(spec(MIX, tag="final", reward=looked(x=1.0)), "reward")(tokenizer=digits)
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "conf" / "reward").glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_file_names_parts_that_are_there(file):
     """A mistake in a file would show as another complaint than a value that the user must give."""
@@ -347,11 +356,14 @@ def test_ranks_with_and_without_answers_run_as_many_forwards(tokenizer, on_ranks
     """Short budgets: the rank with long texts would run more forwards, in the second pass the one with an <answer>."""
     texts = [("x", "y"), ("<answer>a long answer in a tag</answer>", "<answer>another long one</answer>")]
 
-    def work(world):
+    def work(rank, reduce):
+        def agree(n):
+            return int(reduce(torch.eye(2)[rank] * n).max())
+
         placed = []
-        reward = bind(spec(MIX, reward=model), "reward")(tokenizer=tokenizer, **services(placed, world.max_int, score_tokens=40))
+        reward = bind(spec(MIX, reward=model), "reward")(tokenizer=tokenizer, **services(placed, agree, score_tokens=40))
         placed[0].batches.clear()  # of the start
-        reward(rolled(*texts[world.rank]))
+        reward(rolled(*texts[rank]))
         return len(placed[0].batches)
 
     assert on_ranks(2, work) == [4, 4]
