@@ -1,0 +1,43 @@
+"""Runs one short training after the other in one process group. Started by torchrun: ``preset_worker.py CASES.json``.
+
+CASES.json: name -> the arguments of launch/train.py. What each run leaves is in its run.dir.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from launch.cli import load_config  # noqa: E402
+from ppo_ds.build import build_trainer  # noqa: E402
+
+HANG = 200  # seconds of one case, after which it says where it hangs and ends
+
+
+def main() -> None:
+    for name, arguments in json.loads(Path(sys.argv[1]).read_text()).items():
+        faulthandler.dump_traceback_later(HANG, exit=True)
+        if os.environ["RANK"] == "0":
+            print("==", name, flush=True)
+        trainer = build_trainer(load_config(arguments))
+        assert trainer.fit() == "done"
+        for model in (trainer.actor, trainer.critic):
+            if model is not None:
+                model.engine.destroy()
+        del trainer
+        gc.collect()
+        faulthandler.cancel_dump_traceback_later()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
