@@ -130,10 +130,11 @@ def audit_classifier(
         return found
     alone = torch.cat([score([text], False) for text in fitting])
     found.alone(alone, together[: len(fitting)], dtype, "answers would be judged by their neighbours")
-    _padding(found, (score(texts, True) - together).abs().max(), is_decoder, _tolerance(together, dtype))
+    tolerance = _tolerance(together, dtype)
+    _padding(found, (score(texts, True) - together).abs().max(), is_decoder, tolerance)
     if eos_id is not None:
         toggled = score([_toggled(text, eos_id, max_tokens) for text in fitting], False)
-        _end_token(found, toggled, together[: len(fitting)], [text.ids[-1] == eos_id for text in fitting])
+        _end_token(found, (toggled - together[: len(fitting)]).abs().max(), [text.ids[-1] == eos_id for text in fitting], tolerance)
     found.plausible(together)
     return found
 
@@ -164,11 +165,12 @@ def _padding(found: Findings, gap: Tensor, is_decoder: bool, tolerance: Tensor) 
         found.remarks.append(f"{line}, which does no harm: texts are padded on the right")
 
 
-def _end_token(found: Findings, toggled: Tensor, before: Tensor, ends: Sequence[bool]) -> None:
-    gap = (toggled - before).abs().max()
-    have = "end with it" if all(ends) else "do not end with it" if not any(ends) else "end with it in part"
-    if gap == 0 and all(ends):
-        found.remarks.append("its texts end with the end token, which changes no score: it seems to read the place before")
+def _end_token(found: Findings, gap: Tensor, ends: Sequence[bool], tolerance: Tensor) -> None:
+    """``ends``: whether each text ends with the end token. Where it makes no difference the score may be read before it, as transformers does where
+    the end token is the pad token too."""
+    have = "end with it" if all(ends) else "end without it" if not any(ends) else "end with it in part"
+    if gap <= tolerance and all(ends):
+        found.remarks.append("its texts end with the end token, which changes no score: the place before it may be what it reads")
     else:
         found.remarks.append(f"the end token moves a score by up to {gap:.2g}; its texts {have}")
 

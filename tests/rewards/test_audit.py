@@ -1,0 +1,196 @@
+"""What the audit says of sound models and of models broken on purpose."""
+
+import pytest
+import torch
+from model_cases import DEBERTA, GPT2, LLAMA, TINY, save_model
+from reward_cases import CHAT_TEMPLATE, EOS, VOCAB
+from transformers import GPT2Config, LlamaConfig, RobertaConfig
+
+from ppo_ds.errors import UserError
+from ppo_ds.rewards.audit import DIALOGUES, probes
+from ppo_ds.targets import bind
+
+LONG_GPT2 = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=1024, initializer_range=0.5, num_labels=1)
+ROBERTA = RobertaConfig(**TINY, max_position_embeddings=600, type_vocab_size=2, pad_token_id=2)
+
+
+def warnings(build):
+    """What follows the model's name in each warning."""
+    lines = [note for note in build.notes if note.startswith("warning    ")]
+    assert all(line.startswith("warning    reward.model.path=") and "\n" not in line for line in lines)
+    return [line.split(": ", 1)[1] for line in lines]
+
+
+def remark(build):
+    (line,) = [note for note in build.notes if note.startswith("audit      reward.model.path=")]
+    return line.split(": ", 1)[1]
+
+
+def instead(forward):
+    """Breaks a model: ``forward(module, ids, mask)`` takes the place of its own, which is still there as module.scores."""
+
+    def broken(module):
+        module.forward = lambda ids, attention_mask, token_type_ids=None: forward(module, ids, attention_mask)
+        return module
+
+    return broken
+
+
+def transformers_own_rule(module, ids, mask):
+    module.model.config.pad_token_id = EOS
+    return module.model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
+
+
+def own_of_each(module, ids, mask):
+    return torch.cat([module.scores(row[m][None], m[m][None]) for row, m in zip(ids, mask, strict=True)])
+
+
+def without_positions(module):
+    module._positions = False
+    return module
+
+
+neighbours = instead(lambda module, ids, mask: module.scores(ids, mask) + module.scores(ids, mask).mean())
+last_column = instead(lambda module, ids, mask: module.values(ids, mask)[:, -1])
+length = instead(lambda module, ids, mask: mask.sum(1).float())
+halves = instead(lambda module, ids, mask: own_of_each(module, ids, mask).masked_fill(torch.arange(len(ids)) % 2 == 1, float("nan")))
+
+
+def test_a_sound_model(tmp_path, build):
+    path = save_model(tmp_path / "rm", LLAMA)
+    before = torch.get_rng_state()
+    build(path, audit="strict")
+    assert warnings(build) == [] and len(build.notes) == 1
+    assert remark(build).startswith("the end token moves a score by up to ") and "; its texts end with it; " in remark(build)
+    assert torch.equal(torch.get_rng_state(), before)  # a run with an audit is the run without
+    assert len(build.placed.batches) == 2 + len(DIALOGUES) + 1 and build.placed.batches[0] == (3 * len(DIALOGUES), build.placed.batches[0][1])
+    build(path)
+    assert build.placed.batches == [] and build.notes == []
+
+
+@pytest.mark.parametrize("off", ["off", False])
+def test_off_as_yaml_reads_it(tmp_path, build, tokenizer, off):
+    path = save_model(tmp_path / "rm", LLAMA)
+    build(path, audit=off)
+    assert build.placed.batches == []
+    bind({"_target_": "ppo_ds.rewards.model.model_reward", "model": {"path": path}, "audit": off}, "reward")
+    with pytest.raises(UserError, match="reward.audit=true: must be one of off, report, strict"):
+        bind({"_target_": "ppo_ds.rewards.model.model_reward", "model": {"path": path}, "audit": True}, "reward")
+
+
+@pytest.mark.parametrize("broken", [neighbours, last_column], ids=["neighbours", "last_column"])
+def test_scores_that_hang_on_the_batch(tmp_path, build, broken):
+    path = save_model(tmp_path / "rm", LLAMA)
+    build(path, audit="report", broken=broken)
+    (line, *_) = warnings(build)
+    assert line.startswith("a text alone scores up to ") and line.endswith("answers would be judged by their neighbours")
+    with pytest.raises(UserError) as caught:
+        build(path, audit="strict", broken=broken)
+    assert f"reward.model.path={path}: {line} (reward.audit=strict; report goes on with a warning)" in caught.value.problems
+
+
+def test_positions_that_count_the_padding(tmp_path, build):
+    """GPT-2's absolute positions, where a caller does not pass them."""
+    path = save_model(tmp_path / "rm", LONG_GPT2)
+    build(path, audit="report")
+    assert warnings(build) == []
+    build(path, audit="report", broken=without_positions)
+    (line,) = warnings(build)
+    assert line.startswith("padded on the left its scores differ by up to ")
+    assert line.endswith("but a critic that starts from it reads prompts padded on the left")
+    with pytest.raises(UserError, match="padded on the left"):
+        build(path, audit="strict", broken=without_positions)
+
+
+@pytest.mark.parametrize("config", [DEBERTA, ROBERTA], ids=["deberta", "roberta"])
+def test_encoders_never_meet_left_padding(tmp_path, build, config):
+    """They pool at the first place, where left padding puts padding."""
+    path = save_model(tmp_path / "rm", config, cross_encoder=True)
+    build(path, audit="strict")
+    assert warnings(build) == []
+    assert remark(build).startswith("padded on the left its scores differ by up to ")
+    assert ", which does no harm: texts are padded on the right; " in remark(build)
+
+
+def test_an_end_token_that_is_not_read(tmp_path, build):
+    """The end token is the pad token, and transformers looks for the last id that is not the pad: right, left, alone, always the place before."""
+    path = save_model(tmp_path / "rm", LLAMA, pad="<eos>")
+    build(path, audit="report")
+    assert "the end token moves a score by" in remark(build)  # read at its place here
+    build(path, audit="report", broken=instead(transformers_own_rule))
+    assert warnings(build) == []
+    assert "its texts end with the end token, which changes no score: the place before it may be what it reads" in remark(build)
+
+
+def test_texts_that_end_without_the_end_token(tmp_path, build):
+    build(save_model(tmp_path / "rm", LLAMA), audit="report", append_eos=False)
+    assert "; its texts end without it; " in remark(build)
+
+
+def test_heads_that_say_nothing(tmp_path, build):
+    path = save_model(tmp_path / "rm", LLAMA)
+
+    def filled(value):
+        def broken(module):
+            module.model.score.weight.data.fill_(value)
+            return module
+
+        return broken
+
+    build(path, audit="report", broken=filled(float("nan")))
+    assert warnings(build) == ["18 of its 18 scores are no finite numbers"] and len(build.notes) == 1
+    build(path, audit="report", broken=halves)
+    assert warnings(build) == ["9 of its 18 scores are no finite numbers"]
+    build(path, audit="report", broken=filled(0.0))
+    assert warnings(build) == ["its scores of 18 different texts are all 0: it teaches nothing"]
+    for value in (float("nan"), 0.0):
+        with pytest.raises(UserError, match="reward.audit=strict"):
+            build(path, audit="strict", broken=filled(value))
+
+
+def test_plausibility_is_told(tmp_path, build):
+    """A model that counts tokens: every answer beats none, and the longer of two the other. One token a byte."""
+    build(save_model(tmp_path / "rm", LLAMA), audit="report", broken=length)
+    sizes = [len(dialogue.answer.encode()) for dialogue in DIALOGUES]
+    longer = sum(a > b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True))
+    assert 0 < longer < 6
+    assert f"a fitting answer scores above an empty one in 6 of 6 and above another's in {longer} of 6 dialogues" in remark(build)
+
+
+def test_all_ranks_stop_where_one_saw_a_failure(tmp_path, build):
+    path = save_model(tmp_path / "rm", LLAMA)
+    with pytest.raises(UserError, match="another rank found it wanting .reward.audit=strict"):
+        build(path, audit="strict", ranks=lambda n: max(n, 1))
+    asked = []
+    build(path, audit="report", ranks=lambda n: asked.append(n) or n)
+    assert asked == [1] * (2 + len(DIALOGUES) + 1) + [0]  # the same questions to all ranks, whatever they find
+    asked.clear()
+    build(path, audit="report", broken=neighbours, ranks=lambda n: asked.append(n) or n)
+    assert asked == [1] * (2 + len(DIALOGUES) + 1) + [1]
+
+
+def test_the_audit_keeps_to_the_budget_and_to_the_models_positions(tmp_path, build):
+    path = save_model(tmp_path / "rm", GPT2)  # 48 positions
+    build(path, audit="strict", score_tokens=100, append_eos=False)
+    assert all(rows * width <= 100 and width <= 48 for rows, width in build.placed.batches)
+    assert warnings(build) == []
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_rounding_is_no_failure(tmp_path, build, dtype):
+    wide = LlamaConfig(**TINY | dict(hidden_size=64, num_hidden_layers=6, initializer_range=0.2))
+    build(save_model(tmp_path / "rm", wide), audit="strict", dtype=dtype)
+    assert warnings(build) == []
+    build(str(tmp_path / "rm"), audit="report", dtype=dtype, broken=neighbours)
+    assert len(warnings(build)) >= 1
+
+
+def test_what_is_read(tokenizer):
+    probe = probes(tokenizer)
+    rows = [row["messages"] for row in probe.rows]
+    assert all([m["role"] for m in chat] == (["user", "assistant"] * 9)[: len(chat)] and len(chat) % 2 for chat in rows)
+    assert {len(chat) for chat in rows} == {1, 3} and len(set(probe.fitting)) == len(rows)
+    assert any(not text.isascii() for text in probe.fitting) and probe.others == (*probe.fitting[1:], probe.fitting[0])
+    assert probe.rows[2]["prompt_text"].startswith("I have two apples.\nNice!")
+    tokenizer.hf.chat_template = CHAT_TEMPLATE
+    assert probes(tokenizer).rows[0]["prompt_text"] == "<user>What is the capital of France?<eos><assistant>"  # as the actor's own prompts
