@@ -18,12 +18,15 @@ from ppo_ds.config import Config
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.types import Experience, Metrics, ScoredRollout
+from tests.ops.golden import Case
 
 PRESETS = sorted(file.stem for file in (CONF / "algo").glob("*.yaml"))
 NAN = float("nan")
 PROMPT, PAD, EOS, WORD = 3, 0, 2, 5  # the widest prompt; token ids
 WIDTH = 10  # of every golden's answers, and the limit of their length
 FEW_TOKENS = 30  # two or three rows to a forward, so that the losses are put together from several micro-batches
+
+FLOAT32 = 2e-5  # the trainer's numbers against float64, relative and absolute
 
 
 @cache
@@ -181,6 +184,7 @@ def judged(numbers: Numbers, advantages: Tensor) -> Experience:
         response_mask=rollout.response_mask,
         finished=rollout.finished,
         logprobs=numbers.old.float(),
+        old_logprobs=numbers.old.float(),
         ref_logprobs=numbers.ref.float(),
         rewards=torch.zeros(numbers.rows, WIDTH + 1),
         advantages=advantages.float(),
@@ -193,3 +197,44 @@ def states(columns: Tensor, mask: Tensor) -> Tensor:
     """Values [B,R] of the states before each place -> [B,S], nothing sensible where a critic is not to be read: beyond the state after the end."""
     beyond = torch.arange(WIDTH + 1) > mask.sum(1, keepdim=True)
     return pad(columns, (0, 1), value=NAN).masked_fill(beyond, NAN)
+
+
+RUNS: dict[tuple[str, ...], Run] = {}  # a run has many outputs, each of them a test
+
+
+def ran(world, case: Case, numbers: Numbers, *arguments: str, **sizes: int) -> Run:
+    """The run of composed(*arguments, **sizes) on the numbers of a case."""
+    key = (case.id, *arguments)
+    if key not in RUNS:
+        RUNS[key] = make_and_learn(composed(*arguments, **sizes), world, numbers)
+    return RUNS[key]
+
+
+def close(actual, expected) -> None:
+    expected = torch.as_tensor(expected).double()
+    torch.testing.assert_close(torch.as_tensor(actual).double(), expected, rtol=FLOAT32, atol=FLOAT32)
+
+
+def loss_of(model: Told) -> float:
+    """Of every optimizer step: all passes see the same rows and weights that do not move."""
+    losses = [loss for loss, _ in model.steps]
+    close(losses, losses[:1] * len(losses))
+    return losses[0]
+
+
+def gradient_of(model: Told) -> Tensor:
+    gradients = [gradient for _, gradient in model.steps]
+    close(torch.stack(gradients), gradients[0].expand(len(gradients), -1, -1))
+    return gradients[0]
+
+
+def at_places(x: Tensor) -> Tensor:
+    """[B,S] -> [B,R]; nothing may stand in the last column."""
+    assert not x[:, WIDTH].any()
+    return x[:, :WIDTH]
+
+
+def under(mask: Tensor, x: Tensor) -> Tensor:
+    """What stands under the mask, [tokens]; nothing may stand elsewhere."""
+    assert not x[~mask.bool()].any()
+    return x[mask.bool()]

@@ -1,79 +1,35 @@
 """Presets as their YAML files have them, through the trainer's own ExperienceMaker and Learner, give the numbers of the systems they are named after.
 
-The trainer works in float32 and in micro-batches, the goldens are float64: 2e-5, relative and absolute. Every output of a golden file is compared, or
-skipped with the reason why no preset offers it. Where a preset departs from its system on purpose, the expected numbers are the golden's with that
-one term put right by hand (`expected`).
+The trainer works in float32 and in micro-batches, the goldens are float64: 2e-5, relative and absolute (preset_runs.close). Every output of a golden
+file is compared, or skipped with the reason why no preset offers it. Where a preset departs from its system on purpose, the expected numbers are the
+golden's with that one term put right by hand: ``expected``. Answers as single actions, groups, controllers: test_preset_goldens_of_answers.py.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
-from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import preset_loops as loops
 import pytest
 import torch
-from preset_runs import NAN, PRESETS, WIDTH, Numbers, composed, judged, make_and_learn, states
+from preset_runs import PRESETS, WIDTH, Numbers, at_places, close, composed, gradient_of, loss_of, ran, states, under
 from preset_switches import DEPARTURES, STANDARD, WARN
-from torch.nn.functional import pad
 
 from ppo_ds.advice import warnings
-from ppo_ds.algo.trainer import Trainer
-from ppo_ds.algorithm import kl_controller
-from ppo_ds.build import _plan
-from ppo_ds.errors import UserError
-from ppo_ds.types import Experience
-
-sys.path.append(str(Path(__file__).parent.parent / "ops"))
-from golden import Case, Close, Within, assert_no_stale_entries, cases, look_up, outputs, same  # noqa: E402
-
-FLOAT32 = 2e-5
-RUNS = {}  # one for each preset and case: its outputs are one test each
-
-
-def ran(world, case, *arguments, numbers):
-    """The run of a preset with ``arguments`` of composed() on the ``numbers`` of a case."""
-    key = (case.id, *arguments)
-    if key not in RUNS:
-        RUNS[key] = make_and_learn(composed(*arguments), world, numbers(case))
-    return RUNS[key]
-
-
-def compare(actual, expected):
-    same(Close(actual, FLOAT32, "float32"), torch.as_tensor(expected))
-
-
-def in_turn(of):
-    """What ``of`` says of every optimizer step's (loss, gradient): one number, since the passes see the same rows."""
-
-    def said(steps):
-        for step in steps[1:]:
-            torch.testing.assert_close(torch.as_tensor(of(step)), torch.as_tensor(of(steps[0])), rtol=FLOAT32, atol=FLOAT32)
-        return of(steps[0])
-
-    return said
-
-
-loss_of, gradient_of = in_turn(lambda step: torch.tensor(step[0])), in_turn(lambda step: step[1])
-
-
-def array(x):
-    return x.double().numpy()
-
+from tests.ops.golden import assert_no_stale_entries, cases, look_up, outputs
 
 # the files of conf/algo ---------------------------------------------------------------------------------------------------------------
-def dotted(tree, prefix=""):
-    for key, value in tree.items():
-        yield from dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+SIZES = {"sums": {"prompts": 128}}
 
 
 def of_all_sizes(preset):
-    sizes = {"sums": {"prompts": 128}}
-    return composed(preset, **sizes.get(preset, {"prompts": 3, "samples": 2}))
+    return composed(preset, **SIZES.get(preset, {"prompts": 3, "samples": 2}))
+
+
+def dotted(tree, prefix=""):
+    for key, value in tree.items():
+        yield from dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
 
 
 def test_every_preset_is_here():
@@ -101,11 +57,8 @@ SYSTEMS = {
     "seed_a_eos_dropped": ("zysnlp_strict",),
     "seed_a_eos_kept": ("zysnlp", "algo.mask.include_eos=true"),
 }
-SEQUENCE = {"seed_b": ("sequence_kl",), "seed_c": ("minimind",)}
-NOT_OFFERED = {
-    "torchtune/*": "no preset: its advantages keep their mean, KL is charged on the place after the end, answers of one token are paid apart"
-}
-SWITCH = {
+NOT_OFFERED = {"torchtune/*": "no preset: its advantages keep their mean, the place after the end has KL, one-token answers are paid elsewhere"}
+PARAMETERS = {
     "kl_coef": lambda algo: algo.kl.coef,
     "clip_reward": lambda algo: algo.reward.clip,
     "gamma": lambda algo: algo.gae.gamma,
@@ -113,18 +66,15 @@ SWITCH = {
     "clip": lambda algo: algo.policy.clip_low,
     "clip_value": lambda algo: algo.value.clip,
     "dual_clip_c": lambda algo: algo.policy.dual_clip,
-    "vf_coef": lambda algo: algo.value.coef,
-    "entropy_coef": lambda algo: algo.entropy.coef,
 }
+OFFERED = {case.id: case for case in cases("pipelines.json") if case.id in SYSTEMS}
+of_each_system = pytest.mark.parametrize("case", OFFERED.values(), ids=OFFERED)
 
 
-@pytest.mark.parametrize("case", [c for c in cases("pipelines.json") + cases("sequence_level.json") if c.id != "torchtune"], ids=lambda c: c.id)
-def test_the_presets_numbers_are_those_of_the_golden(case):
-    """None is overridden below."""
-    preset = (SYSTEMS | SEQUENCE)[case.id]
-    algo = composed(*preset).algo
-    numbers = {name: value for name, value in case.params.items() if name not in ("aux_loss", "accumulation_steps")}
-    assert {name: SWITCH[name](algo) for name in numbers} == numbers
+@of_each_system
+def test_the_golden_was_made_with_the_presets_own_parameters(case):
+    algo = composed(*SYSTEMS[case.id]).algo
+    assert {name: PARAMETERS[name](algo) for name in case.params} == case.params
 
 
 def dialogue(case):
@@ -137,27 +87,25 @@ def dialogue(case):
         old_values=states(case.old_values, case.mask),
         values=states(case.values, case.mask),
         finished=torch.tensor(case.has_eos),
-        pad_id=2 if case.id == "dschat_pad_is_eos" else 0,
+        pad_id=2 if case.id == "dschat_pad_is_eos" else 0,  # 2 is the end token
     )
 
 
-def at_states(x):
-    """[B,S] -> [B,R]: nothing may stand in the last column."""
-    assert not x[:, WIDTH].any()
-    return x[:, :WIDTH]
+def run_of(world, case, *arguments):
+    return ran(world, case, dialogue(case), *(arguments or SYSTEMS[case.id]))
 
 
-PIPELINE = {
-    "rewards": lambda run: at_states(run.experience.rewards),
+ACTUAL = {
+    "rewards": lambda run: at_places(run.experience.rewards),
     "advantages": lambda run: run.experience.advantages,
-    "returns": lambda run: at_states(run.experience.returns),
+    "returns": lambda run: at_places(run.experience.returns),
     "loss_mask": lambda run: run.experience.response_mask,
-    "policy_loss": lambda run: loss_of(run.actor.steps),
-    "value_loss": lambda run: loss_of(run.critic.steps),
-    "policy_grad": lambda run: gradient_of(run.actor.steps),
-    "value_grad": lambda run: at_states(gradient_of(run.critic.steps)),
+    "policy_loss": lambda run: loss_of(run.actor),
+    "value_loss": lambda run: loss_of(run.critic),
+    "policy_grad": lambda run: gradient_of(run.actor),
+    "value_grad": lambda run: at_places(gradient_of(run.critic)),
 }
-UNDER_MASK = {"openrlhf", "verl"}  # these leave rubbish beyond the answer
+RUBBISH_BEYOND = ("openrlhf", "verl")  # what these say beyond an answer means nothing
 
 
 def expected(case, key):
@@ -166,16 +114,16 @@ def expected(case, key):
     if case.id == "trl" and key.startswith("value_"):
         return 0.1 * x  # the golden stops before vf_coef
     if case.id == "seed_a_eos_dropped" and key.endswith(("_loss", "_grad")):
-        return 6 / 5 * x  # row 1 has no action: its 0 is one of 6 in the tutorial's mean, and none of 5 in ours
+        return 6 / 5 * x  # row 1 has no action: its 0 is one of 6 numbers in the tutorial's mean, and none of 5 in ours
     if case.id == "dschat_pad_not_eos":
         return without_kl_on_pad(case)[key]
     return x
 
 
 def without_kl_on_pad(case):
-    """DeepSpeed-Chat charges KL on the PAD token after the end, which is no action. Here it is given back.
+    """DeepSpeed-Chat charges KL on the PAD token after the end, which is no action. Here the charge is given back.
 
-    The place after n actions earned 0.1 * kl too little; advantages before it felt that 0.95 times less with every step back.
+    The place after n actions earned 0.1 * kl too little, and what came before felt 0.95 times as much of it with every step back.
     """
     p, out = case.params, {name: array(x).copy() for name, x in case.outputs.items()}
     for i, n in enumerate(case.mask.sum(1).tolist()):
@@ -185,80 +133,133 @@ def without_kl_on_pad(case):
             for t in range(n + 1):
                 out["advantages"][i, t] += back * p["lam"] ** (n - t)
                 out["returns"][i, t] += back * p["lam"] ** (n - t)
-    return {name: torch.from_numpy(x) for name, x in (out | by_loops(case, out["advantages"], out["returns"])).items()}
-
-
-def by_loops(case, advantages, returns, mask=None, value_mask=None, agg="token_mean", half=True):
-    """Losses and gradients of a case from the plain loops."""
-    p, mask = case.params, array(case.outputs["loss_mask"]).astype(bool) if mask is None else mask
-    policy = loops.policy_loss(
-        array(case.logprobs), array(case.old_logprobs), advantages, mask, low=p["clip"], high=p["clip"], dual=p.get("dual_clip_c"), agg=agg
-    )
-    value = loops.value_loss(
-        array(case.values), array(case.old_values), returns, mask if value_mask is None else value_mask, clip=p["clip_value"], half=half, agg=agg
-    )
-    return {name: np.asarray(x) for name, x in zip(("policy_loss", "policy_grad", "value_loss", "value_grad"), (*policy, *value), strict=True)}
+    out |= losses(case, out["advantages"], out["returns"], out["loss_mask"].astype(bool))
+    return {name: torch.as_tensor(x) for name, x in out.items()}
 
 
 @pytest.mark.parametrize(("case", "key"), outputs("pipelines.json"))
 def test_pipelines(world, case, key):
     if reason := look_up(NOT_OFFERED, case, key):
         pytest.skip(reason)
-    run = ran(world, case, *SYSTEMS[case.id], numbers=dialogue)
-    actual = PIPELINE[key](run)
-    if case.id in UNDER_MASK and key in ("rewards", "advantages", "returns"):
-        actual = Within(actual, case.mask)
-    if isinstance(actual, Within):
-        compare(*inside(actual, expected(case, key)))
-    else:
-        compare(actual, expected(case, key))
+    actual, golden = ACTUAL[key](run_of(world, case)), expected(case, key)
+    if key == "advantages" or (case.id in RUBBISH_BEYOND and key in ("rewards", "returns")):
+        actions = case.outputs["loss_mask"].bool()  # DeepSpeed-Chat has an advantage on the place after the end too, and does nothing with it
+        actual, golden = under(actions, actual), golden[actions]
+    close(actual, golden)
 
 
-def inside(actual, golden):
-    """Both under the mask; ours must be 0 elsewhere."""
-    mask = actual.mask.bool()
-    assert not actual.actual[~mask].any()
-    return actual.actual[mask], golden[mask]
+def test_every_table_entry_is_used():
+    assert_no_stale_entries("pipelines.json", ACTUAL, NOT_OFFERED)
 
 
-@pytest.mark.parametrize("case", [c for c in cases("pipelines.json") if c.id != "torchtune"], ids=lambda c: c.id)
-def test_passes_and_masks_of_the_pipelines(world, case):
-    run = ran(world, case, *SYSTEMS[case.id], numbers=dialogue)
-    assert len(run.actor.steps) == len(run.critic.steps) == run.config.algo.epochs
-    trained = pad(case.outputs["loss_mask"].bool(), (0, 1))
-    if case.id == "trl":  # the state after the end too, where there is one: not in rows 0 and 5, which fill their limit
-        lengths = torch.tensor([[10], [2], [8], [5], [10], [10]])
-        trained = torch.arange(WIDTH + 1) < lengths
-    assert torch.equal(run.experience.value_mask, trained)
-    answered = torch.arange(WIDTH) < case.mask.sum(1, keepdim=True)
-    values = case.old_values.float()
-    assert torch.equal(run.experience.values[:, :WIDTH][answered], values[answered])
-    beyond = torch.arange(WIDTH + 1) > case.mask.sum(1, keepdim=True)
-    assert not run.experience.values[beyond].any()
+ONE_MORE = torch.arange(WIDTH + 1) < torch.tensor([[10], [2], [8], [5], [10], [10]])  # rows 0 and 5 fill their limit
 
 
-@pytest.mark.parametrize("case", [c for c in cases("pipelines.json") if c.id != "torchtune"], ids=lambda c: c.id)
-def test_the_plain_loops_give_the_goldens(case):
-    """What they are used for below stands on this."""
-    blog = case.id.startswith("seed_a")
-    mask = array(case.outputs["loss_mask"]).astype(bool)
-    one_more = np.arange(WIDTH) < np.array([[10], [2], [8], [5], [10], [10]])
-    found = by_loops(
-        case,
-        array(case.outputs["advantages"]),
-        array(case.outputs["returns"]),
-        value_mask=one_more if case.id == "trl" else None,
-        agg="seq_mean_token_mean" if blog else "token_mean",
-        half=not blog,
-    )
+@of_each_system
+def test_passes_and_states(world, case):
+    run = run_of(world, case)
+    assert len(run.actor.steps) == len(run.critic.steps) == DEPARTURES[SYSTEMS[case.id][0]]["epochs"]
+    actions = torch.nn.functional.pad(case.outputs["loss_mask"].bool(), (0, 1))
+    assert torch.equal(run.experience.value_mask, ONE_MORE if case.id == "trl" else actions)
+    places, lengths = torch.arange(WIDTH + 1), case.mask.sum(1, keepdim=True)
+    answered = places[:-1] < lengths
+    assert torch.equal(run.experience.values[:, :-1][answered], case.old_values.float()[answered])
+    assert not run.experience.values[places > lengths].any()  # nothing that a critic says of padding
+
+
+# what has no golden: plain loops, which must give the goldens first ------------------------------------------------------------------
+def array(x):
+    return x.double().numpy()
+
+
+def losses(case, advantages, returns, mask, value_mask=None, *, dual=None, clip_value=0.2, half=True, agg="token_mean"):
+    policy = loops.policy_loss(array(case.logprobs), array(case.old_logprobs), advantages, mask, dual=dual, agg=agg)
+    value_mask = mask if value_mask is None else value_mask
+    value = loops.value_loss(array(case.values), array(case.old_values), returns, value_mask, clip=clip_value, half=half, agg=agg)
+    return dict(zip(("policy_loss", "policy_grad", "value_loss", "value_grad"), (*policy, *value), strict=True))
+
+
+BLOG = {"clip_value": None, "half": False, "agg": "seq_mean_token_mean"}
+SHAPES = {
+    "openrlhf": {"clip_value": 0.5},
+    "verl": {"clip_value": 0.5, "dual": 3.0},
+    "trl": {"value_mask": ONE_MORE[:, :WIDTH].numpy()},
+    "seed_a_eos_dropped": BLOG,
+    "seed_a_eos_kept": BLOG,
+}
+WHITENED = {"openrlhf": {"unbiased": False}, "verl": {"unbiased": True}}
+
+
+@of_each_system
+def test_the_loops_give_the_losses_of_the_goldens(case):
+    golden = {name: array(x) for name, x in case.outputs.items()}
+    found = losses(case, golden["advantages"], golden["returns"], golden["loss_mask"].astype(bool), **SHAPES.get(case.id, {}))
     for name, x in found.items():
-        np.testing.assert_allclose(x * (5 / 6 if case.id == "seed_a_eos_dropped" else 1), array(case.outputs[name]), rtol=1e-6, atol=1e-8)
-    if case.id in UNDER_MASK or case.id == "seed_a_eos_kept":
-        p = case.params
-        scores = np.clip(array(case.scores), *((-c, c) if (c := p.get("clip_reward")) else (None, None)))
-        rewards = loops.rewards(scores, array(case.old_logprobs - case.ref_logprobs), mask, p["kl_coef"])
-        advantages, returns = loops.gae(rewards, array(case.old_values), mask, p["gamma"], p["lam"])
-        if case.id in UNDER_MASK:
-            advantages = loops.whitened(advantages, mask, unbiased=case.id == "verl")
-        for name, x in (("rewards", rewards), ("returns", returns), ("advantages", advantages)):
-            np.testing.assert_allclose(x[mask], array(case.outputs[name])[mask], rtol=2e-5, atol=2e-6)
+        factor = 5 / 6 if case.id == "seed_a_eos_dropped" else 1  # see `expected`
+        np.testing.assert_allclose(factor * x, golden[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["openrlhf", "verl", "seed_a_eos_kept"])
+def test_the_loops_give_the_advantages_of_the_goldens(name):
+    case = OFFERED[name]
+    p, mask, limit = case.params, array(case.mask).astype(bool), case.params.get("clip_reward", np.inf)
+    rewards = loops.rewards(array(case.scores).clip(-limit, limit), array(case.old_logprobs - case.ref_logprobs), mask, p["kl_coef"])
+    advantages, returns = loops.gae(rewards, array(case.old_values), mask, p["gamma"], p["lam"])
+    if name in WHITENED:
+        advantages = loops.whitened(advantages, mask, **WHITENED[name])
+    for key, x in (("rewards", rewards), ("returns", returns), ("advantages", advantages)):
+        np.testing.assert_allclose(x[mask], array(case.outputs[key])[mask], rtol=2e-5, atol=1e-6)  # OpenRLHF's are float32
+
+
+def all_equal(run, wanted):
+    for key, x in wanted.items():
+        close(ACTUAL[key](run), x)
+
+
+def test_standard(world):
+    """The score, clipped to 5, on the last action; KL 0.05 in the reward; GAE 1, 0.95; whitened by the biased variance; both clips at 0.2."""
+    case = OFFERED["openrlhf"]
+    mask, kl = array(case.mask).astype(bool), array(case.old_logprobs - case.ref_logprobs)
+    rewards = loops.rewards(array(case.scores).clip(-5, 5), kl, mask, 0.05)
+    advantages, returns = loops.gae(rewards, array(case.old_values), mask, 1.0, 0.95)
+    advantages = loops.whitened(advantages, mask, unbiased=False)
+    wanted = {"rewards": rewards, "advantages": advantages, "returns": returns, "loss_mask": mask}
+    run = run_of(world, case, "standard")
+    all_equal(run, wanted | losses(case, advantages, returns, mask))
+    assert len(run.actor.steps) == 2
+
+
+@pytest.mark.parametrize(("target", "passes"), [("0.25", 2), ("0.01", 1)])
+def test_minimind_token(world, target, passes):
+    """As standard, but k3 of the reference in the loss, 0.02, values half as much, no clip of the score; a second pass unless the policy is gone."""
+    case = OFFERED["openrlhf"]
+    mask, now, old = array(case.mask).astype(bool), array(case.logprobs), array(case.old_logprobs)
+    rewards = loops.rewards(array(case.scores), np.zeros(mask.shape), mask, 0.0)
+    advantages, returns = loops.gae(rewards, array(case.old_values), mask, 1.0, 0.95)
+    advantages = loops.whitened(advantages, mask, unbiased=False)
+    wanted = losses(case, advantages, returns, mask)
+    kl, kl_gradient = loops.k3_loss(now, array(case.ref_logprobs), mask)
+    wanted["policy_loss"] += 0.02 * kl
+    wanted["policy_grad"] += 0.02 * kl_gradient
+    wanted |= {name: 0.5 * wanted[name] for name in ("value_loss", "value_grad")}
+    run = run_of(world, case, "minimind_token", *([] if target == "0.25" else [f"algo.target_kl={target}"]))
+    all_equal(run, wanted | {"rewards": rewards, "advantages": advantages, "returns": returns})
+    assert 0.01 < loops.k3_loss(old, now, mask)[0] < 0.25
+    assert len(run.actor.steps) == passes
+
+
+def test_zysnlp_pays_the_score_on_the_last_action_that_is_left(world):
+    """The tutorial's golden, where the score lies on the lost end token; here it moves one place back, and what came before feels it 0.1 * 0.2 as much
+    with every step. Row 0 has no end token and is paid as before; row 1 is nothing but an end token."""
+    case = OFFERED["seed_a_eos_dropped"]
+    out = {name: array(x).copy() for name, x in case.outputs.items()}
+    for i, n in enumerate([10, 0, 6, 3, 8, 9]):  # actions
+        if case.has_eos[i]:
+            out["rewards"][i, n] -= float(case.scores[i])  # none of these is clipped
+        for t in range(n if case.has_eos[i] else 0):
+            more = float(case.scores[i]) * 0.02 ** (n - 1 - t)
+            out["rewards"][i, t] += more if t == n - 1 else 0.0
+            out["advantages"][i, t] += more
+            out["returns"][i, t] += more
+    assert case.scores.abs().max() < 5
+    all_equal(run_of(world, case, "zysnlp"), out | losses(case, out["advantages"], out["returns"], out["loss_mask"].astype(bool), **BLOG))
