@@ -2,7 +2,7 @@
 
 The trainer works in float32 and in micro-batches, the goldens are float64: 2e-5, relative and absolute (preset_runs.close). Every output of a golden
 file is compared, or skipped with the reason why no preset offers it. Where a preset departs from its system on purpose, the expected numbers are the
-golden's with that one term put right by hand: ``expected``. Answers as single actions, groups, controllers: test_preset_goldens_of_answers.py.
+golden's with that one term put right by hand: ``expected``. Answers as single actions and groups: test_preset_goldens_of_answers.py.
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ def test_minimind_token(world, target, passes):
 
 
 def test_zysnlp_pays_the_score_on_the_last_action_that_is_left(world):
-    """The tutorial's golden, where the score lies on the lost end token; here it moves one place back, and what came before feels it 0.1 * 0.2 as much
-    with every step. Row 0 has no end token and is paid as before; row 1 is nothing but an end token."""
+    """The tutorial's golden, where the score lies on the lost end token; here it moves one place back, and what came before feels 0.1 * 0.2 as much
+    of it with every step. Row 0 has no end token and is paid as before; row 1 is nothing but an end token."""
     case = OFFERED["seed_a_eos_dropped"]
     out = {name: array(x).copy() for name, x in case.outputs.items()}
     for i, n in enumerate([10, 0, 6, 3, 8, 9]):  # actions
