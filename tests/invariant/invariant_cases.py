@@ -22,6 +22,7 @@ MODEL_REWARD = {
 SHARDED_REWARD = {"reward": {**MODEL_REWARD["reward"], "zero": {"stage": 3}}}
 FROM_ACTOR = {"critic": {"init": "actor", "model": {"path": None}}}
 ONE_STEP = {"run": {"steps": 1}}
+LORA = {"actor": {"lora": {"rank": 4, "lr": 3e-3}}, "critic": {"lora": {"rank": 4}}}
 
 
 def frozen(stage: int, **zero: Any) -> dict[str, Any]:
@@ -38,6 +39,7 @@ ON_ONE_RANK: list[Case] = [
     case("zero0 tied", staged(0), TIED),
     case("zero0 greedy", staged(0), GREEDY, generate="sample"),
     case("zero0 critic from reward", staged(0), MODEL_REWARD, ONE_STEP),
+    case("zero0 lora", staged(0), LORA),
 ]
 
 ON_TWO_RANKS: list[Case] = [
@@ -60,6 +62,9 @@ ON_TWO_RANKS: list[Case] = [
     case("sharded and offloaded reference", staged(0), OTHER_REFERENCE, frozen(3, offload_params=True), ONE_STEP),
     case("zero3 critic from reward", staged(3), MODEL_REWARD, SHARDED_REWARD, ONE_STEP),
     *[case(f"zero{stage} critic from actor", staged(stage), FROM_ACTOR, ONE_STEP) for stage in (0, 3)],
+    *[case(f"zero{stage} lora", staged(stage), LORA) for stage in (0, 1, 2, 3)],
+    case("zero3 lora checkpointed", staged(3), LORA, CHECKPOINTED),
+    case("zero2 lora row by row", staged(2, offload_optimizer=True), LORA, ROW_BY_ROW),
     *[case(mistake, staged(2), AT_ONCE if mistake == "no exchange" else {}, mistake=mistake) for mistake in MISTAKES],
 ]
 
