@@ -190,7 +190,7 @@ def _stand_in(f: Field, hint: Any) -> Any:
 
 def _suggest(name: str, siblings: Iterable[str], dot: str, known: list[str]) -> str:
     """What may have been meant: the same name deeper down, a name like it beside it, the same name elsewhere; else what there is."""
-    elsewhere = [k for k in known if k.rsplit(".", 1)[-1] == name or k.replace(".", "_").endswith(f"_{name}")]
+    elsewhere = [k for k in known if k.rsplit(".", 1)[-1] == name] or [k for k in known if k.replace(".", "_").endswith(f"_{name}")]
     inside = [k for k in elsewhere if dot and k.startswith(dot)]
     near = [dot + sibling for sibling in get_close_matches(name, list(siblings), n=1, cutoff=0.6)]
     exact = [k for k in known if k.startswith(dot) and k[len(dot) :].replace(".", "_") == name]
