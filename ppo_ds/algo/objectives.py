@@ -38,6 +38,7 @@ class PolicyObjective:
     def __call__(self, out: PolicyOutput, micro: Experience, totals: BatchTotals, kl_coef: float) -> tuple[Tensor, Parts]:
         mask, logprobs = micro.response_mask, out.logprobs
         whole = self.level == "sequence"
+        per_answer = "seq_mean_token_sum" if whole else self.agg
         loss, seen = policy_loss(
             logprobs,
             micro.old_logprobs,
@@ -49,10 +50,10 @@ class PolicyObjective:
             ratio="sequence" if whole else "token",
             kind=self.kind,
             is_weights=micro.weights,
-            agg="seq_mean_token_mean" if whole else self.agg,
+            # PPO's term is the whole answer's on each of its tokens; the others' have the token's own log-prob in them, and add up
+            agg="seq_mean_token_mean" if whole and self.kind == "ppo" else per_answer,
             totals=totals,
         )
-        per_answer = "seq_mean_token_sum" if whole else self.agg
         entropy = out.entropy if self.entropy_kind == "exact" else -logprobs
         if self.entropy_coef:
             loss = loss - self.entropy_coef * entropy_loss(entropy, mask, agg=per_answer, totals=totals)
