@@ -153,18 +153,18 @@ def test_without_an_answer_the_whole_counts_alone(build, rolled):
 
 @pytest.mark.parametrize("name", ["minimind", "minimind_reasoning"])
 def test_minimind(build, rolled, name):
-    """C12: rules + model. A stand-in for the model; all else as the file has it."""
+    """The model alone, or rules + model. A stand-in for the model; all else as the file has it."""
     form, loose = FORM.format("b"), "<answer>b</answer>"
     section = yaml.safe_load((ROOT / "conf" / "reward" / f"{name}.yaml").read_text())
     model = section["parts"]["model"]
     (model if name == "minimind" else model["reward"])["reward"] = looked(**{form: 4.0, loose: -5.0, "plain": 1.0, "b": 2.0, "": 0.0})
     scores = build(section)(rolled(form, loose, "plain"))
     if name == "minimind":
-        wanted = [1.5 + 3, 0.5 - 3, 1.0]
+        wanted = [3.0, -3.0, 1.0]
     else:
         wanted = [1.5 + 0.4 * 3 + 0.6 * 2, 0.5 - 0.4 * 3 + 0.6 * 2, 1.0]
     torch.testing.assert_close(scores.total, torch.tensor(wanted))
-    assert scores.components["format"].tolist() == [1.5, 0.5, 0.0]
+    assert scores.components.get("format", torch.tensor([])).tolist() == ([1.5, 0.5, 0.0] if name == "minimind_reasoning" else [])
 
 
 def test_rules_alone(build, rolled):
