@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ppo_ds.config import Config, rollout_size
+from ppo_ds.config import Config, reference_is_base, rollout_size
 from ppo_ds.data.prompts import Source
 from ppo_ds.engine.world import World
 
@@ -34,7 +34,7 @@ def banner(
         f"{world.size} rank(s) on {device}; torch {torch.__version__}",
         f"actor      {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
         f"critic     {critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}" if critic_start else f"critic     {_no_critic(config)}",
-        f"reference  {reference.model.path}  {reference.model.dtype}  {'sharded' if reference.zero.stage == 3 else 'a replica on each rank'}",
+        f"reference  {reference.model.path}  {reference.model.dtype}  {_reference_place(config)}",
         f"reward     {' '.join(f'{key}={value}' for key, value in config.reward.items() if key != '_target_')}; KL {kl}",
         f"data       {source.path}: {report['rows']} prompts{cut}",
         f"rollout    {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples a step, {size // world.size} on each rank",
@@ -47,6 +47,12 @@ def banner(
     elif done:
         lines.append(f"resumed    after step {done}, from {config.run.dir}/checkpoints (run.name or run.dir chooses another place)")
     return "\n".join(lines + notes)
+
+
+def _reference_place(config: Config) -> str:
+    if reference_is_base(config):
+        return "the actor without its adapters"
+    return "sharded" if config.reference.zero.stage == 3 else "a replica on each rank"
 
 
 def _no_critic(config: Config) -> str:

@@ -37,7 +37,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.inputs import build_held_out, build_prompts, build_ptx, build_stream, build_tokenizer
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.weighted import WeightedReward
-from ppo_ds.roles import Needs, build_actor, build_critic, build_reference, critic_start, placed
+from ppo_ds.roles import Needs, adapter_notes, build_actor, build_critic, build_reference, critic_start, placed
 from ppo_ds.rollout.base import Sampling
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.targets import bind
@@ -87,6 +87,7 @@ def build_trainer(config: Config) -> Trainer:
     )
     start = critic_start(config, tokenizer) if own_critic else None
     critic = build_critic(config, start, world, needs, critic_steps) if start else None
+    notes += adapter_notes(config, actor, critic)
     ema, lagged = shadow(actor, config.actor.ema.decay is not None), shadow(actor, config.algo.old_policy == "lagged")
 
     sampling = _sampling(config, tokenizer)

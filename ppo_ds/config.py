@@ -416,6 +416,13 @@ def rollout_size(config: Config) -> int:
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
 
 
+def reference_is_base(config: Config) -> bool:
+    """Whether the reference is what the actor's adapters stand on: the actor itself then, without them, and no second copy of the weights."""
+    actor, reference = config.actor.model, config.reference.model
+    alike = ("path", "revision", "dtype", "attn_implementation")
+    return config.actor.lora.rank > 0 and all(getattr(reference, name) == getattr(actor, name) for name in alike)
+
+
 def value_position(algo: AlgoConfig) -> str:
     """Where a value is taken: algo.value.position, or what goes with the level."""
     return algo.value.position or ("prompt_last" if algo.level == "sequence" else "token")

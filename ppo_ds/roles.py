@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ppo_ds.config import ActorConfig, Config, CriticConfig, FrozenZeroConfig, InheritedModelConfig, LoraConfig, ModelConfig
+from ppo_ds.config import ActorConfig, Config, CriticConfig, FrozenZeroConfig, InheritedModelConfig, LoraConfig, ModelConfig, reference_is_base
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
-from ppo_ds.engine.trained import Schedule, TrainedModel
+from ppo_ds.engine.trained import Schedule, TrainedModel, parameter_counts
 from ppo_ds.engine.world import World
 from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.errors import UserError
@@ -67,9 +67,7 @@ def _training(
     }
 
 
-def _policy(
-    model: ModelConfig | InheritedModelConfig, temperature: float, key: str, checkpointing: bool = False, value_head: bool = False
-) -> Policy:
+def _policy(model: ModelConfig | InheritedModelConfig, temperature: float, key: str, checkpointing: bool = False, value_head: bool = False) -> Policy:
     return load_policy(
         model.path,
         revision=model.revision,
@@ -135,16 +133,9 @@ def _accepted(make: Callable[[], T], role: ActorConfig | CriticConfig, name: str
         raise UserError(f"{name}.deepspeed={role.deepspeed}: DeepSpeed refuses it: {' '.join(str(error).split())[:300]}") from error
 
 
-def reads_the_base(config: Config) -> bool:
-    """Whether the reference is what the actor's adapters stand on: no second copy of the weights is needed then."""
-    actor, reference = config.actor.model, config.reference.model
-    alike = ("path", "revision", "dtype", "attn_implementation")
-    return config.actor.lora.rank > 0 and all(getattr(reference, name) == getattr(actor, name) for name in alike)
-
-
 def build_reference(config: Config, world: World, needs: Needs, actor: TrainedModel) -> FrozenModel:
     role = config.reference
-    if reads_the_base(config):
+    if reference_is_base(config):
         return FrozenBase(actor, without_adapters=without_adapters)
 
     def load() -> Policy:
@@ -219,3 +210,14 @@ def build_critic(config: Config, start: CriticStart, world: World, needs: Needs,
 
     critic = _fitting(_loaded(load, engine_config), needs, start.path, start.key)
     return _accepted(lambda: TrainedModel(critic, **_training(role, critic, engine_config, world, optimizer_steps)), role, "critic")
+
+
+def adapter_notes(config: Config, actor: TrainedModel, critic: TrainedModel | None) -> list[str]:
+    """For the start-up banner: how much of the models is trained, where LoRA is on."""
+    trained = [("actor", config.actor.lora, actor)] + ([("critic", config.critic.lora, critic)] if critic else [])
+    lines = []
+    for name, lora, model in trained:
+        if lora.rank:
+            n, m = parameter_counts(model.module)
+            lines.append(f"lora       {name}: rank {lora.rank}, trainable parameters: {n:,} of {m:,} ({n / m:.2%})")
+    return lines

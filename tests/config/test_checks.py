@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from commands import MINIMAL, complaints, compose, model_folder
 
+from ppo_ds.config import reference_is_base
+
 
 def found(*arguments: str, ranks: int = 1) -> str:
     """The only line that the minimal config gives with these arguments on top."""
@@ -45,6 +47,9 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(minibatch: int, sa
         ("actor.zero={stage:0,offload_optimizer:true}", "actor.zero.offload_optimizer=true: needs actor.zero.stage 1, 2 or 3, which is 0"),
         ("critic.zero.offload_params=true", "critic.zero.offload_params=true: needs critic.zero.stage 3, which is 2"),
         ("reference.zero.stage=2", "reference.zero.stage=2: must be one of 0, 3"),
+        ("critic.lora.lr=1e-4", "critic.lora.lr=0.0001: only used with critic.lora.rank above 0"),
+        ("actor.lora.targets=[q_proj]", "actor.lora.targets=['q_proj']: only used with actor.lora.rank above 0"),
+        ("actor.lora.rank=-1", "actor.lora.rank=-1: must be at least 0"),
         ("critic.init=path", "critic.model.path is missing: critic.init=path starts the critic from it"),
         ("critic.model.path=org/critic", "critic.model.path=org/critic: only used with critic.init=path, which is auto"),
         ("critic.init=reward", "critic.init=reward: needs a reward that is a model"),
@@ -68,6 +73,13 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(minibatch: int, sa
 )
 def test_what_does_not_fit_together(argument: str, line: str) -> None:
     assert found(argument).startswith(line)
+
+
+def test_a_reference_with_settings_of_its_own_is_not_the_base_of_the_actors_adapters() -> None:
+    assert not reference_is_base(compose(*MINIMAL))
+    assert reference_is_base(compose(*MINIMAL, "actor.lora.rank=4"))
+    for own in ("path=org/other", "revision=v2", "dtype=fp32", "attn_implementation=eager"):
+        assert not reference_is_base(compose(*MINIMAL, "actor.lora.rank=4", f"reference.model.{own}")), own
 
 
 def test_several_problems_are_reported_together() -> None:

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_lora_engines.py: tiny models with adapters, built as a run builds them, trained, saved, loaded. Writes JSON of what it found."""
+"""Run under torchrun by test_lora_engines.py: tiny models with adapters, built as a run builds them, trained, saved, loaded. Leaves JSON."""
 
 from __future__ import annotations
 

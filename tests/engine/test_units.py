@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from ppo_ds.engine.trained import Schedule, parameter_groups
+from ppo_ds.engine.trained import Schedule, parameter_counts, parameter_groups
 from ppo_ds.engine.world import single_process_environment
 from ppo_ds.engine.zero import deepspeed_config, merged
 
@@ -132,6 +132,18 @@ def test_the_shape_of_a_sharded_parameter_is_its_whole_one():
     model.matrix, model.vector = matrix, vector
     decayed, kept = parameter_groups(model, 0.1)
     assert decayed["params"][0] is matrix and kept["params"][0] is vector
+
+
+def test_parameters_with_a_rate_of_their_own_are_groups_of_their_own():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    first, second = model
+    groups = parameter_groups(model, 0.1, {first.weight: 0.5, first.bias: 0.5, second.weight: 1.0})
+    found = [(group["lr_factor"], group["weight_decay"], [id(p) for p in group["params"]]) for group in groups]
+    assert sorted(found) == sorted(
+        [(0.5, 0.1, [id(first.weight)]), (0.5, 0.0, [id(first.bias)]), (1.0, 0.1, [id(second.weight)]), (1.0, 0.0, [id(second.bias)])]
+    )
+    first.requires_grad_(False)
+    assert parameter_counts(model) == (3 * 2 + 2, 2 * 3 + 3 + 3 * 2 + 2)
 
 
 # -- environment --------------------------------------------------------------------------------------------------------------------------
