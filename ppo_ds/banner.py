@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ppo_ds.config import Config, reference_is_base, rollout_size
 from ppo_ds.data.prompts import Source
 from ppo_ds.engine.world import World
+from ppo_ds.typed import show
 
 
 def banner(
@@ -35,7 +38,7 @@ def banner(
         f"actor      {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
         f"critic     {critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}" if critic_start else f"critic     {_no_critic(config)}",
         f"reference  {reference.model.path}  {reference.model.dtype}  {_reference_place(config)}",
-        f"reward     {' '.join(f'{key}={value}' for key, value in config.reward.items() if key != '_target_')}; KL {kl}",
+        f"reward     {_reward(config.reward)}; KL {kl}",
         f"data       {source.path}: {report['rows']} prompts{cut}",
         f"rollout    {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples a step, {size // world.size} on each rank",
         f"update     {algo.epochs} epochs x ({size} / {minibatch}) = {algo.epochs * size // minibatch} optimizer steps a step, "
@@ -53,6 +56,13 @@ def _reference_place(config: Config) -> str:
     if reference_is_base(config):
         return "the actor without its adapters"
     return "sharded" if config.reference.zero.stage == 3 else "a replica on each rank"
+
+
+def _reward(section: dict[str, Any]) -> str:
+    """``FunctionReward path=a:b``, sections within in parentheses."""
+    name = [str(section["_target_"]).rpartition(".")[2]] if "_target_" in section else []
+    keys = {key: value for key, value in section.items() if key != "_target_"}
+    return " ".join(name + [f"{key}=({_reward(value)})" if isinstance(value, dict) else f"{key}={show(value)}" for key, value in keys.items()])
 
 
 def _no_critic(config: Config) -> str:
