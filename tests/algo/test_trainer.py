@@ -1,109 +1,20 @@
 """The loop on stand-ins: what is done when, when it ends, and what a checkpoint remembers."""
 
-from contextlib import contextmanager
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
-import torch
+from trainer_cases import named, stand_ins
 
-from ppo_ds.algo.evaluation import Evaluation
-from ppo_ds.algo.timing import PhaseTimer
-from ppo_ds.algo.trainer import EXIT_CODES, Plan, Trainer
-from ppo_ds.ops.kl import AdaptiveKLController
-
-PLAN = dict(
-    total_steps=3, stop_at_step=None, eval_every=None, checkpoint_every=None, keep_best=False, samples_per_prompt=1, sample_rows=2, seed=7,
-    kl_metric="kl/ref_seq_mean", kl_target=None,
-)  # fmt: skip
-
-
-class Stream:
-    def __init__(self):
-        self.n = 0
-
-    def __next__(self):
-        self.n += 1
-        return f"prompts {self.n}"
-
-    def state_dict(self):
-        return {"step": self.n}
-
-    def load_state_dict(self, state):
-        self.n = state["step"]
-
-
-class Notes:
-    """Records every call of any method as (name, first argument)."""
-
-    def __init__(self, events):
-        self.events = events
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: self.events.append((name, args[0] if args else None))
+from ppo_ds.algo.trainer import EXIT_CODES
 
 
 @pytest.fixture
-def loop(world, experience, tokenizer):
-    """A trainer of stand-ins, and the list of what it did. ``scores``: of each held-out evaluation, the one before the training first."""
-
-    def make(stop=(), scores=None, **plan):
-        events, saved, reasons, results = [], [], iter(stop), iter(scores or ())
-
-        rows = experience([1, 2], [2, 1])
-        rows = replace(rows, ref_logprobs=rows.logprobs - 0.5)  # a KL above 0
-
-        @contextmanager
-        def generation_mode():
-            events.append("generation mode")
-            yield
-            events.append("training mode")
-
-        def evaluate():
-            events.append("evaluate")
-            score = next(results)
-            return Evaluation({"eval/score_mean": score, "eval/accuracy": score / 2}, [{"prompt": "x", "response": "y", "score": score}] * 20)
-
-        def learn(rows, kl_coef, seed):
-            events.append(("learn", kl_coef, seed))
-            return {"policy/loss": 1.0}
-
-        def save(step, models, state, best):
-            events.append(("save", step, best))
-            saved.append(state)
-
-        trainer = Trainer(
-            world=world,
-            actor=SimpleNamespace(generation_mode=generation_mode),
-            critic=None,
-            prompts=Stream(),
-            generator=lambda prompts, sampling: events.append(prompts),
-            sampling=None,
-            make_experience=lambda rollout, kl_coef: (rows, {"seen": kl_coef}),
-            learn=learn,
-            kl=AdaptiveKLController(0.1, target=1e-9, horizon=2),  # times 1.2 whenever the KL is above 0
-            evaluator=evaluate if scores is not None else None,
-            tokenizer=tokenizer,
-            tracker=Notes(events),
-            checkpoints=SimpleNamespace(save=save, load=lambda path, models: saved[-1]),
-            stop=SimpleNamespace(agreed=lambda: next(reasons, None)),
-            timer=PhaseTimer(torch.device("cpu")),
-            plan=Plan(**PLAN | plan),
-            folder=Notes(events),
-        )
-        return trainer, events
-
-    return make
+def loop(world, tokenizer):
+    return stand_ins(world, tokenizer)
 
 
-def named(events, name):
-    return [event[1] for event in events if isinstance(event, tuple) and event[0] == name]
-
-
-def test_a_step_is_generate_then_learn_then_log(loop):
+def test_a_step_is_sample_then_learn_then_log(loop):
     trainer, events = loop()
     assert trainer.fit() == "done" and EXIT_CODES["done"] == 0
-    assert events[:5] == ["generation mode", "prompts 1", "training mode", ("learn", 0.1, 7 * 1_000_003), ("log", 1)]
+    assert events[:4] == ["prompts 1", ("make", "answers 1"), ("learn", 0.1, 7 * 1_000_003), ("log", 1)]
     assert named(events, "log") == [1, 2, 3] and trainer.prompts.n == 3
     assert [event[2] for event in events if event[0] == "learn"] == [7 * 1_000_003 + i for i in range(3)]  # every step orders the rows anew
     assert (trainer.progress.step, trainer.progress.episodes, trainer.progress.tokens) == (3, 6, 9)
@@ -177,7 +88,7 @@ def test_a_resumed_run_goes_on_where_the_checkpoint_was(loop):
     trainer.fit()
     state = trainer.state_dict()
     resumed, events = loop(scores=[0.9])
-    resumed.checkpoints.load = lambda path, models: state
+    resumed.checkpoints.load = lambda path, models, shadows: state
     resumed.resume("somewhere")
     assert resumed.kl.value == trainer.kl.value != 0.1
     assert resumed.fit() == "done" and named(events, "log") == [3] and "prompts 3" in events
@@ -190,7 +101,7 @@ def test_a_run_resumed_at_its_end_does_nothing_more(loop):
     trainer, _ = loop(scores=[0.1, 0.2])
     trainer.fit()
     resumed, events = loop(scores=[])
-    resumed.checkpoints.load = lambda path, models: trainer.state_dict()
+    resumed.checkpoints.load = lambda path, models, shadows: trainer.state_dict()
     resumed.resume("somewhere")
     assert resumed.fit() == "done" and not named(events, "log") and not named(events, "save")
     assert named(events, "finish")[0]["heldout_accuracy_after"] == 0.1
