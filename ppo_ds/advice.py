@@ -32,11 +32,10 @@ def _mistakes(config: Config) -> Iterator[str]:
         yield f"old_policy=lagged: the copy of up to {algo.lag} steps ago did not draw the answers, so ratios start away from 1"
     if algo.entropy.coef and algo.entropy.kind == "sample":
         yield "entropy.kind=sample has no gradient in expectation (exact has)"
-    if algo.reward.place == "next_token" and algo.advantage.estimator == "gae" and algo.level == "token":
-        if algo.value.next_state == "ignored":
-            yield "value.next_state=ignored loses the score of every answer that ended by itself"
-        if algo.value.next_state == "untrained":
-            yield "value.next_state=untrained puts the score on a state whose value nothing trains"
+    if algo.reward.place == "next_token" and algo.value.next_state == "ignored":
+        yield "value.next_state=ignored loses the score of every answer that ended by itself"
+    if algo.reward.place == "next_token" and algo.value.next_state == "untrained" and algo.advantage.estimator == "gae" and algo.level == "token":
+        yield "value.next_state=untrained puts the score on a state whose value nothing trains"
     if algo.mask.include_eos is False:
         yield "mask.include_eos=false: the decision to stop is not trained"
     if algo.gae.gamma * algo.gae.lam < 0.5 and algo.advantage.estimator == "gae" and algo.level == "token":

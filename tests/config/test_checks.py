@@ -82,6 +82,78 @@ def test_a_reference_with_settings_of_its_own_is_not_the_base_of_the_actors_adap
         assert not reference_is_base(compose(*MINIMAL, "actor.lora.rank=4", f"reference.model.{own}")), own
 
 
+ADAPTIVE, SHARED, PAIRS = "algo.kl.controller=adaptive", "critic.share_trunk=true", "rollout.samples_per_prompt=2"
+SEQUENCE, GRPO, PTX = "algo.level=sequence", "algo.advantage.estimator=grpo", "data.ptx_path=org/texts"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([ADAPTIVE, "algo.kl.coef=0"], "algo.kl.coef=0: algo.kl.controller=adaptive multiplies it"),
+        ([ADAPTIVE, "algo.kl.max_coef=0.01"], "algo.kl.coef=0.05: must lie between algo.kl.min_coef=0 and algo.kl.max_coef=0.01"),
+        (["algo.kl.controller=threshold", "algo.kl.min_coef=0.1", "algo.kl.max_coef=1"], "algo.kl.coef=0.05: must lie between algo.kl.min_coef=0.1"),
+        ([ADAPTIVE, "algo.kl.place=none"], "algo.kl.controller=adaptive: steers a coefficient that algo.kl.place=none does not use"),
+        (["algo.kl.estimator=k3+"], "algo.kl.estimator=k3+: has a gradient of its own and is for algo.kl.place=loss; in the reward use k3"),
+        (["algo.policy.dual_clip=1"], "algo.policy.dual_clip=1: must be above 1"),
+        (["algo.policy.clip_low=1"], "algo.policy.clip_low=1: must be below 1"),
+        (["algo.policy.kind=gspo", SEQUENCE], "algo.policy.kind=gspo: has a ratio of its own for whole answers"),
+        (["algo.loss.norm=100"], "algo.loss.norm=100: only used with algo.loss.agg=token_sum_norm, which is token_mean"),
+        (["algo.correction.low=3"], "algo.correction.low=3: must be at most algo.correction.high=2"),
+        (["algo.reward.overlong_buffer=9"], "algo.reward.overlong_buffer=9: must be at most sampling.max_new_tokens=8"),
+        (["actor.ema.evaluate=true"], "actor.ema.evaluate=true: needs an average; set actor.ema.decay"),
+        (["algo.value.position=prompt_last"], "algo.value.position=prompt_last: with algo.level=token it must be token"),
+        ([SEQUENCE, "algo.value.position=token"], "algo.value.position=token: with algo.level=sequence it must be prompt_last or response_last"),
+        ([SEQUENCE, "algo.advantage.estimator=reinforce"], "algo.advantage.estimator=reinforce: gives each token its own rewards to come"),
+        ([GRPO, PAIRS, "algo.value.warmup_steps=1"], "algo.value.warmup_steps=1: algo.advantage.estimator=grpo has no critic to train"),
+        ([GRPO, PAIRS, "algo.value.pretrain_rollouts=3"], "algo.value.pretrain_rollouts=3: algo.advantage.estimator=grpo has no critic to train"),
+        ([SHARED, "algo.value.warmup_steps=1"], "algo.value.warmup_steps=1: trains a critic alone, and critic.share_trunk=true has none"),
+        ([SHARED, "algo.value.pretrain_rollouts=3"], "algo.value.pretrain_rollouts=3: trains a critic alone"),
+        (["algo.value.warmup_steps=2"], "algo.value.warmup_steps=2: leaves the actor no step; must be below run.steps=2"),
+        ([SHARED, GRPO, PAIRS], "critic.share_trunk=true: algo.advantage.estimator=grpo has no values to learn"),
+        ([SHARED, "actor.lora.rank=4"], "critic.share_trunk=true: not together with actor.lora.rank"),
+        ([GRPO], "algo.advantage.estimator=grpo: compares the answers to one prompt; set rollout.samples_per_prompt, which is 1, to 2 or more"),
+        (["algo.advantage.whiten=group"], "algo.advantage.whiten=group: compares the answers to one prompt"),
+        (["algo.dynamic_sampling.enabled=true"], "algo.dynamic_sampling.enabled=true: compares the answers to one prompt"),
+        (["data.mix=[{path:org/a},{path:org/b}]"], "data.path=org/prompts: data.mix is set too"),
+        (["data.path=null"], "data.path is missing: a Hub data set or a JSONL"),
+        (["algo.ptx.coef=27.8"], "algo.ptx.coef=27.8: needs texts in data.ptx_path"),
+        ([PTX], "data.ptx_path=org/texts: only used with algo.ptx.coef above 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_an_algorithm_does_not_go_with(arguments: list[str], line: str) -> None:
+    assert found(*arguments).startswith(line)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [ADAPTIVE, "algo.kl.max_coef=0.05"],
+        ["algo.kl.place=loss", "algo.kl.estimator=k3+"],
+        ["algo.reward.overlong_buffer=8"],
+        ["algo.reward.overlong_buffer=0.5"],
+        ["actor.ema={evaluate:true,decay:0.99}"],
+        [SEQUENCE, "algo.value.position=response_last"],
+        [SEQUENCE, GRPO, PAIRS],
+        ["algo.value.warmup_steps=1", "algo.value.pretrain_rollouts=3"],
+        ["algo.value.warmup_steps=5", "run.steps=null", "run.epochs=2"],  # how many steps that makes is known with the data
+        ["algo.advantage.estimator=reinforce"],
+        [GRPO, PAIRS, "algo.dynamic_sampling.enabled=true", "algo.advantage.whiten=group"],
+        ["data.path=null", "data.mix=[{path:org/a},{path:org/b}]"],
+        [PTX, "algo.ptx.coef=27.8"],
+    ],
+    ids=" ".join,
+)
+def test_what_it_does_go_with(arguments: list[str]) -> None:
+    compose(*MINIMAL, *arguments)
+
+
+def test_the_ranks_share_the_texts_beside_ppo() -> None:
+    line = found(PTX, "algo.ptx={coef:1,batch_size:3}", ranks=2)
+    assert line == "algo.ptx.batch_size=3: must be divisible by the number of ranks, 2"
+    compose(*MINIMAL, PTX, "algo.ptx={coef:1,batch_size:4}", ranks=2)
+
+
 def test_several_problems_are_reported_together() -> None:
     lines = complaints(*MINIMAL, "algo.epoch=3", "actor.optim.lr=fast", "algo.minibatch_size=5", "data.path=/nowhere/a.jsonl", "sampling.top_p=2")
     assert [line.split(":")[0].split("=")[0] for line in lines] == [

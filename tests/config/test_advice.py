@@ -1,0 +1,77 @@
+"""What is allowed but known to be wrong is said in one line, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+from commands import MINIMAL, compose
+
+from ppo_ds.advice import warnings
+
+LOSS, SEQUENCE, NEXT = "algo.kl.place=loss", "algo.level=sequence", "algo.reward.place=next_token"
+RLOO = ["algo.advantage.estimator=rloo", "rollout.samples_per_prompt=2"]
+
+
+def said(*arguments: str) -> list[str]:
+    return warnings(compose(*MINIMAL, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mistake"),
+    [
+        ([LOSS], "kl.estimator=k1 as a loss has no gradient in expectation"),  # k1 is the default, for the reward
+        ([LOSS, "algo.kl.estimator=abs"], "kl.estimator=abs as a loss is not the gradient of any KL"),
+        ([SEQUENCE, "algo.value.position=response_last"], "value.position=response_last is V(prompt, answer): no baseline"),
+        (["algo.old_policy=lagged", "algo.lag=3"], "old_policy=lagged: the copy of up to 3 steps ago did not draw the answers"),
+        (["algo.entropy={coef:0.01,kind:sample}"], "entropy.kind=sample has no gradient in expectation"),
+        ([NEXT, "algo.value.next_state=ignored"], "value.next_state=ignored loses the score of every answer that ended by itself"),
+        ([NEXT, "algo.value.next_state=ignored", SEQUENCE], "value.next_state=ignored loses the score"),
+        ([NEXT, "algo.value.next_state=ignored", *RLOO], "value.next_state=ignored loses the score"),
+        ([NEXT, "algo.value.next_state=untrained"], "value.next_state=untrained puts the score on a state whose value nothing trains"),
+        (["algo.mask.include_eos=false"], "mask.include_eos=false: the decision to stop is not trained"),
+        (["algo.gae={gamma:0.5,lam:0.9}"], "gae.gamma=0.5 x gae.lam=0.9: credit for the score dies within a few tokens"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_named_with_its_reason(arguments: list[str], mistake: str) -> None:
+    (line,) = said(*arguments)
+    assert line.startswith(f"warning    algo: {mistake}") and ";" not in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        [LOSS, "algo.kl.estimator=k2"],
+        [LOSS, "algo.kl.estimator=k3"],
+        [LOSS, "algo.kl.coef=0"],
+        ["algo.kl.estimator=abs"],
+        [SEQUENCE],
+        ["algo.entropy.kind=sample"],  # with coefficient 0
+        ["algo.entropy.coef=0.01"],
+        [NEXT],
+        ["algo.value.next_state=ignored"],
+        [NEXT, "algo.value.next_state=untrained", *RLOO],  # there are no values
+        ["algo.mask.include_eos=null"],
+        ["algo.gae={gamma:0.5,lam:1.0}"],
+        ["algo.gae.lam=0.1", *RLOO],
+        ["algo.gae.lam=0.1", SEQUENCE],
+        ["sampling.temperature=0.7"],
+    ],
+    ids=" ".join,
+)
+def test_nothing_is_said_of_what_is_sound(arguments: list[str]) -> None:
+    assert said(*arguments) == []
+
+
+def test_several_mistakes_are_one_line() -> None:
+    (line,) = said(LOSS, "algo.mask.include_eos=false", "algo.old_policy=lagged")
+    assert [part.split("=")[0].split()[-1] for part in line.split("; ")] == ["kl.estimator", "old_policy", "mask.include_eos"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "named"), [("sampling.top_k=50", "top_k=50 sampling.top_p=1:"), ("sampling.top_p=0.9", "top_k=0 sampling.top_p=0.9:")]
+)
+def test_a_narrowed_sampler_has_a_line_of_its_own(argument: str, named: str) -> None:
+    (line,) = said(argument)
+    assert line.startswith(f"warning    sampling.{named}")
+    assert len(said(argument, LOSS)) == 2
