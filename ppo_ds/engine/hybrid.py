@@ -4,7 +4,8 @@ DeepSpeed's own hybrid engine is not used: it supports no current family and sur
 done. With ZeRO 0 to 2 the weights are whole on every rank and decoding uses them as they are. With ZeRO-3 they are gathered once per
 generation phase into a twin of the model that has no hooks, parameter by parameter; the training engine is never touched, so there is
 nothing to repair after an exception, and ranks may decode different numbers of tokens. Adapters (LoRA) run beside their layers with ZeRO
-0 to 2 and are merged into the twin with ZeRO-3; nothing is ever added to the trained model's own weights and taken off again.
+0 to 2 and are merged into the twin with ZeRO-3 (rounded to its dtype: in bf16 log-probs then differ from training's by some thousandths
+of a nat); nothing is ever added to the trained model's own weights and taken off again.
 """
 
 from __future__ import annotations
