@@ -194,17 +194,16 @@ class RemoteReward(TextReward):
             raise self._error(f"what is to be sent is no JSON ({error})", request, answers) from error
 
     def _asked(self, client: httpx.Client, request: Request, payload: bytes, answers: Answers, stopped: Event) -> Sequence[float]:
-        for _ in range(self._parse_retries + 1):
+        for asked in range(1, self._parse_retries + 2):
             try:
                 return self._wire.scores(self._endpoint.post(client, payload, stopped), request.count)
             except ServiceError as error:
                 raise self._error(str(error), request, answers) from None
             except Unusable as error:
-                last = error
-            if not last.again or stopped.is_set():
-                break
-        times = f"; asked {self._parse_retries + 1} time(s)" if last.again else ""
-        raise self._error(f"{last}{times}", request, answers)
+                last = self._error(f"{error}; asked {asked} time(s)", request, answers)
+                if not error.again or stopped.is_set():
+                    break
+        raise last
 
     def _error(self, what: str, request: Request, answers: Answers) -> RewardError:
         rows = f"row {request.first}" if request.count == 1 else f"rows {request.first} to {request.first + request.count - 1}"

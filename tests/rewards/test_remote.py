@@ -218,7 +218,7 @@ def test_what_is_no_list_of_scores_is_an_error_and_never_a_zero(ask, content, sa
     with serving(lambda number, body: (200, {}, content)) as service:
         line = refused(ask, service)
         assert len(service.bodies) == 1  # it would say the same again
-    assert said in line and line.endswith("(rows 0 to 1, prompt 'p0')")
+    assert said in line and line.endswith("; asked 1 time(s) (rows 0 to 1, prompt 'p0')")
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -373,7 +373,7 @@ def test_a_judge_without_a_score_is_asked_again_and_then_an_error(ask, words):
 def test_what_is_no_chat_completion_is_an_error_at_once(ask):
     for content in ({"choices": []}, {"error": "x"}, [], "text", {"choices": [{"text": "Score: 1"}]}):
         with serving(lambda number, body, content=content: (200, {}, content)) as service:
-            assert "which is no chat completion (row 0" in refused(ask, service, "a", **JUDGED)
+            assert "which is no chat completion; asked 1 time(s) (row 0" in refused(ask, service, "a", **JUDGED)
             assert len(service.bodies) == 1
 
 
