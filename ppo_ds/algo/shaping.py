@@ -1,9 +1,8 @@
-"""From the reward's scores to those that PPO sees: penalties, then normalisation, then the clip."""
+"""From the reward's scores to those that PPO sees: penalties, then normalisation, then what an unfinished answer is set to, then the clip."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from ppo_ds.types import Rollout, ScoredRollout
 
 @dataclass(frozen=True)
 class Penalties:
-    """What an answer's form costs its score."""
+    """What an answer's form costs its score, on the reward's own scale; "set" names the score itself, on the scale that PPO sees (N+)."""
 
     missing_eos: str | None  # subtract | set | scale
     missing_eos_value: float
@@ -34,11 +33,16 @@ class Penalties:
             finished=rollout.finished,
             lengths=lengths,
             max_new_tokens=rollout.limits,
-            missing_eos=self.missing_eos,
+            missing_eos=None if self.missing_eos == "set" else self.missing_eos,
             missing_eos_value=self.missing_eos_value,
             overlong_buffer=buffer,
             overlong_factor=self.overlong_factor,
         )
+
+
+    def replaced(self, scores: Tensor, rollout: Rollout) -> Tensor:
+        """[B] -> [B], scores ready but for the clip."""
+        return torch.where(rollout.finished, scores, self.missing_eos_value) if self.missing_eos == "set" else scores
 
 
 @dataclass
@@ -58,8 +62,10 @@ class ScoreShaper:
         scores = self.penalties.apply(rollout.scores, rollout)
         if self.normalize == "running" or (self.normalize == "first" and not self.moments.count):
             self.moments.update(scores, self.world.sum)
-        normalizer = None if self.normalize == "none" else partial(self.moments.normalize, with_std=self.with_std)
-        return shape_scores(scores, normalizer=normalizer, clip=self.clip), shape_scores(scores, normalizer=normalizer)
+        if self.normalize != "none":
+            scores = self.moments.normalize(scores, self.with_std)
+        scores = self.penalties.replaced(scores, rollout)
+        return shape_scores(scores, clip=self.clip), scores
 
     def state_dict(self) -> dict[str, float]:
         return self.moments.state_dict()

@@ -111,3 +111,11 @@ def test_a_share_of_the_limit(world):
     lengths, limits = [9, 10, 4, 5, 4, 10, 11], [10, 10, 5, 5, 4, 12, 12]
     found = penalised(world, answers(lengths, [0.0] * 7, limits=limits), overlong_buffer=0.2, overlong_factor=1.0)
     assert found == pytest.approx([-1 / 2, -1, 0, -1, -1, -1 / 3, -2 / 3])
+
+
+def test_an_unfinished_answer_is_set_to_a_score_on_the_normalised_scale(world):
+    """Scores 1 (finished) and -2 (cut): their mean is -0.5, so the first is 1.5, and the second just what it is set to."""
+    make = shaper(world, normalize="first", with_std=False, clip=None, missing_eos="set", missing_eos_value=-1.0)
+    rollout = answers([2, 2], [1.0, -2.0], finished=[True, False])
+    assert make(rollout)[0].tolist() == [1.5, -1.0]
+    assert make.moments.mean == -0.5  # of the scores as the reward gave them
