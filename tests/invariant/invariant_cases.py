@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from invariant_runs import ASSETS, Case, case, staged
+from invariant_runs import ASSETS, Case, case, merged, staged
 from mistakes import MISTAKES
 
 ROW_BY_ROW = {"memory": {"score_tokens": 1, "train_tokens": 1}}  # each row is a forward of its own
@@ -23,6 +23,21 @@ SHARDED_REWARD = {"reward": {**MODEL_REWARD["reward"], "zero": {"stage": 3}}}
 FROM_ACTOR = {"critic": {"init": "actor", "model": {"path": None}}}
 ONE_STEP = {"run": {"steps": 1}}
 LORA = {"actor": {"lora": {"rank": 4, "lr": 3e-3}}, "critic": {"lora": {"rank": 4}}}
+# Adam divides a gradient by its size plus eps: with 1e-8, gradients near 0 move weights by the rounding that is in them. And a critic that has
+# one value for each answer is past its optimum in two steps of 1e-3, where its gradient is a small rest of large parts.
+CALM = {"actor": {"optim": {"eps": 1e-5}}, "critic": {"optim": {"eps": 1e-5, "lr": 2e-4}}}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"algo": {"advantage": {"estimator": "grpo", "whiten": "none"}}},  # two answers to each prompt, no critic
+    "whole answers": {"algo": {"level": "sequence", "value": {"position": "prompt_last"}}},
+    "one trunk": {"critic": {"share_trunk": True}},
+    "kl in the loss": {"algo": {"kl": {"place": "loss", "estimator": "k2"}}},
+}
+
+
+def algorithms(*stages: int) -> list[Case]:
+    """Four optimizer steps of each, against another reference so that there is a KL from the first step on."""
+    common = merged(merged(CALM, OTHER_REFERENCE), ONE_STEP)
+    return [case(f"zero{stage} {name}", staged(stage), common, how) for name, how in ALGORITHMS.items() for stage in stages]
 
 
 def frozen(stage: int, **zero: Any) -> dict[str, Any]:
@@ -40,6 +55,7 @@ ON_ONE_RANK: list[Case] = [
     case("zero0 greedy", staged(0), GREEDY, generate="sample"),
     case("zero0 critic from reward", staged(0), MODEL_REWARD, ONE_STEP),
     case("zero0 lora", staged(0), LORA),
+    *algorithms(0, 3),
 ]
 
 ON_TWO_RANKS: list[Case] = [
@@ -65,6 +81,7 @@ ON_TWO_RANKS: list[Case] = [
     *[case(f"zero{stage} lora", staged(stage), LORA) for stage in (0, 1, 2, 3)],
     case("zero3 lora checkpointed", staged(3), LORA, CHECKPOINTED),
     case("zero2 lora row by row", staged(2, offload_optimizer=True), LORA, ROW_BY_ROW),
+    *algorithms(0, 3),
     *[case(mistake, staged(2), AT_ONCE if mistake == "no exchange" else {}, mistake=mistake) for mistake in MISTAKES],
 ]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ppo_ds.algo import advantages as advantages_module
 from ppo_ds.algo import experience as experience_module
 from ppo_ds.algo import learner as learner_module
 from ppo_ds.engine.trained import TrainedModel
@@ -16,15 +17,15 @@ from ppo_ds.engine.world import World
 from ppo_ds.types import Experience
 
 totals, microbatches = learner_module.batch_totals, learner_module.microbatches
-normalize, backward = experience_module.normalize_advantages, TrainedModel.backward
+normalize, backward = advantages_module.normalize_advantages, TrainedModel.backward
 
 
-def no_ranks_in_the_scale(masks: Any, dp_size: int) -> Any:
-    return totals(masks, dp_size=1)
+def no_ranks_in_the_scale(masks: Any, dp_size: int, norm: float) -> Any:
+    return totals(masks, dp_size=1, norm=norm)
 
 
-def rows_instead_of_tokens(masks: Any, dp_size: int) -> Any:
-    right = totals(masks, dp_size=dp_size)
+def rows_instead_of_tokens(masks: Any, dp_size: int, norm: float) -> Any:
+    right = totals(masks, dp_size=dp_size, norm=norm)
     return replace(right, tokens=right.sequences)
 
 
@@ -34,8 +35,8 @@ def own_rows_only(experience: Experience, world: World) -> Experience:
     return wide.select(torch.arange(len(wide)).repeat(world.size))
 
 
-def whitened_alone(raw: Any, mask: Any, how: str, reduce: Any) -> Any:
-    return normalize(raw, mask, how)
+def whitened_alone(raw: Any, mask: Any, how: str, unbiased: bool, reduce: Any) -> Any:
+    return normalize(raw, mask, how, unbiased=unbiased)
 
 
 def first_again_instead_of_last(minibatch: Experience, token_budget: int, world: World) -> list[Experience]:
@@ -51,7 +52,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "ranks forgotten in the scale": (learner_module, "batch_totals", no_ranks_in_the_scale),
     "rows instead of tokens": (learner_module, "batch_totals", rows_instead_of_tokens),
     "no exchange": (experience_module, "exchange", own_rows_only),
-    "advantages whitened on each rank": (experience_module, "normalize_advantages", whitened_alone),
+    "advantages whitened on each rank": (advantages_module, "normalize_advantages", whitened_alone),
     "a micro-batch replaced by another": (learner_module, "microbatches", first_again_instead_of_last),
     "each micro-batch taken for the last": (TrainedModel, "backward", always_the_last),
 }

@@ -44,10 +44,15 @@ def logprobs(model: nn.Module, row: Row) -> tuple[Tensor, Tensor]:
     return logp.gather(1, ids[1:, None])[-n:, 0], -(logp.exp() * logp).sum(-1)[-n:]
 
 
+def states(model: nn.Module, row: Row) -> Tensor:
+    """V(s) [n+1] before each token of the answer, and after the last."""
+    ids, n = row
+    return model.score(model.model(ids[None]).last_hidden_state)[0, -n - 1 :, 0]
+
+
 def values(model: nn.Module, row: Row) -> Tensor:
     """V(s) [n] before each token of the answer."""
-    ids, n = row
-    return model.score(model.model(ids[None]).last_hidden_state)[0, -n - 1 : -1, 0]
+    return states(model, row)[:-1]
 
 
 def gae(rewards: Tensor, v: Tensor) -> Tensor:

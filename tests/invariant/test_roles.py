@@ -16,6 +16,12 @@ def rows(experience: dict[str, Tensor]) -> list[plain_ppo.Row]:
     return [(ids[mask], int(n)) for ids, mask, n in kept]
 
 
+def states(experience: dict[str, Tensor]) -> Tensor:
+    """[B,S] bool: before each token of the answer, and after the last."""
+    mask = experience["response_mask"]
+    return torch.arange(mask.shape[1] + 1) <= mask.sum(1, keepdim=True)
+
+
 def assert_rows_close(padded: Tensor, mask: Tensor, expected: list[Tensor], atol: float = 1e-5) -> None:
     assert len(padded) == len(expected)
     for got, kept, want in zip(padded, mask, expected, strict=True):
@@ -35,11 +41,11 @@ def test_a_reference_gives_the_same_log_probs_wherever_it_is(runs: Launches, whe
 @pytest.mark.parametrize("name", ["1/zero0", "2/zero3"])
 @torch.no_grad()
 def test_a_critic_from_a_reward_model_starts_with_its_scores(runs: Launches, name: str) -> None:
-    """critic.init=auto: of each place, the score that the reward model gives to the text so far."""
+    """critic.init=auto: of each state, the score that the reward model gives to the text so far."""
     experience = runs[f"{name} critic from reward"].experience("first")
     scorer = plain_ppo.score_model(runs.root / "scorer")
-    expected = [plain_ppo.values(scorer, row) for row in rows(experience)]
-    assert_rows_close(experience["values"], experience["response_mask"], expected)
+    expected = [plain_ppo.states(scorer, row) for row in rows(experience)]
+    assert_rows_close(experience["values"], states(experience), expected)
     assert experience["values"].abs().max() > 0.1
     if name == "2/zero3":  # and the reward model, sharded too, scores as the replica on one rank does
         torch.testing.assert_close(experience["scores"], runs["1/zero0 critic from reward"].experience("first")["scores"], rtol=0, atol=1e-5)
@@ -95,8 +101,8 @@ def check_exported_critic(run: Run, dtype: torch.dtype) -> None:
         assert torch.equal(weight.float(), weights[f"model.{name}"]), name
     experience = run.experience("last")
     bound = 1e-5 if dtype is torch.float32 else 0.05
-    expected = [plain_ppo.values(model, row).float() for row in rows(experience)]
-    assert_rows_close(run.tensors["trained_values"], experience["response_mask"], expected, bound)
+    expected = [plain_ppo.states(model, row).float() for row in rows(experience)]
+    assert_rows_close(run.tensors["trained_values"], states(experience), expected, bound)
 
 
 @pytest.mark.parametrize("name", EXPORTS)

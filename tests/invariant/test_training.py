@@ -9,6 +9,7 @@ import invariant_assets
 import plain_ppo
 import pytest
 import torch
+from invariant_cases import ALGORITHMS
 from invariant_runs import Launches, Run
 from mistakes import MISTAKES
 
@@ -23,7 +24,7 @@ ON_TWO = [*(f"zero{stage}" for stage in range(4)), *(f"zero{stage} row by row" f
 MORE = ["zero1 row by row", *(f"zero{stage} at once" for stage in (0, 1, 2)), "zero1 offloaded", "zero3 offloaded", "zero3 all offloaded"]
 
 
-def gaps(a: Run, b: Run) -> list[str]:
+def gaps(a: Run, b: Run, weights_within: float = WEIGHTS) -> list[str]:
     """What differs by more than rounding, in words."""
     found = []
     for step, (one, other) in enumerate(zip(a.steps, b.steps, strict=True), start=1):
@@ -39,7 +40,7 @@ def gaps(a: Run, b: Run) -> list[str]:
         weights, others = a.weights(role), b.weights(role)
         assert weights.keys() == others.keys()
         moved = {name: float((weight - others[name]).abs().max()) for name, weight in weights.items()}
-        found += [f"{role} weight {name} by {gap}" for name, gap in moved.items() if not gap <= WEIGHTS]
+        found += [f"{role} weight {name} by {gap}" for name, gap in moved.items() if not gap <= weights_within]
     return found
 
 
@@ -107,6 +108,25 @@ def test_other_losses_do_not_depend_on_ranks_either(runs: Launches) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_other_losses_on_the_other_stages(more_runs: Launches, stage: int) -> None:
     assert gaps(more_runs["1/zero0 other aggregation"], more_runs[f"more/zero{stage} other aggregation"]) == []
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", ["1/zero3", "2/zero0", "2/zero3"])
+def test_nor_do_other_algorithms(runs: Launches, algorithm: str, name: str) -> None:
+    assert gaps(runs[f"1/zero0 {algorithm}"], runs[f"{name} {algorithm}"], weights_within=1e-6) == []
+
+
+def test_the_other_algorithms_are_at_work(runs: Launches) -> None:
+    steps = {name: runs[f"1/zero0 {name}"].steps[0] for name in ALGORITHMS}
+    has_values = {name: "value/loss" in step for name, step in steps.items()}
+    assert has_values == {"grpo": False, "whole answers": True, "one trunk": True, "kl in the loss": True}
+    assert {name: "critic" in runs[f"1/zero0 {name}"].found["norms"] for name in steps} == has_values | {"one trunk": False}
+    assert steps["kl in the loss"]["policy/kl_loss"] > 0.1 and steps["grpo"]["reward/kl_penalty_mean"] != 0
+    assert all(len(runs[f"1/zero0 {name}"].found["norms"]["actor"]) == 4 for name in steps)
+    one = runs["2/zero3 one trunk"]
+    assert one.experience("first")["values"].abs().max() == 0 < 1e-3 < one.tensors["trained_values"].abs().max()
+    whole = runs["1/zero0 whole answers"].experience("first")
+    assert torch.equal(whole["value_mask"].nonzero()[:, 1], torch.zeros(16, dtype=torch.long))  # V(prompt) alone
 
 
 @pytest.mark.parametrize("name", ["2/zero0 tied", "2/zero3 tied"])

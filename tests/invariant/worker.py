@@ -28,7 +28,7 @@ from ppo_ds.checks import validated
 from ppo_ds.engine.state import consolidated
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.rollout.base import Sampling
-from ppo_ds.types import Experience, Metrics, Prompts, Rollout
+from ppo_ds.types import Experience, Metrics, Prompts, Rollout, ScoredRollout
 
 HANG = 150  # seconds of one case, after which it says where it hangs and ends
 Case = dict[str, Any]
@@ -39,7 +39,7 @@ class Recorder:
     """Keeps every rollout of one rank for others to replay."""
 
     def __init__(self, trainer: Trainer, file: Path):
-        self.generate, self.file = trainer.generator, file
+        self.generate, self.file = trainer.sample.generator, file
         self.tensors: dict[str, Tensor] = {}
         self.calls = 0
 
@@ -79,11 +79,11 @@ class Disturber(Replayer):
 
     def __init__(self, trainer: Trainer, file: Path):
         super().__init__(trainer, file)
-        self.actor, self.generate = trainer.actor, trainer.generator
+        self.actor, self.generate = trainer.actor, trainer.sample.generator
         self.seen: list[dict[str, bool]] = []
 
     def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
-        with self.actor.generation_mode():  # the trainer is inside one already
+        with self.actor.generation_mode():  # the sampler is inside one already
             inside = self.state()
             self.generate(prompts, sampling)
         still_inside = self.state()
@@ -136,7 +136,7 @@ def watch_experience(trainer: Trainer) -> list[Experience]:
     found: list[Experience] = []
     make = trainer.make_experience
 
-    def watched(rollout: Rollout, kl_coef: float) -> tuple[Experience, Metrics]:
+    def watched(rollout: ScoredRollout, kl_coef: float) -> tuple[Experience, Metrics]:
         experience, seen = make(rollout, kl_coef)
         found.append(experience)
         return experience, seen
@@ -145,9 +145,14 @@ def watch_experience(trainer: Trainer) -> list[Experience]:
     return found
 
 
+def trained(trainer: Trainer) -> dict[str, TrainedModel]:
+    """By role; without a critic where there is none, or none but a head on the actor."""
+    return {"actor": trainer.actor} | ({} if trainer.critic is None else {"critic": trainer.critic})
+
+
 def count_layer_runs(trainer: Trainer) -> dict[str, int]:
     """How often the first layer of each trained model has run with gradients: twice in each backward where it is checkpointed."""
-    counted = {"actor": 0, "critic": 0}
+    counted = dict.fromkeys(trained(trainer), 0)
 
     def counter(role: str) -> Callable[..., None]:
         def count(*_: Any) -> None:
@@ -155,8 +160,9 @@ def count_layer_runs(trainer: Trainer) -> dict[str, int]:
 
         return count
 
-    for role, layer in (("actor", trainer.actor.module.lm.model.layers[0]), ("critic", trainer.critic.module.model.model.layers[0])):
-        layer.input_layernorm.register_forward_hook(counter(role))
+    for role, model in trained(trainer).items():
+        whole = model.module.lm if role == "actor" else model.module.model
+        whole.model.layers[0].input_layernorm.register_forward_hook(counter(role))
     return counted
 
 
@@ -174,15 +180,14 @@ def count_forwards(trainer: Trainer) -> list[int]:
 
 @torch.no_grad()
 def views_of_the_actor(trainer: Trainer, experience: Experience) -> dict[str, Tensor]:
-    """What the trained actor and critic say of the last rollout: log-probs and values by the engines, logits by the decoding model."""
+    """What the trained models say of the last rollout: log-probs and values of all states by the engines, logits by the decoding model."""
     ids, mask = experience.ids, experience.attention_mask
     with trainer.actor.generation_mode():
         logits = trainer.actor.lm(input_ids=ids, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
-    return {
-        "trained_logprobs": trainer.actor(ids, mask, experience.response_width)[0],
-        "trained_logits": logits.float(),
-        "trained_values": trainer.critic(ids, mask, experience.response_width),
-    }
+    out = trainer.actor(ids, mask, experience.response_width)
+    values = out.values if trainer.critic is None else trainer.critic(ids, mask, experience.response_width)
+    seen = {"trained_logprobs": out.logprobs, "trained_logits": logits.float()}
+    return seen if values is None else seen | {"trained_values": values}
 
 
 def rotary(trainer: Trainer) -> Found:
@@ -198,18 +203,18 @@ def rotary(trainer: Trainer) -> Found:
 def set_generator(trainer: Trainer, how: str, file: Path) -> list[dict[str, bool]]:
     """Returns what a Disturber will see."""
     if how == "record":
-        trainer.generator = Recorder(trainer, file)
+        trainer.sample.generator = Recorder(trainer, file)
     elif how == "replay":
-        trainer.generator = Replayer(trainer, file)
+        trainer.sample.generator = Replayer(trainer, file)
     elif how == "disturb":
-        disturber, steps = Disturber(trainer, file), trainer._steps
+        disturber, sample = Disturber(trainer, file), trainer.sample
 
-        def interrupted_steps() -> Iterator[Prompts]:
-            for prompts in steps():
-                disturber.interrupt(prompts, trainer.sampling)
-                yield prompts
+        def interrupted_sample(prompts: Iterator[Prompts]) -> tuple[ScoredRollout, Metrics]:
+            mine = next(prompts)
+            disturber.interrupt(mine, sample.sampling)
+            return sample(iter([mine]))
 
-        trainer.generator, trainer._steps = disturber, interrupted_steps
+        sample.generator, trainer.sample = disturber, interrupted_sample
         return disturber.seen
     else:
         assert how == "sample", how
@@ -221,7 +226,7 @@ def run(case: Case, root: Path, out: Path) -> None:
     trainer = build_trainer(config)
     world = trainer.world
     found: Found = {"rotary": rotary(trainer)}
-    norms = {"actor": watch_steps(trainer.actor), "critic": watch_steps(trainer.critic)}
+    norms = {role: watch_steps(model) for role, model in trained(trainer).items()}
     experiences = watch_experience(trainer)
     forwards, layer_runs = count_forwards(trainer), count_layer_runs(trainer)
     found["seen"] = set_generator(trainer, case.get("generate", "replay"), root / "rollouts.safetensors")
@@ -229,7 +234,7 @@ def run(case: Case, root: Path, out: Path) -> None:
         found["reason"] = trainer.fit()
     found |= {"norms": norms, "layer_runs": layer_runs, "forwards": world.gather_objects(forwards[0]), "seen": world.gather_objects(found["seen"])}
     tensors = views_of_the_actor(trainer, experiences[-1])
-    for role, model in (("actor", trainer.actor), ("critic", trainer.critic)):
+    for role, model in trained(trainer).items():
         weights = consolidated(model) or {}
         tensors |= {f"{role}/{name}": weight.clone() for name, weight in weights.items()}
     for when, experience in (("first", experiences[0]), ("last", experiences[-1])):
@@ -237,7 +242,7 @@ def run(case: Case, root: Path, out: Path) -> None:
     if world.is_main:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "tensors.safetensors")
         (out / "found.json").write_text(json.dumps(found))
-    for model in (trainer.actor, trainer.critic):
+    for model in trained(trainer).values():
         model.engine.destroy()
 
 
