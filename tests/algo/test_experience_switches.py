@@ -49,6 +49,10 @@ def test_an_end_token_that_is_hidden_is_no_action_but_attended_to(hidden, action
     assert kept.scores.tolist() == rollout.scores.tolist()
 
 
+def test_only_the_end_of_an_answer_is_its_end():
+    assert without_stops(answers([3], tokens=[[1, 5, 3]]), (1, 3)).response_mask.tolist() == [[True, True, False]]
+
+
 def test_the_score_of_an_answer_whose_end_is_hidden(world):
     """Last place: the last action that is left; next place: that of the hidden end itself, which is a state. An empty answer has no last place."""
     rollout = replace(ended(), scores=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
@@ -171,16 +175,18 @@ def test_importance_weights(world):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_kl_after_an_update(on_ranks, ranks):
-    """The reference is 0.2 below; an update that lowers log pi by 0.3 brings it 0.1 above. Every rank scores its part of the rows."""
+    """The reference is 0.2 below; an update that doubles log pi = -token / 10 leaves 0.2 - token / 10. The tokens' mean is 4.
+
+    Every rank scores its part of the rows.
+    """
     lengths, tokens = [2, 1, 3, 1], [[1, 2], [3], [4, 5, 6], [7]]
 
     def work(world):
         share = range(4)[world.rank * 4 // world.size : (world.rank + 1) * 4 // world.size]
-        actor = Stub()
-        make = maker(world, actor=actor, token_budget=8)
+        make = maker(world, token_budget=8)
         experience, _ = make(answers([lengths[i] for i in share], tokens=[tokens[i] for i in share]), 0.5)
-        actor.shift = 3.0
+        make.actor = lambda *args: PolicyOutput(2 * Stub()(*args).logprobs, None, None, None)
         return make.kl_now(experience)
 
     for seen in on_ranks(ranks, work):
-        assert seen == pytest.approx({"kl/before_update": 0.2, "kl/after_update": -0.1}, abs=1e-6)
+        assert seen == pytest.approx({"kl/before_update": 0.2, "kl/after_update": -0.2}, abs=1e-6)

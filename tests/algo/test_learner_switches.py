@@ -83,6 +83,25 @@ def test_without_a_critic(world, rows):
     assert not [name for name in seen if name.startswith("value/")]
 
 
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1), (4, 24)])
+def test_the_critic_learns_the_states_that_are_trained(on_ranks, rows, ranks, budget):
+    """Also those after the end, and not every answer's tokens: a mean over all of them."""
+    taken = [[0], [0, 6], [0, 1], [], [4], [0, 1], [1, 2, 3], [2]]  # columns of each row; the answers have 2 6 1 3 4 1 5 2 tokens
+    mask, returns = torch.zeros_like(rows.value_mask), torch.randn(rows.returns.shape, generator=torch.Generator().manual_seed(5))
+    for i, columns in enumerate(taken):
+        mask[i, columns] = True
+    rows = replace(rows, value_mask=mask, returns=returns)
+    expected = TinyCritic(1, 2)
+    errors = [(expected(*unpadded(rows, i))[0, t] - float(returns[i, t])) ** 2 / 2 for i, columns in enumerate(taken) for t in columns]
+    torch.stack(errors).mean().backward()
+    for parameter in expected.parameters():
+        parameter.data -= LR * parameter.grad
+    settings = dict(minibatch_size=8, epochs=1, budget=budget, value=dict(clip=None))
+    for seen, _, critic in on_ranks(ranks, lambda world: learned(world, rows, **settings)):
+        same([critic], [expected])
+        assert seen["value/loss"] == pytest.approx(float(torch.stack(errors).detach().mean()), rel=1e-6)
+
+
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1), (2, 24)])
 def test_one_trunk_learns_both_in_one_backward(on_ranks, rows, ranks, budget):
     settings = dict(policy=dict(entropy_coef=0.3), value=dict(coef=0.1))
