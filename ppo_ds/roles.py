@@ -22,6 +22,7 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.models.value import ScoreModel, load_critic, reads_like
 
 T = TypeVar("T")
+CLASSIFIER = "ppo_ds.rewards.model.model_reward"
 
 
 def _engine_config(role: ActorConfig | CriticConfig, dtype: str) -> dict[str, Any]:
@@ -154,8 +155,8 @@ def placed(load: Callable[[], nn.Module], zero: FrozenZeroConfig, dtype: str, wo
 
 
 def _reward_model(config: Config) -> ModelConfig | None:
-    """The reward's ``model`` section as the reward itself reads it, where it has one."""
-    section = config.reward.get("model")
+    """The reward's ``model`` section as the reward itself reads it, where it is a sequence classifier: other models have no head for a critic."""
+    section = config.reward.get("model") if config.reward["_target_"] == CLASSIFIER else None
     return ModelConfig(**section) if isinstance(section, dict) else None
 
 
