@@ -135,6 +135,8 @@ def _kl(config: Config) -> Iterator[str]:
         yield f"algo.kl.coef=0: algo.kl.controller={kl.controller} multiplies it, so it must be above 0"
     if kl.controller != "fixed" and kl.max_coef is not None and not kl.min_coef <= kl.coef <= kl.max_coef:
         yield f"algo.kl.coef={kl.coef:g}: must lie between algo.kl.min_coef={kl.min_coef:g} and algo.kl.max_coef={kl.max_coef:g}"
+    if kl.controller != "fixed" and kl.max_coef is None and kl.coef < kl.min_coef:
+        yield f"algo.kl.coef={kl.coef:g}: must be at least algo.kl.min_coef={kl.min_coef:g}"
     if kl.controller != "fixed" and kl.place == "none":
         yield f"algo.kl.controller={kl.controller}: steers a coefficient that algo.kl.place=none does not use; choose reward or loss"
     if kl.place == "reward" and kl.estimator.endswith("+"):
@@ -152,6 +154,8 @@ def _algo(config: Config) -> Iterator[str]:
         yield "algo.policy.kind=gspo: has a ratio of its own for whole answers; with it algo.level must be token"
     if algo.loss.norm is not None and algo.loss.agg != "token_sum_norm":
         yield f"algo.loss.norm={algo.loss.norm}: only used with algo.loss.agg=token_sum_norm, which is {algo.loss.agg}"
+    if algo.correction.kind != "none" and algo.level == "sequence":
+        yield f"algo.correction.kind={algo.correction.kind}: weighs tokens; with it algo.level must be token"
     if algo.correction.low > algo.correction.high:
         yield f"algo.correction.low={algo.correction.low:g}: must be at most algo.correction.high={algo.correction.high:g}"
     if algo.reward.overlong_buffer is not None and algo.reward.overlong_buffer > limit:

@@ -313,7 +313,7 @@ class AlgoConfig:
     lag: Count = 4  # PPO steps between two copies
     aux_coef: NonNegative | None = 0.0  # of a mixture of experts' load-balancing loss; null: the model's own, 0 without experts
     epochs: Count = 2  # passes over one rollout
-    target_kl: Positive | None = None  # no further minibatch once the policy has moved so far from the old one: nats per token; null: off
+    target_kl: Positive | None = None  # no more minibatches once the policy is so far from the old one: nats per token (or answer, by level)
     minibatch_size: Count | None = None  # samples of one optimizer step, over all ranks; null: the whole rollout
 
 

@@ -32,7 +32,8 @@ MAY = {
     "inputs": BOTTOM | {"models", "data", "engine"},
     "roles": BOTTOM | {"models", "engine"},
     "banner": BOTTOM | {"data", "engine"},
-    "build": BOTTOM | {"roles", "inputs", "algorithm", "advice", "banner", "checks", "targets", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
+    "build": BOTTOM
+    | {"roles", "inputs", "algorithm", "advice", "banner", "checks", "targets", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
     "launch": BOTTOM | {"checks", "targets", "build", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
 }
 

@@ -111,7 +111,7 @@ class ExperienceMaker:
             "scores": rollout.scores,
         }
         experience, raw = self._judged(columns, rewards, rollout, plan)
-        seen = self._seen(rollout, shaped != unclipped, -charged * kl.masked_fill(~rollout.response_mask, 0.0).sum(1), logprobs, raw)
+        seen = self._seen(rollout, shaped != unclipped, -charged * kl.masked_fill(~self.place.states(rollout)[:, :-1], 0.0).sum(1), logprobs, raw)
         return exchange(experience, self.world), seen
 
     @torch.no_grad()

@@ -26,8 +26,8 @@ class Penalties:
     def apply(self, scores: Tensor, rollout: Rollout) -> Tensor:
         """[B] -> [B]."""
         lengths, buffer = rollout.response_lengths, self.overlong_buffer
-        if buffer is not None and buffer < 1:
-            buffer = (buffer * rollout.limits).ceil().clamp(min=1)
+        if buffer is not None:
+            buffer = (buffer * rollout.limits).ceil().clamp(min=1) if buffer < 1 else rollout.limits.clamp(max=buffer)
         return shape_scores(
             scores - self.per_token * lengths,
             finished=rollout.finished,
@@ -38,7 +38,6 @@ class Penalties:
             overlong_buffer=buffer,
             overlong_factor=self.overlong_factor,
         )
-
 
     def replaced(self, scores: Tensor, rollout: Rollout) -> Tensor:
         """[B] -> [B], scores ready but for the clip."""

@@ -207,7 +207,8 @@ class Trainer:
         best = plan.keep_best and self.latest_eval_score is not None and self.latest_eval_score > bar
         if best:
             self.progress.best_score = self.latest_eval_score
-        due = is_due(step, plan.checkpoint_every) or (last and plan.checkpoint_every != 0)
+        # before the first step there is nothing to keep, and a pretraining that was cut short starts afresh
+        due = step > 0 and (is_due(step, plan.checkpoint_every) or (last and plan.checkpoint_every != 0))
         if (due or best) and self.saved_step != step:
             with self.timer("checkpoint"):
                 self.checkpoints.save(step, self._models(), self.state_dict(), best=best, shadows=self._shadows())

@@ -119,3 +119,9 @@ def test_an_unfinished_answer_is_set_to_a_score_on_the_normalised_scale(world):
     rollout = answers([2, 2], [1.0, -2.0], finished=[True, False])
     assert make(rollout)[0].tolist() == [1.5, -1.0]
     assert make.moments.mean == -0.5  # of the scores as the reward gave them
+
+
+def test_the_overlong_ramp_is_no_longer_than_an_answer_may_be(world):
+    """A ramp of 8 tokens and a limit of 4: it begins at 0 tokens, so an empty answer costs nothing and half of the limit costs half."""
+    rollout = replace(answers([0, 2, 4], [1.0, 1.0, 1.0]), limits=torch.tensor([4, 4, 4]))
+    assert penalised(world, rollout, overlong_buffer=8, overlong_factor=1.0) == [1.0, 0.5, 0.0]

@@ -98,6 +98,8 @@ SEQUENCE, GRPO, PTX = "algo.level=sequence", "algo.advantage.estimator=grpo", "d
         (["algo.policy.clip_low=1"], "algo.policy.clip_low=1: must be below 1"),
         (["algo.policy.kind=gspo", SEQUENCE], "algo.policy.kind=gspo: has a ratio of its own for whole answers"),
         (["algo.loss.norm=100"], "algo.loss.norm=100: only used with algo.loss.agg=token_sum_norm, which is token_mean"),
+        ([ADAPTIVE, "algo.kl.min_coef=0.1"], "algo.kl.coef=0.05: must be at least algo.kl.min_coef=0.1"),
+        (["algo.correction.kind=tis", "algo.level=sequence"], "algo.correction.kind=tis: weighs tokens; with it algo.level must be token"),
         (["algo.correction.low=3"], "algo.correction.low=3: must be at most algo.correction.high=2"),
         (["algo.reward.overlong_buffer=9"], "algo.reward.overlong_buffer=9: must be at most sampling.max_new_tokens=8"),
         (["actor.ema.evaluate=true"], "actor.ema.evaluate=true: needs an average; set actor.ema.decay"),
