@@ -62,7 +62,7 @@ def experience_maker(
 
 def pretraining(maker: ExperienceMaker) -> ExperienceMaker:
     """The same with returns that are the rewards to come: no bootstrap from a critic that knows nothing yet."""
-    return replace(maker, estimator=replace(maker.estimator, lam=1.0, lam_critic=None))
+    return replace(maker, estimator=replace(maker.estimator, lam=1.0, lam_critic=None, bootstrap_truncated=False))
 
 
 def hidden_stops(include_eos: bool | None, stop_token_ids: tuple[int, ...], pad_id: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from ppo_ds.algo.trainer import Plan, Stateful, Trainer
 from ppo_ds.algorithm import (
     eval_weights,
     experience_maker,
+    hidden_stops,
     kl_controller,
     learner,
     optimizer_steps_per_step,
@@ -69,10 +70,13 @@ def build_trainer(config: Config) -> Trainer:
     needs = Needs(tokenizer.vocab_size, max(longest, ptx.source.longest if ptx else 0))
     steps = config.run.steps or math.ceil((config.run.epochs or 0) * len(source) / config.rollout.prompts_per_step)
     each = optimizer_steps_per_step(config)
-    actor_steps = max(1, steps - config.algo.value.warmup_steps) * each
+    if config.algo.value.warmup_steps >= steps:
+        raise UserError(f"algo.value.warmup_steps={config.algo.value.warmup_steps}: leaves the actor none of the {steps} steps")
+    actor_steps = (steps - config.algo.value.warmup_steps) * each
     critic_steps = (steps + config.algo.value.pretrain_rollouts) * each
     own_critic = uses_critic(config) and not config.critic.share_trunk
-    notes: list[str] = warnings(config)
+    sampling = _sampling(config, tokenizer)
+    notes = warnings(config, hides_stops=bool(hidden_stops(config.algo.mask.include_eos, sampling.stop_token_ids, tokenizer.pad_id)))
 
     timer = PhaseTimer(world.device)
     actor = build_actor(config, world, needs, actor_steps, timer)
@@ -90,7 +94,6 @@ def build_trainer(config: Config) -> Trainer:
     notes += adapter_notes(config, actor, critic)
     ema, lagged = shadow(actor, config.actor.ema.decay is not None), shadow(actor, config.algo.old_policy == "lagged")
 
-    sampling = _sampling(config, tokenizer)
     generator = HFGenerator(lambda: actor.lm, tokenizer=tokenizer, token_budget=config.memory.rollout_tokens)
     few = source.batch([(world.rank + i) % len(source) for i in range(GATE_PROMPTS)])
     gap = parity_gate(
@@ -119,7 +122,13 @@ def build_trainer(config: Config) -> Trainer:
         make_pretraining=pretraining(make_experience) if config.algo.value.pretrain_rollouts else None,
         learn=learner(config, world=world, actor=actor, critic=critic, ptx_texts=ptx, ema=ema, timer=timer),
         kl=kl,
-        parts=_stateful(kl=kl, prompts=prompts, scores=make_experience.shaper, reward=reward, ptx=ptx),
+        parts=_stateful(
+            kl=kl if config.algo.kl.controller != "fixed" else None,  # a fixed coefficient is the config's to say, also after a resume
+            prompts=prompts,
+            scores=make_experience.shaper,
+            reward=reward,
+            ptx=ptx,
+        ),
         ema=ema,
         lagged=lagged,
         eval_weights=eval_weights(ema, config.actor.ema.evaluate),

@@ -137,6 +137,11 @@ def _kl(config: Config) -> Iterator[str]:
         yield f"algo.kl.coef={kl.coef:g}: must lie between algo.kl.min_coef={kl.min_coef:g} and algo.kl.max_coef={kl.max_coef:g}"
     if kl.controller != "fixed" and kl.max_coef is None and kl.coef < kl.min_coef:
         yield f"algo.kl.coef={kl.coef:g}: must be at least algo.kl.min_coef={kl.min_coef:g}"
+    if kl.controller == "adaptive" and kl.horizon <= 0.2 * rollout_size(config):
+        yield (
+            f"algo.kl.horizon={kl.horizon:g}: one step of {rollout_size(config)} samples could bring algo.kl.coef to 0; "
+            f"must be above {0.2 * rollout_size(config):g} (usual: 10000)"
+        )
     if kl.controller != "fixed" and kl.place == "none":
         yield f"algo.kl.controller={kl.controller}: steers a coefficient that algo.kl.place=none does not use; choose reward or loss"
     if kl.place == "reward" and kl.estimator.endswith("+"):
@@ -160,6 +165,8 @@ def _algo(config: Config) -> Iterator[str]:
         yield f"algo.correction.low={algo.correction.low:g}: must be at most algo.correction.high={algo.correction.high:g}"
     if algo.reward.overlong_buffer is not None and algo.reward.overlong_buffer > limit:
         yield f"algo.reward.overlong_buffer={algo.reward.overlong_buffer:g}: must be at most sampling.max_new_tokens={limit}"
+    if config.actor.ema.decay == 1:
+        yield "actor.ema.decay=1: an average that never moves; must be below 1"
     if config.actor.ema.evaluate and config.actor.ema.decay is None:
         yield "actor.ema.evaluate=true: needs an average; set actor.ema.decay (say 0.99)"
 
@@ -170,6 +177,16 @@ def _critic(config: Config) -> Iterator[str]:
     if position is not None and (position == "token") != (algo.level == "token"):
         fits = "token" if algo.level == "token" else "prompt_last or response_last"
         yield f"algo.value.position={position}: with algo.level={algo.level} it must be {fits}"
+    if config.critic.lora.rank and (estimator != "gae" or config.critic.share_trunk):
+        yield f"critic.lora.rank={config.critic.lora.rank}: there is no critic of its own to adapt (algo.advantage.estimator, critic.share_trunk)"
+    if config.critic.init == "path" and estimator != "gae":
+        yield f"critic.init=path: algo.advantage.estimator={estimator} has no critic to start"
+    for key, is_set in (
+        ("bootstrap_truncated=true", algo.gae.bootstrap_truncated),
+        (f"lam_critic={algo.gae.lam_critic}", algo.gae.lam_critic is not None),
+    ):
+        if is_set and (algo.level == "sequence" or estimator != "gae"):
+            yield f"algo.gae.{key}: only used with algo.level=token and algo.advantage.estimator=gae"
     if estimator == "reinforce" and algo.level == "sequence":
         yield "algo.advantage.estimator=reinforce: gives each token its own rewards to come; with it algo.level must be token"
     for key, steps in (("warmup_steps", algo.value.warmup_steps), ("pretrain_rollouts", algo.value.pretrain_rollouts)):
@@ -206,6 +223,8 @@ def _data(config: Config, world_size: int) -> Iterator[str]:
         yield f"data.path={data.path}: data.mix is set too; put it into data.mix, or make data.path null"
     if ptx.coef and data.ptx_path is None:
         yield f"algo.ptx.coef={ptx.coef:g}: needs texts in data.ptx_path"
+    if ptx.batch_size is not None and not ptx.coef:
+        yield f"algo.ptx.batch_size={ptx.batch_size}: only used with algo.ptx.coef above 0"
     if data.ptx_path is not None and not ptx.coef:
         yield f"data.ptx_path={data.ptx_path}: only used with algo.ptx.coef above 0 (InstructGPT: 27.8)"
     texts = ptx.batch_size or config.algo.minibatch_size or rollout_size(config)

@@ -196,7 +196,7 @@ class KLConfig:
     coef: NonNegative = 0.05
     controller: Literal["fixed", "adaptive", "threshold"] = "fixed"
     target: Positive = 6.0  # nats that adaptive and threshold steer to, per `unit`
-    horizon: Positive = 10000.0  # samples in which adaptive may double the coefficient, about
+    horizon: Positive = 10000.0  # samples in which adaptive changes the coefficient by a fifth at most, about
     unit: Literal["sequence", "token"] = "sequence"
     min_coef: NonNegative = 0.0
     max_coef: Positive | None = None
@@ -280,7 +280,10 @@ class CorrectionConfig:
 
 @dataclass
 class DynamicSamplingConfig:
-    """Prompts whose answers all score alike teach a group baseline nothing: others are drawn in their place (DAPO)."""
+    """Prompts whose answers all score alike teach a group baseline nothing: others are drawn in their place (DAPO).
+
+    Judged by the reward's own scores, before any penalty.
+    """
 
     enabled: bool = False
     max_rounds: Count = 10  # of generation in one step; what is still missing then is filled up with such prompts

@@ -98,13 +98,16 @@ class Estimator:
     gamma: float
     group_size: int  # neighbouring rows answer the same prompt
 
-    def __call__(self, rewards: Tensor, rollout: Rollout, states: Tensor) -> Tensor:
-        """rewards, states [B,S] -> [B,R]. reinforce: rewards-to-go of each token; else one number per answer, from its summed rewards."""
+    def __call__(self, rewards: Tensor, rollout: Rollout, states: Tensor, scores: Tensor) -> Tensor:
+        """rewards, states [B,S] -> [B,R]. reinforce: rewards-to-go of each token; else one number per answer, from its summed rewards.
+
+        scores [B]: what an answer without any action is worth to the others' baseline; there is no place to pay it.
+        """
         mask = rollout.response_mask
         if self.kind == "reinforce":
             return discounted_returns(rewards, states, self.gamma)[:, :-1].masked_fill(~mask, 0.0)
         groups = torch.arange(len(rewards)) // self.group_size
-        totals = rewards.masked_fill(~states, 0.0).sum(1)
+        totals = torch.where(states.any(dim=1), rewards.masked_fill(~states, 0.0).sum(1), scores)
         return broadcast_sequence(group_advantages(totals, groups, self.kind, lengths=mask.sum(1)), mask)
 
 

@@ -52,7 +52,12 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self) -> Evaluation:
-        """A collective."""
+        """A collective. Whatever it draws, the training goes on as if it had not been."""
+        gpu = [self.world.device] if self.world.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=gpu):
+            return self._evaluation()
+
+    def _evaluation(self) -> Evaluation:
         sums = MetricSums()
         rows: list[dict[str, Any]] = []
         for prompts, weights in self.batches:

@@ -110,7 +110,7 @@ class ExperienceMaker:
             "weights": self._weights(rollout, logprobs),
             "scores": rollout.scores,
         }
-        experience, raw = self._judged(columns, rewards, rollout, plan)
+        experience, raw = self._judged(columns, rewards, shaped, rollout, plan)
         seen = self._seen(rollout, shaped != unclipped, -charged * kl.masked_fill(~self.place.states(rollout)[:, :-1], 0.0).sum(1), logprobs, raw)
         return exchange(experience, self.world), seen
 
@@ -128,12 +128,14 @@ class ExperienceMaker:
         with self.old_policy():
             return self._over(plan, rollout, logprobs_of(self.actor))
 
-    def _judged(self, columns: dict[str, Tensor], rewards: Tensor, rollout: ScoredRollout, plan: list[Tensor]) -> tuple[Experience, Tensor]:
+    def _judged(
+        self, columns: dict[str, Tensor], rewards: Tensor, shaped: Tensor, rollout: ScoredRollout, plan: list[Tensor]
+    ) -> tuple[Experience, Tensor]:
         """The experience, and the advantages [B,R] before they are whitened."""
         mask = rollout.response_mask
         if self.values is None:
             with self.timer("advantages"):
-                raw = self.estimator(rewards, rollout, self.place.states(rollout))
+                raw = self.estimator(rewards, rollout, self.place.states(rollout), shaped)
                 return Experience(**columns, advantages=self._whitened(raw, mask)), raw
         with self.timer("values"):
             values = score_states(self.values, rollout, plan, self.world.device)  # V(s)

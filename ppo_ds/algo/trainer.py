@@ -25,6 +25,7 @@ from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.shadow import ShadowWeights
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World
+from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
 from ppo_ds.tracking.tracker import Trackers
@@ -87,7 +88,7 @@ class Trainer:
     make_pretraining: ExperienceMaker | None  # the same with lambda 1
     learn: Learner
     kl: FixedKLController | AdaptiveKLController | ThresholdKLController
-    parts: Mapping[str, Stateful]  # kl and prompts among them
+    parts: Mapping[str, Stateful]  # prompts among them, and a controller that steers
     ema: ShadowWeights | None
     lagged: ShadowWeights | None  # the old policy, where it lags behind
     eval_weights: Callable[[], AbstractContextManager[None]]  # inside, the actor has the weights that evaluation is about
@@ -249,6 +250,12 @@ class Trainer:
     def resume(self, path: Path) -> None:
         """Continue from a checkpoint folder: weights, optimizers, schedules, random states, data position, controller, counters."""
         state = self.checkpoints.load(path, self._models(), self._shadows())
+        kept = set(state) - {"progress"}
+        if kept != set(self.parts):
+            raise UserError(
+                f"run.resume: {path} holds the state of {', '.join(sorted(kept)) or 'nothing'}, this run has {', '.join(sorted(self.parts))}: "
+                "keep algo.kl.controller, algo.ptx and the kind of reward as they were, or start in another run.dir"
+            )
         self.progress = Progress(**state["progress"])
         for name, part in self.parts.items():
             part.load_state_dict(state[name])

@@ -1,5 +1,7 @@
 """Where the score is paid, which states there are, and what comes of them; numbers by hand, or by plain loops over lists."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from algo_cases import answers, gae, rounded
@@ -143,7 +145,7 @@ def grouped():
 def test_rewards_to_come(where):
     """Gamma 0.5, a charge of 0.1 on each token. Paid one place later, the score is discounted once more."""
     rollout, place = grouped(), ScorePlace(where, "trained")
-    made = Estimator("reinforce", 0.5, 2)(paid(place, rollout), rollout, place.states(rollout))
+    made = Estimator("reinforce", 0.5, 2)(paid(place, rollout), rollout, place.states(rollout), rollout.scores)
     late = {"last_token": [[-0.1 + 0.5 * 0.9, 0.9, 0], [3.9, 0, 0]], "next_token": [[-0.1 + 0.5 * 0.4, -0.1 + 0.5, 0], [-0.1 + 2, 0, 0]]}
     full = [-0.1 + 0.5 * (-0.1 + 0.5 * 1.9), -0.1 + 0.5 * 1.9, 1.9]  # fills its limit either way
     assert rounded(made) == rounded(torch.tensor([*late[where], full, full]))
@@ -163,7 +165,7 @@ def test_rewards_to_come(where):
 def test_against_the_other_answers_to_a_prompt(kind, expected, where):
     """The KL in the reward counts; the sum over an answer is the same wherever the score is paid."""
     rollout, place = grouped(), ScorePlace(where, "trained")
-    made = Estimator(kind, 0.5, 2)(paid(place, rollout), rollout, place.states(rollout))
+    made = Estimator(kind, 0.5, 2)(paid(place, rollout), rollout, place.states(rollout), rollout.scores)
     for i, length in enumerate([2, 1, 3, 3]):
         assert made[i].tolist() == pytest.approx([expected[i]] * length + [0.0] * (3 - length), abs=1e-5)
 
@@ -171,5 +173,14 @@ def test_against_the_other_answers_to_a_prompt(kind, expected, where):
 def test_neighbours_are_a_group():
     """The same rows as one group of four: means over 0.8, 3.9, 1.7, 1.7 = 8.1 / 4."""
     rollout, place = grouped(), ScorePlace("last_token", "trained")
-    made = Estimator("dr_grpo", 1.0, 4)(paid(place, rollout), rollout, place.states(rollout))
+    made = Estimator("dr_grpo", 1.0, 4)(paid(place, rollout), rollout, place.states(rollout), rollout.scores)
     assert made[:, 0].tolist() == pytest.approx([0.8 - 2.025, 3.9 - 2.025, 1.7 - 2.025, 1.7 - 2.025], abs=1e-6)
+
+
+def test_an_answer_without_an_action_still_counts_for_the_others():
+    """Leave-one-out of scores 1, 5, 1, 1, where the 5 ended at once and its end is no action: the others' mean is 7 / 3."""
+    rollout = answers([1, 1, 1, 1], [1.0, 5.0, 1.0, 1.0])
+    rollout = replace(rollout, response_mask=torch.tensor([[True], [False], [True], [True]]))
+    place = ScorePlace("last_token", "trained")
+    made = Estimator("rloo", 1.0, 4)(paid(place, rollout, kl=0.0), rollout, place.states(rollout), rollout.scores)
+    torch.testing.assert_close(made[:, 0], torch.tensor([1 - 7 / 3, 0.0, 1 - 7 / 3, 1 - 7 / 3]))

@@ -3,6 +3,8 @@
 import pytest
 from trainer_cases import Counter, named, stand_ins
 
+from ppo_ds.errors import UserError
+
 FIRST_SEED = 7 * 1_000_003
 
 
@@ -139,3 +141,16 @@ def test_the_target_is_shown_beside_the_kl(loop):
     trainer, _ = loop(kl_target=6.0)
     trainer.fit()
     assert trainer.tracker.metrics[3]["kl/target"] == 6.0
+
+
+@pytest.mark.parametrize("change", ["more", "fewer"])
+def test_a_checkpoint_with_the_state_of_other_parts_is_refused(loop, change):
+    trainer, _ = loop(total_steps=1)
+    trainer.fit()
+    resumed, _ = loop()
+    state = trainer.state_dict() | ({"ptx": {"step": 3}} if change == "more" else {})
+    if change == "fewer":
+        del state["prompts"]
+    resumed.checkpoints.load = lambda path, models, shadows: state
+    with pytest.raises(UserError, match="run.resume: somewhere holds the state of .*keep algo.kl.controller"):
+        resumed.resume("somewhere")

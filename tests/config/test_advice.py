@@ -12,7 +12,8 @@ RLOO = ["algo.advantage.estimator=rloo", "rollout.samples_per_prompt=2"]
 
 
 def said(*arguments: str) -> list[str]:
-    return warnings(compose(*MINIMAL, *arguments))
+    config = compose(*MINIMAL, *arguments)
+    return warnings(config, hides_stops=config.algo.mask.include_eos is False)
 
 
 @pytest.mark.parametrize(
@@ -21,13 +22,13 @@ def said(*arguments: str) -> list[str]:
         ([LOSS], "kl.estimator=k1 as a loss has no gradient in expectation"),  # k1 is the default, for the reward
         ([LOSS, "algo.kl.estimator=abs"], "kl.estimator=abs as a loss is not the gradient of any KL"),
         ([SEQUENCE, "algo.value.position=response_last"], "value.position=response_last is V(prompt, answer): no baseline"),
-        (["algo.old_policy=lagged", "algo.lag=3"], "old_policy=lagged: the copy of up to 3 steps ago did not draw the answers"),
+        (["algo.old_policy=lagged", "algo.lag=3"], "old_policy=lagged: a copy that is up to 2 updates old did not draw the answers"),
         (["algo.entropy={coef:0.01,kind:sample}"], "entropy.kind=sample has no gradient in expectation"),
         ([NEXT, "algo.value.next_state=ignored"], "value.next_state=ignored loses the score of every answer that ended by itself"),
         ([NEXT, "algo.value.next_state=ignored", SEQUENCE], "value.next_state=ignored loses the score"),
         ([NEXT, "algo.value.next_state=ignored", *RLOO], "value.next_state=ignored loses the score"),
         ([NEXT, "algo.value.next_state=untrained"], "value.next_state=untrained puts the score on a state whose value nothing trains"),
-        (["algo.mask.include_eos=false"], "mask.include_eos=false: the decision to stop is not trained"),
+        (["algo.mask.include_eos=false"], "mask.include_eos=false: the end token is no action here, so the decision to stop is not trained"),
         (["algo.gae={gamma:0.5,lam:0.9}"], "gae.gamma=0.5 x gae.lam=0.9: credit for the score dies within a few tokens"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -75,3 +76,15 @@ def test_a_narrowed_sampler_has_a_line_of_its_own(argument: str, named: str) -> 
     (line,) = said(argument)
     assert line.startswith(f"warning    sampling.{named}")
     assert len(said(argument, LOSS)) == 2
+
+
+def test_where_the_tokenizer_decides_about_the_end_token():
+    config = compose(*MINIMAL, "algo.mask.include_eos=null")
+    assert warnings(config, hides_stops=False) == []
+    (line,) = warnings(config, hides_stops=True)
+    assert line.startswith("warning    algo: mask.include_eos=null: the end token is no action here")
+
+
+def test_a_shortest_length_is_a_warning_of_the_sampler():
+    (line,) = said("sampling.min_new_tokens=2")
+    assert line.startswith("warning    sampling.min_new_tokens=2: before it no end token is drawn")
