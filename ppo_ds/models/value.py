@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
@@ -183,6 +182,17 @@ def _computing_in_fp32(linear: nn.Linear) -> ScoreHead:
 def reads_like(path: str, tokenizer: Tokenizer, *, revision: str | None, trust_remote_code: bool, key: str = "reward.model.path") -> bool:
     """Whether a model is a decoder with ``tokenizer``'s vocabulary, so that it can start a critic of that tokenizer's actor."""
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.is_encoder_decoder:
+    if not _scores_tokens(config, trust_remote_code):
         return False
     return load_tokenizer(path, revision, trust_remote_code, key=key).hf.get_vocab() == tokenizer.hf.get_vocab()
+
+
+def _scores_tokens(config: PreTrainedConfig, trust_remote_code: bool) -> bool:
+    """Whether the sequence classifier of this config is a decoder's. Its parts tell, made without memory for them: transformers lists RoBERTa and
+    BERT under causal language models too."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
+    except ValueError:  # the architecture has no sequence classifier
+        return False
+    return hasattr(model, "score") and not config.is_encoder_decoder

@@ -7,21 +7,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BertConfig,
     DebertaV2Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    MambaConfig,
     OPTConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     RobertaConfig,
+    T5Config,
 )
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.value import load_critic, load_reward_model
+from ppo_ds.models.tokenizer import load_tokenizer
+from ppo_ds.models.value import load_critic, load_reward_model, reads_like
 
 SMALL = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5)
 DECODERS = {
@@ -280,3 +287,27 @@ def test_zero3_shards_while_loading_and_keeps_head_and_scores(tmp_path, family):
     env = os.environ | one_rank | dict(PYTHONPATH=str(Path(__file__).parents[2]), OMP_NUM_THREADS="1")
     done = subprocess.run([sys.executable, "-c", ZERO3, *folders], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "ok" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def saved_tokenizer(folder, *words):
+    vocab = {word: i for i, word in enumerate(["<pad>", "<unk>", *words])}
+    backend = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>").save_pretrained(folder)
+    return load_tokenizer(str(folder))
+
+
+OTHERS = {
+    "bert": lambda: BertConfig(**SMALL),
+    "t5": lambda: T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2),
+    "mamba": lambda: MambaConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1),  # has no sequence classifier
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES | OTHERS)
+def test_only_decoders_with_the_actors_vocabulary_can_start_its_critic(tmp_path, family):
+    """transformers lists BERT and RoBERTa under causal language models too."""
+    (FAMILIES | OTHERS)[family]().save_pretrained(tmp_path / "rm")
+    own = saved_tokenizer(tmp_path / "rm", "a", "b")
+    assert reads_like(str(tmp_path / "rm"), own, revision=None, trust_remote_code=False) is (family in DECODERS)
+    other = saved_tokenizer(tmp_path / "actor", "a", "c")
+    assert not reads_like(str(tmp_path / "rm"), other, revision=None, trust_remote_code=False)
