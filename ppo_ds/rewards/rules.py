@@ -18,7 +18,7 @@ from torch import Tensor
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import Answers, RewardError, TextReward, both_tags, expect_writable, shown
-from ppo_ds.rewards.numbers import Number, stated_number
+from ppo_ds.rewards.numbers import Number, reference_number, stated_number
 from ppo_ds.typed import Bound, Count, Natural, NonNegative
 from ppo_ds.types import Row
 
@@ -130,7 +130,7 @@ class ExactMatchReward(Rule):
 class NumericReward(Rule):
     """``score`` where the number that the answer states equals the reference's, else ``miss``; see numbers.py for which number that is.
 
-    The reference is a number, a text that states one ("#### 42", a whole solution), or a list of such, each of which is right.
+    The reference is a number, a text that is one, a solution that ends in one ("#### 42", \\boxed{42}), or a list of such, each of which is right.
     ``tolerance``: relative, absolute below 1.
     """
 
@@ -156,9 +156,10 @@ class NumericReward(Rule):
         return self._score if right else self._miss
 
     def _number(self, reference: str) -> Number:
-        number = stated_number(reference)
+        number = reference_number(reference)
         if number is None or not math.isfinite(number.value):
-            raise RewardError(f"{self._key}.column={self._column}: no number in the reference {shown(reference)}; mend it, or name another column")
+            place = f"{self._key}.column={self._column}"
+            raise RewardError(f"{place}: no number in the reference {shown(reference)} that is all of it; mend it, or name another column")
         return number
 
 
@@ -256,8 +257,17 @@ def references(row: Row, column: str, key: str) -> list[str]:
     if column not in row:
         raise RewardError(f"{key}.column={column}: no such column in the rows; they have {', '.join(row)}; set {key}.column")
     value = row[column]
-    found = ["" if one is None else str(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
+    found = [_reference(one, f"{key}.column={column}") for one in (value if isinstance(value, (list, tuple)) else [value])]
     if not found or not all(text.strip() for text in found):
         place = shown(row["prompt_text"])
         raise RewardError(f"{key}.column={column}: the reference is empty for prompt {place}; give each row one, or set {key}.column")
     return found
+
+
+def _reference(value: Any, place: str) -> str:
+    """One reference as text. A file format may have made 5 into 5.0, as Parquet does with whole numbers where a row has none."""
+    if isinstance(value, bool) or not (value is None or isinstance(value, (str, int, float))):
+        raise RewardError(f"{place}: the reference {shown(str(value))} is neither a text nor a number; mend it, or name another column")
+    if value is None or value != value:  # nan: a gap
+        return ""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

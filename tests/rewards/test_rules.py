@@ -124,14 +124,29 @@ def test_a_reference_that_is_not_there_stops_the_run(rates, kind):
         rates(kind, "4", rows=[{"question": "2+2", "target": "4"}])
     key = "reward.parts.r.reward.column"
     assert str(caught.value) == f"{key}=answer: no such column in the rows; they have prompt_text, question, target; set {key}"
-    for nothing in (None, "", "  \n", [], [None], ["4", ""]):
+    for nothing in (None, "", "  \n", [], [None], ["4", ""], float("nan")):
         with pytest.raises(RewardError, match="^reward.parts.r.reward.column=answer: the reference is empty for prompt 'q'"):
             rates(kind, "4", rows=one(nothing))
+
+
+@pytest.mark.parametrize("kind", [ExactMatchReward, NumericReward])
+def test_a_reference_that_is_neither_text_nor_number_stops_the_run(rates, kind):
+    for value, seen in (({"a": 5}, "\"{'a': 5}\""), (True, "'True'"), ([5, [6]], "'[6]'"), ([False], "'False'")):
+        with pytest.raises(RewardError) as caught:
+            rates(kind, "5", rows=one(value))
+        wanted = f"reward.parts.r.reward.column=answer: the reference {seen} is neither a text nor a number; mend it, or name another column"
+        assert str(caught.value) == wanted
 
 
 @pytest.mark.parametrize(
     ("text", "reference", "settings", "score"),
     [
+        ("5", 5.0, {}, 1.0),
+        ("5.0", 5.0, {}, 0.0),
+        ("5.5", 5.5, {}, 1.0),
+        ("-5", [-5.0, 1e20], {}, 1.0),
+        ("100000000000000000000", [-5.0, 1e20], {}, 1.0),
+        ("5.0", "5.0", {}, 1.0),
         ("blue", "blue", {}, 1.0),
         (" blue\n", "blue ", {}, 1.0),
         (" blue", "blue", dict(strip=False), 0.0),

@@ -4,7 +4,7 @@ import pytest
 from test_rules import answers
 
 from ppo_ds.rewards.base import RewardError
-from ppo_ds.rewards.numbers import boxed, stated_number
+from ppo_ds.rewards.numbers import boxed, reference_number, stated_number
 from ppo_ds.rewards.rules import NumericReward
 
 INFINITE = float("inf")
@@ -43,6 +43,10 @@ INFINITE = float("inf")
         ("-\\dfrac{1}{2}", -0.5),
         ("\\frac{-1}{2}", -0.5),
         ("2\\frac{1}{2}", 2.5),
+        ("\\frac12", 0.5),
+        ("so -\\dfrac34.", -0.75),
+        ("that is 10^6.", 1e6),
+        ("3.5 x 10^-3 m", 0.0035),
         ("12 cm2", 12),
         ("5 m^2", 5),
         ("共42个", 42),
@@ -73,6 +77,75 @@ def test_the_stated_number(text, value):
 @pytest.mark.parametrize("text", ["", "none", "x2", "<answer>none</answer> 5", "\\boxed{} 5", "H2O"])
 def test_no_number(text):
     assert stated_number(text) is None
+
+
+ONE = [
+    ("10^6", 1e6),
+    ("2^{10}", 1024),
+    ("2^{-1}", 0.5),
+    ("-2^2", -4),
+    ("3.5 x 10^-3", 0.0035),
+    ("3.5 \\times 10^{-3}", 0.0035),
+    ("6\\cdot10^{23}", 6e23),
+    ("1 000 000", 1e6),
+    ("-12 345.5", -12345.5),
+    ("1,000,000", 1e6),
+    ("1{,}234", 1234),
+    ("12\\,345", 12345),
+    ("\\frac12", 0.5),
+    ("\\frac{1}2", 0.5),
+    ("\\frac1{20}", 0.05),
+    ("-\\frac{3}{4}", -0.75),
+    ("2\\frac12", 2.5),
+    ("3 123/456", 3 + 123 / 456),
+    ("$5$", 5),
+    ("$x = 5$.", 5),
+    ("90^\\circ", 90),
+    ("5 \\text{ cm}^2", 5),
+    ("1e3", 1000),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), ONE)
+def test_a_box_or_a_reference_that_is_one_number(text, value):
+    for number in (reference_number(text), reference_number(f"12 steps\n#### {text}"), stated_number(f"3, \\boxed{{{text}}} or 4")):
+        assert number is not None and number.value == pytest.approx(value, rel=1e-12) and not number.percent
+
+
+NOT_ONE = [
+    "\\sqrt{2}",
+    "2\\sqrt{3}",
+    "2:1",
+    "1.234,56",
+    "0x10",
+    "1 2",
+    "1 0000",
+    "1,23",
+    "3, 4",
+    "(1, 2)",
+    "5!",
+    "2\\pi",
+    "3 million",
+    "3 \\text{ million}",
+    "5 \\text{ or } 6",
+    "\\frac123",
+    "\\frac{1}{2}3",
+    "5^\\frac{1}{2}",
+    "3/4^2",
+    "2^{x}",
+    "2^3^2",
+    "2^1.5",
+    "10-3",
+    "x + 5",
+]
+
+
+@pytest.mark.parametrize("text", NOT_ONE)
+def test_what_is_not_one_number_is_not_half_read(tokenizer, text):
+    assert stated_number(f"12, so \\boxed{{{text}}}") is None
+    for reference in (text, f"12, so \\boxed{{{text}}}", f"12\n#### {text}"):
+        with pytest.raises(RewardError, match="^reward.column=answer: no number in the reference '.*; mend it, or name another column$"):
+            NumericReward(tokenizer=tokenizer).judge(answers("4", rows=[{"answer": reference}]))
 
 
 def test_percent():
@@ -113,6 +186,11 @@ def test_boxes_are_closed_by_their_own_brace():
         ("6", [5, "7"], dict(score=2.0, miss=-1.0), -1.0),
         ("<answer>7</answer>", "\\boxed{7}", dict(score=2.0, miss=-1.0, inside="answer"), 2.0),
         ("7", 7, dict(inside="answer"), 0.0),
+        ("1000000", "10^6", {}, 1.0),
+        ("10", "10^6", {}, 0.0),
+        ("0", "1 000 000", {}, 0.0),
+        ("\\boxed{\\frac12}", 0.5, {}, 1.0),
+        ("\\boxed{2\\sqrt{3}}", 3, {}, 0.0),
     ],
 )
 def test_numeric(tokenizer, text, reference, settings, score):
@@ -120,7 +198,7 @@ def test_numeric(tokenizer, text, reference, settings, score):
     assert reward.judge(answers(text, rows=[{"answer": reference}])).tolist() == [score]
 
 
-@pytest.mark.parametrize("reference", ["unknown", "1/0", "<answer>none</answer> 4"])
+@pytest.mark.parametrize("reference", ["unknown", "1/0", "0^{-1}", "9^{999}", "<answer>none</answer> 4"])
 def test_a_reference_without_a_number_stops_the_run(tokenizer, reference):
     with pytest.raises(RewardError, match="^reward.column=answer: no number in the reference '"):
         NumericReward(tokenizer=tokenizer).judge(answers("4", rows=[{"answer": reference}]))
@@ -128,8 +206,37 @@ def test_a_reference_without_a_number_stops_the_run(tokenizer, reference):
 
 @pytest.mark.parametrize(
     "unit",
-    ["1", "1,234", "123,", "#", "####", "#### ", "\\boxed{", "\\frac{1", "\\frac{1}{", " ", "1 ", "{", "<answer>", "1.", "1/", "-", "$ ", "1e", "%"],
+    [
+        "1",
+        "1,234",
+        "123,",
+        "#",
+        "####",
+        "#### ",
+        "\\boxed{",
+        "\\frac{1",
+        "\\frac{1}{",
+        " ",
+        "1 ",
+        "{",
+        "<answer>",
+        "1.",
+        "1/",
+        "-",
+        "$ ",
+        "1e",
+        "%",
+        "1^",
+        "1 000 ",
+        "123 ",
+        "\\frac1",
+        "####1",
+        "2 x 10^",
+    ],
 )
 def test_long_odd_answers_are_read_in_linear_time(unit):
     """Many minutes with a pattern that looks at everything again from every place."""
-    stated_number("7 " + unit * (300_000 // len(unit)))
+    text = "7 " + unit * (300_000 // len(unit))
+    stated_number(text)
+    reference_number(text)
+    stated_number(f"\\boxed{{{text}}}")
