@@ -51,6 +51,8 @@ class WeightedReward:
         """``reduce``: sums a tensor over all ranks."""
         self._parts, self._tokenizer, self._reduce, self._key = parts, tokenizer, reduce, f"{key}.parts"
         self._moments = {name: RunningMoments() for name, part in parts.items() if part.normalize == "running"}
+        if not any(part.weight for part in parts.values()):
+            raise UserError(f"{self._key}: every weight is 0: nothing would be rewarded; give one part another weight")
         wrong = [line for name, part in parts.items() for line in _unfit(part, f"{self._key}.{name}")]
         if wrong:
             raise UserError(*wrong)

@@ -123,7 +123,7 @@ def test_errors_say_which_part(build, rolled):
     reward = build(spec(MIXTURE, parts={"fine": fine, "right": {"reward": spec("ppo_ds.rewards.rules.NumericReward")}}))
     with pytest.raises(RewardError, match=r"^reward.parts.right.reward.column=answer: no such column"):
         reward(rolled("x"))
-    reward = build(spec(MIXTURE, parts={"ids": {"weight": 0, "reward": spec("ByToken")}}))
+    reward = build(spec(MIXTURE, parts={"ids": {"weight": 0, "reward": spec("ByToken")}, "text": {"reward": looked(xx=1.0, y=2.0)}}))
     reward._parts["ids"].reward.total = math.nan
     with pytest.raises(RewardError, match="not finite") as caught:
         reward(rolled("x"))
@@ -287,6 +287,13 @@ def test_mistakes_of_all_parts_come_together_with_their_full_keys():
 def test_a_mixture_of_nothing(keys, start):
     (line,) = refusals(spec(MIXTURE, **keys))
     assert line.startswith(start)
+
+
+@pytest.mark.parametrize("weights", [[0], [0, 0.0]])
+def test_a_mixture_whose_weights_are_all_0(build, weights):
+    with pytest.raises(UserError) as caught:
+        build(spec(MIXTURE, parts={f"p{i}": {"weight": weight, "reward": spec("ByToken")} for i, weight in enumerate(weights)}))
+    assert caught.value.problems == ["reward.parts: every weight is 0: nothing would be rewarded; give one part another weight"]
 
 
 def test_what_does_not_read_text_has_no_inside_and_no_mix(build):
