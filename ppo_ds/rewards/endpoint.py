@@ -11,10 +11,11 @@ import logging
 import os
 import random
 import re
-import time
+import socket
+from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from threading import Event
+from threading import Event, Lock, Timer
 from typing import Any
 
 import httpx
@@ -50,7 +51,7 @@ class KeyName:
             raise UserError(f"{key}: must be the name of an environment variable, in capitals, never the secret itself")
         secret = os.environ.get(value, "").strip()
         if not secret:
-            raise UserError(f"{key}={value}: no such environment variable, or an empty one")
+            raise UserError(f"{key}={value}: no such environment variable, or an empty one; set it where the run starts")
         if not (secret.isascii() and secret.isprintable() and " " not in secret):
             raise UserError(f"{key}={value}: what this variable holds cannot be sent as a key: it has blanks, line breaks or letters beyond ASCII")
         return value
@@ -66,6 +67,43 @@ class _Failure(Exception):
     def __init__(self, reason: str, pause: float | None = None):
         super().__init__(reason)
         self.pause = pause
+
+
+class _Deadline:
+    """Ends a request that takes longer than ``seconds`` in all, by shutting its connection: httpx's own limits are for each piece that comes.
+
+    Only a new connection is told of, so that none may be used twice.
+    """
+
+    def __init__(self, seconds: float):
+        self.passed = False
+        self._socket: socket.socket | None = None
+        self._lock, self._timer = Lock(), Timer(seconds, self._pass)
+        self._timer.daemon = True
+
+    def __enter__(self) -> _Deadline:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def watch(self, event: str, info: dict[str, Any]) -> None:
+        """httpcore's trace: what it does, and the stream that came of it."""
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            with self._lock:
+                self._socket = info["return_value"].get_extra_info("socket")
+                self._shut()
+
+    def _pass(self) -> None:
+        with self._lock:
+            self.passed = True
+            self._shut()
+
+    def _shut(self) -> None:
+        if self.passed and self._socket is not None:
+            with suppress(OSError):  # closed by the other side or by httpx meanwhile
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # of a TLS socket too, which another thread is reading
 
 
 class Endpoint:
@@ -89,7 +127,7 @@ class Endpoint:
         headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
         if self._secret:
             headers["Authorization"] = f"Bearer {self._secret}"
-        limits = httpx.Limits(max_connections=connections)
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)  # see _Deadline
         return httpx.Client(headers=headers, timeout=self._timeout, limits=limits, follow_redirects=False)
 
     def post(self, client: httpx.Client, payload: bytes, stopped: Event) -> Any:
@@ -108,13 +146,17 @@ class Endpoint:
         return min(_LONGEST_PAUSE, max(asked, self._backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.0)))
 
     def _attempt(self, client: httpx.Client, payload: bytes) -> Any:
-        try:
-            with client.stream("POST", self._url, content=payload) as response:
-                body, whole = self._body(response)
-        except httpx.TimeoutException:
-            raise _Failure(f"no answer within {self._timeout:g} s", pause=0.0) from None
-        except httpx.TransportError as error:
-            raise _Failure(self._clean(f"{type(error).__name__}: {error}"), pause=0.0) from None
+        late = _Failure(f"no answer within {self._timeout:g} s", pause=0.0)
+        with _Deadline(self._timeout) as deadline:
+            try:
+                with client.stream("POST", self._url, content=payload, extensions={"trace": deadline.watch}) as response:
+                    body, whole = self._body(response)
+            except httpx.TimeoutException:
+                raise late from None
+            except httpx.TransportError as error:
+                raise late if deadline.passed else _Failure(self._clean(f"{type(error).__name__}: {error}"), pause=0.0) from None
+        if deadline.passed:  # a reply of no stated length looks complete where it was cut off
+            raise late
         status, text = response.status_code, body.decode("utf-8", "replace")
         if status == 429 or status >= 500:
             raise _Failure(self._clean(f"answered {status}: {text}"), _asked_pause(response.headers.get("Retry-After", "")))
@@ -133,13 +175,11 @@ class Endpoint:
         """The body as far as the limit, and whether that is all. Raw: a small compressed body could be a huge one."""
         if response.headers.get("Content-Encoding", "identity") != "identity":
             raise _Failure("answered in compressed form, which it was not asked for")
-        deadline, body = time.monotonic() + self._timeout, b""  # httpx's own limit is for each piece
+        body = b""
         for piece in response.iter_raw():
             body += piece
             if len(body) > self._max_bytes:
                 return body[: self._max_bytes], False
-            if time.monotonic() > deadline:
-                raise httpx.ReadTimeout("too slow")
         return body, True
 
     def _goal(self, response: httpx.Response) -> str:

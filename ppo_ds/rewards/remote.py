@@ -7,6 +7,7 @@ an answer that could not be scored never counts as 0.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -40,7 +41,8 @@ Here is a question and an answer to it. Judge how helpful, correct and clear the
 </answer>
 
 Think briefly, then end with one line of the form "Score: N", where N is a number from 1 (useless or wrong) to 5 (excellent)."""
-SCORE = r"(?i)\bscore[\s:*=]*([-+]?\d+(?:\.\d+)?)"
+# The whole last line, bold or not: a judge also speaks of scores before, and quotes what the answer says of its own.
+SCORE = r"(?i)(?:^|\n)[ \t*_#]*score[ \t*_]*[:=][ \t*_]*([-+]?\d+(?:\.\d+)?)(?: ?/ ?5)?[ \t*_.]*\s*\Z"
 
 
 class Unusable(ValueError):
@@ -108,6 +110,8 @@ class Judge:
     template: str
     pattern: re.Pattern[str]
     options: dict[str, Any]
+    lowest: float
+    highest: float
 
     def requests(self, answers: Answers) -> list[Request]:
         texts = [self._asked(row, text) for row, text in zip(answers.rows, answers.texts, strict=True)]
@@ -130,6 +134,8 @@ class Judge:
             score = float("nan")
         if not _is_score(score):
             raise Unusable(f"the judge gave no score: {shown(str(words))}", again=True)
+        if not self.lowest <= score <= self.highest:
+            raise Unusable(f"the judge gave {score:g}, no score from {self.lowest:g} to {self.highest:g}: {shown(words)}", again=True)
         return [score]
 
 
@@ -139,6 +145,7 @@ class RemoteReward(TextReward):
     protocol      json: a scoring service; openai: a language model as judge.
     model, template, pattern, options   openai alone: the judge's name; what it is asked, with {prompt} and {response}; a regular expression with
                   one group, whose last match is the score; more of the request (null: temperature 0).
+    lowest, highest   openai alone: what a score may be, as the template says; another is none (null: no bound).
     parse_retries openai alone: how often a judge is asked again that gave no score.
     batch_size, send_rows   json alone: answers in one request; whether the raw rows are sent along.
     concurrency   requests at a time, on each rank.
@@ -154,6 +161,8 @@ class RemoteReward(TextReward):
         template: str = JUDGE,
         pattern: str = SCORE,
         options: dict[str, Any] | None = None,
+        lowest: float | None = 1.0,
+        highest: float | None = 5.0,
         parse_retries: Natural = 2,
         batch_size: Count = 16,
         send_rows: bool = False,
@@ -168,7 +177,10 @@ class RemoteReward(TextReward):
         key: str = "reward",
     ):
         super().__init__(tokenizer)
-        self._wire = _wire(protocol, model, template, pattern, options, batch_size, send_rows, key)
+        if protocol == "json":
+            self._wire: Wire = _service(model, batch_size, send_rows, key)
+        else:
+            self._wire = _judge(model, template, pattern, options, lowest, highest, key)
         self._endpoint = Endpoint(
             url, key_env, timeout_seconds=timeout_seconds, retries=retries, backoff_seconds=backoff_seconds, max_response_mb=max_response_mb
         )
@@ -219,19 +231,24 @@ def _results(parts: list[Future[Sequence[float]]]) -> list[Sequence[float]]:
     return [part.result() for part in parts]
 
 
-def _wire(
-    protocol: str, model: str | None, template: str, pattern: str, options: dict[str, Any] | None, batch_size: int, send_rows: bool, key: str
-) -> Wire:
-    if protocol == "json":
-        if model is not None:
-            raise UserError(f"{key}.model={model}: a scoring service has no model; for a language model as judge set {key}.protocol=openai")
-        return ScoringService(batch_size, send_rows)
+def _service(model: str | None, batch_size: int, send_rows: bool, key: str) -> ScoringService:
+    if model is not None:
+        raise UserError(f"{key}.model={model}: a scoring service has no model; for a language model as judge set {key}.protocol=openai")
+    return ScoringService(batch_size, send_rows)
+
+
+def _judge(
+    model: str | None, template: str, pattern: str, options: dict[str, Any] | None, lowest: float | None, highest: float | None, key: str
+) -> Judge:
     if model is None:
         raise UserError(f"{key}.model is missing: the judge's name, as its service calls it")
     absent = [place for place in ("{prompt}", "{response}") if place not in template]
     if absent:
         raise UserError(f"{key}.template: has no {' and no '.join(absent)}, so the judge would not see what it judges")
-    return Judge(model, template, _compiled(pattern, key), {"temperature": 0} if options is None else options)
+    low, high = -math.inf if lowest is None else lowest, math.inf if highest is None else highest
+    if low >= high:
+        raise UserError(f"{key}.lowest={low:g}: must be below {key}.highest={high:g}")
+    return Judge(model, template, _compiled(pattern, key), {"temperature": 0} if options is None else options, low, high)
 
 
 def _compiled(pattern: str, key: str) -> re.Pattern[str]:

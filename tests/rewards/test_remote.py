@@ -159,7 +159,8 @@ def test_a_service_that_is_slow_or_gone(ask):
     assert "ConnectError" in line and "asked 3 time(s)" in line
 
 
-def test_a_reply_that_trickles_in_has_a_limit_too(ask, tokenizer):
+@pytest.mark.parametrize("start", [b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX-Long: "])
+def test_a_reply_that_trickles_in_has_a_limit_too(ask, tokenizer, start):
     """Every piece comes in time, the whole does not."""
     import socket
     from threading import Thread
@@ -171,7 +172,7 @@ def test_a_reply_that_trickles_in_has_a_limit_too(ask, tokenizer):
         connection, _ = listening.accept()
         with connection:
             connection.recv(65536)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+            connection.sendall(start)
             while not over.wait(0.02):
                 try:
                     connection.sendall(b" ")
@@ -330,7 +331,7 @@ def test_a_judge_is_asked_about_each_answer(tokenizer):
     rows = [{"messages": chat}, {"messages": [{"role": "user", "content": "hi"}]}, {}]
     rollout = make_rollout(tokenizer, [("<s>x", "an {prompt}"), ("<user>hi", "yo"), ("plain", "text")], rows)
     with serving(lambda number, body: says(f"Score: {number}")) as service:
-        settings = JUDGED | dict(template="Q {prompt} A {response}", concurrency=1)
+        settings = JUDGED | dict(template="Q {prompt} A {response}", concurrency=1, lowest=0)
         assert bound(tokenizer, service.url, **settings)(rollout).total.tolist() == [0, 1, 2]
         asked = "Q [system]\nBe brief.\n\n[user]\nWhat is {response}? A an {prompt}"
         assert service.bodies[0] == {"model": "judge-1", "messages": [{"role": "user", "content": asked}], "temperature": 0}
@@ -343,10 +344,11 @@ def test_a_judge_is_asked_about_each_answer(tokenizer):
     ("words", "score"),
     [
         ("Score: 4", 4),
-        ("It would be a score: 2, were it not for ...\nSCORE = -3.5", -3.5),
+        ("It would be a score: 2, were it not for ...\nSCORE = 3.5", 3.5),
         ("**Score:** 5", 5),
         ("Score: 3/5", 3),
-        ("score 1.", 1),
+        ("Score: 1.\n\n", 1),
+        ("The answer says\nScore: 5\nof itself, and is wrong.\n**Score: 1**", 1),
     ],
 )
 def test_the_judges_last_score_counts(ask, words, score):
@@ -356,10 +358,27 @@ def test_the_judges_last_score_counts(ask, words, score):
 
 def test_the_pattern_is_the_users(ask):
     with serving(lambda number, body: says("[[7]] of 10")) as service:
-        assert ask(service, "a", **JUDGED, pattern=r"\[\[(\d+)\]\]").tolist() == [7]
+        assert ask(service, "a", **JUDGED, pattern=r"\[\[(\d+)\]\]", highest=10).tolist() == [7]
 
 
-@pytest.mark.parametrize("words", ["I cannot say.", "Score: high", "underscore: 3", "", None, "Score: 1" + "0" * 400])
+@pytest.mark.parametrize(("words", "limits"), [("Score: 0.5", {}), ("Score: 50", {}), ("Score: -1", {}), ("Score: 3", dict(highest=2.5))])
+def test_a_score_out_of_bounds_is_none(ask, words, limits):
+    with serving(lambda number, body: says(words)) as service:
+        line = refused(ask, service, "a", **JUDGED | limits, parse_retries=1)
+        assert len(service.bodies) == 2
+        assert f"the judge gave {words[7:]}, no score from 1 to {limits.get('highest', 5)}: '{words}'; asked 2 time(s)" in line
+        assert ask(service, "a", **JUDGED, lowest=None, highest=None).tolist() == [float(words[7:])]
+
+
+def test_bounds_that_leave_no_score_are_refused(tokenizer):
+    with pytest.raises(UserError, match="^reward.lowest=5: must be below reward.highest=5$"):
+        bound(tokenizer, "http://host/x", **JUDGED, lowest=5)
+
+
+NO_SCORE = ["score: 1e3", "good score\n\n2 reasons", "Score: 5\nsays the answer.", "It asks for Score: 5", "Score: 3/10"]
+
+
+@pytest.mark.parametrize("words", ["I cannot say.", "Score: high", "underscore: 3", "", None, "Score: 1" + "0" * 400, *NO_SCORE])
 def test_a_judge_without_a_score_is_asked_again_and_then_an_error(ask, words):
     with serving(lambda number, body: says("Score: 2" if number == 2 else words)) as service:
         assert ask(service, "a", **JUDGED).tolist() == [2]
