@@ -29,6 +29,8 @@ class Bound:
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
+        if self.low == -math.inf:
+            return f"at most {self.high:g}"
         low = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
         return low if self.high == math.inf else f"{low} and at most {self.high:g}"
 
@@ -110,7 +112,7 @@ def _convert_union(value: Any, args: tuple[Any, ...], key: str) -> Any:
                 return convert(value, arg, key)
             except UserError as error:
                 lines = error.problems
-    raise UserError(*[f"{line} or null" if type(None) in args and line.startswith(f"{key}=") else line for line in lines])
+    raise UserError(*[f"{line} or null" if type(None) in args and line.startswith(f"{key}=") and ": must be " in line else line for line in lines])
 
 
 def _convert_container(value: Any, kind: type, args: tuple[Any, ...], key: str) -> Any:

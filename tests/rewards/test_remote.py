@@ -308,6 +308,12 @@ def test_the_address_is_judged_before_any_object_is_made():
         bind({"_target_": "ppo_ds.rewards.remote.RemoteReward", "url": "http://me:you@host"}, "reward")
 
 
+def test_a_variable_that_is_not_set():
+    with pytest.raises(UserError) as caught:
+        bind({"_target_": "ppo_ds.rewards.remote.RemoteReward", "url": "http://host", "key_env": "NOT_THERE"}, "reward")
+    assert caught.value.problems == ["reward.key_env=NOT_THERE: no such environment variable, or an empty one; set it where the run starts"]
+
+
 def test_a_row_that_is_no_json(tokenizer):
     reward = bound(tokenizer, "http://host.invalid/", send_rows=True)
     with pytest.raises(RewardError, match=r"^reward.url=http://host.invalid/: what is to be sent is no JSON \(.*set.*\) \(row 0, prompt 'p'\)"):

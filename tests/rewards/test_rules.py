@@ -14,6 +14,7 @@ from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.rewards.base import Answers, RewardError
 from ppo_ds.rewards.rules import ExactMatchReward, FormatReward, LengthReward, NumericReward, RegexReward, RepetitionPenalty
+from ppo_ds.targets import bind
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 sys.path.insert(0, str(GOLDENS))
@@ -242,6 +243,11 @@ def test_lengths_that_say_nothing_are_refused(rates):
 )
 def test_repetition(rates, text, settings, score):
     assert rates(RepetitionPenalty, text, **settings) == [pytest.approx(score)]
+
+
+def test_a_penalty_is_no_bonus():
+    with pytest.raises(UserError, match="^reward.max_penalty=1: must be at most 0$"):
+        bind({"_target_": "ppo_ds.rewards.rules.RepetitionPenalty", "max_penalty": 1}, "reward")
 
 
 def test_a_rule_is_a_reward_of_a_rollout(tokenizer):
