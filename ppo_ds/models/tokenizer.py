@@ -21,14 +21,16 @@ Message = dict[str, str]  # {"role": ..., "content": ...}
 class Tokenizer:
     """Text and chats to ids and back."""
 
-    def __init__(self, hf: PreTrainedTokenizerBase, end_ids: tuple[int, ...] = (), chat_template_kwargs: dict[str, Any] | None = None):
-        """``end_ids``: end tokens that the model's generation config names beside the tokenizer's own."""
+    def __init__(
+        self, hf: PreTrainedTokenizerBase, end_ids: tuple[int, ...] = (), chat_template_kwargs: dict[str, Any] | None = None, key: str = "model.path"
+    ):
+        """``end_ids``: end tokens that the model's generation config names beside the tokenizer's own. ``key``: see load_tokenizer."""
         own = () if hf.eos_token_id is None else (hf.eos_token_id,)
         self.hf = hf
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(own + end_ids))
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         if hf.pad_token_id is None and not self.stop_ids:
-            raise UserError(f"model.path={hf.name_or_path}: the tokenizer has neither a pad nor an end token; name one in tokenizer_config.json")
+            raise UserError(f"{key}={hf.name_or_path}: the tokenizer has neither a pad nor an end token; name one in tokenizer_config.json")
         self.pad_id: int = self.stop_ids[0] if hf.pad_token_id is None else hf.pad_token_id
 
     @property
@@ -87,10 +89,10 @@ def load_tokenizer(
     try:
         hf = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # the libraries below raise anything from OSError to a bare Exception for a folder that is not right
-        raise UserError(f"{key}={path}: {_remedy(error)}") from error
+        raise UserError(f"{key}={path}: {_remedy(error, key)}") from error
     if chat_template is not None:
         hf.chat_template = _template(chat_template)
-    return Tokenizer(hf, _generation_end_ids(path, revision, key), chat_template_kwargs)
+    return Tokenizer(hf, _generation_end_ids(path, revision, key), chat_template_kwargs, key)
 
 
 def _located(path: str, revision: str | None, key: str) -> tuple[str, str | None]:
@@ -103,10 +105,10 @@ def _located(path: str, revision: str | None, key: str) -> tuple[str, str | None
     return path, revision
 
 
-def _remedy(error: Exception) -> str:
+def _remedy(error: Exception, key: str) -> str:
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
-        return "the model runs its own code; if you trust it, set model.trust_remote_code=true"
+        return f"the model runs its own code; if you trust it, set {key.removesuffix('path')}trust_remote_code=true"
     if isinstance(error, OSError):
         return f"cannot be had: {text[:300]} (give a local folder, or a Hub name that exists and is reachable or cached)"
     return f"no tokenizer could be loaded ({type(error).__name__}: {text[:300]}); the folder needs tokenizer.json and tokenizer_config.json"

@@ -46,8 +46,8 @@ def test_without_a_pad_token_eos_pads_and_the_tokenizer_stays_as_it_was(tmp_path
 
 
 def test_neither_pad_nor_eos_is_an_error(tmp_path):
-    with pytest.raises(UserError, match="neither a pad nor an end token"):
-        load_tokenizer(saved(tmp_path, eos=None, pad=None))
+    with pytest.raises(UserError, match="^reward.model.path=.*neither a pad nor an end token"):
+        load_tokenizer(saved(tmp_path, eos=None, pad=None), key="reward.model.path")
 
 
 @pytest.mark.parametrize(("named", "stop_ids"), [([7, 1], (1, 7)), (7, (1, 7)), (None, (1,))])
@@ -157,8 +157,8 @@ def test_broken_tokenizer_file(tmp_path):
 def test_own_code_names_the_switch(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "c.C", "AutoTokenizer": ["t.T", null]}}')
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["t.T", null]}, "tokenizer_class": "T"}')
-    with pytest.raises(UserError, match="trust_remote_code=true"):
-        load_tokenizer(str(tmp_path))
+    with pytest.raises(UserError, match=r"^critic\.model\.path=.* set critic\.model\.trust_remote_code=true$"):
+        load_tokenizer(str(tmp_path), key="critic.model.path")
 
 
 def test_revision_is_ignored_for_a_folder(tmp_path):
