@@ -80,4 +80,7 @@ def _numbers(scores: Any) -> list[float]:
     """Numbers, tensors of any shape, and lists of these, as such code returns them."""
     if isinstance(scores, (list, tuple)):
         return [number for part in scores for number in _numbers(part)]
-    return torch.as_tensor(scores).double().flatten().tolist()
+    try:
+        return torch.as_tensor(scores).double().flatten().tolist()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"it returned {scores!r:.80}, which is no score") from None

@@ -32,11 +32,15 @@ class Scorer(Protocol):
 class GetScoreReward(TextReward):
     """Scores the row's messages (or its prompt as the user's one message) and the answer. Ranks do not wait for each other."""
 
-    def __init__(self, score: Scorer, length: Callable[[Chat], int], *, tokenizer: Tokenizer, token_budget: int, batched: bool, key: str = "reward"):
-        """``length``: of a chat in tokens. ``token_budget``: of one get_scores, padding counted. ``batched``: by get_scores, else one by one."""
+    def __init__(self, score: Scorer, length: Callable[[Chat], int], *, tokenizer: Tokenizer, token_budget: int, batched: bool, key: str, name: str):
+        """``length``: of a chat in tokens. ``token_budget``: of one get_scores, padding counted. ``batched``: by get_scores, else one by one.
+
+        ``name``: the model as errors name it.
+        """
         super().__init__(tokenizer)
         self._score, self._length = score, length
-        self._token_budget, self._batched, self._key = token_budget, batched, key
+        self._token_budget, self._batched = token_budget, batched
+        self._key, self._name = key, name
 
     def judge(self, answers: Answers) -> Tensor:
         scores = self.score([_chat(row, text) for row, text in zip(answers.rows, answers.texts, strict=True)], self._batched)
@@ -52,11 +56,20 @@ class GetScoreReward(TextReward):
         lengths = torch.tensor([self._length(chat) for chat in chats])
         with self._score.resident():
             for rows in plan_microbatches(lengths, torch.zeros_like(lengths), self._token_budget):
-                part = self._score([chats[i] for i in rows.tolist()], batched)
+                part = self._scored([chats[i] for i in rows.tolist()], batched)
                 if len(part) != len(rows):
-                    raise RewardError(f"{self._key}.model: its code gave {len(part)} scores for {len(rows)} chats")
+                    raise RewardError(f"{self._name}: its code gave {len(part)} scores for {len(rows)} chats")
                 scores[rows] = part
         return scores
+
+    def _scored(self, chats: list[Chat], batched: bool) -> Tensor:
+        try:
+            return self._score(chats, batched)
+        except torch.OutOfMemoryError:  # says itself what to do
+            raise
+        except Exception as error:  # foreign code raises anything
+            called = "get_scores" if batched else "get_score"
+            raise RewardError(f"{self._name}: its {called} fails: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}") from error
 
 
 def get_score_reward(
@@ -93,14 +106,19 @@ def get_score_reward(
 
     module, scorer = place(load, zero, model.dtype)
 
+    name = f"{key}.model.path={model.path}"
+
     def made(batched: bool) -> GetScoreReward:
-        return GetScoreReward(scorer, module.length, tokenizer=tokenizer, token_budget=score_tokens, batched=batched, key=key)
+        return GetScoreReward(scorer, module.length, tokenizer=tokenizer, token_budget=score_tokens, batched=batched, key=key, name=name)
 
     reward = made(module.scores_batches)
     if audit not in ("report", "strict"):
         return reward
-    found, usable = audit_chats(reward.score, tokenizer=tokenizer, dtype=model.dtype, has_batches=module.scores_batches)
-    conclude(found, audit, name=f"{key}.model.path={model.path}", key=key, notes=[] if notes is None else notes, agree=agree)
+    try:
+        found, usable = audit_chats(reward.score, tokenizer=tokenizer, dtype=model.dtype, has_batches=module.scores_batches)
+    except RewardError as error:  # before training it is the user's to mend
+        raise UserError(str(error)) from error
+    conclude(found, audit, name=name, key=key, notes=[] if notes is None else notes, agree=agree)
     return made(batched=not agree(int(not usable)))  # alike on all ranks
 
 

@@ -179,6 +179,27 @@ def test_too_few_scores_stop_the_run(tmp_path, build):
         reward.judge(Answers(({"prompt_text": "p"},) * 2, ("a", "b"), (True, True)))
 
 
+RAISES = """
+    def get_score(self, tokenizer, conversation):
+        raise KeyError("no such" + chr(10) + "thing")
+"""
+NOTHING = """
+    def get_score(self, tokenizer, conversation):
+        return None
+"""
+
+
+@pytest.mark.parametrize(("code", "words"), [(RAISES, "KeyError: .*no such.*thing"), (NOTHING, "TypeError: it returned None, which is no score")])
+def test_code_that_gives_no_score(tmp_path, build, tokenizer, code, words):
+    path = save_own_code(tmp_path / "tiny_rm", code)
+    line = f"^reward.model.path={path}: its get_score fails: {words}"
+    with pytest.raises(UserError, match=line) as caught:  # while starting
+        build(path)
+    assert len(caught.value.problems) == 1 and "\n" not in caught.value.problems[0]
+    with pytest.raises(RewardError, match=line):  # while training
+        build(path, audit="off")(make_rollout(tokenizer, ANSWERS, ROWS))
+
+
 def test_the_prepared_config():
     file = Path(__file__).parents[2] / "conf" / "reward" / "internlm2_reward.yaml"
     spec = yaml.safe_load(file.read_text())
