@@ -17,6 +17,7 @@ from ppo_ds.ops.batching import plan_microbatches
 from ppo_ds.rewards.audit import Audit, audit_classifier, conclude
 from ppo_ds.rewards.base import Answers, RewardError, TextReward, shown
 from ppo_ds.rewards.text import Text, TextEncoder, left_padded, right_padded
+from ppo_ds.typed import Count
 
 _REPLICA = FrozenZeroConfig()
 
@@ -82,7 +83,7 @@ class ModelReward(TextReward):
 def model_reward(
     model: ModelConfig,
     template: Literal["auto", "chat", "pair", "concat"] = "auto",
-    max_tokens: int | None = None,
+    max_tokens: Count | None = None,
     append_eos: bool | None = None,
     zero: FrozenZeroConfig = _REPLICA,
     audit: Audit = "report",
@@ -120,18 +121,21 @@ def model_reward(
     if template == "auto":
         template = "chat" if own.has_chat_template else "concat" if module.is_decoder else "pair"
     limit = _limit(max_tokens, own, module, key)
-    encode = TextEncoder(own, template, limit, append_eos, key)
+    encode = TextEncoder(own, template, limit, append_eos, key, actors_vocabulary=own.hf.get_vocab() == tokenizer.hf.get_vocab())
     reward = ModelReward(score, encode, tokenizer=tokenizer, pad_id=own.pad_id, token_budget=score_tokens, agree=agree, key=key)
     if audit in ("report", "strict"):
-        found = audit_classifier(
-            reward.score,
-            encode,
-            tokenizer=tokenizer,
-            eos_id=own.hf.eos_token_id,
-            max_tokens=limit,
-            is_decoder=module.is_decoder,
-            dtype=model.dtype,
-        )
+        try:
+            found = audit_classifier(
+                reward.score,
+                encode,
+                tokenizer=tokenizer,
+                eos_id=own.hf.eos_token_id,
+                max_tokens=limit,
+                is_decoder=module.is_decoder,
+                dtype=model.dtype,
+            )
+        except RewardError as error:  # before training it is the user's to mend
+            raise UserError(str(error)) from error
         conclude(found, audit, name=f"{key}.model.path={path}", key=key, notes=[] if notes is None else notes, agree=agree)
     return reward
 

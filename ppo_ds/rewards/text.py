@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import jinja2
 import torch
 from torch import Tensor
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.models.tokenizer import Message, Tokenizer
+from ppo_ds.rewards.base import RewardError
 from ppo_ds.types import Row
 
 Template = Literal["chat", "pair", "concat"]
@@ -31,14 +33,24 @@ class TextEncoder:
 
     chat    the tokenizer's chat template over the row's messages (or its prompt as the user's one message) and the answer.
     pair    two segments, as cross-encoders are trained: the prompt (the contents of the row's messages) and the answer.
-    concat  the prompt and the answer as one text.
+    concat  the prompt and the answer as one text. Of a chat: the contents of its messages and the answer, a line break between any two; as the
+            actor's template renders the prompt where the vocabularies are the same (``actors_vocabulary``), for then the markup is the reward model's too.
 
     Texts are cut to ``max_tokens`` on the left, for the answer is at the end; a pair loses of its prompt alone, unless the answer leaves it no room.
     ``append_eos``: True ends each text with the end token, False none, None those that end so of themselves: a finished answer under concat.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: Template, max_tokens: int | None, append_eos: bool | None, key: str = "reward"):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: Template,
+        max_tokens: int | None,
+        append_eos: bool | None,
+        key: str = "reward",
+        actors_vocabulary: bool = True,
+    ):
         self.template = template
+        self._key, self._actors_vocabulary = key, actors_vocabulary
         self._hf = tokenizer.hf
         self._hf.truncation_side = "left"
         self._max_tokens = max_tokens
@@ -53,12 +65,23 @@ class TextEncoder:
             return self._pair(_spoken(row), response)
         if self.template == "chat":
             messages = row.get("messages") or [{"role": "user", "content": row["prompt_text"]}]
-            text = self._hf.apply_chat_template([*messages, {"role": "assistant", "content": response}], tokenize=False)
+            text = self._rendered([*messages, {"role": "assistant", "content": response}])
             return self._single(text, special_tokens=False, end=bool(self._append_eos))
-        text = row["prompt_text"] + response
+        foreign = row.get("messages") and not self._actors_vocabulary
+        text = f"{_spoken(row)}\n{response}" if foreign else row["prompt_text"] + response
         # a chat that was rendered with the same beginning already has it
         has_bos = self._hf.bos_token is not None and text.startswith(self._hf.bos_token)
         return self._single(text, special_tokens=not has_bos, end=finished if self._append_eos is None else self._append_eos)
+
+    def _rendered(self, messages: list[Message]) -> str:
+        try:
+            return self._hf.apply_chat_template(messages, tokenize=False)
+        except jinja2.TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise RewardError(
+                f"{self._key}.template=chat: the reward model's chat template refuses a chat with the roles {roles}: "
+                f"{' '.join(str(error).split())[:200]}; set {self._key}.template=pair or {self._key}.template=concat"
+            ) from error
 
     def _single(self, text: str, *, special_tokens: bool, end: bool) -> Text:
         encoded = self._hf(text, add_special_tokens=special_tokens, **self._cut("longest_first", room_for=int(end)))

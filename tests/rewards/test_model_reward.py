@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from ppo_ds.config import FrozenZeroConfig
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import RewardError
+from ppo_ds.targets import bind
 
 ANSWERS = [("1+1=", "2"), ("Say something long, please.", "no"), ("a", "a longer answer than that"), ("b", "")]
 FINISHED = [True, False, True, True]
@@ -106,3 +107,29 @@ def test_a_score_that_is_no_number_stops_the_run(tmp_path, build, tokenizer):
     build.placed.module.model.score.weight.data.fill_(float("nan"))
     with pytest.raises(RewardError, match="nan for row 0, response '2'"):
         reward(make_rollout(tokenizer, ANSWERS))
+
+
+def test_concat_of_a_chat_depends_on_whose_vocabulary_it_is(tmp_path, build, tokenizer):
+    rollout = make_rollout(tokenizer, [("<u>hi", "yo")], [{"messages": [{"role": "user", "content": "hi"}]}])
+    alike = save_model(tmp_path / "alike", LLAMA)
+    own = tokenizer.encode_many(["<u>hiyo", "hi\nyo"], special_tokens=False)
+    torch.testing.assert_close(build(alike)(rollout).total[0], by_hand(alike, [BOS, *own[0], EOS]), atol=1e-4, rtol=1e-4)
+    other = save_model(tmp_path / "other", LlamaConfig(**TINY | {"vocab_size": TINY["vocab_size"] + 1}))
+    larger = AutoTokenizer.from_pretrained(other)
+    larger.add_tokens(["one more"])
+    larger.save_pretrained(other)
+    torch.testing.assert_close(build(other)(rollout).total[0], by_hand(other, [BOS, *own[1], EOS]), atol=1e-4, rtol=1e-4)
+
+
+def test_a_template_that_refuses_turns_is_found_before_training(tmp_path, build):
+    path = save_model(
+        tmp_path / "rm", LLAMA, template="{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}" + CHAT_TEMPLATE
+    )
+    with pytest.raises(UserError, match="^reward.template=chat: .*roles user, assistant, user, assistant: one turn only; set reward.template=pair"):
+        build(path, audit="report")
+
+
+@pytest.mark.parametrize("given", [0, -3])
+def test_max_tokens_is_a_count(given):
+    with pytest.raises(UserError, match=rf"^reward\.max_tokens={given}: "):
+        bind({"_target_": "ppo_ds.rewards.model.model_reward", "model": {"path": "org/rm"}, "max_tokens": given}, "reward")

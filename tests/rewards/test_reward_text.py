@@ -5,6 +5,7 @@ from reward_cases import BOS, CHAT_TEMPLATE, CLS, EOS, SEP, save_tokenizer
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import load_tokenizer
+from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.text import TextEncoder
 
 ROW = {"prompt_text": "hi"}
@@ -13,8 +14,9 @@ CHAT = {"prompt_text": "<sys>be<eos><usr>hi<eos>", "messages": [{"role": "system
 
 @pytest.fixture
 def make(tmp_path):
-    def encoder(style, max_tokens=None, append_eos=None, **tokenizer):
-        return TextEncoder(load_tokenizer(save_tokenizer(tmp_path / "rm", **tokenizer)), style, max_tokens, append_eos)
+    def encoder(style, max_tokens=None, append_eos=None, actors_vocabulary=True, **tokenizer):
+        own = load_tokenizer(save_tokenizer(tmp_path / "rm", **tokenizer))
+        return TextEncoder(own, style, max_tokens, append_eos, "reward.parts.rm.reward", actors_vocabulary)
 
     return encoder
 
@@ -41,6 +43,13 @@ def test_append_eos(make, ids, append_eos, finished, end):
 
 def test_a_rendered_chat_gets_no_second_bos(make, ids):
     assert make("concat")({"prompt_text": "<bos>hi"}, "yo", True).ids == [BOS, *ids("hiyo"), EOS]
+
+
+def test_concat_of_a_chat_has_markup_only_where_it_is_the_reward_models_own(make, ids):
+    assert make("concat")(CHAT, "yo", True).ids == [BOS, *ids("<sys>be<eos><usr>hi<eos>yo"), EOS]
+    foreign = make("concat", actors_vocabulary=False)
+    assert foreign(CHAT, "yo", True).ids == [BOS, *ids("be\nhi\nyo"), EOS]
+    assert foreign(ROW, "yo", True).ids == [BOS, *ids("hiyo"), EOS]
 
 
 @pytest.mark.parametrize("max_tokens", [3, 4, 5, 6])
@@ -79,7 +88,20 @@ def test_a_pair_loses_the_beginning_of_its_prompt_first(make, ids):
 
 
 def test_impossible_settings(make):
-    with pytest.raises(UserError, match="reward.template=chat"):
+    with pytest.raises(UserError, match="^reward.parts.rm.reward.template=chat"):
         make("chat")
-    with pytest.raises(UserError, match="reward.append_eos=true"):
+    with pytest.raises(UserError, match="^reward.parts.rm.reward.append_eos=true"):
         make("pair", append_eos=True, cross_encoder=True)
+
+
+def test_a_template_that_refuses_a_role_says_what_to_do(make):
+    encode = make(
+        "chat", template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHAT_TEMPLATE
+    )
+    assert len(encode(ROW, "yo", True))
+    with pytest.raises(RewardError) as caught:
+        encode(CHAT, "yo", True)
+    assert str(caught.value) == (
+        "reward.parts.rm.reward.template=chat: the reward model's chat template refuses a chat with the roles system, user, assistant: "
+        "System role not supported; set reward.parts.rm.reward.template=pair or reward.parts.rm.reward.template=concat"
+    )
