@@ -219,7 +219,11 @@ def _reworded(error: Exception, arguments: list[str]) -> str:
 
 def _resolve(composed: DictConfig) -> dict[str, Any]:
     """The composed tree over the defaults of the dataclasses, so that interpolations may point at any key, as a plain dict."""
-    tree = OmegaConf.merge(OmegaConf.create(defaults(Config)), OmegaConf.create(OmegaConf.to_container(composed, resolve=False)))
+    base, given = defaults(Config), OmegaConf.to_container(composed, resolve=False)
+    misshapen = list(_misshapen(base, given))
+    if misshapen:
+        raise UserError(*misshapen)
+    tree = OmegaConf.merge(OmegaConf.create(base), OmegaConf.create(given))
     assert isinstance(tree, DictConfig)
     run = tree.get("run")
     if isinstance(run, DictConfig) and run.get("dir") is None:
@@ -230,6 +234,19 @@ def _resolve(composed: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(plain, dict)
     return plain
+
+
+def _misshapen(base: Any, given: Any, key: str = "") -> Iterator[str]:
+    """Lists where sections are due, and mappings where lists are: OmegaConf cannot merge these. All else is the validator's to judge."""
+    if isinstance(base, list) and isinstance(given, dict):
+        value = ",".join(f"{name}:{part}" for name, part in given.items())
+        yield f"{key}={{{value}}}: must be a list, as in {key}=[{{{value}}}]"
+    elif isinstance(base, dict) and isinstance(given, list):
+        yield f"{key}=[{','.join(map(str, given))}]: must be a mapping, as in {key}.KEY=VALUE"
+    elif isinstance(base, dict) and isinstance(given, dict):
+        for name in given:
+            if name in base:
+                yield from _misshapen(base[name], given[name], f"{key}.{name}" if key else name)
 
 
 def _broken_interpolations(node: Any, prefix: str = "") -> Iterator[str]:

@@ -109,6 +109,8 @@ def test_values_that_hydra_cannot_read_are_text(text: str) -> None:
         ("actor.optim.lr=fast", "actor.optim.lr=fast: must be a number"),
         ("actor.model=gpt2", "actor.model=gpt2: must be a section with keys path, revision"),
         ("sampling.stop_token_ids=1,2", "sampling.stop_token_ids=1,2: must be a list, as in sampling.stop_token_ids=[1,2] or null"),
+        ("data.mix={path:p.jsonl}", "data.mix={path:p.jsonl}: must be a list, as in data.mix=[{path:p.jsonl}]"),
+        ("algo.kl=[1,2]", "algo.kl=[1,2]: must be a mapping, as in algo.kl.KEY=VALUE"),
         ("+experiment=rhlf", "+experiment=rhlf: no such experiment; available: deepspeed_chat, grpo, minimind,"),
         ("algo=standart", "algo=standart: no such algo; available: dapo, deepspeed_chat, dr_grpo, grpo,"),
         ("reward={path:x}", "reward={path:x}: no such reward; available: deberta_v3_large, exact_match, format, function"),
