@@ -34,7 +34,8 @@ class TextEncoder:
     chat    the tokenizer's chat template over the row's messages (or its prompt as the user's one message) and the answer.
     pair    two segments, as cross-encoders are trained: the prompt (the contents of the row's messages) and the answer.
     concat  the prompt and the answer as one text. Of a chat: the contents of its messages and the answer, a line break between any two; as the
-            actor's template renders the prompt where the vocabularies are the same (``actors_vocabulary``), for then the markup is the reward model's too.
+            actor's template renders the prompt where the vocabularies are the same (``actors_vocabulary``): the markup is then the reward
+            model's too.
 
     Texts are cut to ``max_tokens`` on the left, for the answer is at the end; a pair loses of its prompt alone, unless the answer leaves it no room.
     ``append_eos``: True ends each text with the end token, False none, None those that end so of themselves: a finished answer under concat.
