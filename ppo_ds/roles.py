@@ -48,11 +48,15 @@ def _loaded(load: Callable[[], nn.Module], engine_config: dict[str, Any] | None)
 def _adapt(module: Any, lora: LoraConfig, seed: int, key: str) -> None:
     """Where LoRA is on."""
     if lora.rank:
-        add_adapters(module, rank=lora.rank, alpha=lora.alpha or 2 * lora.rank, targets=lora.targets, seed=seed, key=key)
+        add_adapters(module, rank=lora.rank, alpha=_alpha(lora), targets=lora.targets, seed=seed, key=key)
+
+
+def _alpha(lora: LoraConfig) -> float:
+    return lora.alpha or 2 * lora.rank
 
 
 def _training(
-    role: ActorConfig | CriticConfig, module: nn.Module, engine_config: dict[str, Any], world: World, optimizer_steps: int
+    role: ActorConfig | CriticConfig, name: str, module: nn.Module, engine_config: dict[str, Any], world: World, optimizer_steps: int
 ) -> dict[str, Any]:
     """The schedule (and so the metric ``lr``) is that of the adapters where there are some; a value head beside them keeps to optim.lr."""
     optim, adapters = role.optim, set(adapter_parameters(module))
@@ -65,6 +69,7 @@ def _training(
         "betas": optim.betas,
         "eps": optim.eps,
         "weight_decay": optim.weight_decay,
+        "settings": {f"{name}.lora.rank": role.lora.rank, f"{name}.lora.alpha": _alpha(role.lora)} if adapters else {},
     }
 
 
@@ -120,7 +125,7 @@ def build_actor(
         return policy
 
     policy = _fitting(_loaded(load, engine_config), needs, role.model.path, "actor.model.path")
-    training = _training(role, policy, engine_config, world, optimizer_steps)
+    training = _training(role, "actor", policy, engine_config, world, optimizer_steps)
     return _accepted(lambda: HybridActor(policy, twin=unsharded_twin, timed=timed, **training), role, "actor")
 
 
@@ -210,7 +215,7 @@ def build_critic(config: Config, start: CriticStart, world: World, needs: Needs,
         return critic
 
     critic = _fitting(_loaded(load, engine_config), needs, start.path, start.key)
-    return _accepted(lambda: TrainedModel(critic, **_training(role, critic, engine_config, world, optimizer_steps)), role, "critic")
+    return _accepted(lambda: TrainedModel(critic, **_training(role, "critic", critic, engine_config, world, optimizer_steps)), role, "critic")
 
 
 def adapter_notes(config: Config, actor: TrainedModel, critic: TrainedModel | None) -> list[str]:

@@ -109,6 +109,7 @@ def _write_rest(model: TrainedModel, masters: Masters, index: dict[str, str], di
         "dtype": str(next(model.module.parameters()).dtype).removeprefix("torch."),
         "adam_steps": masters.get_steps(),
         "loss_scaler": masters.get_scaler(),
+        "settings": model.settings,
         "shards": index,
     }
     write_json(directory / "model.json", about)
@@ -120,6 +121,7 @@ def load_model(model: TrainedModel, directory: Path) -> None:
     """Collective: put ``model`` where the saved one was, whatever its ZeRO stage and number of ranks. All ranks read ``directory``."""
     masters = Masters(model)
     about = together(model.world, lambda: _read_about(masters, directory / "model.json"))
+    together(model.world, lambda: _expect_settings(model, about.get("settings", {}), directory))  # older files have none
     buffers = together(model.world, lambda: load_file(directory / "buffers.safetensors"))
     together(model.world, lambda: _read_masters(masters, about["shards"], directory, PARTS))
     masters.set_steps(about["adam_steps"])
@@ -150,8 +152,19 @@ def _read_about(masters: Masters, file: Path) -> dict[str, Any]:
         what = "; ".join([f"it lacks {name}" for name in missing[:3]] + [f"it has {name}, which the model lacks" for name in unknown[:3]])
         raise UserError(
             f"run.resume: {directory} is of another model: {what} ({len(missing) + len(unknown)} in all): give the model it was made with"
+            f"{_adapters_hint(missing + unknown)}"
         )
     return about
+
+
+def _expect_settings(model: TrainedModel, saved: dict[str, float], directory: Path) -> None:
+    for key, value in model.settings.items():
+        if saved.get(key, value) != value:
+            raise UserError(f"run.resume: {directory} was made with {key}={saved[key]:g}, this run has {value:g}: keep it")
+
+
+def _adapters_hint(names: list[str]) -> str:
+    return ", with its lora.rank and lora.targets" if any(".lora_" in name for name in names) else ""
 
 
 def _read_masters(masters: Masters, index: dict[str, str], directory: Path, parts: Sequence[str]) -> None:
@@ -161,7 +174,9 @@ def _read_masters(masters: Masters, index: dict[str, str], directory: Path, part
             shard = shards[index[name]]
             shape = shard.get_slice(f"{WEIGHT}/{name}").get_shape()
             if shape != masters.shape(name):
-                raise UserError(f"run.resume: {directory} is of another model: {name} is {shape} there and {masters.shape(name)} here")
+                raise UserError(
+                    f"run.resume: {directory} is of another model: {name} is {shape} there and {masters.shape(name)} here{_adapters_hint([name])}"
+                )
             for part in parts:
                 masters.set(name, part, shard.get_tensor(f"{part}/{name}"))
 

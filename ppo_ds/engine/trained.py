@@ -87,8 +87,10 @@ class TrainedModel:
         eps: float,
         weight_decay: float,
         lr_factors: Mapping[nn.Parameter, float] | None = None,
+        settings: Mapping[str, float] | None = None,
     ):
-        """``lr_factors``: see ``parameter_groups``."""
+        """``lr_factors``: see ``parameter_groups``. ``settings``: config keys with values that are part of the model but in none of its tensors."""
+        self.settings = dict(settings or {})
         self.world = world
         self.schedule = schedule
         self.steps = 0  # optimizer steps so far

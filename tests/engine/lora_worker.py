@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ppo_ds.engine.masters import Masters
 from ppo_ds.engine.state import consolidated, load_model, save_model
 from ppo_ds.engine.trained import StepInfo, TrainedModel, parameter_counts
 from ppo_ds.engine.world import World, connect
+from ppo_ds.errors import UserError
 from ppo_ds.roles import CriticStart, Needs, build_actor, build_critic, build_reference
 
 V, P, R, ROWS = 19, 3, 5, 8
@@ -249,12 +251,47 @@ def resumed(world: World, root: Path, stage: int, dtype: str, role: str) -> Case
     return found
 
 
+def refused(world: World, root: Path) -> Case:
+    """What loading into actors with other adapters says, in one process; and from a file as older versions wrote them."""
+    directory = root / "refused"
+
+    def actor(**lora: Any) -> HybridActor:
+        settings = config(root, 0)
+        return actor_of(replace(settings, actor=replace(settings.actor, lora=replace(settings.actor.lora, **lora))), world)
+
+    def complaint(**lora: Any) -> str:
+        model = actor(**lora)
+        try:
+            load_model(model, directory)
+        except UserError as error:
+            return str(error)
+        finally:
+            model.engine.destroy()
+        return ""
+
+    saved = actor()
+    save_model(saved, directory)
+    saved.engine.destroy()
+    found = {
+        "case": "refused",
+        "same": complaint(),
+        "written out": complaint(alpha=4.0),  # twice the rank, as null says
+        "alpha": complaint(alpha=64.0),
+        "rank": complaint(rank=4),
+        "targets": complaint(targets=["q_proj"]),
+    }
+    file = directory / "model.json"
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "settings"}))
+    return found | {"older": complaint(alpha=64.0), "older rank": complaint(rank=4)}
+
+
 def cases(world: World, root: Path) -> Iterator[Case]:
     for stage in (0, 3) if world.size == 1 else (0, 1, 2, 3):
         yield trained_actor(world, root, stage)
     if world.size == 1:
         yield another_reference(world, root)
         yield resumed(world, root, 0, "fp32", "actor")
+        yield refused(world, root)
         return
     for stage in (2, 3):
         yield trained_actor(world, root, stage, "bf16")

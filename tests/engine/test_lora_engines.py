@@ -180,3 +180,12 @@ def test_a_saved_critic_is_the_trained_one(found: dict[str, Case], stage: int) -
 def test_a_resumed_run_goes_on_to_the_bit(found: dict[str, Case], label: str) -> None:
     case = found[f"resumed {label}"]
     assert case["loaded"] and case["steps"] and case["weights"] and case["only what is trained"], case
+
+
+def test_other_adapters_are_refused(found: dict[str, Case], root: Path) -> None:
+    case, start = found["refused"], f"run.resume: {root / 'refused'} "
+    assert case["same"] == case["written out"] == case["older"] == ""
+    assert case["alpha"] == start + "was made with actor.lora.alpha=4, this run has 64: keep it"
+    assert case["rank"] == start + "was made with actor.lora.rank=2, this run has 4: keep it"
+    for name in ("targets", "older rank"):
+        assert case[name].startswith(start + "is of another model: ") and case[name].endswith("with its lora.rank and lora.targets"), case[name]
