@@ -35,7 +35,7 @@ from ppo_ds.engine.checkpoint import Checkpoints
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.world import World, connect, seed_everything
 from ppo_ds.errors import UserError
-from ppo_ds.inputs import build_held_out, build_prompts, build_ptx, build_stream, build_tokenizer
+from ppo_ds.inputs import build_held_out, build_prompts, build_ptx, build_stream, build_tokenizer, stop_ids
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.roles import Needs, adapter_notes, build_actor, build_critic, build_reference, critic_start, placed
@@ -190,8 +190,7 @@ def _open_run_directory(run_dir: Path, config: Config) -> None:
 
 def _sampling(config: Config, tokenizer: Tokenizer) -> Sampling:
     s = config.sampling
-    stop = tokenizer.stop_ids if s.stop_token_ids is None else tuple(s.stop_token_ids)
-    return Sampling(s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_p, s.top_k, stop, tuple(s.stop))
+    return Sampling(s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_p, s.top_k, stop_ids(config, tokenizer), tuple(s.stop))
 
 
 def _sampler(

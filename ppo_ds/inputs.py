@@ -9,6 +9,7 @@ from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
 from ppo_ds.data.mixture import MixedSource, load_all
 from ppo_ds.data.prompts import PromptSource, PromptStream, Source
 from ppo_ds.engine.world import World
+from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -16,6 +17,19 @@ def build_tokenizer(config: Config) -> Tokenizer:
     """The actor's."""
     model, data = config.actor.model, config.data
     return load_tokenizer(model.path, model.revision, model.trust_remote_code, data.chat_template, data.chat_template_kwargs, key="actor.model.path")
+
+
+def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end an answer: ``sampling.stop_token_ids``, or the tokenizer's own."""
+    given = config.sampling.stop_token_ids
+    if given is None:
+        return tokenizer.stop_ids
+    beyond = [i for i in given if i >= tokenizer.vocab_size and i not in tokenizer.hf.get_vocab().values()]  # a vocabulary may have gaps
+    if beyond:
+        raise UserError(
+            f"sampling.stop_token_ids: {beyond[0]} is none: the actor's tokenizer has {tokenizer.vocab_size} tokens; leave it out, or null takes the model's own ends"
+        )
+    return tuple(given)
 
 
 def build_prompts(config: Config, tokenizer: Tokenizer) -> Source:
