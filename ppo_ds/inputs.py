@@ -27,7 +27,8 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     beyond = [i for i in given if i >= tokenizer.vocab_size and i not in tokenizer.hf.get_vocab().values()]  # a vocabulary may have gaps
     if beyond:
         raise UserError(
-            f"sampling.stop_token_ids: {beyond[0]} is none: the actor's tokenizer has {tokenizer.vocab_size} tokens; leave it out, or null takes the model's own ends"
+            f"sampling.stop_token_ids: {beyond[0]} is none: the actor's tokenizer has {tokenizer.vocab_size} tokens; "
+            "leave it out, or null takes the model's own ends"
         )
     return tuple(given)
 
