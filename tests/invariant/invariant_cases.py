@@ -27,7 +27,8 @@ LORA = {"actor": {"lora": {"rank": 4, "lr": 3e-3}}, "critic": {"lora": {"rank": 
 # one value for each answer is past its optimum in two steps of 1e-3, where its gradient is a small rest of large parts.
 CALM = {"actor": {"optim": {"eps": 1e-5}}, "critic": {"optim": {"eps": 1e-5, "lr": 2e-4}}}
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "grpo": {"algo": {"advantage": {"estimator": "grpo", "whiten": "none"}}},  # two answers to each prompt, no critic
+    # two answers to each prompt, no critic
+    "grpo": {"algo": {"advantage": {"estimator": "grpo", "whiten": "none"}}, "critic": {"init": "auto", "model": {"path": None}}},
     "whole answers": {"algo": {"level": "sequence", "value": {"position": "prompt_last"}}},
     "one trunk": {"critic": {"share_trunk": True}},
     "kl in the loss": {"algo": {"kl": {"place": "loss", "estimator": "k2"}}},

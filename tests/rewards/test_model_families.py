@@ -133,9 +133,9 @@ def test_a_finished_answer_ends_with_the_end_token_where_that_is_the_pad_too(tmp
     """Without a chat template: the last id is the end token, and it is read, though it is also what fills the batch."""
     path = save_other(tmp_path / "rm", DECODERS[family](), pad=END, template=None)
     scores = build(path)(rollout).total
-    prompts = [row["prompt_text"] for row in rollout.metadata]
+    said = ["\n".join(message["content"] for message in chat) for chat in CHATS]  # another model's markup is left out
     own = AutoTokenizer.from_pretrained(path)
-    texts = [own(prompt + response)["input_ids"] for prompt, response in zip(prompts, RESPONSES, strict=True)]
+    texts = [own(f"{prompt}\n{response}")["input_ids"] for prompt, response in zip(said, RESPONSES, strict=True)]
     ended = [[*texts[0], 2], [*texts[1], 2], texts[2]]
     torch.testing.assert_close(scores, torch.stack([by_hand(path, ids) for ids in ended]), atol=1e-4, rtol=1e-4)
     assert (scores[:2] - torch.stack([by_hand(path, ids) for ids in texts[:2]])).abs().min() > 1e-3  # not the place before it
