@@ -81,12 +81,15 @@ def test_logprobs_of_rows_that_end_early(batch, family):
     lm = model(family)
     torch.manual_seed(3)
     stops = (5, 6, 7, 8, 9, 10)
-    answers, logprobs = decoded(lm, batch, 9, stop_token_ids=stops)
-    lengths = [next((t + 1 for t, token in enumerate(row.tolist()) if token in stops), len(row)) for row in answers]
-    assert len(set(lengths)) > 2
-    for i, n in enumerate(lengths):
-        table = log_softmax(lm, batch.select(torch.tensor([i])), answers[i : i + 1, :n])
-        assert (logprobs[i, :n] - table.gather(2, answers[i : i + 1, :n, None])[0, :, 0]).abs().max() < 1e-5
+    lengths = set()
+    for _ in range(8):  # which token a seed draws is the processor's affair; that eight draws end at three different places is not
+        answers, logprobs = decoded(lm, batch, 9, stop_token_ids=stops)
+        for i, answer in enumerate(answers.tolist()):
+            n = next((t + 1 for t, token in enumerate(answer) if token in stops), len(answer))
+            table = log_softmax(lm, batch.select(torch.tensor([i])), answers[i : i + 1, :n])
+            assert (logprobs[i, :n] - table.gather(2, answers[i : i + 1, :n, None])[0, :, 0]).abs().max() < 1e-5
+            lengths.add(n)
+    assert len(lengths) > 2
 
 
 def test_logprobs_are_float32_of_a_bf16_model(batch):
