@@ -35,6 +35,7 @@ class RunConfig:
     resume: str = "auto"  # auto: continue or start; never: refuse a used directory; else a checkpoint folder
     stop_at_step: Count | None = None  # stop early, with the schedules of the whole run
     max_minutes: Positive | None = None  # save and stop after so long
+    threads: Count | None = None  # of each rank, on its CPU; null: the machine's cores divided by its ranks
     timeout_minutes: Positive = 30.0  # a collective that takes longer is a hang
     verbose: bool = False  # let the libraries talk
 
@@ -66,6 +67,12 @@ class ZeroConfig:
     stage: Literal[0, 1, 2, 3] = 2
     offload_optimizer: bool = False  # to the CPU; stages 1-3
     offload_params: bool = False  # to the CPU; stage 3
+
+
+@dataclass
+class ActorZeroConfig(ZeroConfig):
+    generate: Literal["auto", "whole", "layers"] = "auto"  # stage 3: weights gathered once for a generation phase, or layer by layer in each forward
+    offload_states: Literal["auto", "always", "never"] = "auto"  # optimizer states to the CPU while generating; auto: where room is short
 
 
 @dataclass
@@ -114,7 +121,7 @@ class EmaConfig:
 @dataclass
 class ActorConfig:
     model: ModelConfig
-    zero: ZeroConfig
+    zero: ActorZeroConfig
     optim: OptimConfig
     lora: LoraConfig
     ema: EmaConfig
@@ -142,7 +149,7 @@ class ReferenceConfig:
 class RolloutConfig:
     prompts_per_step: Count = _required("the prompts of one PPO step, over all ranks")
     samples_per_prompt: Count = 1
-    backend: Literal["hf"] = "hf"  # what decodes
+    backend: Literal["auto", "static", "hf", "paged"] = "auto"  # what decodes; auto: static where it can, else hf
 
 
 @dataclass
@@ -327,6 +334,7 @@ class MemoryConfig:
     rollout_tokens: Count = 32768
     score_tokens: Count = 16384
     train_tokens: Count = 8192
+    layout: Literal["auto", "packed", "padded"] = "auto"  # of rows in a forward; auto: packed, where the model's attention can and it pays
 
 
 @dataclass
