@@ -1,0 +1,42 @@
+"""The sizes of the model that tests/ops/test_flops.py counts by hand."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from ppo_ds.models.size import size_of
+from ppo_ds.ops.flops import Size
+
+SHAPE = {
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_llama(tied):
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied))
+    assert size_of(model) == Size(body=1192, head=80, layers=2, width=8, kv_width=4)
+
+
+def test_a_sharded_parameter_counts_whole():
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    for parameter in model.parameters():
+        parameter.ds_numel = parameter.numel()
+        parameter.data = torch.empty(0)  # as DeepSpeed leaves them
+    assert size_of(model).body == 1192
+
+
+def test_a_classifier_has_its_score_row_in_the_body():
+    model = LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1))
+    assert size_of(model) == Size(body=1200, head=0, layers=2, width=8, kv_width=4)
+
+
+def test_a_gpt2():
+    # a layer: qkv 8x24+24, projection 8x8+8, MLP 8x32+32 and 32x8+8, two norms of 16: 872; the last norm 16, 4 positions x 8
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=4, n_embd=8, n_layer=1, n_head=2))
+    assert size_of(model) == Size(body=872 + 16 + 32, head=80, layers=1, width=8, kv_width=8)
