@@ -82,9 +82,6 @@ def leave(code: int) -> NoReturn:
 
 def prepare_environment(verbose: bool) -> None:
     """What must be set before torch, deepspeed and transformers are imported; whatever the user has set stays."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ.get("WORLD_SIZE") or 1)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_here)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not verbose:
         for name, value in QUIET.items():
@@ -93,7 +90,6 @@ def prepare_environment(verbose: bool) -> None:
             warnings.simplefilter("ignore")
     import torch
 
-    torch.set_num_threads(int(threads.split(",")[0]))
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

@@ -35,6 +35,7 @@ def banner(
     kl = f"{algo.kl.estimator} x {algo.kl.coef:g} ({algo.kl.controller}) in the {algo.kl.place}" if algo.kl.place != "none" else "watched only"
     lines = [
         f"{world.size} rank(s) on {device}; torch {torch.__version__}",
+        f"threads    {world.threads}",
         f"actor      {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
         f"critic     {critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}" if critic_start else f"critic     {_no_critic(config)}",
         f"reference  {reference.model.path}  {reference.model.dtype}  {_reference_place(config)}",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ppo_ds.engine.threads import Threads, own_cores, share
 from ppo_ds.errors import UserError
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    threads: Threads
     verbose: bool = False
 
     @property
@@ -84,8 +86,8 @@ def single_process_environment(environment: Mapping[str, str]) -> dict[str, str]
     return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
-def connect(timeout_minutes: float, verbose: bool = False) -> World:
-    """Join the other ranks over NCCL on GPUs, gloo on CPUs.
+def connect(timeout_minutes: float, verbose: bool = False, threads: int | None = None) -> World:
+    """Join the other ranks over NCCL on GPUs, gloo on CPUs. ``threads``: of each rank; None: its share of the cores.
 
     DeepSpeed's shared-memory collectives for CPUs are switched off first: they compile C++ on first use, hang on a stale
     lock, and leak 66 MiB of /dev/shm per rank and run. gloo gives the same bits.
@@ -112,7 +114,18 @@ def connect(timeout_minutes: float, verbose: bool = False) -> World:
             raise
         taken = os.environ["MASTER_PORT"]
         raise UserError(f"MASTER_PORT={taken}: another run on this machine has it; give the launcher a free --master_port") from error
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, verbose)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return World(rank, size, local_rank, device, _take_threads(rank, size, threads), verbose)
+
+
+def _take_threads(rank: int, size: int, asked: int | None) -> Threads:
+    """Set for torch in this process, and for what it starts. A collective."""
+    ranks: list[Any] = [None] * size
+    dist.all_gather_object(ranks, own_cores())
+    threads = share(rank, ranks, asked)
+    torch.set_num_threads(threads.each)
+    os.environ["OMP_NUM_THREADS"] = str(threads.each)
+    return threads
 
 
 def seed_everything(seed: int) -> None:

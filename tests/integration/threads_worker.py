@@ -1,0 +1,23 @@
+"""Started by test_threads.py under each launcher: joins the other ranks as launch/train.py does and says what torch computes with."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from launch.train import prepare_environment  # noqa: E402
+
+prepare_environment(verbose=False)
+
+import torch  # noqa: E402
+
+from ppo_ds.engine.world import connect  # noqa: E402
+
+world = connect(timeout_minutes=5, threads=int(os.environ["ASKED"]) if "ASKED" in os.environ else None)
+found = {"torch": torch.get_num_threads(), "children": os.environ["OMP_NUM_THREADS"], "cores": world.threads.cores, "ranks": world.threads.ranks}
+Path(os.environ["FOUND"], f"{world.rank}.json").write_text(json.dumps(found))
+world.close()
