@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.shadow import ShadowWeights
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World
+from ppo_ds.errors import UserError
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
 from ppo_ds.types import Sequences
 
@@ -110,10 +112,22 @@ def _whitening(config: Config) -> Whitening:
     return Whitening(config.algo.advantage.whiten, config.algo.advantage.unbiased, config.algo.level)
 
 
-def optimizer_steps_per_step(config: Config) -> int:
-    """Of one PPO step, at most (algo.target_kl may end the passes early)."""
-    rollout = rollout_size(config)
-    return config.algo.epochs * (rollout // (config.algo.minibatch_size or rollout))
+@dataclass(frozen=True)
+class Horizon:
+    """How long a run is: PPO steps, and optimizer steps at most (algo.target_kl may end the passes of a step early)."""
+
+    steps: int
+    actor: int
+    critic: int
+
+
+def horizon(config: Config, n_prompts: int) -> Horizon:
+    value, rollout = config.algo.value, rollout_size(config)
+    steps = config.run.steps or math.ceil((config.run.epochs or 0) * n_prompts / config.rollout.prompts_per_step)
+    if value.warmup_steps >= steps:
+        raise UserError(f"algo.value.warmup_steps={value.warmup_steps}: leaves the actor none of the {steps} steps")
+    each = config.algo.epochs * (rollout // (config.algo.minibatch_size or rollout))
+    return Horizon(steps, (steps - value.warmup_steps) * each, (steps + value.pretrain_rollouts) * each)
 
 
 def learner(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +18,32 @@ from ppo_ds.algo.stopping import StopRequest
 from ppo_ds.algo.timing import PhaseTimer
 from ppo_ds.algo.trainer import Plan, Stateful, Trainer
 from ppo_ds.algorithm import (
+    Horizon,
     eval_weights,
     experience_maker,
     hidden_stops,
+    horizon,
     kl_controller,
     learner,
-    optimizer_steps_per_step,
     pretraining,
     shadow,
     uses_critic,
 )
 from ppo_ds.banner import banner
-from ppo_ds.config import Config, resolved
-from ppo_ds.data.prompts import PromptSource, eval_batches
+from ppo_ds.config import Config, resolved, rollout_size
+from ppo_ds.data.prompts import eval_batches
 from ppo_ds.engine.checkpoint import Checkpoints
+from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.shadow import ShadowWeights
+from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World, connect, seed_everything
 from ppo_ds.errors import UserError
-from ppo_ds.inputs import build_held_out, build_prompts, build_ptx, build_stream, build_tokenizer, stop_ids
+from ppo_ds.inputs import Inputs, read_inputs, stop_ids
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.roles import Needs, adapter_notes, build_actor, build_critic, build_reference, critic_start, placed
-from ppo_ds.rollout.base import Sampling
+from ppo_ds.rollout.base import Generator, Sampling
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.targets import bind
 from ppo_ds.tracking.console import ConsoleTracker
@@ -55,97 +59,27 @@ def build_trainer(config: Config) -> Trainer:
     """Everything of a run, loaded and checked, resumed where it left off. Raises UserError for what the user can mend. A collective."""
     make_reward = bind(config.reward, "reward")
     prepare = bind(config.prepare, "prepare") if config.prepare else None
-    world = connect(config.run.timeout_minutes, config.run.verbose)
+    world = connect(config.run.timeout_minutes, config.run.verbose, config.run.threads)
     _check_device(config, world)
-    run_dir = Path(config.run.dir or "")
-    _on_main(world, lambda: _open_run_directory(run_dir, config))
+    _on_main(world, lambda: _open_run_directory(Path(config.run.dir or ""), config))
     if prepare:
         _on_main(world, prepare)
     seed_everything(config.run.seed)
 
-    tokenizer = build_tokenizer(config)
-    source, held_out = build_prompts(config, tokenizer), build_held_out(config, tokenizer)
-    prompts, ptx = build_stream(config, world, source), build_ptx(config, tokenizer)
-    longest = max(source.longest, held_out.longest if held_out else 0) + config.sampling.max_new_tokens
-    needs = Needs(tokenizer.vocab_size, max(longest, ptx.source.longest if ptx else 0))
-    steps = config.run.steps or math.ceil((config.run.epochs or 0) * len(source) / config.rollout.prompts_per_step)
-    each = optimizer_steps_per_step(config)
-    if config.algo.value.warmup_steps >= steps:
-        raise UserError(f"algo.value.warmup_steps={config.algo.value.warmup_steps}: leaves the actor none of the {steps} steps")
-    actor_steps = (steps - config.algo.value.warmup_steps) * each
-    critic_steps = (steps + config.algo.value.pretrain_rollouts) * each
-    own_critic = uses_critic(config) and not config.critic.share_trunk
-    sampling = _sampling(config, tokenizer)
-    notes = warnings(config, hides_stops=bool(hidden_stops(config.algo.mask.include_eos, sampling.stop_token_ids, tokenizer.pad_id)))
-
+    inputs = read_inputs(config, world)
+    length = horizon(config, len(inputs.source))
+    sampling = _sampling(config, inputs.tokenizer)
+    notes = warnings(config, hides_stops=bool(hidden_stops(config.algo.mask.include_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id)))
     timer = PhaseTimer(world.device)
-    actor = build_actor(config, world, needs, actor_steps, timer)
-    reference = build_reference(config, world, needs, actor)
-    reward = make_reward(
-        tokenizer=tokenizer,
-        place=lambda load, zero, dtype: placed(load, zero, dtype, world),
-        agree=world.max_int,
-        score_tokens=config.memory.score_tokens,
-        reduce=world.sum,
-        notes=notes,
-    )
-    start = critic_start(config, tokenizer) if own_critic else None
-    critic = build_critic(config, start, world, needs, critic_steps) if start else None
-    notes += adapter_notes(config, actor, critic)
-    ema, lagged = shadow(actor, config.actor.ema.decay is not None), shadow(actor, config.algo.old_policy == "lagged")
-
-    generator = HFGenerator(lambda: actor.lm, tokenizer=tokenizer, token_budget=config.memory.rollout_tokens)
-    few = source.batch([(world.rank + i) % len(source) for i in range(GATE_PROMPTS)])
-    gap = parity_gate(
-        few, actor=actor, generator=generator, sampling=sampling, dtype=config.actor.model.dtype, token_budget=config.memory.score_tokens
-    )
+    roles = _roles(config, world, inputs, length, make_reward, notes, timer)
+    generator, gap = _generator(config, world, inputs, roles.actor, sampling)
     seed_everything(config.run.seed + RANK_SEED_OFFSET * (world.rank + 1))
-    make_experience = experience_maker(
-        config,
-        world=world,
-        actor=actor,
-        reference=reference,
-        critic=critic,
-        lagged=lagged,
-        stop_token_ids=sampling.stop_token_ids,
-        pad_id=tokenizer.pad_id,
-        timer=timer,
-    )
-    kl = kl_controller(config)
-    trainer = Trainer(
-        world=world,
-        actor=actor,
-        critic=critic,
-        prompts=prompts,
-        sample=_sampler(config, world, actor, generator, reward, sampling, timer),
-        make_experience=make_experience,
-        make_pretraining=pretraining(make_experience) if config.algo.value.pretrain_rollouts else None,
-        learn=learner(config, world=world, actor=actor, critic=critic, ptx_texts=ptx, ema=ema, timer=timer),
-        kl=kl,
-        parts=_stateful(
-            kl=kl if config.algo.kl.controller != "fixed" else None,  # a fixed coefficient is the config's to say, also after a resume
-            prompts=prompts,
-            scores=make_experience.shaper,
-            reward=reward,
-            ptx=ptx,
-        ),
-        ema=ema,
-        lagged=lagged,
-        eval_weights=eval_weights(ema, config.actor.ema.evaluate),
-        evaluator=_evaluator(config, held_out, world, actor, generator, reward, sampling, tokenizer) if held_out else None,
-        tokenizer=tokenizer,
-        tracker=Trackers(),
-        checkpoints=Checkpoints(run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last),
-        stop=StopRequest(world, config.run.max_minutes),
-        timer=timer,
-        plan=_plan(config, steps),
-        folder=RunFolder(run_dir, world=world, tokenizer=tokenizer, title=config.run.name),
-    )
+    trainer = _trainer(config, world, inputs, length, sampling, roles, generator, timer)
     _resume(config, trainer)
     if world.is_main:
         done = trainer.progress.step
-        lines = banner(config, world, source, start.path if start else None, steps, actor_steps, gap, done, notes)
-        trainer.tracker = _trackers(config, run_dir, steps, done, lines)
+        lines = banner(config, world, inputs.source, roles.critic_path, length.steps, length.actor, gap, done, notes)
+        trainer.tracker = _trackers(config, length.steps, done, lines)
     return trainer
 
 
@@ -188,16 +122,102 @@ def _open_run_directory(run_dir: Path, config: Config) -> None:
 # -- the loop's parts -----------------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Roles:
+    """Who acts, judges and is compared with."""
+
+    actor: HybridActor
+    reference: FrozenModel
+    reward: Reward
+    critic: TrainedModel | None  # None: critic-free, or the actor has the value head
+    critic_path: str | None  # where its first weights come from
+    ema: ShadowWeights | None
+    lagged: ShadowWeights | None
+
+
+def _roles(
+    config: Config, world: World, inputs: Inputs, length: Horizon, make_reward: Callable[..., Reward], notes: list[str], timer: PhaseTimer
+) -> Roles:
+    needs = Needs(inputs.tokenizer.vocab_size, max(inputs.longest_prompt + config.sampling.max_new_tokens, inputs.longest_text))
+    actor = build_actor(config, world, needs, length.actor, timer)
+    reference = build_reference(config, world, needs, actor)
+    reward = make_reward(
+        tokenizer=inputs.tokenizer,
+        place=lambda load, zero, dtype: placed(load, zero, dtype, world),
+        agree=world.max_int,
+        score_tokens=config.memory.score_tokens,
+        reduce=world.sum,
+        notes=notes,
+    )
+    start = critic_start(config, inputs.tokenizer) if uses_critic(config) and not config.critic.share_trunk else None
+    critic = build_critic(config, start, world, needs, length.critic) if start else None
+    notes += adapter_notes(config, actor, critic)
+    ema, lagged = shadow(actor, config.actor.ema.decay is not None), shadow(actor, config.algo.old_policy == "lagged")
+    return Roles(actor, reference, reward, critic, start.path if start else None, ema, lagged)
+
+
+def _generator(config: Config, world: World, inputs: Inputs, actor: HybridActor, sampling: Sampling) -> tuple[Generator, tuple[float, float]]:
+    """What decodes, and what the parity gate found of it: (mean, max) of the log-probs' differences."""
+    generator = HFGenerator(lambda: actor.lm, tokenizer=inputs.tokenizer, token_budget=config.memory.rollout_tokens)
+    few = inputs.source.batch([(world.rank + i) % len(inputs.source) for i in range(GATE_PROMPTS)])
+    dtype, token_budget = config.actor.model.dtype, config.memory.score_tokens
+    return generator, parity_gate(few, actor=actor, generator=generator, sampling=sampling, dtype=dtype, token_budget=token_budget)
+
+
+def _trainer(
+    config: Config, world: World, inputs: Inputs, length: Horizon, sampling: Sampling, roles: Roles, generator: Generator, timer: PhaseTimer
+) -> Trainer:
+    run_dir, kl, tokenizer = Path(config.run.dir or ""), kl_controller(config), inputs.tokenizer
+    make_experience = experience_maker(
+        config,
+        world=world,
+        actor=roles.actor,
+        reference=roles.reference,
+        critic=roles.critic,
+        lagged=roles.lagged,
+        stop_token_ids=sampling.stop_token_ids,
+        pad_id=tokenizer.pad_id,
+        timer=timer,
+    )
+    return Trainer(
+        world=world,
+        actor=roles.actor,
+        critic=roles.critic,
+        prompts=inputs.prompts,
+        sample=_sampler(config, world, roles, generator, sampling, timer),
+        make_experience=make_experience,
+        make_pretraining=pretraining(make_experience) if config.algo.value.pretrain_rollouts else None,
+        learn=learner(config, world=world, actor=roles.actor, critic=roles.critic, ptx_texts=inputs.ptx, ema=roles.ema, timer=timer),
+        kl=kl,
+        parts=_stateful(
+            kl=kl if config.algo.kl.controller != "fixed" else None,  # a fixed coefficient is the config's to say, also after a resume
+            prompts=inputs.prompts,
+            scores=make_experience.shaper,
+            reward=roles.reward,
+            ptx=inputs.ptx,
+        ),
+        ema=roles.ema,
+        lagged=roles.lagged,
+        eval_weights=eval_weights(roles.ema, config.actor.ema.evaluate),
+        evaluator=_evaluator(config, world, inputs, roles, generator, sampling),
+        tokenizer=tokenizer,
+        tracker=Trackers(),
+        checkpoints=Checkpoints(run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last),
+        stop=StopRequest(world, config.run.max_minutes),
+        timer=timer,
+        plan=_plan(config, length.steps),
+        folder=RunFolder(run_dir, world=world, tokenizer=tokenizer, title=config.run.name),
+    )
+
+
 def _sampling(config: Config, tokenizer: Tokenizer) -> Sampling:
     s = config.sampling
     return Sampling(s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_p, s.top_k, stop_ids(config, tokenizer), tuple(s.stop))
 
 
-def _sampler(
-    config: Config, world: World, actor: HybridActor, generator: HFGenerator, reward: Reward, sampling: Sampling, timer: PhaseTimer
-) -> Sampler:
+def _sampler(config: Config, world: World, roles: Roles, generator: Generator, sampling: Sampling, timer: PhaseTimer) -> Sampler:
     dynamic, n = config.algo.dynamic_sampling, config.rollout.samples_per_prompt
-    parts = {"actor": actor, "generator": generator, "reward": reward, "sampling": sampling, "timer": timer}
+    parts = {"actor": roles.actor, "generator": generator, "reward": roles.reward, "sampling": sampling, "timer": timer}
     return DynamicSampler(group_size=n, max_rounds=dynamic.max_rounds, world=world, **parts) if dynamic.enabled else Sampler(**parts)
 
 
@@ -206,26 +226,18 @@ def _stateful(**parts: Any) -> dict[str, Stateful]:
     return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
 
 
-def _evaluator(
-    config: Config,
-    source: PromptSource,
-    world: World,
-    actor: HybridActor,
-    generator: HFGenerator,
-    reward: Reward,
-    sampling: Sampling,
-    tokenizer: Tokenizer,
-) -> Evaluator:
-    rows = config.rollout.prompts_per_step * config.rollout.samples_per_prompt // world.size
-    batches = eval_batches(source, rank=world.rank, world_size=world.size, rows_per_batch=rows, max_prompts=config.eval.max_prompts)
+def _evaluator(config: Config, world: World, inputs: Inputs, roles: Roles, generator: Generator, sampling: Sampling) -> Evaluator | None:
+    if inputs.held_out is None:
+        return None
+    rows, most = rollout_size(config) // world.size, config.eval.max_prompts
     return Evaluator(
-        batches,
-        actor=actor,
+        eval_batches(inputs.held_out, rank=world.rank, world_size=world.size, rows_per_batch=rows, max_prompts=most),
+        actor=roles.actor,
         generator=generator,
-        reward=reward.evaluate if isinstance(reward, WeightedReward) else reward,
+        reward=roles.reward.evaluate if isinstance(roles.reward, WeightedReward) else roles.reward,
         sampling=sampling.as_greedy() if config.eval.greedy else sampling,
         correct_above=config.eval.correct_above,
-        tokenizer=tokenizer,
+        tokenizer=inputs.tokenizer,
         world=world,
     )
 
@@ -261,7 +273,8 @@ def _resume(config: Config, trainer: Trainer) -> None:
         trainer.resume(path)
 
 
-def _trackers(config: Config, run_dir: Path, steps: int, first_step: int, lines: str) -> Trackers:
+def _trackers(config: Config, steps: int, first_step: int, lines: str) -> Trackers:
+    run_dir = Path(config.run.dir or "")
     console, jsonl = ConsoleTracker(steps, first_step=first_step), JsonlTracker(run_dir, resumed_at=first_step)
     console.banner(lines, title=f"ppo_ds: {config.run.name}")
     chosen: list[Tracker] = [jsonl, console]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from ppo_ds.config import Config, rollout_size
@@ -11,6 +12,33 @@ from ppo_ds.data.prompts import PromptSource, PromptStream, Source
 from ppo_ds.engine.world import World
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads, loaded and checked."""
+
+    tokenizer: Tokenizer
+    source: Source
+    held_out: PromptSource | None
+    prompts: PromptStream  # this rank's share of each step
+    ptx: DemonstrationStream | None
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(self.source.longest, self.held_out.longest if self.held_out else 0)
+
+    @property
+    def longest_text(self) -> int:
+        """Of the language-modelling loss; 0 without one."""
+        return self.ptx.source.longest if self.ptx else 0
+
+
+def read_inputs(config: Config, world: World) -> Inputs:
+    tokenizer = build_tokenizer(config)
+    source = build_prompts(config, tokenizer)
+    held_out = build_held_out(config, tokenizer)
+    return Inputs(tokenizer, source, held_out, build_stream(config, world, source), build_ptx(config, tokenizer))
 
 
 def build_tokenizer(config: Config) -> Tokenizer:
