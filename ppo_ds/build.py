@@ -12,7 +12,6 @@ import yaml
 from ppo_ds.advice import warnings
 from ppo_ds.algo.evaluation import Evaluator
 from ppo_ds.algo.folder import RunFolder
-from ppo_ds.algo.parity import GATE_PROMPTS, parity_gate
 from ppo_ds.algo.sampling import DynamicSampler, Sampler
 from ppo_ds.algo.stopping import StopRequest
 from ppo_ds.algo.timing import PhaseTimer
@@ -39,12 +38,12 @@ from ppo_ds.engine.shadow import ShadowWeights
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World, connect, seed_everything
 from ppo_ds.errors import UserError
+from ppo_ds.generators import build_generator
 from ppo_ds.inputs import Inputs, read_inputs, stop_ids
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.roles import Needs, adapter_notes, build_actor, build_critic, build_reference, critic_start, placed
 from ppo_ds.rollout.base import Generator, Sampling
-from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.targets import bind
 from ppo_ds.tracking.console import ConsoleTracker
 from ppo_ds.tracking.jsonl import JsonlTracker
@@ -72,7 +71,7 @@ def build_trainer(config: Config) -> Trainer:
     notes = warnings(config, hides_stops=bool(hidden_stops(config.algo.mask.include_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id)))
     timer = PhaseTimer(world.device)
     roles = _roles(config, world, inputs, length, make_reward, notes, timer)
-    generator, gap = _generator(config, world, inputs, roles.actor, sampling)
+    generator, gap = build_generator(config, world, inputs, roles.actor, sampling, notes)
     seed_everything(config.run.seed + RANK_SEED_OFFSET * (world.rank + 1))
     trainer = _trainer(config, world, inputs, length, sampling, roles, generator, timer)
     _resume(config, trainer)
@@ -154,14 +153,6 @@ def _roles(
     notes += adapter_notes(config, actor, critic)
     ema, lagged = shadow(actor, config.actor.ema.decay is not None), shadow(actor, config.algo.old_policy == "lagged")
     return Roles(actor, reference, reward, critic, start.path if start else None, ema, lagged)
-
-
-def _generator(config: Config, world: World, inputs: Inputs, actor: HybridActor, sampling: Sampling) -> tuple[Generator, tuple[float, float]]:
-    """What decodes, and what the parity gate found of it: (mean, max) of the log-probs' differences."""
-    generator = HFGenerator(lambda: actor.lm, tokenizer=inputs.tokenizer, token_budget=config.memory.rollout_tokens)
-    few = inputs.source.batch([(world.rank + i) % len(inputs.source) for i in range(GATE_PROMPTS)])
-    dtype, token_budget = config.actor.model.dtype, config.memory.score_tokens
-    return generator, parity_gate(few, actor=actor, generator=generator, sampling=sampling, dtype=dtype, token_budget=token_budget)
 
 
 def _trainer(

@@ -32,8 +32,10 @@ MAY = {
     "inputs": BOTTOM | {"models", "data", "engine"},
     "roles": BOTTOM | {"models", "engine"},
     "banner": BOTTOM | {"data", "engine"},
+    "generators": BOTTOM | {"inputs", "models", "rollout", "engine", "algo"},
     "build": BOTTOM
-    | {"roles", "inputs", "algorithm", "advice", "banner", "checks", "targets", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
+    | {"roles", "inputs", "algorithm", "generators", "advice", "banner", "checks", "targets"}
+    | {"algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
     "launch": BOTTOM | {"checks", "targets", "build", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
 }
 

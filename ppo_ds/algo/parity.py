@@ -24,15 +24,16 @@ GATE_PROMPTS, GATE_TOKENS = 8, 16
 BOUNDS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
 
 
+Gap = tuple[float, float]  # mean, max |log-prob difference| per token, nats
+
+
 class ParityError(RuntimeError):
     """Decoding and training disagree on the log-probs of the same tokens."""
 
 
 @torch.no_grad()
-def parity_gate(
-    prompts: Prompts, *, actor: HybridActor, generator: Generator, sampling: Sampling, dtype: str, token_budget: int
-) -> tuple[float, float]:
-    """(mean, max) |log-prob difference| over all ranks; raises ParityError where the mean is out of bounds. A collective."""
+def parity_gap(prompts: Prompts, *, actor: HybridActor, generator: Generator, sampling: Sampling, token_budget: int) -> Gap:
+    """What ``generator`` says of the tokens that it draws, against what the training engine says of them, over all ranks. A collective."""
     few = prompts.select(torch.arange(min(GATE_PROMPTS, len(prompts))))
     short = replace(sampling, max_new_tokens=min(GATE_TOKENS, sampling.max_new_tokens), min_new_tokens=0)
     with actor.generation_mode():
@@ -43,9 +44,15 @@ def parity_gate(
     sums.add_mean("mean", gap, rollout.response_mask)
     sums.add_max("max", gap.max())
     found = sums.reduced(actor.world)
-    if not found["mean"] <= BOUNDS[dtype]:
-        raise ParityError(
-            f"generation and training disagree: log-probs of the same tokens differ by {found['mean']:.4g} nats on average "
-            f"(at most {found['max']:.4g}), allowed for {dtype} is {BOUNDS[dtype]:.4g}; the model's decoding path is not the one that trains"
-        )
     return found["mean"], found["max"]
+
+
+def disagreement(gap: Gap, dtype: str) -> str | None:
+    """What is wrong with a gap that is out of bounds for a model in ``dtype``; None within."""
+    mean, largest = gap
+    if mean <= BOUNDS[dtype]:
+        return None
+    return (
+        f"generation and training disagree: log-probs of the same tokens differ by {mean:.4g} nats on average "
+        f"(at most {largest:.4g}), allowed for {dtype} is {BOUNDS[dtype]:.4g}"
+    )

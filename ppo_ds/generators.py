@@ -1,0 +1,57 @@
+"""The `rollout.backend` key to what decodes: the backend that it names, or with `auto` the fastest that agrees with training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ppo_ds.algo.choice import choose
+from ppo_ds.algo.parity import GATE_PROMPTS, Gap, parity_gap
+from ppo_ds.config import Config
+from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.world import World, seed_everything
+from ppo_ds.inputs import Inputs
+from ppo_ds.models.paging import can_page
+from ppo_ds.rollout.base import Generator, Sampling
+from ppo_ds.rollout.hf import HFGenerator
+from ppo_ds.rollout.paged import PagedGenerator, unsupported
+
+BACKENDS = {"hf": HFGenerator, "paged": PagedGenerator}
+FASTEST_FIRST = ("hf",)  # as measured; paged has been faster nowhere yet
+
+
+def build_generator(config: Config, world: World, inputs: Inputs, actor: HybridActor, sampling: Sampling, notes: list[str]) -> tuple[Generator, Gap]:
+    """What decodes, and what the parity gate found of it; ``notes`` is told which and why. A collective; draws random numbers."""
+    asked = config.rollout.backend
+    made: dict[str, Generator] = {
+        name: backend(lambda: actor.lm, tokenizer=inputs.tokenizer, token_budget=config.memory.rollout_tokens) for name, backend in BACKENDS.items()
+    }
+    choice = choose(
+        FASTEST_FIRST if asked == "auto" else (asked,),
+        refusal=lambda name: _refusal(name, actor, sampling),
+        gap_of=_gate(config, world, inputs, actor, sampling, made),
+        dtype=config.actor.model.dtype,
+    )
+    notes += [f"warning    rollout.backend=auto passes over {line}" for line in choice.unfit]
+    why = "the fastest that agrees with training" if asked == "auto" else f"rollout.backend={asked}"
+    notes.append(f"decode     {choice.backend}: {'; '.join((why, *(f'not {line}' for line in choice.incapable)))}")
+    return made[choice.backend], choice.gap
+
+
+def _gate(config: Config, world: World, inputs: Inputs, actor: HybridActor, sampling: Sampling, made: dict[str, Generator]) -> Callable[[str], Gap]:
+    """Each prompt as often as twice in a row where a step has several answers to it: a backend may treat such rows alike."""
+    each = min(config.rollout.samples_per_prompt, 2)
+    few = inputs.source.batch([(world.rank + i // each) % len(inputs.source) for i in range(GATE_PROMPTS)])
+
+    def gap(name: str) -> Gap:
+        seed_everything(config.run.seed + world.rank)  # the same tokens at each start, whatever was drawn before
+        return parity_gap(few, actor=actor, generator=made[name], sampling=sampling, token_budget=config.memory.score_tokens)
+
+    return gap
+
+
+def _refusal(name: str, actor: HybridActor, sampling: Sampling) -> str | None:
+    """Why a backend cannot decode this model, or not so; None where it can. A collective."""
+    if name == "hf":
+        return None
+    with actor.generation_mode():
+        return unsupported(sampling) or can_page(actor.lm)
