@@ -42,7 +42,7 @@ from ppo_ds.generators import build_generator
 from ppo_ds.inputs import Inputs, read_inputs, stop_ids
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.weighted import WeightedReward
-from ppo_ds.roles import Needs, adapter_notes, build_actor, build_critic, build_reference, critic_start, placed
+from ppo_ds.roles import Needs, RewardModels, adapter_notes, build_actor, build_critic, build_reference, critic_start
 from ppo_ds.rollout.base import Generator, Sampling
 from ppo_ds.targets import bind
 from ppo_ds.tracking.console import ConsoleTracker
@@ -140,16 +140,14 @@ def _roles(
     needs = Needs(inputs.tokenizer.vocab_size, max(inputs.longest_prompt + config.sampling.max_new_tokens, inputs.longest_text))
     actor = build_actor(config, world, needs, length.actor, timer)
     reference = build_reference(config, world, needs, actor)
-    reward = make_reward(
-        tokenizer=inputs.tokenizer,
-        place=lambda load, zero, dtype: placed(load, zero, dtype, world),
-        agree=world.max_int,
-        score_tokens=config.memory.score_tokens,
-        reduce=world.sum,
-        notes=notes,
-    )
     start = critic_start(config, inputs.tokenizer) if uses_critic(config) and not config.critic.share_trunk else None
     critic = build_critic(config, start, world, needs, length.critic) if start else None
+    place = RewardModels(world, notes)
+    if critic is not None:
+        place.offer(critic, start, config)  # before the reward asks for its model
+    reward = make_reward(
+        tokenizer=inputs.tokenizer, place=place, agree=world.max_int, score_tokens=config.memory.score_tokens, reduce=world.sum, notes=notes
+    )
     notes += adapter_notes(config, actor, critic)
     ema, lagged = shadow(actor, config.actor.ema.decay is not None), shadow(actor, config.algo.old_policy == "lagged")
     return Roles(actor, reference, reward, critic, start.path if start else None, ema, lagged)

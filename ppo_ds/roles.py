@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
 
 from ppo_ds.config import ActorConfig, Config, CriticConfig, FrozenZeroConfig, InheritedModelConfig, LoraConfig, ModelConfig, reference_is_base
-from ppo_ds.engine.frozen import FrozenBase, FrozenModel
+from ppo_ds.engine.frozen import FrozenBase, FrozenModel, gathered
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import Schedule, TrainedModel, parameter_counts
 from ppo_ds.engine.world import World
@@ -19,7 +20,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.lora import adapter_parameters, add_adapters, without_adapters
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading, unsharded_twin
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.models.value import ScoreModel, load_critic, reads_like
+from ppo_ds.models.value import ScoreHead, ScoreModel, as_kept, load_critic, load_reward_model, reads_like
 
 T = TypeVar("T")
 CLASSIFIER = "ppo_ds.rewards.model.model_reward"
@@ -142,21 +143,66 @@ def _accepted(make: Callable[[], T], role: ActorConfig | CriticConfig, name: str
 def build_reference(config: Config, world: World, needs: Needs, actor: TrainedModel) -> FrozenModel:
     role = config.reference
     if reference_is_base(config):
-        return FrozenBase(actor, without_adapters=without_adapters)
+        return FrozenBase(actor, as_begun=without_adapters)
 
     def load() -> Policy:
         policy = _policy(role.model, config.sampling.temperature, "reference.model.path")
         return _fitting(policy, needs, role.model.path, "reference.model.path")
 
-    return placed(load, role.zero, role.model.dtype, world)[1]
+    return _placed(load, role.zero, role.model.dtype, world)[1]
 
 
-def placed(load: Callable[[], nn.Module], zero: FrozenZeroConfig, dtype: str, world: World) -> tuple[Any, FrozenModel]:
+def _placed(load: Callable[[], nn.Module], zero: FrozenZeroConfig, dtype: str, world: World) -> tuple[Any, FrozenModel]:
     engine_config = None
     if zero.stage == 3:
         engine_config = deepspeed_config(stage=3, dtype=dtype, offload_params=zero.offload_params, raw={})
     module = _loaded(load, engine_config)
     return module, FrozenModel(module, world=world, offload=zero.offload_params, deepspeed_config=engine_config)
+
+
+class RewardModels:
+    """The models that rewards score with, each in memory once: who asks for one that is there already gets that one."""
+
+    def __init__(self, world: World, notes: list[str]):
+        """``notes``: for the start-up banner; what is shared is added to them."""
+        self._world, self._notes = world, notes
+        self._placed: dict[Hashable, tuple[str, Any, FrozenModel]] = {}  # the first one's key, module, and where it runs
+        self._base: tuple[Hashable, TrainedModel] | None = None
+
+    def offer(self, critic: TrainedModel, start: CriticStart, config: Config) -> None:
+        """Where the critic is a reward model with adapters, that reward model is the critic as it began. A collective, before any training."""
+        head = getattr(critic.module.model, "score", None)
+        if start.reward is not None and config.critic.lora.rank and isinstance(head, ScoreHead):
+            with gathered(critic, head):
+                head.keep()
+            own = config.critic.model
+            self._base = _identity(load_reward_model, replace(start.reward, dtype=own.dtype, attn_implementation=own.attn_implementation)), critic
+
+    def __call__(self, load: Callable[..., nn.Module], model: ModelConfig, zero: FrozenZeroConfig, key: str) -> tuple[Any, FrozenModel]:
+        """What ``load`` makes of the model, and where it runs. ``key``: who asks, as errors name it."""
+        identity = _identity(load, model)
+        if self._base is not None and self._base[0] == identity:
+            critic = self._base[1]
+            self._notes.append(f"sharing    {key}: the critic without its adapters, with its first head; no weights of its own")
+            return critic.module, FrozenBase(critic, as_begun=as_kept)
+        place = identity, zero.stage, zero.offload_params
+        if place not in self._placed:
+            self._placed[place] = (key, *_placed(lambda: load(**_loading(model), key=key), zero, model.dtype, self._world))
+            return self._placed[place][1:]
+        first, *there = self._placed[place]
+        self._notes.append(f"sharing    {key}: the same as {first}, in memory once")
+        return tuple(there)
+
+
+def _loading(model: ModelConfig) -> dict[str, Any]:
+    """The arguments of those loaders that make a frozen model."""
+    return {name: getattr(model, name) for name in ("path", "revision", "dtype", "trust_remote_code", "attn_implementation")}
+
+
+def _identity(load: Callable[..., nn.Module], model: ModelConfig) -> Hashable:
+    """What makes two models the same: what is made of the same folder in the same way."""
+    here = os.path.isdir(model.path)
+    return load, *(_loading(model) | ({"path": os.path.realpath(model.path)} if here else {})).values()
 
 
 def _reward_model(config: Config) -> ModelConfig | None:
@@ -174,6 +220,7 @@ class CriticStart:
     trust_remote_code: bool
     zero_head: bool
     key: str  # the config key that errors name
+    reward: ModelConfig | None = None  # where they are the reward model's
 
 
 def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
@@ -188,7 +235,7 @@ def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
             )
         init = "reward" if alike else "actor"
     if init == "reward":
-        return CriticStart(reward.path, reward.revision, reward.trust_remote_code, zero_head=False, key="reward.model.path")
+        return CriticStart(reward.path, reward.revision, reward.trust_remote_code, zero_head=False, key="reward.model.path", reward=reward)
     if init == "actor":
         return CriticStart(actor.path, actor.revision, actor.trust_remote_code, zero_head=True, key="actor.model.path")
     return CriticStart(own.path, own.revision, own.trust_remote_code, zero_head=True, key="critic.model.path")

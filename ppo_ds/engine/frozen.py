@@ -1,6 +1,7 @@
 """A model that only scores: the reference and the reward. Replicated, kept in CPU memory between its turns, or sharded by ZeRO-3.
 
-The reference of a model that is trained with adapters is that model itself, without them.
+What a model that is trained with adapters was at its start is that model itself, without them: the reference of an actor, the reward model that
+a critic began as.
 """
 
 from __future__ import annotations
@@ -52,18 +53,24 @@ class FrozenModel:
 
 
 class FrozenBase(FrozenModel):
-    """What a model with adapters was before its training: the trained engine itself, with the adapters off for the length of a forward.
+    """What a model with adapters was before its training: the trained engine itself, as it began for the length of a forward.
 
     No second copy of the weights. Each forward switches off and on for itself, so that the trained model may be called in between.
     """
 
-    def __init__(self, trained: TrainedModel, *, without_adapters: Callable[[nn.Module], AbstractContextManager[None]]):
+    def __init__(self, trained: TrainedModel, *, as_begun: Callable[[nn.Module], AbstractContextManager[None]]):
+        """``as_begun``: inside, the module computes what it did before its training."""
         self.model = trained
         self.device = trained.world.device
         self.moves = False
-        self._without_adapters = without_adapters
+        self._as_begun = as_begun
         self._depth = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._without_adapters(self.model.module):
+        with self._as_begun(self.model.module):
             return super().__call__(*args, **kwargs)
+
+
+def gathered(trained: TrainedModel, module: nn.Module) -> AbstractContextManager[None]:
+    """Inside, the parameters of ``module``, a part of ``trained``, are whole on every rank, to be read. A collective."""
+    return deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=trained.zero_stage == 3)

@@ -7,6 +7,8 @@ looks for the rightmost id that is not the pad: the place before the end token w
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
-from ppo_ds.models.lora import merged_state
+from ppo_ds.models.lora import merged_state, without_adapters
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.ops.sequences import last_token_index, position_ids_from_mask
 
@@ -25,10 +27,21 @@ _HEAD = "score.weight"  # every decoder family of transformers calls its sequenc
 
 
 class ScoreHead(nn.Linear):
-    """A linear head that computes in fp32 whatever the dtype of its weight: values are regressed on returns, and bf16 has three digits."""
+    """A linear head that computes in fp32 whatever the dtype of its weight: values are regressed on returns, and bf16 has three digits.
+
+    It can remember what it was, for a model that is trained as a critic and asked as the reward model that it began as.
+    """
+
+    as_kept = False  # whether it computes with what ``keep`` remembered
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        weight, bias = (self.kept_weight, self.kept_bias) if self.as_kept else (self.weight, self.bias)
+        return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+
+    def keep(self) -> None:
+        """Remembers its parameters as they are now; under ZeRO-3 they must be gathered. Not in the state dict: they came from a folder."""
+        self.register_buffer("kept_weight", self.weight.detach().clone(), persistent=False)
+        self.register_buffer("kept_bias", None if self.bias is None else self.bias.detach().clone(), persistent=False)
 
 
 def zeroed_head(width: int, dtype: torch.dtype) -> ScoreHead:
@@ -106,6 +119,18 @@ class ScoreModel(nn.Module):
         return self.model.score(hidden).squeeze(-1).float()
 
 
+@contextmanager
+def as_kept(model: ScoreModel) -> Iterator[None]:
+    """Inside, a critic with adapters computes what it did when its head was kept: its base, and that head."""
+    head = model.model.score
+    with without_adapters(model):
+        head.as_kept = True
+        try:
+            yield
+        finally:
+            head.as_kept = False
+
+
 def load_critic(
     path: str,
     *,
@@ -126,7 +151,9 @@ def load_critic(
         kind = type(model).__name__
         raise UserError(f"{key}={path}: a critic needs a value at every token, which a {kind} has not; take a decoder, such as the actor")
     headless = _HEAD in info["missing_keys"]
-    refuse_missing(path, info, allowed=[_HEAD] if zero_head else [], key=key)
+    if not zero_head:
+        _refuse_headless(path, info, key)
+    refuse_missing(path, info, allowed=[_HEAD], key=key)
     if headless:
         # a new module, not zeros written into the old one: under ZeRO-3 the old weight is a shard
         model.score = zeroed_head(model.score.in_features, torch_dtype(dtype))
@@ -141,12 +168,16 @@ def load_reward_model(
 ) -> ScoreModel:
     """A frozen reward model: any ``AutoModelForSequenceClassification`` with one label and all of its weights."""
     model, info = _load(path, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation, key=key)
+    _refuse_headless(path, info, key)
+    refuse_missing(path, info, key=key)
+    return ScoreModel(model).requires_grad_(False).eval()
+
+
+def _refuse_headless(path: str, info: dict[str, Any], key: str) -> None:
     missing = sorted(info["missing_keys"])
     if missing:
         lost = ", ".join(missing[:3])
         raise UserError(f"{key}={path}: has no trained score head ({lost} not in its files): give a sequence classifier trained to score")
-    refuse_missing(path, info, key=key)
-    return ScoreModel(model).requires_grad_(False).eval()
 
 
 def _load(path: str, *, revision: str | None, dtype: str, trust_remote_code: bool, attn_implementation: str, key: str) -> tuple[Any, dict[str, Any]]:

@@ -29,6 +29,9 @@ class Scorer(Protocol):
     def __call__(self, chats: list[Chat], batched: bool) -> Tensor: ...
 
 
+Place = Callable[[Callable[..., ChatScorer], ModelConfig, FrozenZeroConfig, str], tuple[ChatScorer, Scorer]]  # roles.py, RewardModels
+
+
 class GetScoreReward(TextReward):
     """Scores the row's messages (or its prompt as the user's one message) and the answer. Ranks do not wait for each other."""
 
@@ -78,13 +81,13 @@ def get_score_reward(
     audit: Audit = "report",
     *,
     tokenizer: Tokenizer,
-    place: Callable[[Callable[[], ChatScorer], FrozenZeroConfig, str], tuple[ChatScorer, Scorer]],
+    place: Place,
     agree: Callable[[int], int],
     score_tokens: int,
     notes: list[str] | None = None,
     key: str = "reward",
 ) -> GetScoreReward:
-    """``place`` calls the loader and puts the model, of this dtype, where it is to run. ``key``: this section's.
+    """``place`` calls the loader and puts the model where it is to run, or gives one that is there. ``key``: this section's.
 
     ``audit``: see audit.py; its lines go to ``notes``. It also finds out whether the model's get_scores says the same as its get_score: if not,
     answers are scored one by one. Without an audit get_scores is trusted where it is there.
@@ -93,19 +96,7 @@ def get_score_reward(
         raise UserError(
             f"{key}.zero.stage=3: the code of a get_score model runs on one rank alone; use stage 0 (offload_params keeps it off the GPU)"
         )
-
-    def load() -> ChatScorer:
-        return load_chat_scorer(
-            model.path,
-            revision=model.revision,
-            dtype=model.dtype,
-            trust_remote_code=model.trust_remote_code,
-            attn_implementation=model.attn_implementation,
-            key=f"{key}.model",
-        )
-
-    module, scorer = place(load, zero, model.dtype)
-
+    module, scorer = place(load_chat_scorer, model, zero, f"{key}.model")
     name = f"{key}.model.path={model.path}"
 
     def made(batched: bool) -> GetScoreReward:

@@ -32,6 +32,9 @@ class Scorer(Protocol):
     def __call__(self, ids: Tensor, attention_mask: Tensor, *, token_type_ids: Tensor | None) -> Tensor: ...
 
 
+Place = Callable[[Callable[..., ScoreModel], ModelConfig, FrozenZeroConfig, str], tuple[ScoreModel, Scorer]]  # roles.py, RewardModels
+
+
 class ModelReward(TextReward):
     """Scores texts, not ids: the answer is decoded with the actor's ``tokenizer`` and read by ``encode`` with the reward model's own."""
 
@@ -89,7 +92,7 @@ def model_reward(
     audit: Audit = "report",
     *,
     tokenizer: Tokenizer,
-    place: Callable[[Callable[[], ScoreModel], FrozenZeroConfig, str], tuple[ScoreModel, Scorer]],
+    place: Place,
     agree: Callable[[int], int],
     score_tokens: int,
     notes: list[str] | None = None,
@@ -98,23 +101,12 @@ def model_reward(
     """``template``: auto is chat where the reward model's tokenizer has a chat template, else pair for encoders and concat for decoders.
 
     ``append_eos``: see TextEncoder. ``max_tokens``: longer texts are cut; None: as many as the model has positions for. ``place`` calls the loader
-    (under ZeRO-3 so that each weight is sharded as it is read) and puts the model, of this dtype, where it is to run. ``audit``: see audit.py; its
-    lines go to ``notes``. ``key``: this section's.
+    (under ZeRO-3 so that each weight is sharded as it is read) and puts the model where it is to run, or gives one that is there already.
+    ``audit``: see audit.py; its lines go to ``notes``. ``key``: this section's.
     """
     path = model.path
     own = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
-
-    def load() -> ScoreModel:
-        return load_reward_model(
-            path,
-            revision=model.revision,
-            dtype=model.dtype,
-            trust_remote_code=model.trust_remote_code,
-            attn_implementation=model.attn_implementation,
-            key=f"{key}.model.path",
-        )
-
-    module, score = place(load, zero, model.dtype)
+    module, score = place(load_reward_model, model, zero, f"{key}.model.path")
     highest = max(own.hf.get_vocab().values())
     if highest >= module.vocab_size:
         raise UserError(f"{key}.model.path={path}: its tokenizer has ids up to {highest}, its embedding only {module.vocab_size} rows")

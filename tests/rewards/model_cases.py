@@ -1,7 +1,7 @@
 """Reward models made on the spot, built with the services of one CPU process, and what transformers alone says of a text."""
 
 import torch
-from reward_cases import VOCAB, Placed, save_tokenizer
+from reward_cases import VOCAB, Placed, loaded, save_tokenizer
 from transformers import AutoModelForSequenceClassification, DebertaV2Config, GPT2Config, LlamaConfig
 
 from ppo_ds.config import ModelConfig
@@ -30,9 +30,9 @@ class Build:
     def __call__(self, path, *, ranks=lambda n: n, score_tokens=10_000, audit="off", dtype="fp32", broken=lambda module: module, **settings):
         """``broken``: makes another module of the one that was loaded."""
 
-        def place(load, zero, dtype):
-            self.zero, self.dtype = zero, dtype
-            module = broken(load())
+        def place(load, model, zero, key):
+            self.zero, self.dtype = zero, model.dtype
+            module = broken(loaded(load, model, key))
             self.placed = Placed(module)
             return module, self.placed
 

@@ -62,6 +62,12 @@ def make_rollout(tokenizer, answers, rows=None, finished=None):
     )
 
 
+def loaded(load, model, key):
+    """What a loader makes of a model section."""
+    how = ("revision", "dtype", "trust_remote_code", "attn_implementation")
+    return load(model.path, **{name: getattr(model, name) for name in how}, key=key)
+
+
 class Placed:
     """A scorer on the CPU that counts its forwards and refuses to work outside resident()."""
 

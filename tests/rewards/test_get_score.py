@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from own_code import BOTH, GET_SCORE, GET_SCORES, by_hand, save_own_code
-from reward_cases import VOCAB, make_rollout, save_tokenizer
+from reward_cases import VOCAB, loaded, make_rollout, save_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaModel, dynamic_module_utils
 
@@ -34,8 +34,8 @@ def build(tokenizer):
     """A reward as the config gives it, on this CPU; ``build.module`` is the model, ``build.notes`` what the banner would show."""
 
     def built(path, *, score_tokens=10_000, agree=lambda n: n, **settings):
-        def place(load, zero, dtype):
-            built.module = load()
+        def place(load, model, zero, key):
+            built.module = loaded(load, model, key)
             return built.module, FrozenModel(built.module, world=CPU, offload=zero.offload_params, deepspeed_config=None)
 
         model = {"path": path, "dtype": "fp32", "trust_remote_code": True} | settings.pop("model", {})
@@ -204,4 +204,4 @@ def test_the_prepared_config():
     file = Path(__file__).parents[2] / "conf" / "reward" / "internlm2_reward.yaml"
     spec = yaml.safe_load(file.read_text())
     with pytest.raises(UserError, match="^reward.model.trust_remote_code=false: .*internlm/internlm2-1_8b-reward"):
-        bind(spec, "reward")(tokenizer=None, place=lambda load, zero, dtype: load(), agree=max, score_tokens=1)
+        bind(spec, "reward")(tokenizer=None, place=lambda load, model, zero, key: loaded(load, model, key), agree=max, score_tokens=1)

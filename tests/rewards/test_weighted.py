@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from reward_cases import VOCAB, Placed, make_rollout, save_tokenizer
+from reward_cases import VOCAB, Placed, loaded, make_rollout, save_tokenizer
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from ppo_ds.errors import UserError
@@ -340,8 +340,8 @@ def model(tmp_path):
 
 
 def services(placed, agree=lambda n: n, score_tokens=10_000):
-    def place(load, zero, dtype):
-        module = load()
+    def place(load, model, zero, key):
+        module = loaded(load, model, key)
         placed.append(Placed(module))
         return module, placed[-1]
 

@@ -1,0 +1,169 @@
+"""Run under torchrun by test_sharing.py: roles that are one model, built as a run builds them, on every ZeRO stage. Leaves JSON."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+from ppo_ds.config import Config, FrozenZeroConfig, ModelConfig, from_tree, inherit
+from ppo_ds.engine.frozen import FrozenBase, FrozenModel
+from ppo_ds.engine.state import consolidated, load_model, save_model
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.world import World, connect
+from ppo_ds.models.value import load_reward_model
+from ppo_ds.roles import CLASSIFIER, CriticStart, Needs, RewardModels, build_actor, build_critic, build_reference
+
+V, T, R, ROWS = 19, 8, 5, 8
+NEEDS = Needs(V, T)
+Case = dict[str, Any]
+
+
+def config(root: Path, stage: int, dtype: str, lora: int = 2, reference: str = "actor") -> Config:
+    role = {
+        "zero": {"stage": stage},
+        "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {},
+        "optim": {"lr": 1e-2, "schedule": "constant", "warmup_ratio": 0.0},
+        "lora": {"rank": lora},
+    }
+    tree = {
+        "run": {"steps": 1},
+        "actor": {**role, "model": {"path": str(root / "actor"), "dtype": dtype}},
+        "critic": {**role, "init": "reward"},
+        "reference": {"model": {"path": str(root / reference)}},
+        "rollout": {"prompts_per_step": 2},
+        "sampling": {"max_new_tokens": R},
+        "data": {"path": "none.jsonl"},
+        "reward": {"_target_": CLASSIFIER, "model": {"path": str(root / "reward"), "dtype": dtype}},
+    }
+    read, problems = from_tree(tree)
+    assert not problems, problems
+    return inherit(read)
+
+
+def held() -> int:
+    """Bytes of all tensors of this process, each memory once."""
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Texts of different lengths, padded on the right; the same on every rank."""
+    ids = torch.randint(0, V, (ROWS, T), generator=torch.Generator().manual_seed(1))
+    return ids, torch.arange(T) < torch.tensor([T - row % 4 for row in range(ROWS)])[:, None]
+
+
+def scored(scorer: FrozenModel) -> Tensor:
+    with scorer.resident():
+        return scorer(*batch(), token_type_ids=None)
+
+
+@torch.no_grad()
+def by_transformers(folder: Path, dtype: torch.dtype) -> Tensor:
+    """One unpadded text at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype)
+    model.config.pad_token_id = None
+    return torch.stack([model(input_ids=ids[mask][None]).logits[0, 0].float() for ids, mask in zip(*batch(), strict=True)])
+
+
+def train(critic: TrainedModel, steps: int) -> None:
+    """Draws all values to 1."""
+    ids, mask = batch()
+    for _ in range(steps):
+        critic.backward((critic(ids, mask, R) - 1).square().mean() * critic.world.size, last=True)
+        critic.step()
+
+
+def shared_reward(world: World, root: Path, stage: int, dtype: str, lora: int = 2) -> Case:
+    settings = config(root, stage, dtype, lora)
+    model = ModelConfig(**settings.reward["model"])
+    start = CriticStart(model.path, None, False, zero_head=False, key="reward.model.path", reward=model)
+    notes: list[str] = []
+
+    def build() -> tuple[TrainedModel, FrozenModel, int]:
+        """The critic, the reward model, and the bytes that the second of them took."""
+        critic, place = build_critic(settings, start, world, NEEDS, 20), RewardModels(world, notes)
+        place.offer(critic, start, settings)
+        before = held()
+        module, scorer = place(load_reward_model, model, FrozenZeroConfig(), "reward.model.path")
+        assert module.vocab_size == V and module.is_decoder
+        return critic, scorer, held() - before
+
+    critic, scorer, taken = build()
+    first, values = scored(scorer), critic(*batch(), R).detach()
+    train(critic, 5)
+    moved = (critic(*batch(), R).detach() - values).abs().max()
+    trained, last = critic(*batch(), R).detach(), scored(scorer)
+    found = {
+        "case": f"reward zero{stage} {dtype}" + ("" if lora else " whole"),
+        "shared": isinstance(scorer, FrozenBase),
+        "taken": taken,
+        "model": sum(p.nbytes for p in load_reward_model(**loading(model)).parameters()),
+        "gap": float((first - by_transformers(root / "reward", getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype]))).abs().max()),
+        "stays": torch.equal(first, last),
+        "spread": float(first.std()),
+        "moved": float(moved),
+        "critic undisturbed": torch.equal(critic(*batch(), R).detach(), trained) and after_a_failure(scorer, critic, trained),
+        "notes": notes[:1],
+    }
+    state = consolidated(critic) or {}
+    found["only what was there"] = not any("kept" in name for name in state)
+    if lora:
+        save_model(critic, root / "saved" / str(found["case"]))
+        again, scorer, _ = build()
+        load_model(again, root / "saved" / str(found["case"]))
+        found["resumed"] = torch.equal(scored(scorer), first) and torch.equal(again(*batch(), R).detach(), trained)
+        again.engine.destroy()
+    critic.engine.destroy()
+    return found
+
+
+def after_a_failure(scorer: FrozenModel, critic: TrainedModel, trained: Tensor) -> bool:
+    """A forward of the reward that raises leaves adapters and head as they are trained."""
+    raising = critic.module.model.model.norm.register_forward_hook(lambda *_: 1 / 0)
+    try:
+        scored(scorer)
+    except ZeroDivisionError:
+        raising.remove()
+        return torch.equal(critic(*batch(), R).detach(), trained)
+    return False
+
+
+def loading(model: ModelConfig) -> dict[str, Any]:
+    return dict(path=model.path, revision=None, dtype=model.dtype, trust_remote_code=False, attn_implementation="sdpa")
+
+
+def reference_of_adapters(world: World, root: Path, reference: str) -> Case:
+    """What a reference takes beside an actor with adapters."""
+    settings = config(root, 0, "fp32", reference=reference)
+    actor = build_actor(settings, world, NEEDS, 4, lambda _: nullcontext())
+    before = held()
+    kept = build_reference(settings, world, NEEDS, actor)
+    found = {"case": f"reference {reference}", "taken": held() - before, "shared": isinstance(kept, FrozenBase)}
+    found["actor"] = sum(p.nbytes for name, p in actor.module.named_parameters() if ".lora_" not in name)
+    actor.engine.destroy()
+    return found
+
+
+def main() -> None:
+    root, world = Path(sys.argv[1]), connect(5)
+    found = [reference_of_adapters(world, root, reference) for reference in ("actor", "other")]
+    found += [shared_reward(world, root, stage, "fp32") for stage in range(4)]
+    found += [shared_reward(world, root, 2, "bf16"), shared_reward(world, root, 3, "bf16"), shared_reward(world, root, 0, "fp32", lora=0)]
+    if world.is_main:
+        (root / "found.json").write_text(json.dumps({case["case"]: case for case in found}))
+    world.close()
+    os._exit(0)  # what is left of the engines can abort the interpreter at its end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Roles that are one model hold its weights once: a reward model that a critic with adapters began as, a reference that an actor did."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharing_worker import V
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+WORKER = Path(__file__).with_name("sharing_worker.py")
+ROOT = WORKER.parents[2]
+SIZES = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.4)
+CASES = ["zero0 fp32", "zero1 fp32", "zero2 fp32", "zero3 fp32", "zero2 bf16", "zero3 bf16"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("sharing")
+    for seed, name in enumerate(("actor", "other")):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(root / name)
+    LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).save_pretrained(root / "reward")
+    quiet = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(WORKER), str(root)]
+    environment = os.environ | quiet | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return json.loads((root / "found.json").read_text())
+
+
+def test_a_reference_takes_nothing_beside_an_actor_with_adapters(found: dict[str, dict[str, Any]]) -> None:
+    base, other = found["reference actor"], found["reference other"]
+    assert base["shared"] and base["taken"] == 0
+    assert not other["shared"] and other["taken"] >= other["actor"]
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_a_critic_with_adapters_is_its_reward_model_too(found: dict[str, dict[str, Any]], label: str) -> None:
+    case = found[f"reward {label}"]
+    assert case["shared"] and case["taken"] == 0
+    assert case["notes"] == ["sharing    reward.model.path: the critic without its adapters, with its first head; no weights of its own"]
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_it_scores_as_the_folder_does_however_far_the_critic_has_come(found: dict[str, dict[str, Any]], label: str) -> None:
+    case = found[f"reward {label}"]
+    rounding = 0.1 if "bf16" in label else 1e-4
+    assert case["gap"] < rounding < 0.3 < case["moved"] and case["spread"] > 0.3, case
+    assert case["stays"] and case["critic undisturbed"], case
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_a_resumed_critic_is_still_the_reward_model_it_began_as(found: dict[str, dict[str, Any]], label: str) -> None:
+    assert found[f"reward {label}"]["resumed"] and found[f"reward {label}"]["only what was there"]
+
+
+def test_a_critic_that_is_trained_whole_is_no_reward_model(found: dict[str, dict[str, Any]]) -> None:
+    case = found["reward zero0 fp32 whole"]
+    assert not case["shared"] and case["taken"] >= case["model"] and case["notes"] == []
+    assert case["gap"] < 1e-4 and case["stays"]
