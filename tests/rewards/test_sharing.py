@@ -1,0 +1,62 @@
+"""Rewards that name one model: in memory once, and each scores as it would alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from model_cases import LLAMA, save_model
+from reward_cases import make_rollout
+
+from ppo_ds.roles import RewardModels
+from ppo_ds.targets import bind
+
+CPU = SimpleNamespace(device=torch.device("cpu"))
+MODEL, MIXTURE = "ppo_ds.rewards.model.model_reward", "ppo_ds.rewards.weighted.WeightedReward"
+
+
+@pytest.fixture
+def built(tokenizer):
+    """The parts of a mixture, each a model section; also the places of the weights in memory and the banner's lines."""
+
+    def built(**parts: dict[str, Any]):
+        notes: list[str] = []
+        services = dict(place=RewardModels(CPU, notes), agree=lambda n: n, score_tokens=1000, reduce=lambda x: x, tokenizer=tokenizer, notes=notes)
+        spec = {"_target_": MIXTURE, "parts": {name: {"reward": {"_target_": MODEL, "audit": "off", **part}} for name, part in parts.items()}}
+        mixture = bind(spec, "reward")(**services)
+        weights = {name: {p.data_ptr() for p in part.reward._score.model.parameters()} for name, part in mixture._parts.items()}
+        return mixture, weights, notes
+
+    return built
+
+
+def test_parts_of_the_same_model_hold_it_once(built, tokenizer, tmp_path):
+    save_model(tmp_path / "rm", LLAMA)
+    (tmp_path / "link").symlink_to(tmp_path / "rm")
+    model = {"path": str(tmp_path / "rm"), "dtype": "fp32"}
+    parts = {"a": {"model": model}, "b": {"model": model | {"path": str(tmp_path / "link")}, "template": "pair"}}
+    mixture, weights, notes = built(**parts)
+    assert weights["a"] == weights["b"]
+    assert notes == ["sharing    reward.parts.b.reward.model.path: the same as reward.parts.a.reward.model.path, in memory once"]
+    rollout = make_rollout(tokenizer, [("what is it", "an answer"), ("and then", "no")])
+    scores = mixture(rollout).components
+    for name, part in parts.items():
+        torch.testing.assert_close(scores[name], built(**{name: part})[0](rollout).components[name], rtol=0, atol=0)
+    assert (scores["a"] - scores["b"]).abs().min() > 1e-3  # each reads with its own template
+
+
+@pytest.mark.parametrize("other", [{"dtype": "bf16"}, {"attn_implementation": "eager"}])
+def test_what_differs_is_another_model(built, tmp_path, other):
+    save_model(tmp_path / "rm", LLAMA)
+    model = {"path": str(tmp_path / "rm"), "dtype": "fp32"}
+    _, weights, notes = built(a={"model": model}, b={"model": model | other})
+    assert not weights["a"] & weights["b"] and notes == []
+
+
+def test_other_places_are_kept_apart(built, tmp_path):
+    save_model(tmp_path / "rm", LLAMA)
+    model = {"path": str(tmp_path / "rm"), "dtype": "fp32"}
+    _, weights, notes = built(a={"model": model}, b={"model": model, "zero": {"offload_params": True}})
+    assert not weights["a"] & weights["b"] and notes == []
