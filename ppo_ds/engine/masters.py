@@ -34,6 +34,7 @@ class Masters:
     """
 
     def __init__(self, model: TrainedModel):
+        self._model = model
         self._world = model.world
         self._wrapper = model.engine.optimizer
         self._adamw: torch.optim.Optimizer = model.engine.basic_optimizer
@@ -148,7 +149,12 @@ class Masters:
             self._wrapper._lazy_init_hp_params_optimizer_state()
 
     def held_by_optimizer(self) -> list[Tensor]:
-        """This rank's share of the fp32 weights, as the optimizer steps it: flat partitions, padding included, or whole parameters without ZeRO."""
-        if self._stage3:  # it lends them to torch's optimizer for the length of a step
-            return list(self._wrapper.fp32_partitioned_groups_flat)
-        return [flat for group in self._adamw.param_groups for flat in group["params"]]
+        """This rank's share of the fp32 weights."""
+        return optimizer_shares(self._model)
+
+
+def optimizer_shares(model: TrainedModel) -> list[Tensor]:
+    """This rank's share of the fp32 weights, as the optimizer steps it: flat partitions, padding included, or whole parameters without ZeRO."""
+    if model.zero_stage == 3:  # it lends them to torch's optimizer for the length of a step
+        return list(model.engine.optimizer.fp32_partitioned_groups_flat)
+    return [flat for group in model.engine.basic_optimizer.param_groups for flat in group["params"]]

@@ -97,11 +97,13 @@ def generate(
     stop_strings: tuple[str, ...],
     pad_id: int,
     decode: Callable[[list[int]], str],
+    in_step: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Left-padded ids, mask [B,P] and the most new tokens of each row [B] -> responses [B,R] long and log-probs [B,R] fp32, R <= limits.max().
 
     Log-probs are those of the whole distribution at ``temperature``, also where top_k or top_p narrow the draw. Places after an
     answer's end or a row's limit hold rubbish. A limit wins over ``min_new_tokens``. ``decode`` (ids to text) is what stop strings are looked for in.
+    ``in_step``: run forwards until the last rank is done, for a model that the ranks hold together.
     """
     recorder = _Recorder(temperature)
     processors = LogitsProcessorList([recorder])
@@ -128,6 +130,7 @@ def generate(
         generation_config=config,
         logits_processor=processors,
         stopping_criteria=StoppingCriteriaList(ends),
+        synced_gpus=in_step,
     )
     answers = sequences[:, ids.shape[1] :]
     return answers, recorder.finished(answers)

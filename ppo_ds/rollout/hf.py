@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ppo_ds.models.generation import generate
 from ppo_ds.ops.batching import plan_microbatches
@@ -18,9 +18,13 @@ from ppo_ds.types import Prompts, Rollout
 class HFGenerator:
     """Decodes a rank's prompts in chunks of at most ``token_budget`` tokens (prompt and answer, padding counted)."""
 
-    def __init__(self, lm: Callable[[], nn.Module], *, tokenizer: Any, token_budget: int):
-        """``lm`` gives the model to decode with: it is asked inside generation mode only."""
+    def __init__(self, lm: Callable[[], nn.Module], *, tokenizer: Any, token_budget: int, agree: Callable[[int], int] | None = None):
+        """``lm`` gives the model to decode with: it is asked inside generation mode only.
+
+        ``agree``: the largest of the ranks' numbers, where the ranks hold the model together and must run its forwards in step.
+        """
         self.lm = lm
+        self.agree = agree
         self.tokenizer = tokenizer
         self.token_budget = token_budget
 
@@ -31,7 +35,7 @@ class HFGenerator:
         lengths, limits = prompts.mask.sum(1), limits_of(prompts, sampling)
         shape = (len(prompts), int(limits.max()))
         responses, logprobs = torch.full(shape, self.tokenizer.pad_id), torch.zeros(shape)
-        for rows in plan_microbatches(lengths, limits, self.token_budget):  # the longest first, so that neighbours share a width
+        for rows in self._plan(lengths, limits):  # the longest first, so that neighbours share a width
             chunk, longest = prompts.select(rows), int(lengths[rows].max())
             new, new_logprobs = generate(
                 lm,
@@ -46,8 +50,14 @@ class HFGenerator:
                 stop_strings=sampling.stop_strings,
                 pad_id=self.tokenizer.pad_id,
                 decode=decode,
+                in_step=self.agree is not None,
             )
             responses[rows, : new.shape[1]] = new.cpu()
             logprobs[rows, : new.shape[1]] = new_logprobs.cpu()
         rollout = finish(prompts, responses, logprobs, sampling=sampling, pad_id=self.tokenizer.pad_id, decode=decode)
         return rollout.trimmed()
+
+    def _plan(self, lengths: Tensor, limits: Tensor) -> list[Tensor]:
+        """Rows of each chunk: as many chunks on every rank, where they go in step."""
+        chunks = plan_microbatches(lengths, limits, self.token_budget)
+        return chunks if self.agree is None else plan_microbatches(lengths, limits, self.token_budget, at_least=self.agree(len(chunks)))

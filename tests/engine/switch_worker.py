@@ -1,0 +1,280 @@
+"""Run under torchrun by test_hybrid_switch.py: a tiny actor that generates in every way, and trains on afterwards. Writes what it found as JSON."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.masters import optimizer_shares
+from ppo_ds.engine.state import consolidated
+from ppo_ds.engine.trained import Schedule, StepInfo, TrainedModel
+from ppo_ds.engine.world import World, connect
+from ppo_ds.engine.zero import deepspeed_config
+from ppo_ds.models.lora import add_adapters
+from ppo_ds.models.policy import Policy, unsharded_twin
+from ppo_ds.rollout.base import Sampling
+from ppo_ds.rollout.hf import HFGenerator
+from ppo_ds.types import Prompts, Rollout
+
+V, ROWS, EOS = 23, 4, 2
+HANG = 200  # seconds, after which it says where it hangs and ends
+GREEDY = Sampling(max_new_tokens=9, min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=1, stop_token_ids=(EOS,), stop_strings=())
+# "tied" also keeps every parameter gathered between forwards, as DeepSpeed does with small ones
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "tied": {"tied": True, "threshold": 10**6}, "adapters": {"lora": True}}
+Case = dict[str, Any]
+
+
+class Ids:
+    """All of a tokenizer that a backend without stop strings asks for."""
+
+    pad_id = 0
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        raise AssertionError("no text is asked for")
+
+
+class Interrupted(Exception):
+    """Raised inside generation mode on purpose."""
+
+
+def make(world: World, stage: int, dtype: torch.dtype = torch.float32, *, lora: bool = False, tied: bool = False, threshold: int = 0) -> HybridActor:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0,
+        tie_word_embeddings=tied, initializer_range=0.3,
+    )  # fmt: skip
+    lm = LlamaForCausalLM(config).to(dtype)
+    if lora:
+        add_adapters(lm, rank=2, alpha=4, targets=None, seed=1, key="actor.lora")
+    return HybridActor(
+        Policy(lm, temperature=1.0),
+        twin=unsharded_twin,
+        timed=lambda _: nullcontext(),
+        world=world,
+        deepspeed_config=deepspeed_config(
+            stage=stage,
+            dtype="fp32" if dtype == torch.float32 else "bf16",
+            grad_clip=1.0,
+            raw={"zero_optimization": {"stage3_param_persistence_threshold": threshold, "reduce_bucket_size": 5000}},
+        ),
+        schedule=Schedule(3e-2, "constant", 0.0, 0.0, 10),
+        betas=(0.9, 0.95),
+        eps=1e-6,
+        weight_decay=0.0,
+    )
+
+
+def plan(actor: HybridActor, generate: str, offload_states: str = "never", critic: TrainedModel | None = None) -> str:
+    return actor.plan_generation(generate=generate, offload_states=offload_states, decoding_bytes=0, critic=critic)
+
+
+def prompts(world: World, seed: int) -> Prompts:
+    """This rank's: of lengths and limits that differ between rows and ranks."""
+    draw = torch.Generator().manual_seed(100 * seed + world.rank)
+    lengths = torch.tensor([1 + world.rank, 2, 5, 3 + 2 * world.rank])
+    ids = torch.randint(3, V, (ROWS, 6), generator=draw)
+    mask = torch.arange(6) >= 6 - lengths[:, None]
+    limits = torch.tensor([9, 1, 4, 2]) if world.rank else torch.tensor([3, 2, 1, 1])
+    return Prompts(ids.masked_fill(~mask, 0), mask, limits, tuple({} for _ in range(ROWS)))
+
+
+def answered(actor: HybridActor, seed: int, token_budget: int = 30) -> Rollout:
+    generator = HFGenerator(lambda: actor.lm, tokenizer=Ids(), token_budget=token_budget, agree=actor.agree)
+    with actor.generation_mode():
+        return generator(prompts(actor.world, seed), GREEDY)
+
+
+def train(actor: TrainedModel) -> StepInfo:
+    """One optimizer step of two micro-batches, on rows that have nothing to do with what was generated."""
+    draw = torch.Generator().manual_seed(7 + actor.steps)
+    ids = torch.randint(3, V, (4 * actor.world.size, 8), generator=draw).chunk(actor.world.size)[actor.world.rank]
+    for i, rows in enumerate(ids.chunk(2)):
+        out = actor(rows, torch.ones_like(rows), 5)
+        actor.backward(-(out.logprobs * torch.sin(rows[:, -5:].float())).sum() / 40, last=i == 1)
+    return actor.step()
+
+
+def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
+    """To the bit; True on the ranks that have nothing to compare."""
+    return a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
+
+
+def everything(model: TrainedModel) -> dict[str, Tensor]:
+    """Weights, and this rank's part of what the optimizer keeps."""
+    states = model.engine.basic_optimizer.state.values()
+    kept = [*optimizer_shares(model), *(x for state in states for x in state.values() if isinstance(x, Tensor))]
+    return {str(i): x.detach().clone() for i, x in enumerate(kept)} | (consolidated(model) or {})
+
+
+def sharded_again(actor: HybridActor) -> bool:
+    return actor.module.training and all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE and p.numel() == 0 for p in actor.module.parameters())
+
+
+def forwards_of(actor: HybridActor) -> list[int]:
+    counted = [0]
+
+    def count(*_: Any) -> None:
+        counted[0] += 1
+
+    (actor._twin or actor.module.lm).register_forward_hook(count)
+    return counted
+
+
+def ways(world: World, kind: str) -> Case:
+    """Five steps, with generation whole, layer by layer, and not at all before each."""
+    whole, layers, never = (make(world, 3, **KINDS[kind]) for _ in range(3))
+    plan(whole, "whole"), plan(layers, "layers")
+    steps, answers, released, forwards = [], [], True, forwards_of(layers)
+    for step in range(5):
+        pair = [answered(actor, step) for actor in (whole, layers)]
+        released &= sharded_again(layers)
+        answers.append(pair)
+        steps.append([train(actor) for actor in (whole, layers, never)])
+    return {
+        "case": kind,
+        "in step": layers.in_step and not whole.in_step,
+        "tokens": all(torch.equal(a.ids, b.ids) and torch.equal(a.response_mask, b.response_mask) for a, b in answers),
+        "gap": max(float((a.logprobs - b.logprobs).abs().max()) for a, b in answers),
+        "lengths": world.gather_objects([int(a.response_mask.sum(1).max()) for a, _ in answers]),
+        "moved": not torch.equal(answers[0][0].logprobs[:, 0], answers[-1][0].logprobs[:, 0]),
+        "forwards": world.gather_objects(forwards[0] - 10),  # without those of 5 x 2 micro-batches
+        "released": released,
+        "steps": all(a == b == c for a, b, c in steps),
+        "weights": same(everything(whole), everything(never)) and same(everything(layers), everything(never)),
+        "gathered": layers.take_switched_gb() == (forwards[0] - 10) * layers._weight_bytes / 2**30 and layers.take_switched_gb() == 0,
+        "gathered once": whole.take_switched_gb() == 5 * whole._weight_bytes / 2**30,
+    }
+
+
+def uneven_chunks(world: World) -> Case:
+    """So little room that the ranks would plan different numbers of chunks."""
+    actor, alone = make(world, 3), make(world, 3)
+    plan(actor, "layers"), plan(alone, "whole")
+    forwards, free = forwards_of(actor), forwards_of(alone)
+    pairs = [(answered(actor, seed, token_budget=12), answered(alone, seed, token_budget=12)) for seed in range(3)]
+    return {
+        "case": "uneven",
+        "tokens": all(torch.equal(a.ids, b.ids) for a, b in pairs),
+        "forwards": world.gather_objects(forwards[0]),
+        "free": world.gather_objects(free[0]),
+    }
+
+
+def interrupted(world: World) -> Case:
+    """A layer's forward raises on all ranks, in the middle of a decoding forward; then all goes on as if nothing had been."""
+    actor, calm = make(world, 3), make(world, 3)
+    plan(actor, "layers"), plan(calm, "layers")
+    found = []
+    for step in range(4):
+        calls = [0]
+
+        def fail(*_: Any, calls: list[int] = calls) -> None:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise Interrupted
+
+        hook = actor.module.lm.model.layers[1].mlp.register_forward_pre_hook(fail)
+        try:
+            answered(actor, step)
+            found.append(False)
+        except Interrupted:
+            found.append(sharded_again(actor))
+        hook.remove()
+        a, b = answered(actor, step), answered(calm, step)
+        found += [torch.equal(a.ids, b.ids), torch.equal(a.logprobs, b.logprobs), train(actor) == train(calm)]
+    return {"case": "interrupted", "found": all(found), "weights": same(everything(actor), everything(calm))}
+
+
+def states_away(world: World, stage: int, dtype: torch.dtype) -> Case:
+    """Optimizer states of two models leave for each generation, once by an exception; against models that never did."""
+    actor, critic, calm = (make(world, stage, dtype) for _ in range(3))
+    line = plan(actor, "auto", "always", critic)
+    empty, full, steps = True, True, []
+    for step in range(4):
+        before = [everything(model) for model in (actor, critic)]
+        try:
+            with actor.generation_mode():
+                kept = [x for m in (actor, critic) for state in m.engine.basic_optimizer.state.values() for x in state.values()]
+                empty &= all(x.untyped_storage().nbytes() == 0 for x in kept if x.dim())
+                if stage > 0:
+                    empty &= all(x.untyped_storage().nbytes() == 0 for m in (actor, critic) for x in optimizer_shares(m))
+                answered(actor, step)
+                if step == 2:
+                    raise Interrupted
+        except Interrupted:
+            pass
+        full &= all(same(a, everything(model)) for a, model in zip(before, (actor, critic), strict=True))
+        steps.append([train(model) for model in (actor, critic, calm)])
+    return {
+        "case": f"states {stage} {dtype}",
+        "line": line,
+        "empty": empty,
+        "full": full,
+        "steps": all(a == b == c for a, b, c in steps),
+        "weights": same(everything(actor), everything(calm)) and same(everything(critic), everything(calm)),
+        "gb": actor.take_switched_gb(),
+    }
+
+
+def left_over(world: World, generate: str) -> Case:
+    """Storages that are alive after generation mode, of those that it made: the twin's, and the cache's. Nobody collects garbage."""
+    actor = make(world, 3)
+    plan(actor, generate)
+    made: list[StorageWeakRef] = []
+
+    def watch(module: Any, inputs: Any, output: Any) -> None:
+        made.extend(StorageWeakRef(x.untyped_storage()) for layer in output.past_key_values.layers for x in (layer.keys, layer.values))
+
+    (actor._twin or actor.module.lm).register_forward_hook(watch)
+    gc.collect()
+    gc.disable()
+    with actor.generation_mode():
+        weights = [StorageWeakRef(p.untyped_storage()) for p in actor.lm.parameters()] if generate == "whole" else []
+        inside = sum(not ref.expired() for ref in weights)
+        answered(actor, 0)
+    alive = sum(not ref.expired() for ref in made + weights)
+    gc.enable()
+    return {"case": f"left over {generate}", "inside": inside, "caches": len(made), "alive": alive}
+
+
+def cases(world: World) -> Iterator[Case]:
+    for kind in KINDS:
+        yield ways(world, kind)
+    yield uneven_chunks(world)
+    yield interrupted(world)
+    for stage, dtype in ((0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.float32), (3, torch.bfloat16)):
+        yield states_away(world, stage, dtype)
+    for generate in ("whole", "layers"):
+        yield left_over(world, generate)
+
+
+def main() -> None:
+    root, mode = Path(sys.argv[1]), sys.argv[2]
+    faulthandler.dump_traceback_later(HANG, exit=True)
+    world = connect(5)
+    found = []
+    for case in cases(world):
+        others = world.gather_objects(case)
+        found.append(case | {key: all(other[key] for other in others) for key, value in case.items() if isinstance(value, bool)})
+    if world.is_main:
+        (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
+    world.close()
+    os._exit(0)  # as in checkpoint_worker.py
+
+
+if __name__ == "__main__":
+    main()

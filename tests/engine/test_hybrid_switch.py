@@ -1,0 +1,114 @@
+"""The switch between training and generation: both ways under ZeRO-3 decode the same, and training goes on as if there were no switch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_checkpoint import launch
+
+from ppo_ds.engine.room import GIB, Choice, Room, choose, explain
+
+WORKER = Path(__file__).with_name("switch_worker.py")
+KINDS = ["plain", "tied", "adapters"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return {case["case"]: case for case in launch(2, tmp_path_factory.mktemp("switch"), "all", WORKER)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layer_by_layer_decodes_what_whole_weights_decode(found: dict, kind: str) -> None:
+    case = found[kind]
+    assert case["in step"] and case["tokens"] and case["gap"] < 1e-5 and case["moved"], case
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_after_either_goes_on_as_if_nothing_had_been_generated(found: dict, kind: str) -> None:
+    case = found[kind]
+    assert case["released"] and case["steps"] and case["weights"], case
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_with_answers_of_other_lengths_stay_in_step(found: dict, kind: str) -> None:
+    case = found[kind]
+    (first, second), (one, other) = case["lengths"], case["forwards"]
+    assert max(first) < max(second) and one == other, case
+
+
+def test_and_so_they_do_where_they_would_plan_other_numbers_of_chunks(found: dict) -> None:
+    case = found["uneven"]
+    assert case["tokens"] and case["forwards"][0] == case["forwards"][1] and case["free"][0] != case["free"][1], case
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_gathered_is_counted(found: dict, kind: str) -> None:
+    assert found[kind]["gathered"] and found[kind]["gathered once"], found[kind]
+
+
+def test_an_exception_in_a_layer_leaves_nothing_gathered_and_nothing_else_changed(found: dict) -> None:
+    assert found["interrupted"]["found"] and found["interrupted"]["weights"], found["interrupted"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "torch.float32"), (1, "torch.bfloat16"), (2, "torch.float32"), (3, "torch.float32"), (3, "torch.bfloat16")]
+)
+def test_optimizer_states_leave_for_generation_and_come_back_to_the_bit(found: dict, stage: int, dtype: str) -> None:
+    case = found[f"states {stage} {dtype}"]
+    assert case["empty"] and case["full"] and case["steps"] and case["weights"], case
+    assert "of optimizer states wait on the CPU meanwhile" in case["line"] and case["gb"] > 0, case
+
+
+@pytest.mark.parametrize("generate", ["whole", "layers"])
+def test_neither_twin_nor_cache_is_in_memory_when_training_starts(found: dict, generate: str) -> None:
+    case = found[f"left over {generate}"]
+    assert case["caches"] > 0 and case["alive"] == 0 and (case["inside"] > 0) == (generate == "whole"), case
+
+
+# -- the arithmetic: 90 % of what is free may be used ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "decoding", "idle", "on_gpu", "expected"),
+    [
+        (6, 3, 5, True, Choice(whole=True, states_away=False)),  # 9 of 9
+        (6, 4, 5, True, Choice(whole=True, states_away=True)),  # 10 of 9, and 5 that can move
+        (6, 4, 5, False, Choice(whole=False, states_away=False)),  # on a CPU nothing is won by moving
+        (12, 3, 5, True, Choice(whole=False, states_away=False)),  # 15 of 14; one layer and 3 fit without moving
+        (12, 8, 5, True, Choice(whole=False, states_away=True)),  # layers, and still 10 of 9
+        (6, 4, 0, True, Choice(whole=False, states_away=False)),  # no states, as with offload_optimizer
+    ],
+)
+def test_auto(weights: int, decoding: int, idle: int, on_gpu: bool, expected: Choice) -> None:
+    room = Room(free=10 * GIB, weights=weights * GIB, layer=2 * GIB, decoding=decoding * GIB, idle=idle * GIB)
+    assert choose(room, generate="auto", offload_states="auto", on_gpu=on_gpu) == expected
+
+
+def test_what_is_asked_for_is_done() -> None:
+    tight, wide = (Room(free=free * GIB, weights=6 * GIB, layer=2 * GIB, decoding=3 * GIB, idle=GIB) for free in (1, 100))
+    for room in (tight, wide):
+        assert choose(room, generate="whole", offload_states="never", on_gpu=True) == Choice(whole=True, states_away=False)
+        assert choose(room, generate="layers", offload_states="always", on_gpu=False) == Choice(whole=False, states_away=True)
+    assert choose(tight, generate="auto", offload_states="never", on_gpu=True) == Choice(whole=False, states_away=False)
+    assert choose(tight, generate="whole", offload_states="auto", on_gpu=True) == Choice(whole=True, states_away=True)
+
+
+def test_weights_that_are_whole_anyway_need_no_room_of_their_own() -> None:
+    plain = Room(free=10 * GIB, weights=0, layer=0, decoding=5 * GIB, idle=3 * GIB)
+    assert choose(plain, generate="auto", offload_states="auto", on_gpu=True) == Choice(whole=True, states_away=False)
+    assert explain(plain, Choice(whole=True, states_away=False), sharded=False) == ""
+    full = Room(free=4 * GIB, weights=0, layer=0, decoding=5 * GIB, idle=3 * GIB)
+    assert choose(full, generate="auto", offload_states="auto", on_gpu=True) == Choice(whole=True, states_away=True)
+
+
+def test_the_arithmetic_is_told() -> None:
+    room = Room(free=int(14.2 * GIB), weights=int(0.9 * GIB), layer=50 * 2**20, decoding=GIB // 2, idle=int(3.1 * GIB))
+    assert explain(room, Choice(whole=True, states_away=False), sharded=True) == (
+        "generation weights gathered once per phase: 0.9 GiB, 0.5 GiB for cache and activations; 14.2 GiB free"
+    )
+    assert explain(room, Choice(whole=False, states_away=True), sharded=True) == (
+        "generation weights gathered layer by layer in each forward: up to 50.0 MiB of 0.9 GiB, 0.5 GiB for cache and activations; "
+        "14.2 GiB free; 3.1 GiB of optimizer states wait on the CPU meanwhile"
+    )
