@@ -28,6 +28,15 @@ def warnings(config: Config, hides_stops: bool) -> list[str]:
     return lines
 
 
+def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
+    """A line where a model is to run in bf16 on a processor that emulates it. ``computes_bf16``: see engine/processor.py."""
+    roles = [role for role in ("actor", "critic", "reference") if getattr(config, role).model.dtype == "bf16"]
+    if computes_bf16 is not False or not roles:
+        return []
+    keys = " ".join(f"{role}.model.dtype=bf16" for role in roles)
+    return [f"warning    {keys}: this processor has no instructions for bf16; emulated, it is 3 to 20 times slower than fp32"]
+
+
 def _mistakes(config: Config, hides_stops: bool) -> Iterator[str]:
     """What published systems do and should not: each kept as a switch, so that they can be run as they are."""
     algo = config.algo

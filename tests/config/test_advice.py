@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from commands import MINIMAL, compose
 
-from ppo_ds.advice import warnings
+from ppo_ds.advice import slow_bf16, warnings
 
 LOSS, SEQUENCE, NEXT = "algo.kl.place=loss", "algo.level=sequence", "algo.reward.place=next_token"
 RLOO = ["algo.advantage.estimator=rloo", "rollout.samples_per_prompt=2"]
@@ -88,3 +88,15 @@ def test_where_the_tokenizer_decides_about_the_end_token():
 def test_a_shortest_length_is_a_warning_of_the_sampler():
     (line,) = said("sampling.min_new_tokens=2")
     assert line.startswith("warning    sampling.min_new_tokens=2: before it no end token is drawn")
+
+
+def test_bf16_that_the_processor_emulates_is_named() -> None:
+    mixed = compose(*MINIMAL, "actor.model.dtype=fp32", "reference.model.dtype=bf16")
+    assert slow_bf16(mixed, computes_bf16=False) == [
+        "warning    reference.model.dtype=bf16: this processor has no instructions for bf16; emulated, it is 3 to 20 times slower than fp32"
+    ]
+    whole = compose(*MINIMAL, "actor.model.dtype=bf16")
+    (line,) = slow_bf16(whole, computes_bf16=False)
+    assert line.startswith("warning    actor.model.dtype=bf16 critic.model.dtype=bf16 reference.model.dtype=bf16: ")
+    assert slow_bf16(whole, computes_bf16=True) == slow_bf16(whole, computes_bf16=None) == []
+    assert slow_bf16(compose(*MINIMAL, "actor.model.dtype=fp32"), computes_bf16=False) == []

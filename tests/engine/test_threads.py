@@ -1,4 +1,4 @@
-"""The threads of a rank: its share of the cores of its machine."""
+"""The threads of a rank, its share of the cores of its machine; and what those cores have instructions for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo_ds.engine.processor import computes_bf16
 from ppo_ds.engine.threads import Cores, Threads, cpu_quota, own_cores, share
 
 
@@ -66,3 +67,20 @@ def test_quotas_as_the_kernel_writes_them(files: dict[str, str], quota: float, t
 
 def test_this_process_has_cores() -> None:
     assert own_cores().usable and own_cores().quota > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\nbugs\t: spectre\n", True),
+        ("flags\t\t: fpu avx512f amx_bf16 amx_tile\n", True),
+        ("flags\t\t: fpu avx2 f16c\nmodel name\t: with bf16\n", False),
+        ("Features\t: fp asimd bf16 sve\n", True),
+        ("Features\t: fp asimd\n", False),
+        ("cpu\t: POWER9\n", None),
+    ],
+)
+def test_whether_the_processor_computes_bf16(text: str, expected: bool | None, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    assert computes_bf16(tmp_path / "cpuinfo") is expected
+    assert computes_bf16(tmp_path / "none") is None
