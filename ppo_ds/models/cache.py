@@ -1,0 +1,92 @@
+"""A preallocated KV cache of slots: every sequence in a slot of its own, each at its own position.
+
+transformers' StaticCache writes all rows of a batch at one position. Here a row's key and value go to that row's own position, and a
+forward sees only the rows and columns in use, as views: short sequences do not pay for long ones, nor a few for many.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+Prefix = list[tuple[Tensor, Tensor]]  # per layer: keys and values [c,H,P,d] of c prompts
+
+
+class _SlotLayer(CacheLayerMixin):
+    """keys, values [slots,H,length,d], allocated when their shape is known."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, cache: SlotCache):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        # zeros: a masked column has weight 0, but 0 times what uninitialised memory may hold (NaN) would not be 0
+        shape = (self.cache.slots, key_states.shape[1], self.cache.length)
+        self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
+        self.values = value_states.new_zeros(*shape, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """[n,H,1,d] each -> all columns in use of the first n slots [n,H,columns,d]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        n, columns, places = key_states.shape[0], self.cache.columns, self.cache.places(key_states.shape[1])
+        for stored, new in ((self.keys, key_states), (self.values, value_states)):
+            stored.view(-1, stored.shape[-1]).index_copy_(0, places, new.reshape(-1, new.shape[-1]))
+        return self.keys[:n, :, :columns], self.values[:n, :, :columns]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.columns, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.columns - 1  # nothing may go by it: positions and mask are given
+
+    def get_max_length(self) -> int:
+        return self.cache.length
+
+
+class SlotCache(Cache):
+    """``slots`` sequences of at most ``length`` tokens each, in ``layers`` layers."""
+
+    def __init__(self, layers: int, slots: int, length: int):
+        super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
+        self.slots = slots
+        self.length = length
+        self.columns = 0
+        self._positions: Tensor | None = None
+        self._places: dict[int, Tensor] = {}
+
+    def at(self, positions: Tensor, columns: int) -> None:
+        """The next forward is one token for each of the first n slots, at these positions [n]; all are below ``columns``."""
+        self._positions, self.columns = positions, columns
+        self._places.clear()
+
+    def places(self, heads: int) -> Tensor:
+        """[n * heads] long: where the flat [slots * heads * length, d] storage takes the new keys. One for all layers of a forward."""
+        if heads not in self._places:
+            n, device = len(self._positions), self._positions.device
+            starts = torch.arange(n * heads, device=device).mul_(self.length).view(n, heads)
+            self._places[heads] = (starts + self._positions[:, None]).flatten()
+        return self._places[heads]
+
+    def fill(self, prefix: Prefix, rows: Tensor, slots: Tensor) -> None:
+        """Copies the prompts ``rows`` of ``prefix`` to the start of ``slots`` (both [m] long). What lay there before is not erased:
+        columns beyond a slot's position are masked, and overwritten before they are not."""
+        for layer, (keys, values) in zip(self.layers, prefix, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys, values)
+            for stored, new in ((layer.keys, keys), (layer.values, values)):
+                stored[:, :, : new.shape[2]].index_copy_(0, slots, new.index_select(0, rows))
+
+    def move(self, sources: Tensor, targets: Tensor, columns: int) -> None:
+        """Copies the first ``columns`` columns of slots to other slots; no slot is both."""
+        for layer in self.layers:
+            for stored in (layer.keys, layer.values):
+                used = stored[:, :, :columns]
+                used.index_copy_(0, targets, used.index_select(0, sources))

@@ -1,0 +1,257 @@
+"""The decode backend of our own: a preallocated cache of slots, continuous batching, one prefill per prompt.
+
+Answers are decoded side by side, each in a slot of the cache. A prompt is read once for all of its answers; an answer that has ended gives
+its slot to the next one that waits; when none waits, the batch shrinks. Slots with an answer are always the first ones, so that a forward
+takes no others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ppo_ds.models.cache import Prefix
+from ppo_ds.models.decoding import Decoder, own_masks
+from ppo_ds.models.graphs import CudaRecorder, Graphs
+from ppo_ds.rollout.base import Sampling, finish, limits_of
+from ppo_ds.rollout.slots import Slots
+from ppo_ds.types import Prompts, Rollout
+
+COLUMNS = 64  # columns of the cache come into use in steps of this: few shapes, and rows that kernels like
+PREFILL_TOKENS = 8192  # enough to keep a GPU busy; prompts read beside each other stand in memory twice for a moment
+
+
+class StaticGenerator:
+    """Decodes with as many slots as ``token_budget`` tokens make: slots x (longest prompt + its limit), at least one."""
+
+    def __init__(
+        self,
+        lm: Callable[[], nn.Module],
+        *,
+        tokenizer: Any,
+        token_budget: int,
+        agree: Callable[[int], int] | None = None,
+        look_every: int | None = None,
+    ):
+        """``lm`` gives the model to decode with: it is asked inside generation mode only.
+
+        ``agree``: the largest of the ranks' numbers, where the ranks hold the model together and must run its forwards in step.
+        ``look_every``: steps between two looks of the host at who has ended; each waits for the device. By default 1 on a CPU, where
+        a look is free, and 16 on a GPU.
+        """
+        self.lm = lm
+        self.tokenizer = tokenizer
+        self.token_budget = token_budget
+        self.agree = agree
+        self.look_every = look_every
+
+    def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
+        lm = self.lm()
+        decode = partial(self.tokenizer.decode, skip_special_tokens=False)  # a special token's text can be a stop string too
+        with own_masks(lm):
+            run = _Run(lm, prompts, sampling, token_budget=self.token_budget, decode=decode, agree=self.agree, look_every=self.look_every)
+            run.decode_all()
+        responses, logprobs = run.slots.answers[:-1].cpu(), run.slots.logprobs[:-1].cpu()
+        return finish(prompts, responses, logprobs, sampling=sampling, pad_id=self.tokenizer.pad_id, decode=decode).trimmed()
+
+
+@dataclass
+class _Waiting:
+    """A prompt, and the answers to it that have not begun."""
+
+    ids: Tensor  # [P] long, unpadded
+    rows: deque[int]
+
+
+@dataclass
+class _Answer:
+    """One that is under way."""
+
+    row: int
+    start: int  # where its prompt's last token is
+    end: int  # start + its limit
+    position: int  # where its next token goes; beyond ``end`` until the next look where it has ended
+
+
+def waiting(prompts: Prompts, limits: Tensor) -> list[_Waiting]:
+    """Neighbouring rows with the same prompt make one; those that may grow longest come first, as plan_microbatches takes them."""
+    groups: list[_Waiting] = []
+    for row, (ids, mask) in enumerate(zip(prompts.ids, prompts.mask, strict=True)):
+        prompt = ids[mask]
+        if groups and torch.equal(groups[-1].ids, prompt):
+            groups[-1].rows.append(row)
+        else:
+            groups.append(_Waiting(prompt, deque([row])))
+    return sorted(groups, key=lambda group: -(len(group.ids) + int(limits[list(group.rows)].max())))
+
+
+class _Run:
+    """One rollout: which answer is in which slot."""
+
+    def __init__(
+        self,
+        lm: nn.Module,
+        prompts: Prompts,
+        sampling: Sampling,
+        *,
+        token_budget: int,
+        decode: Callable[[list[int]], str],
+        agree: Callable[[int], int] | None,
+        look_every: int | None,
+    ):
+        self.limits = limits_of(prompts, sampling)
+        longest = int((prompts.mask.sum(1) + self.limits).max())
+        self.total = max(1, min(token_budget // longest, len(prompts)))
+        self.decoder = Decoder(lm, slots=self.total, length=_rounded(longest))
+        self.device = self.decoder.device
+        self.slots = Slots(self.total, self.limits, sampling, self.device)
+        self.live: list[_Answer] = []  # those in the first slots
+        self.queue = deque(waiting(prompts, self.limits))
+        self.unbegun = len(prompts)
+        self.kept: Prefix | None = None  # of the first prompt of the queue, where some of its answers have begun
+        self.prefill_tokens = min(token_budget, PREFILL_TOKENS)
+
+        on_gpu = self.device.type == "cuda"
+        self.in_step = agree is not None
+        self.agree = agree or int
+        self.graphs = Graphs(CudaRecorder() if on_gpu and not self.in_step else None)  # weights that come and go have no addresses to record
+        self.look_every = look_every or (16 if on_gpu else 1)
+        self.stops = _StopStrings(sampling.stop_strings, decode, self.look_every) if sampling.stop_strings else None
+
+    def decode_all(self) -> None:
+        """Ranks in step agree before each kind of forward; those that have nothing left run along with a dummy."""
+        while True:
+            while self.agree(self._wants_prompts()):
+                self._read_prompts()
+            if not self.agree(bool(self.live)):
+                return
+            self._advance()
+            self._look()
+
+    # -- prompts --------------------------------------------------------------------------------------------------------------------------
+
+    def _wants_prompts(self) -> bool:
+        """A few at a time: a forward for each single slot that comes free would cost more than the slot is worth."""
+        return self.unbegun > 0 and self.total - len(self.live) >= min(self.unbegun, max(1, self.total // 8))
+
+    def _read_prompts(self) -> None:
+        """Fill the free slots, as far as one forward goes. In step it is one forward, whatever is to be done."""
+        if self.kept is not None:
+            self._begin(self.kept, [self.queue[0]])
+        chunk = self._next_prompts() if self._wants_prompts() else []
+        if chunk or self.in_step:
+            # all but the last token, which is the first step's; a prompt of one token is read for the sake of one rule for all
+            read = [group.ids[: max(1, len(group.ids) - 1)] for group in chunk] or [torch.zeros(1, dtype=torch.long)]
+            prefix = self.decoder.prefill(torch.nn.utils.rnn.pad_sequence(read, batch_first=True))
+            self._begin(prefix, chunk)
+
+    def _next_prompts(self) -> list[_Waiting]:
+        """The next of the queue, until free slots or the tokens of a forward are used up."""
+        chunk: list[_Waiting] = []
+        free, width = self.total - len(self.live), 0
+        for group in self.queue:
+            width = max(width, len(group.ids))
+            if free <= 0 or (chunk and width * (len(chunk) + 1) > self.prefill_tokens):
+                break
+            chunk.append(group)
+            free -= len(group.rows)
+        return chunk
+
+    def _begin(self, prefix: Prefix, groups: Sequence[_Waiting]) -> None:
+        """Answers to the first prompts of the queue, whose cache ``prefix`` is, in the free slots. What does not fit stays at the front."""
+        new: list[_Answer] = []
+        sources: list[int] = []
+        tokens: list[int] = []
+        first, self.kept = len(self.live), None
+        for source, group in enumerate(groups):
+            n = min(len(group.rows), self.total - first - len(new))
+            start = len(group.ids) - 1
+            for row in (group.rows.popleft() for _ in range(n)):
+                new.append(_Answer(row, start, start + int(self.limits[row]), start))
+            sources += [source] * n
+            tokens += [int(group.ids[-1])] * n
+            if group.rows:
+                self.kept = [(keys[source : source + 1].clone(), values[source : source + 1].clone()) for keys, values in prefix]
+            else:
+                self.queue.popleft()
+        if new:
+            slots = self._tensor(range(first, first + len(new)))
+            self.decoder.cache.fill(prefix, self._tensor(sources), slots)
+            self.slots.put(slots, self._tensor([a.row for a in new]), self._tensor(tokens), self._tensor([a.start for a in new]))
+        self.live += new
+        self.unbegun -= len(new)
+
+    # -- tokens ---------------------------------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Steps until the next look; none that no answer can need, unless ranks go in step."""
+        left = max((a.end - a.position for a in self.live), default=0)
+        steps = self.look_every if self.in_step else min(self.look_every, left)
+        n = self._width(max(1, len(self.live)))
+        self.columns = min(_rounded(max((a.position for a in self.live), default=0) + steps), self.decoder.cache.length)
+        step = partial(self.slots.step, n, partial(self.decoder.logits, columns=self.columns))
+        for _ in range(steps):
+            self.graphs.run((n, self.columns), step)
+        for answer in self.live:
+            answer.position += steps
+
+    def _width(self, live: int) -> int:
+        """The slots that a forward takes: those with an answer; a graph has a fixed shape, so all, half of them, a quarter ..."""
+        if self.graphs.recorder is None:
+            return live
+        width = self.total
+        while width // 2 >= live:
+            width //= 2
+        return width
+
+    def _look(self) -> None:
+        """Who has ended? The last answers that go on take the places of those that do not."""
+        alive = self.slots.alive[: len(self.live)].tolist()
+        if self.stops is not None:
+            ended = self.stops.ended(self.slots.answers, self.live, alive)
+            self.slots.end(self._tensor(ended))
+            for slot in ended:
+                alive[slot] = False
+        n = sum(alive)
+        sources = [slot for slot in range(n, len(alive)) if alive[slot]]
+        targets = [slot for slot in range(n) if not alive[slot]]
+        if sources:
+            self.slots.move(self._tensor(sources), self._tensor(targets))
+            self.decoder.cache.move(self._tensor(sources), self._tensor(targets), self.columns)
+        for source, target in zip(sources, targets, strict=True):
+            self.live[target] = self.live[source]
+        del self.live[n:]
+
+    def _tensor(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.long, device=self.device)
+
+
+class _StopStrings:
+    """Which answers, as text, hold a stop string."""
+
+    def __init__(self, stops: Sequence[str], decode: Callable[[list[int]], str], look_every: int):
+        self.stops = stops
+        self.decode = decode
+        # a token is a byte at least; a few more, since some tokenizers drop a space where a text begins. What is overlooked is cut later.
+        self.window = max(len(stop.encode()) for stop in stops) + 4 + look_every
+
+    def ended(self, answers: Tensor, live: Sequence[_Answer], alive: Sequence[bool]) -> list[int]:
+        """answers [B+1,R] -> the slots of those that ended, among those that are alive. One copy to the host."""
+        slots = [slot for slot, goes_on in enumerate(alive) if goes_on]
+        if not slots:
+            return []
+        counts = torch.tensor([live[slot].position - live[slot].start for slot in slots])
+        places = (counts[:, None] - torch.arange(self.window, 0, -1)).clamp(min=0).to(answers.device)
+        tails = answers[torch.tensor([live[slot].row for slot in slots], device=answers.device)[:, None], places].tolist()
+        texts = [self.decode(tail[-count:]) for tail, count in zip(tails, counts.tolist(), strict=True)]
+        return [slot for slot, text in zip(slots, texts, strict=True) if any(stop in text for stop in self.stops)]
+
+
+def _rounded(columns: int) -> int:
+    return -(-columns // COLUMNS) * COLUMNS
