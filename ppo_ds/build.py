@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ppo_ds.advice import warnings
+from ppo_ds.advice import slow_bf16, warnings
 from ppo_ds.algo.evaluation import Evaluator
 from ppo_ds.algo.folder import RunFolder
 from ppo_ds.algo.sampling import DynamicSampler, Sampler
@@ -34,6 +34,7 @@ from ppo_ds.data.prompts import eval_batches
 from ppo_ds.engine.checkpoint import Checkpoints
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.processor import computes_bf16
 from ppo_ds.engine.shadow import ShadowWeights
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World, connect, seed_everything
@@ -69,6 +70,8 @@ def build_trainer(config: Config) -> Trainer:
     length = horizon(config, len(inputs.source))
     sampling = _sampling(config, inputs.tokenizer)
     notes = warnings(config, hides_stops=bool(hidden_stops(config.algo.mask.include_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id)))
+    if world.device.type == "cpu":
+        notes += slow_bf16(config, computes_bf16())
     timer = PhaseTimer(world.device)
     roles = _roles(config, world, inputs, length, make_reward, notes, timer)
     generator, gap = build_generator(config, world, inputs, roles.actor, sampling, notes)
