@@ -114,10 +114,10 @@ class Trainer:
             rollout, sampled = self.sample(self.prompts)
             kl_coef = self.kl.value
             experience, seen = self.make_experience(rollout, kl_coef)
-            learned = self.learn(experience, kl_coef, seed=self._seed(step), critic_only=step < self.plan.critic_warmup)
+            experience, learned = self.learn(experience, kl_coef, seed=self._seed(step), critic_only=step < self.plan.critic_warmup)
             self._count(experience)
             metrics = self._describe(experience, kl_coef) | sampled | seen | learned | self._after_update(experience) | self._evaluate()
-            self.kl.update(metrics[self.plan.kl_metric], len(experience))
+            self.kl.update(metrics.get(self.plan.kl_metric, math.nan), len(experience))  # without a reference the coefficient is nobody's
             self._log(experience, metrics)
             self._save()
         return self._finish()
@@ -153,9 +153,9 @@ class Trainer:
                 return  # the loop will see it too
             rollout, _ = self.sample(self.prompts)
             experience, _ = self.make_pretraining(rollout, self.kl.value)
-            learned = self.learn(experience, self.kl.value, seed=self._seed(500_000 + i), critic_only=True)
+            _, learned = self.learn(experience, self.kl.value, seed=self._seed(500_000 + i), critic_only=True)
             self.pretrained = {f"value/pretrain_{name}": learned[f"value/{name}"] for name in ("loss", "explained_var")}
-        self.timer.take()  # not part of the first step
+        self._costs()  # not part of the first step
 
     def _after_update(self, experience: Experience) -> Metrics:
         """What an update entails beside the weights; metrics of it where they are asked for."""
@@ -176,7 +176,7 @@ class Trainer:
                 first = self.evaluator()
             self.progress.first_eval, self.progress.first_rows = first.metrics, first.rows[:SHOWN_ANSWERS]
             self.tracker.samples(0, first.rows, split="eval")
-            self.timer.take()  # not part of the first step
+        self._costs()  # neither this nor what came before it is part of the first step
 
     def _evaluate(self) -> Metrics:
         """eval/* where one is due: every so many steps, and after the last."""
@@ -194,13 +194,17 @@ class Trainer:
 
     def _log(self, experience: Experience, metrics: Metrics) -> None:
         progress = self.progress
-        times = self.timer.take()
-        speed = throughput(experience, times, self.world)
+        costs = self._costs()
+        speed = throughput(experience, costs, self.world)
         counts = {"episodes": progress.episodes, "tokens": progress.tokens}
-        self.tracker.log(progress.step, counts | metrics | speed | times | memory(self.world))
+        self.tracker.log(progress.step, counts | metrics | speed | costs | memory(self.world))
         if self.world.is_main:
             self.tracker.samples(progress.step, sample_rows(experience, self.tokenizer, self.plan.sample_rows))
         self.latest_eval_score = metrics.get("eval/score_mean")
+
+    def _costs(self) -> Metrics:
+        """Since the last call: time/*, and how much was gathered or moved for generation."""
+        return self.timer.take() | {"perf/switch_gb": self.actor.take_switched_gb()}
 
     def _save(self, last: bool = False) -> None:
         step, plan = self.progress.step, self.plan

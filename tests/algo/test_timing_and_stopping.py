@@ -58,6 +58,97 @@ def test_a_phase_that_fails_is_counted_and_closed(clock):
     assert timer.take() == {"time/reward": 1.0, "time/values": 2.0, "time/other": 0.0, "time/step": 3.0}
 
 
+class Device:
+    """A GPU with one stream: work is queued by the host and takes the device some seconds. Stands in for ``torch.cuda``."""
+
+    def __init__(self, clock):
+        self.clock, self.free_at, self.waits = clock, 0.0, 0
+
+    def work(self, seconds):
+        self.free_at = self._reached() + seconds
+
+    def _reached(self):
+        """When the device gets to what is queued now."""
+        return max(self.free_at, self.clock[0])
+
+    def Event(self, enable_timing):
+        assert enable_timing
+        return Event(self)
+
+    def current_stream(self, device):
+        return self
+
+    def synchronize(self, device):
+        self.waits += 1
+        self.clock[0] = self._reached()
+
+
+class Event:
+    def __init__(self, device):
+        self.device, self.at = device, None
+
+    def record(self, stream):
+        assert stream is self.device
+        self.at = self.device._reached()
+
+    def elapsed_time(self, end):
+        assert end.at <= self.device.clock[0], "not there yet"
+        return 1000 * (end.at - self.at)
+
+
+@pytest.fixture
+def device(clock, monkeypatch):
+    device = Device(clock)
+    for name in ("Event", "current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+    return device
+
+
+def test_on_a_gpu_interleaved_phases_are_the_devices_seconds_and_nobody_waits_for_them(clock, device):
+    timer = PhaseTimer(torch.device("cuda", 0))
+    for _ in range(3):
+        with timer("update_actor"):
+            spend(clock, 0.25)  # the host queues it, and is done long before the device
+            device.work(4.0)
+        with timer("update_critic"):
+            spend(clock, 0.25)
+            device.work(2.0)
+    assert device.waits == 0 and clock[0] == 101.5
+    # the device begins 0.25 s late: the host's first quarter of a second is update_actor's, as nothing else goes on
+    assert timer.take() == pytest.approx({"time/update_actor": 12.25, "time/update_critic": 6.0, "time/other": 0.0, "time/step": 18.25})
+    assert device.waits == 1
+    spend(clock, 1.5)
+    assert timer.take() == {"time/other": 1.5, "time/step": 1.5}
+
+
+def test_on_a_gpu_work_of_the_host_counts_where_the_device_is_idle(clock, device):
+    timer = PhaseTimer(torch.device("cuda", 0))
+    with timer("generate"):
+        spend(clock, 1.0)
+        device.work(2.0)
+        device.synchronize(0)  # the host reads the answers
+    with timer("reward"):
+        spend(clock, 5.0)  # a function on the CPU
+    with timer("values"):
+        device.work(3.0)
+    with timer("advantages"):
+        spend(clock, 1.0)  # hidden behind the device's work
+    spend(clock, 4.0)
+    assert timer.take() == pytest.approx(
+        {"time/generate": 3.0, "time/reward": 5.0, "time/values": 3.0, "time/advantages": 0.0, "time/other": 2.0, "time/step": 13.0}
+    )
+
+
+def test_on_a_gpu_too_a_phase_within_a_phase_is_the_outer_one(clock, device):
+    timer = PhaseTimer(torch.device("cuda", 0))
+    with timer("eval"), timer("switch"):
+        device.work(2.0)
+    with pytest.raises(ValueError), timer("switch"):
+        device.work(4.0)
+        raise ValueError
+    assert timer.take() == pytest.approx({"time/eval": 2.0, "time/switch": 4.0, "time/other": 0.0, "time/step": 6.0})
+
+
 @pytest.mark.parametrize(
     ("phase", "key"),
     [

@@ -26,6 +26,12 @@ def test_the_coefficient_of_a_step_is_the_one_before_its_update(loop):
     assert named(events, "learn") == pytest.approx([0.1, 0.12])
 
 
+def test_what_was_moved_for_generation_is_told_of_each_step_by_itself(loop):
+    trainer, _ = loop(total_steps=2)
+    trainer.fit()  # the stand-in's first number is that of before the first step
+    assert [trainer.tracker.metrics[step]["perf/switch_gb"] for step in (1, 2)] == [0.5, 1.0]
+
+
 @pytest.mark.parametrize(
     ("stop", "plan", "reason", "steps"),
     [

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import torch
@@ -125,7 +126,7 @@ def stand_ins(world, tokenizer):
 
         def learn(rows, kl_coef, seed, critic_only):
             events.append(("learn critic" if critic_only else "learn", kl_coef, seed))
-            return {"value/loss": float(trainer.prompts.n), "value/explained_var": 0.5} | ({} if critic_only else {"policy/loss": 1.0})
+            return rows, {"value/loss": float(trainer.prompts.n), "value/explained_var": 0.5} | ({} if critic_only else {"policy/loss": 1.0})
 
         def save(step, models, state, best, shadows):
             events.append(("save", step, best))
@@ -138,7 +139,7 @@ def stand_ins(world, tokenizer):
 
         trainer = Trainer(
             world=world,
-            actor="the actor",
+            actor=SimpleNamespace(take_switched_gb=count(0.0, 0.5).__next__),
             critic=None,
             prompts=prompts,
             sample=sample,
