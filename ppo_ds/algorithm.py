@@ -30,12 +30,22 @@ def uses_critic(config: Config) -> bool:
     return config.algo.advantage.estimator == "gae"
 
 
+def reads_once(config: Config) -> bool:
+    """Whether the update's own forward is the only one that the actor makes over its answers: one optimizer step, and nothing that is due before it
+    needs the log-probs (a KL in the reward, weights of the decode backend, values from the same trunk, steps in which the critic alone learns).
+    """
+    algo, size = config.algo, rollout_size(config)
+    one_step = algo.epochs == 1 and (algo.minibatch_size or size) == size
+    asked_before = algo.kl.place == "reward" or algo.correction.kind != "none" or config.critic.share_trunk or algo.value.warmup_steps > 0
+    return one_step and algo.old_policy == "rollout" and not asked_before
+
+
 def experience_maker(
     config: Config,
     *,
     world: World,
     actor: TrainedModel,
-    reference: FrozenModel,
+    reference: FrozenModel | None,
     critic: TrainedModel | None,
     lagged: ShadowWeights | None,
     stop_token_ids: tuple[int, ...],
@@ -45,6 +55,7 @@ def experience_maker(
     algo, n = config.algo, config.rollout.samples_per_prompt
     return ExperienceMaker(
         actor=actor,
+        early=not reads_once(config),
         reference=reference,
         values=_values(config, actor, critic),
         world=world,
@@ -64,7 +75,10 @@ def experience_maker(
 
 def pretraining(maker: ExperienceMaker) -> ExperienceMaker:
     """The same with returns that are the rewards to come: no bootstrap from a critic that knows nothing yet."""
-    return replace(maker, estimator=replace(maker.estimator, lam=1.0, lam_critic=None, bootstrap_truncated=False))
+    estimator = replace(maker.estimator, lam=1.0, lam_critic=None, bootstrap_truncated=False)
+    if maker.kl.in_reward:
+        return replace(maker, estimator=estimator)
+    return replace(maker, estimator=estimator, early=False, reference=None, correction=replace(maker.correction, kind="none"))
 
 
 def hidden_stops(include_eos: bool | None, stop_token_ids: tuple[int, ...], pad_id: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ppo_ds.config import Config, reference_is_base, rollout_size
+from ppo_ds.config import Config, reference_is_base, rollout_size, uses_reference
 from ppo_ds.data.prompts import Source
 from ppo_ds.engine.world import World
 from ppo_ds.typed import show
@@ -32,13 +32,13 @@ def banner(
     report, device = source.report, torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     changes = {"truncated": "cut on the left", "dropped": "dropped", "lowered": "asked for more than sampling.max_new_tokens"}
     cut = "".join(f", {report[name]} {what}" for name, what in changes.items() if report[name])
-    kl = f"{algo.kl.estimator} x {algo.kl.coef:g} ({algo.kl.controller}) in the {algo.kl.place}" if algo.kl.place != "none" else "watched only"
+    kl = f"{algo.kl.estimator} x {algo.kl.coef:g} ({algo.kl.controller}) in the {algo.kl.place}" if algo.kl.place != "none" else "none"
     lines = [
         f"{world.size} rank(s) on {device}; torch {torch.__version__}",
         f"threads    {world.threads}",
         f"actor      {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
         f"critic     {critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}" if critic_start else f"critic     {_no_critic(config)}",
-        f"reference  {reference.model.path}  {reference.model.dtype}  {_reference_place(config)}",
+        f"reference  {reference.model.path}  {reference.model.dtype}  {_reference_place(config)}" if uses_reference(config) else "reference  none",
         f"reward     {_reward(config.reward)}; KL {kl}",
         f"data       {source.path}: {report['rows']} prompts{cut}",
         f"rollout    {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples a step, {size // world.size} on each rank",

@@ -29,7 +29,7 @@ from ppo_ds.algorithm import (
     uses_critic,
 )
 from ppo_ds.banner import banner
-from ppo_ds.config import Config, resolved, rollout_size
+from ppo_ds.config import Config, resolved, rollout_size, uses_reference
 from ppo_ds.data.prompts import eval_batches
 from ppo_ds.engine.checkpoint import Checkpoints
 from ppo_ds.engine.frozen import FrozenModel
@@ -129,7 +129,7 @@ class Roles:
     """Who acts, judges and is compared with."""
 
     actor: HybridActor
-    reference: FrozenModel
+    reference: FrozenModel | None  # None: nobody asks for the KL
     reward: Reward
     critic: TrainedModel | None  # None: critic-free, or the actor has the value head
     critic_path: str | None  # where its first weights come from
@@ -142,7 +142,7 @@ def _roles(
 ) -> Roles:
     needs = Needs(inputs.tokenizer.vocab_size, max(inputs.longest_prompt + config.sampling.max_new_tokens, inputs.longest_text))
     actor = build_actor(config, world, needs, length.actor, timer)
-    reference = build_reference(config, world, needs, actor)
+    reference = build_reference(config, world, needs, actor) if uses_reference(config) else None
     start = critic_start(config, inputs.tokenizer) if uses_critic(config) and not config.critic.share_trunk else None
     critic = build_critic(config, start, world, needs, length.critic) if start else None
     place = RewardModels(world, notes)

@@ -427,6 +427,11 @@ def rollout_size(config: Config) -> int:
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
 
 
+def uses_reference(config: Config) -> bool:
+    """Whether anybody asks for the KL to the reference; else none is loaded."""
+    return config.algo.kl.place != "none" or config.algo.kl.after_update
+
+
 def reference_is_base(config: Config) -> bool:
     """Whether the reference is what the actor's adapters stand on: the actor itself then, without them, and no second copy of the weights."""
     actor, reference = config.actor.model, config.reference.model

@@ -9,7 +9,8 @@ Masks come from lengths and stop positions, never from ``ids != pad``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import cache
 from typing import Any, Protocol, Self
 
 import torch
@@ -90,8 +91,8 @@ class Sequences(_Rows):
         return self.attention_mask[:, self.prompt_width :].sum(1)
 
     def to(self, device: torch.device) -> Self:
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
-        return replace(self, **moved)
+        """On a GPU nothing waits: the copies are queued, from memory that the GPU can read by itself."""
+        return replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)})
 
     def trimmed(self) -> Self:
         """The same rows, cut to their own longest prompt and response (at least one place each)."""
@@ -105,6 +106,10 @@ class Sequences(_Rows):
             f.name: torch.nn.functional.pad(getattr(self, f.name), pads[f.metadata["width"]]) for f in fields(self) if f.metadata.get("width") in pads
         }
         return replace(self, **changed)
+
+
+def _moved(column: Tensor, device: torch.device) -> Tensor:
+    return column.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and column.device.type == "cpu" else column.to(device)
 
 
 @dataclass(frozen=True)
@@ -147,12 +152,14 @@ class ScoredRollout(Rollout):
 
 @dataclass(frozen=True)
 class Experience(Sequences):
-    """Everything a policy learns from; all of it is constant while the minibatches pass."""
+    """What every policy learns from; all of it is constant while the minibatches pass.
+
+    What the actor, the reference and a critic said of it stands in types of their own, for the algorithms that ask them; ``experience_of`` puts
+    together those that are there.
+    """
 
     finished: Tensor = _tensor("B")  # [B] bool
-    logprobs: Tensor = _tensor("R")  # [B,R] log pi(a|s) of the policy that answered, by the training engine
-    old_logprobs: Tensor = _tensor("R")  # [B,R] log pi_old(a|s) of the ratio: the same, or those of a copy that lags behind
-    ref_logprobs: Tensor = _tensor("R")  # [B,R] log pi_ref(a|s)
+    decode_logprobs: Tensor = _tensor("R")  # [B,R] log pi(a|s) as the decode backend saw it
     rewards: Tensor = _tensor("S")  # [B,S]
     advantages: Tensor = _tensor("R")  # [B,R]
     weights: Tensor = _tensor("R")  # [B,R] importance weights of the decode backend; 1 = none
@@ -160,12 +167,39 @@ class Experience(Sequences):
 
 
 @dataclass(frozen=True)
+class ActorExperience(Experience):
+    """Where one optimizer step is all that a rollout gives, it is the first to ask the actor, and this is there only after it."""
+
+    logprobs: Tensor = _tensor("R")  # [B,R] log pi(a|s) of the policy that answered, by the training engine
+    old_logprobs: Tensor = _tensor("R")  # [B,R] log pi_old(a|s) of the ratio: the same, or those of a copy that lags behind
+
+
+@dataclass(frozen=True)
+class ReferenceExperience(Experience):
+    """Nobody asks the reference where there is no KL."""
+
+    ref_logprobs: Tensor = _tensor("R")  # [B,R] log pi_ref(a|s)
+
+
+@dataclass(frozen=True)
 class CriticExperience(Experience):
-    """What a policy and its critic learn from."""
+    """What a critic learns from."""
 
     values: Tensor = _tensor("S")  # [B,S] V(s), old
     returns: Tensor = _tensor("S")  # [B,S]
     value_mask: Tensor = _tensor("S")  # [B,S] bool: the states whose value is trained
+
+
+def experience_of(**columns: Tensor) -> Experience:
+    """The Experience with these columns: of all those types at once that the columns fill."""
+    parts = (ActorExperience, ReferenceExperience, CriticExperience)
+    return _joined(tuple(part for part in parts if {f.name for f in fields(part)} <= columns.keys()) or (Experience,))(**columns)
+
+
+@cache
+def _joined(parts: tuple[type[Experience], ...]) -> type[Experience]:
+    """One type for all of them; ``isinstance`` tells what is there."""
+    return make_dataclass("".join(part.__name__.removesuffix("Experience") for part in parts) + "Experience", [], bases=parts, frozen=True)
 
 
 Metrics = dict[str, float]  # METRIC name -> value: reduced over ranks, masked

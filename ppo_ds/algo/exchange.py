@@ -46,11 +46,15 @@ def minibatches(n_rows: int, epochs: int, minibatch_size: int, generator: torch.
     return [rows for _ in range(epochs) for rows in torch.randperm(n_rows, generator=generator).split(minibatch_size)]
 
 
-def microbatches(minibatch: S, token_budget: int, world: World) -> list[S]:
-    """This rank's share of a minibatch, in forwards of at most ``token_budget`` tokens; as many of them on every rank."""
+def microbatch_rows(minibatch: Sequences, token_budget: int, world: World) -> list[Tensor]:
+    """This rank's share of a minibatch, as the rows of each forward: at most ``token_budget`` tokens in one, as many of them on every rank."""
     prompts, responses = minibatch.prompt_lengths, minibatch.response_lengths
     shares = deal(prompts + responses, world.size)
     count = max(len(plan_microbatches(prompts[rows], responses[rows], token_budget)) for rows in shares)
-    mine = minibatch.select(shares[world.rank])
-    plan = plan_microbatches(mine.prompt_lengths, mine.response_lengths, token_budget, at_least=count)
-    return [mine.select(rows).trimmed() for rows in plan]
+    mine = shares[world.rank]
+    return [mine[rows] for rows in plan_microbatches(prompts[mine], responses[mine], token_budget, at_least=count)]
+
+
+def microbatches(minibatch: S, token_budget: int, world: World) -> list[S]:
+    """The same as rows cut to their own longest."""
+    return [minibatch.select(rows).trimmed() for rows in microbatch_rows(minibatch, token_budget, world)]

@@ -24,7 +24,7 @@ from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World
 from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.losses import rollout_is_weights
-from ppo_ds.types import CriticExperience, Experience, Metrics, ScoredRollout, Sequences
+from ppo_ds.types import ActorExperience, Experience, Metrics, ScoredRollout, Sequences, experience_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ def without_stops(rollout: ScoredRollout, stop_token_ids: tuple[int, ...]) -> Sc
 @dataclass(kw_only=True)
 class ExperienceMaker:
     actor: TrainedModel
-    reference: FrozenModel
+    early: bool  # the actor is asked for old log-probs; else the update's own forward is the first, and gives them (learner.py)
+    reference: FrozenModel | None  # None: nobody asks for the KL
     values: Callable[[Sequences], Tensor] | None  # None: no critic
     world: World
     token_budget: int
@@ -91,31 +92,29 @@ class ExperienceMaker:
         if self.hidden_stops:
             rollout = without_stops(rollout, self.hidden_stops)
         plan = scoring_plan(rollout, self.token_budget, self.world)
-        with self.timer("old_logprobs"):
-            logprobs = self._over(plan, rollout, logprobs_of(self.actor))  # log pi_old(a|s), training engine, dropout 0
-            old_logprobs = self._lagged_logprobs(rollout, plan) if self.old_policy else logprobs
-        with self.timer("ref_logprobs"), self.reference.resident():
-            ref_logprobs = self._over(plan, rollout, logprobs_of(self.reference))  # log pi_ref(a|s)
+        said = self._actors(rollout, plan) | self._references(rollout, plan)
         with self.timer("advantages"):
             shaped, unclipped = self.shaper(rollout)
-            kl = approx_kl(logprobs, ref_logprobs, self.kl.estimator)
-            charged = kl_coef if self.kl.in_reward else 0.0
-            rewards = self.place.rewards(shaped, rollout, kl, charged, rollout.token_scores)
-        columns = {f.name: getattr(rollout, f.name) for f in fields(Sequences)} | {
-            "finished": rollout.finished,
-            "logprobs": logprobs,
-            "old_logprobs": old_logprobs,
-            "ref_logprobs": ref_logprobs,
-            "rewards": rewards,
-            "weights": self._weights(rollout, logprobs),
-            "scores": rollout.scores,
-        }
-        experience, raw = self._judged(columns, rewards, shaped, rollout, plan)
-        seen = self._seen(rollout, shaped != unclipped, -charged * kl.masked_fill(~self.place.states(rollout)[:, :-1], 0.0).sum(1), logprobs, raw)
-        return exchange(experience, self.world), seen
+            charge, states = self._charge(said, rollout, kl_coef), self.place.states(rollout)
+            rewards = self.place.rewards(shaped, rollout, charge, 1.0, rollout.token_scores)
+            weights = self._weights(said, rollout)
+        judged, raw = self._judged(rewards, shaped, rollout, plan)
+        made = experience_of(
+            **{f.name: getattr(rollout, f.name) for f in fields(Sequences)},
+            **said,
+            **judged,
+            finished=rollout.finished,
+            decode_logprobs=rollout.logprobs,
+            rewards=rewards,
+            weights=weights,
+            scores=rollout.scores,
+        )
+        totals = rewards.masked_fill(~states, 0.0).sum(1)  # what is paid where no state is (zysNLP's code) is lost
+        seen = self._seen(rollout, shaped != unclipped, totals, -charge.masked_fill(~states[:, :-1], 0.0).sum(1), weights, raw)
+        return exchange(made, self.world), seen
 
     @torch.no_grad()
-    def kl_now(self, experience: Experience) -> Metrics:
+    def kl_now(self, experience: ActorExperience) -> Metrics:
         """k1 of the actor to the reference per token, as the rollout had it and as the actor is by now. ``experience`` is that of all ranks."""
         mine = experience.select(torch.arange(len(experience)).chunk(self.world.size)[self.world.rank]).trimmed()
         logprobs = self._over(scoring_plan(mine, self.token_budget, self.world), mine, logprobs_of(self.actor))
@@ -124,52 +123,70 @@ class ExperienceMaker:
         sums.add_mean("kl/after_update", logprobs - mine.ref_logprobs, mine.response_mask)
         return sums.reduced(self.world)
 
+    def _actors(self, rollout: ScoredRollout, plan: list[Tensor]) -> dict[str, Tensor]:
+        """The columns of an ActorExperience, [B,R] each, or none."""
+        if not self.early:
+            return {}
+        with self.timer("old_logprobs"):
+            logprobs = self._over(plan, rollout, logprobs_of(self.actor))  # log pi_old(a|s), training engine, dropout 0
+            return {"logprobs": logprobs, "old_logprobs": self._lagged_logprobs(rollout, plan) if self.old_policy else logprobs}
+
     def _lagged_logprobs(self, rollout: ScoredRollout, plan: list[Tensor]) -> Tensor:
         with self.old_policy():
             return self._over(plan, rollout, logprobs_of(self.actor))
 
-    def _judged(
-        self, columns: dict[str, Tensor], rewards: Tensor, shaped: Tensor, rollout: ScoredRollout, plan: list[Tensor]
-    ) -> tuple[Experience, Tensor]:
-        """The experience, and the advantages [B,R] before they are whitened."""
+    def _references(self, rollout: ScoredRollout, plan: list[Tensor]) -> dict[str, Tensor]:
+        """The column of a ReferenceExperience, or none."""
+        if self.reference is None:
+            return {}
+        with self.timer("ref_logprobs"), self.reference.resident():
+            return {"ref_logprobs": self._over(plan, rollout, logprobs_of(self.reference))}  # log pi_ref(a|s)
+
+    def _charge(self, said: dict[str, Tensor], rollout: ScoredRollout, kl_coef: float) -> Tensor:
+        """[B,R]: what the KL takes off the reward of each token."""
+        if not self.kl.in_reward:
+            return torch.zeros(rollout.response_mask.shape)
+        return kl_coef * approx_kl(said["logprobs"], said["ref_logprobs"], self.kl.estimator)
+
+    def _judged(self, rewards: Tensor, shaped: Tensor, rollout: ScoredRollout, plan: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """The columns that tell how good the answers were, and the advantages [B,R] before they are whitened."""
         mask = rollout.response_mask
         if self.values is None:
             with self.timer("advantages"):
                 raw = self.estimator(rewards, rollout, self.place.states(rollout), shaped)
-                return Experience(**columns, advantages=self._whitened(raw, mask)), raw
+                return {"advantages": self._whitened(raw, mask)}, raw
         with self.timer("values"):
             values = score_states(self.values, rollout, plan, self.world.device)  # V(s)
         with self.timer("advantages"):
             judged = self.estimator(rewards, values, rollout)
-            advantages = self._whitened(judged.advantages, mask)
-            made = CriticExperience(**columns, advantages=advantages, values=values, returns=judged.returns, value_mask=judged.mask)
-            return made, judged.advantages
+            columns = {"values": values, "returns": judged.returns, "value_mask": judged.mask}
+            return columns | {"advantages": self._whitened(judged.advantages, mask)}, judged.advantages
 
     def _whitened(self, raw: Tensor, mask: Tensor) -> Tensor:
         return self.whitening.in_rollout(raw, mask, self.group_size, self.world.sum)
 
-    def _weights(self, rollout: ScoredRollout, logprobs: Tensor) -> Tensor:
+    def _weights(self, said: dict[str, Tensor], rollout: ScoredRollout) -> Tensor:
         how = self.correction
         if how.kind == "none":
-            return torch.ones_like(logprobs)
-        return rollout_is_weights(logprobs, rollout.logprobs, rollout.response_mask, how.kind, how.low, how.high)
+            return torch.ones(rollout.response_mask.shape)
+        return rollout_is_weights(said["logprobs"], rollout.logprobs, rollout.response_mask, how.kind, how.low, how.high)
 
-    def _seen(self, rollout: ScoredRollout, clipped: Tensor, kl_penalties: Tensor, logprobs: Tensor, raw_advantages: Tensor) -> Metrics:
-        """What the experience itself no longer tells: the parts of the rewards, the gap to generation, advantages before whitening.
+    def _seen(
+        self, rollout: ScoredRollout, clipped: Tensor, totals: Tensor, kl_penalties: Tensor, weights: Tensor, raw_advantages: Tensor
+    ) -> Metrics:
+        """What the experience itself no longer tells: the parts of the rewards, advantages before whitening.
 
-        clipped, kl_penalties [B]; logprobs, raw_advantages [B,R]. A collective.
+        clipped, totals, kl_penalties [B]; weights, raw_advantages [B,R]. A collective.
         """
         mask = rollout.response_mask
         sums = MetricSums()
         sums.add_mean("reward/clipped_frac", clipped)
+        sums.add_mean("reward/total_mean", totals)
         sums.add_mean("reward/kl_penalty_mean", kl_penalties)
         for name in rollout.components[0]:
             sums.add_mean(f"reward/component/{name}_mean", torch.tensor([parts[name] for parts in rollout.components]))
-        gap = (rollout.logprobs - logprobs).abs().masked_fill(~mask, 0.0)
-        sums.add_mean("parity/logp_abs_diff_mean", gap, mask)
-        sums.add_max("parity/logp_abs_diff_max", gap.max())
         if self.correction.kind != "none":
-            sums.add_mean("parity/weight_mean", self._weights(rollout, logprobs), mask)
+            sums.add_mean("parity/weight_mean", weights, mask)
         sums.add_spread("adv", raw_advantages, mask)
         sums.add_max("adv/max_abs", raw_advantages.abs().max())
         return sums.reduced(self.world)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Protocol
 
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from ppo_ds.algo.advantages import Whitening
-from ppo_ds.algo.exchange import microbatches, minibatches
+from ppo_ds.algo.exchange import microbatch_rows, microbatches, minibatches
 from ppo_ds.algo.metrics import MetricSums
 from ppo_ds.algo.objectives import Parts, PolicyObjective, PtxObjective, ValueObjective
+from ppo_ds.algo.scoring import spread
 from ppo_ds.algo.timing import PhaseTimer
 from ppo_ds.engine.trained import StepInfo, TrainedModel
 from ppo_ds.engine.world import World
 from ppo_ds.ops.losses import BatchTotals, batch_totals
-from ppo_ds.types import CriticExperience, Experience, Metrics, Sequences
+from ppo_ds.types import ActorExperience, CriticExperience, Experience, Metrics, Sequences, experience_of
 
 
 class Average(Protocol):
@@ -47,10 +48,14 @@ class Learner:
     timer: PhaseTimer
     seen: MetricSums = field(init=False)
     steps: dict[str, list[StepInfo]] = field(init=False)
+    read: list[Tensor] = field(init=False)  # log-probs [b,R'] of each micro-batch, where the update is the first to ask for them
 
-    def __call__(self, experience: Experience, kl_coef: float, seed: int, critic_only: bool = False) -> Metrics:
-        """``epochs`` passes over all rows; ``seed`` orders them, alike on every rank. A collective."""
-        self.seen, self.steps = MetricSums(), {"policy": [], "value": []}
+    def __call__(self, experience: Experience, kl_coef: float, seed: int, critic_only: bool = False) -> tuple[Experience, Metrics]:
+        """``epochs`` passes over all rows; ``seed`` orders them, alike on every rank. A collective.
+
+        The experience comes back with the log-probs that the update has read, where it was made without.
+        """
+        self.seen, self.steps, self.read = MetricSums(), {"policy": [], "value": []}, []
         done, moved = 0, 0.0
         order = minibatches(len(experience), self.epochs, self.minibatch_size, torch.Generator().manual_seed(seed))
         for rows in order:
@@ -59,14 +64,25 @@ class Learner:
             minibatch = experience.select(rows)
             advantages = self.whitening.in_minibatch(minibatch.advantages, minibatch.response_mask)
             minibatch = replace(minibatch, advantages=advantages)
-            micros = microbatches(minibatch, self.token_budget, self.world)
+            plan = microbatch_rows(minibatch, self.token_budget, self.world)
+            micros = [minibatch.select(part).trimmed() for part in plan]
             if not critic_only:
                 moved = self._update_actor(minibatch, micros, kl_coef)
             if self.critic is not None:
                 self._update_critic(minibatch, micros)
             done += 1
         passes = {"policy/epochs_run": done * self.epochs / len(order), "policy/early_stopped": float(done < len(order))}
-        return self.seen.reduced(self.world) | describe_steps(self.steps) | passes
+        if self.read:
+            assert len(order) == 1, "the log-probs of a second optimizer step are no longer those of the old policy"
+            experience = self._completed(experience, [rows[part] for part in plan])
+        return experience, self.seen.reduced(self.world) | describe_steps(self.steps) | passes
+
+    def _completed(self, experience: Experience, plan: list[Tensor]) -> Experience:
+        """With the log-probs that the one update read, those of all ranks."""
+        answered = experience.attention_mask[:, experience.prompt_width :]
+        logprobs = self.world.sum(spread(self.read, plan, torch.zeros(answered.shape)).masked_fill(~answered, 0.0))
+        columns = {f.name: getattr(experience, f.name) for f in fields(experience)}
+        return experience_of(**columns, logprobs=logprobs, old_logprobs=logprobs)
 
     def _update_actor(self, minibatch: Experience, micros: list[Experience], kl_coef: float) -> float:
         """One optimizer step; returns how far the policy was from the old one before it: approx_kl over all ranks, 0 where nobody asks."""
@@ -115,7 +131,10 @@ class Learner:
 
     def _policy_loss(self, micro: Experience, totals: BatchTotals, value_totals: BatchTotals | None, kl_coef: float) -> tuple[Tensor, Parts]:
         micro = micro.to(self.world.device)
-        out = self.actor(micro.ids, micro.attention_mask, micro.response_width, with_entropy=True, with_aux=self.policy.aux_coef > 0)
+        exact = self.policy.entropy_kind == "exact"
+        out = self.actor(micro.ids, micro.attention_mask, micro.response_width, with_entropy=exact, with_aux=self.policy.aux_coef > 0)
+        if not isinstance(micro, ActorExperience):
+            self.read.append(out.logprobs.detach())
         loss, parts = self.policy(out, micro, totals, kl_coef)
         if out.values is None:
             return loss, parts

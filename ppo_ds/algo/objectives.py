@@ -11,7 +11,7 @@ from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.losses import BatchTotals, aggregate, entropy_loss, kl_loss, policy_loss, value_loss
 from ppo_ds.ops.masked import masked_sum
-from ppo_ds.types import CriticExperience, Experience, Sequences
+from ppo_ds.types import ActorExperience, CriticExperience, Experience, Sequences
 
 Parts = dict[str, Tensor]  # local sums, see ops/losses.py
 
@@ -37,11 +37,13 @@ class PolicyObjective:
 
     def __call__(self, out: PolicyOutput, micro: Experience, totals: BatchTotals, kl_coef: float) -> tuple[Tensor, Parts]:
         mask, logprobs = micro.response_mask, out.logprobs
+        # with one optimizer step for the rollout the old policy is the one that is about to learn: its ratio is 1, and has a gradient
+        old = micro.old_logprobs if isinstance(micro, ActorExperience) else logprobs.detach()
         whole = self.level == "sequence"
         per_answer = "seq_mean_token_sum" if whole else self.agg
         loss, seen = policy_loss(
             logprobs,
-            micro.old_logprobs,
+            old,
             micro.advantages,
             mask,
             clip_low=self.clip_low,
@@ -62,9 +64,9 @@ class PolicyObjective:
             seen["policy/kl_loss"] = token_sum(approx_kl(logprobs, micro.ref_logprobs, self.kl_estimator), mask)
         if self.aux_coef:
             # a mean over the tokens of this forward: its share in the mean over the optimizer step
-            tokens = float(mask.sum())
-            loss = loss + self.aux_coef * out.aux * tokens * totals.dp_size / max(totals.tokens, 1.0)
-            seen["policy/aux_loss"] = torch.stack([out.aux.detach() * tokens, mask.sum()])
+            tokens = mask.sum()
+            loss = loss + self.aux_coef * out.aux * (tokens * (totals.dp_size / max(totals.tokens, 1.0)))
+            seen["policy/aux_loss"] = torch.stack([out.aux.detach() * tokens, tokens])
         seen["policy/entropy"] = token_sum(entropy, mask)
         return loss, seen
 

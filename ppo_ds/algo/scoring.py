@@ -36,8 +36,12 @@ def score_states(forward: Callable[[Sequences], Tensor], sequences: Sequences, p
 
 @torch.no_grad()
 def _over(forward: Callable[[Sequences], Tensor], sequences: Sequences, plan: list[Tensor], device: torch.device, out: Tensor) -> Tensor:
-    for rows in plan:
-        micro = sequences.select(rows).trimmed()
-        columns = forward(micro.to(device)).float().cpu()
-        out[rows, : columns.shape[1]] = columns
+    return spread([forward(sequences.select(rows).trimmed().to(device)) for rows in plan], plan, out)
+
+
+def spread(found: list[Tensor], plan: list[Tensor], out: Tensor) -> Tensor:
+    """Writes what was ``found`` [b,R'] of the rows of each forward into ``out`` [B,R]. It leaves the device in one piece, after the last forward."""
+    everything = torch.cat([columns.detach().float().flatten() for columns in found]).cpu()
+    for rows, columns, piece in zip(plan, found, everything.split([columns.numel() for columns in found]), strict=True):
+        out[rows, : columns.shape[1]] = piece.view(columns.shape)
     return out

@@ -1,6 +1,7 @@
 """What the tests of this folder start from: rows of given lengths, models that say what their tokens say, the plain parts."""
 
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 
 import torch
 from torch.nn.functional import pad
@@ -10,7 +11,7 @@ from ppo_ds.algo.experience import Correction, ExperienceMaker, KLCharge, values
 from ppo_ds.algo.sampling import scored
 from ppo_ds.algo.shaping import Penalties, ScoreShaper
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.types import CriticExperience, Rollout, Scores
+from ppo_ds.types import Rollout, Scores, experience_of
 
 NAN = float("nan")
 RUBBISH = 1e6
@@ -66,6 +67,7 @@ def maker(world, reference=None, values=None, **changes):
     """log pi = -token / 10, log pi_ref = that - 0.2 V the token that follows; KL in the reward, returns are rewards-to-go, nothing is whitened."""
     parts = dict(
         actor=Stub(),
+        early=True,
         reference=reference or Stub(shift=2.0),
         values=values or values_of(Stub(value=True)),
         world=world,
@@ -82,6 +84,15 @@ def maker(world, reference=None, values=None, **changes):
         timer=timer,
     )
     return ExperienceMaker(**parts | changes)
+
+
+def without(rows, *names):
+    """The same experience without these columns."""
+    return experience_of(**{f.name: getattr(rows, f.name) for f in fields(rows) if f.name not in names})
+
+
+def without_critic(rows):
+    return without(rows, "values", "returns", "value_mask")
 
 
 def attended(prompts, responses):
@@ -120,7 +131,7 @@ def rounded(x):
 
 
 def make_experience(prompts, responses, vocabulary=12, seed=0, finished=None):
-    """CriticExperience of rows with these prompt and response lengths: seeded noise under the masks and rubbish outside of them."""
+    """What all four roles said of rows with these prompt and response lengths: seeded noise under the masks and rubbish outside of them."""
     g = torch.Generator().manual_seed(seed)
     attention = attended(prompts, responses)
     mask = attention[:, max(prompts) :]
@@ -131,11 +142,12 @@ def make_experience(prompts, responses, vocabulary=12, seed=0, finished=None):
         return (scale * torch.randn(under.shape, generator=g)).masked_fill(~under, RUBBISH)
 
     logprobs = column().abs().neg()
-    return CriticExperience(
+    return experience_of(
         ids=torch.randint(0, vocabulary, attention.shape, generator=g),
         attention_mask=attention,
         response_mask=mask,
         finished=torch.ones(n, dtype=torch.bool) if finished is None else torch.tensor(finished),
+        decode_logprobs=logprobs,
         logprobs=logprobs,
         old_logprobs=logprobs,
         ref_logprobs=(logprobs + column(0.3)).masked_fill(~mask, RUBBISH),

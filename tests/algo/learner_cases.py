@@ -98,6 +98,16 @@ def old_around(made, scale=0.5):
     return replace(made, logprobs=old, old_logprobs=old)
 
 
+def on_policy(rows):
+    """The same rows with the old log-probs of the actor that learned() starts from; rubbish stays outside the mask."""
+    fresh = TinyPolicy(V, 1)
+    with torch.no_grad():
+        logprobs, entropy, *_ = fresh(rows.ids, rows.attention_mask, rows.response_width, with_entropy=True)
+    mask = rows.response_mask
+    current = logprobs.masked_fill(~mask, 1e6)
+    return replace(rows, logprobs=current, old_logprobs=current), entropy[mask]
+
+
 def learner(world, actor, critic, policy=None, value=None, budget=10_000, minibatch_size=4, epochs=2, **changes):
     plain = dict(
         actor=actor, critic=critic, world=world, epochs=epochs, minibatch_size=minibatch_size, token_budget=budget, norm=NORM, target_kl=None,
@@ -110,7 +120,7 @@ def learner(world, actor, critic, policy=None, value=None, budget=10_000, miniba
 def learned(world, rows, kl_coef=0.0, seed=3, **changes):
     """The numbers, the actor and the critic after one experience."""
     actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
-    return learner(world, actor, critic, **changes)(rows, kl_coef, seed), actor, critic
+    return learner(world, actor, critic, **changes)(rows, kl_coef, seed)[1], actor, critic
 
 
 def same(engines, modules):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from ppo_ds.algorithm import experience_maker, kl_controller, learner, uses_crit
 from ppo_ds.config import Config
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.types import Experience, Metrics, ScoredRollout
+from ppo_ds.types import Experience, Metrics, ScoredRollout, experience_of
 from tests.ops.golden import Case
 
 PRESETS = sorted(file.stem for file in (CONF / "algo").glob("*.yaml"))
@@ -170,19 +170,22 @@ def make_and_learn(config: Config, world, numbers: Numbers, experience: Experien
             pad_id=numbers.pad_id,
             timer=timer,
         )
-        experience, seen = make(numbers.rollout(), coef)
+        # the old policy is another than the one that learns, also where one optimizer step would be the first to ask for it
+        experience, seen = replace(make, early=True)(numbers.rollout(), coef)
     learn = learner(config, world=world, actor=actor, critic=critic, ptx_texts=None, ema=None, timer=timer)
-    return Run(config, experience, seen, learn(experience, coef, seed=3), actor, critic)
+    experience, learned = learn(experience, coef, seed=3)
+    return Run(config, experience, seen, learned, actor, critic)
 
 
 def judged(numbers: Numbers, advantages: Tensor) -> Experience:
     """The experience of a run without a critic whose advantages are these."""
     rollout = numbers.rollout()
-    return Experience(
+    return experience_of(
         ids=rollout.ids,
         attention_mask=rollout.attention_mask,
         response_mask=rollout.response_mask,
         finished=rollout.finished,
+        decode_logprobs=rollout.logprobs,
         logprobs=numbers.old.float(),
         old_logprobs=numbers.old.float(),
         ref_logprobs=numbers.ref.float(),

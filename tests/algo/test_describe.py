@@ -1,13 +1,14 @@
 """The numbers and the sample rows of an experience, worked by hand."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from algo_cases import without_critic
 
 from ppo_ds.algo.describe import describe, sample_rows
-from ppo_ds.types import CriticExperience, Experience
+from ppo_ds.types import experience_of
 
 JUNK = 1e6
 
@@ -26,11 +27,12 @@ def experience():
         return torch.tensor([[*row, *[JUNK] * (4 - len(row))] for row in rows])
 
     zeros = torch.zeros(4, 3)
-    return CriticExperience(
+    return experience_of(
         ids=ids,
         attention_mask=attention,
         response_mask=mask,
         finished=torch.tensor([True, True, False, True]),
+        decode_logprobs=column([-1.0, -1.25, -1.0], [-2.0], [-1.0, -1.0, -0.25], [-1.0, -1.0, -1.0]),
         logprobs=column([-1.0, -1.0, -1.0], [-2.0], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]),
         old_logprobs=zeros - JUNK,
         ref_logprobs=column([-1.5, -0.8, -1.0], [-2.5], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.9]).masked_fill(~mask, -JUNK),
@@ -53,13 +55,14 @@ def test_by_hand(experience):
             "reward/score_std": 1.5,  # of 1 1 0 4
             "reward/score_min": 0.0,
             "reward/score_max": 4.0,
-            "reward/total_mean": 0.0,  # 3 - 3
             "reward/missing_eos_frac": 0.25,
             "kl/ref_seq_mean": (0.3 + 0.5 + 0.0 + 0.9) / 4,
             "kl/ref_token_mean": 1.7 / 10,
             "kl/ref_token_max": 0.9,
             "kl/k3_token_mean": sum(k3) / 10,
             "kl/coef": 0.3,
+            "parity/logp_abs_diff_mean": 0.1,  # 0.25 and 0.75 of ten tokens
+            "parity/logp_abs_diff_max": 0.75,
             "value/pred_mean": 1.5,
             "value/return_mean": 1.0,
             "value/return_std": math.sqrt(6 / 10),  # 3 zeros, 4 ones, 3 twos
@@ -84,7 +87,7 @@ def test_a_single_token_that_is_no_end_is_an_answer(experience):
 
 
 def test_without_a_critic_there_are_no_values(experience):
-    plain = Experience(**{f.name: getattr(experience, f.name) for f in fields(Experience)})
+    plain = without_critic(experience)
     seen, full = (describe(rows, kl_coef=0.3, samples_per_prompt=2) for rows in (plain, experience))
     assert full.keys() - seen.keys() == {"value/pred_mean", "value/return_mean", "value/return_std"}
     assert seen == {name: full[name] for name in seen}

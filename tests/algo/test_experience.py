@@ -49,9 +49,9 @@ def test_by_hand(world, rollout):
     assert torch.equal(experience.ids, rollout.ids) and torch.equal(experience.response_mask, rollout.response_mask)
     assert seen["adv/mean"] == pytest.approx(-19.9 / 5) and seen["adv/max_abs"] == pytest.approx(7.1)
     assert seen["adv/std"] == pytest.approx(2.7924, abs=1e-4)  # of -0.2 -1.1 -5.3 -6.2 -7.1, population
-    assert seen["parity/logp_abs_diff_mean"] == pytest.approx(0.3 / 5, abs=1e-6)
-    assert seen["parity/logp_abs_diff_max"] == pytest.approx(0.3, abs=1e-6)
-    assert seen["reward/clipped_frac"] == 0.0 and seen["reward/kl_penalty_mean"] == pytest.approx(-(0.2 + 0.3) / 2)
+    assert torch.equal(experience.decode_logprobs, rollout.logprobs)
+    assert seen["reward/total_mean"] == pytest.approx((0.8 - 2.3) / 2) and seen["reward/clipped_frac"] == 0.0
+    assert seen["reward/kl_penalty_mean"] == pytest.approx(-(0.2 + 0.3) / 2)
 
 
 def test_discounted_gae(world, rollout):

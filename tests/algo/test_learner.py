@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from learner_cases import ANSWERS, PROMPTS, TinyCritic, TinyPolicy, V, by_hand, learned, old_around, same
+from learner_cases import ANSWERS, PROMPTS, TinyCritic, TinyPolicy, V, by_hand, learned, old_around, on_policy, same
 
 from ppo_ds.algo.learner import describe_steps
 from ppo_ds.engine.trained import StepInfo
@@ -70,16 +70,6 @@ def test_the_seed_orders_the_rows(world, rows):
 
 
 # -- numbers ------------------------------------------------------------------------------------------------------------------------------
-
-
-def on_policy(rows):
-    """The same rows with the old log-probs of the actor that learned() starts from; rubbish stays outside the mask."""
-    fresh = TinyPolicy(V, 1)
-    with torch.no_grad():
-        logprobs, entropy, *_ = fresh(rows.ids, rows.attention_mask, rows.response_width, with_entropy=True)
-    mask = rows.response_mask
-    current = logprobs.masked_fill(~mask, 1e6)
-    return replace(rows, logprobs=current, old_logprobs=current), entropy[mask]
 
 
 def test_the_first_ratio_is_one_and_one_step_reports_the_state_before_it(world, rows):

@@ -1,16 +1,16 @@
 """What learn() can be told to do otherwise: end early, train the critic alone or none, one trunk, other texts beside, an average to follow."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from algo_cases import AS_IT_IS, attended
+from algo_cases import AS_IT_IS, attended, without_critic
 from learner_cases import ANSWERS, LR, PROMPTS, Engine, TinyCritic, TinyPolicy, V, by_hand, learned, learner, old_around, same, unpadded
 
 from ppo_ds.algo.exchange import minibatches
 from ppo_ds.algo.objectives import PtxObjective
-from ppo_ds.types import Experience, Sequences
+from ppo_ds.types import Sequences
 
 
 @pytest.fixture
@@ -65,20 +65,20 @@ def test_the_critic_alone(world, rows):
     actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
     followed = []
     learn = learner(world, actor, critic, target_kl=1e-9, average=SimpleNamespace(follow=followed.append))
-    seen = learn(rows, 0.0, 3, critic_only=True)
+    _, seen = learn(rows, 0.0, 3, critic_only=True)
     same([critic], by_hand(rows)[1:])
     same([actor], [TinyPolicy(V, 1)])
     assert not actor.read and not actor.steps and not followed
     assert {name.split("/")[0] for name in seen} == {"value", "health", "policy"}
     assert {name for name in seen if name.startswith("policy/")} == {"policy/epochs_run", "policy/early_stopped"}
-    seen = learn(rows, 0.0, 3)  # and afterwards both
+    _, seen = learn(rows, 0.0, 3)  # and afterwards both
     assert actor.steps > 0 and "policy/loss" in seen
 
 
 def test_without_a_critic(world, rows):
-    plain = Experience(**{f.name: getattr(rows, f.name) for f in fields(Experience)})
+    plain = without_critic(rows)
     actor = Engine(TinyPolicy(V, 1), world)
-    seen = learner(world, actor, None, budget=20)(plain, 0.0, 3)
+    seen = learner(world, actor, None, budget=20)(plain, 0.0, 3)[1]
     same([actor], by_hand(rows)[:1])
     assert not [name for name in seen if name.startswith("value/")]
 
@@ -111,7 +111,7 @@ def test_one_trunk_learns_both_in_one_backward(on_ranks, rows, ranks, budget):
 
     def work(world):
         actor = Engine(TinyPolicy(V, 1, shared=True), world)
-        return learner(world, actor, None, budget=budget, **settings)(rows, 0.0, 3), actor
+        return learner(world, actor, None, budget=budget, **settings)(rows, 0.0, 3)[1], actor
 
     for seen, actor in on_ranks(ranks, work):
         same([actor], [expected])
@@ -144,7 +144,7 @@ def texts(seed, n=4):
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 6), (2, 6)])
 def test_other_texts(on_ranks, rows, ranks, budget):
     """Per step its own: 0.3 times the mean over their tokens of -log p, at temperature 1 whatever the policy's. They come before PPO's own."""
-    coef, plain = 0.3, Experience(**{f.name: getattr(rows, f.name) for f in fields(Experience)})
+    coef, plain = 0.3, without_critic(rows)
     expected = TinyPolicy(V, 1, temperature=0.7)
     optimizer, ptx_losses = torch.optim.SGD(expected.parameters(), lr=LR), []
     for k, part in enumerate(minibatches(8, 1, 4, torch.Generator().manual_seed(3))):
@@ -171,7 +171,7 @@ def test_other_texts(on_ranks, rows, ranks, budget):
             return PtxObjective(coef)(*args)
 
         learn = learner(world, actor, None, budget=budget, epochs=1, ptx=ptx, ptx_texts=stream, target_kl=1e9)
-        return learn(plain, 0.0, 3), actor, next(stream, None), places
+        return learn(plain, 0.0, 3)[1], actor, next(stream, None), places
 
     for seen, actor, left, places in on_ranks(ranks, work):
         same([actor], [expected])

@@ -12,7 +12,7 @@ from preset_runs import composed
 from ppo_ds.algo.trainer import Trainer
 from ppo_ds.algorithm import kl_controller
 from ppo_ds.build import _plan
-from ppo_ds.types import Experience
+from ppo_ds.types import experience_of
 from tests.ops.golden import assert_no_stale_entries, look_up, outputs
 
 
@@ -22,13 +22,14 @@ def one_token_answers(kl, n):
     logprobs = nothing.clone()
     logprobs[0] = kl * n  # n is a power of two
     mask = torch.ones(n, 1, dtype=torch.bool)
-    return Experience(
+    return experience_of(
         ids=torch.zeros(n, 2, dtype=torch.long),
         attention_mask=mask.expand(n, 2),
         response_mask=mask,
         finished=mask[:, 0],
         logprobs=logprobs,
         old_logprobs=logprobs,
+        decode_logprobs=logprobs,
         ref_logprobs=nothing,
         rewards=nothing.expand(n, 2),
         advantages=nothing,
@@ -43,11 +44,11 @@ def coefficients(world, config, kls, n_steps):
     nothing = dict.fromkeys(("critic", "make_pretraining", "ema", "lagged", "evaluator", "tokenizer"))
     trainer = Trainer(
         world=world,
-        actor=None,
+        actor=SimpleNamespace(take_switched_gb=lambda: 0.0),
         prompts=None,
         sample=lambda prompts: (None, {}),
         make_experience=lambda rollout, kl_coef: (one_token_answers(*next(met)), {}),
-        learn=lambda experience, kl_coef, seed, critic_only: used.append(kl_coef) or {},
+        learn=lambda experience, kl_coef, seed, critic_only: (experience, used.append(kl_coef) or {}),
         kl=kl_controller(config),
         parts={},
         eval_weights=None,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ppo_ds.algo import advantages as advantages_module
 from ppo_ds.algo import experience as experience_module
@@ -16,7 +17,7 @@ from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World
 from ppo_ds.types import Experience
 
-totals, microbatches = learner_module.batch_totals, learner_module.microbatches
+totals, microbatch_rows = learner_module.batch_totals, learner_module.microbatch_rows
 normalize, backward = advantages_module.normalize_advantages, TrainedModel.backward
 
 
@@ -39,8 +40,8 @@ def whitened_alone(raw: Any, mask: Any, how: str, unbiased: bool, reduce: Any) -
     return normalize(raw, mask, how, unbiased=unbiased)
 
 
-def first_again_instead_of_last(minibatch: Experience, token_budget: int, world: World) -> list[Experience]:
-    right = microbatches(minibatch, token_budget, world)
+def first_again_instead_of_last(minibatch: Experience, token_budget: int, world: World) -> list[Tensor]:
+    right = microbatch_rows(minibatch, token_budget, world)
     return [*right[:-1], right[0]] if world.rank else right
 
 
@@ -53,7 +54,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "rows instead of tokens": (learner_module, "batch_totals", rows_instead_of_tokens),
     "no exchange": (experience_module, "exchange", own_rows_only),
     "advantages whitened on each rank": (advantages_module, "normalize_advantages", whitened_alone),
-    "a micro-batch replaced by another": (learner_module, "microbatches", first_again_instead_of_last),
+    "a micro-batch replaced by another": (learner_module, "microbatch_rows", first_again_instead_of_last),
     "each micro-batch taken for the last": (TrainedModel, "backward", always_the_last),
 }
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.types import CriticExperience, Prompts, Rollout, Scores, Sequences
+from ppo_ds.types import Prompts, Rollout, Scores, Sequences, experience_of
 
 P, R = 4, 3
 IDS = [[91, 92, 11, 12, 21, 22, 93], [31, 32, 33, 34, 41, 94, 95], [96, 97, 98, 51, 61, 62, 63]]  # 9x: rubbish in the padding
@@ -35,11 +35,12 @@ def rollout(**changes):
 def experience():
     attention, response = masks()
     column, states = torch.arange(9.0).view(3, 3), torch.arange(12.0).view(3, 4)
-    return CriticExperience(
+    return experience_of(
         ids=torch.tensor(IDS),
         attention_mask=attention,
         response_mask=response,
         finished=torch.tensor([True, False, True]),
+        decode_logprobs=column + 80,
         logprobs=column,
         old_logprobs=column + 70,
         ref_logprobs=column + 10,
