@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ppo_ds.engine.world import World
-from ppo_ds.ops.batching import deal, plan_microbatches
+from ppo_ds.ops.batching import deal, plan_forwards
 from ppo_ds.types import Sequences
 
 S = TypeVar("S", bound=Sequences)
@@ -46,15 +46,18 @@ def minibatches(n_rows: int, epochs: int, minibatch_size: int, generator: torch.
     return [rows for _ in range(epochs) for rows in torch.randperm(n_rows, generator=generator).split(minibatch_size)]
 
 
-def microbatch_rows(minibatch: Sequences, token_budget: int, world: World) -> list[Tensor]:
-    """This rank's share of a minibatch, as the rows of each forward: at most ``token_budget`` tokens in one, as many of them on every rank."""
-    prompts, responses = minibatch.prompt_lengths, minibatch.response_lengths
-    shares = deal(prompts + responses, world.size)
-    count = max(len(plan_microbatches(prompts[rows], responses[rows], token_budget)) for rows in shares)
+def microbatch_rows(minibatch: Sequences, token_budget: int, world: World, packed: bool = False) -> list[Tensor]:
+    """This rank's share of a minibatch, as the rows of each forward: at most ``token_budget`` tokens in one, as many of them on every rank.
+
+    ``packed``: see scoring_plan.
+    """
+    lengths = minibatch.attention_mask.sum(1)
+    shares = deal(lengths, world.size)
+    count = max(len(plan_forwards(lengths[rows], token_budget, packed=packed)) for rows in shares)
     mine = shares[world.rank]
-    return [mine[rows] for rows in plan_microbatches(prompts[mine], responses[mine], token_budget, at_least=count)]
+    return [mine[rows] for rows in plan_forwards(lengths[mine], token_budget, at_least=count, packed=packed)]
 
 
-def microbatches(minibatch: S, token_budget: int, world: World) -> list[S]:
+def microbatches(minibatch: S, token_budget: int, world: World, packed: bool = False) -> list[S]:
     """The same as rows cut to their own longest."""
-    return [minibatch.select(rows).trimmed() for rows in microbatch_rows(minibatch, token_budget, world)]
+    return [minibatch.select(rows).trimmed() for rows in microbatch_rows(minibatch, token_budget, world, packed)]

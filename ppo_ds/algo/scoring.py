@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 from ppo_ds.engine.world import World
-from ppo_ds.ops.batching import plan_microbatches
+from ppo_ds.ops.batching import plan_forwards
 from ppo_ds.types import Sequences
 
 
-def scoring_plan(sequences: Sequences, token_budget: int, world: World) -> list[Tensor]:
-    """Row indices of each forward. ZeRO-3 gathers weights inside a forward, so a rank with fewer of them would hang the others."""
-    prompts, responses = sequences.prompt_lengths, sequences.response_lengths
-    alone = len(plan_microbatches(prompts, responses, token_budget))
-    return plan_microbatches(prompts, responses, token_budget, at_least=world.max_int(alone))
+def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: bool = False) -> list[Tensor]:
+    """Row indices of each forward. ZeRO-3 gathers weights inside a forward, so a rank with fewer of them would hang the others.
+
+    ``packed``: the models take rows without padding; what is planned for padded ones suits them too.
+    """
+    lengths = sequences.attention_mask.sum(1)
+    alone = len(plan_forwards(lengths, token_budget, packed=packed))
+    return plan_forwards(lengths, token_budget, at_least=world.max_int(alone), packed=packed)
 
 
 def score_tokens(forward: Callable[[Sequences], Tensor], sequences: Sequences, plan: list[Tensor], device: torch.device) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.integrations import HfDeepSpeedConfig
 
+from ppo_ds.models.attention import packed_forward
+from ppo_ds.models.layout import lay_out
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
 from ppo_ds.models.lora import adapter_layers, merged_state, plain_modules, save_adapter
 from ppo_ds.models.value import zeroed_head
 from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
-from ppo_ds.ops.sequences import position_ids_from_mask, response_slice
 
 
 class PolicyOutput(NamedTuple):
@@ -45,6 +46,7 @@ class Policy(nn.Module):
         # the file's settings are kept aside for the saved model
         self.generation_config = saveable(lm.generation_config)
         lm.generation_config = GenerationConfig()
+        self.packed = False  # how the rows of a forward are laid out
         accepted = inspect.signature(lm.forward).parameters
         self._keeps = "logits_to_keep" in accepted
         self._positions = "position_ids" in accepted
@@ -58,25 +60,30 @@ class Policy(nn.Module):
         with_aux: bool = False,
         temperature: float | None = None,
     ) -> PolicyOutput:
-        """ids, attention_mask [B,T] -> log-probs of the last ``response_width`` tokens, and what else is asked for.
+        """ids, attention_mask [B,T] -> log-probs of the last ``response_width`` tokens, and what else is asked for; 0 beyond the end of an answer.
 
         ``temperature``: another than that of sampling.
 
         The head runs on the response places alone where the model can do that: on large vocabularies it is half of the work.
         """
-        extra: dict[str, Any] = {"position_ids": position_ids_from_mask(attention_mask)} if self._positions else {}
-        if self._keeps:
-            extra["logits_to_keep"] = response_width + 1
+        layout = lay_out(ids, attention_mask, response_width, packed=self.packed)
+        extra = layout.arguments(self._positions, masked=with_aux)
+        if self._keeps and self.packed:
+            extra["logits_to_keep"] = layout.places
         if self.value_head is not None:
             extra["output_hidden_states"] = True
         if with_aux:
             extra["output_router_logits"] = True
-        out = self.lm(input_ids=ids, attention_mask=attention_mask.long(), use_cache=False, **extra)
-        logits = out.logits[:, :-1] if self._keeps else response_slice(out.logits, ids.shape[1] - response_width, response_width)
+        with packed_forward(self.lm) if self.packed else nullcontext():
+            out = self.lm(**extra)
+        logits = out.logits[0] if self._keeps and self.packed else out.logits.flatten(0, 1)[layout.places]
         logprobs, entropy = logprobs_and_entropy_from_logits(
-            logits, ids[:, -response_width:], self.temperature if temperature is None else temperature, with_entropy=with_entropy
+            logits, layout.labels, self.temperature if temperature is None else temperature, with_entropy=with_entropy
         )
-        values = None if self.value_head is None else self.value_head(out.hidden_states[-1][:, -response_width - 1 :]).squeeze(-1)
+        logprobs, entropy = layout.spread(logprobs), None if entropy is None else layout.spread(entropy)
+        values = None
+        if self.value_head is not None:
+            values = layout.spread_states(self.value_head(out.hidden_states[-1].flatten(0, 1)[layout.state_places]).squeeze(-1))
         return PolicyOutput(logprobs, entropy, values, out.aux_loss if with_aux else None)
 
     @property

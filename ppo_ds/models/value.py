@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from ppo_ds.errors import UserError
+from ppo_ds.models.attention import packed_forward
+from ppo_ds.models.layout import Layout, lay_out
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
 from ppo_ds.models.lora import merged_state, without_adapters
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
-from ppo_ds.ops.sequences import last_token_index, position_ids_from_mask
 
 _HEAD = "score.weight"  # every decoder family of transformers calls its sequence classification head so
 
@@ -59,6 +60,7 @@ class ScoreModel(nn.Module):
         self.model = model
         # an encoder-decoder pools at its own decoder's end, an encoder at its first place: both only through their own forward
         self.is_decoder = hasattr(model, "score") and not model.config.is_encoder_decoder
+        self.packed = False  # how decoders lay out the rows of a forward
         self._positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
         self._types = "token_type_ids" in inspect.signature(model.forward).parameters
         if self.is_decoder and isinstance(model.score, nn.Linear):
@@ -67,22 +69,19 @@ class ScoreModel(nn.Module):
     def forward(self, ids: Tensor, attention_mask: Tensor, response_width: int | None = None, token_type_ids: Tensor | None = None) -> Tensor:
         """The only way in for engines, which wrap it. ids, attention_mask [B,T]; fp32 out:
 
-        the values [B,R+1] of the states around the response tokens, column t before token t (places T-R-1 .. T-1), or without
+        the values [B,R+1] of the states around the response tokens, column t before token t, 0 beyond the last state of a row; or without
         ``response_width`` the scores [B].
         """
         if response_width is None:
             return self.scores(ids, attention_mask, token_type_ids)
-        return self._head(self._hidden(ids, attention_mask)[:, -response_width - 1 :])
-
-    def values(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B,T] fp32: the value of the state after each token; rubbish at unattended places. Decoders only."""
-        return self._head(self._hidden(ids, attention_mask))
+        layout = lay_out(ids, attention_mask, response_width, packed=self.packed)
+        return layout.spread_states(self._head(self._hidden(layout)[layout.state_places]))
 
     def scores(self, ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         """[B] fp32: a decoder's value at its last attended place (padding may be on either side), or an encoder's logit."""
         if self.is_decoder:
-            last = last_token_index(attention_mask)
-            return self._head(self._hidden(ids, attention_mask)[torch.arange(len(ids), device=ids.device), last])
+            layout = lay_out(ids, attention_mask, 0, packed=self.packed)
+            return self._head(self._hidden(layout)[layout.last_places])
         types = {"token_type_ids": token_type_ids} if self._types and token_type_ids is not None else {}
         return self.model(input_ids=ids, attention_mask=attention_mask.long(), **types).logits[:, 0].float()
 
@@ -110,10 +109,11 @@ class ScoreModel(nn.Module):
         """Token ids must be below."""
         return self.model.get_input_embeddings().num_embeddings
 
-    def _hidden(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def _hidden(self, layout: Layout) -> Tensor:
+        """[b*t,d]."""
         assert self.is_decoder, f"{type(self.model).__name__} has no value per token"
-        positions = {"position_ids": position_ids_from_mask(attention_mask)} if self._positions else {}
-        return self.model.base_model(input_ids=ids, attention_mask=attention_mask.long(), use_cache=False, **positions).last_hidden_state
+        with packed_forward(self.model) if self.packed else nullcontext():
+            return self.model.base_model(**layout.arguments(self._positions)).last_hidden_state.flatten(0, 1)
 
     def _head(self, hidden: Tensor) -> Tensor:
         return self.model.score(hidden).squeeze(-1).float()

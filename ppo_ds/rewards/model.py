@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from ppo_ds.config import FrozenZeroConfig, ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.models.value import ScoreModel, load_reward_model
-from ppo_ds.ops.batching import plan_microbatches
+from ppo_ds.ops.batching import plan_forwards, plan_microbatches
 from ppo_ds.rewards.audit import Audit, audit_classifier, conclude
 from ppo_ds.rewards.base import Answers, RewardError, TextReward, shown
 from ppo_ds.rewards.text import Text, TextEncoder, left_padded, right_padded
@@ -63,19 +64,19 @@ class ModelReward(TextReward):
             raise RewardError(f"the reward model scored {scores[row]} for row {row}, response {response}; try {self._key}.model.dtype=fp32")
         return scores
 
-    def score(self, texts: list[Text], left: bool = False) -> Tensor:
-        """[B], whatever they are. ``left``: padded on that side, as an audit asks for."""
+    def score(self, texts: list[Text], left: bool | None = None) -> Tensor:
+        """[B], whatever they are. ``left``: whether on that side, for an audit: padded as much as can be. None: as little."""
         scores = torch.zeros(len(texts))
         with self._score.resident():
-            for rows in self._plan(texts):
-                scores[rows] = self._forward([texts[i] for i in rows.tolist()], left)
+            for rows in self._plan(texts, sparing=left is None):
+                scores[rows] = self._forward([texts[i] for i in rows.tolist()], bool(left))
         return scores
 
-    def _plan(self, texts: list[Text]) -> list[Tensor]:
+    def _plan(self, texts: list[Text], sparing: bool) -> list[Tensor]:
         """Rows of each forward, as many forwards on every rank: a sharded model gathers its weights inside them."""
         lengths = torch.tensor([len(text) for text in texts])
-        alone = plan_microbatches(lengths, torch.zeros_like(lengths), self._token_budget)
-        return plan_microbatches(lengths, torch.zeros_like(lengths), self._token_budget, at_least=self._agree(len(alone)))
+        plan = partial(plan_forwards, lengths) if sparing else partial(plan_microbatches, lengths, torch.zeros_like(lengths))
+        return plan(self._token_budget, at_least=self._agree(len(plan(self._token_budget))))
 
     def _forward(self, texts: list[Text], left: bool) -> Tensor:
         ids, mask, types = (left_padded if left else right_padded)(texts, self._pad_id, self._score.device)

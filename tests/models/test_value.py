@@ -94,7 +94,6 @@ def test_values_are_those_of_each_unpadded_prefix(tmp_path, family):
         states = torch.stack([transformers_score(folder, row[: p + t]) for t in range(r + 1)])  # before each token, and after the last
         torch.testing.assert_close(values[i, : r + 1], states, atol=1e-4, rtol=1e-4)
     assert values.abs().max() > 0.1  # numbers that could differ
-    torch.testing.assert_close(critic.values(ids, mask)[:, -width - 1 :], values)
 
 
 @pytest.mark.parametrize("family", DECODERS)

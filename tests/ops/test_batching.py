@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ppo_ds.ops.batching import deal, plan_microbatches
+from ppo_ds.ops.batching import FORWARD, deal, padded_share, plan_forwards, plan_microbatches
 
 
 def lengths(n, seed=0):
@@ -58,6 +58,93 @@ def test_a_plan_is_deterministic_and_refuses_more_groups_than_rows():
     for at_least in (0, 51):
         with pytest.raises(AssertionError):
             plan_microbatches(prompts, responses, 900, at_least)
+
+
+# -- forwards of whole rows -----------------------------------------------------------------------------------------------------------------
+
+
+def places(lengths, rows, packed):
+    return int(lengths[rows].sum()) if packed else len(rows) * int(lengths[rows].max())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("budget", [1, 200, 1000, 10**6])
+@pytest.mark.parametrize("at_least", [1, 7, 23])
+def test_forwards_cover_every_row_once_within_the_budget(packed, budget, at_least):
+    total = sum(lengths(23))
+    plan = plan_forwards(total, budget, at_least, packed)
+    assert sorted(torch.cat(plan).tolist()) == list(range(23)) and len(plan) >= at_least
+    assert all(len(rows) == 1 or places(total, rows, packed) <= budget for rows in plan)
+    in_order = total[torch.cat(plan)]
+    assert torch.equal(in_order, in_order.sort(descending=True).values)  # the longest first
+    again = plan_forwards(total, budget, at_least, packed)
+    assert all(torch.equal(a, b) for a, b in zip(plan, again, strict=True))
+
+
+def test_forwards_worked_by_hand():
+    total = torch.tensor([100, 300, 290, 90, 20])
+    # padded: 300 and 290 lose 10 places together, 100 and 90 the same; 20 alone costs a forward, with the two it would lose 80 places
+    assert FORWARD == 64
+    assert [rows.tolist() for rows in plan_forwards(total, 1000)] == [[1, 2], [0, 3], [4]]
+    assert [rows.tolist() for rows in plan_forwards(torch.tensor([100, 300, 290, 90, 40]), 1000)] == [[1, 2], [0, 3, 4]]  # 60 places
+    assert [rows.tolist() for rows in plan_forwards(total, 599)] == [[1], [2], [0, 3], [4]]  # 2 * 300 is more
+    assert [rows.tolist() for rows in plan_forwards(total, 1000, at_least=4)] == [[1], [2], [0, 3], [4]]  # the costliest is halved
+    # packed: what is there fills the budget
+    assert [rows.tolist() for rows in plan_forwards(total, 800, packed=True)] == [[1, 2, 0, 3, 4]]
+    assert [rows.tolist() for rows in plan_forwards(total, 690, packed=True)] == [[1, 2, 0], [3, 4]]
+    assert [rows.tolist() for rows in plan_forwards(total, 250, packed=True)] == [[1], [2], [0, 3, 4]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_other_way_of_padding_costs_less(seed):
+    """All 2^8 ways to cut 9 sorted rows."""
+    total = (sum(lengths(9, seed))).sort(descending=True).values
+    budget = 700
+
+    def cost(ends):
+        groups = [total[start:end] for start, end in zip([0, *ends], [*ends, 9], strict=True)]
+        spent = [len(group) * int(group[0]) for group in groups]
+        return sum(spent) + 64 * len(groups) if all(s <= budget or len(g) == 1 for s, g in zip(spent, groups, strict=True)) else 10**9
+
+    least = min(cost([i for i in range(1, 9) if cuts >> (i - 1) & 1]) for cuts in range(256))
+    plan = plan_forwards(total, budget)
+    assert cost(torch.tensor([len(rows) for rows in plan]).cumsum(0)[:-1].tolist()) == least
+
+
+def answers_that_vary(n, seed):
+    """Prompts of 8 to 128 tokens, answers of a geometric length with mean 48, cut at 256."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(8, 129, (n,), generator=generator)
+    return prompts, torch.empty(n).geometric_(1 / 48, generator=generator).long().clamp(max=256)
+
+
+@pytest.mark.parametrize("rows", [32, 64, 128])
+def test_little_is_padded_where_lengths_vary(rows):
+    """At the default memory.train_tokens."""
+    for seed in range(10):
+        prompts, responses = answers_that_vary(rows, seed)
+        total = prompts + responses
+        plan = plan_forwards(total, 8192)
+        spent = sum(len(group) * int(total[group].max()) for group in plan)
+        assert padded_share(total, plan) == pytest.approx(1 - int(total.sum()) / spent) and spent < int(total.sum()) / 0.9
+        assert padded_share(total, plan_forwards(total, 8192, packed=True), packed=True) == 0
+        assert len(plan) <= 16  # forwards are not free
+        together = plan_microbatches(prompts, responses, 8192)  # prompts and answers padded to their own longest
+        assert 1 - int(total.sum()) / sum(cost(group, prompts, responses) for group in together) > 0.25
+
+
+def test_padding_worked_by_hand():
+    assert padded_share(torch.tensor([6, 2, 4]), [torch.tensor([0, 1]), torch.tensor([2])]) == 0.25  # 12 of 16 places
+    assert padded_share(torch.tensor([6, 2, 4]), [torch.tensor([0, 1, 2])], packed=True) == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_forwards_are_no_more_than_rows(packed):
+    with pytest.raises(AssertionError):
+        plan_forwards(torch.tensor([3, 4]), 100, 3, packed)
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

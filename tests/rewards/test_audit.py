@@ -45,13 +45,18 @@ def own_of_each(module, ids, mask):
     return torch.cat([module.scores(row[m][None], m[m][None]) for row, m in zip(ids, mask, strict=True)])
 
 
-def without_positions(module):
-    module._positions = False
-    return module
+def hidden_of(module, ids, mask):
+    return module.model.base_model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+
+
+def as_they_lie(module, ids, mask):
+    """Read where they are, padding and all, without position ids."""
+    last = torch.where(mask.bool(), torch.arange(mask.shape[1]), -1).amax(1)
+    return module.model.score(hidden_of(module, ids, mask)[torch.arange(len(ids)), last])[:, 0]
 
 
 neighbours = instead(lambda module, ids, mask: module.scores(ids, mask) + module.scores(ids, mask).mean())
-last_column = instead(lambda module, ids, mask: module.values(ids, mask)[:, -1])
+last_column = instead(lambda module, ids, mask: module.model.score(hidden_of(module, ids, mask))[:, -1, 0])
 length = instead(lambda module, ids, mask: mask.sum(1).float())
 halves = instead(lambda module, ids, mask: own_of_each(module, ids, mask).masked_fill(torch.arange(len(ids)) % 2 == 1, float("nan")))
 
@@ -94,12 +99,12 @@ def test_positions_that_count_the_padding(tmp_path, build):
     path = save_model(tmp_path / "rm", LONG_GPT2)
     build(path, audit="report")
     assert warnings(build) == []
-    build(path, audit="report", broken=without_positions)
+    build(path, audit="report", broken=instead(as_they_lie))
     (line,) = warnings(build)
     assert line.startswith("padded on the left its scores differ by up to ")
     assert line.endswith("but a critic that starts from it reads prompts padded on the left")
     with pytest.raises(UserError, match="padded on the left"):
-        build(path, audit="strict", broken=without_positions)
+        build(path, audit="strict", broken=instead(as_they_lie))
 
 
 @pytest.mark.parametrize("config", [DEBERTA, ROBERTA], ids=["deberta", "roberta"])
