@@ -10,7 +10,17 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ppo_ds.config import ActorConfig, Config, CriticConfig, FrozenZeroConfig, InheritedModelConfig, LoraConfig, ModelConfig, reference_is_base
+from ppo_ds.config import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    FrozenZeroConfig,
+    InheritedModelConfig,
+    LoraConfig,
+    ModelConfig,
+    reference_is_base,
+    rollout_size,
+)
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel, gathered
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import Schedule, TrainedModel, parameter_counts
@@ -19,6 +29,7 @@ from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.errors import UserError
 from ppo_ds.models.lora import adapter_parameters, add_adapters, without_adapters
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading, unsharded_twin
+from ppo_ds.models.size import decoding_bytes
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.models.value import ScoreHead, ScoreModel, as_kept, load_critic, load_reward_model, reads_like
 
@@ -263,6 +274,20 @@ def build_critic(config: Config, start: CriticStart, world: World, needs: Needs,
 
     critic = _fitting(_loaded(load, engine_config), needs, start.path, start.key)
     return _accepted(lambda: TrainedModel(critic, **_training(role, "critic", critic, engine_config, world, optimizer_steps)), role, "critic")
+
+
+def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | None) -> list[str]:
+    """How the actor generates, for the start-up banner. A collective, once all models are in memory."""
+    zero, most = config.actor.zero, config.sampling.max_new_tokens
+    rows = rollout_size(config) // actor.world.size
+    tokens = min(config.memory.rollout_tokens, rows * (config.data.max_prompt_tokens + most))
+    line = actor.plan_generation(
+        generate=zero.generate,
+        offload_states=zero.offload_states,
+        decoding_bytes=decoding_bytes(actor.module.lm, tokens, min(rows, max(1, tokens // most))),
+        critic=critic,
+    )
+    return [line] if line else []
 
 
 def adapter_notes(config: Config, actor: TrainedModel, critic: TrainedModel | None) -> list[str]:

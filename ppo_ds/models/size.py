@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ppo_ds.ops.flops import Size
 
@@ -29,3 +30,17 @@ def size_of(model: nn.Module) -> Size:
 def _numel(parameter: nn.Parameter) -> int:
     """Of the whole parameter: a sharded one has none of its own between two forwards."""
     return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def decoding_bytes(lm: PreTrainedModel, tokens: int, rows: int) -> int:
+    """Taken by decoding ``rows`` answers side by side, ``tokens`` places in all with their prompts, beside the weights.
+
+    The cache; one layer's activations where all of it is read at once (four hidden states, three of the MLP's); and a row of logits each, in the
+    model's dtype and three times in fp32, as sampling copies them.
+    """
+    config: Any = lm.config.get_text_config()
+    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    size, each = size_of(lm), lm.dtype.itemsize
+    cache = 2 * size.layers * size.kv_width * each
+    activations = (4 * hidden + 3 * inner) * each
+    return tokens * (cache + activations) + rows * config.vocab_size * (each + 3 * 4)
