@@ -12,7 +12,7 @@ import torch
 
 GIB = 2**30
 GEMM_SHAPES = {"cpu": ((1024, 1024, 1024),), "cuda": ((4096, 4096, 4096), (8192, 8192, 8192))}
-BUFFER_BYTES = {"cpu": GIB // 4, "cuda": GIB}  # beyond the caches that one process has to itself
+BUFFER_BYTES = {"cpu": GIB // 8, "cuda": GIB}  # of each of two buffers; beyond the caches that one core or one GPU has to itself
 MIN_TRIES = 3
 
 

@@ -1,0 +1,139 @@
+"""This trainer and TRL's PPOTrainer in turn, each run a process of its own.
+
+The ratios are taken pair by pair, so that a machine whose speed drifts does not decide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.options import LEARNING_RATE, folder_of, workload_of
+from benchmarks.workloads import EPOCHS, MINIBATCHES
+
+HERE = Path(__file__).resolve().parent
+OWN = ("--against", "--trl-python", "--trl-micro-rows", "--pairs", "--json")  # options of the comparison, each with a value
+
+
+def compare(args: argparse.Namespace, argv: list[str]) -> int:
+    if not args.trl_python:
+        print("error: --against trl: needs --trl-python, the Python of an environment with trl==1.10.0 (docs/performance.md)", file=sys.stderr)
+        return 2
+    pairs: list[dict[str, Any]] = []
+    print(
+        f"{'pair':<6}{'ours, s':>10}{'TRL, s':>10}{'samples/s':>11}{'CPU s':>8}{'memory':>8}   answers' mean tokens   (columns 4 to 6: ratios)",
+        flush=True,
+    )
+    for i in range(args.pairs):
+        pairs.append(_pair(_ours(args, argv, i), _trl(args, i)))
+        print(f"{i + 1:<6}{_row(pairs[-1])}", flush=True)
+    summary = {name: _spread([pair[name] for pair in pairs]) for name in ("samples_per_s", "cpu_seconds", "memory")}
+    print(f"\nsamples/s, ours over TRL's: {_shown(summary['samples_per_s'])}")
+    print(f"CPU seconds of a step, TRL's over ours: {_shown(summary['cpu_seconds'])}")
+    print(f"peak memory, ours over TRL's: {_shown(summary['memory'])}")
+    if args.json:
+        args.json.write_text(json.dumps({"workload": args.workload, "pairs": pairs, "summary": summary}, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def without(argv: list[str], names: tuple[str, ...]) -> list[str]:
+    """``argv`` without these options and their values, written ``--a b`` or ``--a=b``."""
+    kept, skip = [], False
+    for word in argv:
+        if not skip and word.split("=", 1)[0] not in names:
+            kept.append(word)
+        skip = not skip and word in names
+    return kept
+
+
+def trl_arguments(args: argparse.Namespace, result: Path) -> list[str]:
+    """Of trl_step.py, for the same work."""
+    work = workload_of(args)
+    values = {
+        "folder": folder_of(args),
+        "steps": args.steps,
+        "prompts": work.prompts,
+        "new-tokens": work.new_tokens,
+        "max-prompt-tokens": work.prompt_tokens[1],
+        "epochs": EPOCHS,
+        "minibatches": MINIBATCHES,
+        "micro-rows": args.trl_micro_rows or work.minibatch,
+        "rollout-rows": work.prompts,
+        "threads": args.threads or os.cpu_count(),
+        "dtype": work.dtype,
+        "lr": LEARNING_RATE,
+        "json": result,
+    }
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    return words + (["--stop"] if work.mean_tokens is not None else [])
+
+
+def _ours(args: argparse.Namespace, argv: list[str], i: int) -> dict[str, Any]:
+    result = _place(args, f"{i}_ours.json")
+    found = _run([sys.executable, str(HERE / "ppo_step.py"), *without(argv, OWN), "--no-limits", "--json", str(result)], args, result)
+    return {
+        "step_seconds": [step["time/step"] for step in found["seconds_per_step"]],
+        "cpu_seconds": found["cpu_seconds"],
+        "samples_per_step": found["samples_per_step"],
+        "response_tokens_mean": found["response_tokens_mean"],
+        "memory_gb": found["metrics"].get("mem/alloc_peak_gb", found["metrics"]["mem/host_rss_gb"]),
+        "seconds": found["seconds"],
+    }
+
+
+def _trl(args: argparse.Namespace, i: int) -> dict[str, Any]:
+    result = _place(args, f"{i}_trl.json")
+    found = _run([args.trl_python, str(HERE / "trl_step.py"), *trl_arguments(args, result)], args, result)
+    lengths = found["response_tokens_mean"]
+    return {**found, "response_tokens_mean": sum(lengths) / len(lengths), "memory_gb": found.get("alloc_peak_gb", found["host_rss_gb"])}
+
+
+def _place(args: argparse.Namespace, name: str) -> Path:
+    folder = folder_of(args) / "against"
+    folder.mkdir(exist_ok=True)
+    return folder / name
+
+
+def _run(command: list[str], args: argparse.Namespace, result: Path) -> dict[str, Any]:
+    """What the command wrote to ``result``; what it printed is beside it."""
+    environment = os.environ | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
+    log = result.with_suffix(".log")
+    result.unlink(missing_ok=True)
+    with log.open("w") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
+    if code:
+        raise SystemExit(f"error: {Path(command[1]).name} ended with exit code {code}; what it said is in {log}")
+    return json.loads(result.read_text(encoding="utf-8"))
+
+
+def _pair(ours: dict[str, Any], trl: dict[str, Any]) -> dict[str, Any]:
+    """Ratios above 1 are in our favour for samples/s and CPU seconds, below 1 for memory."""
+    assert ours["samples_per_step"] == trl["samples_per_step"]
+    return {
+        "samples_per_s": sum(trl["step_seconds"]) / sum(ours["step_seconds"]),
+        "cpu_seconds": sum(trl["cpu_seconds"]) / sum(ours["cpu_seconds"]),
+        "memory": ours["memory_gb"] / trl["memory_gb"],
+        "ours": ours,
+        "trl": trl,
+    }
+
+
+def _row(pair: dict[str, Any]) -> str:
+    ours, trl = pair["ours"], pair["trl"]
+    means = [sum(each["step_seconds"]) / len(each["step_seconds"]) for each in (ours, trl)]
+    ratios = f"{pair['samples_per_s']:>11.2f}{pair['cpu_seconds']:>8.2f}{pair['memory']:>8.2f}"
+    return f"{means[0]:>10.2f}{means[1]:>10.2f}{ratios}   {ours['response_tokens_mean']:.1f} and {trl['response_tokens_mean']:.1f}"
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def _shown(spread: dict[str, float]) -> str:
+    return f"median {spread['median']:.2f}, from {spread['min']:.2f} to {spread['max']:.2f}"

@@ -1,0 +1,79 @@
+"""The command line of the benchmark, and the trainer's config that it stands for. The standard library only: the parent of many runs stays small."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.workloads import EPOCHS, WORKLOADS, Workload, dry
+
+LEARNING_RATE = 1e-8  # too small to move the lengths that a prepared model answers with
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="benchmarks/ppo_step.py", description=__doc__, allow_abbrev=False)
+    p.add_argument("workload", choices=sorted(WORKLOADS))
+    p.add_argument("--steps", type=int, default=3, help="measured steps, after one that is not (default 3)")
+    p.add_argument("--dtype", choices=("fp32", "bf16"), help="of all models; default: the workload's")
+    p.add_argument("--threads", type=int, help="of each rank on a CPU")
+    p.add_argument("--prompts", type=int, help="of one PPO step, even; default: the workload's")
+    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config, e.g. rollout.backend=hf")
+    p.add_argument("--model", help="a model folder or Hub id in the place of random weights")
+    p.add_argument("--dry", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    p.add_argument("--folder", type=Path, help="of models, prompts and the run; default: outputs/benchmarks/<workload>")
+    p.add_argument("--json", type=Path, help="write the figures there too")
+    p.add_argument("--no-limits", action="store_true", help="do not measure what the machine can do")
+    p.add_argument("--prepare-only", action="store_true", help="write models and prompts, and stop")
+    p.add_argument("--against", choices=("trl",), help="run another trainer in turn with this one, and compare")
+    p.add_argument("--trl-python", help="the Python of an environment with trl==1.10.0")
+    p.add_argument("--trl-micro-rows", type=int, help="rows of TRL's forward and backward; default: a minibatch")
+    p.add_argument("--pairs", type=int, default=5, help="of --against (default 5)")
+    p.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's
+    return p
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    chosen = WORKLOADS[args.workload]
+    chosen = dry(chosen) if args.dry else chosen
+    return replace(chosen, dtype=args.dtype or chosen.dtype, prompts=args.prompts or chosen.prompts)
+
+
+def folder_of(args: argparse.Namespace) -> Path:
+    return args.folder or Path("outputs/benchmarks") / (args.workload + ("_dry" if args.dry else ""))
+
+
+def overrides(args: argparse.Namespace) -> list[str]:
+    """The config of the run, as launch/train.py would read it from its command line."""
+    work, folder = workload_of(args), folder_of(args).resolve()
+    keys = {
+        "run.name": args.workload,
+        "run.dir": folder / "run",
+        "run.steps": args.steps + 1,
+        "actor.model.path": folder / "model",
+        "actor.model.dtype": work.dtype,
+        "actor.optim.lr": LEARNING_RATE,
+        "actor.optim.schedule": "constant",
+        "critic.init": "reward",
+        "critic.optim.lr": LEARNING_RATE,
+        "critic.optim.schedule": "constant",
+        "zero": "stage0",
+        "reward": "model",
+        "reward.model.path": folder / "reward",
+        "reward.model.dtype": work.dtype,
+        "reward.audit": "off",
+        "data.path": folder / "prompts.jsonl",
+        "data.text_as_chat": "false",
+        "data.max_prompt_tokens": work.prompt_tokens[1],
+        "rollout.prompts_per_step": work.prompts,
+        "sampling.max_new_tokens": work.new_tokens,
+        "algo.epochs": EPOCHS,
+        "algo.minibatch_size": work.minibatch,
+        "checkpoint.every": 0,
+        "tracker.samples": 0,
+    }
+    if work.mean_tokens is None:
+        keys["sampling.stop_token_ids"] = "[]"
+    if args.threads:
+        keys["run.threads"] = args.threads
+    return [f"{key}={value}" for key, value in keys.items()] + args.set

@@ -1,0 +1,131 @@
+"""How long a PPO step takes, where the time goes, and how far that is from what the machine can do. See docs/performance.md.
+
+    python benchmarks/ppo_step.py W1 --threads 1
+    deepspeed --num_gpus 2 benchmarks/ppo_step.py W2 --set rollout.backend=hf --json w2.json
+    python benchmarks/ppo_step.py W2 --against trl --trl-python TRL_ENV/bin/python --threads 1
+
+It runs the trainer as launch/train.py does: the same config, the same build_trainer, the same fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks")]
+
+from benchmarks.options import folder_of, overrides, parser, workload_of  # noqa: E402
+from benchmarks.workloads import EPOCHS, is_prepared, prepare  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    if args.prepare_only:
+        prepare(workload_of(args), folder_of(args), args.model)
+        return 0
+    if os.environ.get("RANK", "0") == "0":
+        prepare_apart(args, argv)
+    while not is_prepared(workload_of(args), folder_of(args), args.model):  # the other ranks wait for rank 0
+        time.sleep(0.5)
+    if args.against:
+        from benchmarks.against import compare
+
+        return compare(args, argv)
+    return measure(args)
+
+
+def prepare_apart(args: argparse.Namespace, argv: list[str]) -> None:
+    """In a process of its own, whose memory is not this one's peak."""
+    if not is_prepared(workload_of(args), folder_of(args), args.model):
+        alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        subprocess.run([sys.executable, __file__, *argv, "--prepare-only"], check=True, env=alone)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Run the trainer here and print its figures, on rank 0."""
+    from launch.cli import load_config
+    from launch.train import complain, leave, prepare_environment
+    from ppo_ds.errors import UserError
+
+    if args.threads:
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    try:
+        config = load_config(overrides(args))
+        prepare_environment(config.run.verbose)
+        found, is_main = run(config, args)
+    except UserError as error:
+        leave(complain(error))
+    if is_main:
+        from benchmarks.report import table
+
+        print(table(found), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    leave(0)
+
+
+def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """The figures of a training run by ``config``, and whether this is the rank that shows them. The first step is not counted."""
+    from benchmarks.counting import Recorder, sizes
+    from benchmarks.report import distance, figures
+    from ppo_ds.build import build_trainer
+
+    with redirect_stdout(sys.stderr):
+        trainer = build_trainer(config)
+        trainer.folder = NoExport()
+        recorder = Recorder(trainer)
+        trainer.fit()
+    recorder.cpu.append(time.process_time())
+    trainer.world.barrier()  # the limits are measured by all ranks at once, as they worked
+    limits = None if args.no_limits else _limits(trainer, config)
+    trainer.world.barrier()
+    if not trainer.world.is_main:
+        return {}, False
+    records = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()][1:]
+    steps, cpu = recorder.steps[1:], [b - a for a, b in zip(recorder.cpu[1:], recorder.cpu[2:], strict=False)]
+    found = {"workload": args.workload, "machine": _machine(trainer.world.device), "overrides": overrides(args)} | figures(records, steps, cpu)
+    if limits is not None:
+        found |= distance(found, steps, sizes(trainer), EPOCHS, limits, trainer.world.size)
+    return found, True
+
+
+class NoExport:
+    """In the place of a run's folder: the trained weights of a benchmark are of no use to anyone."""
+
+    def export(self, *models: Any) -> None: ...
+
+    def report(self, *rows: Any, exported: bool) -> None: ...
+
+
+def _limits(trainer: Any, config: Any) -> Any:
+    from benchmarks.report import Limits
+    from ppo_ds.engine.limits import bytes_per_s, gemm_flops_per_s
+
+    lm, device = trainer.actor.module.lm, trainer.world.device
+    hidden, inner = lm.config.hidden_size, lm.config.intermediate_size
+    rows = min(config.memory.train_tokens, 2048)
+    return Limits(gemm_flops_per_s(device, lm.dtype, [(rows, hidden, inner), (rows, inner, hidden), (rows, hidden, hidden)]), bytes_per_s(device))
+
+
+def _machine(device: Any) -> dict[str, Any]:
+    import deepspeed
+    import torch
+    import transformers
+
+    from benchmarks.report import machine
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "deepspeed": deepspeed.__version__}
+    return machine(name, torch.get_num_threads(), versions)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,189 @@
+"""What is measured: models with random weights and prompts, written to a folder that any trainer can read.
+
+The models are Hugging Face folders like any other: `model/` (a causal LM) and `reward/` (a sequence classifier of the same shape, which critics
+start from too); `prompts.jsonl` holds the prompts of one PPO step, so that every step of every trainer has the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"  # ids 0, 1, 2
+DONE = "prepared.json"  # written last: there is no complete folder without it
+EPOCHS, MINIBATCHES = 2, 2  # passes over a rollout, and optimizer steps of each
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A transformer's sizes, by the names of its config."""
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    vocab_size: int
+    tie_word_embeddings: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    shape: Shape
+    prompts: int  # of one PPO step, one answer each
+    prompt_tokens: tuple[int, int]  # shortest and longest, drawn evenly between
+    new_tokens: int  # of the longest answer
+    mean_tokens: int | None  # of answers that end by chance, before the cut; None: all have new_tokens
+    dtype: str
+
+    @property
+    def minibatch(self) -> int:
+        return self.prompts // MINIBATCHES
+
+
+CPU_MODEL = Shape("llama", 384, 4, 6, 6, 1024, 16384)
+WORKLOADS = {
+    "W1": Workload(CPU_MODEL, 32, (32, 32), 64, None, "fp32"),
+    "W2": Workload(CPU_MODEL, 32, (8, 128), 256, 48, "fp32"),
+    "W3": Workload(Shape("qwen2", 896, 24, 14, 2, 4864, 151936, True), 64, (256, 256), 512, None, "bf16"),
+    "W4": Workload(Shape("qwen2", 1536, 28, 12, 2, 8960, 151936, True), 64, (256, 256), 512, None, "bf16"),
+    "W5": Workload(Shape("qwen2", 3584, 28, 28, 4, 18944, 152064, False), 64, (256, 256), 512, None, "bf16"),
+}
+
+
+def dry(workload: Workload) -> Workload:
+    """The same kind of work in seconds: to see whether it runs, not how fast."""
+    shape = replace(
+        workload.shape, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64, vocab_size=256
+    )
+    low, high = workload.prompt_tokens
+    return replace(
+        workload,
+        shape=shape,
+        prompts=8,
+        prompt_tokens=(math.ceil(low / 16), math.ceil(high / 16)),
+        new_tokens=workload.new_tokens // 16,
+        mean_tokens=workload.mean_tokens and 6,
+    )
+
+
+def prepare(workload: Workload, folder: Path, given: str | None = None, seed: int = 0) -> None:
+    """Writes ``model/``, ``reward/`` and ``prompts.jsonl``; a folder that was made for the same work is kept.
+
+    ``given``: a model folder or Hub id to take the weights and the tokenizer from, in the place of ``workload.shape``; the reward model is then the
+    same trunk with a random head.
+    """
+    if is_prepared(workload, folder, given, seed):
+        return
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / DONE).unlink(missing_ok=True)
+    torch.manual_seed(seed)
+    tokenizer = _given(given, folder) if given else _made(workload, folder)
+    texts = _prompts(tokenizer, workload, random.Random(seed))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+    (folder / DONE).write_text(_made_for(workload, given, seed))
+
+
+def is_prepared(workload: Workload, folder: Path, given: str | None = None, seed: int = 0) -> bool:
+    done = folder / DONE
+    return done.exists() and done.read_text() == _made_for(workload, given, seed)
+
+
+def _made_for(workload: Workload, given: str | None, seed: int) -> str:
+    return json.dumps({"workload": asdict(workload), "given": given, "seed": seed}, indent=2) + "\n"
+
+
+def _given(path: str, folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    for name, auto_class, extra in (("model", AutoModelForCausalLM, {}), ("reward", AutoModelForSequenceClassification, {"num_labels": 1})):
+        model = auto_class.from_pretrained(path, dtype="auto", **extra)
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id  # a classifier finds the last token by it
+        _save(model, tokenizer, folder / name)
+    return tokenizer
+
+
+def _made(workload: Workload, folder: Path) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    tokenizer = word_tokenizer(workload.shape.vocab_size)
+    sizes = {name: value for name, value in asdict(workload.shape).items() if name != "model_type"}
+    places = max(512, workload.prompt_tokens[1] + workload.new_tokens)
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    config = AutoConfig.for_model(workload.shape.model_type, **sizes, **ids, max_position_embeddings=places, num_labels=1)
+    dtype = torch.bfloat16 if workload.dtype == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if workload.mean_tokens is not None:
+        set_stop_probability(model, 1 / workload.mean_tokens, stop_id=1, never_ids=(0, 2))
+    _save(model, tokenizer, folder / "model")
+    del model
+    _save(AutoModelForSequenceClassification.from_config(config, dtype=dtype), tokenizer, folder / "reward")
+    return tokenizer
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def word_tokenizer(vocab_size: int) -> Any:
+    """Words w3, w4, ... between blanks, one token each: a decoded answer has the same tokens when it is read again."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [PAD, END, UNKNOWN, *(f"w{i}" for i in range(3, vocab_size))]
+    vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, padding_side="left")
+
+
+def _prompts(tokenizer: Any, workload: Workload, draw: random.Random) -> list[str]:
+    """Texts of random tokens; a text that is read as more tokens than were drawn is cut by who reads it."""
+    low, high = workload.prompt_tokens
+    n = workload.prompts
+    lengths = [low + round(i * (high - low) / max(1, n - 1)) for i in range(n)]
+    draw.shuffle(lengths)
+    return [tokenizer.decode([draw.randrange(3, len(tokenizer) - 3) for _ in range(length)], skip_special_tokens=True) for length in lengths]
+
+
+def set_stop_probability(model: Any, probability: float, stop_id: int, never_ids: tuple[int, ...]) -> None:
+    """Changes a random Llama in place so that the next token is ``stop_id`` with ``probability``, whatever came before.
+
+    One channel of the residual stream is made constant: every embedding has the same large number there, and no layer reads or writes it. What the
+    other channels hold is small beside it, so the root mean square that a norm divides by is that number's, everywhere; the norms' weights multiply
+    the others back to their size. The head's rows read the constant channel as other models read a bias: the stop row gets the logit of
+    ``probability``, ``never_ids`` a very low one, all others none.
+    """
+    import torch
+
+    width, vocabulary = model.config.hidden_size, model.config.vocab_size
+    constant = 100.0 * math.sqrt(width)  # after a norm it is sqrt(width), and the others are divided by 100
+    with torch.no_grad():
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embedding[:, 0], embedding[:, 1:] = constant, torch.randn_like(embedding[:, 1:])
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0
+            layer.mlp.down_proj.weight[0] = 0
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.weight.fill_(100.0)
+                norm.weight[0] = 0
+        model.model.norm.weight.fill_(100.0)
+        model.model.norm.weight[0] = 1 / math.sqrt(width)  # the last norm gives 1 there
+        spread = 0.1 / 0.02 / math.sqrt(width)  # of the other logits: a tenth of a nat for numbers of size 1
+        head.mul_(spread)
+        head[:, 0] = 0
+        for i in never_ids:
+            head[i, 0] = -30
+        others = vocabulary - 1 - len(never_ids)
+        head[stop_id] = 0
+        head[stop_id, 0] = math.log(probability / (1 - probability)) + math.log(others) + 0.1**2 / 2
