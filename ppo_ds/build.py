@@ -12,6 +12,7 @@ import yaml
 from ppo_ds.advice import slow_bf16, warnings
 from ppo_ds.algo.evaluation import Evaluator
 from ppo_ds.algo.folder import RunFolder
+from ppo_ds.algo.performance import build_meter
 from ppo_ds.algo.sampling import DynamicSampler, Sampler
 from ppo_ds.algo.stopping import StopRequest
 from ppo_ds.algo.timing import PhaseTimer
@@ -198,6 +199,7 @@ def _trainer(
         checkpoints=Checkpoints(run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last),
         stop=StopRequest(world, config.run.max_minutes),
         timer=timer,
+        meter=build_meter(world, roles.actor, roles.critic),
         plan=_plan(config, length.steps),
         folder=RunFolder(run_dir, world=world, tokenizer=tokenizer, title=config.run.name),
     )

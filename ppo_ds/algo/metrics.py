@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -52,14 +52,19 @@ class MetricSums:
         maxima = {name: part for name, part in self._parts.items() if part.dim() == 0}
         out: Metrics = {}
         if sums:
-            pieces = world.sum(torch.cat(list(sums.values()))).cpu().split([len(part) for part in sums.values()])
+            pieces = world.sum(_joined(sums, torch.cat, world)).cpu().split([len(part) for part in sums.values()])
             out |= {name: _number(piece) for name, piece in zip(sums, pieces, strict=True)}
         if maxima:
-            out |= dict(zip(maxima, world.max(torch.stack(list(maxima.values()))).tolist(), strict=True))
+            out |= dict(zip(maxima, world.max(_joined(maxima, torch.stack, world)).tolist(), strict=True))
         for name in [n for n in out if n.endswith(_SQUARES)]:
             mean = name.removesuffix(_SQUARES)
             out[mean.removesuffix("mean") + "std"] = max(0.0, out.pop(name) - out[mean] ** 2) ** 0.5
         return out
+
+
+def _joined(parts: dict[str, Tensor], join: Callable[[list[Tensor]], Tensor], world: World) -> Tensor:
+    """On one device: losses leave theirs on the GPU, what is counted from lengths is on the CPU."""
+    return join([part.to(world.device) for part in parts.values()])
 
 
 def _number(piece: Tensor) -> float:

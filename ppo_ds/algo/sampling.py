@@ -64,7 +64,11 @@ class DynamicSampler(Sampler):
         chosen = torch.cat([differ.nonzero()[:, 0], (~differ).nonzero()[:, 0]])[:wanted]
         rows = (chosen[:, None] * self.group_size + torch.arange(self.group_size)).flatten()
         mine = everything.select(rows.chunk(self.world.size)[self.world.rank]).trimmed()
-        return mine, {"rollout/rounds": float(len(rounds)), "rollout/useful_group_frac": useful / self._groups(everything)}
+        return mine, {
+            "rollout/rounds": float(len(rounds)),
+            "rollout/useful_group_frac": useful / self._groups(everything),
+            "rollout/dropped_tokens": float(everything.response_lengths.sum() - everything.response_lengths[rows].sum()),
+        }
 
     def _groups(self, rollout: ScoredRollout) -> int:
         return len(rollout) // self.group_size

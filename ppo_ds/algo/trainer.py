@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from ppo_ds.algo.describe import describe, sample_rows
 from ppo_ds.algo.evaluation import Evaluator
 from ppo_ds.algo.experience import ExperienceMaker
 from ppo_ds.algo.folder import RunFolder
 from ppo_ds.algo.learner import Learner
+from ppo_ds.algo.performance import Meter
 from ppo_ds.algo.sampling import Sampler
 from ppo_ds.algo.stopping import StopRequest
 from ppo_ds.algo.timing import PhaseTimer
@@ -98,6 +96,7 @@ class Trainer:
     checkpoints: Checkpoints
     stop: StopRequest
     timer: PhaseTimer
+    meter: Meter
     plan: Plan
     folder: RunFolder
     progress: Progress = field(init=False, default_factory=Progress)
@@ -195,9 +194,8 @@ class Trainer:
     def _log(self, experience: Experience, metrics: Metrics) -> None:
         progress = self.progress
         costs = self._costs()
-        speed = throughput(experience, costs, self.world)
         counts = {"episodes": progress.episodes, "tokens": progress.tokens}
-        self.tracker.log(progress.step, counts | metrics | speed | costs | memory(self.world))
+        self.tracker.log(progress.step, counts | metrics | costs | self.meter(experience, costs, metrics))
         if self.world.is_main:
             self.tracker.samples(progress.step, sample_rows(experience, self.tokenizer, self.plan.sample_rows))
         self.latest_eval_score = metrics.get("eval/score_mean")
@@ -268,24 +266,3 @@ class Trainer:
 
 def is_due(step: int, every: int | None) -> bool:
     return bool(every) and step % every == 0
-
-
-def throughput(experience: Experience, times: Metrics, world: World) -> Metrics:
-    """perf/*: real tokens and samples of all ranks per wall-clock second of the whole step."""
-    tokens, new_tokens = int(experience.attention_mask.sum()), int(experience.response_lengths.sum())
-    step = times["time/step"]
-    return {
-        "perf/tokens_per_s": tokens / step,
-        "perf/tokens_per_s_gpu": tokens / step / world.size,
-        "perf/gen_tokens_per_s": new_tokens / times["time/generate"],
-        "perf/samples_per_s": len(experience) / step,
-    }
-
-
-def memory(world: World) -> Metrics:
-    """mem/*: this process's peaks in GB (rank 0's are the ones logged)."""
-    peaks = {"mem/host_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    if world.device.type == "cuda":
-        peaks["mem/alloc_peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        peaks["mem/reserved_peak_gb"] = torch.cuda.max_memory_reserved() / 2**30
-    return peaks

@@ -56,6 +56,7 @@ def coefficients(world, config, kls, n_steps):
         checkpoints=None,
         stop=SimpleNamespace(agreed=lambda: None),
         timer=SimpleNamespace(take=lambda: {"time/step": 1.0, "time/generate": 1.0}),
+        meter=lambda *seen: {},
         plan=_plan(config, len(kls)),
         folder=MagicMock(),
         **nothing,

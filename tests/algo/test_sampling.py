@@ -126,10 +126,12 @@ CASES = [
 def test_prompts_whose_answers_all_score_alike_make_way(on_ranks, ranks, useful, max_rounds, chosen, rounds, fraction):
     """With any number of ranks the same rows in the same order, an equal share on each."""
     found = on_ranks(ranks, lambda world: dynamic(world, useful, max_rounds))
+    answered = [sum(1 + (n + i) % 4 for i in range(SAMPLES)) for n in range(rounds * PER_ROUND)]  # tokens, of each prompt
+    dropped = sum(answered) - sum(answered[n] for n in chosen)
     assert [n for numbers, *_ in found for n in numbers] == [n for n in chosen for _ in range(SAMPLES)]
     for numbers, rollout, seen, drawn in found:
         assert len(rollout) == PER_ROUND * SAMPLES // ranks and drawn == rounds
-        assert seen == {"rollout/rounds": float(rounds), "rollout/useful_group_frac": fraction}
+        assert seen == {"rollout/rounds": float(rounds), "rollout/useful_group_frac": fraction, "rollout/dropped_tokens": dropped}
         for i, n in enumerate(numbers):  # every column went along, and the padding is cut to what is left
             assert set(rollout.ids[i][rollout.attention_mask[i]].tolist()) == {n, 5}
             expected = n + (0.5 if i % SAMPLES and n in useful else 0.0)

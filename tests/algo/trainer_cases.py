@@ -157,6 +157,7 @@ def stand_ins(world, tokenizer):
             checkpoints=SimpleNamespace(save=save, load=load, saved=saved, kept=kept),
             stop=SimpleNamespace(agreed=lambda: next(reasons, None)),
             timer=PhaseTimer(torch.device("cpu")),
+            meter=lambda rows, times, metrics: {"perf/rows": float(len(rows))},
             plan=Plan(**PLAN | plan),
             folder=Notes(events),
         )
