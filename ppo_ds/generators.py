@@ -10,24 +10,22 @@ from ppo_ds.config import Config
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.world import World, seed_everything
 from ppo_ds.inputs import Inputs
+from ppo_ds.models.decoding import can_decode
 from ppo_ds.models.paging import can_page
 from ppo_ds.rollout.base import Generator, Sampling
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.rollout.paged import PagedGenerator, unsupported
+from ppo_ds.rollout.static import StaticGenerator
 
-BACKENDS = {"hf": HFGenerator, "paged": PagedGenerator}
-FASTEST_FIRST = ("hf",)  # as measured; paged has been faster nowhere yet
+FASTEST_FIRST = ("static", "hf")  # as measured; paged has been faster nowhere yet
 
 
 def build_generator(config: Config, world: World, inputs: Inputs, actor: HybridActor, sampling: Sampling, notes: list[str]) -> tuple[Generator, Gap]:
     """What decodes, and what the parity gate found of it; ``notes`` is told which and why. A collective; draws random numbers."""
-    asked = config.rollout.backend
-    made: dict[str, Generator] = {
-        name: backend(lambda: actor.lm, tokenizer=inputs.tokenizer, token_budget=config.memory.rollout_tokens) for name, backend in BACKENDS.items()
-    }
+    asked, made = config.rollout.backend, _backends(config, inputs, actor)
     choice = choose(
         FASTEST_FIRST if asked == "auto" else (asked,),
-        refusal=lambda name: _refusal(name, actor, sampling),
+        refusal=lambda name: _refusal(name, world, actor, sampling, inputs.longest_prompt + sampling.max_new_tokens),
         gap_of=_gate(config, world, inputs, actor, sampling, made),
         dtype=config.actor.model.dtype,
     )
@@ -37,8 +35,17 @@ def build_generator(config: Config, world: World, inputs: Inputs, actor: HybridA
     return made[choice.backend], choice.gap
 
 
+def _backends(config: Config, inputs: Inputs, actor: HybridActor) -> dict[str, Generator]:
+    common = {"tokenizer": inputs.tokenizer, "token_budget": config.memory.rollout_tokens}
+    return {
+        "static": StaticGenerator(lambda: actor.lm, agree=actor.agree, **common),
+        "hf": HFGenerator(lambda: actor.lm, agree=actor.agree, **common),
+        "paged": PagedGenerator(lambda: actor.lm, **common),
+    }
+
+
 def _gate(config: Config, world: World, inputs: Inputs, actor: HybridActor, sampling: Sampling, made: dict[str, Generator]) -> Callable[[str], Gap]:
-    """Each prompt as often as twice in a row where a step has several answers to it: a backend may treat such rows alike."""
+    """Each prompt twice in a row where a step has several answers to it: a backend may read the prompt of such rows once."""
     each = min(config.rollout.samples_per_prompt, 2)
     few = inputs.source.batch([(world.rank + i // each) % len(inputs.source) for i in range(GATE_PROMPTS)])
 
@@ -49,9 +56,16 @@ def _gate(config: Config, world: World, inputs: Inputs, actor: HybridActor, samp
     return gap
 
 
-def _refusal(name: str, actor: HybridActor, sampling: Sampling) -> str | None:
-    """Why a backend cannot decode this model, or not so; None where it can. A collective."""
+def _refusal(name: str, world: World, actor: HybridActor, sampling: Sampling, longest: int) -> str | None:
+    """Why a backend cannot decode this model, or not so, on any rank; None where it can. ``longest``: of the sequences. A collective."""
     if name == "hf":
         return None
     with actor.generation_mode():
-        return unsupported(sampling) or can_page(actor.lm)
+        reason = can_decode(actor.lm, longest) if name == "static" else _not_paged(actor, sampling)
+    return next((said for said in world.gather_objects(reason) if said is not None), None)
+
+
+def _not_paged(actor: HybridActor, sampling: Sampling) -> str | None:
+    if actor.in_step:
+        return "with actor.zero.generate=layers ranks run forwards in step, and it runs as many as its own rows need"
+    return unsupported(sampling) or can_page(actor.lm)

@@ -48,7 +48,7 @@ def packed_forward(model: PreTrainedModel) -> Iterator[None]:
 
 def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
     """query [b,heads,t,d], key and value [b,groups,t,d] -> [b,t,heads,d], and no weights."""
-    ends = kwargs.get("cu_seq_lens_q")
+    ends = kwargs.get("cu_seq_lens_q") if kwargs.get("cache") is None else None  # with a cache they are those of transformers' own paged decoding
     if ends is None:
         assert _calls.get() is None, f"{type(module).__name__} was not told where the sequences of a packed row end"
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

@@ -25,7 +25,7 @@ LAYERS = {"full_attention", "sliding_attention"}
 
 
 def can_page(lm: nn.Module) -> str | None:
-    """Why ``lm`` cannot decode this way; None where it can."""
+    """Why ``lm``, whose weights must be whole, cannot decode this way; None where it can."""
     if "auto_switch_to_flash" not in {f.name for f in fields(ContinuousBatchingConfig)}:
         return f"transformers {transformers.__version__} is too old for it (5.23 is what was tried)"
     family, config = type(lm).__name__, getattr(lm, "config", None)
@@ -36,8 +36,6 @@ def can_page(lm: nn.Module) -> str | None:
     others = set(getattr(config.get_text_config(), "layer_types", None) or ()) - LAYERS
     if others:
         return f"{family} has layers that it has no pages for ({', '.join(sorted(others))})"
-    if any(parameter.numel() == 0 for parameter in lm.parameters()):
-        return "weights are gathered layer by layer here, in step with the other ranks"
     return None
 
 
