@@ -22,9 +22,6 @@ OWN = ("--against", "--trl-python", "--trl-micro-rows", "--pairs", "--json")  # 
 
 
 def compare(args: argparse.Namespace, argv: list[str]) -> int:
-    if not args.trl_python:
-        print("error: --against trl: needs --trl-python, the Python of an environment with trl==1.10.0 (docs/performance.md)", file=sys.stderr)
-        return 2
     pairs: list[dict[str, Any]] = []
     print(
         f"{'pair':<6}{'ours, s':>10}{'TRL, s':>10}{'samples/s':>11}{'CPU s':>8}{'memory':>8}   answers' mean tokens   (columns 4 to 6: ratios)",

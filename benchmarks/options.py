@@ -33,6 +33,13 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def parsed(argv: list[str]) -> argparse.Namespace:
+    args = parser().parse_args(argv)
+    if args.against and not args.trl_python:
+        parser().error("--against trl needs --trl-python, the Python of an environment with trl==1.10.0 (docs/performance.md)")
+    return args
+
+
 def workload_of(args: argparse.Namespace) -> Workload:
     chosen = WORKLOADS[args.workload]
     chosen = dry(chosen) if args.dry else chosen

@@ -22,12 +22,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks")]
 
-from benchmarks.options import folder_of, overrides, parser, workload_of  # noqa: E402
+from benchmarks.options import folder_of, overrides, parsed, workload_of  # noqa: E402
 from benchmarks.workloads import EPOCHS, is_prepared, prepare  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
-    args = parser().parse_args(argv)
+    args = parsed(argv)
     if args.prepare_only:
         prepare(workload_of(args), folder_of(args), args.model)
         return 0

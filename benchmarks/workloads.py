@@ -20,9 +20,8 @@ EPOCHS, MINIBATCHES = 2, 2  # passes over a rollout, and optimizer steps of each
 
 @dataclass(frozen=True)
 class Shape:
-    """A transformer's sizes, by the names of its config."""
+    """A Llama's sizes, by the names of its config."""
 
-    model_type: str
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
@@ -46,13 +45,13 @@ class Workload:
         return self.prompts // MINIBATCHES
 
 
-CPU_MODEL = Shape("llama", 384, 4, 6, 6, 1024, 16384)
-WORKLOADS = {
+CPU_MODEL = Shape(384, 4, 6, 6, 1024, 16384)
+WORKLOADS = {  # W3, W4 and W5 have the sizes of Qwen2.5 0.5B, 1.5B and 7B
     "W1": Workload(CPU_MODEL, 32, (32, 32), 64, None, "fp32"),
     "W2": Workload(CPU_MODEL, 32, (8, 128), 256, 48, "fp32"),
-    "W3": Workload(Shape("qwen2", 896, 24, 14, 2, 4864, 151936, True), 64, (256, 256), 512, None, "bf16"),
-    "W4": Workload(Shape("qwen2", 1536, 28, 12, 2, 8960, 151936, True), 64, (256, 256), 512, None, "bf16"),
-    "W5": Workload(Shape("qwen2", 3584, 28, 28, 4, 18944, 152064, False), 64, (256, 256), 512, None, "bf16"),
+    "W3": Workload(Shape(896, 24, 14, 2, 4864, 151936, True), 64, (256, 256), 512, None, "bf16"),
+    "W4": Workload(Shape(1536, 28, 12, 2, 8960, 151936, True), 64, (256, 256), 512, None, "bf16"),
+    "W5": Workload(Shape(3584, 28, 28, 4, 18944, 152064, False), 64, (256, 256), 512, None, "bf16"),
 }
 
 
@@ -114,13 +113,12 @@ def _given(path: str, folder: Path) -> Any:
 
 def _made(workload: Workload, folder: Path) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
     tokenizer = word_tokenizer(workload.shape.vocab_size)
-    sizes = {name: value for name, value in asdict(workload.shape).items() if name != "model_type"}
     places = max(512, workload.prompt_tokens[1] + workload.new_tokens)
     ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    config = AutoConfig.for_model(workload.shape.model_type, **sizes, **ids, max_position_embeddings=places, num_labels=1)
+    config = LlamaConfig(**asdict(workload.shape), **ids, max_position_embeddings=places, num_labels=1)
     dtype = torch.bfloat16 if workload.dtype == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if workload.mean_tokens is not None:

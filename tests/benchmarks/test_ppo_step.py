@@ -1,0 +1,156 @@
+"""The benchmark runs, its figures belong together, and its parts count as worked out by hand. How fast anything is is not tested."""
+
+import ast
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import against, trl_step
+from benchmarks.counting import Lengths, Sizes, decode_traffic, phase_flops
+from benchmarks.options import parsed
+from benchmarks.report import Limits, distance, figures, table
+from ppo_ds.ops.flops import Size
+
+ROOT = Path(__file__).parents[2]
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmark")
+    command = [sys.executable, "benchmarks/ppo_step.py", "W2", "--dry", "--threads", "1", "--steps", str(STEPS)]
+    done = subprocess.run(
+        [*command, "--folder", str(folder), "--json", str(folder / "out.json"), "--set", "rollout.backend=hf"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not (folder / "run" / "model").exists()  # nothing is exported
+    return json.loads((folder / "out.json").read_text()) | {"printed": done.stdout}
+
+
+def test_every_figure_is_a_number(found):
+    numbers = [found[name] for name in ("samples_per_s", "tokens_per_s", "new_tokens_per_s", "decode_bandwidth_fraction")]
+    numbers += [*found["seconds"].values(), *found["mfu"].values(), *found["metrics"].values(), *found["limits"].values()]
+    assert all(math.isfinite(number) for number in numbers)
+    assert min(found["limits"].values()) > 0
+    assert all(0 < share < 1 for share in found["mfu"].values())
+
+
+def test_the_first_step_is_not_counted(found):
+    assert found["steps"] == len(found["seconds_per_step"]) == len(found["cpu_seconds"]) == STEPS
+
+
+def test_phases_sum_to_the_step(found):
+    for step in found["seconds_per_step"]:
+        assert sum(seconds for name, seconds in step.items() if name != "time/step") == pytest.approx(step["time/step"], abs=1e-6)
+
+
+def test_rates_times_seconds_are_counts(found):
+    assert found["samples_per_s"] * found["seconds"]["time/step"] == pytest.approx(8)
+    assert found["samples_per_step"] == 8
+    assert 1 <= found["response_tokens_mean"] <= 16
+    tokens = found["tokens_per_s"] * found["seconds"]["time/step"]
+    assert 8 * (1 + 1) <= tokens <= 8 * (8 + 16)
+
+
+def test_the_trainer_ran_with_what_was_set(found):
+    assert "rollout.backend=hf" in found["overrides"]
+    assert found["machine"]["threads"] == 1
+
+
+def test_the_table_names_phases_and_rates(found):
+    for word in ("generate", "update_actor", "samples/s", "pad_frac", "host_rss_gb", "GEMM peak", "decode"):
+        assert word in found["printed"], word
+
+
+# -- counting -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_decode_steps_and_what_they_read():
+    step = Lengths(prompts=[3, 2], responses=[4, 1])
+    # row 1: after the prompt's forward, three tokens are read, with 4, 5 and 6 places to look at; row 2 needs no more forward
+    assert step.decode_steps == 3
+    assert step.contexts == 15
+
+
+def test_flops_of_a_step_by_hand():
+    sizes = Sizes(
+        actor=Size(body=100, head=10, layers=1, width=2, kv_width=2), critic=Size(body=101, head=0, layers=1, width=2, kv_width=2), bytes_each=4
+    )
+    found = phase_flops(sizes, Lengths(prompts=[2], responses=[1]), epochs=2)
+    # a forward of the actor: 3 tokens x 200, 6 pairs x 8, the head at one place 20: 668; of the critic: 3 x 202 + 48 = 654
+    assert found["time/ref_logprobs"] == 668
+    assert found["time/values"] == found["time/reward"] == 654
+    assert found["time/update_actor"] == 2 * 3 * 668
+    assert found["time/update_critic"] == 2 * 3 * 654
+    assert found["time/generate"] == 2 * 200 + 3 * 8 + 20  # the drawn token is not read
+
+
+def test_bytes_of_decoding_by_hand():
+    sizes = Sizes(actor=Size(body=100, head=10, layers=1, width=2, kv_width=2), critic=None, bytes_each=2)
+    # three steps on each of two ranks read 110 weights; 15 places of 4 numbers; two bytes each
+    assert decode_traffic(sizes, Lengths(prompts=[3, 2], responses=[4, 1]), ranks=2) == 2 * (2 * 3 * 110 + 15 * 4)
+
+
+def record(step: float, generate: float) -> dict[str, float]:
+    return {"time/step": step, "time/generate": generate, "time/other": step - generate, "mem/host_rss_gb": 1.0, "rollout/pad_frac": 0.25, "step": 1}
+
+
+def test_figures_are_medians_over_steps():
+    steps = [Lengths([2, 2], [1, 3])] * 3
+    found = figures([record(1.0, 0.5), record(4.0, 1.0), record(2.0, 0.5)], steps, cpu=[1.0, 4.0, 2.0])
+    assert found["seconds"] == {"time/step": 2.0, "time/generate": 0.5, "time/other": 1.5}
+    assert (found["samples_per_s"], found["tokens_per_s"], found["new_tokens_per_s"]) == (1.0, 4.0, 2.0)
+    assert found["metrics"] == {"mem/host_rss_gb": 1.0, "rollout/pad_frac": 0.25}
+
+
+def test_distance_to_the_limits():
+    sizes = Sizes(actor=Size(body=100, head=10, layers=1, width=2, kv_width=2), critic=None, bytes_each=2)
+    steps = [Lengths([2], [1])]
+    found = figures([record(4.0, 2.0)], steps, cpu=[4.0])
+    reached = distance(found, steps, sizes, epochs=2, limits=Limits(gemm_flops_per_s=444.0, bytes_per_s=1000.0), ranks=1)
+    assert reached["mfu"] == {"time/generate": 0.5, "time/step": 0.25}  # 444 FLOPs in 2 of 4 seconds; phases that did not run need none
+    assert reached["decode_bandwidth_fraction"] == 0.0  # one token an answer comes from the prompt's forward
+    assert "50.0 %" in table(found | reached | {"workload": "W0", "machine": {}})
+
+
+# -- against another trainer --------------------------------------------------------------------------------------------------------------
+
+
+def test_ratios_of_a_pair():
+    ours = {"step_seconds": [1.0, 3.0], "cpu_seconds": [1.0, 1.0], "samples_per_step": 8, "memory_gb": 1.5}
+    trl = {"step_seconds": [4.0, 8.0], "cpu_seconds": [3.0, 5.0], "samples_per_step": 8, "memory_gb": 2.0}
+    pair = against._pair(ours, trl)
+    assert (pair["samples_per_s"], pair["cpu_seconds"], pair["memory"]) == (3.0, 4.0, 0.75)
+
+
+def test_the_options_of_a_comparison_do_not_reach_its_runs():
+    argv = ["W2", "--against", "trl", "--threads", "1", "--trl-python=x", "--pairs", "5", "--set", "zero=stage2", "--json", "a"]
+    assert against.without(argv, against.OWN) == ["W2", "--threads", "1", "--set", "zero=stage2"]
+
+
+def test_trl_gets_the_same_work():
+    args = parsed(["W2", "--threads", "1", "--steps", "4", "--folder", "work"])
+    asked = trl_step.parsed(against.trl_arguments(args, Path("out.json")))
+    assert (asked.prompts, asked.new_tokens, asked.epochs, asked.minibatches, asked.micro_rows, asked.rollout_rows) == (32, 256, 2, 2, 16, 32)
+    assert (asked.steps, asked.threads, asked.stop, asked.dtype, asked.folder) == (4, 1, True, "fp32", Path("work"))
+
+
+def test_a_comparison_without_trl_says_what_it_needs(capsys):
+    with pytest.raises(SystemExit) as left:
+        parsed(["W1", "--against", "trl"])
+    assert left.value.code == 2
+    assert "--trl-python" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_trl_step_stands_alone():
+    tree = ast.parse((ROOT / "benchmarks" / "trl_step.py").read_text())
+    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert not [module for module in modules if module.split(".")[0] in ("ppo_ds", "benchmarks", "launch")]
