@@ -21,7 +21,7 @@ class Room:
     weights: int  # of the whole model; 0 where it is whole already (ZeRO 0 to 2)
     layer: int  # of what ZeRO-3 gathers of it at once, at most; 0 where it is whole already
     decoding: int  # cache and activations
-    idle: int  # optimizer states that could make way
+    idle: int  # optimizer states and gradient buffers that could make way
 
     @property
     def usable(self) -> int:
@@ -58,7 +58,7 @@ def explain(room: Room, choice: Choice, *, sharded: bool) -> str:
         how = f"weights gathered once per phase: {in_words(room.weights)}, {decoding}"
     else:
         how = f"weights gathered layer by layer in each forward: up to {in_words(room.layer)} of {in_words(room.weights)}, {decoding}"
-    away = f"; {in_words(room.idle)} of optimizer states wait on the CPU meanwhile" if choice.states_away else ""
+    away = f"; {in_words(room.idle)} of optimizer states and gradient buffers make way" if choice.states_away else ""
     return f"generation {how}; {in_words(room.free)} free{away}"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,11 +47,24 @@ class Ids:
         raise AssertionError("no text is asked for")
 
 
+class Borrower(nn.Module):
+    """A norm that also multiplies by a weight of another module."""
+
+    def __init__(self, norm: nn.Module, owner: nn.Module):
+        super().__init__()
+        self.norm, self._owner = norm, [owner]  # in a list: not a part of this one
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden) * self._owner[0].weight
+
+
 class Interrupted(Exception):
     """Raised inside generation mode on purpose."""
 
 
-def make(world: World, stage: int, dtype: torch.dtype = torch.float32, *, lora: bool = False, tied: bool = False, threshold: int = 0) -> HybridActor:
+def make(
+    world: World, stage: int, dtype: torch.dtype = torch.float32, *, lora: bool = False, tied: bool = False, threshold: int = 0, borrow: bool = False
+) -> HybridActor:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=V, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0,
@@ -60,9 +73,11 @@ def make(world: World, stage: int, dtype: torch.dtype = torch.float32, *, lora: 
     lm = LlamaForCausalLM(config).to(dtype)
     if lora:
         add_adapters(lm, rank=2, alpha=4, targets=None, seed=1, key="actor.lora")
+    if borrow:
+        lm.model.norm = Borrower(lm.model.norm, lm.model.layers[0].input_layernorm)
     return HybridActor(
         Policy(lm, temperature=1.0),
-        twin=unsharded_twin,
+        twin=(lambda *_: None) if borrow else unsharded_twin,  # it knows no borrowers
         timed=lambda _: nullcontext(),
         world=world,
         deepspeed_config=deepspeed_config(
@@ -138,9 +153,10 @@ def ways(world: World, kind: str) -> Case:
     """Five steps, with generation whole, layer by layer, and not at all before each."""
     whole, layers, never = (make(world, 3, **KINDS[kind]) for _ in range(3))
     plan(whole, "whole"), plan(layers, "layers")
-    steps, answers, released, forwards = [], [], True, forwards_of(layers)
+    steps, answers, released, ahead, forwards = [], [], True, True, forwards_of(layers)
     for step in range(5):
         pair = [answered(actor, step) for actor in (whole, layers)]
+        ahead &= layers.engine.optimizer.parameter_offload.get_param_coordinator().is_complete_trace()  # by which it prefetches
         released &= sharded_again(layers)
         answers.append(pair)
         steps.append([train(actor) for actor in (whole, layers, never)])
@@ -152,12 +168,24 @@ def ways(world: World, kind: str) -> Case:
         "lengths": world.gather_objects([int(a.response_mask.sum(1).max()) for a, _ in answers]),
         "moved": not torch.equal(answers[0][0].logprobs[:, 0], answers[-1][0].logprobs[:, 0]),
         "forwards": world.gather_objects(forwards[0] - 10),  # without those of 5 x 2 micro-batches
+        "ahead": ahead,
         "released": released,
         "steps": all(a == b == c for a, b, c in steps),
         "weights": same(everything(whole), everything(never)) and same(everything(layers), everything(never)),
         "gathered": layers.take_switched_gb() == (forwards[0] - 10) * layers._weight_bytes / 2**30 and layers.take_switched_gb() == 0,
         "gathered once": whole.take_switched_gb() == 5 * whole._weight_bytes / 2**30,
     }
+
+
+def borrowed(world: World) -> Case:
+    """A module that takes a parameter from another one, met in generation before any forward of the engine."""
+    actor = make(world, 3, borrow=True)
+    plan(actor, "layers")
+    rollout = answered(actor, 0)
+    released = sharded_again(actor)
+    with torch.no_grad():
+        logprobs = actor(rollout.ids, rollout.attention_mask, rollout.response_mask.shape[1]).logprobs
+    return {"case": "borrowed", "gap": float((logprobs - rollout.logprobs)[rollout.response_mask].abs().max()), "released": released}
 
 
 def uneven_chunks(world: World) -> Case:
@@ -254,6 +282,7 @@ def left_over(world: World, generate: str) -> Case:
 def cases(world: World) -> Iterator[Case]:
     for kind in KINDS:
         yield ways(world, kind)
+    yield borrowed(world)
     yield uneven_chunks(world)
     yield interrupted(world)
     for stage, dtype in ((0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.float32), (3, torch.bfloat16)):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import torch
 from test_checkpoint import launch
 
-from ppo_ds.engine.room import GIB, Choice, Room, choose, explain
+from ppo_ds.engine.room import GIB, Choice, Room, choose, explain, free_bytes
 
 WORKER = Path(__file__).with_name("switch_worker.py")
 KINDS = ["plain", "tied", "adapters"]
@@ -48,6 +51,11 @@ def test_what_is_gathered_is_counted(found: dict, kind: str) -> None:
     assert found[kind]["gathered"] and found[kind]["gathered once"], found[kind]
 
 
+def test_layers_are_fetched_ahead_and_those_that_a_module_borrows_from_another_too(found: dict) -> None:
+    assert all(case["ahead"] for case in (found[kind] for kind in KINDS))
+    assert found["borrowed"]["gap"] < 1e-5 and found["borrowed"]["released"], found["borrowed"]
+
+
 def test_an_exception_in_a_layer_leaves_nothing_gathered_and_nothing_else_changed(found: dict) -> None:
     assert found["interrupted"]["found"] and found["interrupted"]["weights"], found["interrupted"]
 
@@ -58,7 +66,7 @@ def test_an_exception_in_a_layer_leaves_nothing_gathered_and_nothing_else_change
 def test_optimizer_states_leave_for_generation_and_come_back_to_the_bit(found: dict, stage: int, dtype: str) -> None:
     case = found[f"states {stage} {dtype}"]
     assert case["empty"] and case["full"] and case["steps"] and case["weights"], case
-    assert "of optimizer states wait on the CPU meanwhile" in case["line"] and case["gb"] > 0, case
+    assert "of optimizer states and gradient buffers make way" in case["line"] and case["gb"] > 0, case
 
 
 @pytest.mark.parametrize("generate", ["whole", "layers"])
@@ -110,5 +118,13 @@ def test_the_arithmetic_is_told() -> None:
     )
     assert explain(room, Choice(whole=False, states_away=True), sharded=True) == (
         "generation weights gathered layer by layer in each forward: up to 50.0 MiB of 0.9 GiB, 0.5 GiB for cache and activations; "
-        "14.2 GiB free; 3.1 GiB of optimizer states wait on the CPU meanwhile"
+        "14.2 GiB free; 3.1 GiB of optimizer states and gradient buffers make way"
     )
+
+
+def test_free_memory_is_a_share_of_the_machines_and_on_a_gpu_counts_what_torch_holds_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1001))
+    assert free_bytes(SimpleNamespace(device=torch.device("cpu"), threads=SimpleNamespace(ranks=4))) == 250
+    for name, found in (("mem_get_info", (70, 100)), ("memory_reserved", 20), ("memory_allocated", 15)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    assert free_bytes(SimpleNamespace(device=torch.device("cuda", 0))) == 75
