@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.integrations import HfDeepSpeedConfig
 
 from ppo_ds.models.attention import packed_forward
+from ppo_ds.models.head import Question, ask, install
 from ppo_ds.models.layout import lay_out
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
 from ppo_ds.models.lora import adapter_layers, merged_state, plain_modules, save_adapter
 from ppo_ds.models.value import zeroed_head
-from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
 
 
 class PolicyOutput(NamedTuple):
@@ -40,16 +40,15 @@ class Policy(nn.Module):
         """``value_head``: critic and policy share the trunk; the head begins at zero, and so do the values."""
         super().__init__()
         self.lm = lm
-        self.value_head = zeroed_head(lm.config.get_text_config().hidden_size, lm.dtype) if value_head else None
+        install(lm)
+        self.value_head = zeroed_head(lm.get_output_embeddings().in_features, lm.dtype) if value_head else None
         self.temperature = temperature
         # generate() would fill what we leave open from the model's own file (Qwen2.5-Instruct: top_k 20, repetition penalty);
         # the file's settings are kept aside for the saved model
         self.generation_config = saveable(lm.generation_config)
         lm.generation_config = GenerationConfig()
         self.packed = False  # how the rows of a forward are laid out
-        accepted = inspect.signature(lm.forward).parameters
-        self._keeps = "logits_to_keep" in accepted
-        self._positions = "position_ids" in accepted
+        self._positions = "position_ids" in inspect.signature(lm.forward).parameters
 
     def forward(
         self,
@@ -59,32 +58,33 @@ class Policy(nn.Module):
         with_entropy: bool = False,
         with_aux: bool = False,
         temperature: float | None = None,
+        entropy_gradient: bool = True,
     ) -> PolicyOutput:
         """ids, attention_mask [B,T] -> log-probs of the last ``response_width`` tokens, and what else is asked for; 0 beyond the end of an answer.
 
-        ``temperature``: another than that of sampling.
+        ``temperature``: another than that of sampling. ``entropy_gradient``: False where the entropy is only looked at, which costs less.
 
-        The head runs on the response places alone where the model can do that: on large vocabularies it is half of the work.
+        The head runs on the response places alone, and makes no logits where the model allows it (head.py).
         """
-        layout = lay_out(ids, attention_mask, response_width, packed=self.packed)
-        extra = layout.arguments(self._positions, masked=with_aux)
-        if self._keeps and self.packed:
-            extra["logits_to_keep"] = layout.places
-        if self.value_head is not None:
-            extra["output_hidden_states"] = True
+        layout = lay_out(ids, attention_mask, response_width, self.lm, packed=self.packed)
+        arguments = layout.arguments(self._positions, masked=with_aux)
         if with_aux:
-            extra["output_router_logits"] = True
+            arguments["output_router_logits"] = True
+        temperature = self.temperature if temperature is None else temperature
+        question = Question(layout.places, layout.labels, temperature, with_entropy, entropy_gradient)
         with packed_forward(self.lm) if self.packed else nullcontext():
-            out = self.lm(**extra)
-        logits = out.logits[0] if self._keeps and self.packed else out.logits.flatten(0, 1)[layout.places]
-        logprobs, entropy = logprobs_and_entropy_from_logits(
-            logits, layout.labels, self.temperature if temperature is None else temperature, with_entropy=with_entropy
+            answer = ask(self.lm, question, arguments)
+        return PolicyOutput(
+            layout.spread(answer.logprobs),
+            None if answer.entropy is None else layout.spread(answer.entropy),
+            None if self.value_head is None else layout.spread_states(self.value_head(answer.states[layout.state_places]).squeeze(-1)),
+            answer.out.aux_loss if with_aux else None,
         )
-        logprobs, entropy = layout.spread(logprobs), None if entropy is None else layout.spread(entropy)
-        values = None
-        if self.value_head is not None:
-            values = layout.spread_states(self.value_head(out.hidden_states[-1].flatten(0, 1)[layout.state_places]).squeeze(-1))
-        return PolicyOutput(logprobs, entropy, values, out.aux_loss if with_aux else None)
+
+    @property
+    def trunk(self) -> nn.Module:
+        """The model of transformers."""
+        return self.lm
 
     @property
     def balance_coef(self) -> float | None:

@@ -97,7 +97,7 @@ def test_logprobs_and_entropy_are_those_of_each_row_without_padding(tmp_path, ba
 
 @EVERY
 def test_the_response_slice_is_that_of_the_full_logits(tmp_path, family):
-    """Unpadded rows: the places P-1 .. P+R-2 of all logits, whether the head runs on all places or on R + 1."""
+    """Unpadded rows: the places P-1 .. P+R-2 of all logits."""
     folder = saved(tmp_path, family)
     ids = torch.randint(4, V, (2, 7), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -105,19 +105,16 @@ def test_the_response_slice_is_that_of_the_full_logits(tmp_path, family):
     for width in (1, 3, 6):
         start = 7 - width
         expected = table[:, start - 1 : -1].gather(2, ids[:, start:, None])[..., 0]
-        policy = load(folder).eval()
-        for keeps in {policy._keeps, False}:
-            policy._keeps = keeps
-            logprobs, *_ = policy(ids, torch.ones_like(ids, dtype=torch.bool), width)
-            torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+        logprobs, *_ = load(folder).eval()(ids, torch.ones_like(ids, dtype=torch.bool), width)
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
 def test_the_head_runs_on_the_response_places_alone(tmp_path, batch):
     policy = load(saved(tmp_path, "llama"))
-    widths = []
-    policy.lm.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
+    given = []
+    policy.lm.lm_head.register_forward_hook(lambda module, args, output: given.append(args[0].shape))
     policy(*batch, R)
-    assert widths == [R + 1]
+    assert given == [(1, sum(r for _, r in LENGTHS), 16)]
 
 
 @EVERY

@@ -1,0 +1,160 @@
+"""Log-probabilities and entropy of a linear head, without the logits.
+
+The logits of K states and V tokens are K x V numbers, and so is their gradient: 5 GB each in float32 for 8,192 states and 151,936 tokens. Here they
+are made a block of the vocabulary at a time, [K,b], and forgotten; the backward pass makes them again, which is a fourth product beside the three
+that a head costs anyway. Where all blocks together are small they are kept instead. With every state in each block, the gradient of the weight
+is one product per row of it: nothing is added up in 16 bits.
+
+Logits are float32 (float64 if given float64) before anything is done with them. Of 16-bit states and weights: on CUDA the products come in
+float32; on the CPU they are rounded to 16 bits, as the model's own head does, since there is no other product of them that is fast.
+The CUDA branches have not been tried on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ppo_ds.ops.masked import widen
+
+CPU_BLOCK = 2**20  # numbers in a block of logits: 4 MB of float32 stay in a processor's caches
+GPU_BLOCK = 2**25  # 128 MB: few launches
+KEPT = 2**25  # numbers in all blocks together that are kept for the backward pass: 128 MB
+_FLOOR = -1e4  # exp(-1e4) is 0 even in float64: keeps 0 * log 0 from being NaN where a logit is -inf
+
+
+def linear_logprobs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperature: float = 1.0,
+    *,
+    with_entropy: bool = True,
+    block_elements: int | None = None,
+    kept_elements: int = KEPT,
+) -> tuple[Tensor, Tensor | None]:
+    """Of softmax((hidden weight^T + bias) / temperature): its log at ``labels``, and its entropy. In nats, float32 or wider; differentiable.
+
+    hidden [K,H], weight [V,H], bias [V] or None, labels [K] -> [K], [K] or None. ``block_elements``: the most numbers in a [K,b] block of logits;
+    ``kept_elements``: the most in all of them that the backward pass finds kept.
+    """
+    size = block_elements or (CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK)
+    keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= kept_elements
+    return _LinearStatistics.apply(hidden, weight, bias, labels, temperature, with_entropy, size, keep)
+
+
+def _blocks(rows: int, vocabulary: int, size: int) -> Iterator[slice]:
+    """Slices that cover the vocabulary, of at most ``size`` numbers for all rows together."""
+    width = max(size // max(rows, 1), 1)
+    for start in range(0, vocabulary, width):
+        yield slice(start, min(start + width, vocabulary))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, in float32 or wider: a new tensor."""
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return widen(torch.mm(a, b))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, temperature: float) -> Tensor:
+    z = _product(hidden, weight[block].t())
+    if bias is not None:
+        z += bias[block]
+    return z if temperature == 1.0 else z.div_(temperature)
+
+
+def _within(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """Which labels [K] are in the block, and their columns there [K,1]; column 0 for the others."""
+    inside = (labels >= block.start) & (labels < block.stop)
+    return inside, torch.where(inside, labels - block.start, 0).unsqueeze(-1)
+
+
+class _Sums:
+    """Over the blocks seen so far, for each row: the largest logit, sum exp(z - largest), sum exp(z - largest) (z - largest)."""
+
+    def __init__(self, like: Tensor):
+        self.largest = torch.full_like(like, torch.finfo(like.dtype).min)
+        self.exp, self.weighted = torch.zeros_like(like), torch.zeros_like(like)
+
+    def add(self, z: Tensor, with_entropy: bool) -> Tensor:
+        """z [K,b], which is used up -> exp(z - largest)."""
+        largest = torch.maximum(self.largest, z.amax(dim=-1))
+        moved = self.largest - largest
+        z = z.sub_(largest.unsqueeze(-1))
+        exp = z.exp() if with_entropy else z.exp_()
+        if with_entropy:
+            self.weighted = moved.exp() * (self.weighted + moved * self.exp) + z.clamp_(min=_FLOOR).mul_(exp).sum(dim=-1)
+        self.exp = moved.exp() * self.exp + exp.sum(dim=-1)
+        self.largest = largest
+        return exp
+
+
+class _LinearStatistics(torch.autograd.Function):
+    """hidden [K,H], weight [V,H], bias [V] (or None), labels [K] -> log-probs [K], entropy [K] (or None)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, with_entropy: bool, size: int, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        chosen = torch.empty(len(hidden), dtype=widen(hidden[:0]).dtype, device=hidden.device)
+        sums, kept = _Sums(chosen), []
+        for block in _blocks(len(hidden), len(weight), size):
+            z = _logits(hidden, weight, bias, block, temperature)
+            inside, column = _within(labels, block)
+            chosen = torch.where(inside, z.gather(-1, column).squeeze(-1), chosen)
+            exp = sums.add(z, with_entropy)
+            if keep:
+                kept += [exp, sums.largest]
+        log_sum = sums.exp.log()
+        entropy = log_sum - sums.weighted / sums.exp if with_entropy else None
+        # the parameter itself is saved: under ZeRO-3 it is empty between the passes, and the engine fills it again for the backward
+        ctx.save_for_backward(hidden, weight, bias, labels, sums.largest + log_sum, entropy, *kept)
+        ctx.temperature, ctx.size = temperature, size
+        ctx.set_materialize_grads(False)
+        return chosen - sums.largest - log_sum, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """d log p_y / d z_j = [j = y] - p_j;  d H / d z_j = -p_j (log p_j + H);  z = (hidden weight^T + bias) / temperature."""
+        hidden, weight, bias, labels, log_norm, entropy, *kept = ctx.saved_tensors
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 8
+        for_logprobs = torch.zeros_like(log_norm) if grad_logprobs is None else grad_logprobs / ctx.temperature
+        for_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
+        # rows that nothing is asked of may hold NaN, and 0 * NaN must not reach the model
+        idle = for_logprobs == 0 if for_entropy is None else (for_logprobs == 0) & (for_entropy == 0)
+        hidden = hidden.masked_fill(idle.unsqueeze(-1), 0.0)
+        grad_hidden = torch.zeros_like(hidden, dtype=log_norm.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+        for i, block in enumerate(_blocks(len(hidden), len(weight), ctx.size)):
+            if kept:
+                p = kept[2 * i] * (kept[2 * i + 1] - log_norm).exp().unsqueeze(-1)
+            else:
+                p = _logits(hidden, weight, bias, block, ctx.temperature).sub_(log_norm.unsqueeze(-1)).exp_()
+            d = _logits_gradient(p, *_within(labels, block), for_logprobs, entropy, for_entropy).masked_fill_(idle.unsqueeze(-1), 0.0)
+            if grad_bias is not None:
+                grad_bias[block] = d.sum(dim=0)
+            d = d.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden += _product(d, weight[block])
+            if grad_weight is not None:
+                torch.mm(d.t(), hidden, out=grad_weight[block])
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *(None,) * 5
+
+
+def _logits_gradient(p: Tensor, inside: Tensor, column: Tensor, for_logprobs: Tensor, entropy: Tensor, for_entropy: Tensor | None) -> Tensor:
+    """p [K,b], which is used up -> the gradient [K,b] of the logits."""
+    if for_entropy is None:
+        d = p.mul_(-for_logprobs.unsqueeze(-1))
+    else:
+        slope = p.log().clamp_(min=_FLOOR).add_(entropy.unsqueeze(-1)).mul_(for_entropy.unsqueeze(-1)).add_(for_logprobs.unsqueeze(-1))
+        d = slope.mul_(p).neg_()
+    return d.scatter_add_(-1, column, torch.where(inside, for_logprobs, 0.0).unsqueeze(-1))
