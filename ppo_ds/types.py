@@ -91,8 +91,7 @@ class Sequences(_Rows):
         return self.attention_mask[:, self.prompt_width :].sum(1)
 
     def to(self, device: torch.device) -> Self:
-        """On a GPU nothing waits: the copies are queued, from memory that the GPU can read by itself."""
-        return replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)})
+        return replace(self, **{f.name: moved(getattr(self, f.name), device) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)})
 
     def trimmed(self) -> Self:
         """The same rows, cut to their own longest prompt and response (at least one place each)."""
@@ -108,7 +107,8 @@ class Sequences(_Rows):
         return replace(self, **changed)
 
 
-def _moved(column: Tensor, device: torch.device) -> Tensor:
+def moved(column: Tensor, device: torch.device) -> Tensor:
+    """From the CPU to a GPU the copy is only queued, from memory that the GPU reads by itself; any other memory would have the host wait."""
     return column.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and column.device.type == "cpu" else column.to(device)
 
 

@@ -66,10 +66,10 @@ class ModelReward(TextReward):
 
     def score(self, texts: list[Text], left: bool | None = None) -> Tensor:
         """[B], whatever they are. ``left``: whether on that side, for an audit: padded as much as can be. None: as little."""
-        scores = torch.zeros(len(texts))
+        scores, plan = torch.zeros(len(texts)), self._plan(texts, sparing=left is None)
         with self._score.resident():
-            for rows in self._plan(texts, sparing=left is None):
-                scores[rows] = self._forward([texts[i] for i in rows.tolist()], bool(left))
+            found = [self._forward([texts[i] for i in rows.tolist()], bool(left)) for rows in plan]
+            scores[torch.cat(plan)] = torch.cat(found).cpu()  # once: the host waits for the last forward alone
         return scores
 
     def _plan(self, texts: list[Text], sparing: bool) -> list[Tensor]:
@@ -81,7 +81,7 @@ class ModelReward(TextReward):
     def _forward(self, texts: list[Text], left: bool) -> Tensor:
         ids, mask, types = (left_padded if left else right_padded)(texts, self._pad_id, self._score.device)
         with torch.no_grad():
-            return self._score(ids, mask, token_type_ids=types).cpu()
+            return self._score(ids, mask, token_type_ids=types)
 
 
 def model_reward(

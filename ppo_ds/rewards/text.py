@@ -12,7 +12,7 @@ from torch import Tensor
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.rewards.base import RewardError
-from ppo_ds.types import Row
+from ppo_ds.types import Row, moved
 
 Template = Literal["chat", "pair", "concat"]
 
@@ -122,8 +122,8 @@ def right_padded(texts: list[Text], pad_id: int, device: torch.device) -> tuple[
     if all(text.types is not None for text in texts):
         types = torch.zeros_like(ids)
         types[mask] = torch.tensor([t for text in texts for t in text.types or []])
-        types = types.to(device)
-    return ids.to(device), mask.to(device), types
+        types = moved(types, device)
+    return moved(ids, device), moved(mask, device), types
 
 
 def left_padded(texts: list[Text], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
