@@ -60,6 +60,7 @@ def experience_maker(
         values=_values(config, actor, critic),
         world=world,
         token_budget=config.memory.score_tokens,
+        packed=_all_packed(actor, reference, critic),
         hidden_stops=hidden_stops(algo.mask.include_eos, stop_token_ids, pad_id),
         old_policy=None if lagged is None else lagged.swapped,
         shaper=score_shaper(config, world),
@@ -71,6 +72,11 @@ def experience_maker(
         correction=Correction(algo.correction.kind, algo.correction.low, algo.correction.high),
         timer=timer,
     )
+
+
+def _all_packed(*models: TrainedModel | FrozenModel | None) -> bool:
+    """Whether forwards can be planned for rows without padding."""
+    return all(model.module.packed for model in models if model is not None)
 
 
 def pretraining(maker: ExperienceMaker) -> ExperienceMaker:
@@ -162,6 +168,7 @@ def learner(
         epochs=algo.epochs,
         minibatch_size=algo.minibatch_size or rollout_size(config),
         token_budget=config.memory.train_tokens,
+        packed=_all_packed(actor, critic),
         norm=algo.loss.norm or config.sampling.max_new_tokens,
         target_kl=algo.target_kl,
         whitening=_whitening(config),

@@ -44,7 +44,7 @@ from ppo_ds.generators import build_generator
 from ppo_ds.inputs import Inputs, read_inputs, stop_ids
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.weighted import WeightedReward
-from ppo_ds.roles import Needs, RewardModels, adapter_notes, build_actor, build_critic, build_reference, critic_start, plan_generation
+from ppo_ds.roles import Needs, RewardModels, adapter_notes, build_actor, build_critic, build_reference, choose_layouts, critic_start, plan_generation
 from ppo_ds.rollout.base import Generator, Sampling
 from ppo_ds.targets import bind
 from ppo_ds.tracking.console import ConsoleTracker
@@ -152,7 +152,7 @@ def _roles(
     reward = make_reward(
         tokenizer=inputs.tokenizer, place=place, agree=world.max_int, score_tokens=config.memory.score_tokens, reduce=world.sum, notes=notes
     )
-    notes += adapter_notes(config, actor, critic)
+    notes += adapter_notes(config, actor, critic) + choose_layouts(config, actor, reference, critic)
     ema, lagged = shadow(actor, config.actor.ema.decay is not None), shadow(actor, config.algo.old_policy == "lagged")
     notes += plan_generation(config, actor, critic)
     return Roles(actor, reference, reward, critic, start.path if start else None, ema, lagged)

@@ -27,6 +27,7 @@ from ppo_ds.engine.trained import Schedule, TrainedModel, parameter_counts
 from ppo_ds.engine.world import World
 from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.errors import UserError
+from ppo_ds.models.attention import packs, why_not_packed
 from ppo_ds.models.lora import adapter_parameters, add_adapters, without_adapters
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading, unsharded_twin
 from ppo_ds.models.size import decoding_bytes
@@ -288,6 +289,17 @@ def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | N
         critic=critic,
     )
     return [line] if line else []
+
+
+def choose_layouts(config: Config, actor: TrainedModel, reference: FrozenModel | None, critic: TrainedModel | None) -> list[str]:
+    """How each model lays out the rows of its forwards; for the start-up banner, those that cannot do as they were told."""
+    models = {"actor": actor, "reference": reference, "critic": critic}
+    layout, lines = config.memory.layout, []
+    for name, module in ((name, model.module) for name, model in models.items() if model is not None):
+        module.packed = packs(module.trunk, layout, actor.world.device)
+        if layout == "packed" and not module.packed:
+            lines.append(f"warning    memory.layout=packed: the {name}'s rows are padded: {why_not_packed(module.trunk)}")
+    return lines
 
 
 def adapter_notes(config: Config, actor: TrainedModel, critic: TrainedModel | None) -> list[str]:

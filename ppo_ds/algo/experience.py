@@ -75,6 +75,7 @@ class ExperienceMaker:
     values: Callable[[Sequences], Tensor] | None  # None: no critic
     world: World
     token_budget: int
+    packed: bool  # the models take rows without padding
     hidden_stops: tuple[int, ...]  # end tokens that are no actions
     old_policy: Callable[[], AbstractContextManager[None]] | None  # inside, the actor is the lagging copy; None: it is the old policy itself
     shaper: ScoreShaper
@@ -91,7 +92,7 @@ class ExperienceMaker:
         """The rollout of this rank -> the experience of all ranks, and what was seen on the way. A collective."""
         if self.hidden_stops:
             rollout = without_stops(rollout, self.hidden_stops)
-        plan = scoring_plan(rollout, self.token_budget, self.world)
+        plan = scoring_plan(rollout, self.token_budget, self.world, self.packed)
         said = self._actors(rollout, plan) | self._references(rollout, plan)
         with self.timer("advantages"):
             shaped, unclipped = self.shaper(rollout)
@@ -117,7 +118,7 @@ class ExperienceMaker:
     def kl_now(self, experience: ActorExperience) -> Metrics:
         """k1 of the actor to the reference per token, as the rollout had it and as the actor is by now. ``experience`` is that of all ranks."""
         mine = experience.select(torch.arange(len(experience)).chunk(self.world.size)[self.world.rank]).trimmed()
-        logprobs = self._over(scoring_plan(mine, self.token_budget, self.world), mine, logprobs_of(self.actor))
+        logprobs = self._over(scoring_plan(mine, self.token_budget, self.world, self.packed), mine, logprobs_of(self.actor))
         sums = MetricSums()
         sums.add_mean("kl/before_update", mine.logprobs - mine.ref_logprobs, mine.response_mask)
         sums.add_mean("kl/after_update", logprobs - mine.ref_logprobs, mine.response_mask)
@@ -156,7 +157,7 @@ class ExperienceMaker:
                 raw = self.estimator(rewards, rollout, self.place.states(rollout), shaped)
                 return {"advantages": self._whitened(raw, mask)}, raw
         with self.timer("values"):
-            values = score_states(self.values, rollout, plan, self.world.device)  # V(s)
+            values = score_states(self.values, rollout, plan)  # V(s)
         with self.timer("advantages"):
             judged = self.estimator(rewards, values, rollout)
             columns = {"values": values, "returns": judged.returns, "value_mask": judged.mask}
@@ -192,4 +193,4 @@ class ExperienceMaker:
         return sums.reduced(self.world)
 
     def _over(self, plan: list[Tensor], sequences: Sequences, forward: Callable[[Sequences], Tensor]) -> Tensor:
-        return score_tokens(forward, sequences, plan, self.world.device)
+        return score_tokens(forward, sequences, plan)

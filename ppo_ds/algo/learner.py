@@ -18,6 +18,7 @@ from ppo_ds.algo.scoring import spread
 from ppo_ds.algo.timing import PhaseTimer
 from ppo_ds.engine.trained import StepInfo, TrainedModel
 from ppo_ds.engine.world import World
+from ppo_ds.ops.batching import places
 from ppo_ds.ops.losses import BatchTotals, batch_totals
 from ppo_ds.types import ActorExperience, CriticExperience, Experience, Metrics, Sequences, experience_of
 
@@ -36,6 +37,7 @@ class Learner:
     epochs: int
     minibatch_size: int
     token_budget: int
+    packed: bool  # the models take rows without padding
     norm: int  # tokens that one answer counts as, for the aggregation token_sum_norm
     target_kl: float | None  # nats per token; beyond it the passes end
     whitening: Whitening
@@ -64,8 +66,9 @@ class Learner:
             minibatch = experience.select(rows)
             advantages = self.whitening.in_minibatch(minibatch.advantages, minibatch.response_mask)
             minibatch = replace(minibatch, advantages=advantages)
-            plan = microbatch_rows(minibatch, self.token_budget, self.world)
+            plan = microbatch_rows(minibatch, self.token_budget, self.world, self.packed)
             micros = [minibatch.select(part).trimmed() for part in plan]
+            self._note_padding(micros)
             if not critic_only:
                 moved = self._update_actor(minibatch, micros, kl_coef)
             if self.critic is not None:
@@ -76,6 +79,12 @@ class Learner:
             assert len(order) == 1, "the log-probs of a second optimizer step are no longer those of the old policy"
             experience = self._completed(experience, [rows[part] for part in plan])
         return experience, self.seen.reduced(self.world) | describe_steps(self.steps) | passes
+
+    def _note_padding(self, micros: list[Experience]) -> None:
+        for micro in micros:
+            lengths = micro.attention_mask.sum(1)
+            spent = places(lengths, self.packed)
+            self.seen.add_parts({"perf/pad_frac_update": torch.tensor([spent - int(lengths.sum()), spent])})
 
     def _completed(self, experience: Experience, plan: list[Tensor]) -> Experience:
         """With the log-probs that the one update read, those of all ranks."""
@@ -130,9 +139,9 @@ class Learner:
     # -- the loss of one micro-batch ----------------------------------------------------------------------------------------------------------
 
     def _policy_loss(self, micro: Experience, totals: BatchTotals, value_totals: BatchTotals | None, kl_coef: float) -> tuple[Tensor, Parts]:
-        micro = micro.to(self.world.device)
         exact = self.policy.entropy_kind == "exact"
         out = self.actor(micro.ids, micro.attention_mask, micro.response_width, with_entropy=exact, with_aux=self.policy.aux_coef > 0)
+        micro = micro.to(self.world.device)  # the model lays its rows out on the CPU
         if not isinstance(micro, ActorExperience):
             self.read.append(out.logprobs.detach())
         loss, parts = self.policy(out, micro, totals, kl_coef)
@@ -142,19 +151,19 @@ class Learner:
         return loss + value, parts | value_parts
 
     def _value_loss(self, micro: CriticExperience, totals: BatchTotals) -> tuple[Tensor, Parts]:
-        micro = micro.to(self.world.device)
-        return self.value(self.critic(micro.ids, micro.attention_mask, micro.response_width), micro, totals)
+        values = self.critic(micro.ids, micro.attention_mask, micro.response_width)
+        return self.value(values, micro.to(self.world.device), totals)
 
     def _ptx_losses(self) -> list[Callable[[], tuple[Tensor, Parts]]]:
         if self.ptx is None:
             return []
         texts = next(self.ptx_texts)
         totals = batch_totals([texts.response_mask], dp_size=self.world.size)
-        return [partial(self._ptx_loss, micro, totals) for micro in microbatches(texts, self.token_budget, self.world)]
+        return [partial(self._ptx_loss, micro, totals) for micro in microbatches(texts, self.token_budget, self.world, self.packed)]
 
     def _ptx_loss(self, micro: Sequences, totals: BatchTotals) -> tuple[Tensor, Parts]:
-        micro = micro.to(self.world.device)
-        return self.ptx(self.actor(micro.ids, micro.attention_mask, micro.response_width, temperature=1.0), micro, totals)
+        out = self.actor(micro.ids, micro.attention_mask, micro.response_width, temperature=1.0)
+        return self.ptx(out, micro.to(self.world.device), totals)
 
 
 def describe_steps(steps: dict[str, list[StepInfo]]) -> Metrics:

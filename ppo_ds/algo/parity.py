@@ -38,7 +38,7 @@ def parity_gap(prompts: Prompts, *, actor: HybridActor, generator: Generator, sa
     short = replace(sampling, max_new_tokens=min(GATE_TOKENS, sampling.max_new_tokens), min_new_tokens=0)
     with actor.generation_mode():
         rollout = generator(few, short)
-    logprobs = score_tokens(logprobs_of(actor), rollout, scoring_plan(rollout, token_budget, actor.world), actor.world.device)
+    logprobs = score_tokens(logprobs_of(actor), rollout, scoring_plan(rollout, token_budget, actor.world))
     gap = (rollout.logprobs - logprobs).abs().masked_fill(~rollout.response_mask, 0.0)
     sums = MetricSums()
     sums.add_mean("mean", gap, rollout.response_mask)

@@ -22,24 +22,24 @@ def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: 
     return plan_forwards(lengths, token_budget, at_least=world.max_int(alone), packed=packed)
 
 
-def score_tokens(forward: Callable[[Sequences], Tensor], sequences: Sequences, plan: list[Tensor], device: torch.device) -> Tensor:
+def score_tokens(forward: Callable[[Sequences], Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
     """``forward`` ([b,T'] -> [b,R']) over all rows of ``sequences``: [B,R] float32 on the CPU, 0 beyond the end of each answer.
 
     Tokens that were generated but are no actions (an end token left out of the mask) have their number too.
     """
     answered = sequences.attention_mask[:, sequences.prompt_width :]
-    return _over(forward, sequences, plan, device, torch.zeros(answered.shape)).masked_fill(~answered, 0.0)
+    return _over(forward, sequences, plan, torch.zeros(answered.shape)).masked_fill(~answered, 0.0)
 
 
-def score_states(forward: Callable[[Sequences], Tensor], sequences: Sequences, plan: list[Tensor], device: torch.device) -> Tensor:
+def score_states(forward: Callable[[Sequences], Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
     """The same for the states ([b,T'] -> [b,S']): [B,S], 0 beyond the state after each answer's last token."""
     states = torch.arange(sequences.response_width + 1) <= sequences.response_lengths[:, None]
-    return _over(forward, sequences, plan, device, torch.zeros(states.shape)).masked_fill(~states, 0.0)
+    return _over(forward, sequences, plan, torch.zeros(states.shape)).masked_fill(~states, 0.0)
 
 
 @torch.no_grad()
-def _over(forward: Callable[[Sequences], Tensor], sequences: Sequences, plan: list[Tensor], device: torch.device, out: Tensor) -> Tensor:
-    return spread([forward(sequences.select(rows).trimmed().to(device)) for rows in plan], plan, out)
+def _over(forward: Callable[[Sequences], Tensor], sequences: Sequences, plan: list[Tensor], out: Tensor) -> Tensor:
+    return spread([forward(sequences.select(rows).trimmed()) for rows in plan], plan, out)
 
 
 def spread(found: list[Tensor], plan: list[Tensor], out: Tensor) -> Tensor:

@@ -34,6 +34,11 @@ class FrozenModel:
             self.model.eval()
         self._depth = 0
 
+    @property
+    def module(self) -> nn.Module:
+        """Without the engine around it."""
+        return getattr(self.model, "module", self.model)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             return self.model(*args, **kwargs)

@@ -7,7 +7,7 @@ longest prompt and the longest answer are seldom of one row. Here the tokens of 
             mask, and can use its fastest kernel.
     packed  [1,N]: all rows one after the other in a single one, N real tokens and no padding; attention stays within each (attention.py).
 
-Indices are made on the CPU from the mask: with a mask on a GPU that is the one wait of a forward.
+Indices are made on the CPU from the mask: a forward that is given ids and mask there waits for nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppo_ds.models.attention import packed_arguments
+from ppo_ds.types import moved
 
 
 @dataclass(frozen=True)
 class Layout:
-    """B rows with R places for the answer each, as [b,t] of a forward. All tensors are on the device of the ids."""
+    """B rows with R places for the answer each, as [b,t] of a forward. All tensors are on the device of the model."""
 
     ids: Tensor  # [b,t]
     position_ids: Tensor  # [b,t] 0, 1, 2, ... within each row, and on into its padding
@@ -54,11 +55,13 @@ class Layout:
         return values.new_zeros(self.rows * (self.width + 1)).index_copy(0, self.state_cells, values).view(self.rows, self.width + 1)
 
 
-def lay_out(ids: Tensor, attention_mask: Tensor, response_width: int, *, packed: bool) -> Layout:
-    """ids, attention_mask [B,T]; the last ``response_width`` columns are the answers (0: none are told apart).
+def lay_out(ids: Tensor, attention_mask: Tensor, response_width: int, model: nn.Module, *, packed: bool) -> Layout:
+    """ids, attention_mask [B,T], on the CPU or on the device of the ``model``; the last ``response_width`` columns are the answers (0: none are told
+    apart).
 
     Each row has its real tokens side by side, at least one before its answer.
     """
+    device = next(model.parameters()).device if ids.device.type == "cpu" else ids.device
     mask = attention_mask.cpu().bool()
     rows, columns = mask.shape
     answered = mask[:, columns - response_width :].sum(1)
@@ -77,15 +80,16 @@ def lay_out(ids: Tensor, attention_mask: Tensor, response_width: int, *, packed:
     before = torch.arange(response_width) < answered[:, None]
     around = torch.arange(response_width + 1) <= answered[:, None]
 
-    def there(index: Tensor) -> Tensor:
-        return index.to(ids.device)
+    def there(tensor: Tensor) -> Tensor:
+        return moved(tensor, device)
 
+    ids = there(ids)
     cells = before.flatten().nonzero()[:, 0]
     return Layout(
         ids=ids.flatten()[there(source)],
         position_ids=there(positions),
         mask=there(torch.ones_like(source, dtype=torch.bool) if packed else real),
-        packing=packed_arguments(lengths.tolist(), ids.device) if packed else {},
+        packing=packed_arguments(lengths.tolist(), device) if packed else {},
         places=there(states[:, :response_width][before]),
         labels=ids[:, columns - response_width :].flatten()[there(cells)],
         cells=there(cells),

@@ -74,13 +74,13 @@ class ScoreModel(nn.Module):
         """
         if response_width is None:
             return self.scores(ids, attention_mask, token_type_ids)
-        layout = lay_out(ids, attention_mask, response_width, packed=self.packed)
+        layout = lay_out(ids, attention_mask, response_width, self.model, packed=self.packed)
         return layout.spread_states(self._head(self._hidden(layout)[layout.state_places]))
 
     def scores(self, ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         """[B] fp32: a decoder's value at its last attended place (padding may be on either side), or an encoder's logit."""
         if self.is_decoder:
-            layout = lay_out(ids, attention_mask, 0, packed=self.packed)
+            layout = lay_out(ids, attention_mask, 0, self.model, packed=self.packed)
             return self._head(self._hidden(layout)[layout.last_places])
         types = {"token_type_ids": token_type_ids} if self._types and token_type_ids is not None else {}
         return self.model(input_ids=ids, attention_mask=attention_mask.long(), **types).logits[:, 0].float()
@@ -95,6 +95,11 @@ class ScoreModel(nn.Module):
         Adapters are merged into it.
         """
         self.model.save_pretrained(directory, state_dict=merged_state(self.model, self.model.state_dict() if state_dict is None else state_dict))
+
+    @property
+    def trunk(self) -> PreTrainedModel:
+        """The model of transformers."""
+        return self.model
 
     @property
     def max_tokens(self) -> int | None:

@@ -57,6 +57,11 @@ def _split(groups: list[list[int]], at_least: int, cost: Callable[[list[int]], i
     return [torch.tensor(rows) for rows in groups]
 
 
+def places(lengths: Tensor, packed: bool) -> int:
+    """Of the forward of rows of these lengths [b], padding counted."""
+    return int(lengths.sum()) if packed else len(lengths) * int(lengths.max())
+
+
 def _filled(falling: list[int], token_budget: int) -> list[int]:
     """Where groups end that are filled one after the other."""
     ends, tokens = [], 0
@@ -82,13 +87,6 @@ def _cheapest(falling: list[int], token_budget: int) -> list[int]:
                 best = whole, start
         ways.append((best[0], [*ways[best[1]][1], end]))
     return ways[-1][1]
-
-
-def padded_share(lengths: Tensor, plan: list[Tensor], packed: bool = False) -> float:
-    """The share of places of all forwards of a plan that hold no token."""
-    if packed:
-        return 0.0
-    return 1 - int(lengths.sum()) / sum(len(rows) * int(lengths[rows].max()) for rows in plan)
 
 
 def deal(lengths: Tensor, ranks: int) -> list[Tensor]:

@@ -72,6 +72,7 @@ def maker(world, reference=None, values=None, **changes):
         values=values or values_of(Stub(value=True)),
         world=world,
         token_budget=1000,
+        packed=False,
         hidden_stops=(),
         old_policy=None,
         shaper=shaper(world),

@@ -111,6 +111,7 @@ def on_policy(rows):
 def learner(world, actor, critic, policy=None, value=None, budget=10_000, minibatch_size=4, epochs=2, **changes):
     plain = dict(
         actor=actor, critic=critic, world=world, epochs=epochs, minibatch_size=minibatch_size, token_budget=budget, norm=NORM, target_kl=None,
+        packed=False,
         whitening=AS_IT_IS, policy=PolicyObjective(**POLICY | (policy or {})), value=ValueObjective(**VALUE | (value or {})),
         ptx=None, ptx_texts=None, average=None, decay=0.0, timer=timer,
     )  # fmt: skip

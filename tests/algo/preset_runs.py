@@ -83,6 +83,8 @@ class Numbers:
 class Told:
     """A trained model that says ``old`` and ``now``; remembers, for each optimizer step, the loss and its gradient."""
 
+    module = SimpleNamespace(packed=False)
+
     def __init__(self, old: Tensor, now: Tensor):
         self.old, self.now = old.float(), now.float().requires_grad_()
         self.loss, self.steps, self.ended = 0.0, [], True
@@ -111,7 +113,7 @@ class ToldActor(Told):
         unattended = ~numbers.mask.bool()
         super().__init__(numbers.old.float().masked_fill(unattended, NAN), numbers.now.float().masked_fill(unattended, NAN))
         self.lagging, self.aux = lagging, numbers.aux
-        self.module = SimpleNamespace(balance_coef=None if numbers.aux is None else 1.0)
+        self.module = SimpleNamespace(packed=False, balance_coef=None if numbers.aux is None else 1.0)
 
     @contextmanager
     def swapped(self):

@@ -106,7 +106,7 @@ def test_scores_stay_with_their_rows_and_places(world, experience, budget):
         answers = micro.ids[:, micro.prompt_width :]
         return (100 * first[:, None] + answers).double().masked_fill(~micro.response_mask, float("nan"))
 
-    out = score_tokens(forward, rows, scoring_plan(rows, budget, world), world.device)
+    out = score_tokens(forward, rows, scoring_plan(rows, budget, world))
     assert out.shape == rows.response_mask.shape and out.dtype == torch.float32
     assert all(size <= budget for size in sizes) or budget == 1
     for i, (p, r) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
@@ -123,7 +123,7 @@ def test_states_of_a_row_are_one_more_than_its_tokens(world, experience, budget)
         places = torch.arange(micro.response_width + 1.0)
         return 100 * micro.prompt_lengths[:, None] + places
 
-    out = score_states(forward, rows, scoring_plan(rows, budget, world), world.device)
+    out = score_states(forward, rows, scoring_plan(rows, budget, world))
     assert out.shape == (8, 9)
     for i, (p, r) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
         assert out[i].tolist() == [100.0 * p + t for t in range(r + 1)] + [0.0] * (8 - r)
@@ -135,5 +135,5 @@ def test_a_token_that_is_no_action_has_its_number_too(world):
     mask = rows.response_mask.clone()
     mask[0, 2] = False
     kept = type(rows)(**{**vars(rows), "response_mask": mask})
-    out = score_tokens(lambda micro: torch.ones(micro.response_mask.shape), kept, scoring_plan(kept, 100, world), world.device)
+    out = score_tokens(lambda micro: torch.ones(micro.response_mask.shape), kept, scoring_plan(kept, 100, world))
     assert out.tolist() == [[1, 1, 1], [1, 0, 0]]

@@ -69,7 +69,7 @@ def test_the_critic_alone(world, rows):
     same([critic], by_hand(rows)[1:])
     same([actor], [TinyPolicy(V, 1)])
     assert not actor.read and not actor.steps and not followed
-    assert {name.split("/")[0] for name in seen} == {"value", "health", "policy"}
+    assert {name.split("/")[0] for name in seen} == {"value", "health", "policy", "perf"}
     assert {name for name in seen if name.startswith("policy/")} == {"policy/epochs_run", "policy/early_stopped"}
     _, seen = learn(rows, 0.0, 3)  # and afterwards both
     assert actor.steps > 0 and "policy/loss" in seen

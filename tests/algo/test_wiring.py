@@ -9,7 +9,8 @@ from ppo_ds.algo.timing import PhaseTimer
 from ppo_ds.algorithm import eval_weights, experience_maker, hidden_stops, kl_controller, learner, pretraining
 from ppo_ds.build import _plan
 
-CRITIC, ACTOR = object(), SimpleNamespace(module=SimpleNamespace(balance_coef=0.25))
+CRITIC = SimpleNamespace(module=SimpleNamespace(packed=True))
+ACTOR = SimpleNamespace(module=SimpleNamespace(packed=True, balance_coef=0.25))
 
 
 def made(world, *overrides, critic=CRITIC, ema=None, ptx_texts=None):
@@ -135,3 +136,9 @@ def test_evaluation_by_the_average_where_asked_for():
 
 def test_end_tokens_that_are_no_actions():
     assert hidden_stops(True, (2, 3), 3) == () and hidden_stops(None, (2, 3), 7) == ()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_forwards_are_planned_without_padding_where_all_models_are(world, packed):
+    critic = SimpleNamespace(module=SimpleNamespace(packed=packed))
+    assert [part.packed for part in made(world, critic=critic)] == [packed, packed]
