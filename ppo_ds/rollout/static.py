@@ -23,7 +23,8 @@ from ppo_ds.rollout.base import Sampling, finish, limits_of
 from ppo_ds.rollout.slots import Slots
 from ppo_ds.types import Prompts, Rollout
 
-COLUMNS = 64  # columns of the cache come into use in steps of this: few shapes, and rows that kernels like
+COLUMNS = 8  # columns of the cache come into use in steps of this, since kernels like whole vectors
+GRAPH_COLUMNS = 64  # the same where each shape costs a recording
 PREFILL_TOKENS = 8192  # enough to keep a GPU busy; prompts read beside each other stand in memory twice for a moment
 
 
@@ -79,8 +80,8 @@ class _Answer:
     position: int  # where its next token goes; beyond ``end`` until the next look where it has ended
 
 
-def waiting(prompts: Prompts, limits: Tensor) -> list[_Waiting]:
-    """Neighbouring rows with the same prompt make one; those that may grow longest come first, as plan_microbatches takes them."""
+def waiting(prompts: Prompts) -> list[_Waiting]:
+    """Neighbouring rows with the same prompt make one; the longest prompts come first, so that those read together are of a length."""
     groups: list[_Waiting] = []
     for row, (ids, mask) in enumerate(zip(prompts.ids, prompts.mask, strict=True)):
         prompt = ids[mask]
@@ -88,7 +89,12 @@ def waiting(prompts: Prompts, limits: Tensor) -> list[_Waiting]:
             groups[-1].rows.append(row)
         else:
             groups.append(_Waiting(prompt, deque([row])))
-    return sorted(groups, key=lambda group: -(len(group.ids) + int(limits[list(group.rows)].max())))
+    return sorted(groups, key=lambda group: -len(group.ids))
+
+
+def whole_rows(n: int) -> int:
+    """The number of rows to multiply instead of n. Up to 15, MKL reads float32 weights once for every three; from 16 on, once for all."""
+    return 16 if 6 < n < 16 else n
 
 
 class _Run:
@@ -107,12 +113,12 @@ class _Run:
     ):
         self.limits = limits_of(prompts, sampling)
         longest = int((prompts.mask.sum(1) + self.limits).max())
-        self.total = max(1, min(token_budget // longest, len(prompts)))
-        self.decoder = Decoder(lm, slots=self.total, length=_rounded(longest))
+        self.total = max(1, min(token_budget // longest, whole_rows(len(prompts))))
+        self.decoder = Decoder(lm, slots=self.total, length=_rounded(longest, COLUMNS))
         self.device = self.decoder.device
         self.slots = Slots(self.total, self.limits, sampling, self.device)
         self.live: list[_Answer] = []  # those in the first slots
-        self.queue = deque(waiting(prompts, self.limits))
+        self.queue = deque(waiting(prompts))
         self.unbegun = len(prompts)
         self.kept: Prefix | None = None  # of the first prompt of the queue, where some of its answers have begun
         self.prefill_tokens = min(token_budget, PREFILL_TOKENS)
@@ -122,6 +128,7 @@ class _Run:
         self.agree = agree or int
         self.graphs = Graphs(CudaRecorder() if on_gpu and not self.in_step else None)  # weights that come and go have no addresses to record
         self.look_every = look_every or (16 if on_gpu else 1)
+        self.padding = 512 if on_gpu else 64  # tokens that take as long as reading the weights once more, roughly
         self.stops = _StopStrings(sampling.stop_strings, decode, self.look_every) if sampling.stop_strings else None
 
     def decode_all(self) -> None:
@@ -152,12 +159,12 @@ class _Run:
             self._begin(prefix, chunk)
 
     def _next_prompts(self) -> list[_Waiting]:
-        """The next of the queue, until free slots or the tokens of a forward are used up."""
+        """The next of the queue, until free slots or the tokens of a forward are used up, or another forward costs less than their padding."""
         chunk: list[_Waiting] = []
-        free, width = self.total - len(self.live), 0
+        free, width, tokens = self.total - len(self.live), len(self.queue[0].ids), 0
         for group in self.queue:
-            width = max(width, len(group.ids))
-            if free <= 0 or (chunk and width * (len(chunk) + 1) > self.prefill_tokens):
+            padded, tokens = width * (len(chunk) + 1), tokens + len(group.ids)
+            if free <= 0 or (chunk and (padded > self.prefill_tokens or padded - tokens > self.padding)):
                 break
             chunk.append(group)
             free -= len(group.rows)
@@ -194,7 +201,8 @@ class _Run:
         left = max((a.end - a.position for a in self.live), default=0)
         steps = self.look_every if self.in_step else min(self.look_every, left)
         n = self._width(max(1, len(self.live)))
-        self.columns = min(_rounded(max((a.position for a in self.live), default=0) + steps), self.decoder.cache.length)
+        used = max((a.position for a in self.live), default=0) + steps
+        self.columns = min(_rounded(used, GRAPH_COLUMNS if self.graphs.recorder else COLUMNS), self.decoder.cache.length)
         step = partial(self.slots.step, n, partial(self.decoder.logits, columns=self.columns))
         for _ in range(steps):
             self.graphs.run((n, self.columns), step)
@@ -202,9 +210,9 @@ class _Run:
             answer.position += steps
 
     def _width(self, live: int) -> int:
-        """The slots that a forward takes: those with an answer; a graph has a fixed shape, so all, half of them, a quarter ..."""
+        """The slots that a forward takes: those with an answer, or a few more; with graphs, of few shapes, all, half of them, a quarter ..."""
         if self.graphs.recorder is None:
-            return live
+            return min(whole_rows(live), self.total)
         width = self.total
         while width // 2 >= live:
             width //= 2
@@ -253,5 +261,5 @@ class _StopStrings:
         return [slot for slot, text in zip(slots, texts, strict=True) if any(stop in text for stop in self.stops)]
 
 
-def _rounded(columns: int) -> int:
-    return -(-columns // COLUMNS) * COLUMNS
+def _rounded(columns: int, step: int) -> int:
+    return -(-columns // step) * step
