@@ -12,6 +12,7 @@ AT_ONCE = {"memory": {"score_tokens": 10**6, "train_tokens": 10**6}}
 CHECKPOINTED = {"actor": {"model": {"gradient_checkpointing": True}}}  # the critic inherits it
 OTHER_AGGREGATION = {"algo": {"loss": {"agg": "seq_mean_token_mean"}, "kl": {"place": "loss", "estimator": "k3"}, "advantage": {"whiten": "none"}}}
 GREEDY = {"sampling": {"top_k": 1}}
+HF, PAGED = {"rollout": {"backend": "hf"}}, {"rollout": {"backend": "paged"}}  # what is not said is auto, which takes static
 SAME_PROMPT = {"data": {"path": f"{ASSETS}/same.jsonl"}, "rollout": {"samples_per_prompt": 1}, "sampling": {"stop_token_ids": []}}
 TIED = {"actor": {"model": {"path": f"{ASSETS}/tied"}}}
 OTHER_REFERENCE = {"reference": {"model": {"path": f"{ASSETS}/other"}}}
@@ -45,6 +46,14 @@ def frozen(stage: int, **zero: Any) -> dict[str, Any]:
     return {"reference": {"zero": {"stage": stage, **zero}}}
 
 
+def interrupted(label: str, *overlays: dict[str, Any]) -> list[Case]:
+    """Three steps of drawn answers at once, the first of them alone, and the other two from its checkpoint. On two ranks."""
+    stopped = {"run": {"stop_at_step": 1}, "checkpoint": {"every": 1}}
+    resumed = {"run": {"resume": f"{ASSETS}/2/{label} stopped/checkpoints/step_000001"}}
+    ways = {"drawn": {}, "stopped": stopped, "resumed": resumed}
+    return [case(f"{label} {way}", *overlays, how, generate="sample") for way, how in ways.items()]
+
+
 ON_ONE_RANK: list[Case] = [
     case("zero0", staged(0), generate="record"),
     *[case(f"zero{stage}", staged(stage)) for stage in (1, 2, 3)],
@@ -54,6 +63,7 @@ ON_ONE_RANK: list[Case] = [
     case("zero0 other aggregation", staged(0), OTHER_AGGREGATION),
     case("zero0 tied", staged(0), TIED),
     case("zero0 greedy", staged(0), GREEDY, generate="sample"),
+    case("zero0 greedy hf", staged(0), GREEDY, HF, generate="sample"),
     case("zero0 critic from reward", staged(0), MODEL_REWARD, ONE_STEP),
     case("zero0 lora", staged(0), LORA),
     *algorithms(0, 3),
@@ -72,6 +82,10 @@ ON_TWO_RANKS: list[Case] = [
     case("zero3 disturbed", staged(3), generate="disturb"),
     *[case(f"zero{stage} greedy", staged(stage), GREEDY, generate="sample") for stage in (0, 3)],
     case("zero3 greedy row by row", staged(3), GREEDY, {"memory": {"rollout_tokens": 1}}, generate="sample"),
+    case("zero3 greedy paged", staged(3), GREEDY, PAGED, generate="sample"),
+    *interrupted("zero3 static", staged(3)),
+    *interrupted("zero0 hf", staged(0), HF),
+    *interrupted("zero2 paged", staged(2), PAGED),
     *[case(f"zero{stage} same prompt", staged(stage), SAME_PROMPT, ONE_STEP, generate="sample") for stage in (0, 3)],
     case("replicated reference", staged(0), OTHER_REFERENCE, frozen(0), ONE_STEP),
     case("offloaded reference", staged(0), OTHER_REFERENCE, frozen(0, offload_params=True), ONE_STEP),

@@ -12,16 +12,30 @@ def answers(run: Run) -> list[tuple[str, str, int, str]]:
     return [(row["prompt"], row["response"], row["length"], row["finish"]) for step in (1, 2, 3) for row in run.samples(step)]
 
 
-def test_greedy_answers_depend_on_neither_ranks_nor_stages_nor_chunks(runs: Launches) -> None:
-    expected = answers(runs["1/zero0 greedy"])
+GREEDY = ("1/zero0 greedy hf", "1/zero0 greedy", "2/zero0 greedy", "2/zero3 greedy", "2/zero3 greedy row by row", "2/zero3 greedy paged")
+
+
+def test_greedy_answers_depend_on_neither_backends_nor_ranks_nor_stages_nor_chunks(runs: Launches) -> None:
+    expected = answers(runs[GREEDY[0]])
     assert len(expected) == 48 and len(set(expected)) > 12  # prompts change between steps, and so do answers as the policy learns
-    for name in ("2/zero0 greedy", "2/zero3 greedy", "2/zero3 greedy row by row"):
+    for name in GREEDY:
         assert answers(runs[name]) == expected, name
 
 
 def test_what_was_generated_has_the_log_probs_of_the_training_engine(runs: Launches) -> None:
-    for name in ("1/zero0 greedy", "2/zero0 greedy", "2/zero3 greedy", "2/zero3 greedy row by row"):
+    for name in GREEDY:
         assert max(step["parity/logp_abs_diff_max"] for step in runs[name].steps) < 1e-4, name
+
+
+@pytest.mark.parametrize("name", ["2/zero3 static", "2/zero0 hf", "2/zero2 paged"])
+def test_a_resumed_run_draws_what_it_would_have_drawn(runs: Launches, name: str) -> None:
+    """To the bit: answers, metrics and weights."""
+    whole, resumed = runs[f"{name} drawn"], runs[f"{name} resumed"]
+    assert len(whole.steps) == 3 and whole.steps[1:] == resumed.steps
+    assert [whole.samples(step) for step in (2, 3)] == [resumed.samples(step) for step in (2, 3)]
+    assert whole.samples(2) != whole.samples(3)
+    for name in ("trained_logits", *(name for name in whole.tensors if name.startswith(("actor/", "critic/", "last/")))):
+        assert torch.equal(whole.tensors[name], resumed.tensors[name]), name
 
 
 def test_ranks_decode_different_numbers_of_tokens(runs: Launches) -> None:
