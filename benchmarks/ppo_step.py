@@ -46,7 +46,8 @@ def prepare_apart(args: argparse.Namespace, argv: list[str]) -> None:
     """In a process of its own, whose memory is not this one's peak."""
     if not is_prepared(workload_of(args), folder_of(args), args.model):
         alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        subprocess.run([sys.executable, __file__, *argv, "--prepare-only"], check=True, env=alone)
+        if subprocess.run([sys.executable, __file__, *argv, "--prepare-only"], env=alone).returncode:
+            raise SystemExit(f"error: models and prompts could not be written to {folder_of(args)}; why is said above")
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -110,7 +111,8 @@ def _limits(trainer: Any, config: Any) -> Any:
     from ppo_ds.engine.limits import bytes_per_s, gemm_flops_per_s
 
     lm, device = trainer.actor.module.lm, trainer.world.device
-    hidden, inner = lm.config.hidden_size, lm.config.intermediate_size
+    hidden = lm.config.hidden_size
+    inner = getattr(lm.config, "intermediate_size", 4 * hidden)
     rows = min(config.memory.train_tokens, 2048)
     return Limits(gemm_flops_per_s(device, lm.dtype, [(rows, hidden, inner), (rows, inner, hidden), (rows, hidden, hidden)]), bytes_per_s(device))
 

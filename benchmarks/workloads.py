@@ -45,8 +45,9 @@ class Workload:
         return self.prompts // MINIBATCHES
 
 
-CPU_MODEL = Shape(384, 4, 6, 6, 1024, 16384)
-WORKLOADS = {  # W3, W4 and W5 have the sizes of Qwen2.5 0.5B, 1.5B and 7B
+CPU_MODEL = Shape(320, 4, 5, 5, 896, 8192)
+WORKLOADS = {  # W0 is for scaling.py, which needs many samples in little time; W3, W4 and W5 have the sizes of Qwen2.5 0.5B, 1.5B and 7B
+    "W0": Workload(Shape(192, 2, 3, 3, 512, 4096), 32, (32, 32), 32, None, "fp32"),
     "W1": Workload(CPU_MODEL, 32, (32, 32), 64, None, "fp32"),
     "W2": Workload(CPU_MODEL, 32, (8, 128), 256, 48, "fp32"),
     "W3": Workload(Shape(896, 24, 14, 2, 4864, 151936, True), 64, (256, 256), 512, None, "bf16"),
