@@ -329,7 +329,10 @@ class AlgoConfig:
 
 @dataclass
 class MemoryConfig:
-    """The most tokens, padding counted, in one forward on one rank. Changes speed and memory, never the result."""
+    """The most tokens, padding counted, in one forward on one rank. Changes speed and memory, never the result.
+
+    A decode counts each prompt with the longest answer that it may get, every other forward the whole rows as they are.
+    """
 
     rollout_tokens: Count = 32768
     score_tokens: Count = 16384

@@ -9,6 +9,7 @@ The kernel for CUDA (``torch.nn.attention.varlen``, flash attention of 16-bit nu
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,12 +23,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ppo_ds.types import moved
+
+_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 or later
 _calls: ContextVar[list[nn.Module] | None] = ContextVar("_calls", default=None)  # the attention layers of the packed forward that is running
 
 
 def packed_arguments(lengths: list[int], device: torch.device) -> dict[str, Any]:
     """What a model is called with: transformers' own names, which its flash attention knows too."""
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    ends = moved(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths), "max_length_k": max(lengths)}
 
 
@@ -78,7 +82,7 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, ends: list[int], scale
 def has_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether flash attention takes these [N,heads,d] as they are."""
     width = query.shape[-1]
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and width == value.shape[-1] <= 256 and width % 8 == 0
+    return _GROUPED and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and width == value.shape[-1] <= 256 and width % 8 == 0
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -121,4 +125,4 @@ def packs(model: PreTrainedModel, layout: str, device: torch.device) -> bool:
 
 
 def _has_flash(model: PreTrainedModel, device: torch.device) -> bool:
-    return model.dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(device) >= (8, 0)
+    return _GROUPED and model.dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(device) >= (8, 0)
