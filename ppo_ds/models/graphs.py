@@ -49,6 +49,11 @@ class CudaRecorder:
         return graph.replay
 
 
+def recorder_for(device: torch.device) -> Recorder | None:
+    """None where there is nothing to record for."""
+    return CudaRecorder() if device.type == "cuda" else None
+
+
 class Graphs:
     """Runs steps: the first of each shape plainly, from the second on as a graph. Plain steps only, after a warning, where that fails."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ppo_ds.models.cache import Prefix
 from ppo_ds.models.decoding import Decoder, own_masks
-from ppo_ds.models.graphs import CudaRecorder, Graphs
+from ppo_ds.models.graphs import Graphs, recorder_for
 from ppo_ds.rollout.base import Sampling, finish, limits_of
 from ppo_ds.rollout.slots import Slots
 from ppo_ds.types import Prompts, Rollout
@@ -126,7 +126,7 @@ class _Run:
         on_gpu = self.device.type == "cuda"
         self.in_step = agree is not None
         self.agree = agree or int
-        self.graphs = Graphs(CudaRecorder() if on_gpu and not self.in_step else None)  # weights that come and go have no addresses to record
+        self.graphs = Graphs(None if self.in_step else recorder_for(self.device))  # weights that come and go have no addresses to record
         self.look_every = look_every or (16 if on_gpu else 1)
         self.padding = 512 if on_gpu else 64  # tokens that take as long as reading the weights once more, roughly
         self.stops = _StopStrings(sampling.stop_strings, decode, self.look_every) if sampling.stop_strings else None

@@ -1,0 +1,393 @@
+"""Decoding in slots: the same answers as transformers', whatever the slots, and no more forwards than it takes."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    GPTNeoConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    Qwen2Config,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from ppo_ds.models.decoding import can_decode
+from ppo_ds.models.graphs import Graphs
+from ppo_ds.rollout import static
+from ppo_ds.rollout.hf import HFGenerator
+from ppo_ds.rollout.static import StaticGenerator
+
+V, PAD, EOS = 40, 0, 1
+PLAIN = dict(vocab_size=V, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, initializer_range=0.5, **PLAIN)
+MODELS = {
+    "gpt2": lambda **more: GPT2Config(n_embd=16, n_layer=2, n_head=2, initializer_range=0.5, **PLAIN, **more),
+    "llama": lambda **more: LlamaConfig(num_key_value_heads=2, **SIZES, **more),
+    "qwen2": lambda **more: Qwen2Config(num_key_value_heads=2, **SIZES, **more),
+    "gpt_neox": lambda **more: GPTNeoXConfig(**SIZES, **more),
+    "opt": lambda **more: OPTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, ffn_dim=32, word_embed_proj_dim=16, init_std=0.5, **PLAIN, **more
+    ),
+    "mixtral": lambda **more: MixtralConfig(num_key_value_heads=2, num_local_experts=4, **SIZES, **more),
+}
+EVERY = pytest.mark.parametrize("family", MODELS)
+LENGTHS, LIMITS = [1, 6, 6, 6, 3, 2, 4], [9, 12, 4, 12, 1, 7, 12]
+
+
+def model(family, **more):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(MODELS[family](**more)).eval()
+
+
+@pytest.fixture
+def batch(prompts):
+    """Seven rows of their own limits; the second to the fourth answer the same prompt."""
+    torch.manual_seed(1)
+    rows = [torch.randint(2, V, (n,)).tolist() for n in LENGTHS]
+    return prompts(*rows[:2], rows[1], rows[1], *rows[4:], limits=LIMITS)
+
+
+@pytest.fixture
+def texts(tokenizer):
+    return tokenizer([chr(97 + i) for i in range(V - 3)])
+
+
+def forwards_of(lm):
+    """The shapes of the ids of all forwards to come."""
+    shapes = []
+    lm.register_forward_pre_hook(lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
+    return shapes
+
+
+def answers_of(rollout):
+    return [ids[mask].tolist() for ids, mask in zip(rollout.ids[:, rollout.prompt_width :], rollout.response_mask, strict=True)]
+
+
+def check_logprobs(lm, rollout, temperature, tolerance=1e-5):
+    """Against each row by itself in one plain forward, without padding or cache."""
+    for i, n in enumerate(rollout.response_mask.sum(1).tolist()):
+        row = rollout.ids[i][rollout.attention_mask[i]]
+        with torch.no_grad():
+            table = torch.log_softmax(lm(input_ids=row[None]).logits[0].double() / temperature, -1)
+        expected = table[-n - 1 : -1].gather(1, row[-n:, None])[:, 0]
+        assert (rollout.logprobs[i, :n] - expected).abs().max() < tolerance, i
+
+
+def same(one, other):
+    for name in ("ids", "attention_mask", "response_mask", "finished", "limits"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+# -- what comes out -----------------------------------------------------------------------------------------------------------------------
+
+
+@EVERY
+def test_greedy_answers_are_those_of_generate(batch, family, sampling, texts):
+    """With all slots, two, and one; looking at who has ended after every step and after every fourth."""
+    lm = model(family)
+    assert can_decode(lm, longest=18) is None
+    greedy = sampling(12, top_k=1, temperature=0.7, stop_token_ids=(5, 6, 7))
+    wanted = HFGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, greedy)
+    assert len(set(wanted.response_mask.sum(1).tolist())) > 2
+    for token_budget, look_every in ((10_000, 1), (36, 1), (60, 4), (1, 1)):
+        found = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget, look_every=look_every)(batch, greedy)
+        same(found, wanted)
+        torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=1e-5)
+
+
+@EVERY
+def test_logprobs_of_drawn_answers_are_those_of_a_plain_forward(batch, family, sampling, texts):
+    lm = model(family)
+    for seed, knobs in enumerate((dict(temperature=0.8), dict(top_k=5), dict(top_p=0.7, temperature=1.2), dict(min_new_tokens=4))):
+        torch.manual_seed(seed)
+        generator = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=40)
+        check_logprobs(lm, generator(batch, sampling(12, stop_token_ids=(5, 6, 7, 8, 9), **knobs)), knobs.get("temperature", 1.0))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_masks_are_taken_as_given_by_both_attentions(batch, sampling, texts, attention):
+    lm = model("llama", attn_implementation=attention)
+    torch.manual_seed(3)
+    check_logprobs(lm, StaticGenerator(lambda: lm, tokenizer=texts, token_budget=60)(batch, sampling(12)), 1.0)
+    assert lm.config._attn_implementation == attention
+
+
+def test_bf16(batch, sampling, texts):
+    lm = model("llama").bfloat16()
+    assert can_decode(lm, longest=18) is None
+    torch.manual_seed(3)
+    rollout = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=60)(batch, sampling(12))
+    assert rollout.logprobs.dtype == torch.float32
+    check_logprobs(lm, rollout, 1.0, tolerance=0.3)
+
+
+def test_drawn_answers_depend_on_no_schedule(batch, sampling, texts):
+    """Random numbers belong to rows and places: one slot or many, an answer is the same; another seed gives others."""
+    lm, drawn = model("llama"), []
+    for seed, token_budget, look_every in ((5, 10_000, 1), (5, 1, 1), (5, 60, 3), (6, 10_000, 1)):
+        torch.manual_seed(seed)
+        drawn.append(StaticGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget, look_every=look_every)(batch, sampling(12)))
+    same(drawn[0], drawn[1])
+    same(drawn[0], drawn[2])
+    assert answers_of(drawn[0]) != answers_of(drawn[3])
+    second, third = (answers_of(drawn[0])[i] for i in (1, 3))
+    assert second != third  # two answers to the same prompt
+
+
+def test_answers_follow_the_joint_distribution(sampling, prompts, texts):
+    """4,000 answers of two tokens from a model of six, against all 36 probabilities, which plain forwards give one by one.
+
+    chi-square with 35 degrees of freedom is below 66.6 in 99.9% of the cases; drawn at temperature 1 instead of 0.7 it is far above.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES | dict(vocab_size=6, num_key_value_heads=2))
+    lm = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        lm.lm_head.weight.mul_(0.5)  # no token hopeless
+        table = torch.zeros(6, 6, dtype=torch.float64)
+        for first in range(6):
+            logits = lm(input_ids=torch.tensor([[3, 4, first]])).logits[0].double() / 0.7
+            table[first] = logits[1].softmax(-1)[first] * logits[2].softmax(-1)
+    torch.manual_seed(9)
+    rows = prompts(*[[3, 4]] * 4000)
+    rollout = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=4 * 1500)(rows, sampling(2, temperature=0.7))
+    answers = rollout.ids[:, -2:]
+    expected = 4000 * table.flatten()
+    counts = torch.bincount(answers[:, 0] * 6 + answers[:, 1], minlength=36).double()
+    often = expected >= 5
+    chi = float(((counts - expected)[often] ** 2 / expected[often]).sum())
+    assert often.sum() > 10 and chi < 66.6
+    assert counts[~often].sum() < expected[~often].sum() + 5 * math.sqrt(float(expected[~often].sum())) + 5
+
+
+# -- ends ---------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("look_every", [1, 5])
+def test_stops_of_every_kind(successor, prompts, sampling, tokenizer, look_every):
+    """a b c d ...: "cd" is whole with the third new token, the end token of row 2 is its second."""
+    lm = successor({3: 4, 4: 5, 5: 6, 6: 7, 8: 9, 9: EOS}, 10)
+    rows = prompts([3], [3], [8], [8], [5, 4], limits=[3, 2, 2, 1, 8])
+    generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000, look_every=look_every)
+    rollout = generator(rows, sampling(8, stop_token_ids=(EOS,), stop_strings=("cd",)))
+    assert answers_of(rollout) == [[4, 5, 6], [4, 5], [9, EOS], [9], [5, 6]]
+    assert rollout.finished.tolist() == [True, False, True, False, True]
+
+
+def test_decoding_ends_with_the_last_stop_string(successor, prompts, sampling, tokenizer):
+    lm = successor({3: 4, 4: 5, 5: 6}, 10)
+    shapes = forwards_of(lm)
+    generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000)
+    assert answers_of(generator(prompts([3], [4]), sampling(50, stop_strings=("c",)))) == [[4, 5], [5]]
+    assert shapes == [(2, 1), (2, 1), (1, 1)]  # the prompts, both answers, the longer one
+
+
+def test_a_least_number_of_tokens_yields_to_a_limit(successor, prompts, sampling, tokenizer):
+    generator = StaticGenerator(lambda: successor({3: EOS}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000)
+    torch.manual_seed(0)
+    rollout = generator(prompts([3], [3], limits=[2, 9]), sampling(9, min_new_tokens=4, stop_token_ids=(EOS,)))
+    lengths = rollout.response_mask.sum(1).tolist()
+    assert lengths[0] == 2 and lengths[1] > 4 and not rollout.finished[0]
+    assert EOS not in answers_of(rollout)[1][:4]
+
+
+# -- slots --------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_read_once_for_all_its_answers(successor, prompts, sampling, tokenizer):
+    """Prompts of 4 and 3 tokens, three answers each: one forward reads two rows of three (all but their last token)."""
+    lm = successor({}, 10)
+    shapes = forwards_of(lm)
+    generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000)
+    rollout = generator(prompts([3, 4, 5, 6], [3, 4, 5, 6], [3, 4, 5, 6], [7, 8, 9], [7, 8, 9], [7, 8, 9]), sampling(2))
+    assert answers_of(rollout) == [[6, 6]] * 3 + [[9, 9]] * 3
+    assert shapes == [(2, 3), (6, 1), (6, 1)]
+
+
+def test_freed_slots_are_taken_and_the_batch_shrinks(successor, prompts, sampling, tokenizer):
+    """Two slots, limits 5, 1, 2, 1, of which the first row keeps its slot for five steps while the others pass through the second."""
+    lm = successor({token: token for token in range(10)}, 10)
+    shapes = forwards_of(lm)
+    generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=2 * 7)
+    rollout = generator(prompts([3, 3], [4, 4], [5, 5], [6, 6], limits=[5, 1, 2, 1]), sampling(9))
+    assert answers_of(rollout) == [[3] * 5, [4], [5, 5], [6]]
+    one, two, read_one, read_two = (1, 1), (2, 1), (1, 1), (2, 1)
+    assert shapes == [read_two, two, read_one, two, two, read_one, two, one]
+
+
+def test_a_prompt_whose_answers_begin_at_different_times_is_still_read_once(successor, prompts, sampling, tokenizer):
+    """Two slots for three answers to one prompt, then one to another: the third answer takes the kept cache of the first two."""
+    lm = successor({}, 10)
+    shapes = forwards_of(lm)
+    generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=2 * 10)
+    rollout = generator(prompts([3, 4, 5, 6], [3, 4, 5, 6], [3, 4, 5, 6], [7, 8], limits=[6, 1, 2, 1]), sampling(6))
+    assert answers_of(rollout) == [[6] * 6, [6], [6, 6], [8]]
+    assert [shape for shape in shapes if shape[1] == 3] == [(1, 3)]
+    assert len(shapes) == 2 + 6
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_nothing_is_left_of_who_had_the_slot_before(family, prompts, sampling, texts):
+    """A long answer, then short prompts in the same slot: as if each had been alone."""
+    lm = model(family)
+    torch.manual_seed(2)
+    rows = [torch.randint(2, V, (n,)).tolist() for n in (9, 2, 5, 1)]
+    greedy, limits = sampling(20, top_k=1), [20, 15, 4, 20]
+    together = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=1)(prompts(*rows, limits=limits), greedy)
+    for row, limit, answer in zip(rows, limits, answers_of(together), strict=True):
+        alone = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=1)(prompts(row, limits=[limit]), greedy)
+        assert answers_of(alone) == [answer]
+
+
+def test_metadata_and_prompts_stay_in_their_rows(batch, sampling, texts):
+    rollout = StaticGenerator(lambda: model("llama"), tokenizer=texts, token_budget=40)(batch, sampling(3))
+    assert [row["row"] for row in rollout.metadata] == list(range(7))
+    assert torch.equal(rollout.ids[:, : rollout.prompt_width], batch.ids)
+
+
+# -- ranks that go in step ----------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_in_step_run_the_same_forwards(prompts, sampling, texts):
+    """Two ranks as two threads: one prompt with a long answer, four prompts with short ones in two slots. Same answers, same forwards."""
+    barrier, said = Barrier(2), {}
+    batches = [prompts([3, 4, 5], limits=[11]), prompts([3], [4, 4], [5], [6, 7, 8], limits=[2, 3, 1, 2])]
+
+    lms = [model("llama"), model("llama")]  # here, since threads share the random state
+
+    def rank(index):
+        lm = lms[index]
+        shapes = forwards_of(lm)
+
+        def agree(number):
+            said[index] = int(number)
+            barrier.wait(timeout=30)
+            largest = max(said.values())
+            barrier.wait(timeout=30)
+            return largest
+
+        generator = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=12, agree=agree, look_every=2)
+        return generator(batches[index], sampling(11, top_k=1)), shapes
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(rank, range(2)))
+    for batch, (rollout, _) in zip(batches, found, strict=True):
+        same(rollout, HFGenerator(lambda: model("llama"), tokenizer=texts, token_budget=10_000)(batch, sampling(11, top_k=1)))
+    assert len(found[0][1]) == len(found[1][1])
+
+
+# -- graphs -------------------------------------------------------------------------------------------------------------------------------
+
+
+class Replays:
+    """A recorder without a GPU: what it records is run again as it is, on the same tensors."""
+
+    def __init__(self):
+        self.log = []
+
+    def warm_up(self, step):
+        self.log.append("warm")
+        step()
+
+    def record(self, step):
+        self.log.append("record")
+
+        def replay():
+            self.log.append("replay")
+            step()
+
+        return replay
+
+
+def test_each_shape_is_warmed_up_recorded_and_replayed():
+    recorder, ran = Replays(), []
+    graphs = Graphs(recorder)
+    for shape in "aaabab":
+        graphs.run(shape, lambda shape=shape: ran.append(shape))
+    assert "".join(ran) == "aaabab"
+    assert recorder.log == ["warm", "record", "replay", "replay", "warm", "replay", "record", "replay"]
+
+
+def test_what_cannot_be_recorded_runs_plainly_after_one_warning():
+    class Refuses(Replays):
+        def record(self, step):
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    graphs, ran = Graphs(Refuses()), []
+    graphs.run("a", lambda: ran.append(1))
+    with pytest.warns(UserWarning, match="without CUDA graphs.*operation not permitted when stream is capturing$"):
+        graphs.run("a", lambda: ran.append(2))
+    graphs.run("a", lambda: ran.append(3))
+    assert ran == [1, 2, 3]
+
+
+def test_answers_by_graphs_are_the_same(batch, sampling, texts, monkeypatch):
+    """What a graph needs: shapes that repeat, and a step that reads and writes the same tensors each time."""
+    lm, greedy = model("llama"), sampling(12, top_k=1, stop_token_ids=(5, 6, 7))
+    wanted = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, greedy)
+    recorder = Replays()
+    monkeypatch.setattr(static, "recorder_for", lambda device: recorder)
+    same(StaticGenerator(lambda: lm, tokenizer=texts, token_budget=60, look_every=4)(batch, greedy), wanted)
+    assert recorder.log.count("replay") > 2 * recorder.log.count("record") > 0
+
+
+# -- what cannot be decoded ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "longest", "reason"),
+    [
+        (MistralConfig(num_key_value_heads=2, sliding_window=8, **SIZES), 18, "sliding window of 8 tokens, sequences of up to 18"),
+        (MistralConfig(num_key_value_heads=2, sliding_window=8, max_position_embeddings=64, **SIZES), None, "up to 64"),
+        (GPTNeoConfig(hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=8, intermediate_size=32,
+                      initializer_range=0.5, **PLAIN), 40, "one by one are off"),
+        (BloomConfig(hidden_size=16, n_layer=1, n_head=2, **PLAIN), 18, "takes no position_ids"),
+        (MambaConfig(hidden_size=16, num_hidden_layers=1, **PLAIN), 18, "takes no past_key_values"),
+    ],
+    ids=["window", "window of the config", "window of its own", "alibi", "mamba"],
+)  # fmt: skip
+def test_what_cannot_be_decoded_is_refused(config, longest, reason):
+    torch.manual_seed(0)
+    assert reason in can_decode(AutoModelForCausalLM.from_config(config).eval(), longest)
+
+
+def test_windows_that_hold_every_sequence_are_no_hindrance(batch, sampling, texts):
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(MistralConfig(num_key_value_heads=2, sliding_window=18, **SIZES)).eval()
+    assert can_decode(lm, longest=18) is None
+    check_logprobs(lm, StaticGenerator(lambda: lm, tokenizer=texts, token_budget=60)(batch, sampling(12)), 1.0)
+
+
+def test_an_encoder_decoder_is_refused():
+    lm = T5ForConditionalGeneration(T5Config(vocab_size=V, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)).eval()
+    assert can_decode(lm, 18) == "an encoder-decoder"
+
+
+def test_a_model_that_ignores_the_cache_is_refused():
+    lm = model("llama")
+    forward = lm.forward
+    lm.forward = lambda input_ids=None, position_ids=None, attention_mask=None, past_key_values=None, **more: forward(
+        input_ids=input_ids, position_ids=position_ids, **more | dict(use_cache=False)
+    )
+    assert can_decode(lm, 18) == "0 of 2 layers use the cache that is passed to forward()"
+
+
+def test_the_cache_can_be_longer_than_a_row_of_its_columns(batch, sampling, texts):
+    """Rows beyond one step of columns, so that views grow while answers do."""
+    lm = model("llama")
+    long = replace(batch, limits=torch.full((7,), 150))
+    torch.manual_seed(4)
+    rollout = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(long, sampling(150, stop_token_ids=(5,)))
+    check_logprobs(lm, rollout, 1.0)
