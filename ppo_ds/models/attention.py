@@ -4,7 +4,8 @@ transformers hands what it does not know (here: where each sequence ends) down t
 support attention backends. Ours takes the place of its "sdpa", and passes on whatever is not packed. Gradient checkpointing repeats a layer
 with the same arguments, so a repeated forward is packed too.
 
-The kernel for CUDA (``torch.nn.attention.varlen``, flash attention of 16-bit numbers) has not been tried on a GPU yet.
+On CUDA 16-bit numbers take a kernel of torch's (``torch.nn.attention.varlen``); with attn_implementation=flash_attention_2 transformers itself reads
+the same arguments. Neither has been tried on a GPU yet.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from mistakes import MISTAKES
 
 ROW_BY_ROW = {"memory": {"score_tokens": 1, "train_tokens": 1}}  # each row is a forward of its own
 AT_ONCE = {"memory": {"score_tokens": 10**6, "train_tokens": 10**6}}
+PACKED = {"memory": {"layout": "packed"}}
 CHECKPOINTED = {"actor": {"model": {"gradient_checkpointing": True}}}  # the critic inherits it
 OTHER_AGGREGATION = {"algo": {"loss": {"agg": "seq_mean_token_mean"}, "kl": {"place": "loss", "estimator": "k3"}, "advantage": {"whiten": "none"}}}
 GREEDY = {"sampling": {"top_k": 1}}
@@ -59,6 +60,7 @@ ON_ONE_RANK: list[Case] = [
     *[case(f"zero{stage}", staged(stage)) for stage in (1, 2, 3)],
     case("zero0 row by row", staged(0), ROW_BY_ROW),
     case("zero0 at once", staged(0), AT_ONCE),
+    case("zero0 packed", staged(0), PACKED),
     case("zero0 checkpointed", staged(0), CHECKPOINTED),
     case("zero0 other aggregation", staged(0), OTHER_AGGREGATION),
     case("zero0 tied", staged(0), TIED),
@@ -73,6 +75,7 @@ ON_TWO_RANKS: list[Case] = [
     *[case(f"zero{stage}", staged(stage)) for stage in (0, 1, 2, 3)],
     *[case(f"zero{stage} row by row", staged(stage), ROW_BY_ROW) for stage in (0, 2, 3)],
     case("zero3 at once", staged(3), AT_ONCE),
+    case("zero3 packed", staged(3), PACKED, CHECKPOINTED),
     case("zero3 checkpointed", staged(3), CHECKPOINTED),
     case("zero2 offloaded", staged(2, offload_optimizer=True)),
     case("zero2 other aggregation", staged(2), OTHER_AGGREGATION),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -19,8 +20,14 @@ RELATIVE = 1e-5  # of losses, norms, KL, ... in fp32
 ABSOLUTE = 2e-6  # where numbers near 0 are left of larger ones that cancel
 WEIGHTS = 1e-5  # after 12 steps of AdamW, which moved them by about 1e-2
 
-ON_ONE = ["zero1", "zero2", "zero3", "zero0 row by row", "zero0 at once"]
-ON_TWO = [*(f"zero{stage}" for stage in range(4)), *(f"zero{stage} row by row" for stage in (0, 2, 3)), "zero3 at once", "zero2 offloaded"]
+ON_ONE = ["zero1", "zero2", "zero3", "zero0 row by row", "zero0 at once", "zero0 packed"]
+ON_TWO = [
+    *(f"zero{stage}" for stage in range(4)),
+    *(f"zero{stage} row by row" for stage in (0, 2, 3)),
+    "zero3 at once",
+    "zero3 packed",
+    "zero2 offloaded",
+]
 MORE = ["zero1 row by row", *(f"zero{stage} at once" for stage in (0, 1, 2)), "zero1 offloaded", "zero3 offloaded", "zero3 all offloaded"]
 
 
@@ -73,6 +80,14 @@ def test_training_equals_ppo_in_plain_torch(runs: Launches) -> None:
 @pytest.mark.parametrize("name", [f"1/{label}" for label in ON_ONE] + [f"2/{label}" for label in ON_TWO])
 def test_ranks_stages_and_micro_batches_change_nothing(runs: Launches, name: str) -> None:
     assert gaps(runs["1/zero0"], runs[name]) == []
+
+
+def test_what_is_packed_has_no_padding(runs: Launches) -> None:
+    shares = {}
+    for name in ("1/zero0", "1/zero0 packed", "2/zero3 packed"):
+        lines = (runs[name].folder / "metrics.jsonl").read_text().splitlines()
+        shares[name] = [json.loads(line)["perf/pad_frac_update"] for line in lines]
+    assert all(share > 0 for share in shares["1/zero0"]) and not any(shares["1/zero0 packed"]) and not any(shares["2/zero3 packed"])
 
 
 @pytest.mark.slow
