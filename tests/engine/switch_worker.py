@@ -193,7 +193,7 @@ def uneven_chunks(world: World) -> Case:
     actor, alone = make(world, 3), make(world, 3)
     plan(actor, "layers"), plan(alone, "whole")
     forwards, free = forwards_of(actor), forwards_of(alone)
-    pairs = [(answered(actor, seed, token_budget=12), answered(alone, seed, token_budget=12)) for seed in range(3)]
+    pairs = [(answered(actor, seed, token_budget=12), answered(alone, seed, token_budget=12)) for seed in range(2)]
     return {
         "case": "uneven",
         "tokens": all(torch.equal(a.ids, b.ids) for a, b in pairs),
@@ -285,7 +285,7 @@ def cases(world: World) -> Iterator[Case]:
     yield borrowed(world)
     yield uneven_chunks(world)
     yield interrupted(world)
-    for stage, dtype in ((0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.float32), (3, torch.bfloat16)):
+    for stage, dtype in ((0, torch.float32), (2, torch.bfloat16), (3, torch.float32)):
         yield states_away(world, stage, dtype)
     for generate in ("whole", "layers"):
         yield left_over(world, generate)

@@ -10,8 +10,10 @@ import psutil
 import pytest
 import torch
 from test_checkpoint import launch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_ds.engine.room import GIB, Choice, Room, choose, explain, free_bytes
+from ppo_ds.models.size import decoding_bytes
 
 WORKER = Path(__file__).with_name("switch_worker.py")
 KINDS = ["plain", "tied", "adapters"]
@@ -60,9 +62,7 @@ def test_an_exception_in_a_layer_leaves_nothing_gathered_and_nothing_else_change
     assert found["interrupted"]["found"] and found["interrupted"]["weights"], found["interrupted"]
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"), [(0, "torch.float32"), (1, "torch.bfloat16"), (2, "torch.float32"), (3, "torch.float32"), (3, "torch.bfloat16")]
-)
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "torch.float32"), (2, "torch.bfloat16"), (3, "torch.float32")])
 def test_optimizer_states_leave_for_generation_and_come_back_to_the_bit(found: dict, stage: int, dtype: str) -> None:
     case = found[f"states {stage} {dtype}"]
     assert case["empty"] and case["full"] and case["steps"] and case["weights"], case
@@ -128,3 +128,11 @@ def test_free_memory_is_a_share_of_the_machines_and_on_a_gpu_counts_what_torch_h
     for name, found in (("mem_get_info", (70, 100)), ("memory_reserved", 20), ("memory_allocated", 15)):
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
     assert free_bytes(SimpleNamespace(device=torch.device("cuda", 0))) == 75
+
+
+def test_decoding_takes_cache_activations_and_logits() -> None:
+    shape = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    lm = LlamaForCausalLM(LlamaConfig(vocab_size=23, **shape))
+    # in fp32 a place has 2 layers x a key and a value of 4 numbers, and 4 x 8 + 3 x 12 activations; a row 23 logits, four times
+    assert decoding_bytes(lm, tokens=10, rows=3) == 10 * (64 + 272) + 3 * 368
+    assert decoding_bytes(lm.to(torch.bfloat16), tokens=10, rows=3) == 10 * (32 + 136) + 3 * (46 + 276)
