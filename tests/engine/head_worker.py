@@ -1,0 +1,118 @@
+"""Run under torchrun by test_head_engines.py: policies trained under ZeRO-3 and without it, from the same folder. Writes what it found as JSON."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor, nn
+
+from ppo_ds.engine.state import consolidated
+from ppo_ds.engine.trained import Schedule, TrainedModel
+from ppo_ds.engine.world import World, connect
+from ppo_ds.engine.zero import deepspeed_config
+from ppo_ds.models.head import ScoringHead
+from ppo_ds.models.lora import add_adapters
+from ppo_ds.models.policy import Policy, load_policy, sharded_loading
+
+V, T, R, ROWS, STEPS = 29, 9, 5, 4, 5
+HANG = 200  # seconds, after which it says where it hangs and ends
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {},
+    "biased": {},
+    "capped": {},
+    "tied, checkpointed": {"checkpointing": True},
+    "tied, adapters": {"lora": True},
+    "tied, values": {"value_head": True},
+    "llama, bf16": {"dtype": "bf16"},
+}
+
+
+def load(folder: Path, dtype: str = "fp32", checkpointing: bool = False, lora: bool = False, value_head: bool = False) -> Policy:
+    policy = load_policy(
+        str(folder), revision=None, dtype=dtype, trust_remote_code=False, attn_implementation="eager", gradient_checkpointing=checkpointing,
+        temperature=0.7, value_head=value_head, key="actor.model.path",
+    )  # fmt: skip
+    if lora:
+        add_adapters(policy.lm, rank=2, alpha=4, targets=None, seed=1, key="actor.lora")
+    return policy
+
+
+def trained(world: World, folder: Path, stage: int, dtype: str = "fp32", **options: Any) -> TrainedModel:
+    raw = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
+    config = deepspeed_config(stage=stage, dtype=dtype, grad_clip=1.0, raw=raw)
+    with sharded_loading(config) if stage == 3 else nullcontext():
+        policy = load(folder, dtype, **options)
+    schedule = Schedule(1e-2, "constant", 0.0, 0.0, STEPS)
+    return TrainedModel(policy, world=world, deepspeed_config=config, schedule=schedule, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
+
+
+def step(model: TrainedModel) -> float:
+    """One optimizer step of two micro-batches of different widths, with a forward without gradients between them -> the gradient's norm."""
+    world = model.world
+    draw = torch.Generator().manual_seed(model.steps)
+    ids = torch.randint(1, V, (ROWS * world.size, T), generator=draw).chunk(world.size)[world.rank]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[0, 2 + world.rank :], mask[1, :2] = False, False
+    mask[0, : T - R] = True
+    for i, part in enumerate((slice(0, 3), slice(3, 4))):
+        out = model(ids[part], mask[part], R, with_entropy=True, entropy_gradient=i == 0)
+        answers = mask[part, T - R :]
+        loss = -(out.logprobs * torch.sin(ids[part, T - R :].float()))[answers].sum()
+        if i == 0:
+            loss = loss + 0.1 * out.entropy[answers].sum()
+        if out.values is not None:
+            loss = loss + (out.values[:, :-1] - 1)[answers].square().sum()
+        model.backward(loss / 40, last=i == 1)
+        with torch.no_grad():
+            model(ids, mask, R)
+    return model.step().grad_norm
+
+
+def case(world: World, root: Path, kind: str) -> dict[str, Any]:
+    options = KINDS[kind]
+    sharded, whole = (trained(world, root / kind.partition(",")[0], stage, **options) for stage in (3, 0))
+    start = consolidated(whole)
+    norms = [(step(sharded), step(whole)) for _ in range(STEPS)]
+    head = sharded.module.lm.get_output_embeddings()
+    ours, theirs = consolidated(sharded), consolidated(whole)
+    return {
+        "case": kind,
+        "fused": isinstance(head, ScoringHead) and head.untouched,
+        "released": released(sharded.module),
+        "norms": norms,
+        "gap": 0.0 if ours is None else distance(ours, theirs),
+        "moved": 0.0 if ours is None else distance(start, theirs),
+    }
+
+
+def released(module: nn.Module) -> bool:
+    return all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE and p.numel() == 0 for p in module.parameters())
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
+
+
+def main() -> None:
+    root, mode = Path(sys.argv[1]), sys.argv[2]
+    faulthandler.dump_traceback_later(HANG, exit=True)
+    world = connect(5)
+    found = [case(world, root, kind) for kind in KINDS]
+    if world.is_main:
+        (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
+    world.close()
+    os._exit(0)  # as in checkpoint_worker.py
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""A head that answers with log-probs learns the same under ZeRO-3, sharded at loading and gathered for its forward and backward, as whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_worker import KINDS, STEPS, V
+from test_checkpoint import launch
+from transformers import AutoModelForCausalLM, Gemma2Config, GPTJConfig, LlamaConfig
+
+WORKER = Path(__file__).with_name("head_worker.py")
+SIZES = dict(
+    vocab_size=V, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3,
+    pad_token_id=0,
+)  # fmt: skip
+FOLDERS = {
+    "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "biased": lambda: GPTJConfig(vocab_size=V, n_embd=8, n_layer=2, n_head=2, rotary_dim=2, initializer_range=0.3),
+    "capped": lambda: Gemma2Config(**SIZES, head_dim=4, final_logit_softcapping=3.0),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("heads")
+    for name, config in FOLDERS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config()).save_pretrained(root / name)
+    return {case["case"]: case for case in launch(2, root, "all", WORKER)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_under_zero_3_are_those_of_whole_weights(found: dict[str, dict[str, Any]], kind: str) -> None:
+    case = found[kind]
+    relative, rounding = (0.05, 0.02) if "bf16" in kind else (2e-5, 2e-5)
+    assert len(case["norms"]) == STEPS and all(a == pytest.approx(b, rel=relative) for a, b in case["norms"]), case
+    assert case["gap"] < rounding < case["moved"] / 2 and case["released"], case
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_a_model_that_changes_its_logits_makes_them(found: dict[str, dict[str, Any]], kind: str) -> None:
+    assert found[kind]["fused"] == (kind != "capped")
