@@ -58,6 +58,7 @@ def experience_maker(
         early=not reads_once(config),
         reference=reference,
         values=_values(config, actor, critic),
+        one_trunk=critic is None and uses_critic(config),
         world=world,
         token_budget=config.memory.score_tokens,
         packed=_all_packed(actor, reference, critic),

@@ -16,7 +16,7 @@ from torch import Tensor
 from ppo_ds.algo.advantages import CriticEstimator, Estimator, ScorePlace, Whitening
 from ppo_ds.algo.exchange import exchange
 from ppo_ds.algo.metrics import MetricSums
-from ppo_ds.algo.scoring import score_states, score_tokens, scoring_plan
+from ppo_ds.algo.scoring import score_both, score_states, score_tokens, scoring_plan
 from ppo_ds.algo.shaping import ScoreShaper
 from ppo_ds.algo.timing import PhaseTimer
 from ppo_ds.engine.frozen import FrozenModel
@@ -59,6 +59,16 @@ def shared_values_of(actor: TrainedModel) -> Callable[[Sequences], Tensor]:
     return lambda micro: actor(micro.ids, micro.attention_mask, micro.response_width).values
 
 
+def both_of(actor: TrainedModel) -> Callable[[Sequences], tuple[Tensor, Tensor]]:
+    """Sequences [b,T] -> log-probs [b,R] and values [b,S] of one forward."""
+
+    def forward(micro: Sequences) -> tuple[Tensor, Tensor]:
+        out = actor(micro.ids, micro.attention_mask, micro.response_width)
+        return out.logprobs, out.values
+
+    return forward
+
+
 def without_stops(rollout: ScoredRollout, stop_token_ids: tuple[int, ...]) -> ScoredRollout:
     """End tokens are no longer actions; they stay attended to. (zysNLP always, DeepSpeed-Chat where the pad token ends answers.)"""
     answers = rollout.ids[:, rollout.prompt_width :]
@@ -73,6 +83,7 @@ class ExperienceMaker:
     early: bool  # the actor is asked for old log-probs; else the update's own forward is the first, and gives them (learner.py)
     reference: FrozenModel | None  # None: nobody asks for the KL
     values: Callable[[Sequences], Tensor] | None  # None: no critic
+    one_trunk: bool  # the forward that gives old log-probs gives the values too
     world: World
     token_budget: int
     packed: bool  # the models take rows without padding
@@ -99,11 +110,10 @@ class ExperienceMaker:
             charge, states = self._charge(said, rollout, kl_coef), self.place.states(rollout)
             rewards = self.place.rewards(shaped, rollout, charge, 1.0, rollout.token_scores)
             weights = self._weights(said, rollout)
-        judged, raw = self._judged(rewards, shaped, rollout, plan)
+        judged, raw = self._judged(said, rewards, shaped, rollout, plan)
         made = experience_of(
             **{f.name: getattr(rollout, f.name) for f in fields(Sequences)},
-            **said,
-            **judged,
+            **(said | judged),
             finished=rollout.finished,
             decode_logprobs=rollout.logprobs,
             rewards=rewards,
@@ -125,12 +135,16 @@ class ExperienceMaker:
         return sums.reduced(self.world)
 
     def _actors(self, rollout: ScoredRollout, plan: list[Tensor]) -> dict[str, Tensor]:
-        """The columns of an ActorExperience, [B,R] each, or none."""
+        """The columns of an ActorExperience, [B,R] each, or none; also the values [B,S] where the same forward gives them."""
         if not self.early:
             return {}
         with self.timer("old_logprobs"):
-            logprobs = self._over(plan, rollout, logprobs_of(self.actor))  # log pi_old(a|s), training engine, dropout 0
-            return {"logprobs": logprobs, "old_logprobs": self._lagged_logprobs(rollout, plan) if self.old_policy else logprobs}
+            if self.one_trunk:
+                logprobs, values = score_both(both_of(self.actor), rollout, plan)
+                said = {"logprobs": logprobs, "values": values}
+            else:
+                said = {"logprobs": self._over(plan, rollout, logprobs_of(self.actor))}  # log pi_old(a|s), training engine, dropout 0
+            return said | {"old_logprobs": self._lagged_logprobs(rollout, plan) if self.old_policy else said["logprobs"]}
 
     def _lagged_logprobs(self, rollout: ScoredRollout, plan: list[Tensor]) -> Tensor:
         with self.old_policy():
@@ -149,15 +163,23 @@ class ExperienceMaker:
             return torch.zeros(rollout.response_mask.shape)
         return kl_coef * approx_kl(said["logprobs"], said["ref_logprobs"], self.kl.estimator)
 
-    def _judged(self, rewards: Tensor, shaped: Tensor, rollout: ScoredRollout, plan: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    def _values(self, said: dict[str, Tensor], rollout: ScoredRollout, plan: list[Tensor]) -> Tensor:
+        """V(s) [B,S]."""
+        if "values" in said:
+            return said["values"]
+        with self.timer("values"):
+            return score_states(self.values, rollout, plan)
+
+    def _judged(
+        self, said: dict[str, Tensor], rewards: Tensor, shaped: Tensor, rollout: ScoredRollout, plan: list[Tensor]
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """The columns that tell how good the answers were, and the advantages [B,R] before they are whitened."""
         mask = rollout.response_mask
         if self.values is None:
             with self.timer("advantages"):
                 raw = self.estimator(rewards, rollout, self.place.states(rollout), shaped)
                 return {"advantages": self._whitened(raw, mask)}, raw
-        with self.timer("values"):
-            values = score_states(self.values, rollout, plan)  # V(s)
+        values = self._values(said, rollout, plan)
         with self.timer("advantages"):
             judged = self.estimator(rewards, values, rollout)
             columns = {"values": values, "returns": judged.returns, "value_mask": judged.mask}

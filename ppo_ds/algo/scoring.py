@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from ppo_ds.engine.world import World
 from ppo_ds.ops.batching import plan_forwards
 from ppo_ds.types import Sequences
+
+T = TypeVar("T")
 
 
 def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: bool = False) -> list[Tensor]:
@@ -27,19 +30,33 @@ def score_tokens(forward: Callable[[Sequences], Tensor], sequences: Sequences, p
 
     Tokens that were generated but are no actions (an end token left out of the mask) have their number too.
     """
-    answered = sequences.attention_mask[:, sequences.prompt_width :]
-    return _over(forward, sequences, plan, torch.zeros(answered.shape)).masked_fill(~answered, 0.0)
+    return _tokens(_over(forward, sequences, plan), sequences, plan)
 
 
 def score_states(forward: Callable[[Sequences], Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
     """The same for the states ([b,T'] -> [b,S']): [B,S], 0 beyond the state after each answer's last token."""
-    states = torch.arange(sequences.response_width + 1) <= sequences.response_lengths[:, None]
-    return _over(forward, sequences, plan, torch.zeros(states.shape)).masked_fill(~states, 0.0)
+    return _states(_over(forward, sequences, plan), sequences, plan)
+
+
+def score_both(forward: Callable[[Sequences], tuple[Tensor, Tensor]], sequences: Sequences, plan: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Tokens and states of a model whose one forward gives both."""
+    found = _over(forward, sequences, plan)
+    return _tokens([tokens for tokens, _ in found], sequences, plan), _states([states for _, states in found], sequences, plan)
 
 
 @torch.no_grad()
-def _over(forward: Callable[[Sequences], Tensor], sequences: Sequences, plan: list[Tensor], out: Tensor) -> Tensor:
-    return spread([forward(sequences.select(rows).trimmed()) for rows in plan], plan, out)
+def _over(forward: Callable[[Sequences], T], sequences: Sequences, plan: list[Tensor]) -> list[T]:
+    return [forward(sequences.select(rows).trimmed()) for rows in plan]
+
+
+def _tokens(found: list[Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
+    answered = sequences.attention_mask[:, sequences.prompt_width :]
+    return spread(found, plan, torch.zeros(answered.shape)).masked_fill(~answered, 0.0)
+
+
+def _states(found: list[Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
+    states = torch.arange(sequences.response_width + 1) <= sequences.response_lengths[:, None]
+    return spread(found, plan, torch.zeros(states.shape)).masked_fill(~states, 0.0)
 
 
 def spread(found: list[Tensor], plan: list[Tensor], out: Tensor) -> Tensor:

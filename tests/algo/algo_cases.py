@@ -70,6 +70,7 @@ def maker(world, reference=None, values=None, **changes):
         early=True,
         reference=reference or Stub(shift=2.0),
         values=values or values_of(Stub(value=True)),
+        one_trunk=False,
         world=world,
         token_budget=1000,
         packed=False,

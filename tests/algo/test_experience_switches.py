@@ -123,12 +123,14 @@ def test_a_value_head_on_the_actor(world):
         def __call__(self, *args):
             return PolicyOutput(super().__call__(*args).logprobs, None, critic(*args), None)
 
-    actor, rollout = Shared(), answers([2, 1], [1.0, -2.0], tokens=[[1, 2], [3]])
-    made, _ = maker(world, actor=actor, values=shared_values_of(actor))(rollout, 0.5)
+    rollout = answers([2, 1], [1.0, -2.0], tokens=[[1, 2], [3]])
     apart, _ = maker(world)(rollout, 0.5)
-    assert rounded(made.values) == [[1, 2, 6], [3, 6, 0]]
-    for name in ("logprobs", "values", "returns", "advantages"):
-        assert torch.equal(getattr(made, name), getattr(apart, name)), name
+    for one_trunk, forwards in ((False, 4), (True, 2)):  # two micro-batches: read twice, or once for both
+        actor = Shared()
+        made, _ = maker(world, actor=actor, values=shared_values_of(actor), one_trunk=one_trunk, token_budget=1)(rollout, 0.5)
+        assert rounded(made.values) == [[1, 2, 6], [3, 6, 0]] and actor.forwards == forwards
+        for name in ("logprobs", "values", "returns", "advantages"):
+            assert torch.equal(getattr(made, name), getattr(apart, name)), name
 
 
 @pytest.mark.parametrize("whiten", ["none", "batch", "group", "minibatch"])
