@@ -14,6 +14,7 @@ CHECKPOINTED = {"actor": {"model": {"gradient_checkpointing": True}}}  # the cri
 OTHER_AGGREGATION = {"algo": {"loss": {"agg": "seq_mean_token_mean"}, "kl": {"place": "loss", "estimator": "k3"}, "advantage": {"whiten": "none"}}}
 GREEDY = {"sampling": {"top_k": 1}}
 HF, PAGED = {"rollout": {"backend": "hf"}}, {"rollout": {"backend": "paged"}}  # what is not said is auto, which takes static
+LAYERS = {"actor": {"zero": {"generate": "layers", "offload_states": "always"}}}
 SAME_PROMPT = {"data": {"path": f"{ASSETS}/same.jsonl"}, "rollout": {"samples_per_prompt": 1}, "sampling": {"stop_token_ids": []}}
 TIED = {"actor": {"model": {"path": f"{ASSETS}/tied"}}}
 OTHER_REFERENCE = {"reference": {"model": {"path": f"{ASSETS}/other"}}}
@@ -86,6 +87,7 @@ ON_TWO_RANKS: list[Case] = [
     *[case(f"zero{stage} greedy", staged(stage), GREEDY, generate="sample") for stage in (0, 3)],
     case("zero3 greedy row by row", staged(3), GREEDY, {"memory": {"rollout_tokens": 1}}, generate="sample"),
     case("zero3 greedy paged", staged(3), GREEDY, PAGED, generate="sample"),
+    case("zero3 greedy layers", staged(3), GREEDY, LAYERS, generate="sample"),
     *interrupted("zero3 static", staged(3)),
     *interrupted("zero0 hf", staged(0), HF),
     *interrupted("zero2 paged", staged(2), PAGED),

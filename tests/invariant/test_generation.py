@@ -12,7 +12,10 @@ def answers(run: Run) -> list[tuple[str, str, int, str]]:
     return [(row["prompt"], row["response"], row["length"], row["finish"]) for step in (1, 2, 3) for row in run.samples(step)]
 
 
-GREEDY = ("1/zero0 greedy hf", "1/zero0 greedy", "2/zero0 greedy", "2/zero3 greedy", "2/zero3 greedy row by row", "2/zero3 greedy paged")
+GREEDY = (
+    *("1/zero0 greedy hf", "1/zero0 greedy", "2/zero0 greedy", "2/zero3 greedy"),
+    *("2/zero3 greedy row by row", "2/zero3 greedy paged", "2/zero3 greedy layers"),
+)
 
 
 def test_greedy_answers_depend_on_neither_backends_nor_ranks_nor_stages_nor_chunks(runs: Launches) -> None:
@@ -42,6 +45,15 @@ def test_ranks_decode_different_numbers_of_tokens(runs: Launches) -> None:
     """With ZeRO-3 too: nothing in there waits for the others."""
     first, second = runs["2/zero3 greedy row by row"].found["forwards"]
     assert first != second and min(first, second) > 0
+
+
+def test_layer_by_layer_they_go_in_step_and_train_the_same_weights(runs: Launches) -> None:
+    whole, layers = runs["2/zero3 greedy"], runs["2/zero3 greedy layers"]
+    first, second = layers.found["forwards"]
+    assert first == second > 0 and len(set(whole.found["forwards"])) == 2
+    for role in ("actor", "critic"):
+        for name, weight in whole.weights(role).items():
+            assert torch.allclose(weight, layers.weights(role)[name], atol=1e-5), name
 
 
 @pytest.mark.parametrize("stage", [0, 3])
