@@ -94,6 +94,8 @@ def _roles(config: Config) -> Iterator[str]:
             yield f"{name}.zero.offload_optimizer=true: needs {name}.zero.stage 1, 2 or 3, which is 0"
         if zero.offload_params and zero.stage != 3:
             yield f"{name}.zero.offload_params=true: needs {name}.zero.stage 3, which is {zero.stage}"
+    if config.actor.zero.generate == "layers" and config.actor.zero.stage != 3:
+        yield f"actor.zero.generate=layers: needs actor.zero.stage 3, which is {config.actor.zero.stage}"
     for name, lora in (("actor", config.actor.lora), ("critic", config.critic.lora)):
         for key in ("alpha", "targets", "lr"):
             if not lora.rank and getattr(lora, key) is not None:

@@ -46,6 +46,7 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(minibatch: int, sa
     [
         ("actor.zero={stage:0,offload_optimizer:true}", "actor.zero.offload_optimizer=true: needs actor.zero.stage 1, 2 or 3, which is 0"),
         ("critic.zero.offload_params=true", "critic.zero.offload_params=true: needs critic.zero.stage 3, which is 2"),
+        ("actor.zero.generate=layers", "actor.zero.generate=layers: needs actor.zero.stage 3, which is 2"),
         ("reference.zero.stage=2", "reference.zero.stage=2: must be one of 0, 3"),
         ("critic.lora.lr=1e-4", "critic.lora.lr=0.0001: only used with critic.lora.rank above 0"),
         ("actor.lora.targets=[q_proj]", "actor.lora.targets=['q_proj']: only used with actor.lora.rank above 0"),
