@@ -200,6 +200,7 @@ class _Run:
         """Steps until the next look; none that no answer can need, unless ranks go in step."""
         left = max((a.end - a.position for a in self.live), default=0)
         steps = self.look_every if self.in_step else min(self.look_every, left)
+        assert steps > 0, "an answer goes on beyond its limit"
         n = self._width(max(1, len(self.live)))
         used = max((a.position for a in self.live), default=0) + steps
         self.columns = min(_rounded(used, GRAPH_COLUMNS if self.graphs.recorder else COLUMNS), self.decoder.cache.length)
