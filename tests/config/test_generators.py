@@ -1,6 +1,7 @@
 """What `rollout.backend` becomes: which backend, tried on what, and what the banner says of it."""
 
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.rollout.paged import PagedGenerator
 from ppo_ds.rollout.static import StaticGenerator
 
+composed = cache(compose)
 KINDS = {StaticGenerator: "static", HFGenerator: "hf", PagedGenerator: "paged"}
 LM = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4))
 
@@ -61,7 +63,7 @@ def built(monkeypatch):
 
         monkeypatch.setattr(generators, "parity_gap", gap)
         generator, _ = generators.build_generator(
-            compose(*MINIMAL, "memory.rollout_tokens=77", "memory.score_tokens=66", "actor.model.dtype=fp32", *arguments),
+            composed(*MINIMAL, "memory.rollout_tokens=77", "memory.score_tokens=66", "actor.model.dtype=fp32", *arguments),
             SimpleNamespace(rank=1, gather_objects=lambda item: [item, *other_ranks]),
             SimpleNamespace(tokenizer="tokenizer", source=Source(), longest_prompt=20),
             Actor(in_step),
