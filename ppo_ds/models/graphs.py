@@ -44,7 +44,8 @@ class CudaRecorder:
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+        # thread_local: what other threads (NCCL's watchdog) ask of the device meanwhile spoils nothing
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             step()
         return graph.replay
 
