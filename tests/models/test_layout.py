@@ -254,6 +254,15 @@ def test_layers_that_are_not_told_are_an_error(batch):
         made(*batch, R)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_mask_is_made(batch, packed):
+    """Of packed rows it would have N * N places; and with one there is no fast causal kernel for padded rows."""
+    made, masks = policy("llama", packed), []
+    made.lm.model.layers[0].self_attn.register_forward_pre_hook(lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
+    made(*batch, R)
+    assert masks == [None]
+
+
 @pytest.mark.parametrize("family", ALL)
 def test_which_models_can_be_packed(family):
     assert (why_not_packed(model(family)) is None) == (family in FULL)
