@@ -15,6 +15,8 @@ from ppo_ds.models.size import size_of
 from ppo_ds.ops.flops import Size, causal_pairs, decode_bytes, forward_flops
 from ppo_ds.types import Experience, Metrics
 
+CPU_BUFFER = 2**26  # bytes; two of them stay below what the first optimizer step adds to all but toy models, and so below the peak of mem/*
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -27,7 +29,8 @@ class Capacity:
 def measured_capacity(world: World, dtype: torch.dtype) -> Capacity:
     """By all ranks at once: ranks that share a machine share its memory too. Takes half a second. A collective."""
     world.barrier()
-    mine = [gemm_flops_per_s(world.device, dtype, seconds=0.2), bytes_per_s(world.device, seconds=0.2)]
+    size = CPU_BUFFER if world.device.type == "cpu" else None
+    mine = [gemm_flops_per_s(world.device, dtype, seconds=0.2), bytes_per_s(world.device, size, seconds=0.2)]
     if world.device.type == "cuda":  # the buffers are no part of the training's peak
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
