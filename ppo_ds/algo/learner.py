@@ -139,8 +139,14 @@ class Learner:
     # -- the loss of one micro-batch ----------------------------------------------------------------------------------------------------------
 
     def _policy_loss(self, micro: Experience, totals: BatchTotals, value_totals: BatchTotals | None, kl_coef: float) -> tuple[Tensor, Parts]:
-        exact = self.policy.entropy_kind == "exact"
-        out = self.actor(micro.ids, micro.attention_mask, micro.response_width, with_entropy=exact, with_aux=self.policy.aux_coef > 0)
+        out = self.actor(
+            micro.ids,
+            micro.attention_mask,
+            micro.response_width,
+            with_entropy=self.policy.entropy_kind == "exact",
+            with_aux=self.policy.aux_coef > 0,
+            entropy_gradient=self.policy.entropy_coef > 0,
+        )
         micro = micro.to(self.world.device)  # the model lays its rows out on the CPU
         if not isinstance(micro, ActorExperience):
             self.read.append(out.logprobs.detach())

@@ -42,7 +42,7 @@ class TinyPolicy(Tiny):
         self.value_head = nn.Parameter(torch.linspace(-1, 1, 4, dtype=torch.float64)) if shared else None
         self.temperature = temperature
 
-    def forward(self, ids, attention_mask, response_width, with_entropy=False, with_aux=False, temperature=None):
+    def forward(self, ids, attention_mask, response_width, with_entropy=False, with_aux=False, temperature=None, entropy_gradient=True):
         states = self.states(ids, attention_mask, response_width)
         table = (states[:, :-1] @ self.head / (temperature or self.temperature)).log_softmax(-1)
         logprobs = table.gather(-1, ids[:, -response_width:, None])[..., 0]

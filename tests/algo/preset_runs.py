@@ -124,7 +124,7 @@ class ToldActor(Told):
     def speaks_now(self) -> Tensor:
         return self.now if self.lagging else super().speaks_now()
 
-    def __call__(self, ids, attention_mask, response_width, with_entropy=False, with_aux=False):
+    def __call__(self, ids, attention_mask, response_width, with_entropy=False, with_aux=False, entropy_gradient=True):
         logprobs = self.said(ids, response_width, response_width)
         return PolicyOutput(logprobs, torch.zeros(logprobs.shape) if with_entropy else None, None, torch.tensor(self.aux) if with_aux else None)
 
