@@ -131,6 +131,9 @@ def _made(workload: Workload, folder: Path) -> Any:
 
 
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
