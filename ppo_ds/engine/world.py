@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ppo_ds.engine.allocator import keep_freed_memory
 from ppo_ds.engine.threads import Threads, own_cores, share
 from ppo_ds.errors import UserError
 
@@ -102,6 +103,8 @@ def connect(timeout_minutes: float, verbose: bool = False, threads: int | None =
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     timeout = timedelta(minutes=timeout_minutes)
     if alone:  # any free port will do, and two runs on one machine must not meet
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
