@@ -13,10 +13,10 @@ if sys.argv[1] == "kept":
     from ppo_ds.engine.allocator import keep_freed_memory
     assert keep_freed_memory()
 for _ in range(3):
-    torch.ones(2**24)  # 64 MB: 16,384 pages
+    torch.ones(2**22)  # 16 MB: 4,096 pages
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(5):
-    torch.ones(2**24)
+    torch.ones(2**22)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
