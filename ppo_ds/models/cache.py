@@ -1,11 +1,12 @@
 """A preallocated KV cache of slots: every sequence in a slot of its own, each at its own position.
 
 transformers' StaticCache writes all rows of a batch at one position. Here a row's key and value go to that row's own position, and a
-forward sees only the rows and columns in use, as views: short sequences do not pay for long ones, nor a few for many.
+forward sees only the rows and columns in use, as views: a few rows do not pay for many, nor a young batch for its limit.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class _SlotLayer(CacheLayerMixin):
 
     def __init__(self, cache: SlotCache):
         super().__init__()
-        self.cache = cache
+        self.cache = weakref.proxy(cache)  # a cycle would keep all of it until the garbage collector comes by
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # zeros: a masked column has weight 0, but 0 times what uninitialised memory may hold (NaN) would not be 0

@@ -79,7 +79,12 @@ def can_decode(lm: nn.Module, longest: int | None = None) -> str | None:
             return f"layers with another state than keys and values ({type(layer).__name__})"
     if any(parameter.numel() == 0 or parameter.is_meta for parameter in lm.parameters()):
         return None
-    return _tried(lm, min(bound or 1024, 4096))
+    try:
+        return _tried(lm, min(bound or 1024, 4096))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model's own code makes of a mask that it does not expect
+        return f"its forward fails with keys, values and a mask of our making: {' '.join(str(error).split())[:120]}"
 
 
 @torch.no_grad()

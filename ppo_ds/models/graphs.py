@@ -2,7 +2,7 @@
 
 A graph replays the same kernels on the same addresses, so a step must read and write tensors that stay where they are (the KV cache and the
 state of the slots), must not wait for the device, and has one graph for each shape. Graphs live as long as one rollout: the cache is freed
-after it, and with ZeRO-3 the weights move too. Recording a shape costs about as much as two plain steps, against hundreds of replays.
+after it, and with ZeRO-3 the weights move too. Recording a shape costs about as much as two plain steps, against up to some sixty replays.
 
 Not tried on a GPU yet.
 """
@@ -43,10 +43,13 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: what other threads (NCCL's watchdog) ask of the device meanwhile spoils nothing
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            step()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # thread_local: what other threads (NCCL's watchdog) ask of the device meanwhile spoils nothing
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                step()
+        finally:
+            torch.cuda.set_stream(stream)  # torch (2.13) stays on the recording's where a recording fails
         return graph.replay
 
 
@@ -80,6 +83,8 @@ class Graphs:
     def _record(self, recorder: Recorder, shape: Hashable, step: Callable[[], None]) -> None:
         try:
             self._graphs[shape] = recorder.record(step)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             # recording runs nothing, so the step is still to be taken. Seen with models that look at numbers on the host (some mixtures of experts)
             self.failure = str(error).splitlines()[0]

@@ -14,15 +14,14 @@ from ppo_ds.rollout.base import Sampling
 class Slots:
     """S slots, each with one answer under way or none. Rows are those of the prompts, B of them; R is the longest limit."""
 
-    def __init__(self, slots: int, limits: Tensor, sampling: Sampling, device: torch.device):
-        """``limits`` [B]. Draws the random numbers of the whole rollout, from torch's default generator of the device: they belong to rows
-        and places, so that no answer depends on when its row got which slot."""
-        rows, width = len(limits), int(limits.max())
+    def __init__(self, slots: int, limits: Tensor, uniforms: Tensor, sampling: Sampling):
+        """``limits`` [B]; ``uniforms`` [B,R] float64 in [0,1), on the device: the random numbers of all answers. They belong to rows and places,
+        so that no answer depends on when its row got which slot."""
+        (rows, width), device = uniforms.shape, uniforms.device
         self.sampling = sampling
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
         self.limits = torch.cat([limits, limits.new_ones(1)]).to(device)
-        self.uniforms = torch.rand(rows, width, dtype=torch.float64, device=device)
-        self.uniforms = torch.cat([self.uniforms, self.uniforms.new_zeros(1, width)])
+        self.uniforms = torch.cat([uniforms, uniforms.new_zeros(1, width)])
         self.answers = torch.zeros(rows + 1, width, dtype=torch.long, device=device)  # the last row takes what slots without an answer draw
         self.logprobs = torch.zeros(rows + 1, width, dtype=torch.float32, device=device)
         # what is fed next and where, how many tokens were drawn, whose answer it is (B: nobody's), whether it goes on

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ppo_ds.models.cache import Prefix
 from ppo_ds.models.decoding import Decoder, own_masks
-from ppo_ds.models.graphs import Graphs, recorder_for
+from ppo_ds.models.graphs import Graphs, Recorder, recorder_for
 from ppo_ds.rollout.base import Sampling, finish, limits_of
 from ppo_ds.rollout.slots import Slots
 from ppo_ds.types import Prompts, Rollout
@@ -29,7 +29,10 @@ PREFILL_TOKENS = 8192  # enough to keep a GPU busy; prompts read beside each oth
 
 
 class StaticGenerator:
-    """Decodes with as many slots as ``token_budget`` tokens make: slots x (longest prompt + its limit), at least one."""
+    """Decodes with as many slots as ``token_budget`` tokens make: slots x (longest prompt + its limit), at least one.
+
+    RuntimeError where a drawn token's log-prob is not finite.
+    """
 
     def __init__(
         self,
@@ -51,15 +54,56 @@ class StaticGenerator:
         self.token_budget = token_budget
         self.agree = agree
         self.look_every = look_every
+        self.graphs_work = agree is None  # weights that come and go have no addresses to record; nor is tried again what failed once
+        self._recorder: Recorder | None = None
 
     def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
         lm = self.lm()
+        device, limits = next(lm.parameters()).device, limits_of(prompts, sampling)
         decode = partial(self.tokenizer.decode, skip_special_tokens=False)  # a special token's text can be a stop string too
+        uniforms = torch.rand(len(prompts), int(limits.max()), dtype=torch.float64, device=device)
+        responses, logprobs = torch.zeros(uniforms.shape, dtype=torch.long), torch.zeros(uniforms.shape)
         with own_masks(lm):
-            run = _Run(lm, prompts, sampling, token_budget=self.token_budget, decode=decode, agree=self.agree, look_every=self.look_every)
-            run.decode_all()
-        responses, logprobs = run.slots.answers[:-1].cpu(), run.slots.logprobs[:-1].cpu()
-        return finish(prompts, responses, logprobs, sampling=sampling, pad_id=self.tokenizer.pad_id, decode=decode).trimmed()
+            for rows in self._bands(prompts.mask.sum(1) + limits):
+                run = _Run(
+                    lm,
+                    prompts.select(rows),
+                    sampling,
+                    uniforms[rows.to(device), : int(limits[rows].max())],
+                    token_budget=self.token_budget,
+                    decode=decode,
+                    agree=self.agree,
+                    look_every=self.look_every,
+                    graphs=self._graphs(device),
+                )
+                run.decode_all()
+                self.graphs_work &= run.graphs.failure is None
+                width = run.slots.answers.shape[1]
+                responses[rows, :width], logprobs[rows, :width] = run.slots.answers[:-1].cpu(), run.slots.logprobs[:-1].cpu()
+        rollout = finish(prompts, responses, logprobs, sampling=sampling, pad_id=self.tokenizer.pad_id, decode=decode).trimmed()
+        broken = (~rollout.logprobs.isfinite()).nonzero().tolist()
+        if broken:
+            row, place = broken[0]
+            raise RuntimeError(
+                f"answer {row} of this rank's {len(rollout)}: the log-prob of token {place} is not finite; the weights hold NaN or inf"
+            )
+        return rollout
+
+    def _graphs(self, device: torch.device) -> Graphs:
+        if self._recorder is None:
+            self._recorder = recorder_for(device)
+        return Graphs(self._recorder if self.graphs_work else None)
+
+    def _bands(self, totals: Tensor) -> list[Tensor]:
+        """totals [B], prompt and limit -> the rows that are decoded together: all; or where they do not fit, those of a size.
+
+        Slots are as long as the longest row of their band needs: one long prompt must not take the room of many short ones.
+        """
+        longest = int(totals.max())
+        if self.agree is not None or self.token_budget // longest >= len(totals):
+            return [torch.arange(len(totals))]
+        sizes = (longest / totals).log2().div(2).floor()  # within a band nobody is four times as long as another
+        return [(sizes == size).nonzero()[:, 0] for size in sizes.unique()]
 
 
 @dataclass
@@ -81,15 +125,12 @@ class _Answer:
 
 
 def waiting(prompts: Prompts) -> list[_Waiting]:
-    """Neighbouring rows with the same prompt make one; the longest prompts come first, so that those read together are of a length."""
-    groups: list[_Waiting] = []
+    """Rows with the same prompt make one; the longest prompts come first, so that those read together are of a length."""
+    groups: dict[tuple[int, ...], _Waiting] = {}
     for row, (ids, mask) in enumerate(zip(prompts.ids, prompts.mask, strict=True)):
         prompt = ids[mask]
-        if groups and torch.equal(groups[-1].ids, prompt):
-            groups[-1].rows.append(row)
-        else:
-            groups.append(_Waiting(prompt, deque([row])))
-    return sorted(groups, key=lambda group: -len(group.ids))
+        groups.setdefault(tuple(prompt.tolist()), _Waiting(prompt, deque())).rows.append(row)
+    return sorted(groups.values(), key=lambda group: -len(group.ids))
 
 
 def whole_rows(n: int) -> int:
@@ -105,18 +146,20 @@ class _Run:
         lm: nn.Module,
         prompts: Prompts,
         sampling: Sampling,
+        uniforms: Tensor,
         *,
         token_budget: int,
         decode: Callable[[list[int]], str],
         agree: Callable[[int], int] | None,
         look_every: int | None,
+        graphs: Graphs,
     ):
         self.limits = limits_of(prompts, sampling)
         longest = int((prompts.mask.sum(1) + self.limits).max())
         self.total = max(1, min(token_budget // longest, whole_rows(len(prompts))))
         self.decoder = Decoder(lm, slots=self.total, length=_rounded(longest, COLUMNS))
         self.device = self.decoder.device
-        self.slots = Slots(self.total, self.limits, sampling, self.device)
+        self.slots = Slots(self.total, self.limits, uniforms, sampling)
         self.live: list[_Answer] = []  # those in the first slots
         self.queue = deque(waiting(prompts))
         self.unbegun = len(prompts)
@@ -126,7 +169,7 @@ class _Run:
         on_gpu = self.device.type == "cuda"
         self.in_step = agree is not None
         self.agree = agree or int
-        self.graphs = Graphs(None if self.in_step else recorder_for(self.device))  # weights that come and go have no addresses to record
+        self.graphs = graphs
         self.look_every = look_every or (16 if on_gpu else 1)
         self.padding = 512 if on_gpu else 64  # tokens that take as long as reading the weights once more, roughly
         self.stops = _StopStrings(sampling.stop_strings, decode, self.look_every) if sampling.stop_strings else None
@@ -175,7 +218,9 @@ class _Run:
         new: list[_Answer] = []
         sources: list[int] = []
         tokens: list[int] = []
-        first, self.kept = len(self.live), None
+        first = len(self.live)
+        if groups:
+            self.kept = None
         for source, group in enumerate(groups):
             n = min(len(group.rows), self.total - first - len(new))
             start = len(group.ids) - 1

@@ -1,5 +1,6 @@
 """Decoding in slots: the same answers as transformers', whatever the slots, and no more forwards than it takes."""
 
+import gc
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,6 +24,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from ppo_ds.models.cache import SlotCache
 from ppo_ds.models.decoding import can_decode
 from ppo_ds.models.graphs import Graphs
 from ppo_ds.rollout import static
@@ -391,3 +393,40 @@ def test_the_cache_can_be_longer_than_a_row_of_its_columns(batch, sampling, text
     torch.manual_seed(4)
     rollout = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(long, sampling(150, stop_token_ids=(5,)))
     check_logprobs(lm, rollout, 1.0)
+
+
+def test_the_cache_is_gone_when_decoding_ends(batch, sampling, texts):
+    """Training needs its room at once: not when the garbage collector comes by."""
+    gc.collect()
+    gc.disable()
+    try:
+        StaticGenerator(lambda: model("llama"), tokenizer=texts, token_budget=10_000)(batch, sampling(4))
+        assert not [x for x in gc.get_objects() if type(x) is SlotCache]
+    finally:
+        gc.enable()
+
+
+def test_one_long_prompt_does_not_take_the_room_of_short_ones(successor, prompts, sampling, tokenizer):
+    lm = successor({}, 10)
+    shapes = forwards_of(lm)
+    generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=8 * 6)
+    rollout = generator(prompts(*[[4, 3]] * 8, [2] * 40), sampling(4))
+    assert answers_of(rollout) == [[3] * 4] * 8 + [[2] * 4]
+    assert [shape for shape in shapes if shape[1] == 1 and shape[0] == 8] == [(8, 1)] * 4  # the short ones, side by side
+
+
+def test_an_answer_of_nan_ends_the_run(batch, sampling, texts):
+    lm = model("llama")
+    with torch.no_grad():
+        lm.lm_head.weight[5] = torch.nan
+    with pytest.raises(RuntimeError, match="not finite"):
+        StaticGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, sampling(4))
+
+
+def test_equal_prompts_are_read_once_wherever_they_are(successor, prompts, sampling, tokenizer):
+    lm = successor({}, 10)
+    shapes = forwards_of(lm)
+    generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000)
+    rollout = generator(prompts([2, 3, 4], [2, 2, 5], [2, 3, 4]), sampling(2))
+    assert answers_of(rollout) == [[4, 4], [5, 5], [4, 4]]
+    assert shapes[0] == (2, 2)
