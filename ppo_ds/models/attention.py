@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -29,11 +29,25 @@ from ppo_ds.types import moved
 _GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 or later
 _calls: ContextVar[list[nn.Module] | None] = ContextVar("_calls", default=None)  # the attention layers of the packed forward that is running
 
+_told: ContextVar[bool] = ContextVar("_told", default=False)  # whether the running forward's rows are known: one sequence each, or packed by us
+_found_out = masking_utils.find_packed_sequence_indices
+
 
 def packed_arguments(lengths: list[int], device: torch.device) -> dict[str, Any]:
     """What a model is called with: transformers' own names, which its flash attention knows too."""
     ends = moved(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths), "max_length_k": max(lengths)}
+
+
+@contextmanager
+def laid_out(model: PreTrainedModel, packed: bool) -> Iterator[None]:
+    """Around a forward of a Layout (layout.py). transformers would have the host wait for the position ids, to find out whether they are packed."""
+    token = _told.set(True)
+    try:
+        with packed_forward(model) if packed else nullcontext():
+            yield
+    finally:
+        _told.reset(token)
 
 
 @contextmanager
@@ -90,8 +104,13 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return None if _calls.get() is not None else sdpa_mask(*args, **kwargs)
 
 
+def _found(position_ids: Tensor) -> Tensor | None:
+    return None if _told.get() else _found_out(position_ids)
+
+
 AttentionInterface.register("sdpa", attention)
 AttentionMaskInterface.register("sdpa", _mask)
+masking_utils.find_packed_sequence_indices = _found  # there is no argument for it: no position ids would be made there, and asked alike
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:

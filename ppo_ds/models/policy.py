@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.integrations import HfDeepSpeedConfig
 
-from ppo_ds.models.attention import packed_forward
+from ppo_ds.models.attention import laid_out
 from ppo_ds.models.head import Question, ask, install
 from ppo_ds.models.layout import lay_out
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
@@ -72,7 +72,7 @@ class Policy(nn.Module):
             arguments["output_router_logits"] = True
         temperature = self.temperature if temperature is None else temperature
         question = Question(layout.places, layout.labels, temperature, with_entropy, entropy_gradient)
-        with packed_forward(self.lm) if self.packed else nullcontext():
+        with laid_out(self.lm, self.packed):
             answer = ask(self.lm, question, arguments)
         return PolicyOutput(
             layout.spread(answer.logprobs),

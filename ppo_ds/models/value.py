@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.attention import packed_forward
+from ppo_ds.models.attention import laid_out
 from ppo_ds.models.layout import Layout, lay_out
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
 from ppo_ds.models.lora import merged_state, without_adapters
@@ -117,7 +117,7 @@ class ScoreModel(nn.Module):
     def _hidden(self, layout: Layout) -> Tensor:
         """[b*t,d]."""
         assert self.is_decoder, f"{type(self.model).__name__} has no value per token"
-        with packed_forward(self.model) if self.packed else nullcontext():
+        with laid_out(self.model, self.packed):
             return self.model.base_model(**layout.arguments(self._positions)).last_hidden_state.flatten(0, 1)
 
     def _head(self, hidden: Tensor) -> Tensor:

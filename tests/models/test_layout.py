@@ -17,9 +17,10 @@ from transformers import (
     PhiConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    masking_utils,
 )
 
-from ppo_ds.models.attention import one_by_one, packed_arguments, packs, why_not_packed
+from ppo_ds.models.attention import laid_out, one_by_one, packed_arguments, packs, why_not_packed
 from ppo_ds.models.layout import lay_out
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy
@@ -261,6 +262,31 @@ def test_no_mask_is_made(batch, packed):
     made.lm.model.layers[0].self_attn.register_forward_pre_hook(lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
     made(*batch, R)
     assert masks == [None]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt", "mistral_window", "gemma2"])
+def test_the_host_reads_nothing_back_in_a_padded_forward(batch, family):
+    """On the meta device there is nothing to read: one ``.item()`` is an error."""
+    ids, mask = batch
+    lm = Policy(model(family).to("meta"), 0.7).lm.base_model
+    layout = lay_out(ids, mask, R, lm, packed=False)
+    with laid_out(lm, packed=False):
+        assert lm(**layout.arguments()).last_hidden_state.shape == (*layout.ids.shape, 16)
+
+
+def test_the_host_reads_nothing_back_in_a_packed_forward(batch):
+    """Where there is a kernel; it is left out here, and the states are not looked at."""
+    lm = model("llama").to("meta")
+    layout = lay_out(*batch, R, lm, packed=True)
+    with pytest.MonkeyPatch.context() as patched, laid_out(lm, packed=True):
+        patched.setattr("ppo_ds.models.attention.has_kernel", lambda query, value: True)
+        patched.setattr("ppo_ds.models.attention.varlen_attn", lambda query, *args, **settings: query)
+        assert lm(**layout.arguments()).logits.shape == (1, int(batch[1].sum()), V)
+
+
+def test_other_forwards_still_find_out_what_is_packed():
+    positions = torch.tensor([[0, 1, 0, 1, 2]])
+    assert masking_utils.find_packed_sequence_indices(positions).tolist() == [[0, 0, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("family", ALL)
