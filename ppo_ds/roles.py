@@ -30,6 +30,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.attention import packs, why_not_packed
 from ppo_ds.models.lora import adapter_parameters, add_adapters, without_adapters
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading, unsharded_twin
+from ppo_ds.models.rope import steady_until
 from ppo_ds.models.size import decoding_bytes
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.models.value import ScoreHead, ScoreModel, as_kept, load_critic, load_reward_model, reads_like
@@ -114,6 +115,13 @@ def _fitting(module: Any, needs: Needs, path: str, key: str) -> Any:
         raise UserError(
             f"{key}={path}: the actor's tokenizer has {needs.vocabulary} tokens, this model's embedding only {module.vocab_size} rows; "
             "they do not belong together"
+        )
+    steady = steady_until(module.trunk.config)
+    if steady is not None and needs.positions > steady[1]:
+        raise UserError(
+            f"{key}={path}: RoPE of type {steady[0]} changes all rows of a batch that has one longer than {steady[1]} tokens; the longest prompt and "
+            f"sampling.max_new_tokens together (or a text of data.ptx_path) may have {needs.positions}: lower data.max_prompt_tokens, "
+            f"sampling.max_new_tokens or data.ptx_max_tokens to stay within {steady[1]}"
         )
     if module.max_tokens is not None and needs.positions > module.max_tokens:
         raise UserError(
