@@ -60,9 +60,9 @@ class Evaluator:
     def _evaluation(self) -> Evaluation:
         sums = MetricSums()
         rows: list[dict[str, Any]] = []
-        for prompts, weights in self.batches:
-            with self.actor.generation_mode():
-                rollout = self.generator(prompts, self.sampling)
+        with self.actor.generation_mode():  # once for all of them: a switch may gather weights and move states
+            rollouts = [self.generator(prompts, self.sampling) for prompts, _ in self.batches]
+        for rollout, (_, weights) in zip(rollouts, self.batches, strict=True):
             scores = self.reward(rollout).total
             counted = weights.bool()
             sums.add_spread("eval/score", scores, counted)

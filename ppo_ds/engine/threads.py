@@ -1,7 +1,7 @@
 """How many threads a rank computes with on its CPU: its share of the machine's cores, worked out here and not left to a launcher.
 
 torchrun sets OMP_NUM_THREADS=1 for its ranks where nobody has set it, ``deepspeed`` sets nothing (each rank then takes every core) or, with
-``--bind_cores_to_rank``, gives each rank cores of its own. Nor can a user's OMP_NUM_THREADS be told from a launcher's: the key is run.threads.
+``--bind_cores_to_rank``, gives each rank cores of its own. A user's OMP_NUM_THREADS is a bound; run.threads is the key.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,11 +54,20 @@ def cpu_quota(cgroup: Path) -> float:
     return math.inf
 
 
-def share(rank: int, ranks: Sequence[Cores], asked: int | None) -> Threads:
-    """``asked``: run.threads. Without it each core counts as divided by the ranks that may run on it, and the sum is rounded down; 1 at least."""
+def users_bound(environment: Mapping[str, str]) -> int | None:
+    """OMP_NUM_THREADS, but not torchrun's 1, which says nothing of what anybody wants."""
+    given = environment.get("OMP_NUM_THREADS", "")
+    if not given.isdigit() or int(given) < 1 or ("TORCHELASTIC_RUN_ID" in environment and given == "1"):
+        return None
+    return int(given)
+
+
+def share(rank: int, ranks: Sequence[Cores], asked: int | None, bound: int | None = None) -> Threads:
+    """``asked``: run.threads. Without it each core counts as divided by the ranks that may run on it, and the sum is rounded down; 1 at least,
+    ``bound`` at most."""
     mine = ranks[rank]
     here = [cores for cores in ranks if cores.machine == mine.machine]
     own = sum(1 / sum(core in cores.usable for cores in here) for core in mine.usable)
     together = len(frozenset().union(*(cores.usable for cores in here)))
-    each = asked or max(1, math.floor(min(own, mine.quota / len(here)) + 1e-9))
+    each = asked or max(1, math.floor(min(own, mine.quota / len(here), bound or math.inf) + 1e-9))
     return Threads(each, math.ceil(min(together, mine.quota)), len(here))

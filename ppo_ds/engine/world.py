@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ppo_ds.engine.allocator import keep_freed_memory
-from ppo_ds.engine.threads import Threads, own_cores, share
+from ppo_ds.engine.threads import Threads, own_cores, share, users_bound
 from ppo_ds.errors import UserError
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ def _take_threads(rank: int, size: int, asked: int | None) -> Threads:
     """Set for torch in this process, and for what it starts. A collective."""
     ranks: list[Any] = [None] * size
     dist.all_gather_object(ranks, own_cores())
-    threads = share(rank, ranks, asked)
+    threads = share(rank, ranks, asked, users_bound(os.environ))
     torch.set_num_threads(threads.each)
     os.environ["OMP_NUM_THREADS"] = str(threads.each)
     return threads

@@ -9,11 +9,13 @@ Not tried on a GPU yet.
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
 import torch
+
+log = logging.getLogger(__name__)
 
 
 class Recorder(Protocol):
@@ -88,7 +90,7 @@ class Graphs:
         except RuntimeError as error:
             # recording runs nothing, so the step is still to be taken. Seen with models that look at numbers on the host (some mixtures of experts)
             self.failure = str(error).splitlines()[0]
-            warnings.warn(f"decoding goes on without CUDA graphs, slower: {self.failure}", stacklevel=2)
+            log.warning("decoding goes on without CUDA graphs, slower: %s", self.failure)
             self.recorder = None
             self._graphs.clear()
             step()

@@ -16,13 +16,14 @@ def size_of(model: nn.Module) -> Size:
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     head = output.weight if output is not None else None
     body = sum(_numel(p) for p in model.parameters() if p is not embedding and p is not head)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None) or 0  # none: a state-space model, which keeps no keys and values
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return Size(
         body=body,
         head=_numel(head) if head is not None else 0,
         layers=config.num_hidden_layers,
-        width=config.num_attention_heads * head_dim,
+        width=heads * head_dim,
         kv_width=kv_heads * head_dim,
     )
 

@@ -23,6 +23,7 @@ from ppo_ds.models.layout import Layout, lay_out
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
 from ppo_ds.models.lora import merged_state, without_adapters
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
+from ppo_ds.types import moved
 
 _HEAD = "score.weight"  # every decoder family of transformers calls its sequence classification head so
 
@@ -82,8 +83,9 @@ class ScoreModel(nn.Module):
         if self.is_decoder:
             layout = lay_out(ids, attention_mask, 0, self.model, packed=self.packed)
             return self._head(self._hidden(layout)[layout.last_places])
-        types = {"token_type_ids": token_type_ids} if self._types and token_type_ids is not None else {}
-        return self.model(input_ids=ids, attention_mask=attention_mask.long(), **types).logits[:, 0].float()
+        device = next(self.model.parameters()).device
+        types = {"token_type_ids": moved(token_type_ids, device)} if self._types and token_type_ids is not None else {}
+        return self.model(input_ids=moved(ids, device), attention_mask=moved(attention_mask.long(), device), **types).logits[:, 0].float()
 
     def gradient_checkpointing_enable(self) -> None:
         # the reentrant kind gives no gradients where a block's input needs none, which is the case of the first block

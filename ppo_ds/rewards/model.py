@@ -79,7 +79,7 @@ class ModelReward(TextReward):
         return plan(self._token_budget, at_least=self._agree(len(plan(self._token_budget))))
 
     def _forward(self, texts: list[Text], left: bool) -> Tensor:
-        ids, mask, types = (left_padded if left else right_padded)(texts, self._pad_id, self._score.device)
+        ids, mask, types = (left_padded if left else right_padded)(texts, self._pad_id, torch.device("cpu"))  # the model takes them over
         with torch.no_grad():
             return self._score(ids, mask, token_type_ids=types)
 

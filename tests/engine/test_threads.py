@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppo_ds.engine.processor import computes_bf16
-from ppo_ds.engine.threads import Cores, Threads, cpu_quota, own_cores, share
+from ppo_ds.engine.threads import Cores, Threads, cpu_quota, own_cores, share, users_bound
 
 
 def machine(ranks: int, cores: int, name: str = "a", quota: float = math.inf) -> list[Cores]:
@@ -41,6 +41,23 @@ def test_a_containers_quota_is_divided_too() -> None:
 
 def test_what_was_asked_for_wins() -> None:
     assert share(1, machine(2, 2), 5) == Threads(5, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("environment", "bound"),
+    [
+        ({}, None),
+        ({"OMP_NUM_THREADS": "4"}, 4),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, None),  # torchrun's own
+        ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}, 2),
+        ({"OMP_NUM_THREADS": "4,2"}, None),  # one for each nested level: nobody's number of threads
+    ],
+)
+def test_a_users_number_is_a_bound(environment: dict[str, str], bound: int | None) -> None:
+    assert users_bound(environment) == bound
+    assert share(0, machine(1, 8), None, bound).each == (bound or 8)
+    assert share(0, machine(1, 8), 6, bound).each == 6  # run.threads has the last word
 
 
 def test_the_banners_words() -> None:

