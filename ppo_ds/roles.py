@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ from ppo_ds.models.policy import Policy, load_policy, sharded_loading, unsharded
 from ppo_ds.models.rope import steady_until
 from ppo_ds.models.size import decoding_bytes
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.models.trial import try_packed
 from ppo_ds.models.value import ScoreHead, ScoreModel, as_kept, load_critic, load_reward_model, reads_like
 
 T = TypeVar("T")
@@ -300,13 +301,24 @@ def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | N
 
 
 def choose_layouts(config: Config, actor: TrainedModel, reference: FrozenModel | None, critic: TrainedModel | None) -> list[str]:
-    """How each model lays out the rows of its forwards; for the start-up banner, those that cannot do as they were told."""
+    """How each model lays out the rows of its forwards; for the start-up banner, those that cannot do as they were told. A collective."""
     models = {"actor": actor, "reference": reference, "critic": critic}
-    layout, lines = config.memory.layout, []
-    for name, module in ((name, model.module) for name, model in models.items() if model is not None):
-        module.packed = packs(module.trunk, layout, actor.world.device)
-        if layout == "packed" and not module.packed:
-            lines.append(f"warning    memory.layout=packed: the {name}'s rows are padded: {why_not_packed(module.trunk)}")
+    layout, device, lines = config.memory.layout, actor.world.device, []
+    for name, model in ((name, model) for name, model in models.items() if model is not None):
+        module, why = model.module, None
+        module.packed = packs(module.trunk, layout, device)
+        if module.packed:
+            with model.resident() if isinstance(model, FrozenModel) else nullcontext():
+                trial = try_packed(module, model)
+            module.packed, why = trial.fault is None and (trial.kernel or layout == "packed"), trial.fault
+            if module.packed and not trial.kernel and device.type == "cuda":
+                lines.append(
+                    f"warning    memory.layout=packed: no kernel takes the {name}'s heads: attention is computed one sequence after the other"
+                )
+        elif layout == "packed":
+            why = why_not_packed(module.trunk)
+        if why is not None:
+            lines.append(f"warning    memory.layout={layout}: the {name}'s rows are padded: {why}")
     return lines
 
 

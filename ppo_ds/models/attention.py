@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,8 +28,24 @@ from transformers.masking_utils import sdpa_mask
 from ppo_ds.types import moved
 
 _GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 or later
-_calls: ContextVar[list[nn.Module] | None] = ContextVar("_calls", default=None)  # the attention layers of the packed forward that is running
 
+
+@dataclass
+class Heard:
+    """What the attention layers of a packed forward were given."""
+
+    kernel: list[bool] = field(default_factory=list)  # of each that was told where sequences end: whether the kernel takes its heads
+    deaf: list[str] = field(default_factory=list)  # those that were not told, by class
+
+    @property
+    def fault(self) -> str | None:
+        """Why sequences would read each other; None if they do not."""
+        if self.deaf:
+            return f"{self.deaf[0]} was not told where the sequences of a packed row end"
+        return None if self.kernel else "it has run no attention of ours"
+
+
+_heard: ContextVar[Heard | None] = ContextVar("_heard", default=None)  # of the packed forward that is running
 _told: ContextVar[bool] = ContextVar("_told", default=False)  # whether the running forward's rows are known: one sequence each, or packed by us
 _found_out = masking_utils.find_packed_sequence_indices
 
@@ -52,29 +69,46 @@ def laid_out(model: PreTrainedModel, packed: bool) -> Iterator[None]:
 
 @contextmanager
 def packed_forward(model: PreTrainedModel) -> Iterator[None]:
-    """Around a forward with ``packed_arguments``: no mask is made, and a model whose layers did not get the arguments is an error."""
-    if model.config.get_text_config()._attn_implementation != "sdpa":
+    """Around a forward with ``packed_arguments``: no mask is made, and a model whose layers did not get the arguments is an error.
+
+    At the end: in the middle of a forward it would leave ZeRO-3 with weights gathered. Within ``listening`` it is for the listener to judge.
+    """
+    if not ours(model) or _heard.get() is not None:
         yield
         return
-    calls: list[nn.Module] = []
-    token = _calls.set(calls)
-    try:
+    with listening() as heard:
         yield
+    assert heard.fault is None, f"{type(model).__name__} cannot be packed: {heard.fault}"
+
+
+@contextmanager
+def listening() -> Iterator[Heard]:
+    """Around a packed forward; what its layers were given is known afterwards."""
+    token = _heard.set(heard := Heard())
+    try:
+        yield heard
     finally:
-        _calls.reset(token)
-    assert calls, f"{type(model).__name__} has run no attention of ours: its rows cannot be packed"
+        _heard.reset(token)
+
+
+def ours(model: PreTrainedModel) -> bool:
+    """Whether its layers call ``attention``."""
+    return model.config.get_text_config()._attn_implementation == "sdpa"
 
 
 def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
     """query [b,heads,t,d], key and value [b,groups,t,d] -> [b,t,heads,d], and no weights."""
     ends = kwargs.get("cu_seq_lens_q") if kwargs.get("cache") is None else None  # with a cache they are those of transformers' own paged decoding
+    heard = _heard.get()
     if ends is None:
-        assert _calls.get() is None, f"{type(module).__name__} was not told where the sequences of a packed row end"
+        if heard is not None:
+            heard.deaf.append(type(module).__name__)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if (calls := _calls.get()) is not None:
-        calls.append(module)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N,heads,d]
-    if has_kernel(q, v):
+    kernel = has_kernel(q, v)
+    if heard is not None:
+        heard.kernel.append(kernel)
+    if kernel:
         out = varlen_attn(
             q, k, v, ends, ends, kwargs["max_length_q"], kwargs["max_length_k"],
             scale=kwargs.get("scaling"), window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
@@ -101,7 +135,7 @@ def has_kernel(query: Tensor, value: Tensor) -> bool:
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    return None if _calls.get() is not None else sdpa_mask(*args, **kwargs)
+    return None if _heard.get() is not None else sdpa_mask(*args, **kwargs)
 
 
 def _found(position_ids: Tensor) -> Tensor | None:
@@ -135,7 +169,7 @@ def _kinds(config: PreTrainedConfig) -> list[str]:
 
 
 def packs(model: PreTrainedModel, layout: str, device: torch.device) -> bool:
-    """``memory.layout`` decided for one model. auto: where there is a kernel for it, and the model can.
+    """``memory.layout`` decided for one model, as far as it shows without a trial (trial.py). auto: where there may be a kernel, and the model can.
 
     On CPUs packing was 0.9 to 1.2 times as slow as rows grouped by length (ops/batching.py), forward and backward, Llamas of 2 to 4 layers.
     """
