@@ -9,9 +9,14 @@ from transformers import PreTrainedModel
 
 from ppo_ds.ops.flops import Size
 
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how configs call their number
+
 
 def size_of(model: nn.Module) -> Size:
-    """Of a transformers model, also one whose parameters ZeRO-3 has sharded. A sequence classifier's head is its score row, or nothing."""
+    """Of a transformers model, also one whose parameters ZeRO-3 has sharded. A sequence classifier's head is its score row, or nothing.
+
+    A config that does not say how many experts there are and how many a token takes (by the usual names) counts all of them.
+    """
     config: Any = model.config.get_text_config()
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     head = output.weight if output is not None else None
@@ -25,7 +30,18 @@ def size_of(model: nn.Module) -> Size:
         layers=config.num_hidden_layers,
         width=heads * head_dim,
         kv_width=kv_heads * head_dim,
+        idle=_idle(model, config),
     )
+
+
+def _idle(model: nn.Module, config: Any) -> int:
+    """Parameters of the experts that a token does not take; shared experts are everybody's."""
+    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), None)
+    taken = getattr(config, "num_experts_per_tok", None)
+    if not experts or not taken:
+        return 0
+    routed = sum(_numel(p) for name, p in model.named_parameters() if ".experts." in name)
+    return routed * (experts - taken) // experts
 
 
 def _numel(parameter: nn.Parameter) -> int:

@@ -21,6 +21,7 @@ class Size:
     layers: int
     width: int  # of attention's queries: heads x head size
     kv_width: int  # of its keys (and of its values): key heads x head size
+    idle: int = 0  # of the body: parameters that a token does not pass, of experts that are not its own
 
 
 def causal_pairs(lengths: Iterable[int]) -> int:
@@ -30,7 +31,7 @@ def causal_pairs(lengths: Iterable[int]) -> int:
 
 def forward_flops(size: Size, tokens: int, pairs: int, head_places: int) -> int:
     """Of a forward over ``tokens`` real tokens, with ``pairs`` of causal_pairs and the head at ``head_places`` of them."""
-    return 2 * size.body * tokens + 4 * size.layers * size.width * pairs + 2 * size.head * head_places
+    return 2 * (size.body - size.idle) * tokens + 4 * size.layers * size.width * pairs + 2 * size.head * head_places
 
 
 def update_flops(size: Size, tokens: int, pairs: int, head_places: int) -> int:

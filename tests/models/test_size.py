@@ -2,10 +2,22 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, MambaConfig, MambaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from ppo_ds.models.size import size_of
-from ppo_ds.ops.flops import Size
+from ppo_ds.ops.flops import Size, forward_flops
 
 SHAPE = {
     "vocab_size": 10,
@@ -45,3 +57,17 @@ def test_a_gpt2():
 def test_a_model_without_attention_has_no_keys_and_values():
     size = size_of(MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=3, state_size=4)))
     assert (size.layers, size.width, size.kv_width) == (3, 0, 0) and size.body > 0
+
+
+def test_a_mixture_of_experts_has_idle_ones():
+    # an expert: gate, up and down of 8x16 each, 384; of 4 in each of 2 layers a token takes 1. Router 8x4; attention and norms as the Llama's, whose
+    # MLP is 384 too: a body of 1192 + 2 x (3 x 384 + 32)
+    size = size_of(MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=1)))
+    assert (size.body, size.idle) == (3560, 2 * 3 * 384)
+    assert forward_flops(size, 10, 0, 0) == 2 * 10 * (3560 - 2304)
+
+
+def test_shared_experts_are_not_idle():
+    # of 4 routed ones (3 x 8x4 = 96 each) in each of 2 layers a token takes 2; the shared one is everybody's
+    config = Qwen2MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=4, shared_expert_intermediate_size=16)
+    assert size_of(Qwen2MoeForCausalLM(config)).idle == 2 * 2 * 96
