@@ -14,14 +14,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.options import LEARNING_RATE, folder_of, workload_of
+from benchmarks.options import LEARNING_RATE, ends, folder_of, workload_of
 from benchmarks.workloads import EPOCHS, MINIBATCHES
+from ppo_ds.engine.threads import own_cores, share, users_bound
 
 HERE = Path(__file__).resolve().parent
-OWN = ("--against", "--trl-python", "--trl-micro-rows", "--pairs", "--json")  # options of the comparison, each with a value
+OWN = ("--against", "--trl-python", "--trl-micro-rows", "--pairs", "--threads", "--json")  # options of the comparison, each with a value
 
 
 def compare(args: argparse.Namespace, argv: list[str]) -> int:
+    args.threads = args.threads or share(0, [own_cores()], asked=None, bound=users_bound(os.environ)).each  # one number for both
     pairs: list[dict[str, Any]] = []
     print(
         f"{'pair':<6}{'ours, s':>10}{'TRL, s':>10}{'samples/s':>11}{'CPU s':>8}{'memory':>8}   answers' mean tokens   (columns 4 to 6: ratios)",
@@ -49,6 +51,11 @@ def without(argv: list[str], names: tuple[str, ...]) -> list[str]:
     return kept
 
 
+def own_arguments(args: argparse.Namespace, argv: list[str], result: Path) -> list[str]:
+    """Of ppo_step.py, for one run of its own."""
+    return [*without(argv, OWN), "--threads", str(args.threads), "--no-limits", "--json", str(result)]
+
+
 def trl_arguments(args: argparse.Namespace, result: Path) -> list[str]:
     """Of trl_step.py, for the same work."""
     work = workload_of(args)
@@ -62,18 +69,18 @@ def trl_arguments(args: argparse.Namespace, result: Path) -> list[str]:
         "minibatches": MINIBATCHES,
         "micro-rows": args.trl_micro_rows or work.minibatch,
         "rollout-rows": work.prompts,
-        "threads": args.threads or os.cpu_count(),
+        "threads": args.threads,
         "dtype": work.dtype,
         "lr": LEARNING_RATE,
         "json": result,
     }
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    return words + (["--stop"] if work.mean_tokens is not None else [])
+    return words + (["--stop"] if ends(args) else [])
 
 
 def _ours(args: argparse.Namespace, argv: list[str], i: int) -> dict[str, Any]:
     result = _place(args, f"{i}_ours.json")
-    found = _run([sys.executable, str(HERE / "ppo_step.py"), *without(argv, OWN), "--no-limits", "--json", str(result)], args, result)
+    found = _run([sys.executable, str(HERE / "ppo_step.py"), *own_arguments(args, argv, result)], args, result)
     return {
         "step_seconds": [step["time/step"] for step in found["seconds_per_step"]],
         "cpu_seconds": found["cpu_seconds"],
@@ -99,7 +106,7 @@ def _place(args: argparse.Namespace, name: str) -> Path:
 
 def _run(command: list[str], args: argparse.Namespace, result: Path) -> dict[str, Any]:
     """What the command wrote to ``result``; what it printed is beside it."""
-    environment = os.environ | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
+    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     log = result.with_suffix(".log")
     result.unlink(missing_ok=True)
     with log.open("w") as file:

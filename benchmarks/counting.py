@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ppo_ds.models.size import size_of
-from ppo_ds.ops.flops import Size, causal_pairs, decode_bytes, forward_flops, update_flops
+from ppo_ds.algo.performance import Learning
+from ppo_ds.ops.flops import causal_pairs, decode_bytes, forward_flops
 
 
 @dataclass(frozen=True)
@@ -56,38 +56,39 @@ class Recorder:
 class Sizes:
     """Of the models that a run has; ``bytes_each``: of a weight that decodes."""
 
-    actor: Size
-    critic: Size | None
+    actor: Learning
+    critic: Learning | None
     bytes_each: int
 
 
 def sizes(trainer: Any) -> Sizes:
-    lm = trainer.actor.module.lm
-    critic = None if trainer.critic is None else size_of(trainer.critic.module.model)
-    return Sizes(size_of(lm), critic, lm.dtype.itemsize)
+    """Those that the run's own perf/* count with."""
+    meter = trainer.meter
+    return Sizes(meter.actor, meter.critic, meter.weight_bytes)
 
 
-def phase_flops(sizes: Sizes, step: Lengths, epochs: int) -> dict[str, int]:
+def phase_flops(sizes: Sizes, step: Lengths, epochs: float) -> dict[str, float]:
     """FLOPs that each timed phase of one step cannot do without, over all ranks; the head at the places of a response only.
 
-    The reward model is taken to be of the critic's size, as it is in the workloads.
+    ``epochs``: that the step's updates ran, policy/epochs_run of its metrics. The reward model is taken to be of the critic's size,
+    as it is in the workloads.
     """
     tokens, pairs, places = sum(step.totals), causal_pairs(step.totals), sum(step.responses)
     read = [total - 1 for total in step.totals]  # the last token of an answer is drawn, not read
-    actor = forward_flops(sizes.actor, tokens, pairs, places)
+    actor = forward_flops(sizes.actor.size, tokens, pairs, places)
     found = {
-        "time/generate": forward_flops(sizes.actor, sum(read), causal_pairs(read), places),
+        "time/generate": forward_flops(sizes.actor.size, sum(read), causal_pairs(read), places),
         "time/old_logprobs": actor,
         "time/ref_logprobs": actor,
-        "time/update_actor": epochs * update_flops(sizes.actor, tokens, pairs, places),
+        "time/update_actor": epochs * sizes.actor.forwards * actor,
     }
     if sizes.critic is not None:
-        critic = forward_flops(sizes.critic, tokens, pairs, places)
-        found |= {"time/values": critic, "time/reward": critic, "time/update_critic": epochs * update_flops(sizes.critic, tokens, pairs, places)}
+        critic = forward_flops(sizes.critic.size, tokens, pairs, places)
+        found |= {"time/values": critic, "time/reward": critic, "time/update_critic": epochs * sizes.critic.forwards * critic}
     return found
 
 
 def decode_traffic(sizes: Sizes, step: Lengths, ranks: int) -> int:
     """Bytes that generation must read, over all ranks: each rank's weights once for each decode step, as if all its rows were decoded together."""
-    weights = decode_bytes(sizes.actor, steps=ranks * step.decode_steps, contexts=0, bytes_each=sizes.bytes_each)
-    return weights + decode_bytes(sizes.actor, steps=0, contexts=step.contexts, bytes_each=sizes.bytes_each)
+    weights = decode_bytes(sizes.actor.size, steps=ranks * step.decode_steps, contexts=0, bytes_each=sizes.bytes_each)
+    return weights + decode_bytes(sizes.actor.size, steps=0, contexts=step.contexts, bytes_each=sizes.bytes_each)

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.workloads import EPOCHS, WORKLOADS, Workload, dry
+from benchmarks.workloads import EPOCHS, MINIBATCHES, WORKLOADS, Workload, dry
 
+PAIRS = 5
 LEARNING_RATE = 1e-8  # too small to move the lengths that a prepared model answers with
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on, of an option."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 on is needed")
+    return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="benchmarks/ppo_step.py", description=__doc__, allow_abbrev=False)
     p.add_argument("workload", choices=sorted(WORKLOADS))
-    p.add_argument("--steps", type=int, default=3, help="measured steps, after one that is not (default 3)")
+    p.add_argument("--steps", type=count, default=3, help="measured steps, after one that is not (default 3)")
     p.add_argument("--dtype", choices=("fp32", "bf16"), help="of all models; default: the workload's")
-    p.add_argument("--threads", type=int, help="of each rank on a CPU")
-    p.add_argument("--prompts", type=int, help="of one PPO step, even; default: the workload's")
+    p.add_argument("--threads", type=count, help="of each rank on a CPU; default: its share of the cores")
+    p.add_argument("--prompts", type=count, help="of one PPO step, even; default: the workload's")
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config, e.g. rollout.backend=hf")
     p.add_argument("--model", help="a model folder or Hub id in the place of random weights")
     p.add_argument("--dry", action="store_true", help="tiny sizes: whether it runs, not how fast")
@@ -27,23 +36,44 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prepare-only", action="store_true", help="write models and prompts, and stop")
     p.add_argument("--against", choices=("trl",), help="run another trainer in turn with this one, and compare")
     p.add_argument("--trl-python", help="the Python of an environment with trl==1.10.0")
-    p.add_argument("--trl-micro-rows", type=int, help="rows of TRL's forward and backward; default: a minibatch")
-    p.add_argument("--pairs", type=int, default=5, help="of --against (default 5)")
+    p.add_argument("--trl-micro-rows", type=count, help="rows of TRL's forward and backward; default: a minibatch")
+    p.add_argument("--pairs", type=count, help=f"of --against (default {PAIRS})")
     p.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's
     return p
 
 
 def parsed(argv: list[str]) -> argparse.Namespace:
     args = parser().parse_args(argv)
-    if args.against and not args.trl_python:
-        parser().error("--against trl needs --trl-python, the Python of an environment with trl==1.10.0 (docs/performance.md)")
+    if problem := _problem(args):
+        parser().error(problem)
+    args.pairs = args.pairs or PAIRS
     return args
+
+
+def _problem(args: argparse.Namespace) -> str | None:
+    if (args.prompts or 0) % MINIBATCHES:
+        return f"--prompts {args.prompts}: an even number is needed, a minibatch is half of them"
+    if not args.against:
+        given = [name for name in ("trl_python", "trl_micro_rows", "pairs") if getattr(args, name) is not None]
+        return f"--{given[0].replace('_', '-')} belongs to a comparison: add --against trl, or leave it out" if given else None
+    if not args.trl_python:
+        return "--against trl needs --trl-python, the Python of an environment with trl==1.10.0 (docs/performance.md)"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return f"--against trl compares single processes, here are {os.environ['WORLD_SIZE']} ranks: start it with python, without a launcher"
+    if any(key.startswith("run.threads=") for key in args.set):
+        return "--set run.threads does not reach TRL: with --against give both their threads by --threads"
+    return None
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
     chosen = WORKLOADS[args.workload]
     chosen = dry(chosen) if args.dry else chosen
     return replace(chosen, dtype=args.dtype or chosen.dtype, prompts=args.prompts or chosen.prompts)
+
+
+def ends(args: argparse.Namespace) -> bool:
+    """Whether a stop token ends answers: in a workload whose answers end by chance, and always in a given model's."""
+    return bool(args.model) or workload_of(args).mean_tokens is not None
 
 
 def folder_of(args: argparse.Namespace) -> Path:
@@ -79,7 +109,7 @@ def overrides(args: argparse.Namespace) -> list[str]:
         "checkpoint.every": 0,
         "tracker.samples": 0,
     }
-    if work.mean_tokens is None:
+    if not ends(args):
         keys["sampling.stop_token_ids"] = "[]"
     if args.threads:
         keys["run.threads"] = args.threads

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks")]
 
 from benchmarks.options import folder_of, overrides, parsed, workload_of  # noqa: E402
-from benchmarks.workloads import EPOCHS, is_prepared, prepare  # noqa: E402
+from benchmarks.workloads import is_prepared, prepare  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -94,7 +94,8 @@ def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     steps, cpu = recorder.steps[1:], [b - a for a, b in zip(recorder.cpu[1:], recorder.cpu[2:], strict=False)]
     found = {"workload": args.workload, "machine": _machine(trainer.world.device), "overrides": overrides(args)} | figures(records, steps, cpu)
     if limits is not None:
-        found |= distance(found, steps, sizes(trainer), EPOCHS, limits, trainer.world.size)
+        epochs = [record["policy/epochs_run"] for record in records]
+        found |= distance(found, steps, sizes(trainer), epochs, limits, trainer.world.size)
     return found, True
 
 

@@ -42,10 +42,13 @@ def figures(records: Sequence[Record], steps: Sequence[Lengths], cpu: Sequence[f
     }
 
 
-def distance(found: Record, steps: Sequence[Lengths], sizes: Sizes, epochs: int, limits: Limits, ranks: int) -> dict[str, Any]:
-    """How far from the limits: FLOPs that a phase needs over those that the device could have done in its seconds, and bytes for decoding."""
+def distance(found: Record, steps: Sequence[Lengths], sizes: Sizes, epochs: Sequence[float], limits: Limits, ranks: int) -> dict[str, Any]:
+    """How far from the limits: FLOPs that a phase needs over those that the device could have done in its seconds, and bytes for decoding.
+
+    ``epochs``: that the updates of each step ran.
+    """
     times = found["seconds_per_step"]
-    flops = [phase_flops(sizes, step, epochs) for step in steps]
+    flops = [phase_flops(sizes, step, n) for step, n in zip(steps, epochs, strict=True)]
     peak, bandwidth = limits.gemm_flops_per_s * ranks, limits.bytes_per_s * ranks
     phases = [name for name in flops[0] if found["seconds"].get(name, 0) > 0]
     reached = {name: median(f[name] / t[name] / peak for f, t in zip(flops, times, strict=True)) for name in phases}

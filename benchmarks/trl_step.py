@@ -49,9 +49,9 @@ def main(argv: list[str]) -> None:
                 torch.cuda.synchronize()
             Clock.ends.append((time.perf_counter(), time.process_time()))
 
-    lengths = watch_lengths(ppo_trainer, stop_id=1 if args.stop else None)
     with tempfile.TemporaryDirectory() as scratch:
         trainer = build(ppo_trainer.PPOTrainer, args, scratch, Clock())
+        lengths = watch_lengths(ppo_trainer, trainer.stop_token_id)  # None without --stop
         taken = count_steps(trainer.optimizer.optimizer)
         trainer.train()
     seconds, cpu = ([b - a for a, b in zip(ends, ends[1:], strict=False)] for ends in zip(*Clock.ends, strict=True))

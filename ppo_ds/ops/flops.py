@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-BACKWARD = 2  # forwards that a backward costs: the gradient of each product's two factors
-
 
 @dataclass(frozen=True)
 class Size:
@@ -32,11 +30,6 @@ def causal_pairs(lengths: Iterable[int]) -> int:
 def forward_flops(size: Size, tokens: int, pairs: int, head_places: int) -> int:
     """Of a forward over ``tokens`` real tokens, with ``pairs`` of causal_pairs and the head at ``head_places`` of them."""
     return 2 * (size.body - size.idle) * tokens + 4 * size.layers * size.width * pairs + 2 * size.head * head_places
-
-
-def update_flops(size: Size, tokens: int, pairs: int, head_places: int) -> int:
-    """Of a forward and a backward with all weights trained."""
-    return (1 + BACKWARD) * forward_flops(size, tokens, pairs, head_places)
 
 
 def decode_bytes(size: Size, steps: int, contexts: int, bytes_each: int) -> int:

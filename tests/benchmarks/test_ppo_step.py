@@ -6,23 +6,26 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import against, trl_step
 from benchmarks.counting import Lengths, Sizes, decode_traffic, phase_flops
-from benchmarks.options import parsed
+from benchmarks.options import overrides, parsed
 from benchmarks.report import Limits, distance, figures, table
+from ppo_ds.algo.performance import Learning
 from ppo_ds.ops.flops import Size
 
 ROOT = Path(__file__).parents[2]
-STEPS = 2
+STEPS, PASSES = 1, 3
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmark")
-    command = [sys.executable, "benchmarks/ppo_step.py", "W2", "--dry", "--threads", "1", "--steps", str(STEPS)]
+    command = [sys.executable, "benchmarks/ppo_step.py", "W2", "--dry", "--threads", "1", "--steps", str(STEPS), "--set", f"algo.epochs={PASSES}"]
     done = subprocess.run(
         [*command, "--folder", str(folder), "--json", str(folder / "out.json"), "--set", "rollout.backend=hf"],
         cwd=ROOT,
@@ -44,6 +47,13 @@ def test_every_figure_is_a_number(found):
 
 def test_the_first_step_is_not_counted(found):
     assert found["steps"] == len(found["seconds_per_step"]) == len(found["cpu_seconds"]) == STEPS
+
+
+def test_updates_are_counted_with_the_passes_that_were_set(found):
+    """A forward and a backward cost three forwards, three passes nine; the critic's scoring pass is a forward too."""
+    flops = {name: share * found["seconds"][name] for name, share in found["mfu"].items()}
+    assert flops["time/update_actor"] / flops["time/ref_logprobs"] == pytest.approx(9)
+    assert flops["time/update_critic"] / flops["time/values"] == pytest.approx(9)
 
 
 def test_phases_sum_to_the_step(found):
@@ -79,21 +89,23 @@ def test_decode_steps_and_what_they_read():
     assert step.contexts == 15
 
 
+ACTOR = Size(body=100, head=10, layers=1, width=2, kv_width=2)
+
+
 def test_flops_of_a_step_by_hand():
-    sizes = Sizes(
-        actor=Size(body=100, head=10, layers=1, width=2, kv_width=2), critic=Size(body=101, head=0, layers=1, width=2, kv_width=2), bytes_each=4
-    )
+    critic = Learning(Size(body=101, head=0, layers=1, width=2, kv_width=2), forwards=2)  # its weights are frozen
+    sizes = Sizes(actor=Learning(ACTOR, forwards=3), critic=critic, bytes_each=4)
     found = phase_flops(sizes, Lengths(prompts=[2], responses=[1]), epochs=2)
     # a forward of the actor: 3 tokens x 200, 6 pairs x 8, the head at one place 20: 668; of the critic: 3 x 202 + 48 = 654
     assert found["time/ref_logprobs"] == 668
     assert found["time/values"] == found["time/reward"] == 654
     assert found["time/update_actor"] == 2 * 3 * 668
-    assert found["time/update_critic"] == 2 * 3 * 654
+    assert found["time/update_critic"] == 2 * 2 * 654
     assert found["time/generate"] == 2 * 200 + 3 * 8 + 20  # the drawn token is not read
 
 
 def test_bytes_of_decoding_by_hand():
-    sizes = Sizes(actor=Size(body=100, head=10, layers=1, width=2, kv_width=2), critic=None, bytes_each=2)
+    sizes = Sizes(actor=Learning(ACTOR, 3), critic=None, bytes_each=2)
     # three steps on each of two ranks read 110 weights; 15 places of 4 numbers; two bytes each
     assert decode_traffic(sizes, Lengths(prompts=[3, 2], responses=[4, 1]), ranks=2) == 2 * (2 * 3 * 110 + 15 * 4)
 
@@ -111,13 +123,23 @@ def test_figures_are_medians_over_steps():
 
 
 def test_distance_to_the_limits():
-    sizes = Sizes(actor=Size(body=100, head=10, layers=1, width=2, kv_width=2), critic=None, bytes_each=2)
+    sizes = Sizes(actor=Learning(ACTOR, 3), critic=None, bytes_each=2)
     steps = [Lengths([2], [1])]
     found = figures([record(4.0, 2.0)], steps, cpu=[4.0])
-    reached = distance(found, steps, sizes, epochs=2, limits=Limits(gemm_flops_per_s=444.0, bytes_per_s=1000.0), ranks=1)
+    reached = distance(found, steps, sizes, epochs=[2.0], limits=Limits(gemm_flops_per_s=444.0, bytes_per_s=1000.0), ranks=1)
     assert reached["mfu"] == {"time/generate": 0.5, "time/step": 0.25}  # 444 FLOPs in 2 of 4 seconds; phases that did not run need none
     assert reached["decode_bandwidth_fraction"] == 0.0  # one token an answer comes from the prompt's forward
     assert "50.0 %" in table(found | reached | {"workload": "W0", "machine": {}})
+
+
+def test_updates_count_the_passes_that_ran():
+    """Two steps of one sample: a pass is 3 x 668 = 2004 FLOPs. Three passes and, stopped early, half a one, of 4008 in a second."""
+    sizes = Sizes(actor=Learning(ACTOR, 3), critic=None, bytes_each=2)
+    steps = [Lengths([2], [1])] * 2
+    records = [{"time/step": 4.0, "time/generate": 1.0, "time/update_actor": seconds} for seconds in (3.0, 1.0)]
+    found = figures(records, steps, cpu=[1.0, 1.0])
+    reached = distance(found, steps, sizes, epochs=[3.0, 0.5], limits=Limits(gemm_flops_per_s=4008.0, bytes_per_s=1000.0), ranks=1)
+    assert reached["mfu"]["time/update_actor"] == pytest.approx((0.5 + 0.25) / 2)
 
 
 # -- against another trainer --------------------------------------------------------------------------------------------------------------
@@ -132,7 +154,32 @@ def test_ratios_of_a_pair():
 
 def test_the_options_of_a_comparison_do_not_reach_its_runs():
     argv = ["W2", "--against", "trl", "--threads", "1", "--trl-python=x", "--pairs", "5", "--set", "zero=stage2", "--json", "a"]
-    assert against.without(argv, against.OWN) == ["W2", "--threads", "1", "--set", "zero=stage2"]
+    assert against.without(argv, against.OWN) == ["W2", "--set", "zero=stage2"]
+
+
+def test_both_sides_get_the_threads_of_the_parent():
+    argv = ["W2", "--against", "trl", "--trl-python", "x", "--threads=7"]
+    args = parsed(argv)
+    args.threads = 3  # as it was worked out
+    ours, trl = parsed(against.own_arguments(args, argv, Path("a"))), trl_step.parsed(against.trl_arguments(args, Path("b")))
+    assert (ours.threads, trl.threads) == (3, 3)
+
+
+def test_given_weights_end_their_answers_on_both_sides():
+    never = "sampling.stop_token_ids=[]"
+    for words, ends in ((["W1"], False), (["W1", "--model", "m"], True), (["W2"], True)):
+        args = parsed([*words, "--threads", "1"])
+        assert (never not in overrides(args)) is ends
+        assert trl_step.parsed(against.trl_arguments(args, Path("out.json"))).stop is ends
+
+
+def test_trl_answers_end_at_the_stop_token_it_has():
+    answers = torch.tensor([[9, 9, 1, 7, 5], [9, 9, 7, 7, 1], [9, 9, 3, 4, 1]])  # queries of two tokens
+    for stop, mean in ((7, (2 + 1 + 3) / 3), (1, (1 + 3 + 3) / 3), (None, 3.0)):
+        trl = SimpleNamespace(batch_generation=lambda *_: (answers, None))
+        means = trl_step.watch_lengths(trl, stop)
+        trl.batch_generation(None, answers[:, :2])
+        assert means == [pytest.approx(mean)]
 
 
 def test_trl_gets_the_same_work():
@@ -147,6 +194,32 @@ def test_a_comparison_without_trl_says_what_it_needs(capsys):
         parsed(["W1", "--against", "trl"])
     assert left.value.code == 2
     assert "--trl-python" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "0"], "--steps"),
+        (["--prompts", "3"], "--prompts 3"),
+        (["--pairs", "5"], "--pairs"),
+        (["--trl-python", "x"], "--trl-python"),
+        (["--trl-micro-rows", "4"], "--trl-micro-rows"),
+        (["--against", "trl", "--trl-python", "x", "--set", "run.threads=2"], "--threads"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(words, said, capsys):
+    with pytest.raises(SystemExit) as left:
+        parsed(["W1", *words])
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_comparison_is_not_started_by_a_launcher_of_ranks(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert parsed(["W1"]).pairs == 5  # a run of its own may have ranks
+    with pytest.raises(SystemExit):
+        parsed(["W1", "--against", "trl", "--trl-python", "x"])
+    assert "2 ranks" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_trl_step_stands_alone():

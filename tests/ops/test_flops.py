@@ -1,6 +1,6 @@
 """Costs of a forward, by hand: 2 layers of width 8 with 2 query heads and 1 key head of size 4, an MLP of 16, a vocabulary of 10, no biases."""
 
-from ppo_ds.ops.flops import Size, causal_pairs, decode_bytes, forward_flops, update_flops
+from ppo_ds.ops.flops import Size, causal_pairs, decode_bytes, forward_flops
 
 # A layer: q 8x8=64, k 4x8=32, v 32, o 64, gate 16x8=128, up 128, down 128, two norms of 8: 592. Two of them and the last norm: 1192. Head: 10x8=80.
 SIZE = Size(body=1192, head=80, layers=2, width=8, kv_width=4)
@@ -21,10 +21,6 @@ def test_a_forward_over_three_tokens():
 
 def test_a_head_at_no_place_costs_nothing():
     assert forward_flops(SIZE, tokens=3, pairs=6, head_places=0) == 7536
-
-
-def test_an_update_is_three_forwards():
-    assert update_flops(SIZE, tokens=3, pairs=6, head_places=2) == 23568  # 7856 x 3
 
 
 def test_bytes_of_two_decode_steps():
