@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppo_ds.config import Config, value_position
+from ppo_ds.config import Config, ModelConfig, has_critic, reference_is_base, reward_models, uses_reference, value_position
 from ppo_ds.typed import show
 
 
@@ -30,11 +30,16 @@ def warnings(config: Config, hides_stops: bool) -> list[str]:
 
 def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
     """A line where a model is to run in bf16 on a processor that emulates it. ``computes_bf16``: see engine/processor.py."""
-    roles = [role for role in ("actor", "critic", "reference") if getattr(config, role).model.dtype == "bf16"]
-    if computes_bf16 is not False or not roles:
+    dtypes = {"actor.model": config.actor.model.dtype}
+    if has_critic(config):
+        dtypes["critic.model"] = config.critic.model.dtype
+    if uses_reference(config) and not reference_is_base(config):
+        dtypes["reference.model"] = config.reference.model.dtype
+    dtypes |= {key: model.get("dtype", ModelConfig.dtype) for key, model in reward_models(config.reward)}
+    slow = " ".join(f"{key}.dtype=bf16" for key, dtype in dtypes.items() if dtype == "bf16")
+    if computes_bf16 is not False or not slow:
         return []
-    keys = " ".join(f"{role}.model.dtype=bf16" for role in roles)
-    return [f"warning    {keys}: this processor has no instructions for bf16; emulated, it is 3 to 20 times slower than fp32"]
+    return [f"warning    {slow}: this processor has no instructions for bf16; emulated, it is 3 to 20 times slower than fp32"]
 
 
 def _mistakes(config: Config, hides_stops: bool) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ppo_ds.config import Config, from_tree, inherit, rollout_size
+from ppo_ds.config import Config, from_tree, has_critic, inherit, reward_models, rollout_size, uses_reference
 from ppo_ds.errors import UserError
 from ppo_ds.typed import dotted_keys, show
 
@@ -94,8 +94,7 @@ def _roles(config: Config) -> Iterator[str]:
             yield f"{name}.zero.offload_optimizer=true: needs {name}.zero.stage 1, 2 or 3, which is 0"
         if zero.offload_params and zero.stage != 3:
             yield f"{name}.zero.offload_params=true: needs {name}.zero.stage 3, which is {zero.stage}"
-    if config.actor.zero.generate == "layers" and config.actor.zero.stage != 3:
-        yield f"actor.zero.generate=layers: needs actor.zero.stage 3, which is {config.actor.zero.stage}"
+    yield from _generation(config)
     for name, lora in (("actor", config.actor.lora), ("critic", config.critic.lora)):
         for key in ("alpha", "targets", "lr"):
             if not lora.rank and getattr(lora, key) is not None:
@@ -114,19 +113,20 @@ def _roles(config: Config) -> Iterator[str]:
         yield f"critic.model.path={critic.model.path}: only used with critic.init=path, which is {critic.init}"
     if config.reward and not config.reward.get("_target_"):
         yield "reward._target_ is missing: choose a kind of reward first (reward=model, reward=function, ...; --help lists them)"
-    if critic.init == "reward" and config.reward and "reward.model.path" not in dict(_reward_models(config.reward)):
+    if critic.init == "reward" and config.reward and "reward.model" not in dict(reward_models(config.reward)):
         kind = show(config.reward.get("_target_"))
         yield f"critic.init=reward: needs a reward that is a model, and reward._target_={kind} has no reward.model.path"
 
 
-def _reward_models(section: dict[str, Any], key: str = "reward") -> Iterator[tuple[str, str]]:
-    """Key and path of each model that the reward reads, however deep in a mixture."""
-    for name, inner in section.items():
-        if isinstance(inner, dict):
-            path = inner.get("path")
-            if name == "model" and isinstance(path, str):
-                yield f"{key}.model.path", path
-            yield from _reward_models(inner, f"{key}.{name}")
+def _generation(config: Config) -> Iterator[str]:
+    zero, backend = config.actor.zero, config.rollout.backend
+    if zero.generate != "auto" and zero.stage != 3:
+        yield f"actor.zero.generate={zero.generate}: needs actor.zero.stage 3, which is {zero.stage}"
+    if zero.generate == "layers" and backend == "paged":
+        yield "rollout.backend=paged: with actor.zero.generate=layers ranks run forwards in step, and it runs its own; use rollout.backend=auto"
+    # a critic's states make way too
+    if zero.offload_states == "always" and zero.offload_optimizer and (config.critic.zero.offload_optimizer or not has_critic(config)):
+        yield "actor.zero.offload_states=always: with actor.zero.offload_optimizer=true the states are on the CPU already; use auto"
 
 
 def _kl(config: Config) -> Iterator[str]:
@@ -242,8 +242,9 @@ def _evaluation(config: Config) -> Iterator[str]:
 
 
 def _paths(config: Config) -> Iterator[str]:
-    models = {"actor.model.path": config.actor.model.path, "critic.model.path": config.critic.model.path} | dict(_reward_models(config.reward))
-    if config.reference.model.path != config.actor.model.path:
+    models = {"actor.model.path": config.actor.model.path, "critic.model.path": config.critic.model.path}
+    models |= {f"{key}.path": model["path"] for key, model in reward_models(config.reward)}
+    if uses_reference(config) and config.reference.model.path != config.actor.model.path:
         models["reference.model.path"] = config.reference.model.path
     for key, path in models.items():
         if path and looks_local(path) and not _prepared(path, config):

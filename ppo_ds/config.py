@@ -7,6 +7,7 @@ Batch sizes are global: they mean the same with any number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -435,11 +436,25 @@ def uses_reference(config: Config) -> bool:
     return config.algo.kl.place != "none" or config.algo.kl.after_update
 
 
+def has_critic(config: Config) -> bool:
+    """Whether there is a critic with weights of its own; else none is loaded."""
+    return config.algo.advantage.estimator == "gae" and not config.critic.share_trunk
+
+
 def reference_is_base(config: Config) -> bool:
     """Whether the reference is what the actor's adapters stand on: the actor itself then, without them, and no second copy of the weights."""
     actor, reference = config.actor.model, config.reference.model
     alike = ("path", "revision", "dtype", "attn_implementation")
     return config.actor.lora.rank > 0 and all(getattr(reference, name) == getattr(actor, name) for name in alike)
+
+
+def reward_models(section: dict[str, Any], key: str = "reward") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Key and section of each model that the reward reads, however deep in a mixture."""
+    for name, inner in section.items():
+        if isinstance(inner, dict):
+            if name == "model" and isinstance(inner.get("path"), str):
+                yield f"{key}.model", inner
+            yield from reward_models(inner, f"{key}.{name}")
 
 
 def value_position(algo: AlgoConfig) -> str:

@@ -100,3 +100,24 @@ def test_bf16_that_the_processor_emulates_is_named() -> None:
     assert line.startswith("warning    actor.model.dtype=bf16 critic.model.dtype=bf16 reference.model.dtype=bf16: ")
     assert slow_bf16(whole, computes_bf16=True) == slow_bf16(whole, computes_bf16=None) == []
     assert slow_bf16(compose(*MINIMAL, "actor.model.dtype=fp32"), computes_bf16=False) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["algo=dr_grpo", "rollout.samples_per_prompt=2"], ["actor"]),
+        (["critic.share_trunk=true"], ["actor", "reference"]),
+        (["actor.lora.rank=2"], ["actor", "critic"]),  # the reference is the actor without its adapters
+        (["algo.kl.place=none", "algo.kl.after_update=true"], ["actor", "critic", "reference"]),
+        (["reward=model", "reward.model.path=org/reward"], ["actor", "critic", "reference", "reward"]),
+        (["actor.model.dtype=fp32", "reward=model", "reward.model.path=org/reward"], ["reward"]),
+        (["actor.model.dtype=fp32", "reward=minimind", "reward.parts.model.reward.model.path=org/r"], ["reward.parts.model.reward"]),
+        (["reward=internlm2_reward"], ["actor", "critic", "reference"]),  # fp16 by its own file
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_slow_bf16_names_what_is_built_and_no_more(arguments: list[str], named: list[str]) -> None:
+    other_reward = any(argument.startswith("reward=") for argument in arguments)
+    minimal = [argument for argument in MINIMAL if not (other_reward and argument.startswith("reward"))]
+    (line,) = slow_bf16(compose(*minimal, *arguments), computes_bf16=False)
+    assert line.split(": ")[0].split()[1:] == [f"{name}.model.dtype=bf16" for name in named]

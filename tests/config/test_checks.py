@@ -47,6 +47,7 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(minibatch: int, sa
         ("actor.zero={stage:0,offload_optimizer:true}", "actor.zero.offload_optimizer=true: needs actor.zero.stage 1, 2 or 3, which is 0"),
         ("critic.zero.offload_params=true", "critic.zero.offload_params=true: needs critic.zero.stage 3, which is 2"),
         ("actor.zero.generate=layers", "actor.zero.generate=layers: needs actor.zero.stage 3, which is 2"),
+        ("actor.zero.generate=whole", "actor.zero.generate=whole: needs actor.zero.stage 3, which is 2"),
         ("reference.zero.stage=2", "reference.zero.stage=2: must be one of 0, 3"),
         ("critic.lora.lr=1e-4", "critic.lora.lr=0.0001: only used with critic.lora.rank above 0"),
         ("actor.lora.targets=[q_proj]", "actor.lora.targets=['q_proj']: only used with actor.lora.rank above 0"),
@@ -157,6 +158,23 @@ def test_what_it_does_go_with(arguments: list[str]) -> None:
     compose(*MINIMAL, *arguments)
 
 
+def test_layers_need_a_backend_that_runs_in_step() -> None:
+    layers = "actor.zero={stage:3,generate:layers}"
+    assert found(layers, "rollout.backend=paged").startswith("rollout.backend=paged: with actor.zero.generate=layers ranks run forwards in step")
+    for fits in ("static", "hf", "auto"):
+        compose(*MINIMAL, layers, f"rollout.backend={fits}")
+
+
+def test_states_that_are_on_the_cpu_already_do_not_make_way() -> None:
+    moved, offloaded = "actor.zero={offload_states:always,offload_optimizer:true}", "critic.zero.offload_optimizer=true"
+    line = "actor.zero.offload_states=always: with actor.zero.offload_optimizer=true the states are on the CPU already"
+    for without_critic in ([offloaded], [SHARED], [GRPO, PAIRS]):
+        assert found(moved, *without_critic).startswith(line)
+    compose(*MINIMAL, moved)  # the critic's do
+    compose(*MINIMAL, "actor.zero={offload_states:auto,offload_optimizer:true}", offloaded)
+    compose(*MINIMAL, "actor.zero.offload_states=always", offloaded)
+
+
 def test_the_ranks_share_the_texts_beside_ppo() -> None:
     line = found(PTX, "algo.ptx={coef:1,batch_size:3}", ranks=2)
     assert line == "algo.ptx.batch_size=3: must be divisible by the number of ranks, 2"
@@ -197,6 +215,12 @@ def test_a_hub_id_is_not_looked_for_here(path: str, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("path", ["/nowhere/train.jsonl", "train.jsonl", "data/train.parquet"])
 def test_a_data_file_must_be_there(path: str) -> None:
     assert found(f"data.path={path}") == f"data.path={path}: no such file"
+
+
+def test_a_reference_that_is_not_loaded_need_not_be_there() -> None:
+    other = ("reference.model.path=/nowhere/ref", "algo.kl.place=none")
+    compose(*MINIMAL, *other)
+    assert found(*other, "algo.kl.after_update=true") == "reference.model.path=/nowhere/ref: no such folder"
 
 
 def test_every_path_is_looked_at(tmp_path: Path) -> None:
