@@ -60,7 +60,8 @@ class PolicyObjective:
         if self.entropy_coef:
             loss = loss - self.entropy_coef * entropy_loss(entropy, mask, agg=per_answer, totals=totals)
         if self.kl_in_loss:
-            loss = loss + kl_coef * kl_loss(logprobs, micro.ref_logprobs, mask, estimator=self.kl_estimator, agg=per_answer, totals=totals)
+            if kl_coef:  # else 0 times a KL that is not finite
+                loss = loss + kl_coef * kl_loss(logprobs, micro.ref_logprobs, mask, estimator=self.kl_estimator, agg=per_answer, totals=totals)
             seen["policy/kl_loss"] = token_sum(approx_kl(logprobs, micro.ref_logprobs, self.kl_estimator), mask)
         if self.aux_coef:
             # a mean over the tokens of this forward: its share in the mean over the optimizer step

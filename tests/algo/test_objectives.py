@@ -152,6 +152,14 @@ def test_the_kl_in_the_loss(micro, level, agg, expected):
     assert mean(seen["policy/kl_loss"]) == pytest.approx(0.645 / 3)
 
 
+def test_a_kl_that_is_only_watched_is_no_part_of_the_loss(micro):
+    """Answers that the reference rules out, log-prob -inf: with coefficient 0 loss and gradient do not hear of it."""
+    plain, _, before = policy(micro)
+    loss, seen, out = policy(replace(micro, ref_logprobs=micro.ref_logprobs * math.inf), kl_in_loss=True, kl_coef=0.0)
+    assert loss == plain and gradient(out.logprobs) == gradient(before.logprobs)
+    assert not math.isfinite(mean(seen["policy/kl_loss"]))
+
+
 @pytest.mark.parametrize(
     ("estimator", "slopes"),
     [("k1", [1, 1, 1]), ("abs", [1, -1, 1]), ("k2", [0.5, -0.2, 1.0]), ("k3", [1 - math.exp(-0.5), 1 - math.exp(0.2), 1 - math.exp(-1.0)])],
