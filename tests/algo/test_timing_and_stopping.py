@@ -169,6 +169,13 @@ def test_running_out_of_memory_names_the_phase_and_the_key_to_lower(phase, key):
     assert repr(phase) in note and f"lower {key}" in note
 
 
+def test_running_out_of_memory_at_the_switch_names_what_takes_less():
+    with pytest.raises(torch.OutOfMemoryError) as caught, PhaseTimer(CPU)("switch"):
+        raise torch.OutOfMemoryError
+    (note,) = caught.value.__notes__
+    assert note.endswith("'switch'; set actor.zero.generate=layers or actor.zero.offload_states=always")
+
+
 def test_other_phases_and_other_errors():
     with pytest.raises(torch.OutOfMemoryError) as caught, PhaseTimer(CPU)("checkpoint"):
         raise torch.OutOfMemoryError
