@@ -40,8 +40,8 @@ def whitened_alone(raw: Any, mask: Any, how: str, unbiased: bool, reduce: Any) -
     return normalize(raw, mask, how, unbiased=unbiased)
 
 
-def first_again_instead_of_last(minibatch: Experience, token_budget: int, world: World) -> list[Tensor]:
-    right = microbatch_rows(minibatch, token_budget, world)
+def first_again_instead_of_last(minibatch: Experience, token_budget: int, world: World, packed: bool) -> list[Tensor]:
+    right = microbatch_rows(minibatch, token_budget, world, packed)
     return [*right[:-1], right[0]] if world.rank else right
 
 
