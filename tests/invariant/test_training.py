@@ -173,7 +173,7 @@ def test_the_first_ratio_is_one_and_the_policy_starts_as_its_reference(runs: Lau
     assert run.steps[0]["policy/ratio_max"] > 1.1  # of all minibatches: only the first is exempt from change
     for metric in ("kl/ref_seq_mean", "kl/ref_token_mean", "kl/ref_token_max", "kl/k3_token_mean"):
         assert run.steps[0][metric] == pytest.approx(0, abs=1e-5), metric
-        assert abs(run.steps[2][metric]) > 1e-2, metric
+        assert abs(run.steps[2][metric]) > 1e-3, metric  # the answers decide how far; 0 within 1e-5 was the start
 
 
 # Before the first update; what comes later has bf16's rounding of weights in it.
