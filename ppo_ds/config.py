@@ -34,10 +34,12 @@ class RunConfig:
     steps: Count | None = None  # PPO steps (one rollout each); or:
     epochs: Positive | None = None  # passes over the prompts (of a mixture: as many prompts as its sets hold together)
     resume: str = "auto"  # auto: continue or start; never: refuse a used directory; else a checkpoint folder
+    may_change: list[str] = field(default_factory=list)  # keys that may differ from those of the checkpoint, though the result does too then
+    dry_run: bool = False  # the same loop for two steps on the CPU, with tiny random models of the same architectures
     stop_at_step: Count | None = None  # stop early, with the schedules of the whole run
     max_minutes: Positive | None = None  # save and stop after so long
     threads: Count | None = None  # of each rank, on its CPU; null: the machine's cores divided by its ranks
-    timeout_minutes: Positive = 30.0  # a collective that takes longer is a hang
+    timeout_minutes: Positive = 30.0  # a phase without a sign of life for so long is a hang
     verbose: bool = False  # let the libraries talk
 
 
@@ -349,6 +351,15 @@ class CheckpointConfig:
 
 
 @dataclass
+class HealthConfig:
+    """What happens when numbers go wrong. Optimizer steps with a non-finite loss, gradient, score or log-prob are always skipped, on all ranks."""
+
+    max_skips: Count = 5  # optimizer steps skipped in a row; then the run goes back to its last checkpoint, once, and the next time it stops
+    max_kl: Positive | None = None  # ceiling of kl/k3_token_mean, nats per token
+    on_kl: Literal["warn", "stop"] = "warn"  # what is done above it; stop: save, then end with exit code 1
+
+
+@dataclass
 class WandbConfig:
     mode: Literal["online", "offline", "disabled"] = "disabled"
     project: str = "ppo_ds"
@@ -383,6 +394,7 @@ class Config:
     algo: AlgoConfig
     memory: MemoryConfig
     checkpoint: CheckpointConfig
+    health: HealthConfig
     tracker: TrackerConfig
     eval: EvalConfig
     reward: dict[str, Any] = _required("reward=model reward.model.path=... or reward=function reward.path=pkg.mod:fn")

@@ -9,10 +9,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # What each part may import of ppo_ds and launch, besides itself. `launch -> build -> algo -> {the six} -> types, ops, errors, config`.
-BASE = {"errors", "typed"}
+BASE = {"errors", "typed", "faults"}
 BOTTOM = BASE | {"types", "ops", "config"}
 MAY = {
     "errors": set(),
+    "faults": set(),
     "typed": {"errors"},
     "types": {"errors"},
     "ops": set(),
