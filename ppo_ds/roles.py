@@ -132,21 +132,23 @@ def _fitting(module: Any, needs: Needs, path: str, key: str) -> Any:
     return module
 
 
+def actor_module(config: Config) -> Policy:
+    """What the actor's engine holds, as it begins: adapters and value head included."""
+    role = config.actor
+    checkpointing, value_head = role.model.gradient_checkpointing, config.critic.share_trunk
+    policy = _policy(role.model, config.sampling.temperature, "actor.model.path", checkpointing, value_head)
+    if config.algo.aux_coef and policy.balance_coef is None:
+        raise UserError(f"algo.aux_coef={config.algo.aux_coef:g}: {role.model.path} is no mixture of experts and has no loss to balance them")
+    _adapt(policy.lm, role.lora, config.run.seed, "actor.lora")
+    return policy
+
+
 def build_actor(
     config: Config, world: World, needs: Needs, optimizer_steps: int, timed: Callable[[str], AbstractContextManager[None]]
 ) -> HybridActor:
     role = config.actor
     engine_config = _engine_config(role, role.model.dtype)
-
-    def load() -> Policy:
-        checkpointing, value_head = role.model.gradient_checkpointing, config.critic.share_trunk
-        policy = _policy(role.model, config.sampling.temperature, "actor.model.path", checkpointing, value_head)
-        if config.algo.aux_coef and policy.balance_coef is None:
-            raise UserError(f"algo.aux_coef={config.algo.aux_coef:g}: {role.model.path} is no mixture of experts and has no loss to balance them")
-        _adapt(policy.lm, role.lora, config.run.seed, "actor.lora")
-        return policy
-
-    policy = _fitting(_loaded(load, engine_config), needs, role.model.path, "actor.model.path")
+    policy = _fitting(_loaded(lambda: actor_module(config), engine_config), needs, role.model.path, "actor.model.path")
     training = _training(role, "actor", policy, engine_config, world, optimizer_steps)
     return _accepted(lambda: HybridActor(policy, twin=unsharded_twin, timed=timed, **training), role, "actor")
 
@@ -262,27 +264,29 @@ def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
     return CriticStart(own.path, own.revision, own.trust_remote_code, zero_head=True, key="critic.model.path")
 
 
+def critic_module(config: Config, start: CriticStart) -> ScoreModel:
+    """What the critic's engine holds, as it begins."""
+    # With critic.init=actor and LoRA on both, the two bases are equal, and one could do: the actor's, with a second pair of adapters and
+    # a head. But two engines cannot hold one set of weights (each shards and hooks them): actor and critic would be one engine.
+    model = config.critic.model
+    critic = load_critic(
+        start.path,
+        revision=start.revision,
+        dtype=model.dtype,
+        trust_remote_code=start.trust_remote_code,
+        attn_implementation=model.attn_implementation,
+        gradient_checkpointing=model.gradient_checkpointing,
+        zero_head=start.zero_head,
+        key=start.key,
+    )
+    _adapt(critic.model, config.critic.lora, config.run.seed, "critic.lora")
+    return critic
+
+
 def build_critic(config: Config, start: CriticStart, world: World, needs: Needs, optimizer_steps: int) -> TrainedModel:
-    role, model = config.critic, config.critic.model
-    engine_config = _engine_config(role, model.dtype)
-
-    def load() -> ScoreModel:
-        # With critic.init=actor and LoRA on both, the two bases are equal, and one could do: the actor's, with a second pair of adapters and
-        # a head. But two engines cannot hold one set of weights (each shards and hooks them): actor and critic would be one engine.
-        critic = load_critic(
-            start.path,
-            revision=start.revision,
-            dtype=model.dtype,
-            trust_remote_code=start.trust_remote_code,
-            attn_implementation=model.attn_implementation,
-            gradient_checkpointing=model.gradient_checkpointing,
-            zero_head=start.zero_head,
-            key=start.key,
-        )
-        _adapt(critic.model, role.lora, config.run.seed, "critic.lora")
-        return critic
-
-    critic = _fitting(_loaded(load, engine_config), needs, start.path, start.key)
+    role = config.critic
+    engine_config = _engine_config(role, role.model.dtype)
+    critic = _fitting(_loaded(lambda: critic_module(config, start), engine_config), needs, start.path, start.key)
     return _accepted(lambda: TrainedModel(critic, **_training(role, "critic", critic, engine_config, world, optimizer_steps)), role, "critic")
 
 
