@@ -171,15 +171,17 @@ class Checkpoints:
             shutil.rmtree(folder)
 
     def _damage(self, path: Path) -> list[str]:
-        """What is wrong with the files of ``path``; each rank reads its share of them."""
-        try:
-            files = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]
-        except (OSError, ValueError, LookupError, TypeError):
-            files = None
-        mine = ["manifest.json is missing or unreadable"]
-        if files is not None:
-            mine = [what for name in sorted(files)[self.world.rank :: self.world.size] if (what := _damage_of(path / name, name, files[name]))]
+        mine = damage_of(path, self.world.rank, self.world.size)
         return sorted({problem for problems in self.world.gather_objects(mine) for problem in problems})
+
+
+def damage_of(path: Path, rank: int = 0, size: int = 1) -> list[str]:
+    """What is wrong with the files of the checkpoint ``path``, of which each rank reads its share; [] for a sound one. Not a collective."""
+    try:
+        files = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ["manifest.json is missing or unreadable"]
+    return [what for name in sorted(files)[rank::size] if (what := _damage_of(path / name, name, files[name]))]
 
 
 def _refuse_other_shadows(path: Path, held: set[str], kept: set[str]) -> None:
