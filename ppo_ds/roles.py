@@ -70,6 +70,11 @@ def _alpha(lora: LoraConfig) -> float:
     return lora.alpha or 2 * lora.rank
 
 
+def lora_settings(role: ActorConfig | CriticConfig, name: str) -> dict[str, float]:
+    """What is part of an adapted model but in none of its tensors; {} without adapters."""
+    return {f"{name}.lora.rank": role.lora.rank, f"{name}.lora.alpha": _alpha(role.lora)} if role.lora.rank else {}
+
+
 def _training(
     role: ActorConfig | CriticConfig, name: str, module: nn.Module, engine_config: dict[str, Any], world: World, optimizer_steps: int
 ) -> dict[str, Any]:
@@ -84,7 +89,7 @@ def _training(
         "betas": optim.betas,
         "eps": optim.eps,
         "weight_decay": optim.weight_decay,
-        "settings": {f"{name}.lora.rank": role.lora.rank, f"{name}.lora.alpha": _alpha(role.lora)} if adapters else {},
+        "settings": lora_settings(role, name),
     }
 
 

@@ -9,11 +9,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # What each part may import of ppo_ds and launch, besides itself. `launch -> build -> algo -> {the six} -> types, ops, errors, config`.
-BASE = {"errors", "typed", "faults"}
+BASE = {"errors", "typed", "faults", "secrets"}
 BOTTOM = BASE | {"types", "ops", "config"}
 MAY = {
     "errors": set(),
     "faults": set(),
+    "secrets": set(),
     "typed": {"errors"},
     "types": {"errors"},
     "ops": set(),
@@ -34,10 +35,11 @@ MAY = {
     "roles": BOTTOM | {"models", "engine"},
     "banner": BOTTOM | {"data", "engine"},
     "generators": BOTTOM | {"inputs", "models", "rollout", "engine", "algo"},
+    "exporting": BOTTOM | {"inputs", "roles", "models", "engine"},
     "build": BOTTOM
     | {"roles", "inputs", "algorithm", "generators", "advice", "banner", "checks", "targets"}
     | {"algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
-    "launch": BOTTOM | {"checks", "targets", "build", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
+    "launch": BOTTOM | {"checks", "targets", "exporting", "build", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
 }
 
 HOMES = {
