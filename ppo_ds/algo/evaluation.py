@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ppo_ds.algo.metrics import MetricSums
 from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.rng import undisturbed
 from ppo_ds.engine.world import World
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rollout.base import Generator, Sampling
@@ -36,10 +38,12 @@ class Evaluator:
         correct_above: float | None,
         tokenizer: Tokenizer,
         world: World,
+        check: Callable[[], None],
     ):
         """``batches``: this rank's prompts and their weights [b] (0 for rows that only fill a batch up), as many batches on every rank.
 
-        ``correct_above``: a score above it counts as a right answer in eval/accuracy.
+        ``correct_above``: a score above it counts as a right answer in eval/accuracy. ``check``: a collective that raises, on all ranks, where
+        the evaluation is to be left (stopping.py).
         """
         self.batches = batches
         self.actor = actor
@@ -49,21 +53,22 @@ class Evaluator:
         self.correct_above = correct_above
         self.tokenizer = tokenizer
         self.world = world
+        self.check = check
 
     @torch.no_grad()
     def __call__(self) -> Evaluation:
         """A collective. Whatever it draws, the training goes on as if it had not been."""
-        gpu = [self.world.device] if self.world.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=gpu):
+        with undisturbed(self.world):
             return self._evaluation()
 
     def _evaluation(self) -> Evaluation:
         sums = MetricSums()
         rows: list[dict[str, Any]] = []
         with self.actor.generation_mode():  # once for all of them: a switch may gather weights and move states
-            rollouts = [self.generator(prompts, self.sampling) for prompts, _ in self.batches]
+            rollouts = [self._answers(prompts) for prompts, _ in self.batches]
         for rollout, (_, weights) in zip(rollouts, self.batches, strict=True):
             scores = self.reward(rollout).total
+            self.check()
             counted = weights.bool()
             sums.add_spread("eval/score", scores, counted)
             sums.add_mean("eval/resp_len_mean", rollout.response_mask.sum(1), counted)
@@ -73,6 +78,11 @@ class Evaluator:
             rows += self._rows(rollout, scores, counted)
         everyone = [row for part in self.world.gather_objects(rows) for row in part]
         return Evaluation(sums.reduced(self.world), everyone)
+
+    def _answers(self, prompts: Prompts) -> Rollout:
+        rollout = self.generator(prompts, self.sampling)
+        self.check()
+        return rollout
 
     def _rows(self, rollout: Rollout, scores: Tensor, counted: Tensor) -> list[dict[str, Any]]:
         answers = rollout.ids[:, rollout.prompt_width :]

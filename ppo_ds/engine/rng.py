@@ -1,26 +1,35 @@
-"""The random states of one rank on disk: torch (CPU and its GPU), numpy, python. Safetensors, no pickles."""
+"""The random states of one rank: torch (CPU and its GPU), numpy, python. On disk as safetensors, no pickles."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from ppo_ds.engine.files import sha256, write_tensors
 from ppo_ds.engine.world import World
 
 
-def rng_file(directory: Path, rank: int) -> Path:
-    return directory / f"rng_rank_{rank:05d}.safetensors"
+@dataclass(frozen=True)
+class RandomStates:
+    """Where all generators of one rank stood at one moment."""
+
+    tensors: dict[str, Tensor]  # torch, numpy, python, and cuda on a GPU
+    rest: dict[str, Any]  # what numpy and python keep beside their words
 
 
-def save_rng(directory: Path, world: World) -> Path:
-    """Not a collective: each rank writes its own file."""
+def take_rng(world: World) -> RandomStates:
+    """As they are now. Not a collective, as all here."""
     _, keys, position, has_gauss, gauss = np.random.get_state()
     version, words, gauss_next = random.getstate()
     tensors = {
@@ -30,27 +39,49 @@ def save_rng(directory: Path, world: World) -> Path:
     }
     if world.device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(world.device)
-    rest = {"numpy": [int(position), int(has_gauss), float(gauss)], "python": [version, gauss_next]}
+    return RandomStates(tensors, {"numpy": [int(position), int(has_gauss), float(gauss)], "python": [version, gauss_next]})
+
+
+def put_rng(states: RandomStates, world: World) -> None:
+    position, has_gauss, gauss = states.rest["numpy"]
+    version, gauss_next = states.rest["python"]
+    torch.set_rng_state(states.tensors["torch"])
+    np.random.set_state(("MT19937", states.tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, gauss))
+    random.setstate((version, tuple(states.tensors["python"].tolist()), gauss_next))
+    if world.device.type == "cuda" and "cuda" in states.tensors:
+        torch.cuda.set_rng_state(states.tensors["cuda"], world.device)
+
+
+@contextmanager
+def undisturbed(world: World) -> Iterator[None]:
+    """Whatever is drawn inside, what comes after draws as if it had not been."""
+    before = take_rng(world)
+    try:
+        yield
+    finally:
+        put_rng(before, world)
+
+
+def rng_file(directory: Path, rank: int) -> Path:
+    return directory / f"rng_rank_{rank:05d}.safetensors"
+
+
+def save_rng(directory: Path, world: World, states: RandomStates | None = None) -> Path:
+    """Each rank writes its own file: ``states``, or as they are now."""
+    states = states or take_rng(world)
     path = rng_file(directory, world.rank)
-    write_tensors(path, tensors, metadata={"rest": json.dumps(rest)})
+    write_tensors(path, states.tensors, metadata={"rest": json.dumps(states.rest)})
     return path
 
 
 def load_rng(directory: Path, world: World) -> bool:
-    """Not a collective. False: the checkpoint had fewer ranks, and this one was seeded anew, from rank 0's state and its own number."""
+    """False: the checkpoint had fewer ranks, and this one was seeded anew, from rank 0's state and its own number."""
     path = rng_file(directory, world.rank)
     if not path.exists():
         _seed_all(int(hashlib.sha256(f"{sha256(rng_file(directory, 0))} {world.rank}".encode()).hexdigest()[:8], 16))
         return False
     with safe_open(path, framework="pt") as file:
-        rest = json.loads(file.metadata()["rest"])
-        position, has_gauss, gauss = rest["numpy"]
-        version, gauss_next = rest["python"]
-        torch.set_rng_state(file.get_tensor("torch"))
-        np.random.set_state(("MT19937", file.get_tensor("numpy").numpy().astype(np.uint32), position, has_gauss, gauss))
-        random.setstate((version, tuple(file.get_tensor("python").tolist()), gauss_next))
-        if world.device.type == "cuda" and "cuda" in file.keys():  # noqa: SIM118 (not a dict)
-            torch.cuda.set_rng_state(file.get_tensor("cuda"), world.device)
+        put_rng(RandomStates({name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["rest"])), world)  # noqa: SIM118
     return True
 
 
@@ -58,3 +89,19 @@ def _seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
+
+
+def random_states(world: World) -> Callable[[], None]:
+    """This rank's as they are now, in memory: what is returned puts them back."""
+    on_gpu = world.device.type == "cuda"
+    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    of_gpu = torch.cuda.get_rng_state(world.device) if on_gpu else None
+
+    def put_back() -> None:
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+        if of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu, world.device)
+
+    return put_back

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import random
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -132,5 +134,7 @@ def _take_threads(rank: int, size: int, asked: int | None) -> Threads:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch on CPU and GPU. Ranks add their own offset where they must draw different numbers (sampling)."""
+    """Seed torch on CPU and GPU, numpy and python. Ranks add their own offset where they must draw different numbers (sampling)."""
     torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
