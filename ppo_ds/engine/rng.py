@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +94,4 @@ def _seed_all(seed: int) -> None:
 
 def random_states(world: World) -> Callable[[], None]:
     """This rank's as they are now, in memory: what is returned puts them back."""
-    on_gpu = world.device.type == "cuda"
-    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    of_gpu = torch.cuda.get_rng_state(world.device) if on_gpu else None
-
-    def put_back() -> None:
-        torch.set_rng_state(of_torch)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
-        if of_gpu is not None:
-            torch.cuda.set_rng_state(of_gpu, world.device)
-
-    return put_back
+    return partial(put_rng, take_rng(world), world)
