@@ -20,6 +20,7 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 
 from launch.cli import load_config  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
+from ppo_ds.secrets import censored  # noqa: E402
 
 QUIET = {
     "PYTHONWARNINGS": "ignore",  # of subprocesses
@@ -69,7 +70,7 @@ def complain(error: UserError) -> int:
     if rank != "0":
         time.sleep(PATIENCE)
     prefix = "error: " if rank == "0" else f"rank {rank}: error: "
-    print("\n".join(prefix + line for line in error.problems), file=sys.stderr, flush=True)
+    print("\n".join(prefix + censored(line) for line in error.problems), file=sys.stderr, flush=True)
     return 2
 
 

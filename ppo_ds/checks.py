@@ -9,6 +9,7 @@ from typing import Any
 
 from ppo_ds.config import Config, from_tree, has_critic, inherit, reward_models, rollout_size, uses_reference
 from ppo_ds.errors import UserError
+from ppo_ds.secrets import secrets_in
 from ppo_ds.typed import dotted_keys, show
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
@@ -28,6 +29,8 @@ OURS = {
 
 def validated(tree: dict[str, Any], world_size: int) -> Config:
     """The complete Config of a plain nested dict; raises UserError with every problem in it."""
+    if secrets := list(secrets_in(tree)):  # alone: other lines would show them
+        raise UserError(*secrets)
     config, wrong = from_tree(tree)
     config = inherit(config)
     known = {key.split("#")[0] for key in wrong} & set(dotted_keys(Config))
@@ -272,7 +275,9 @@ def _prepared(path: str, config: Config) -> bool:
 
 
 def _run_directory(config: Config) -> Iterator[str]:
-    folder = Path(config.run.dir)
+    folder, name = Path(config.run.dir), config.run.name
+    if name in ("", ".", "..") or "/" in name or not name.isprintable():
+        yield f"run.name={show(name)}: must be one name, without / (it is a folder's in outputs/); where the run is written says run.dir"
     if folder.exists() and not folder.is_dir():
         yield f"run.dir={config.run.dir}: is a file; name a directory"
     elif config.run.resume == "never" and any((folder / used).exists() for used in ("metrics.jsonl", "checkpoints")):

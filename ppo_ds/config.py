@@ -488,5 +488,5 @@ def _home(path: str | None) -> str | None:
 
 def _inherited(model: InheritedModelConfig, actor: ModelConfig, path: str | None) -> InheritedModelConfig:
     own = {name: value for name, value in asdict(model).items() if value is not None}
-    same = asdict(actor) if model.path is None else {**asdict(actor), "revision": None}  # another model has its own revisions
+    same = asdict(actor) if model.path is None else {**asdict(actor), "revision": None, "trust_remote_code": False}  # another model has its own
     return InheritedModelConfig(**{**same, "path": path, **own, **({"path": _home(model.path)} if model.path else {})})

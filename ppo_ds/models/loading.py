@@ -9,6 +9,8 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
     with _user_errors(path, key):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **_hub_only(path, revision))
     _remove_dropout(config)
+    config._attn_implementation = None  # what computes the attention the run says: a folder may name code on the Hub here
     return config
 
 
@@ -112,8 +115,18 @@ def _user_errors(path: str, key: str) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise UserError(f"{key}={path}: its weights are damaged ({error}); get the files anew") from error
-    except (OSError, ValueError, ImportError) as error:
+    except (UnpicklingError, EOFError, IndexError) as error:  # of torch.load(weights_only=True), which runs nothing
+        raise UserError(
+            f"{key}={path}: {_pickled(path)} is damaged, or holds more than tensors, and could run code when it is read (none was run); "
+            "get the model with weights in .safetensors files"
+        ) from error
+    except (OSError, ValueError, ImportError, AssertionError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise UserError(f"{key}={path}: {_explained(str(error), path, key)}") from error
+
+
+def _pickled(path: str) -> str:
+    """The weights that are not safetensors."""
+    return " or ".join(sorted(file.name for file in Path(path).glob("*.bin"))[:3]) or "its pytorch_model.bin"
 
 
 def _explained(reason: str, path: str, key: str) -> str:

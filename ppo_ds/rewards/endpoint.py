@@ -17,12 +17,14 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from threading import Event, Lock, Timer
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
 from ppo_ds.errors import UserError
 
 _LONGEST_PAUSE = 60.0  # seconds, whatever Retry-After asks for
+_SHORTEST_KEY = 8  # of those that are looked for in what a judge says; shorter ones are stand-ins for none ("EMPTY")
 _QUOTED = 200  # characters of a reply that an error shows
 _SECRET = re.compile(r"key|token|secret|passw|signature|^(sig|auth|code)$", re.IGNORECASE)
 
@@ -112,6 +114,8 @@ class Endpoint:
     def __init__(self, url: str, key_env: str | None, *, timeout_seconds: float, retries: int, backoff_seconds: float, max_response_mb: float):
         self._url = httpx.URL(url)
         self._secret = os.environ[key_env].strip() if key_env else None
+        written = [] if self._secret is None else [self._secret, json.dumps(self._secret)[1:-1], quote(self._secret), quote(self._secret, safe="")]
+        self._forms = sorted({form for text in written for form in (text, text.replace("/", "\\/"))}, key=len, reverse=True)
         self._timeout, self._retries, self._backoff = timeout_seconds, retries, backoff_seconds
         self._max_bytes = int(max_response_mb * 2**20)
         self._jitter = random.Random()  # its own: a run's random state must not hang on the weather
@@ -167,7 +171,7 @@ class Endpoint:
         if not whole:
             raise _Failure(f"answered more than {self._max_bytes / 2**20:g} MB")
         try:
-            return json.loads(body)
+            return self._unrevealing(json.loads(body))
         except (ValueError, RecursionError):
             raise _Failure(self._clean(f"answered what is no JSON: {text}")) from None
 
@@ -182,6 +186,18 @@ class Endpoint:
                 return body[: self._max_bytes], False
         return body, True
 
+    def _without_key(self, text: str) -> str:
+        """Stars for the key, also as JSON and addresses write it."""
+        for form in self._forms:
+            text = text.replace(form, "***")
+        return text
+
+    def _unrevealing(self, reply: Any) -> Any:
+        """The same without the key: errors quote parts of a reply. Written anew, since a service may have escaped any letter of it."""
+        if self._secret is None or len(self._secret) < _SHORTEST_KEY:
+            return reply
+        return json.loads(self._without_key(json.dumps(reply, ensure_ascii=False)))
+
     def _goal(self, response: httpx.Response) -> str:
         """Where a redirect leads, as far as can be said aloud."""
         try:
@@ -194,9 +210,7 @@ class Endpoint:
 
     def _clean(self, text: str) -> str:
         """On one line, short, and without the key, which some services repeat."""
-        text = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
-        if self._secret:
-            text = text.replace(self._secret, "***")
+        text = self._without_key("".join(c if c.isprintable() else "?" for c in " ".join(text.split())))
         return text if len(text) <= _QUOTED else text[: _QUOTED - 3] + "..."
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import secrets
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from typing import Any
 from ppo_ds.tracking.tracker import Record
 
 CHILD = Path(__file__).with_name("wandb_child.py")
+GONE = "created and deleted"  # how the server says that a run of this id was deleted; the id cannot be had again
 BACKLOG = 10_000  # messages that may wait for the child before it is taken for stuck
 
 
@@ -43,25 +45,43 @@ class WandbTracker:
     ):
         """The run id is kept in ``run_dir/wandb.id``, so that a resumed run continues its page. Timeouts are in seconds."""
         self.run_dir = Path(run_dir).absolute()
+        self._id_file = self.run_dir / "wandb.id"
         self._options = {"project": project, "name": name, "entity": entity, "tags": list(tags)}
         self._mode = mode
         self._start_timeout, self._finish_timeout = start_timeout, finish_timeout
         self._child: _Child | None = None
 
     def start(self, config: dict[str, Any]) -> None:
-        id_file = self.run_dir / "wandb.id"
-        run_id = id_file.read_text().strip() if id_file.exists() else secrets.token_hex(4)
+        try:
+            self._start(config)
+        except OSError as error:  # a full disk, no room for another process
+            self._stop()
+            _warn(f"cannot be started ({error}); going on without it")
+
+    def _start(self, config: dict[str, Any]) -> None:
+        run_id = _kept(self._id_file) or secrets.token_hex(4)
         for mode in ("online", "offline") if self._mode == "online" else ("offline",):
-            options = {**self._options, "mode": mode, "id": run_id, "dir": str(self.run_dir), "init_timeout": self._start_timeout, "config": config}
-            child = _Child(options, log=self.run_dir / "wandb.log")
-            answer = child.answer(self._start_timeout + 15)  # wandb's own limit comes first: it knows why
+            answer = self._launched(mode, run_id, config)
+            if GONE in answer.get("failed", ""):
+                _warn(f"run {run_id} was deleted on the server; going on as a new one there")
+                run_id = secrets.token_hex(4)
+                answer = self._launched(mode, run_id, config)
             if "started" in answer:
-                id_file.write_text(run_id + "\n")
-                self._child = child
                 print(f"wandb: {mode}; {answer['started']}", flush=True)
+                self._id_file.write_text(run_id + "\n")
                 return
-            child.kill()
             _warn(f"{mode} failed ({answer['failed']}); going on {'offline' if mode == 'online' else 'without it'}")
+
+    def _launched(self, mode: str, run_id: str, config: dict[str, Any]) -> dict[str, Any]:
+        """What came of a child, which is kept where it has started."""
+        options = {**self._options, "mode": mode, "id": run_id, "dir": str(self.run_dir), "init_timeout": self._start_timeout, "config": config}
+        child = _Child(options, log=self.run_dir / "wandb.log")
+        answer = child.answer(self._start_timeout + 15)  # wandb's own limit comes first: it knows why
+        if "started" in answer:
+            self._child = child
+        else:
+            child.kill()
+        return answer
 
     def log(self, step: int, metrics: Record) -> None:
         self._send({"log": {key: value for key, value in metrics.items() if value is not None}, "step": step})
@@ -74,16 +94,25 @@ class WandbTracker:
         if self._child is None:
             return
         answer = self._child.answer(self._finish_timeout)
-        self._child.kill()
-        self._child = None
+        self._stop()
         if "finished" not in answer:
             _warn(f"not all was sent ({answer['failed']}); what is missing lies in {self.run_dir / 'wandb'}: wandb sync uploads it")
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._child is not None and not self._child.send(message):
+            self._stop()
+            _warn(f"stopped listening (see {self.run_dir / 'wandb.log'}); going on without it")
+
+    def _stop(self) -> None:
+        if self._child is not None:
             self._child.kill()
             self._child = None
-            _warn(f"stopped listening (see {self.run_dir / 'wandb.log'}); going on without it")
+
+
+def _kept(id_file: Path) -> str | None:
+    """The run id of before; None where there is none, or no whole one. It becomes a part of file names."""
+    text = id_file.read_text(errors="replace").strip() if id_file.exists() else ""
+    return text if re.fullmatch(r"[\w-]{1,64}", text, re.ASCII) else None
 
 
 class _Child:
@@ -133,7 +162,8 @@ class _Child:
     def _write(self) -> None:
         with suppress(BrokenPipeError), self._process.stdin as pipe:  # a broken pipe: the child is dead, as send() says from then on
             while True:
-                pipe.write(json.dumps(self._outbox.get(), default=str).encode() + b"\n")
+                text = json.dumps(self._outbox.get(), default=str, ensure_ascii=False)
+                pipe.write(text.encode(errors="replace") + b"\n")  # half a surrogate pair, as a row may have, would end the child
                 pipe.flush()
 
     def _read(self) -> None:

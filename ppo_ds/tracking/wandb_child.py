@@ -22,6 +22,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    sys.stdin.reconfigure(encoding="utf-8")  # whatever the locale says
     options = json.loads(sys.stdin.readline() or "null")
     if options is None:
         return
@@ -43,7 +44,11 @@ def _open(options: dict[str, Any]) -> Any:
     import wandb
 
     settings = wandb.Settings(init_timeout=options.pop("init_timeout"), console="off", silent=True)
-    return wandb.init(**options, resume="allow", settings=settings)
+    run = wandb.init(**options, resume="allow", settings=settings)
+    # wandb's own counter only grows, and what is logged below it is dropped; a resumed run may go back to an earlier step
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
 
 
 def _serve(run: Any) -> dict[str, Any] | None:
@@ -52,7 +57,7 @@ def _serve(run: Any) -> dict[str, Any] | None:
     for line in sys.stdin:
         message = json.loads(line)
         if "log" in message:
-            run.log(message["log"], step=message["step"])
+            run.log(message["log"] | {"step": message["step"]})
         elif "samples" in message:
             _log_samples(run, tables, **message)
         else:
@@ -69,7 +74,7 @@ def _log_samples(run: Any, tables: dict[str, Any], samples: list[dict[str, Any]]
         tables[split] = wandb.Table(columns=["step", *samples[0]], log_mode="INCREMENTAL", allow_mixed_types=True)
     for row in samples:
         tables[split].add_data(step, *(_cell(row.get(column)) for column in tables[split].columns[1:]))
-    run.log({f"samples/{split}": tables[split]}, step=step)
+    run.log({f"samples/{split}": tables[split], "step": step})
 
 
 def _cell(value: Any) -> Any:
