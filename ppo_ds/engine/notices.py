@@ -21,7 +21,7 @@ class Notices:
         self._lock = threading.Lock()
 
     def put(self, name: str, text: str) -> None:
-        """Raises Gone, as ``get`` does."""
+        """Raises Gone, as the others do."""
         with self._lock:
             try:
                 self._store.set(PREFIX + name, text)
@@ -33,5 +33,13 @@ class Notices:
         with self._lock:
             try:
                 return self._store.get(PREFIX + name).decode() if self._store.check([PREFIX + name]) else None
+            except dist.DistError as error:
+                raise Gone(str(error)) from error
+
+    def count(self, name: str, more: int = 1) -> int:
+        """Adds to a number that all ranks share, 0 at first, and gives what it is then. Two ranks never see the same one after adding."""
+        with self._lock:
+            try:
+                return self._store.add(PREFIX + name, more)
             except dist.DistError as error:
                 raise Gone(str(error)) from error
