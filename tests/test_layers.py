@@ -9,17 +9,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # What each part may import of ppo_ds and launch, besides itself. `launch -> build -> algo -> {the six} -> types, ops, errors, config`.
-BASE = {"errors", "typed", "faults", "secrets"}
+BASE = {"errors", "typed", "faults", "secrets", "life"}
 BOTTOM = BASE | {"types", "ops", "config"}
 MAY = {
     "errors": set(),
     "faults": set(),
+    "life": set(),
     "secrets": set(),
     "typed": {"errors"},
     "types": {"errors"},
     "ops": set(),
     "config": BASE,
-    "checks": BASE | {"config"},
+    "resuming": BASE | {"config"},
+    "checks": BASE | {"config", "resuming"},
     "targets": BASE,
     "tracking": BOTTOM,
     "models": BOTTOM,
@@ -37,7 +39,7 @@ MAY = {
     "generators": BOTTOM | {"inputs", "models", "rollout", "engine", "algo"},
     "exporting": BOTTOM | {"inputs", "roles", "models", "engine"},
     "build": BOTTOM
-    | {"roles", "inputs", "algorithm", "generators", "advice", "banner", "checks", "targets"}
+    | {"roles", "inputs", "algorithm", "generators", "advice", "banner", "checks", "resuming", "targets"}
     | {"algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
     "launch": BOTTOM | {"checks", "targets", "exporting", "build", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
 }

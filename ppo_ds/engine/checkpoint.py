@@ -3,12 +3,12 @@
     checkpoints/step_000010/{actor,critic}/...        engine/state.py
                             {ema,lagged}/...          second sets of weights, where the run keeps them
                             rng_rank_00000.safetensors
-                            state.json                what the loop wants to remember
+                            state.json                what the loop wants to remember, and the settings of the run
                             manifest.json             size and SHA-256 of every other file
     checkpoints/latest, checkpoints/best              names of folders
 
 A folder is written aside as ``.tmp_step_000010``, and renamed once every rank has its files on the disk. All ranks must see the same
-file system.
+file system. What counts is the newest sound folder; the pointers are for people and other programs, and may be one behind after a kill.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ from typing import Any
 from ppo_ds.engine.files import CheckpointError, sha256, sync, together, write_json, write_pointer
 from ppo_ds.engine.rng import load_rng, save_rng
 from ppo_ds.engine.shadow import ShadowWeights
-from ppo_ds.engine.state import FORMAT, load_model, load_shadow, save_model, save_shadow
+from ppo_ds.engine.state import FORMAT, load_model, load_shadow, model_bytes, save_model, save_shadow, shadow_bytes
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World
 from ppo_ds.errors import UserError
+from ppo_ds.faults import fault
 
 log = logging.getLogger(__name__)
 OLD = ".tmp_old_"
 SHADOW_KEYS = {"ema": "actor.ema.decay", "lagged": "algo.old_policy"}  # what decides whether a run keeps one
 NO_SHADOWS: Mapping[str, ShadowWeights] = {}
+REST_BYTES = 1024**2  # of a checkpoint: random states, JSON
 
 
 class Checkpoints:
     """The folder ``root`` of one run. Every public method is a collective."""
 
-    def __init__(self, root: Path, *, world: World, keep_last: int):
+    def __init__(self, root: Path, *, world: World, keep_last: int, settings: Mapping[str, Any] | None = None):
+        """``settings`` (JSON) of the run: each checkpoint remembers with which it was made."""
         assert keep_last >= 1
         self.root = root
         self.world = world
         self.keep_last = keep_last
+        self.settings = settings
         self._sound: set[Path] = set()  # read and found undamaged by this process
 
     def save(
@@ -59,11 +63,15 @@ class Checkpoints:
         Checkpoints of later steps go too: they belong to a future that was abandoned when the run went back.
         Raises CheckpointError on all ranks where any of them could not write; nothing of the new one is left then.
         """
+        fault("checkpoint.before")
         final = self.root / f"step_{step:06d}"
         aside = self.root / f".tmp_{final.name}"
         try:
-            together(self.world, lambda: self._prepare(aside))
-            written = [path for role, model in models.items() for path in save_model(model, aside / role)]
+            together(self.world, lambda: self._prepare(aside, models, shadows))
+            written: list[Path] = []
+            for role, model in models.items():
+                written += save_model(model, aside / role)
+                fault(f"checkpoint.after_{role}")
             written += [path for name, shadow in shadows.items() for path in save_shadow(shadow, aside / name)]
             about = {"models": sorted(models), "shadows": sorted(shadows), "state": state}
             written += together(self.world, lambda: self._write_loop_state(aside, step, about))
@@ -72,19 +80,37 @@ class Checkpoints:
             if self.world.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(f"{final} was not written, older checkpoints are as they were: {error}") from error
-        together(self.world, lambda: self._point_and_prune(step, best))
+        together(self.world, lambda: self._point_and_prune(final, best))
         return final
 
+    def expect_room(self, models: Mapping[str, TrainedModel], shadows: Mapping[str, ShadowWeights] = NO_SHADOWS) -> None:
+        """UserError where the disk has no room for the first checkpoint of this start."""
+        shortage = self.world.gather_objects(self._shortage(models, shadows))[0]
+        if shortage:
+            raise UserError(f"run.dir={self.root.parent}: no room for a checkpoint: {shortage}")
+
     def latest(self) -> Path | None:
-        """The newest that is complete and undamaged; the others above it are named in a warning."""
+        """The newest that is complete and undamaged; the others above it are named in a warning. None where there are no checkpoints at all.
+
+        UserError where all are damaged: to begin anew would throw away what may still be saved.
+        """
+        damaged: dict[Path, str] = {}
         for path in self.world.gather_objects(self._folders())[0]:
             damage = self._damage(path)
             if not damage:
                 self._sound.add(path)
+                for skipped, why in damaged.items() if self.world.is_main else ():
+                    log.warning("checkpoint %s is damaged and skipped: %s", skipped, why)
                 return path
-            if self.world.is_main:
-                log.warning("checkpoint %s is damaged and skipped: %s", path, "; ".join(damage[:3]))
+            damaged[path] = "; ".join(damage[:3])
+        if damaged:
+            told = ", ".join(f"{path.name} ({why})" for path, why in damaged.items())
+            raise UserError(f"run.resume=auto: no checkpoint in {self.root} is whole: {told}; start in another run.dir, or delete them to begin anew")
         return None
+
+    def settings_of(self, path: Path) -> dict[str, Any] | None:
+        """Those that a checkpoint from ``latest`` or ``verify`` was made with; None in checkpoints older than this."""
+        return together(self.world, lambda: json.loads((path / "state.json").read_text(encoding="utf-8"))).get("settings")
 
     def verify(self, path: Path) -> None:
         """UserError unless ``path``, which the user asked for, is complete and undamaged."""
@@ -114,6 +140,8 @@ class Checkpoints:
         later = [folder.name for folder in self._folders() if _step_of(folder) > about["step"]]
         if later and self.world.is_main:
             log.warning("going back to %s: the next checkpoint replaces the later %s in %s", path, ", ".join(later), self.root)
+        if path.parent.resolve() == self.root.resolve():  # what a kill has kept from being pruned, or a smaller checkpoint.keep_last lets go
+            together(self.world, lambda: self._prune(older_than=path))
         return about["state"]
 
     def _folders(self) -> list[Path]:
@@ -121,16 +149,32 @@ class Checkpoints:
         found = [path for path in self.root.glob("step_*") if path.is_dir() and path.name.removeprefix("step_").isdigit()]
         return sorted(found, key=_step_of, reverse=True)
 
-    def _prepare(self, aside: Path) -> None:
-        if self.world.is_main:
-            for leftover in self.root.glob(".tmp_*"):  # of a run that was killed while it saved
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            aside.mkdir(parents=True)
+    def _prepare(self, aside: Path, models: Mapping[str, TrainedModel], shadows: Mapping[str, ShadowWeights]) -> None:
+        if not self.world.is_main:
+            return
+        for leftover in self.root.glob(".tmp_*"):  # of a run that was killed while it saved
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        shortage = self._shortage(models, shadows)
+        if shortage:
+            raise OSError(shortage)
+        aside.mkdir(parents=True)
+
+    def _shortage(self, models: Mapping[str, TrainedModel], shadows: Mapping[str, ShadowWeights]) -> str | None:
+        """What is missing on the disk for one more checkpoint. Not a collective."""
+        needed = sum(map(model_bytes, models.values())) + sum(map(shadow_bytes, shadows.values())) + REST_BYTES
+        free = shutil.disk_usage(next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())).free
+        if free >= needed:
+            return None
+        return (
+            f"it takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free in {self.root}: make room, keep fewer with a smaller "
+            "checkpoint.keep_last, or choose another run.dir"
+        )
 
     def _write_loop_state(self, aside: Path, step: int, about: dict[str, Any]) -> list[Path]:
         written = [save_rng(aside, self.world)]
         if self.world.is_main:
-            write_json(aside / "state.json", {"format": FORMAT, "step": step, "world_size": self.world.size, **about})
+            about = {"format": FORMAT, "step": step, "world_size": self.world.size, **about, "settings": self.settings}
+            write_json(aside / "state.json", about)
             written.append(aside / "state.json")
         return written
 
@@ -138,7 +182,9 @@ class Checkpoints:
         """Each rank hashes what it wrote itself; the rename is the moment from which the checkpoint exists."""
         mine = together(self.world, lambda: {str(p.relative_to(aside)): {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in written})
         files = {name: entry for entries in self.world.gather_objects(mine) for name, entry in entries.items()}
+        fault("checkpoint.before_rename")
         together(self.world, lambda: self._rename(aside, final, files))
+        fault("checkpoint.after_rename")
 
     def _rename(self, aside: Path, final: Path, files: dict[str, Any]) -> None:
         if not self.world.is_main:
@@ -151,24 +197,35 @@ class Checkpoints:
         aside.rename(final)
         sync(self.root)
 
-    def _point_and_prune(self, step: int, best: bool) -> None:
+    def _point_and_prune(self, final: Path, best: bool) -> None:
         if not self.world.is_main:
             return
-        final = self.root / f"step_{step:06d}"
         write_pointer(self.root / "latest", final.name)
         if best:
             write_pointer(self.root / "best", final.name)
-        folders = self._folders()
-        later = [folder for folder in folders if _step_of(folder) > step]
-        older = [folder for folder in folders if _step_of(folder) <= step][self.keep_last :]
-        pointer = self.root / "best"
-        kept = pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
-        if kept in [folder.name for folder in later]:
+        fault("checkpoint.before_prune")
+        pointer, later = self.root / "best", [folder for folder in self._folders() if _step_of(folder) > _step_of(final)]
+        if self._best() in [folder.name for folder in later]:
             pointer.unlink()
-        for folder in later + [folder for folder in older if folder.name != kept]:
+        for folder in later:
             _set_aside(folder)
+        self._prune(older_than=final)
+
+    def _prune(self, older_than: Path) -> None:
+        """Of ``older_than`` and those before it, the last ``keep_last`` and the best stay."""
+        if not self.world.is_main:
+            return
+        best = self._best()
+        for folder in [folder for folder in self._folders() if _step_of(folder) <= _step_of(older_than)][self.keep_last :]:
+            if folder.name != best:
+                _set_aside(folder)
         for folder in self.root.glob(f"{OLD}*"):
             shutil.rmtree(folder)
+
+    def _best(self) -> str | None:
+        """The name of its folder."""
+        pointer = self.root / "best"
+        return pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
     def _damage(self, path: Path) -> list[str]:
         mine = damage_of(path, self.world.rank, self.world.size)

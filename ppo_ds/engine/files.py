@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ppo_ds.engine.world import World
+from ppo_ds.faults import fault
 
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     """A safetensors file, on the disk when this returns."""
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
+        fault("checkpoint.write")
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(f"{path}: {error}") from error
     sync(path)

@@ -25,7 +25,7 @@ from ppo_ds.engine.files import agree, together, write_json, write_tensors
 from ppo_ds.engine.hybrid import GATHER_ELEMENTS
 from ppo_ds.engine.masters import PARTS, WEIGHT, Masters
 from ppo_ds.engine.shadow import ShadowWeights
-from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.trained import TrainedModel, parameter_counts
 from ppo_ds.engine.world import World
 from ppo_ds.errors import UserError
 
@@ -69,6 +69,17 @@ class ShardWriter:
             except OSError as error:
                 self.error = error
         self._held = {}
+
+
+def model_bytes(model: TrainedModel) -> int:
+    """How much ``save_model`` writes, but for the JSON."""
+    trained, _ = parameter_counts(model.module)
+    return 4 * len(PARTS) * trained + sum(buffer.nbytes for buffer in _buffers(model.module).values())
+
+
+def shadow_bytes(shadow: ShadowWeights) -> int:
+    """The same for ``save_shadow``."""
+    return 4 * parameter_counts(shadow.model.module)[0]
 
 
 def save_model(model: TrainedModel, directory: Path) -> list[Path]:
