@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ppo_ds.advice import slow_bf16, warnings
 from ppo_ds.algo.evaluation import Evaluator
 from ppo_ds.algo.folder import RunFolder
@@ -35,14 +33,17 @@ from ppo_ds.data.prompts import eval_batches
 from ppo_ds.engine.checkpoint import Checkpoints
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.notices import Notices
 from ppo_ds.engine.processor import computes_bf16
 from ppo_ds.engine.shadow import ShadowWeights
 from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.watch import Watch
 from ppo_ds.engine.world import World, connect, seed_everything
 from ppo_ds.errors import UserError
 from ppo_ds.generators import build_generator
 from ppo_ds.inputs import Inputs, read_inputs, stop_ids
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.resuming import judge, open_run_directory
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.roles import Needs, RewardModels, adapter_notes, build_actor, build_critic, build_reference, choose_layouts, critic_start, plan_generation
 from ppo_ds.rollout.base import Generator, Sampling
@@ -56,13 +57,25 @@ from ppo_ds.types import Reward
 RANK_SEED_OFFSET = 100_003  # a prime: ranks sample from streams that no seed of another run starts
 
 
-def build_trainer(config: Config) -> Trainer:
-    """Everything of a run, loaded and checked, resumed where it left off. Raises UserError for what the user can mend. A collective."""
+def build_trainer(config: Config, watch: Watch | None = None) -> Trainer:
+    """Everything of a run, loaded and checked, resumed where it left off. Raises UserError for what the user can mend. A collective.
+
+    ``watch`` is started as soon as the ranks have met.
+    """
     make_reward = bind(config.reward, "reward")
     prepare = bind(config.prepare, "prepare") if config.prepare else None
     world = connect(config.run.timeout_minutes, config.run.verbose, config.run.threads)
+    notices = Notices()
+    if watch is not None:
+        watch.start(world, notices)
+    stop = StopRequest(world, config.run.max_minutes, notices)
+    if watch is not None:
+        watch.look_also(stop.look)
     _check_device(config, world)
-    _on_main(world, lambda: _open_run_directory(Path(config.run.dir or ""), config))
+    run_dir, settings = Path(config.run.dir or ""), resolved(config)
+    checkpoints = Checkpoints(run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last, settings=settings)
+    start, notes = _start(config.run.resume, checkpoints, settings)
+    _on_main(world, lambda: notes.extend(open_run_directory(run_dir, settings, start)))
     if prepare:
         _on_main(world, prepare)
     seed_everything(config.run.seed)
@@ -70,15 +83,17 @@ def build_trainer(config: Config) -> Trainer:
     inputs = read_inputs(config, world)
     length = horizon(config, len(inputs.source))
     sampling = _sampling(config, inputs.tokenizer)
-    notes = warnings(config, hides_stops=bool(hidden_stops(config.algo.mask.include_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id)))
+    notes += warnings(config, hides_stops=bool(hidden_stops(config.algo.mask.include_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id)))
     if world.device.type == "cpu":
         notes += slow_bf16(config, computes_bf16())
     timer = PhaseTimer(world.device)
     roles = _roles(config, world, inputs, length, make_reward, notes, timer)
-    generator, gap = build_generator(config, world, inputs, roles.actor, sampling, notes)
+    generator, gap = build_generator(config, world, inputs, roles.actor, sampling, stop.asked, notes)
     seed_everything(config.run.seed + RANK_SEED_OFFSET * (world.rank + 1))
-    trainer = _trainer(config, world, inputs, length, sampling, roles, generator, timer)
-    _resume(config, trainer)
+    trainer = _trainer(config, world, inputs, length, sampling, roles, generator, timer, stop, checkpoints)
+    if start is not None:
+        trainer.resume(start)
+    trainer.expect_room()
     if world.is_main:
         done = trainer.progress.step
         lines = banner(config, world, inputs.source, roles.critic_path, length.steps, length.actor, gap, done, notes)
@@ -113,13 +128,17 @@ def _on_main(world: World, action: Callable[[], Any]) -> None:
         raise UserError(*problems)
 
 
-def _open_run_directory(run_dir: Path, config: Config) -> None:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
-        (run_dir / "config.yaml").write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"run.dir={run_dir}: cannot be written: {error.strerror}") from error
+def _start(resume: str, checkpoints: Checkpoints, settings: dict[str, Any]) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, whole and of a run that this one may continue, and what is to be said of it; None: from the beginning."""
+    if resume == "never":
+        return None, []
+    path = checkpoints.latest() if resume == "auto" else Path(resume)
+    if path is None:
+        return None, []
+    if resume != "auto":
+        checkpoints.verify(path)
+    before = checkpoints.settings_of(path)
+    return path, judge(before, settings, path) if before else []
 
 
 # -- the loop's parts -----------------------------------------------------------------------------------------------------------------------
@@ -159,7 +178,16 @@ def _roles(
 
 
 def _trainer(
-    config: Config, world: World, inputs: Inputs, length: Horizon, sampling: Sampling, roles: Roles, generator: Generator, timer: PhaseTimer
+    config: Config,
+    world: World,
+    inputs: Inputs,
+    length: Horizon,
+    sampling: Sampling,
+    roles: Roles,
+    generator: Generator,
+    timer: PhaseTimer,
+    stop: StopRequest,
+    checkpoints: Checkpoints,
 ) -> Trainer:
     run_dir, kl, tokenizer = Path(config.run.dir or ""), kl_controller(config), inputs.tokenizer
     make_experience = experience_maker(
@@ -178,7 +206,7 @@ def _trainer(
         actor=roles.actor,
         critic=roles.critic,
         prompts=inputs.prompts,
-        sample=_sampler(config, world, roles, generator, sampling, timer),
+        sample=_sampler(config, world, roles, generator, sampling, timer, stop),
         make_experience=make_experience,
         make_pretraining=pretraining(make_experience) if config.algo.value.pretrain_rollouts else None,
         learn=learner(config, world=world, actor=roles.actor, critic=roles.critic, ptx_texts=inputs.ptx, ema=roles.ema, timer=timer),
@@ -193,11 +221,11 @@ def _trainer(
         ema=roles.ema,
         lagged=roles.lagged,
         eval_weights=eval_weights(roles.ema, config.actor.ema.evaluate),
-        evaluator=_evaluator(config, world, inputs, roles, generator, sampling),
+        evaluator=_evaluator(config, world, inputs, roles, generator, sampling, stop),
         tokenizer=tokenizer,
         tracker=Trackers(),
-        checkpoints=Checkpoints(run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last),
-        stop=StopRequest(world, config.run.max_minutes),
+        checkpoints=checkpoints,
+        stop=stop,
         timer=timer,
         meter=build_meter(world, roles.actor, roles.critic),
         plan=_plan(config, length.steps),
@@ -210,9 +238,9 @@ def _sampling(config: Config, tokenizer: Tokenizer) -> Sampling:
     return Sampling(s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_p, s.top_k, stop_ids(config, tokenizer), tuple(s.stop))
 
 
-def _sampler(config: Config, world: World, roles: Roles, generator: Generator, sampling: Sampling, timer: PhaseTimer) -> Sampler:
+def _sampler(config: Config, world: World, roles: Roles, generator: Generator, sampling: Sampling, timer: PhaseTimer, stop: StopRequest) -> Sampler:
     dynamic, n = config.algo.dynamic_sampling, config.rollout.samples_per_prompt
-    parts = {"actor": roles.actor, "generator": generator, "reward": roles.reward, "sampling": sampling, "timer": timer}
+    parts = {"actor": roles.actor, "generator": generator, "reward": roles.reward, "sampling": sampling, "timer": timer, "check": stop.check}
     return DynamicSampler(group_size=n, max_rounds=dynamic.max_rounds, world=world, **parts) if dynamic.enabled else Sampler(**parts)
 
 
@@ -221,7 +249,9 @@ def _stateful(**parts: Any) -> dict[str, Stateful]:
     return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
 
 
-def _evaluator(config: Config, world: World, inputs: Inputs, roles: Roles, generator: Generator, sampling: Sampling) -> Evaluator | None:
+def _evaluator(
+    config: Config, world: World, inputs: Inputs, roles: Roles, generator: Generator, sampling: Sampling, stop: StopRequest
+) -> Evaluator | None:
     if inputs.held_out is None:
         return None
     rows, most = rollout_size(config) // world.size, config.eval.max_prompts
@@ -234,6 +264,7 @@ def _evaluator(config: Config, world: World, inputs: Inputs, roles: Roles, gener
         correct_above=config.eval.correct_above,
         tokenizer=inputs.tokenizer,
         world=world,
+        check=stop.check,
     )
 
 
@@ -257,15 +288,7 @@ def _plan(config: Config, steps: int) -> Plan:
     )
 
 
-# -- resume and what is shown -----------------------------------------------------------------------------------------------------------------
-
-
-def _resume(config: Config, trainer: Trainer) -> None:
-    if config.run.resume == "never":
-        return
-    path = trainer.checkpoints.latest() if config.run.resume == "auto" else Path(config.run.resume)
-    if path is not None:
-        trainer.resume(path)
+# -- what is shown --------------------------------------------------------------------------------------------------------------------------
 
 
 def _trackers(config: Config, steps: int, first_step: int, lines: str) -> Trackers:

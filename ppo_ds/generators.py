@@ -20,9 +20,12 @@ from ppo_ds.rollout.static import StaticGenerator
 FASTEST_FIRST = ("static", "hf")  # as measured; paged has been faster nowhere yet
 
 
-def build_generator(config: Config, world: World, inputs: Inputs, actor: HybridActor, sampling: Sampling, notes: list[str]) -> tuple[Generator, Gap]:
-    """What decodes, and what the parity gate found of it; ``notes`` is told which and why. A collective; draws random numbers."""
-    asked, made = config.rollout.backend, _backends(config, inputs, actor)
+def build_generator(
+    config: Config, world: World, inputs: Inputs, actor: HybridActor, sampling: Sampling, stopped: Callable[[], bool], notes: list[str]
+) -> tuple[Generator, Gap]:
+    """What decodes until it is ``stopped``, and what the parity gate found of it; ``notes`` is told which and why. A collective; draws random
+    numbers."""
+    asked, made = config.rollout.backend, _backends(config, inputs, actor, stopped)
     choice = choose(
         FASTEST_FIRST if asked == "auto" else (asked,),
         refusal=lambda name: _refusal(name, world, actor, sampling, inputs.longest_prompt + sampling.max_new_tokens),
@@ -35,8 +38,8 @@ def build_generator(config: Config, world: World, inputs: Inputs, actor: HybridA
     return made[choice.backend], choice.gap
 
 
-def _backends(config: Config, inputs: Inputs, actor: HybridActor) -> dict[str, Generator]:
-    common = {"tokenizer": inputs.tokenizer, "token_budget": config.memory.rollout_tokens}
+def _backends(config: Config, inputs: Inputs, actor: HybridActor, stopped: Callable[[], bool]) -> dict[str, Generator]:
+    common = {"tokenizer": inputs.tokenizer, "token_budget": config.memory.rollout_tokens, "stopped": stopped}
     return {
         "static": StaticGenerator(lambda: actor.lm, agree=actor.agree, **common),
         "hf": HFGenerator(lambda: actor.lm, agree=actor.agree, **common),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 
 import torch
@@ -26,8 +26,9 @@ def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
 class Sampler:
     """Prompts in, judged answers out, on every rank its own."""
 
-    def __init__(self, *, actor: HybridActor, generator: Generator, reward: Reward, sampling: Sampling, timer: PhaseTimer):
-        self.actor, self.generator, self.reward, self.sampling, self.timer = actor, generator, reward, sampling, timer
+    def __init__(self, *, actor: HybridActor, generator: Generator, reward: Reward, sampling: Sampling, timer: PhaseTimer, check: Callable[[], None]):
+        """``check``: a collective that raises, on all ranks, where what was generated or judged is not to be used (stopping.py)."""
+        self.actor, self.generator, self.reward, self.sampling, self.timer, self.check = actor, generator, reward, sampling, timer, check
 
     def __call__(self, prompts: Iterator[Prompts]) -> tuple[ScoredRollout, Metrics]:
         """Takes one step's worth of ``prompts``. A collective."""
@@ -36,8 +37,11 @@ class Sampler:
     def _judged(self, prompts: Prompts) -> ScoredRollout:
         with self.actor.generation_mode(), self.timer("generate"):
             rollout = self.generator(prompts, self.sampling)
+        self.check()
         with self.timer("reward"):
-            return scored(rollout, self.reward(rollout))  # r(x, y)
+            judged = scored(rollout, self.reward(rollout))  # r(x, y)
+        self.check()
+        return judged
 
 
 class DynamicSampler(Sampler):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,10 +17,11 @@ from ppo_ds.algo.folder import RunFolder
 from ppo_ds.algo.learner import Learner
 from ppo_ds.algo.performance import Meter
 from ppo_ds.algo.sampling import Sampler
-from ppo_ds.algo.stopping import StopRequest
-from ppo_ds.algo.timing import PhaseTimer
+from ppo_ds.algo.stopping import Abandoned, StopRequest
+from ppo_ds.algo.timing import PhaseTimer, spread
 from ppo_ds.engine.checkpoint import Checkpoints
 from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.rng import random_states
 from ppo_ds.engine.shadow import ShadowWeights
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World
@@ -65,6 +67,7 @@ class Progress:
     last_eval: Metrics | None = None
     first_rows: list[dict[str, Any]] = field(default_factory=list)
     last_rows: list[dict[str, Any]] = field(default_factory=list)
+    unevaluated: Metrics | None = None  # the last step's line, where a signal has cut its evaluation short
 
 
 class Stateful(Protocol):
@@ -107,25 +110,45 @@ class Trainer:
 
     def fit(self) -> str:
         """Train to the end, or to where a signal or a limit ends it; returns why it ended, a key of EXIT_CODES."""
+        self.stop.listen()
+        try:
+            self._train()
+        except Abandoned:
+            self.reason = "signal"
+        return self._finish()
+
+    def _train(self) -> None:
         self._evaluate_start()
         self._pretrain_critic()
         for step in self._steps():
-            rollout, sampled = self.sample(self.prompts)
-            kl_coef = self.kl.value
-            experience, seen = self.make_experience(rollout, kl_coef)
+            with self._undone_where_abandoned():
+                rollout, sampled = self.sample(self.prompts)
+                kl_coef = self.kl.value
+                experience, seen = self.make_experience(rollout, kl_coef)
+                self.stop.check()  # the last: a step that has begun to learn is finished
             experience, learned = self.learn(experience, kl_coef, seed=self._seed(step), critic_only=step < self.plan.critic_warmup)
             self._count(experience)
-            metrics = self._describe(experience, kl_coef) | sampled | seen | learned | self._after_update(experience) | self._evaluate()
+            metrics = self._describe(experience, kl_coef) | sampled | seen | learned | self._after_update(experience)
             self.kl.update(metrics.get(self.plan.kl_metric, math.nan), len(experience))  # without a reference the coefficient is nobody's
-            self._log(experience, metrics)
+            self._log(experience, metrics, self._evaluate())
             self._save()
-        return self._finish()
 
     def _steps(self) -> Iterator[int]:
         """How many steps are done, before each that is still to be done; stops where all ranks agree to stop."""
         while (reason := self._reason()) is None:
             yield self.progress.step
         self.reason = reason
+
+    @contextmanager
+    def _undone_where_abandoned(self) -> Iterator[None]:
+        """Before the update a step has changed no weights: data position, controllers, running moments and random states make it undone."""
+        state, put_back = deepcopy(self.state_dict()), random_states(self.world)
+        try:
+            yield
+        except Abandoned:
+            self._restore(state)
+            put_back()
+            raise
 
     def _seed(self, step: int) -> int:
         return self.plan.seed * 1_000_003 + step
@@ -170,39 +193,56 @@ class Trainer:
     # -- evaluation -----------------------------------------------------------------------------------------------------------------------
 
     def _evaluate_start(self) -> None:
-        if self.evaluator is not None and self.progress.step == 0:
+        if self.progress.unevaluated is not None:
+            self._make_up_for(self.progress.unevaluated)
+        elif self.evaluator is not None and self.progress.step == 0:
             with self.eval_weights():
                 first = self.evaluator()
             self.progress.first_eval, self.progress.first_rows = first.metrics, first.rows[:SHOWN_ANSWERS]
             self.tracker.samples(0, first.rows, split="eval")
         self._costs()  # neither this nor what came before it is part of the first step
 
-    def _evaluate(self) -> Metrics:
-        """eval/* where one is due: every so many steps, and after the last."""
+    def _make_up_for(self, line: Metrics) -> None:
+        """The last step's evaluation, before anything else; the step's line is written once more, and its checkpoint."""
+        evaluated = self._evaluate()
+        if evaluated is not None:
+            self.tracker.log(self.progress.step, line | evaluated)
+            self.progress.unevaluated, self.latest_eval_score = None, evaluated.get("eval/score_mean")
+            self.saved_step = None  # that one still owes it
+            self._save(last=True)
+
+    def _evaluate(self) -> Metrics | None:
+        """eval/* where one is due: every so many steps, and after the last. None: it was abandoned, and is still due."""
         step, plan = self.progress.step, self.plan
         last = step in (plan.total_steps, plan.stop_at_step)
         if self.evaluator is None or not (last or is_due(step, plan.eval_every)):
             return {}
-        with self.timer("eval"), self.eval_weights():
-            found = self.evaluator()
+        try:
+            with self.timer("eval"), self.eval_weights():
+                found = self.evaluator()
+        except Abandoned:  # the step itself is done
+            return None
         self.progress.last_eval, self.progress.last_rows = found.metrics, found.rows[:SHOWN_ANSWERS]
         self.tracker.samples(step, found.rows, split="eval")
         return found.metrics
 
     # -- what is written ------------------------------------------------------------------------------------------------------------------
 
-    def _log(self, experience: Experience, metrics: Metrics) -> None:
+    def _log(self, experience: Experience, metrics: Metrics, evaluated: Metrics | None) -> None:
         progress = self.progress
         costs = self._costs()
         counts = {"episodes": progress.episodes, "tokens": progress.tokens}
-        self.tracker.log(progress.step, counts | metrics | costs | self.meter(experience, costs, metrics))
+        line = counts | metrics | (evaluated or {}) | costs | self.meter(experience, costs, metrics)
+        self.tracker.log(progress.step, line)
+        progress.unevaluated = line if evaluated is None else None
         if self.world.is_main:
             self.tracker.samples(progress.step, sample_rows(experience, self.tokenizer, self.plan.sample_rows))
-        self.latest_eval_score = metrics.get("eval/score_mean")
+        self.latest_eval_score = (evaluated or {}).get("eval/score_mean")
 
     def _costs(self) -> Metrics:
-        """Since the last call: time/*, and how much was gathered or moved for generation."""
-        return self.timer.take() | {"perf/switch_gb": self.actor.take_switched_gb()}
+        """Since the last call: time/*, how far the ranks are apart, and how much was gathered or moved for generation. A collective."""
+        times = self.timer.take()
+        return times | spread(self.world, times["time/step"]) | {"perf/switch_gb": self.actor.take_switched_gb()}
 
     def _save(self, last: bool = False) -> None:
         step, plan = self.progress.step, self.plan
@@ -249,6 +289,12 @@ class Trainer:
     def _shadows(self) -> dict[str, ShadowWeights]:
         return {name: shadow for name, shadow in (("ema", self.ema), ("lagged", self.lagged)) if shadow is not None}
 
+    def expect_room(self) -> None:
+        """UserError where a checkpoint is due in what is left to do, and the disk has no room for it."""
+        plan = self.plan
+        if self.progress.step < plan.total_steps and (plan.checkpoint_every != 0 or plan.keep_best):
+            self.checkpoints.expect_room(self._models(), self._shadows())
+
     def resume(self, path: Path) -> None:
         """Continue from a checkpoint folder: weights, optimizers, schedules, random states, data position, controller, counters."""
         state = self.checkpoints.load(path, self._models(), self._shadows())
@@ -258,10 +304,13 @@ class Trainer:
                 f"run.resume: {path} holds the state of {', '.join(sorted(kept)) or 'nothing'}, this run has {', '.join(sorted(self.parts))}: "
                 "keep algo.kl.controller, algo.ptx and the kind of reward as they were, or start in another run.dir"
             )
+        self._restore(state)
+        self.saved_step = self.progress.step
+
+    def _restore(self, state: dict[str, Any]) -> None:
         self.progress = Progress(**state["progress"])
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
-        self.saved_step = self.progress.step
 
 
 def is_due(step: int, every: int | None) -> bool:

@@ -16,6 +16,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from ppo_ds.faults import fault
 from ppo_ds.ops.logprobs import logprobs_from_logits
 
 
@@ -82,6 +83,17 @@ class _RowLimits(StoppingCriteria):
         return self.ends <= input_ids.shape[1]
 
 
+class _Stopped(StoppingCriteria):
+    """Ends all rows once nobody wants them. Asks the host alone."""
+
+    def __init__(self, stopped: Callable[[], bool]):
+        self.stopped = stopped
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        fault("generate.step")
+        return torch.full((len(input_ids),), self.stopped(), device=input_ids.device)
+
+
 @torch.no_grad()
 def generate(
     lm: nn.Module,
@@ -98,12 +110,14 @@ def generate(
     pad_id: int,
     decode: Callable[[list[int]], str],
     in_step: bool = False,
+    stopped: Callable[[], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Left-padded ids, mask [B,P] and the most new tokens of each row [B] -> responses [B,R] long and log-probs [B,R] fp32, R <= limits.max().
 
     Log-probs are those of the whole distribution at ``temperature``, also where top_k or top_p narrow the draw. Places after an
     answer's end or a row's limit hold rubbish. A limit wins over ``min_new_tokens``. ``decode`` (ids to text) is what stop strings are looked for in.
     ``in_step``: run forwards until the last rank is done, for a model that the ranks hold together.
+    ``stopped``: once it is true this ends with the next token (in step: once it is true on all ranks), whatever the answers are by then.
     """
     recorder = _Recorder(temperature)
     processors = LogitsProcessorList([recorder])
@@ -122,6 +136,8 @@ def generate(
         **warpers,
     )
     ends: list[StoppingCriteria] = [_RowLimits(ids.shape[1], limits.to(ids.device))] if limits.min() < limits.max() else []
+    if stopped is not None:
+        ends.append(_Stopped(stopped))
     if stop_strings:
         ends.append(_StopStrings(ids.shape[1], stop_strings, decode))
     sequences = lm.generate(

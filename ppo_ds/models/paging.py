@@ -9,7 +9,7 @@ Tried on CPUs; not tried on a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 import transformers
 from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from ppo_ds.faults import fault
 
 PAGE_TOKENS = 256  # the smallest page that flash attention's paged kernels take
 FORWARD_TOKENS = 2048  # of one forward: longer prompts go in pieces, and what attention masks take (this times the cache) stays small
@@ -49,12 +51,14 @@ def generate_paged(
     stop_token_ids: tuple[int, ...],
     pad_id: int,
     cache_tokens: int,
+    stopped: Callable[[], bool],
 ) -> list[tuple[list[int], list[float]]]:
     """Token ids of each prompt and the most new tokens of each -> (answer, log-probs) of each, stop token included.
 
     Log-probs are those of the whole distribution at ``temperature``. ``cache_tokens``: how many tokens the cache holds, more only where a
     single row needs it. All prompts are handed over before the first forward and the seed is drawn from this process's own generator, which
     is then put back: the same state gives the same answers, whatever the timing of the thread that transformers starts (ended on return).
+    Once it is ``stopped``, answers that are not there yet are empty.
     """
     seed = 0 if greedy else int(torch.randint(2**31 - 1, ()))
     config = GenerationConfig(
@@ -75,8 +79,8 @@ def generate_paged(
         config.do_sample = not greedy  # read at the start: the likeliest token then, its log-prob still at the temperature
         for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
             manager.add_request(prompt, request_id=str(row), max_new_tokens=limit)
-        answers = _answers(manager, len(prompts))
-    return [answers[str(row)] for row in range(len(prompts))]
+        answers = _answers(manager, len(prompts), stopped)
+    return [answers.get(str(row), ([], [])) for row in range(len(prompts))]
 
 
 def paged_config(lengths: Sequence[int], limits: Sequence[int], cache_tokens: int, seed: int) -> ContinuousBatchingConfig:
@@ -94,13 +98,14 @@ def paged_config(lengths: Sequence[int], limits: Sequence[int], cache_tokens: in
     )
 
 
-def _answers(manager: Any, count: int) -> dict[str, tuple[list[int], list[float]]]:
-    """Runs the manager until ``count`` answers are there, by request id; its thread has ended and its cache is freed on return."""
+def _answers(manager: Any, count: int, stopped: Callable[[], bool]) -> dict[str, tuple[list[int], list[float]]]:
+    """Runs the manager until ``count`` answers are there, by request id, or it is ``stopped``. On return its thread has ended, its cache is freed."""
     answers: dict[str, tuple[list[int], list[float]]] = {}
     failed: list[str] = []
     manager.start()
     try:
-        while len(answers) < count and not failed and manager.is_running():
+        while len(answers) < count and not failed and not stopped() and manager.is_running():
+            fault("generate.step")
             output = manager.get_result(timeout=1)
             if output is not None and output.error is not None:
                 failed.append(output.error)
@@ -113,7 +118,7 @@ def _answers(manager: Any, count: int) -> dict[str, tuple[list[int], list[float]
     if fatal is not None:
         fatal.add_note("in transformers' continuous batching; its cache holds memory.rollout_tokens tokens")
         raise fatal
-    if len(answers) < count:
+    if len(answers) < count and not stopped():
         reason = "; ".join(failed) or "no reason given"
         raise RuntimeError(f"transformers' continuous batching ended with {len(answers)} of {count} answers: {reason}")
     return answers

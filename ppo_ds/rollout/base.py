@@ -31,9 +31,18 @@ class Sampling:
 
 
 class Generator(Protocol):
-    """Continues prompts with the current policy, inside the actor's generation mode."""
+    """Continues prompts with the current policy, inside the actor's generation mode.
+
+    All take ``stopped``. Once it is true they end within a few tokens, and what they return is a Rollout by its shape alone: whoever asked for it
+    must look whether it was ``stopped`` meanwhile, and throw it away. They raise nothing, since other ranks may have all of their answers by then.
+    """
 
     def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout: ...
+
+
+def never() -> bool:
+    """Nobody stops it."""
+    return False
 
 
 def limits_of(prompts: Prompts, sampling: Sampling) -> Tensor:

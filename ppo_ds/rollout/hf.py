@@ -11,22 +11,32 @@ from torch import Tensor, nn
 
 from ppo_ds.models.generation import generate
 from ppo_ds.ops.batching import plan_microbatches
-from ppo_ds.rollout.base import Sampling, finish, limits_of
+from ppo_ds.rollout.base import Sampling, finish, limits_of, never
 from ppo_ds.types import Prompts, Rollout
 
 
 class HFGenerator:
     """Decodes a rank's prompts in chunks of at most ``token_budget`` tokens (prompt and answer, padding counted)."""
 
-    def __init__(self, lm: Callable[[], nn.Module], *, tokenizer: Any, token_budget: int, agree: Callable[[int], int] | None = None):
+    def __init__(
+        self,
+        lm: Callable[[], nn.Module],
+        *,
+        tokenizer: Any,
+        token_budget: int,
+        agree: Callable[[int], int] | None = None,
+        stopped: Callable[[], bool] = never,
+    ):
         """``lm`` gives the model to decode with: it is asked inside generation mode only.
 
         ``agree``: the largest of the ranks' numbers, where the ranks hold the model together and must run its forwards in step.
+        ``stopped``: whether the answers are no longer wanted; see Generator. Asked at every token.
         """
         self.lm = lm
         self.agree = agree
         self.tokenizer = tokenizer
         self.token_budget = token_budget
+        self.stopped = stopped
 
     def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
         lm = self.lm()
@@ -36,6 +46,8 @@ class HFGenerator:
         shape = (len(prompts), int(limits.max()))
         responses, logprobs = torch.full(shape, self.tokenizer.pad_id), torch.zeros(shape)
         for rows in self._plan(lengths, limits):  # the longest first, so that neighbours share a width
+            if (self.agree or int)(self.stopped()):
+                break
             chunk, longest = prompts.select(rows), int(lengths[rows].max())
             new, new_logprobs = generate(
                 lm,
@@ -51,6 +63,7 @@ class HFGenerator:
                 pad_id=self.tokenizer.pad_id,
                 decode=decode,
                 in_step=self.agree is not None,
+                stopped=self.stopped,
             )
             responses[rows, : new.shape[1]] = new.cpu()
             logprobs[rows, : new.shape[1]] = new_logprobs.cpu()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ppo_ds.models.paging import generate_paged
-from ppo_ds.rollout.base import Sampling, finish, limits_of
+from ppo_ds.rollout.base import Sampling, finish, limits_of, never
 from ppo_ds.types import Prompts, Rollout
 
 
@@ -32,11 +32,15 @@ def unsupported(sampling: Sampling) -> str | None:
 class PagedGenerator:
     """Decodes all of a rank's prompts at once, as far as a cache of ``token_budget`` tokens allows; the others wait their turn."""
 
-    def __init__(self, lm: Callable[[], nn.Module], *, tokenizer: Any, token_budget: int):
-        """``lm`` gives the model to decode with: it is asked inside generation mode only."""
+    def __init__(self, lm: Callable[[], nn.Module], *, tokenizer: Any, token_budget: int, stopped: Callable[[], bool] = never):
+        """``lm`` gives the model to decode with: it is asked inside generation mode only.
+
+        ``stopped``: whether the answers are no longer wanted; see Generator. Asked at every answer, and every second.
+        """
         self.lm = lm
         self.tokenizer = tokenizer
         self.token_budget = token_budget
+        self.stopped = stopped
 
     def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
         assert unsupported(sampling) is None, "refused before training starts"
@@ -50,6 +54,7 @@ class PagedGenerator:
             stop_token_ids=sampling.stop_token_ids,
             pad_id=pad_id,
             cache_tokens=self.token_budget,
+            stopped=self.stopped,
         )
         shape = (len(prompts), int(limits.max()))
         responses, logprobs = torch.full(shape, pad_id), torch.zeros(shape)

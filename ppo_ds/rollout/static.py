@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ppo_ds.faults import fault
 from ppo_ds.models.cache import Prefix
 from ppo_ds.models.decoding import Decoder, own_masks
 from ppo_ds.models.graphs import Graphs, Recorder, recorder_for
-from ppo_ds.rollout.base import Sampling, finish, limits_of
+from ppo_ds.rollout.base import Sampling, finish, limits_of, never
 from ppo_ds.rollout.slots import Slots
 from ppo_ds.types import Prompts, Rollout
 
@@ -42,18 +44,21 @@ class StaticGenerator:
         token_budget: int,
         agree: Callable[[int], int] | None = None,
         look_every: int | None = None,
+        stopped: Callable[[], bool] = never,
     ):
         """``lm`` gives the model to decode with: it is asked inside generation mode only.
 
         ``agree``: the largest of the ranks' numbers, where the ranks hold the model together and must run its forwards in step.
         ``look_every``: steps between two looks of the host at who has ended; each waits for the device. By default 1 on a CPU, where
         a look is free, and 16 on a GPU.
+        ``stopped``: whether the answers are no longer wanted; see Generator. Asked at every look.
         """
         self.lm = lm
         self.tokenizer = tokenizer
         self.token_budget = token_budget
         self.agree = agree
         self.look_every = look_every
+        self.stopped = stopped
         self.graphs_work = agree is None  # weights that come and go have no addresses to record; nor is tried again what failed once
         self._recorder: Recorder | None = None
 
@@ -74,6 +79,7 @@ class StaticGenerator:
                     decode=decode,
                     agree=self.agree,
                     look_every=self.look_every,
+                    stopped=self.stopped,
                     graphs=self._graphs(device),
                 )
                 run.decode_all()
@@ -104,6 +110,14 @@ class StaticGenerator:
             return [torch.arange(len(totals))]
         sizes = (longest / totals).log2().div(2).floor()  # within a band nobody is four times as long as another
         return [(sizes == size).nonzero()[:, 0] for size in sizes.unique()]
+
+
+class _Wish(IntEnum):
+    """Of a rank; the largest counts."""
+
+    NOTHING = 0
+    MORE = 1
+    LEAVE = 2
 
 
 @dataclass
@@ -152,6 +166,7 @@ class _Run:
         decode: Callable[[list[int]], str],
         agree: Callable[[int], int] | None,
         look_every: int | None,
+        stopped: Callable[[], bool],
         graphs: Graphs,
     ):
         self.limits = limits_of(prompts, sampling)
@@ -169,6 +184,7 @@ class _Run:
         on_gpu = self.device.type == "cuda"
         self.in_step = agree is not None
         self.agree = agree or int
+        self.stopped = stopped
         self.graphs = graphs
         self.look_every = look_every or (16 if on_gpu else 1)
         self.padding = 512 if on_gpu else 64  # tokens that take as long as reading the weights once more, roughly
@@ -177,12 +193,17 @@ class _Run:
     def decode_all(self) -> None:
         """Ranks in step agree before each kind of forward; those that have nothing left run along with a dummy."""
         while True:
-            while self.agree(self._wants_prompts()):
+            while (wish := self._agreed(self._wants_prompts())) is _Wish.MORE:
                 self._read_prompts()
-            if not self.agree(bool(self.live)):
+            if wish is _Wish.LEAVE or self._agreed(bool(self.live)) is not _Wish.MORE:
                 return
+            fault("generate.step")
             self._advance()
             self._look()
+
+    def _agreed(self, more: bool) -> _Wish:
+        """Whether any rank has more to do; who is to stop is heard first. One number for both, since each costs ranks in step a collective."""
+        return _Wish(self.agree(_Wish.LEAVE if self.stopped() else _Wish.MORE if more else _Wish.NOTHING))
 
     # -- prompts --------------------------------------------------------------------------------------------------------------------------
 

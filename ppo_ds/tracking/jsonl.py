@@ -37,7 +37,13 @@ class JsonlTracker:
         """Nothing: ``config.yaml`` is the launcher's."""
 
     def log(self, step: int, metrics: Record) -> None:
-        self._last = {"step": step, **metrics}
+        """Once more for the last step: its line is replaced."""
+        again, self._last = step == self._last["step"], {"step": step, **metrics}
+        if again:
+            kept = [record for record in read_metrics(self.path) if record["step"] < step]
+            self._file.close()
+            _write_whole(self.path, "".join(_line(record) for record in kept))
+            self._file = self.path.open("a", encoding="utf-8", errors="replace")
         self._file.write(_line(self._last))
         self._file.flush()
 

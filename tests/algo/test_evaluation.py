@@ -44,7 +44,15 @@ def evaluator(world, batches, tokenizer, correct_above=None):
         return Scores(rollout.response_mask.sum(1).float() / 2, torch.zeros(rollout.response_mask.shape), {})
 
     return Evaluator(
-        batches, actor=actor, generator=generator, reward=reward, sampling=SAMPLING, correct_above=correct_above, tokenizer=tokenizer, world=world
+        batches,
+        actor=actor,
+        generator=generator,
+        reward=reward,
+        sampling=SAMPLING,
+        correct_above=correct_above,
+        tokenizer=tokenizer,
+        world=world,
+        check=lambda: None,
     )
 
 

@@ -54,7 +54,7 @@ def coefficients(world, config, kls, n_steps):
         eval_weights=None,
         tracker=MagicMock(),
         checkpoints=None,
-        stop=SimpleNamespace(agreed=lambda: None),
+        stop=SimpleNamespace(agreed=lambda: None, listen=lambda: None, check=lambda: None),
         timer=SimpleNamespace(take=lambda: {"time/step": 1.0, "time/generate": 1.0}),
         meter=lambda *seen: {},
         plan=_plan(config, len(kls)),

@@ -59,7 +59,7 @@ def parts(useful=(), **changes):
     def timer(phase):
         yield
 
-    return dict(actor=Actor(), generator=generate, reward=reward_for(useful), sampling=SAMPLING, timer=timer) | changes
+    return dict(actor=Actor(), generator=generate, reward=reward_for(useful), sampling=SAMPLING, timer=timer, check=lambda: None) | changes
 
 
 def test_generation_is_over_before_the_reward_reads():

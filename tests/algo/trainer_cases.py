@@ -155,7 +155,7 @@ def stand_ins(world, tokenizer):
             tokenizer=tokenizer,
             tracker=Log(events),
             checkpoints=SimpleNamespace(save=save, load=load, saved=saved, kept=kept),
-            stop=SimpleNamespace(agreed=lambda: next(reasons, None)),
+            stop=SimpleNamespace(agreed=lambda: next(reasons, None), listen=lambda: None, check=lambda: None),
             timer=PhaseTimer(torch.device("cpu")),
             meter=lambda rows, times, metrics: {"perf/rows": float(len(rows))},
             plan=Plan(**PLAN | plan),

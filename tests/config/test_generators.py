@@ -68,6 +68,7 @@ def built(monkeypatch):
             SimpleNamespace(tokenizer="tokenizer", source=Source(), longest_prompt=20),
             Actor(in_step),
             Sampling(8, **dict(min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=()) | knobs),
+            lambda: False,
             notes,
         )
         assert (generator.token_budget, generator.tokenizer) == (77, "tokenizer")
