@@ -40,7 +40,10 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> _Parser:
     parser = _Parser(
-        prog="launch/export.py", description="Writes a model of a checkpoint as a Hugging Face folder. Needs no GPU.", allow_abbrev=False
+        prog="launch/export.py",
+        description="Writes a model of a checkpoint as a Hugging Face folder. Needs no GPU.",
+        epilog="The model that the run began with must still be there; start this where the run was started if its paths were relative.",
+        allow_abbrev=False,
     )
     parser.add_argument("source", type=Path, metavar="RUN_DIR_OR_CHECKPOINT")
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="default: RUN_DIR/exports/step_NNNNNN/model (or critic, model_ema)")
@@ -49,7 +52,7 @@ def _parser() -> _Parser:
     which.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
     which.add_argument("--step", type=int, metavar="N", help="that of step N")
     parser.add_argument("--force", action="store_true", help="replace OUT, if it is a model folder")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code of a model whose config.yaml asks for it")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code of models that the run trusted")
     return parser
 
 

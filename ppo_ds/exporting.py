@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
 from safetensors import SafetensorError
 
 from ppo_ds.config import Config, from_tree, inherit, reward_models
@@ -22,7 +21,7 @@ from ppo_ds.engine.reading import read_weights
 from ppo_ds.errors import UserError
 from ppo_ds.inputs import build_tokenizer
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.roles import actor_module, critic_module, critic_start, lora_settings
+from ppo_ds.roles import actor_module, critic_module, critic_start
 
 FOLDERS = {"actor": "model", "critic": "critic", "ema": "model_ema"}  # how a run calls what it exports at its end
 
@@ -50,18 +49,16 @@ def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> 
 
 def export(checkpoint: Path, role: str, out: Path | None = None, *, force: bool = False, trust_remote_code: bool = False) -> Path:
     """Write ``role`` (of FOLDERS) to ``out``, the adapter to ``out/adapter``; returns the folder. It is there complete, or not at all."""
-    run_dir = checkpoint.parent.parent
-    out = (out or run_dir / "exports" / checkpoint.name / FOLDERS[role]).resolve()
+    out = (out or checkpoint.parent.parent / "exports" / checkpoint.name / FOLDERS[role]).resolve()
     _expect_free(out, force)
-    file = run_dir / "config.yaml"
-    config = _read_config(file)
+    config = _config(checkpoint, role)
     if not trust_remote_code:
-        _refuse_remote_code(config, file)
-    _expect_sound(checkpoint, role)
-    tokenizer, module = _as_begun(config, role, file)
-    trained = "critic" if role == "critic" else "actor"
-    settings = lora_settings(getattr(config, trained), trained)
-    read_weights(module, checkpoint, trained, shadow=None if role == trained else role, settings=settings)
+        _refuse_remote_code(config, checkpoint)
+    tokenizer, module = _as_begun(config, role, checkpoint)
+    try:
+        read_weights(module, checkpoint, "critic" if role == "critic" else "actor", shadow="ema" if role == "ema" else None)
+    except FileNotFoundError as error:
+        raise UserError(f"{checkpoint}: was pruned by its run while it was read; take a newer one") from error
     aside = out.with_name(f".tmp_{out.name}")
     try:
         shutil.rmtree(aside, ignore_errors=True)  # of an export that was killed
@@ -78,15 +75,6 @@ def export(checkpoint: Path, role: str, out: Path | None = None, *, force: bool 
     return out
 
 
-def _as_begun(config: Config, role: str, file: Path) -> tuple[Tokenizer, Any]:
-    """The tokenizer, and the module as its engine was given it."""
-    try:
-        tokenizer = build_tokenizer(config)
-        return tokenizer, critic_module(config, critic_start(config, tokenizer)) if role == "critic" else actor_module(config)
-    except UserError as error:
-        raise UserError(*(f"{file}: {line}" for line in error.problems)) from error
-
-
 def _expect_free(out: Path, force: bool) -> None:
     if not out.exists():
         return
@@ -96,22 +84,32 @@ def _expect_free(out: Path, force: bool) -> None:
         raise UserError(f"{out}: exists and is no model folder (no config.json in it), and --force replaces no other")
 
 
-def _read_config(file: Path) -> Config:
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        why = " ".join(str(error).split())
-        raise UserError(f"{file}: cannot be read ({why}); a checkpoint is exported from where its run has put it, RUN_DIR/checkpoints") from error
-    config, wrong = from_tree(tree)
+def _config(checkpoint: Path, role: str) -> Config:
+    """The settings that it was made with, once all of its files are found to be sound and ``role`` among them."""
+    damage = damage_of(checkpoint)
+    if damage:
+        raise UserError(f"{checkpoint}: is damaged, or was pruned meanwhile: {'; '.join(damage[:3])}; take another one with --step")
+    about = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    held = [*about["models"], *about["shadows"]]
+    if role not in held:
+        raise UserError(f"--role={role}: {checkpoint} has no such weights; it holds {', '.join(name for name in held if name in FOLDERS)}")
+    config, wrong = from_tree(_here(about["settings"], f"{about['settings']['run']['dir']}/", f"{checkpoint.parent.parent}/"))
     if wrong:
-        raise UserError(*(f"{file}: {line}" for line in wrong.values()))
+        raise UserError(*(f"{checkpoint / 'state.json'}: {line}" for line in wrong.values()))
     return inherit(config)
 
 
-def _refuse_remote_code(config: Config, file: Path) -> None:
-    """The config came with the folder, and may be somebody else's: trust that stands in there is not the trust of who exports."""
+def _here(value: Any, before: str, now: str) -> Any:
+    """Paths below the run directory, in ``value`` and in all that it holds, as it is called today: it may have been moved."""
+    if isinstance(value, dict):
+        return {name: _here(item, before, now) for name, item in value.items()}
+    return now + value.removeprefix(before) if isinstance(value, str) and value.startswith(before) else value
+
+
+def _refuse_remote_code(config: Config, checkpoint: Path) -> None:
+    """The settings came with the checkpoint, which may be somebody else's: the trust that stands there is not that of who exports."""
     for key in (name for name, model in _models(config) if model.get("trust_remote_code")):
-        raise UserError(f"{file}: {key}.trust_remote_code=true runs Python code of {key}.path; read it, then --trust-remote-code")
+        raise UserError(f"{checkpoint}: {key}.trust_remote_code=true runs Python code of {key}.path; read it, then repeat with --trust-remote-code")
 
 
 def _models(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -120,11 +118,10 @@ def _models(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from reward_models(config.reward)
 
 
-def _expect_sound(checkpoint: Path, role: str) -> None:
-    damage = damage_of(checkpoint)
-    if damage:
-        raise UserError(f"{checkpoint}: is damaged, or was pruned meanwhile: {'; '.join(damage[:3])}; take another one with --step")
-    about = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    held = [*about["models"], *about.get("shadows", [])]
-    if role not in held:
-        raise UserError(f"--role={role}: {checkpoint} has no such weights; it holds {', '.join(name for name in held if name in FOLDERS)}")
+def _as_begun(config: Config, role: str, checkpoint: Path) -> tuple[Tokenizer, Any]:
+    """The tokenizer, and the module as its engine was given it."""
+    try:
+        tokenizer = build_tokenizer(config)
+        return tokenizer, critic_module(config, critic_start(config, tokenizer)) if role == "critic" else actor_module(config)
+    except UserError as error:
+        raise UserError(*(f"{checkpoint}: {line}" for line in error.problems)) from error

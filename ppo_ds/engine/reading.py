@@ -19,13 +19,12 @@ from ppo_ds.errors import UserError
 
 
 @torch.no_grad()
-def read_weights(module: nn.Module, checkpoint: Path, role: str, *, shadow: str | None = None, settings: Mapping[str, float]) -> None:
+def read_weights(module: nn.Module, checkpoint: Path, role: str, *, shadow: str | None = None) -> None:
     """Give ``module`` the weights of ``checkpoint/role`` (or its second set ``checkpoint/shadow``), as the engine's own module had them.
 
-    ``module`` is what the engine was given at its start: frozen weights stay as they are. ``settings``: see TrainedModel.
+    ``module`` is what the engine was given at its start: frozen weights stay as they are.
     """
     about = _about(checkpoint / role / "model.json")
-    _expect(settings, about["settings"], checkpoint)
     shards = about["shards"] if shadow is None else _about(checkpoint / shadow / "shadow.json")["shards"]
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     _expect_names(trained, shards, checkpoint)
@@ -33,7 +32,7 @@ def read_weights(module: nn.Module, checkpoint: Path, role: str, *, shadow: str 
         parameter.data = parameter.data.to(getattr(torch, about["dtype"]))  # engines cast also what a model would keep in fp32
     for name, value in _weights(checkpoint / (shadow or role), shards):
         if value.shape != trained[name].shape:
-            raise _another_model(checkpoint, f"{name} is {list(value.shape)} there and {list(trained[name].shape)} in the model it should start from")
+            raise _another_model(checkpoint, f"{name} is {list(value.shape)} there and {list(trained[name].shape)} here")
         trained[name].copy_(value)
     state = module.state_dict()
     for name, value in load_file(checkpoint / role / "buffers.safetensors").items():
@@ -54,21 +53,12 @@ def _about(file: Path) -> dict[str, Any]:
     return about
 
 
-def _expect(settings: Mapping[str, float], saved: Mapping[str, float], checkpoint: Path) -> None:
-    """What is part of the model but in none of its tensors, such as LoRA's alpha."""
-    for key in sorted({*settings, *saved}):
-        if settings.get(key) != saved.get(key):
-            raise _another_model(checkpoint, f"it was made with {key}={saved.get(key)}, config.yaml has {settings.get(key)}")
-
-
 def _expect_names(trained: Mapping[str, nn.Parameter], shards: Mapping[str, str], checkpoint: Path) -> None:
     lacking, unknown = [name for name in trained if name not in shards], [name for name in shards if name not in trained]
     if lacking or unknown:
-        what = "; ".join([f"it lacks {name}" for name in lacking[:3]] + [f"it has {name}, which that model lacks" for name in unknown[:3]])
+        what = "; ".join([f"it lacks {name}" for name in lacking[:3]] + [f"it has {name}, which the model lacks" for name in unknown[:3]])
         raise _another_model(checkpoint, f"{what} ({len(lacking) + len(unknown)} in all)")
 
 
 def _another_model(checkpoint: Path, what: str) -> UserError:
-    return UserError(
-        f"{checkpoint}: is of another model than the config.yaml of its run names: {what}; was the run started anew with other settings?"
-    )
+    return UserError(f"{checkpoint}: the model that it began with is another one now: {what}; put the old one back")

@@ -1,0 +1,178 @@
+"""Started by test_fault_worlds.py: the same runs on two ranks, then on one, then on two again. ``worlds_worker.py ROOT``
+
+Everything is imported once; the ranks of each part are forks of this process. What a run leaves is its run directory ``ROOT/{two,one,back}/<case>``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ppo_ds.algo import folder
+from ppo_ds.algo.trainer import Trainer
+from ppo_ds.build import build_trainer
+from ppo_ds.checks import validated
+from ppo_ds.engine.state import consolidated
+from tests.invariant import invariant_assets
+
+HANG = 120  # seconds of one case, after which it says where it hangs and ends
+SAVED = 2  # the step whose checkpoint goes from ranks to ranks
+Tree = dict[str, Any]
+
+ADAPTED = {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
+
+CASES: dict[str, Tree] = {  # ZeRO 0 to 3, fp32 and bf16, tied and untied, a running average, adapters
+    "zero0": {"stage": 0, "model": "tied"},
+    "zero1": {"stage": 1, "dtype": "bf16"},
+    "zero2": {"stage": 2, "dtype": "bf16", "model": "tied", "actor": {"ema": {"decay": 0.9}}},
+    "zero3": {"stage": 3},
+    "lora": {"stage": 3, "dtype": "bf16", "actor": {**ADAPTED, "ema": {"decay": 0.9}}, "critic": ADAPTED},
+}
+UNEVEN: dict[str, Tree] = {"uneven": {"generate": "whole"}, "uneven layers": {"generate": "layers"}}  # on ZeRO-3
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    folder.plot_curves = lambda *_, **__: False  # a second each, and looked at by nobody
+    on_ranks(2, lambda: train(root))
+    on_ranks(1, lambda: take_over(root))
+    on_ranks(2, lambda: take_back(root))
+
+
+def train(root: Path) -> None:
+    """Four steps with a checkpoint after each."""
+    for name, what in CASES.items():
+        run(name, root / "two" / name, config(root, **what))
+    for name, zero in UNEVEN.items():
+        run(name, root / "two" / name, uneven(config(root, stage=3, actor={"zero": zero})))
+
+
+def take_over(root: Path) -> None:
+    """On one rank: what two have saved is loaded, saved, and trained on."""
+    for name, what in CASES.items():
+        run(name, root / "one" / name, config(root, **what, resume=root / "two" / name), save_again)
+    run("uneven", root / "one" / "uneven", uneven(config(root, stage=0)))
+
+    def load(trainer: Trainer) -> None:
+        """Another stage too."""
+        trainer.checkpoints.load(checkpoint(root / "two" / "zero3"), {"actor": trainer.actor, "critic": trainer.critic})
+        for role, model in (("actor", trainer.actor), ("critic", trainer.critic)):
+            weights = consolidated(model)
+            assert weights is not None
+            save_file(weights, root / "one" / f"{role}_without_zero.safetensors")
+
+    run("without zero", root / "one" / "without zero", config(root, stage=0), load, fit=False)
+
+
+def take_back(root: Path) -> None:
+    for name, what in CASES.items():
+        run(name, root / "back" / name, config(root, **what, resume=root / "one" / name), save_again)
+
+
+def checkpoint(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / f"step_{SAVED:06d}"
+
+
+def save_again(trainer: Trainer) -> None:
+    assert trainer.progress.step == SAVED
+    trainer.saved_step = None
+    trainer._save(last=True)
+
+
+def run(name: str, run_dir: Path, tree: Tree, before: Callable[[Trainer], None] | None = None, fit: bool = True) -> None:
+    faulthandler.dump_traceback_later(HANG, exit=True)
+    size = int(os.environ["WORLD_SIZE"])
+    print("==", name, "on", size, flush=True)
+    tree["run"]["dir"] = str(run_dir)
+    trainer = build_trainer(validated(tree, size))
+    if before is not None:
+        before(trainer)
+    if fit:
+        assert trainer.fit() == "done"
+    for model in (trainer.actor, trainer.critic):
+        model.engine.destroy()
+    del trainer, model
+    gc.collect()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def config(
+    root: Path, *, stage: int, dtype: str = "fp32", model: str = "actor", actor: Tree | None = None, critic: Tree | None = None, resume: Any = None
+) -> Tree:
+    """Four PPO steps of one optimizer step each; parts of the loop have states too. Greedy: ranks that come and go draw nothing."""
+    zero = {"zero": {"stage": stage}, "optim": {"lr": 1e-3, "warmup_ratio": 0.25}}
+    raw = {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}} if stage == 3 else {}
+    own = actor or {}
+    return {
+        "run": {"steps": 4, "seed": 1, "timeout_minutes": 2, "resume": str(checkpoint(resume)) if resume else "never"},
+        "actor": {**zero, **raw, **own, "zero": zero["zero"] | own.get("zero", {}), "model": {"path": str(root / model), "dtype": dtype}},
+        "critic": {**zero, **raw, **(critic or {}), "init": "path", "model": {"path": str(root / "scorer")}},
+        "reference": {"zero": {"stage": 3 if stage == 3 else 0}},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2},
+        "sampling": {"max_new_tokens": 10, "top_k": 1, "stop_token_ids": invariant_assets.STOPS},
+        "data": {"path": str(root / "prompts.jsonl")},
+        "algo": {"epochs": 1, "kl": {"coef": 0.1, "controller": "adaptive"}, "reward": {"normalize": "running"}},
+        "memory": {"rollout_tokens": 200, "score_tokens": 150, "train_tokens": 100},
+        "checkpoint": {"every": 1, "keep_last": 9},
+        "reward": {"_target_": "ppo_ds.rewards.function.FunctionReward", "path": f"{invariant_assets.__file__}:score"},
+    }
+
+
+def uneven(tree: Tree) -> Tree:
+    """The answers of the first rank have ten tokens, those of the second one. Two steps of two optimizer steps."""
+    tree["run"]["steps"] = tree["algo"]["epochs"] = 2
+    tree["data"] |= {"path": str(Path(tree["data"]["path"]).with_name("uneven.jsonl")), "shuffle": False}
+    tree["sampling"]["stop_token_ids"] = []
+    return tree
+
+
+# -- processes ----------------------------------------------------------------------------------------------------------------------------
+
+
+def on_ranks(size: int, work: Callable[[], None]) -> None:
+    """``work`` in ``size`` processes; all are gone when this returns, and this process with them where one has failed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [fork(work, rank, size, port) for rank in range(size)]
+    while ranks:
+        rank, status = os.wait()
+        ranks.remove(rank)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(1)
+
+
+def fork(work: Callable[[], None], rank: int, size: int, port: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    code = 1
+    try:
+        work()
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
