@@ -7,12 +7,14 @@ saving; 1: anything else.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 HERE = Path(__file__).resolve().parent
 # Run as a script: the repository must be found, and what stands beside this file must not shadow packages of the same name.
@@ -20,7 +22,11 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 
 from launch.cli import load_config  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
+from ppo_ds.life import leave, within  # noqa: E402
 from ppo_ds.secrets import censored  # noqa: E402
+
+if TYPE_CHECKING:
+    from ppo_ds.engine.watch import Watch
 
 QUIET = {
     "PYTHONWARNINGS": "ignore",  # of subprocesses
@@ -31,8 +37,10 @@ QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "WANDB_SILENT": "true",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # ten lines wherever the store of another rank's is gone, which is told in one (engine/watch.py)
 }
 PATIENCE = 10.0  # seconds that other ranks leave rank 0 to speak for all, before the launcher ends them
+CLOSING = 5.0  # seconds for the record of a run that has failed: the other ranks have left by then
 
 
 def main(argv: list[str]) -> int:
@@ -43,25 +51,37 @@ def main(argv: list[str]) -> int:
     prepare_environment(config.run.verbose)
     from ppo_ds.algo.trainer import EXIT_CODES  # torch, deepspeed and transformers: seconds, so only for a sound config
     from ppo_ds.build import build_trainer
+    from ppo_ds.engine.watch import Watch
 
+    watch = Watch()
     try:
-        trainer = build_trainer(config)
+        trainer = build_trainer(config, watch)
     except UserError as error:
-        leave(complain(error))
-    except Exception:
-        traceback.print_exc()
-        leave(1)
+        leave(watch.fail(complaint(error), None, 2) if watch.started else complain(error))
+    except BaseException as error:  # also KeyboardInterrupt, and sys.exit() in a user's code
+        leave(report(error, watch))
+    watch.guard(config.run.timeout_minutes, lambda why: trainer.fail(RuntimeError(why)))
     try:
         reason = trainer.fit()
-    except BaseException as error:  # also KeyboardInterrupt, and sys.exit() in a reward
-        traceback.print_exc()
-        sys.stderr.flush()  # before the launcher hears of it
-        try:
-            trainer.fail(error)
-        finally:
-            leave(130 if isinstance(error, KeyboardInterrupt) else 1)
+        trainer.world.barrier()  # to stop watching while others still work would be to miss how they fare
+    except BaseException as error:
+        code = report(error, watch)
+        within(CLOSING, partial(trainer.fail, error))
+        leave(code)
+    watch.stop()
     trainer.world.close()
     leave(EXIT_CODES[reason])  # what threads of the libraries do in an orderly end can abort a run that went well
+
+
+def report(error: BaseException, watch: Watch) -> int:
+    """Prints the traceback, where no other rank has failed before, and gives the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    text = censored("".join(traceback.format_exception(error)))
+    if watch.started:
+        return watch.fail(text, f"{type(error).__name__}: {error}".partition("\n")[0], code)
+    print(text, file=sys.stderr, flush=True)
+    return code
 
 
 def complain(error: UserError) -> int:
@@ -69,16 +89,12 @@ def complain(error: UserError) -> int:
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         time.sleep(PATIENCE)
-    prefix = "error: " if rank == "0" else f"rank {rank}: error: "
-    print("\n".join(prefix + censored(line) for line in error.problems), file=sys.stderr, flush=True)
+    print(complaint(error, "" if rank == "0" else f"rank {rank}: "), file=sys.stderr, flush=True)
     return 2
 
 
-def leave(code: int) -> NoReturn:
-    """Ends this process at once: a rank that fails alone must not wait for the others in the destructors of its communicators."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def complaint(error: UserError, speaker: str = "") -> str:
+    return "\n".join(f"{speaker}error: {censored(line)}" for line in error.problems)
 
 
 def prepare_environment(verbose: bool) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ppo_ds import life
+from ppo_ds.engine.world import World
 from ppo_ds.types import Metrics
 
 _LOWER = "; lower memory.{} (it changes memory and speed, not the result)"
@@ -23,7 +25,7 @@ REMEDIES = {
 
 
 class PhaseTimer:
-    """Adds up seconds under names. A phase within a phase counts as the outer one: no second is counted twice.
+    """Adds up seconds under names, and says for life.py what goes on. A phase within a phase counts as the outer one: no second is counted twice.
 
     On a GPU they are the device's: events that it passes at a phase's two ends, read once per step, so that the host runs ahead through all
     phases. Work of the host alone counts where the device is idle meanwhile; what it hides behind the work of the phase before is that phase's.
@@ -52,12 +54,14 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         start = self._mark() if self._depth == 0 else None
         self._depth += 1
+        before = life.enter(phase)
         try:
             yield
         except torch.OutOfMemoryError as error:
             error.add_note(f"out of memory in the phase {phase!r}{REMEDIES.get(phase, '')}")
             raise
         finally:
+            life.enter(*before)
             self._depth -= 1
             if start is not None:
                 self._phases.append((phase, start, self._mark()))
@@ -73,3 +77,14 @@ class PhaseTimer:
             seconds[f"time/{phase}"] += self._between(start, end)
         self._phases.clear()
         return seconds | {"time/other": total - sum(seconds.values()), "time/step": total}
+
+
+def spread(world: World, step_seconds: float) -> Metrics:
+    """health/rank_time_spread_s: the own seconds of the rank that worked longest less those of the one that worked least; a straggler keeps it high.
+
+    Own seconds are those of the step without the waiting in the collectives of World. What ranks wait for each other inside ZeRO's (its updates,
+    all forwards of stage 3) looks like work. A collective.
+    """
+    own = step_seconds - world.waiting.take()
+    most, least = world.max(torch.tensor([own, -own], dtype=torch.float64)).tolist()
+    return {"health/rank_time_spread_s": most + least}

@@ -61,6 +61,7 @@ class Watch:
         """From now on so many minutes without a sign of life end the run. ``close_record`` is told why this rank ends for another's sake."""
         self._close_record = close_record
         self._limit = 60 * minutes
+        self._arm(self._limit)
 
     def stop(self) -> None:
         """All went well. Every rank must have come as far, and none may end before all have stopped: one that ends while it is watched has died."""
@@ -84,7 +85,8 @@ class Watch:
         self._limit = None
         with contextlib.suppress(Gone):
             self._put(why, code)
-            self._await_hearers()
+            self._notices.count(HEARERS)
+            self._await_hearers(self._size)
         return code
 
     def _claim(self, code: int, patience: float) -> None:
@@ -102,19 +104,27 @@ class Watch:
             while not self._stopped.is_set():
                 self._look()
                 self._wait()
-        except Gone:
-            self._wait()  # on the same machine it is known who has ended
-            self._end("ended, since rank 0 failed (it holds the store that all ranks met at, and no longer answers)", 1)
         except Exception as error:  # nobody would watch any more
             leave(self.fail(traceback.format_exc(), f"{type(error).__name__}: {error}", 1))
 
     def _look(self) -> None:
-        if (failure := self._notices.get(FAILURE)) is not None:
+        try:
+            failure = self._notices.get(FAILURE)
+        except Gone:
+            failure = None
+            self._store_gone()
+        if failure is not None:
             self._hear(**json.loads(failure))
         for look in self._also:
             look()
         if self._limit is not None:
             self._listen(self._limit)
+
+    def _store_gone(self) -> None:
+        """Where the launcher held it the ranks are orphans now, which save and end by themselves (algo/stopping.py)."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            self._wait()  # on the same machine it is seen who has ended
+            self._end("ended, since rank 0 failed (it holds the store that all ranks met at, and no longer answers)", 1)
 
     def _wait(self) -> None:
         ended, _, _ = select.select(list(self._mates), [], [], POLL)
@@ -126,10 +136,10 @@ class Watch:
         if rank == self._rank and not stuck:
             self._stopped.set()
             return
-        self._notices.count(HEARERS)
-        if stuck:
-            self._end(self._place(why), code)
-        self._end(why and f"ended, since rank {rank} failed ({why})", code)
+        with contextlib.suppress(Gone):
+            self._notices.count(HEARERS)
+        line = self._place(why) if stuck else why and f"ended, since rank {rank} failed ({why})"
+        self._end(line, code, hearers=self._size)
 
     def _mate_ended(self, rank: int) -> None:
         """A process is gone. What it had to say it has said before."""
@@ -139,23 +149,24 @@ class Watch:
                 self._hear(**json.loads(failure))
             self._notices.count(CLAIM)
             self._put(why, 1, rank)
-        self._end(f"ended, since rank {rank} failed ({why})", 1)
+            self._notices.count(HEARERS)
+        self._end(f"ended, since rank {rank} failed ({why})", 1, hearers=self._size - 1)
 
     def _put(self, why: str | None, code: int, rank: int | None = None, stuck: bool = False) -> None:
         failure = {"rank": self._rank if rank is None else rank, "why": why, "code": code, "stuck": stuck}
         self._notices.put(FAILURE, json.dumps(failure))
 
-    def _await_hearers(self) -> None:
+    def _await_hearers(self, hearers: int) -> None:
         until = time.monotonic() + HEARD
-        while self._notices.count(HEARERS, 0) < self._size - 1 and time.monotonic() < until:
+        while self._notices.count(HEARERS, 0) < hearers and time.monotonic() < until:
             time.sleep(POLL / 5)
 
-    def _end(self, line: str | None, code: int) -> NoReturn:
+    def _end(self, line: str | None, code: int, hearers: int = 0) -> NoReturn:
         if line:
             say(f"rank {self._rank}: {line}")
         within(CLOSING, lambda: self._close_record(line or "another rank failed"))
         with contextlib.suppress(Gone):
-            self._await_hearers()
+            self._await_hearers(hearers)
         leave(code)
 
     # -- stuck ------------------------------------------------------------------------------------------------------------------------------
@@ -163,13 +174,24 @@ class Watch:
     def _listen(self, limit: float) -> None:
         now = time.monotonic()
         if now - self._armed > GRACE / 2:
-            # where the main thread never gives up the interpreter, nobody comes here again; this one needs no interpreter
-            faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=2)
-            self._armed = now
+            self._arm(limit)
         self._silent = self._silent + min(now - self._looked, 2 * POLL) if self._signs == LIFE.signs else 0.0
         self._signs, self._looked = LIFE.signs, now
-        if self._silent > limit and self._notices.count(CLAIM) == 1:
-            self._put(f"no sign of life from rank {self._rank} for {limit:.0f} s", 1, stuck=True)
+        if self._silent > limit:
+            self._stuck(f"no sign of life from rank {self._rank} for {limit:.0f} s")
+
+    def _stuck(self, why: str) -> None:
+        """The first to find out tells all, itself too, at the next look."""
+        try:
+            if self._notices.count(CLAIM) == 1:
+                self._put(why, 1, stuck=True)
+        except Gone:
+            self._end(self._place(why), 1)
+
+    def _arm(self, limit: float) -> None:
+        """A clock that needs no interpreter, for a main thread that never gives it up: nobody winds it up again then."""
+        faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=2)
+        self._armed = time.monotonic()
 
     def _place(self, why: str | None) -> str:
         """Where this rank is. One after the other, so that what they print stays apart."""

@@ -1,6 +1,7 @@
 """Ranks without a process group: one thread each, with collectives that wait for all of them."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ class ThreadWorld:
     """The interface of engine.world.World. A rank that calls fewer collectives than the others breaks the barrier."""
 
     device = torch.device("cpu")
+    waiting = SimpleNamespace(take=lambda: 0.0)
 
     def __init__(self, rank, size, barrier, shares):
         self.rank, self.size, self.local_rank = rank, size, rank

@@ -29,10 +29,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         raise Left(code)
 
     def run(fit: Any = None, build: Any = None) -> int:
-        world = SimpleNamespace(close=lambda: closed.append(True))
+        world = SimpleNamespace(barrier=lambda: None, close=lambda: closed.append(True))
         loop, wiring = ModuleType("trainer"), ModuleType("build")
         loop.EXIT_CODES = {"done": 0, "signal": 143}  # type: ignore[attr-defined]
-        wiring.build_trainer = build or (lambda config: SimpleNamespace(fit=fit, world=world))  # type: ignore[attr-defined]
+        wiring.build_trainer = build or (lambda config, watch: SimpleNamespace(fit=fit, world=world))  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "ppo_ds.algo.trainer", loop)
         monkeypatch.setitem(sys.modules, "ppo_ds.build", wiring)
         monkeypatch.setattr(train, "prepare_environment", lambda verbose: None)
@@ -54,7 +54,7 @@ def test_the_reason_to_stop_is_the_exit_code(run: Any) -> None:
 
 
 def test_the_users_mistake_found_while_building_is_2_and_has_no_traceback(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    def build(config: Any) -> None:
+    def build(config: Any, watch: Any) -> None:
         raise UserError("data.path=x: is empty", "reward.path=y: no such function")
 
     assert run(build=build) == 2
@@ -67,7 +67,7 @@ def test_what_goes_wrong_while_training_is_1_with_its_traceback(run: Any, capsys
         raise kind("no score")
 
     assert run(fit=broken_reward) == 1
-    assert run(build=lambda config: 1 / 0) == 1
+    assert run(build=lambda config, watch: 1 / 0) == 1
     err = capsys.readouterr().err
     assert "in broken_reward" in err and "ZeroDivisionError" in err
 
