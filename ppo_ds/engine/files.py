@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ppo_ds.engine.world import World
+from ppo_ds.errors import RunError
 from ppo_ds.faults import fault
 
 T = TypeVar("T")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint could not be written or read (disk full, no permission): the same message on every rank."""
 
 
