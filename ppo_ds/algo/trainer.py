@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +15,7 @@ from ppo_ds.algo.describe import describe, sample_rows
 from ppo_ds.algo.evaluation import Evaluator
 from ppo_ds.algo.experience import ExperienceMaker
 from ppo_ds.algo.folder import RunFolder
+from ppo_ds.algo.health import Ceiling, Health, TooManySkips
 from ppo_ds.algo.learner import Learner
 from ppo_ds.algo.performance import Meter
 from ppo_ds.algo.sampling import Sampler
@@ -31,7 +33,8 @@ from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLCo
 from ppo_ds.tracking.tracker import Trackers
 from ppo_ds.types import Experience, Metrics, Prompts
 
-EXIT_CODES = {"done": 0, "stop_at_step": 0, "time_limit": 0, "signal": 143}
+log = logging.getLogger(__name__)
+EXIT_CODES = {"done": 0, "stop_at_step": 0, "time_limit": 0, "signal": 143, "nonfinite": 1, "max_kl": 1}
 SHOWN_ANSWERS = 8  # held-out answers kept from before the training, for the report at the end
 
 
@@ -67,6 +70,8 @@ class Progress:
     last_eval: Metrics | None = None
     first_rows: list[dict[str, Any]] = field(default_factory=list)
     last_rows: list[dict[str, Any]] = field(default_factory=list)
+    skips: int = 0  # decisions to skip an optimizer step in a row, up to now
+    rollbacks: int = 0  # of this run so far: going back does not go back on them
     unevaluated: Metrics | None = None  # the last step's line, where a signal has cut its evaluation short
 
 
@@ -102,9 +107,13 @@ class Trainer:
     meter: Meter
     plan: Plan
     folder: RunFolder
+    health: Health  # the learner's too
+    ceiling: Ceiling
     progress: Progress = field(init=False, default_factory=Progress)
     reason: str = field(init=False, default="done")
     saved_step: int | None = field(init=False, default=None)
+    home: Path | None = field(init=False, default=None)  # the checkpoint that this run has made last, or has begun from
+    ended_by: str | None = field(init=False, default=None)  # in words, where numbers that went wrong have ended the run
     latest_eval_score: float | None = field(init=False, default=None)
     pretrained: Metrics = field(init=False, default_factory=dict)  # how the critic's pretraining ended, for the first step's line
 
@@ -119,19 +128,21 @@ class Trainer:
 
     def _train(self) -> None:
         self._evaluate_start()
-        self._pretrain_critic()
+        with self._back_where_skipped_too_often():
+            self._pretrain_critic()
         for step in self._steps():
-            with self._undone_where_abandoned():
+            with self._back_where_skipped_too_often(), self._undone_where_abandoned():
                 rollout, sampled = self.sample(self.prompts)
                 kl_coef = self.kl.value
                 experience, seen = self.make_experience(rollout, kl_coef)
                 self.stop.check()  # the last: a step that has begun to learn is finished
-            experience, learned = self.learn(experience, kl_coef, seed=self._seed(step), critic_only=step < self.plan.critic_warmup)
-            self._count(experience)
-            metrics = self._describe(experience, kl_coef) | sampled | seen | learned | self._after_update(experience)
-            self.kl.update(metrics.get(self.plan.kl_metric, math.nan), len(experience))  # without a reference the coefficient is nobody's
-            self._log(experience, metrics, self._evaluate())
-            self._save()
+                experience, learned = self.learn(experience, kl_coef, seed=self._seed(step), critic_only=step < self.plan.critic_warmup)
+                self._count(experience)
+                metrics = self._describe(experience, kl_coef) | sampled | seen | learned | self._after_update(experience)
+                self.kl.update(metrics.get(self.plan.kl_metric, math.nan), len(experience))  # without a reference the coefficient is nobody's
+                self._log(experience, metrics, self._evaluate())
+                self._watch_kl(metrics)
+                self._save()
 
     def _steps(self) -> Iterator[int]:
         """How many steps are done, before each that is still to be done; stops where all ranks agree to stop."""
@@ -155,6 +166,8 @@ class Trainer:
 
     def _reason(self) -> str | None:
         step, plan = self.progress.step, self.plan
+        if self.ended_by is not None:
+            return self.reason
         if (asked := self.stop.agreed()) is not None:
             return asked
         if step >= plan.total_steps:
@@ -165,6 +178,7 @@ class Trainer:
         self.progress.step += 1
         self.progress.episodes += len(experience)
         self.progress.tokens += int(experience.response_lengths.sum())
+        self.progress.skips = self.health.skips
 
     def _pretrain_critic(self) -> None:
         """Fits the critic to the returns of the policy that it starts from, before that policy moves (VC-PPO, Yuan et al. 2025)."""
@@ -189,6 +203,42 @@ class Trainer:
     def _describe(self, experience: Experience, kl_coef: float) -> Metrics:
         shown = describe(experience, kl_coef=kl_coef, samples_per_prompt=self.plan.samples_per_prompt)
         return shown | ({"kl/target": self.plan.kl_target} if self.plan.kl_target is not None else {})
+
+    # -- numbers that go wrong ------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _back_where_skipped_too_often(self) -> Iterator[None]:
+        """Once to the last checkpoint; the next time, or without one, the run ends."""
+        try:
+            yield
+        except TooManySkips as error:
+            if self.progress.rollbacks or self.home is None:
+                self.reason, self.ended_by = "nonfinite", self._last_words(error)
+            else:
+                self._go_back(self.home, error)
+
+    def _go_back(self, home: Path, error: TooManySkips) -> None:
+        step, rollbacks = self.progress.step, self.progress.rollbacks
+        self.resume(home)
+        self.progress.rollbacks, self.progress.skips, self.health.skips = rollbacks + 1, 0, 0
+        self.latest_eval_score, self.pretrained = None, {}
+        self.tracker.rewind(self.progress.step)
+        self._costs()  # no part of the next step
+        if self.world.is_main:
+            log.warning(
+                "warning: step %d: %d times in a row no optimizer step was made (%s: not finite): back to %s, once; the next time the run ends",
+                step + 1, self.health.max_skips, error, home,
+            )  # fmt: skip
+
+    def _last_words(self, error: TooManySkips) -> str:
+        return f"step {self.progress.step + 1}: {error} is not finite"
+
+    def _watch_kl(self, metrics: Metrics) -> None:
+        line = self.ceiling.exceeded(metrics)
+        if line is not None and self.ceiling.stops:
+            self.reason, self.ended_by = "max_kl", f"step {self.progress.step}: {line}"
+        elif line is not None and self.world.is_main:
+            log.warning("warning: step %d: %s", self.progress.step, line)
 
     # -- evaluation -----------------------------------------------------------------------------------------------------------------------
 
@@ -231,10 +281,10 @@ class Trainer:
     def _log(self, experience: Experience, metrics: Metrics, evaluated: Metrics | None) -> None:
         progress = self.progress
         costs = self._costs()
-        counts = {"episodes": progress.episodes, "tokens": progress.tokens}
+        counts = {"episodes": progress.episodes, "tokens": progress.tokens, "health/rollbacks": float(progress.rollbacks)}
         line = counts | metrics | (evaluated or {}) | costs | self.meter(experience, costs, metrics)
         self.tracker.log(progress.step, line)
-        progress.unevaluated = line if evaluated is None else None
+        progress.unevaluated = dict(line) if evaluated is None else None
         if self.world.is_main:
             self.tracker.samples(progress.step, sample_rows(experience, self.tokenizer, self.plan.sample_rows))
         self.latest_eval_score = (evaluated or {}).get("eval/score_mean")
@@ -246,6 +296,8 @@ class Trainer:
 
     def _save(self, last: bool = False) -> None:
         step, plan = self.progress.step, self.plan
+        if self.progress.skips and not last:
+            return  # whoever goes back is to come to where numbers were sound
         bar = -math.inf if self.progress.best_score is None else self.progress.best_score
         best = plan.keep_best and self.latest_eval_score is not None and self.latest_eval_score > bar
         if best:
@@ -254,17 +306,18 @@ class Trainer:
         due = step > 0 and (is_due(step, plan.checkpoint_every) or (last and plan.checkpoint_every != 0))
         if (due or best) and self.saved_step != step:
             with self.timer("checkpoint"):
-                self.checkpoints.save(step, self._models(), self.state_dict(), best=best, shadows=self._shadows())
+                self.home = self.checkpoints.save(step, self._models(), self.state_dict(), best=best, shadows=self._shadows())
             self.saved_step = step
 
     def _finish(self) -> str:
-        self._save(last=True)
-        wanted = self.reason != "signal"  # who sends one does not wait for an export
+        if self.reason != "nonfinite":  # that is in the middle of a step
+            self._save(last=True)
+        wanted = EXIT_CODES[self.reason] == 0  # who sends a signal does not wait for an export
         if wanted:
             self.folder.export(self.actor, self.critic, self.ema)
         progress = self.progress
         before, after = progress.first_eval, progress.last_eval
-        summary: dict[str, Any] = {"exit_reason": self.reason}
+        summary: dict[str, Any] = {"exit_reason": self.reason} | ({"error": self.ended_by} if self.ended_by else {})
         for name in ("accuracy", "score_mean"):
             for when, found in (("before", before), ("after", after)):
                 if found is not None and f"eval/{name}" in found:
@@ -272,6 +325,8 @@ class Trainer:
         self.tracker.finish(summary)
         if self.world.is_main:
             self.folder.report(before, after, progress.first_rows, progress.last_rows, exported=wanted)
+            if self.ended_by:
+                log.error("error: %s", self.ended_by)
         return self.reason
 
     def fail(self, error: BaseException) -> None:
@@ -305,12 +360,13 @@ class Trainer:
                 "keep algo.kl.controller, algo.ptx and the kind of reward as they were, or start in another run.dir"
             )
         self._restore(state)
-        self.saved_step = self.progress.step
+        self.saved_step, self.home = self.progress.step, path
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.progress = Progress(**state["progress"])
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
+        self.health.skips = self.progress.skips
 
 
 def is_due(step: int, every: int | None) -> bool:

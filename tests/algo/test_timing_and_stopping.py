@@ -1,12 +1,15 @@
+import hashlib
 import os
 import signal
+import threading
 import time
 
 import pytest
 import torch
 
-from ppo_ds.algo.stopping import StopRequest
+from ppo_ds.algo.stopping import Abandoned, StopRequest
 from ppo_ds.algo.timing import PhaseTimer
+from ppo_ds.engine.notices import Gone
 
 CPU = torch.device("cpu")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -194,26 +197,126 @@ def handlers():
 
     before = {number: signal.signal(number, unhandled) for number in SIGNALS}
     yield
+    signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
+class Board(dict):
+    """What ranks tell each other, in memory."""
+
+    put = dict.__setitem__
+
+
+class Rank:
+    """A world of which nothing is asked but who this is."""
+
+    def __init__(self, rank):
+        self.rank, self.is_main = rank, rank == 0
+
+
+@pytest.fixture
+def listening(handlers):
+    """The stop requests of some ranks; they share a board."""
+
+    def make(ranks=1, world=None, max_minutes=None, board=None):
+        board = Board() if board is None else board
+        stops = [StopRequest(world or Rank(rank), max_minutes, board) for rank in range(ranks)]
+        for stop in stops:
+            stop.listen()  # the last has the handlers
+        return stops
+
+    return make
+
+
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_only_sets_a_flag(handlers, world, number):
-    stop = StopRequest(world, None)
-    assert stop.agreed() is None
+def test_a_signal_only_sets_a_flag(listening, world, number):
+    (stop,) = listening(world=world)
+    assert stop.agreed() is None and not stop.asked()
+    stop.check()
     os.kill(os.getpid(), number)
-    assert stop.agreed() == stop.agreed() == "signal"
+    assert stop.asked() and stop.agreed() == stop.agreed() == "signal"
+    with pytest.raises(Abandoned):
+        stop.check()
 
 
-def test_a_time_limit(handlers, world, monkeypatch):
+def test_before_it_listens_it_is_deaf_and_looks_at_nothing(world):
+    stop = StopRequest(world, None, None)
+    stop.look()
+    assert stop.agreed() is None
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_what_one_rank_hears_all_know_after_a_look_of_each(listening, caplog, number):
+    others = listening(ranks=2)
+    (mine,) = listening(world=Rank(2), board=others[0].notices)
+    os.kill(os.getpid(), number)
+    assert [stop.asked() for stop in (mine, *others)] == [True, False, False]
+    for stop in (mine, *others):
+        stop.look()
+    assert all(stop.asked() for stop in others)
+    (said,) = [record.getMessage() for record in caplog.records]  # by rank 0 alone
+    assert said.startswith(f"stopping: {signal.Signals(number).name} to rank 2;")
+    for stop in (mine, *others):
+        stop.look()
+    assert len(caplog.records) == 1
+
+
+def test_a_signal_is_known_while_the_main_thread_does_not_get_back_to_python(listening):
+    """As in a collective that waits for another rank: a handler in Python would be called after it."""
+    (stop,) = listening()
+    seen = []
+
+    def other_thread():
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stop.asked():
+            stop.look()
+        seen.append(time.monotonic())
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    hashlib.pbkdf2_hmac("sha256", b"one", b"call", 1_500_000)  # a second in C, without the interpreter's lock
+    back = time.monotonic()
+    thread.join()
+    assert seen[0] < back
+
+
+def test_a_launcher_that_has_ended_is_a_signal(listening, monkeypatch):
+    monkeypatch.setattr("ppo_ds.algo.stopping.launchers", lambda: (17, 4))
+    (stop,) = listening()
+    stop.look()
+    assert not stop.asked()
+    monkeypatch.setattr("ppo_ds.algo.stopping.launchers", lambda: ())  # its parent is another one now
+    stop.look()
+    assert stop.asked() and "launcher of rank 0" in stop.notices["stop"]
+
+
+def test_without_the_store_each_rank_goes_by_what_it_sees_itself(listening, monkeypatch):
+    class Dead:
+        def put(self, name, text):
+            raise Gone
+
+        def get(self, name):
+            raise Gone
+
+    (stop,) = listening(board=Dead())
+    stop.look()
+    assert not stop.asked()
+    monkeypatch.setattr("ppo_ds.algo.stopping.launchers", lambda: (-1,))
+    stop.look()
+    assert stop.asked()
+
+
+def test_a_time_limit_is_no_reason_to_abandon_a_step(listening, world, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    stop = StopRequest(world, 0.5)
+    (stop,) = listening(world=world, max_minutes=0.5)
     now[0] += 29.9
     assert stop.agreed() is None
     now[0] += 0.2
-    assert stop.agreed() == "time_limit"
+    assert stop.agreed() == "time_limit" and not stop.asked()
+    stop.check()
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.agreed() == "signal"  # the stronger reason
 
@@ -224,25 +327,38 @@ def test_a_time_limit(handlers, world, monkeypatch):
         ((False, True), (False, False), "signal"),
         ((False, False), (True, False), "time_limit"),
         ((True, False), (True, True), "signal"),
+        ((False, False), (False, False), None),
     ],
 )
-def test_one_rank_stops_all(handlers, on_ranks, world, flags, late, reason):
-    stops = [StopRequest(world, None) for _ in flags]  # handlers are set in the main thread
-
+def test_one_rank_stops_all(on_ranks, world, flags, late, reason):
     def work(world):
-        stop = stops[world.rank]
-        stop.world, stop._signalled = world, 0.0 if flags[world.rank] else None
+        stop = StopRequest(world, None, Board())
+        stop._why = "SIGTERM" if flags[world.rank] else None
         stop.deadline = 0.0 if late[world.rank] else None
-        return stop.agreed()
+        found = stop.agreed()
+        try:
+            stop.check()
+        except Abandoned:
+            return found, "abandoned"
+        return found, "goes on"
 
-    assert on_ranks(2, work) == [reason] * 2
+    assert on_ranks(2, work) == [(reason, "abandoned" if any(flags) else "goes on")] * 2
 
 
-def test_a_second_ctrl_c_ends_it_at_once_but_not_one_that_a_launcher_passes_on(handlers, world, monkeypatch):
+def test_a_second_ctrl_c_ends_it_at_once_but_not_one_that_a_launcher_passes_on(listening, monkeypatch):
     clock = iter([100.0, 100.5, 103.0])
-    stop = StopRequest(world, None)
+    (stop,) = listening()
     monkeypatch.setattr("ppo_ds.algo.stopping.time.monotonic", lambda: next(clock))
-    stop._note(signal.SIGINT, None)
-    stop._note(signal.SIGINT, None)  # half a second later: the launcher's
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)  # half a second later: the launcher's
     with pytest.raises(KeyboardInterrupt):
-        stop._note(signal.SIGINT, None)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_sigterm_as_often_as_it_likes_and_a_first_ctrl_c_after_it_end_nothing_at_once(listening, monkeypatch):
+    clock = iter([100.0, 110.0, 120.0, 130.0])
+    (stop,) = listening()
+    monkeypatch.setattr("ppo_ds.algo.stopping.time.monotonic", lambda: next(clock))
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    assert stop.asked()
