@@ -16,7 +16,7 @@ from typing import NoReturn
 
 @dataclass
 class Life:
-    phase: str = "between phases"
+    place: str = "before the first phase"
     since: float = field(default_factory=time.time)
     signs: int = 0
 
@@ -29,10 +29,10 @@ def sign() -> None:
     LIFE.signs += 1
 
 
-def enter(phase: str, since: float | None = None) -> tuple[str, float]:
-    """A phase begins, or goes on, which is a sign of life too. Returns the one before it and when that began, to be entered again."""
-    before = LIFE.phase, LIFE.since
-    LIFE.phase, LIFE.since = phase, time.time() if since is None else since
+def enter(place: str, since: float | None = None) -> tuple[str, float]:
+    """A phase begins or ends, which is a sign of life too. Returns where this was before and since when, to be entered again."""
+    before = LIFE.place, LIFE.since
+    LIFE.place, LIFE.since = place, time.time() if since is None else since
     sign()
     return before
 

@@ -12,6 +12,7 @@ from ppo_ds.algo.exchange import concatenated, exchange
 from ppo_ds.algo.timing import PhaseTimer
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.world import World
+from ppo_ds.faults import fault
 from ppo_ds.rollout.base import Generator, Sampling
 from ppo_ds.types import Metrics, Prompts, Reward, Rollout, ScoredRollout, Scores
 
@@ -39,6 +40,7 @@ class Sampler:
             rollout = self.generator(prompts, self.sampling)
         self.check()
         with self.timer("reward"):
+            fault("reward")
             judged = scored(rollout, self.reward(rollout))  # r(x, y)
         self.check()
         return judged

@@ -54,15 +54,15 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         start = self._mark() if self._depth == 0 else None
         self._depth += 1
-        before = life.enter(phase)
+        before = life.enter(f"in the phase {phase!r}")
         try:
             yield
         except torch.OutOfMemoryError as error:
             error.add_note(f"out of memory in the phase {phase!r}{REMEDIES.get(phase, '')}")
             raise
         finally:
-            life.enter(*before)
             self._depth -= 1
+            life.enter(*before if self._depth else (f"after the phase {phase!r}",))
             if start is not None:
                 self._phases.append((phase, start, self._mark()))
 

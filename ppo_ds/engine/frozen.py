@@ -16,6 +16,7 @@ from torch import nn
 
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World
+from ppo_ds.life import sign
 
 
 class FrozenModel:
@@ -40,6 +41,7 @@ class FrozenModel:
         return getattr(self.model, "module", self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        sign()
         with torch.no_grad():
             return self.model(*args, **kwargs)
 

@@ -164,7 +164,7 @@ class Watch:
     def _end(self, line: str | None, code: int, hearers: int = 0) -> NoReturn:
         if line:
             say(f"rank {self._rank}: {line}")
-        within(CLOSING, lambda: self._close_record(line or "another rank failed"))
+        within(CLOSING, lambda: self._close_record((line or "another rank failed").partition("\n")[0]))
         with contextlib.suppress(Gone):
             self._await_hearers(hearers)
         leave(code)
@@ -198,7 +198,7 @@ class Watch:
         time.sleep(min(0.2 * self._rank, HEARD))
         stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
         since = time.strftime("%H:%M:%S", time.localtime(LIFE.since))
-        return f"stuck ({why}); it is in the phase {LIFE.phase!r} since {since}, at\n{''.join(stack).rstrip()}"
+        return f"stuck ({why}); this one is {LIFE.place} since {since}, at\n{''.join(stack).rstrip()}"
 
 
 def mates(world: World) -> dict[int, int]:

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from ppo_ds.faults import fault
+from ppo_ds.life import sign
 from ppo_ds.ops.logprobs import logprobs_from_logits
 
 
@@ -91,6 +92,7 @@ class _Stopped(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         fault("generate.step")
+        sign()
         return torch.full((len(input_ids),), self.stopped(), device=input_ids.device)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from ppo_ds.faults import fault
+from ppo_ds.life import sign
 
 PAGE_TOKENS = 256  # the smallest page that flash attention's paged kernels take
 FORWARD_TOKENS = 2048  # of one forward: longer prompts go in pieces, and what attention masks take (this times the cache) stays small
@@ -111,6 +112,7 @@ def _answers(manager: Any, count: int, stopped: Callable[[], bool]) -> dict[str,
                 failed.append(output.error)
             elif output is not None:
                 answers[output.request_id] = output.generated_tokens, output.logprobs
+                sign()
     finally:
         manager.stop(block=True, hard_stop=True)
         manager.destroy()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_ds.faults import fault
+from ppo_ds.life import sign
 from ppo_ds.models.cache import Prefix
 from ppo_ds.models.decoding import Decoder, own_masks
 from ppo_ds.models.graphs import Graphs, Recorder, recorder_for
@@ -198,6 +199,7 @@ class _Run:
             if wish is _Wish.LEAVE or self._agreed(bool(self.live)) is not _Wish.MORE:
                 return
             fault("generate.step")
+            sign()
             self._advance()
             self._look()
 
