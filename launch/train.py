@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from launch.cli import load_config  # noqa: E402
-from ppo_ds.errors import UserError  # noqa: E402
+from ppo_ds.errors import RunError, UserError  # noqa: E402
 from ppo_ds.life import leave, within  # noqa: E402
 from ppo_ds.secrets import censored  # noqa: E402
 
@@ -39,6 +39,7 @@ QUIET = {
     "WANDB_SILENT": "true",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # ten lines wherever the store of another rank's is gone, which is told in one (engine/watch.py)
 }
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # of a dry run
 PATIENCE = 10.0  # seconds that other ranks leave rank 0 to speak for all, before the launcher ends them
 CLOSING = 5.0  # seconds for the record of a run that has failed: the other ranks have left by then
 
@@ -48,6 +49,8 @@ def main(argv: list[str]) -> int:
         config = load_config(argv)
     except UserError as error:
         return complain(error)
+    if config.run.dry_run:
+        os.environ |= NO_GPU
     prepare_environment(config.run.verbose)
     from ppo_ds.algo.trainer import EXIT_CODES  # torch, deepspeed and transformers: seconds, so only for a sound config
     from ppo_ds.build import build_trainer
@@ -55,6 +58,10 @@ def main(argv: list[str]) -> int:
 
     watch = Watch()
     try:
+        if config.run.dry_run:
+            from ppo_ds import dry
+
+            config = dry.begin(config, int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0")
         trainer = build_trainer(config, watch)
     except UserError as error:
         leave(watch.fail(complaint(error), None, 2) if watch.started else complain(error))
@@ -63,6 +70,8 @@ def main(argv: list[str]) -> int:
     watch.guard(config.run.timeout_minutes, lambda why: trainer.fail(RuntimeError(why)))
     try:
         reason = trainer.fit()
+        if config.run.dry_run and reason == "done":
+            dry.conclude(trainer, config)
         trainer.world.barrier()  # to stop watching while others still work would be to miss how they fare
     except BaseException as error:
         code = report(error, watch)
@@ -77,9 +86,10 @@ def report(error: BaseException, watch: Watch) -> int:
     """Prints the traceback, where no other rank has failed before, and gives the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
-    text = censored("".join(traceback.format_exception(error)))
+    told = isinstance(error, RunError)
+    text = censored(f"error: {error}" if told else "".join(traceback.format_exception(error)))
     if watch.started:
-        return watch.fail(text, f"{type(error).__name__}: {error}".partition("\n")[0], code)
+        return watch.fail(text, None if told else f"{type(error).__name__}: {error}".partition("\n")[0], code)
     print(text, file=sys.stderr, flush=True)
     return code
 
