@@ -59,7 +59,7 @@ class WandbTracker:
             _warn(f"cannot be started ({error}); going on without it")
 
     def _start(self, config: dict[str, Any]) -> None:
-        run_id = _kept(self._id_file) or secrets.token_hex(4)
+        run_id = self._kept_id() or secrets.token_hex(4)
         for mode in ("online", "offline") if self._mode == "online" else ("offline",):
             answer = self._launched(mode, run_id, config)
             if GONE in answer.get("failed", ""):
@@ -71,6 +71,11 @@ class WandbTracker:
                 self._id_file.write_text(run_id + "\n")
                 return
             _warn(f"{mode} failed ({answer['failed']}); going on {'offline' if mode == 'online' else 'without it'}")
+
+    def _kept_id(self) -> str | None:
+        """That of before; None where there is none, or no whole one. It becomes a part of file names."""
+        text = self._id_file.read_text(errors="replace").strip() if self._id_file.exists() else ""
+        return text if re.fullmatch(r"[\w-]{1,64}", text, re.ASCII) else None
 
     def _launched(self, mode: str, run_id: str, config: dict[str, Any]) -> dict[str, Any]:
         """What came of a child, which is kept where it has started."""
@@ -89,6 +94,9 @@ class WandbTracker:
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
         self._send({"samples": rows, "split": split, "step": step})
 
+    def rewind(self, step: int) -> None:
+        """Nothing: its page cannot go back, and shows the steps that were done again twice."""
+
     def finish(self, summary: dict[str, Any]) -> None:
         self._send({"finish": summary})
         if self._child is None:
@@ -96,7 +104,11 @@ class WandbTracker:
         answer = self._child.answer(self._finish_timeout)
         self._stop()
         if "finished" not in answer:
-            _warn(f"not all was sent ({answer['failed']}); what is missing lies in {self.run_dir / 'wandb'}: wandb sync uploads it")
+            # killed, wandb loses what it holds back for blocks of 32 KB
+            kept = f"metrics.jsonl and samples/ have all of it, {self.run_dir / 'wandb'} most of it, which wandb sync uploads"
+            _warn(f"not all was sent ({answer['failed']}); {kept}")
+        elif answer["refused"]:
+            _warn(f"did not take {answer['refused']} message(s) (see {self.run_dir / 'wandb.log'}); metrics.jsonl and samples/ have them")
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._child is not None and not self._child.send(message):
@@ -107,12 +119,6 @@ class WandbTracker:
         if self._child is not None:
             self._child.kill()
             self._child = None
-
-
-def _kept(id_file: Path) -> str | None:
-    """The run id of before; None where there is none, or no whole one. It becomes a part of file names."""
-    text = id_file.read_text(errors="replace").strip() if id_file.exists() else ""
-    return text if re.fullmatch(r"[\w-]{1,64}", text, re.ASCII) else None
 
 
 class _Child:

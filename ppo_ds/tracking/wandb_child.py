@@ -11,9 +11,11 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from typing import Any, TextIO
 
 ORPHAN_TIMEOUT = 20.0  # seconds to close the run after the trainer has died
+MOST_REFUSED = 20  # messages in a row, after which this process gives up
 
 
 def main() -> None:
@@ -32,11 +34,11 @@ def main() -> None:
         _answer(answers, failed=_reason(problem))
         return
     _answer(answers, started=run.url if options["mode"] == "online" else f"to upload: wandb sync {run.settings.sync_dir}")
-    finished = _serve(run)
+    finished, refused = _serve(run)
     if finished is None:
         threading.Timer(ORPHAN_TIMEOUT, os._exit, [1]).start()
     run.finish(exit_code=0 if finished else 1)
-    _answer(answers, finished=True)
+    _answer(answers, finished=True, refused=refused)
     os._exit(0)  # not by way of wandb's exit hooks, and without the timer
 
 
@@ -51,19 +53,34 @@ def _open(options: dict[str, Any]) -> Any:
     return run
 
 
-def _serve(run: Any) -> dict[str, Any] | None:
-    """Passes on what comes until finish, and returns its summary; None where the input ended without one."""
+def _serve(run: Any) -> tuple[dict[str, Any] | None, int]:
+    """Passes on what comes until finish: its summary (None where the input ended without one), and how many messages wandb did not take.
+
+    One that is not taken (a table is stored by way of the server, which may be away for a minute) must not cost those that follow.
+    """
     tables: dict[str, Any] = {}
+    refused = in_a_row = 0
     for line in sys.stdin:
         message = json.loads(line)
-        if "log" in message:
-            run.log(message["log"] | {"step": message["step"]})
-        elif "samples" in message:
-            _log_samples(run, tables, **message)
-        else:
+        if "finish" in message:
             run.summary.update({key: value for key, value in message["finish"].items() if value is not None})
-            return message["finish"]
-    return None
+            return message["finish"], refused
+        try:
+            _pass_on(run, tables, message)
+            in_a_row = 0
+        except Exception:
+            traceback.print_exc()
+            refused, in_a_row = refused + 1, in_a_row + 1
+            if in_a_row == MOST_REFUSED:
+                raise
+    return None, refused
+
+
+def _pass_on(run: Any, tables: dict[str, Any], message: dict[str, Any]) -> None:
+    if "log" in message:
+        run.log(message["log"] | {"step": message["step"]})
+    else:
+        _log_samples(run, tables, **message)
 
 
 def _log_samples(run: Any, tables: dict[str, Any], samples: list[dict[str, Any]], split: str, step: int) -> None:

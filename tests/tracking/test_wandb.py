@@ -12,7 +12,9 @@ from contextlib import suppress
 
 import psutil
 import pytest
+from wandb_server import wandb_server
 
+from ppo_ds.tracking.tracker import Trackers
 from ppo_ds.tracking.wandb import WandbTracker
 
 ROW = {"prompt": "12+7=", "response": "19", "score": 1.0, "kl": None, "length": 3, "finish": "stop", "components": {"a": 0.5}}
@@ -101,6 +103,145 @@ def test_a_server_that_accepts_and_never_answers(tmp_path, monkeypatch, capfd):
     assert spent[0] < 30
     assert capfd.readouterr().err.count("warning") == 1
     assert b"policy/loss" in stored(tmp_path)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A wandb server that this user has a key for."""
+    with wandb_server() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("NO_PROXY", "*")
+        yield server
+
+
+KEY, TOKEN = "0123456789abcdef" * 2 + "01234567", "hf_ThisIsNobodysTokenAtAll"
+
+
+def online(run_dir, steps, **timeouts):
+    """A tracker that has started and logged ``steps``."""
+    tracker = WandbTracker(run_dir, mode="online", project="p", name="n", **timeouts)
+    tracker.start({"run": {"seed": 1}})
+    for step in steps:
+        tracker.log(step, {"policy/loss": float(step)})
+    return tracker
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_also_where_it_went_back(tmp_path, server, capfd):
+    online(tmp_path, [1, 2, 3, 4]).finish({"exit_reason": "error"})
+    tracker = online(tmp_path, [3, 4])  # from the checkpoint of step 2
+    lines = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE]
+    tracker.finish({"exit_reason": "done"})
+    ((run_id, rows),) = server.history.items()
+    assert (tmp_path / "wandb.id").read_text().strip() == run_id
+    assert [(row["_step"], row["step"], row["policy/loss"]) for row in rows] == [(0, 1, 1), (1, 2, 2), (2, 3, 3), (3, 4, 4), (4, 3, 3), (5, 4, 4)]
+    assert {"1": "step", "6": [3], "7": []} in server.configs[run_id]["_wandb"]["value"]["m"]  # an axis of its own
+    assert capfd.readouterr().err == ""
+    assert any("wandb_child" in line for line in lines) and any("wandb-core" in line for line in lines), lines
+    written = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()) + "".join(lines).encode()
+    for secret in (KEY, TOKEN):
+        assert secret.encode() not in written and secret not in json.dumps(server.configs)
+
+
+def test_a_run_that_was_deleted_on_the_server_begins_anew(tmp_path, server, capfd):
+    (tmp_path / "wandb.id").write_text("mine1234\n")
+    server.deleted.add("mine1234")
+    online(tmp_path, [5], start_timeout=2).finish({"exit_reason": "done"})
+    ((run_id, rows),) = server.history.items()
+    assert run_id != "mine1234" and (tmp_path / "wandb.id").read_text() == f"{run_id}\n" and [row["step"] for row in rows] == [5]
+    assert capfd.readouterr().err == "warning: wandb run mine1234 was deleted on the server; going on as a new one there\n"
+
+
+@pytest.mark.parametrize("how", ["gone", "silent"])
+def test_a_server_that_is_lost_half_way(tmp_path, server, capfd, how):
+    tracker = online(tmp_path, [1], finish_timeout=1)
+    server.close() if how == "gone" else server.held.clear()
+    begin = time.monotonic()
+    for step in (2, 3):
+        tracker.log(step, {"policy/loss": 0.5})
+        tracker.samples(step, [ROW])
+    assert time.monotonic() - begin < 1
+    tracker.finish({"exit_reason": "done"})
+    assert time.monotonic() - begin < 15
+    err = capfd.readouterr().err
+    assert err.count("warning") == 1 and "not all was sent" in err and "metrics.jsonl and samples/ have all of it" in err
+
+
+def test_a_table_that_the_server_does_not_take_costs_nothing_else(tmp_path, server, capfd):
+    tracker = online(tmp_path, [1])
+    tracker.samples(1, [ROW])
+    tracker.log(2, {"policy/loss": 2.0})
+    tracker.finish({"exit_reason": "done"})
+    assert server.tables == 1 and [row["step"] for row in next(iter(server.history.values()))] == [1, 2]
+    err = capfd.readouterr().err
+    assert err.count("warning") == 1 and "did not take 1 message(s)" in err
+
+
+def test_without_a_key_or_a_terminal(tmp_path, capfd):
+    run(tmp_path, "online")
+    err = capfd.readouterr().err
+    assert err.count("warning") == 1 and "No API key" in err and "going on offline" in err
+
+
+def test_wandb_that_cannot_be_imported(tmp_path, monkeypatch, capfd):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "__init__.py").write_text("raise ImportError('built for another Python')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run(folder, "online")
+    err = capfd.readouterr().err
+    assert err.count("warning") == 2 and err.count("ImportError: built for another Python") == 2 and "going on without it" in err
+
+
+@pytest.mark.parametrize("name", ["wandb.id", "wandb.log"])
+def test_files_that_cannot_be_written_leave_a_run_without_it(tmp_path, capfd, name):
+    (tmp_path / name).mkdir()
+    run(tmp_path, "offline")
+    err = capfd.readouterr().err
+    assert err.count("warning") == 1 and "Is a directory" in err and "going on without it" in err
+
+
+@pytest.mark.parametrize("content", ["", "\n", "../../elsewhere", "a b"])
+def test_an_id_that_is_none_is_replaced(tmp_path, content):
+    (tmp_path / "wandb.id").write_text(content)
+    assert WandbTracker(tmp_path, mode="offline", project="p", name="n")._kept_id() is None
+
+
+def test_a_full_disk(tmp_path):
+    """No file may grow beyond 4 KB: what a disk that is nearly full looks like to whoever writes."""
+    script = "import resource, sys; from ppo_ds.tracking.wandb import WandbTracker as W; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+    script += "t = W(sys.argv[1], mode='offline', project='p', name='n', finish_timeout=3); t.start({})\n"
+    script += "for step in range(200): t.log(step, {f'a/{i}': 0.123 * i * step for i in range(50)})\n"
+    script += "t.finish({'exit_reason': 'done'}); print('went on')"
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    shown = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=env, capture_output=True, text=True, timeout=60)
+    assert "went on" in shown.stdout and shown.returncode == 0, shown
+    assert shown.stderr.count("warning") == len(shown.stderr.splitlines()) <= 2, shown.stderr
+    assert all(file.stat().st_size <= 4096 for file in tmp_path.rglob("*") if file.is_file())
+
+
+def test_odd_values(tmp_path, capfd):
+    odd = {
+        "half": "\ud800",
+        "large": 10**30,
+        "deep": [[{"": None}], {"a.b": {"1": float("inf")}}],
+        "none": None,
+        "lines": "a\r\n\u2028b",
+        "empty": {},
+    }
+    trackers = Trackers([WandbTracker(tmp_path, mode="offline", project="p", name="n \ud83d/..")], max_samples=1)
+    trackers.start(odd)
+    trackers.log(1, {"fine": 1.0, "lost": float("nan"), "endless": float("-inf"), "../../up": 2.0, "": 3.0})
+    trackers.samples(1, [])
+    trackers.samples(1, [{"prompt": "\ud800\x00\x1b[31m", "score": float("nan"), "odd": {"a": {1}}}, ROW])
+    trackers.samples(2, [{"prompt": 7, "response": None}])  # other columns and types
+    trackers.log(2, {"last/words": 1.0})
+    trackers.finish({"exit_reason": "done", "loss": float("nan")})
+    assert b"last/words" in stored(tmp_path) and b"../../up" in stored(tmp_path)
+    assert capfd.readouterr().err == ""
+    assert {entry.name for entry in tmp_path.iterdir()} - {"home"} == {"wandb", "wandb.id", "wandb.log"}
 
 
 def test_no_wandb_at_all_leaves_a_run_without_it(tmp_path, monkeypatch, capfd):
