@@ -59,6 +59,20 @@ def test_resume_drops_half_a_line_and_what_came_after_the_checkpoint(tmp_path, r
     assert files == ["eval_step_000001.jsonl", "eval_step_000002.jsonl", "step_000001.jsonl", "step_000002.jsonl"]
 
 
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_second_line_of_the_last_step_replaces_the_first(tmp_path, reopened):
+    """As after an evaluation that was cut short and made up for by the next start."""
+    tracker = JsonlTracker(tmp_path)
+    for step in (1, 2):
+        tracker.log(step, {"kl/coef": float(step)})
+    if reopened:
+        tracker = JsonlTracker(tmp_path, resumed_at=2)
+    tracker.log(2, {"kl/coef": 2.0, "eval/score_mean": 0.5})
+    tracker.log(3, {"kl/coef": 3.0})
+    lines = written(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3] and [line.get("eval/score_mean") for line in lines] == [None, 0.5, None]
+
+
 def test_time_goes_on_after_a_resume(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 50.5}\n{"step": 2, "time": 99.0}\n')
     assert JsonlTracker(tmp_path, resumed_at=1).elapsed == 50.5
