@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppo_ds.engine.files import CheckpointError, sha256, sync, together, write_json, write_pointer
+from ppo_ds.engine.files import CheckpointError, is_below, sha256, sync, together, write_json, write_pointer
 from ppo_ds.engine.rng import load_rng, save_rng
 from ppo_ds.engine.shadow import ShadowWeights
 from ppo_ds.engine.state import FORMAT, load_model, load_shadow, model_bytes, save_model, save_shadow, shadow_bytes
@@ -28,6 +28,7 @@ from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World
 from ppo_ds.errors import UserError
 from ppo_ds.faults import fault
+from ppo_ds.typed import show
 
 log = logging.getLogger(__name__)
 OLD = ".tmp_old_"
@@ -235,9 +236,12 @@ class Checkpoints:
 def damage_of(path: Path, rank: int = 0, size: int = 1) -> list[str]:
     """What is wrong with the files of the checkpoint ``path``, of which each rank reads its share; [] for a sound one. Not a collective."""
     try:
-        files = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, LookupError, TypeError):
+        listed = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]
+        files = {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in listed.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return ["manifest.json is missing or unreadable"]
+    if outside := [name for name in files if not is_below(name)]:
+        return [f"manifest.json names {show(outside[0])}, which is no file of the checkpoint"]
     return [what for name in sorted(files)[rank::size] if (what := _damage_of(path / name, name, files[name]))]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from safetensors import SafetensorError
@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ppo_ds.engine.world import World
-from ppo_ds.errors import RunError
+from ppo_ds.errors import RunError, UserError
 from ppo_ds.faults import fault
+from ppo_ds.typed import show
 
 T = TypeVar("T")
 
@@ -65,6 +66,18 @@ def write_pointer(path: Path, text: str) -> None:
     sync(aside)
     os.replace(aside, path)
     sync(path.parent)
+
+
+def is_below(name: Any) -> bool:
+    """Whether a file's name, read from JSON that may be somebody else's, stays below the folder it is said to be in."""
+    return isinstance(name, str) and "\0" not in name and not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
+
+
+def expect_below(names: Iterable[Any], file: Path) -> None:
+    """UserError unless all files that ``file`` names are below its folder."""
+    for name in names:
+        if not is_below(name):
+            raise UserError(f"{file}: names {show(name)}, which is no file of that folder; use another checkpoint")
 
 
 def sync(path: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ppo_ds.engine.files import expect_below
 from ppo_ds.engine.masters import WEIGHT
 from ppo_ds.engine.state import FORMAT
 from ppo_ds.errors import UserError
@@ -50,6 +51,7 @@ def _about(file: Path) -> dict[str, Any]:
     about = json.loads(file.read_text(encoding="utf-8"))
     if about["format"] != FORMAT:
         raise UserError(f"{file.parent}: has format {about['format']}, this version reads {FORMAT}: use the version that wrote it")
+    expect_below(about["shards"].values(), file)
     return about
 
 

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ppo_ds.engine.files import agree, together, write_json, write_tensors
+from ppo_ds.engine.files import agree, expect_below, together, write_json, write_tensors
 from ppo_ds.engine.hybrid import GATHER_ELEMENTS
 from ppo_ds.engine.masters import PARTS, WEIGHT, Masters
 from ppo_ds.engine.shadow import ShadowWeights
@@ -157,6 +157,7 @@ def _read_about(masters: Masters, file: Path) -> dict[str, Any]:
     about = json.loads(file.read_text(encoding="utf-8"))
     if about["format"] != FORMAT:
         raise UserError(f"run.resume: {directory} has format {about['format']}, this version reads {FORMAT}: use the version that wrote it")
+    expect_below(about["shards"].values(), file)
     missing = [name for name in masters.parameters if name not in about["shards"]]
     unknown = [name for name in about["shards"] if name not in masters.parameters]
     if missing or unknown:
