@@ -1,0 +1,140 @@
+"""launch/train.py with a loop of sleeps and collectives in place of the trainer. ``fault_ranks_worker.py FOLDER [CASE]`` is one rank of it.
+
+It reaches the places ``generate``, ``reward`` and ``update`` of PPO_DS_FAULT in every step, and writes into FOLDER when each rank was last there.
+
+``fault_ranks_worker.py serve`` imports what takes seconds and then answers on stdin: each line is {"folder", "case", "environment"} of a run of
+two ranks, which are forked; the answer is {"codes", "seconds"}: how each ended, and how long after the last sign of any. No launcher is involved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from launch import train  # noqa: E402
+from ppo_ds.errors import UserError  # noqa: E402
+from ppo_ds.faults import fault  # noqa: E402
+
+STEPS = 3
+PHASES = ("generate", "reward", "update")
+HANG = 60  # seconds until ranks that do not end are killed
+
+
+class Loop:
+    def __init__(self, world: Any, folder: Path, case: str):
+        from ppo_ds.algo.timing import PhaseTimer
+
+        self.world, self.folder, self.case = world, folder, case
+        self.timer = PhaseTimer(world.device)
+
+    def fit(self) -> str:
+        for step in range(STEPS):
+            for phase in PHASES:
+                with self.timer(phase):
+                    self._work(phase)
+                self.world.max_int(step)
+        return "done"
+
+    def _work(self, phase: str) -> None:
+        (self.folder / f"sign{self.world.rank}").write_text(str(time.time()))
+        fault(phase)
+        if self.case == "greedy" and self.world.rank == 1:
+            ctypes.PyDLL(None).sleep(1000)  # and the interpreter is nobody else's meanwhile
+        time.sleep(0.02)
+
+    def fail(self, error: BaseException) -> None:
+        (self.folder / f"record{self.world.rank}").write_text(str(error))
+
+
+def build(folder: Path, case: str, minutes: float, watch: Any) -> Loop:
+    from ppo_ds.engine.notices import Notices
+    from ppo_ds.engine.world import connect
+
+    world = connect(minutes)
+    (folder / f"pid{world.rank}").write_text(str(os.getpid()))
+    watch.start(world, Notices())
+    if case == "late" and world.rank == 1:
+        time.sleep(2)
+    if case == "mistake on all" or (case == "mistake on one" and world.rank == 1):
+        raise UserError("data.path=x.jsonl:7: no prompt", "reward.path=y: no such file")
+    world.barrier()
+    return Loop(world, folder, case)
+
+
+def run(folder: Path, case: str) -> None:
+    """As launch/train.py does it, but for what is loaded and what is trained."""
+    minutes = float(os.environ.get("TIMEOUT_MINUTES", "5"))
+    loop, wiring = ModuleType("trainer"), ModuleType("build")
+    loop.EXIT_CODES = {"done": 0}  # type: ignore[attr-defined]
+    wiring.build_trainer = lambda config, watch: build(folder, case, minutes, watch)  # type: ignore[attr-defined]
+    sys.modules |= {"ppo_ds.algo.trainer": loop, "ppo_ds.build": wiring}
+    train.load_config = lambda argv: SimpleNamespace(run=SimpleNamespace(verbose=False, dry_run=False, timeout_minutes=minutes))
+    train.main([])
+
+
+# -- many runs of one start -------------------------------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    train.prepare_environment(False)
+    import deepspeed  # noqa: F401
+
+    import ppo_ds.algo.timing
+    import ppo_ds.engine.watch  # noqa: F401
+
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(forked(Path(asked["folder"]), asked["case"], asked["environment"])), flush=True)
+
+
+def forked(folder: Path, case: str, environment: dict[str, str]) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ours = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    pids = [fork(folder, case, environment | ours | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    codes, until = dict.fromkeys(pids), time.monotonic() + HANG
+    while None in codes.values():
+        if time.monotonic() > until:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)  # also one that has ended: nobody has waited for it
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    signs = [float(file.read_text()) for file in folder.glob("sign?")]
+    return {"codes": [codes[pid] for pid in pids], "seconds": time.time() - max(signs, default=time.time())}
+
+
+def fork(folder: Path, case: str, environment: dict[str, str]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        os.environ.update(environment)
+        for stream in (1, 2):
+            os.dup2(os.open(folder / "output", os.O_CREAT | os.O_APPEND | os.O_WRONLY), stream)
+        try:
+            run(folder, case)
+        finally:
+            traceback.print_exc()  # train.main leaves by itself
+            os._exit(99)
+    return pid
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve()
+    else:
+        sys.argv = [argument for argument in sys.argv if not argument.startswith("--local_rank")]
+        run(Path(sys.argv[1]), (*sys.argv[2:], "")[0])

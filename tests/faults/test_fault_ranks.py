@@ -1,0 +1,115 @@
+"""Ranks that fail, die or hang: who speaks, who leaves, with which code, and that nobody stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launching import environment
+
+WORKER = Path(__file__).with_name("fault_ranks_worker.py")
+SOON = 20.0  # seconds; it takes 3 to 7, and where a rank waits for the others, minutes
+
+
+@dataclass
+class Ended:
+    """How the two ranks of a run ended."""
+
+    codes: list[int]
+    seconds: float  # since any rank did anything
+    text: str  # what both wrote
+    folder: Path
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+
+@pytest.fixture(scope="module")
+def server():
+    command = [sys.executable, str(WORKER), "serve"]
+    ours = environment() | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=ours, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.fixture
+def run(server, tmp_path):
+    def run(case="", fault=None, minutes=5.0):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        surroundings = {"TIMEOUT_MINUTES": str(minutes)} | ({"PPO_DS_FAULT": fault} if fault else {})
+        server.stdin.write(json.dumps({"folder": str(folder), "case": case, "environment": surroundings}) + "\n")
+        server.stdin.flush()
+        answer = json.loads(server.stdout.readline())
+        text = (folder / "output").read_text() if (folder / "output").exists() else ""
+        return Ended(answer["codes"], answer["seconds"], text, folder)
+
+    return run
+
+
+def test_good_runs_return_0_and_say_nothing_fifteen_times_out_of_fifteen(run):
+    ended = [run("late" if i == 0 else "") for i in range(15)]
+    assert [one.codes for one in ended] == [[0, 0]] * 15
+    assert {one.text for one in ended} == {""}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_on_one_rank_ends_all_with_its_traceback_first(run, rank):
+    ended = run(fault=f"raise@reward:at=2:rank={rank}")
+    assert ended.codes == [1, 1] and ended.seconds < SOON
+    assert ended.lines[:2] == [f"rank {rank} failed:", "Traceback (most recent call last):"], ended.text
+    assert ended.lines[-2:] == ["RuntimeError: fault at reward", f"rank {1 - rank}: ended, since rank {rank} failed (RuntimeError: fault at reward)"]
+    assert ended.text.count("Traceback") == 1 and "in _work" in ended.text
+    # the record of the run, which rank 0 keeps, is closed either way
+    assert "fault at reward" in (ended.folder / "record0").read_text()
+
+
+def test_the_same_exception_on_all_ranks_is_told_once(run):
+    ended = run(fault="raise@update")
+    assert ended.codes == [1, 1]
+    assert ended.text.count("Traceback") == 1 and ended.text.count("RuntimeError: fault at update") == 2, ended.text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_by_the_others_which_leave(run, rank):
+    """Rank 0 holds the store that notices are left in; nothing of what breaks with it shows."""
+    ended = run(fault=f"kill@generate:rank={rank}")
+    assert ended.codes[rank] == -signal.SIGKILL and ended.codes[1 - rank] == 1 and ended.seconds < SOON
+    (line,) = ended.lines
+    assert line.startswith(f"rank {1 - rank}: ended, since rank {rank} failed (its process has ended without a word"), ended.text
+
+
+def test_a_mistake_that_one_rank_finds_is_told_once_and_is_exit_code_2_on_all(run):
+    for case in ("mistake on one", "mistake on all"):
+        ended = run(case)
+        assert ended.codes == [2, 2] and ended.seconds < SOON
+        assert ended.lines == ["error: data.path=x.jsonl:7: no prompt", "error: reward.path=y: no such file"], case
+
+
+def test_a_stuck_rank_ends_all_with_phase_and_stack_of_each(run):
+    ended = run(fault="hang@update:at=2:rank=1", minutes=0.05)
+    assert ended.codes == [1, 1] and 3 < ended.seconds < SOON
+    first, second = ended.text.split("rank 1: stuck")
+    assert first.startswith("rank 0: stuck (no sign of life from rank") and " for 3 s); this one is after the phase 'update' since " in first
+    assert "in fit\n" in first and "all_reduce" in first  # it waits there for the other
+    assert "this one is in the phase 'update' since " in second
+    assert "in _work\n" in second and "in fault\n" in second and "all_reduce" not in second
+    assert (ended.folder / "record0").read_text().count("\n") == 0
+
+
+def test_a_rank_that_never_gives_up_the_interpreter_shows_where_it_is_too(run):
+    ended = run("greedy", minutes=0.05)
+    assert ended.codes == [1, 1] and ended.seconds < SOON
+    assert "rank 0: stuck" in ended.text and "rank 1: stuck" not in ended.text
+    dumped = ended.text.partition("Timeout (")[2]
+    assert "in _work" in dumped and "all_reduce" not in dumped, ended.text
