@@ -9,6 +9,7 @@ import torch
 from ppo_ds.config import Config, reference_is_base, rollout_size, uses_reference
 from ppo_ds.data.prompts import Source
 from ppo_ds.engine.world import World
+from ppo_ds.inputs import counted
 from ppo_ds.typed import show
 
 
@@ -29,9 +30,7 @@ def banner(
     """
     actor, critic, reference, rollout, algo = config.actor, config.critic, config.reference, config.rollout, config.algo
     size, minibatch = rollout_size(config), algo.minibatch_size or rollout_size(config)
-    report, device = source.report, torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    changes = {"truncated": "cut on the left", "dropped": "dropped", "lowered": "asked for more than sampling.max_new_tokens"}
-    cut = "".join(f", {report[name]} {what}" for name, what in changes.items() if report[name])
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     kl = f"{algo.kl.estimator} x {algo.kl.coef:g} ({algo.kl.controller}) in the {algo.kl.place}" if algo.kl.place != "none" else "none"
     lines = [
         f"{world.size} rank(s) on {device}; torch {torch.__version__}",
@@ -40,7 +39,7 @@ def banner(
         f"critic     {critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}" if critic_start else f"critic     {_no_critic(config)}",
         f"reference  {reference.model.path}  {reference.model.dtype}  {_reference_place(config)}" if uses_reference(config) else "reference  none",
         f"reward     {_reward(config.reward)}; KL {kl}",
-        f"data       {source.path}: {report['rows']} prompts{cut}",
+        f"data       {source.path}: {counted(source.report, 'prompts')}",
         f"rollout    {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples a step, {size // world.size} on each rank",
         f"update     {algo.epochs} epochs x ({size} / {minibatch}) = {algo.epochs * size // minibatch} optimizer steps a step, "
         f"{optimizer_steps} in {steps} steps",

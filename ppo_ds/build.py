@@ -43,6 +43,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.generators import build_generator
 from ppo_ds.inputs import Inputs, read_inputs, stop_ids
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.preflight import preflight
 from ppo_ds.resuming import judge, open_run_directory
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.roles import Needs, RewardModels, adapter_notes, build_actor, build_critic, build_reference, choose_layouts, critic_start, plan_generation
@@ -83,6 +84,8 @@ def build_trainer(config: Config, watch: Watch | None = None) -> Trainer:
     inputs = read_inputs(config, world)
     length = horizon(config, len(inputs.source))
     sampling = _sampling(config, inputs.tokenizer)
+    preflight(config, inputs)
+    notes += inputs.notes()
     notes += warnings(config, hides_stops=bool(hidden_stops(config.algo.mask.include_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id)))
     if world.device.type == "cpu":
         notes += slow_bf16(config, computes_bf16())
@@ -160,10 +163,10 @@ class Roles:
 def _roles(
     config: Config, world: World, inputs: Inputs, length: Horizon, make_reward: Callable[..., Reward], notes: list[str], timer: PhaseTimer
 ) -> Roles:
-    needs = Needs(inputs.tokenizer.vocab_size, max(inputs.longest_prompt + config.sampling.max_new_tokens, inputs.longest_text))
+    needs = Needs(inputs.tokenizer.id_bound, max(inputs.longest_prompt + config.sampling.max_new_tokens, inputs.longest_text))
+    start = critic_start(config, inputs.tokenizer) if uses_critic(config) and not config.critic.share_trunk else None
     actor = build_actor(config, world, needs, length.actor, timer)
     reference = build_reference(config, world, needs, actor) if uses_reference(config) else None
-    start = critic_start(config, inputs.tokenizer) if uses_critic(config) and not config.critic.share_trunk else None
     critic = build_critic(config, start, world, needs, length.critic) if start else None
     place = RewardModels(world, notes)
     if critic is not None:

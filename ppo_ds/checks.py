@@ -66,6 +66,8 @@ def _length(config: Config) -> Iterator[str]:
         yield f"run.steps={run.steps} and run.epochs={run.epochs:g} are both set: make one of them null"
     if sampling.min_new_tokens > sampling.max_new_tokens:
         yield f"sampling.min_new_tokens={sampling.min_new_tokens}: must be at most sampling.max_new_tokens={sampling.max_new_tokens}"
+    if sampling.min_new_tokens and sampling.stop:
+        yield f"sampling.min_new_tokens={sampling.min_new_tokens}: holds end tokens back, but not the texts of sampling.stop; leave one of them out"
     if sampling.top_p == 0:
         yield "sampling.top_p=0: must be above 0 (1 is off)"
     if "" in sampling.stop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +13,7 @@ from ppo_ds.data.prompts import PromptSource, PromptStream, Source
 from ppo_ds.engine.world import World
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
+from ppo_ds.types import Row
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,39 @@ class Inputs:
     def longest_prompt(self) -> int:
         return max(self.source.longest, self.held_out.longest if self.held_out else 0)
 
+    def examples(self) -> list[tuple[str, Row]]:
+        """Place and metadata of one prompt for each order of roles that there is."""
+        return [each for source in self._sources for each in source.examples()]
+
+    def expect(self, judged: Callable[[Row], object]) -> None:
+        """UserError with the places of those rows of prompts for which ``judged`` raises one."""
+        load_all([partial(source.expect, judged) for source in self._sources])
+
+    def notes(self) -> list[str]:
+        """For the start-up banner: what is read beside the prompts, and what became of it."""
+        lines = [f"held out   {self.held_out.path}: {counted(self.held_out.report, 'prompts')}"] if self.held_out else []
+        return lines + ([f"texts      {self.ptx.source.path}: {counted(self.ptx.source.report, 'texts')}"] if self.ptx else [])
+
+    @property
+    def _sources(self) -> list[Source]:
+        return [self.source, *([self.held_out] if self.held_out else [])]
+
     @property
     def longest_text(self) -> int:
         """Of the language-modelling loss; 0 without one."""
         return self.ptx.source.longest if self.ptx else 0
+
+
+def counted(report: dict[str, int], what: str) -> str:
+    """A source's report in words: what was dropped or changed is never passed over. ``what``: the rows are."""
+    changes = {
+        "truncated": "cut",
+        "dropped": "dropped",
+        "lowered": "asked for more than sampling.max_new_tokens",
+        "repeated": "the same as an earlier one",
+        "same_id": 'with the "id" of an earlier one',
+    }
+    return f"{report['rows']} {what}" + "".join(f", {report[name]} {became}" for name, became in changes.items() if report.get(name))
 
 
 def read_inputs(config: Config, world: World) -> Inputs:
@@ -50,6 +81,11 @@ def build_tokenizer(config: Config) -> Tokenizer:
 def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens that end an answer: ``sampling.stop_token_ids``, or the tokenizer's own."""
     given = config.sampling.stop_token_ids
+    if given is None and not tokenizer.stop_ids and not config.sampling.stop:
+        raise UserError(
+            f"actor.model.path={config.actor.model.path}: neither its tokenizer nor its generation_config.json names an end token: no answer would "
+            "end by itself; give sampling.stop_token_ids or sampling.stop, or sampling.stop_token_ids=[] if that is meant"
+        )
     if given is None:
         return tokenizer.stop_ids
     beyond = [i for i in given if i >= tokenizer.vocab_size and i not in tokenizer.hf.get_vocab().values()]  # a vocabulary may have gaps

@@ -70,11 +70,6 @@ def _alpha(lora: LoraConfig) -> float:
     return lora.alpha or 2 * lora.rank
 
 
-def lora_settings(role: ActorConfig | CriticConfig, name: str) -> dict[str, float]:
-    """What is part of an adapted model but in none of its tensors; {} without adapters."""
-    return {f"{name}.lora.rank": role.lora.rank, f"{name}.lora.alpha": _alpha(role.lora)} if role.lora.rank else {}
-
-
 def _training(
     role: ActorConfig | CriticConfig, name: str, module: nn.Module, engine_config: dict[str, Any], world: World, optimizer_steps: int
 ) -> dict[str, Any]:
@@ -89,7 +84,7 @@ def _training(
         "betas": optim.betas,
         "eps": optim.eps,
         "weight_decay": optim.weight_decay,
-        "settings": lora_settings(role, name),
+        "settings": {f"{name}.lora.rank": role.lora.rank, f"{name}.lora.alpha": _alpha(role.lora)} if adapters else {},
     }
 
 
@@ -111,7 +106,7 @@ def _policy(model: ModelConfig | InheritedModelConfig, temperature: float, key: 
 class Needs:
     """What the data asks of a model that reads the actor's ids."""
 
-    vocabulary: int  # tokens of the actor's tokenizer
+    vocabulary: int  # ids of the actor's tokenizer are below
     positions: int  # the longest prompt and the longest answer together
 
 
@@ -119,7 +114,7 @@ def _fitting(module: Any, needs: Needs, path: str, key: str) -> Any:
     """The module, if it can read what it will be given: an index out of range on a GPU says nothing of its cause."""
     if needs.vocabulary > module.vocab_size:
         raise UserError(
-            f"{key}={path}: the actor's tokenizer has {needs.vocabulary} tokens, this model's embedding only {module.vocab_size} rows; "
+            f"{key}={path}: the actor's tokenizer has ids up to {needs.vocabulary - 1}, this model's embedding only {module.vocab_size} rows; "
             "they do not belong together"
         )
     steady = steady_until(module.trunk.config)

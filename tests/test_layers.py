@@ -35,11 +35,12 @@ MAY = {
     "algorithm": BOTTOM | {"models", "engine", "algo"},
     "inputs": BOTTOM | {"models", "data", "engine"},
     "roles": BOTTOM | {"models", "engine"},
-    "banner": BOTTOM | {"data", "engine"},
+    "preflight": BOTTOM | {"roles", "inputs", "targets", "models", "rewards"},
+    "banner": BOTTOM | {"inputs", "data", "engine"},
     "generators": BOTTOM | {"inputs", "models", "rollout", "engine", "algo"},
     "exporting": BOTTOM | {"inputs", "roles", "models", "engine"},
     "build": BOTTOM
-    | {"roles", "inputs", "algorithm", "generators", "advice", "banner", "checks", "resuming", "targets"}
+    | {"roles", "inputs", "algorithm", "generators", "advice", "banner", "checks", "preflight", "resuming", "targets"}
     | {"algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
     "launch": BOTTOM | {"checks", "targets", "exporting", "build", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
 }

@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import torch
 
-from ppo_ds.data.messages import Prompt, Reading, asked, chat_of, prompt_of, reading_for, text_of, with_system
+from ppo_ds.data.messages import Prompt, Reading, asked, chat_of, names_of, prompt_of, reading_for, text_of, with_system
 from ppo_ds.data.order import Passes
-from ppo_ds.data.prompts import CHUNK, encode
+from ppo_ds.data.prompts import chunks, encode, size_of
 from ppo_ds.data.rows import load_rows, read_rows
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
@@ -35,7 +35,7 @@ def demonstration_of(row: Row, reading: Reading) -> Demonstration:
         return _answered(row, name, reading)
     name = next((c for c in CHAT_COLUMNS if isinstance(row.get(c), list)), None)
     if name is None:
-        raise UserError(f"nothing to learn: {_WANTED}; the row has: {', '.join(row)}")
+        raise UserError(f"nothing to learn: {_WANTED}; the row has: {names_of(row)}")
     return _whole(chat_of(row[name], name), name, reading)
 
 
@@ -93,8 +93,8 @@ class DemonstrationSource:
         self._starts = array("L", [0])  # where each kept row's ids begin; last: where they end
         self._given = array("I")  # how many of its first tokens are given, not learned
         self.report = {"rows": len(demonstrations), "truncated": 0, "dropped": 0}
-        for start in range(0, len(demonstrations), CHUNK):
-            for given, ids in self._encode(demonstrations[start : start + CHUNK], start):
+        for part in chunks([len(answer) + size_of(prompt or "") for prompt, answer in demonstrations]):
+            for given, ids in self._encode(demonstrations[part], part.start):
                 self._add(given, ids, max_tokens)
         if not len(self):
             name = key.replace("path", "max_tokens")

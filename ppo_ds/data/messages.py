@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
+from ppo_ds.typed import show
 from ppo_ds.types import Row
 
 LIMIT_COLUMN = "max_new_tokens"
-PROMPT_COLUMNS = ("prompt", "messages", "conversations")  # the first that a row has
+CHAT_COLUMNS = ("messages", "conversations")
+PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS)  # the first that a row has
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -53,8 +55,14 @@ def prompt_of(row: Row, reading: Reading) -> Prompt:
     name = _column(row, reading)
     value = row[name]
     if isinstance(value, str):
+        if name in CHAT_COLUMNS and reading.column is None:
+            raise UserError(
+                f'column "{name}" must be a list of messages, not a text (CSV has no lists: use JSONL or Parquet, or set {reading.column_key})'
+            )
         return spoken(text_of(value, f'column "{name}"'), name, reading)
     if isinstance(value, list):
+        if row.get("tools"):
+            raise UserError('column "tools": tools are not shown to the policy; write them into the system message and remove or rename the column')
         return with_system(asked(chat_of(value, name), name), reading)
     raise UserError(f'column "{name}" must be a text or a list of messages, not {_kind(value)}')
 
@@ -90,18 +98,19 @@ def limit_of(row: Row) -> int | None:
     except (TypeError, ValueError, OverflowError):
         number = float("nan")
     if number < 1 or number % 1 != 0:  # also what is no number
-        raise UserError(f'column "{LIMIT_COLUMN}" must be a whole number of at least 1, not {value!r}')
+        raise UserError(f'column "{LIMIT_COLUMN}" must be a whole number of at least 1, not {show(value)!r}')
     return int(number)
 
 
 def _column(row: Row, reading: Reading) -> str:
     column, key = reading.column, reading.column_key
     if column is not None and column not in row:
-        raise UserError(f"{key}={column}: no such column; the row has: {', '.join(row)}")
-    name = column or next((c for c in PROMPT_COLUMNS if c in row), None)
-    if name is None:
-        raise UserError(f"none of the columns {', '.join(PROMPT_COLUMNS)}; set {key} to one that the row has: {', '.join(row)}")
-    return name
+        raise UserError(f"{key}={column}: no such column; the row has: {names_of(row)}")
+    there = [c for c in PROMPT_COLUMNS if c in row]
+    if column is None and not there:
+        raise UserError(f"none of the columns {', '.join(PROMPT_COLUMNS)}; set {key} to one that the row has: {names_of(row)}")
+    # a file format with columns has a null where a row has none
+    return column or next((c for c in there if row[c] is not None), there[0])
 
 
 def chat_of(turns: list, name: str) -> list[Message]:
@@ -128,20 +137,22 @@ def _message(turn: object, where: str) -> Message:
     elif turn.get("from") is not None:
         role, content = SHAREGPT_ROLES.get(str(turn["from"])), turn.get("value")
         if role is None:
-            raise UserError(f'{where}: "from" is {turn["from"]!r}; known are {", ".join(SHAREGPT_ROLES)}')
+            raise UserError(f'{where}: "from" is {show(turn["from"])!r}; known are {", ".join(SHAREGPT_ROLES)}')
     else:
-        raise UserError(f"{where} has neither role and content nor from and value, but: {', '.join(turn)}")
+        raise UserError(f"{where} has neither role and content nor from and value, but: {names_of(turn)}")
     if not isinstance(role, str):
         raise UserError(f"{where}: the role must be a text, not {_kind(role)}")
+    if turn.get("tool_calls"):
+        raise UserError(f"{where}: tool_calls are not shown to the policy; write them into the content")
     if not isinstance(content, str):
         raise UserError(f"{where}: the content must be a text, not {_kind(content)}")
-    return {"role": role, "content": _encodable(content, where)}  # empty texts are usual in system messages
+    return {"role": _encodable(role, where), "content": _encodable(content, where)}  # empty texts are usual in system messages
 
 
 def text_of(value: str, where: str) -> str:
     """The text itself, which must be one."""
-    if not value:
-        raise UserError(f"{where} is empty")
+    if not value.strip():
+        raise UserError(f"{where} is {'nothing but white space' if value else 'empty'}")
     return _encodable(value, where)
 
 
@@ -152,6 +163,11 @@ def _encodable(value: str, where: str) -> str:
     except UnicodeEncodeError as error:
         raise UserError(f"{where} is not valid Unicode: half a surrogate pair at character {error.start + 1}") from error
     return value
+
+
+def names_of(row: dict[str, object]) -> str:
+    """Of a row's columns, for errors."""
+    return show(", ".join(map(str, row))) or "none"
 
 
 def _kind(value: object) -> str:

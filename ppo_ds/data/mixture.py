@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
+from typing import TypeVar
 
 from ppo_ds.data.order import SEED_OFFSET, Interleaved, Order, Turns
 from ppo_ds.data.prompts import PromptSource, padded
 from ppo_ds.errors import UserError
-from ppo_ds.types import Prompts
+from ppo_ds.types import Prompts, Row
+
+T = TypeVar("T")
 
 
 class MixedSource:
@@ -48,6 +52,12 @@ class MixedSource:
     def __len__(self) -> int:
         return self._starts[-1]
 
+    def examples(self) -> list[tuple[str, Row]]:
+        return [each for source in self.sources for each in source.examples()]
+
+    def expect(self, judged: Callable[[Row], object]) -> None:
+        load_all([partial(source.expect, judged) for source in self.sources])
+
     def order(self, seed: int, shuffle: bool) -> Order:
         orders = [source.order(seed + i * SEED_OFFSET, shuffle) for i, source in enumerate(self.sources)]
         return Interleaved(self._turns, orders, self._starts)
@@ -58,9 +68,9 @@ class MixedSource:
         return padded([self.sources[k].row(i - self._starts[k]) for k, i in at], self.sources[0].pad_id)
 
 
-def load_all(makers: Sequence[Callable[[], PromptSource]]) -> list[PromptSource]:
+def load_all(makers: Sequence[Callable[[], T]]) -> list[T]:
     """What they make, or all that is wrong with the sets."""
-    sources: list[PromptSource] = []
+    sources: list[T] = []
     problems: list[str] = []
     for make in makers:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, Self
 
@@ -17,7 +17,8 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.types import Prompts, Row
 
-CHUNK = 1000  # rows tokenised at a time
+ROWS, CHARACTERS = 1000, 1_000_000  # tokenised at a time: ids that are not cut yet take some hundred bytes each
+ID_COLUMN = "id"
 
 
 class PromptSource:
@@ -28,7 +29,7 @@ class PromptSource:
     An answer may have as many tokens as its row's column "max_new_tokens" says, and never more than the run's ``max_new_tokens``.
 
     ``report``: {"rows": read, "truncated": cut on the left, "dropped": left out, "lowered": that asked for longer answers than the run
-    allows}; ``len(source)`` is rows - dropped.
+    allows, "repeated": kept with the very ids of an earlier one, "same_id": kept with the "id" of an earlier one}; ``len(source)`` is rows - dropped.
     """
 
     def __init__(
@@ -54,30 +55,33 @@ class PromptSource:
         self._reading = reading_for(tokenizer, prompt_column, text_as_chat, system, key)
         self._rows = load_rows(path, split=split, revision=revision, max_rows=max_samples, key=key)
         asked = read_rows(self._rows, self._checked)
-        prompts, limits = [prompt for prompt, _ in asked], [limit for _, limit in asked]
+        prompts, limits = [prompt for prompt, _, _ in asked], [limit for _, limit, _ in asked]
+        names = [name for _, _, name in asked if name is not None]
         self._kept = array("I")  # index of each kept prompt's row
         self._starts = array("L", [0])  # where each kept prompt's ids begin; last: where they end
         self._ids = array("I")  # the ids of all kept prompts, one after the other
         self._limits = array("L")  # the most new tokens of each kept prompt
-        self.report = {"rows": len(prompts), "truncated": 0, "dropped": 0, "lowered": 0}
-        for start in range(0, len(prompts), CHUNK):
-            chunk = prompts[start : start + CHUNK]
-            for i, ids in enumerate(self._encode(chunk, start), start=start):
+        self._kinds: dict[tuple[str, ...], int] = {}  # roles of a chat, () for a text -> the first kept prompt like that
+        self.report = {"rows": len(prompts), "truncated": 0, "dropped": 0, "lowered": 0, "repeated": 0, "same_id": len(names) - len(set(names))}
+        for part in chunks([size_of(prompt) for prompt in prompts]):
+            for i, ids in enumerate(self._encode(prompts[part], part.start), start=part.start):
                 if self._add(i, ids, max_prompt_tokens, long_prompts):
                     self._limits.append(min(limits[i] or max_new_tokens, max_new_tokens))
                     self.report["lowered"] += (limits[i] or 0) > max_new_tokens
+                    self._kinds.setdefault(_roles(prompts[i]), len(self) - 1)
+        self.report["repeated"] = len(self) - len({hash(self._ids[start:end].tobytes()) for start, end in pairwise(self._starts)})
         if not len(self):
             raise UserError(
                 f"{key}={path}: all {len(prompts)} prompts are dropped: they have more than data.max_prompt_tokens={max_prompt_tokens} tokens; "
                 "raise it, or set data.long_prompts=truncate_left"
             )
 
-    def _checked(self, row: Row) -> tuple[Prompt, int | None]:
-        """What can be said of a row before anything is tokenised."""
+    def _checked(self, row: Row) -> tuple[Prompt, int | None, str | None]:
+        """What can be said of a row before anything is tokenised: its prompt, the limit and the name that it gives itself."""
         prompt = prompt_of(row, self._reading)
         if not isinstance(prompt, str) and not self._tokenizer.has_chat_template:
             self._tokenizer.render_chat(prompt)  # says what is missing
-        return prompt, limit_of(row)
+        return prompt, limit_of(row), None if row.get(ID_COLUMN) is None else str(row[ID_COLUMN])
 
     def _encode(self, chunk: list[Prompt], start: int) -> list[list[int]]:
         texts = [self._rendered(prompt, start + i) for i, prompt in enumerate(chunk)]
@@ -131,6 +135,14 @@ class PromptSource:
             return kept | {"prompt_text": prompt}
         return kept | {"prompt_text": self._tokenizer.render_chat(prompt), "messages": prompt}
 
+    def examples(self) -> list[tuple[str, Row]]:
+        """Place and metadata of one prompt for each order of roles that there is: what a chat template may refuse."""
+        return [(self._rows.place(self._kept[i]), self._metadata(i)) for i in self._kinds.values()]
+
+    def expect(self, judged: Callable[[Row], object]) -> None:
+        """UserError with the places of those kept rows for which ``judged`` raises one."""
+        read_rows(self._rows, judged, self._kept)
+
     def row(self, i: int) -> tuple[Sequence[int], int, Row]:
         """Ids, limit and metadata of a prompt."""
         return self._ids[self._starts[i] : self._starts[i + 1]], self._limits[i], self._metadata(i)
@@ -138,6 +150,26 @@ class PromptSource:
     def batch(self, indices: Sequence[int]) -> Prompts:
         """Prompts at ``indices``, left-padded to their own longest."""
         return padded([self.row(i) for i in indices], self.pad_id)
+
+
+def size_of(prompt: Prompt) -> int:
+    """Characters, without a template's."""
+    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
+
+
+def _roles(prompt: Prompt) -> tuple[str, ...]:
+    return () if isinstance(prompt, str) else tuple(message["role"] for message in prompt)
+
+
+def chunks(sizes: Sequence[int]) -> Iterator[slice]:
+    """Texts of ``sizes`` characters, so many at a time that their ids take little memory: one at least."""
+    start = total = 0
+    for i, size in enumerate(sizes):
+        if i > start and (i - start == ROWS or total + size > CHARACTERS):
+            yield slice(start, i)
+            start, total = i, 0
+        total += size
+    yield slice(start, len(sizes))
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], special_tokens: Sequence[bool]) -> list[list[int]]:
@@ -178,6 +210,8 @@ class Source(Protocol):
     def longest(self) -> int: ...
     def batch(self, indices: Sequence[int]) -> Prompts: ...
     def order(self, seed: int, shuffle: bool) -> Order: ...
+    def examples(self) -> list[tuple[str, Row]]: ...
+    def expect(self, judged: Callable[[Row], object]) -> None: ...
 
 
 class PromptStream:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import sys
 from array import array
 from bisect import bisect_right
@@ -98,11 +99,11 @@ def load_rows(path: str, *, split: str = "train", revision: str | None = None, m
     return rows
 
 
-def read_rows(rows: Rows, read: Callable[[Row], T]) -> list[T]:
-    """What ``read`` makes of every row, or all that is wrong with the rows; its errors need not know the row's place."""
+def read_rows(rows: Rows, read: Callable[[Row], T], which: Iterable[int] | None = None) -> list[T]:
+    """What ``read`` makes of the rows ``which`` (None: of all), or all that is wrong with them; its errors need not know the row's place."""
     made: list[T] = []
     places: dict[str, list[str]] = {}  # problem -> where; most often all rows have the same one
-    for i, row in enumerate(rows):
+    for i, row in enumerate(rows) if which is None else ((i, rows[i]) for i in which):
         try:
             made.append(read(row))
         except UserError as error:
@@ -115,7 +116,13 @@ def read_rows(rows: Rows, read: Callable[[Row], T]) -> list[T]:
 
 def _local_files(path: str, key: str) -> list[Path] | None:
     """The data files at a local path; None for what can only be a Hub name."""
-    local = Path(path).expanduser()
+    try:
+        return _data_files(Path(os.path.expanduser(path)), path, key)
+    except OSError as error:  # a folder that may not be read, a name that is too long
+        raise UserError(f"{key}={path}: {error.strerror or _one_line(error)}") from error
+
+
+def _data_files(local: Path, path: str, key: str) -> list[Path] | None:
     kinds = ", ".join(_READERS)
     if local.is_dir():
         files = sorted(file for file in local.iterdir() if file.suffix in _READERS and not file.name.startswith("."))
@@ -124,7 +131,7 @@ def _local_files(path: str, key: str) -> list[Path] | None:
         return files
     if local.exists():
         if local.suffix not in _READERS:
-            raise UserError(f"{key}={path}: the name of a data file must end in one of {kinds}")
+            raise UserError(f"{key}={path}: the name of a data file must end in one of {kinds}; unpack or convert it first")
         return [local]
     if local.suffix in _READERS or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
         raise UserError(f"{key}={path}: no such file or folder")
@@ -167,7 +174,7 @@ def _json_lines(file: Path) -> Iterator[tuple[int, Row]]:
                 continue
             try:
                 row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{file}:{number}: not a JSON object on one line: {_one_line(error)}") from error
             yield number, _checked_row(row, f"{file}:{number}")
 
@@ -179,8 +186,8 @@ def _read_json(file: Path, n: int | None) -> _Part:
         return _read_jsonl(file, n)
     try:
         rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}:{error.lineno}: not JSON: {_one_line(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}:{getattr(error, 'lineno', 1)}: not JSON: {_one_line(error)}") from error
     return _Part(str(file), [_checked_row(row, f"{file} row {i}") for i, row in enumerate(rows, start=1)])
 
 
@@ -193,7 +200,9 @@ def _csv_lines(file: Path) -> Iterator[tuple[int, Row]]:
     reader = csv.reader(io.StringIO(_text(file), newline=""), strict=True)
     line = 1
     try:
-        columns = next(reader, [])
+        columns = next((values for values in reader if values), [])
+        if len(set(columns)) < len(columns):
+            raise UserError(f"{file}:{reader.line_num}: two columns have the same name ({', '.join(columns)}); give each its own")
         line = reader.line_num + 1
         for values in reader:
             if values:
@@ -207,9 +216,11 @@ def _csv_lines(file: Path) -> Iterator[tuple[int, Row]]:
 
 def _read_parquet(file: Path, n: int | None) -> _Part:
     try:
-        return _Part(str(file), datasets.Dataset(pyarrow.parquet.read_table(file)))
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{file}: not a Parquet file: {_one_line(error)}") from error
+        table = pyarrow.parquet.read_table(file)
+        table.validate(full=True)  # texts that are not UTF-8 would fail where they are read, row by row
+        return _Part(str(file), datasets.Dataset(table))
+    except (pyarrow.ArrowException, ValueError, NotImplementedError) as error:  # ValueError: two columns of one name
+        raise UserError(f"{file}: not a Parquet file that can be read: {_one_line(error)}") from error
 
 
 _READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet, ".csv": _read_csv}

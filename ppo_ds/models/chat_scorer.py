@@ -44,14 +44,18 @@ class ChatScorer(nn.Module):
         return sum(len(text) + _MARKUP for text in texts)
 
 
-def load_chat_scorer(
-    path: str, *, revision: str | None, dtype: str, trust_remote_code: bool, attn_implementation: str, key: str = "reward.model"
-) -> ChatScorer:
-    """Frozen, with its own tokenizer. ``key``: the config's section that errors name."""
+def expect_trusted(path: str, trust_remote_code: bool, key: str) -> None:
     if not trust_remote_code:
         raise UserError(
             f"{key}.trust_remote_code=false: get_score is Python code from the files of {path}; read that code, then set {key}.trust_remote_code=true"
         )
+
+
+def load_chat_scorer(
+    path: str, *, revision: str | None, dtype: str, trust_remote_code: bool, attn_implementation: str, key: str = "reward.model"
+) -> ChatScorer:
+    """Frozen, with its own tokenizer. ``key``: the config's section that errors name."""
+    expect_trusted(path, trust_remote_code, key)
     tokenizer = load_tokenizer(path, revision, trust_remote_code, key=f"{key}.path")
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=f"{key}.path")
     try:

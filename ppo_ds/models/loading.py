@@ -5,6 +5,7 @@ Works under ZeRO-3 too (inside ``policy.sharded_loading``): nothing here reads o
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -14,9 +15,10 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ppo_ds.errors import UserError
 
@@ -34,7 +36,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False, key: str = "model.path") -> PreTrainedConfig:
     """The Hugging Face config of a local folder or Hub id, with every dropout at 0. ``key`` names ``path`` in error messages."""
     path = _checked(path, key)
-    with _user_errors(path, key):
+    with user_errors(path, key, Exception):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **_hub_only(path, revision))
     _remove_dropout(config)
     config._attn_implementation = None  # what computes the attention the run says: a folder may name code on the Hub here
@@ -54,7 +56,7 @@ def from_pretrained(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model and transformers' loading info (missing_keys, mismatched_keys, ...). What may be missing is the caller's rule: see refuse_missing."""
     path = _checked(path, key)
-    with _user_errors(path, key):
+    with user_errors(path, key):
         return auto_class.from_pretrained(
             path,
             config=config,
@@ -66,6 +68,20 @@ def from_pretrained(
             output_loading_info=True,
             **_hub_only(path, revision),
         )
+
+
+def weight_names(path: str, revision: str | None = None) -> set[str] | None:
+    """The names of the weights in a model's safetensors files, as far as these are on this machine. None: not to be told without a download."""
+    for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
+        try:
+            file = cached_file(path, name, local_files_only=True, **_hub_only(path, revision))
+            if name == SAFE_WEIGHTS_INDEX_NAME:
+                return set(json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"])
+            with safe_open(file, framework="pt") as weights:
+                return set(weights.keys())
+        except (OSError, ValueError, KeyError, SafetensorError):  # not there; what is damaged is named by whoever loads it
+            continue
+    return None
 
 
 def refuse_missing(path: str, info: dict[str, Any], *, allowed: Sequence[str] = (), key: str = "model.path") -> None:
@@ -109,8 +125,9 @@ def _hub_only(path: str, revision: str | None) -> dict[str, str]:
 
 
 @contextmanager
-def _user_errors(path: str, key: str) -> Iterator[None]:
-    """transformers says OSError, ValueError or ImportError for everything that is wrong with a folder, a Hub id or its code."""
+def user_errors(path: str, key: str, *more: type[Exception]) -> Iterator[None]:
+    """transformers says OSError, ValueError or ImportError for most that is wrong with a folder, a Hub id or its code, and of a config.json that
+    makes no sense anything: KeyError, AssertionError, ``more``."""
     try:
         yield
     except SafetensorError as error:
@@ -120,8 +137,9 @@ def _user_errors(path: str, key: str) -> Iterator[None]:
             f"{key}={path}: {_pickled(path)} is damaged, or holds more than tensors, and could run code when it is read (none was run); "
             "get the model with weights in .safetensors files"
         ) from error
-    except (OSError, ValueError, ImportError, AssertionError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise UserError(f"{key}={path}: {_explained(str(error), path, key)}") from error
+    except (OSError, ValueError, ImportError, AssertionError, KeyError, ZeroDivisionError, *more) as error:
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"{key}={path}: {_explained(reason, path, key)}") from error
 
 
 def _pickled(path: str) -> str:

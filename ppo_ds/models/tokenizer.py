@@ -7,6 +7,8 @@ an end token inside a prompt.
 
 from __future__ import annotations
 
+import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,11 @@ class Tokenizer:
         """Number of tokens, added ones included (a model's embedding may have more rows)."""
         return len(self.hf)
 
+    @cached_property
+    def id_bound(self) -> int:
+        """Every id that it gives is below, those of its ends and its padding too. A vocabulary may have gaps."""
+        return 1 + max(*self.hf.get_vocab().values(), *self.stop_ids, self.pad_id)
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self.hf.chat_template)
@@ -56,10 +63,9 @@ class Tokenizer:
         if not self.has_chat_template:
             raise UserError("a chat, but the tokenizer has no chat template; set data.chat_template=<Jinja or file>, or give prompts as text")
         try:
-            return self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=to_answer, **self.chat_template_kwargs)
-        except jinja2.TemplateError as error:
-            roles = [message["role"] for message in messages]
-            raise UserError(f"the chat template refuses roles {roles}: {error}; mend the row, or set data.chat_template") from error
+            return render(self.hf, messages, add_generation_prompt=to_answer, **self.chat_template_kwargs)
+        except TemplateFault as error:
+            raise UserError(f"the chat template {error}; mend the row, or set data.chat_template") from error
 
     def encode_chat(self, messages: list[Message]) -> list[int]:
         """A template writes its own special tokens: adding the tokenizer's would give a second BOS."""
@@ -70,6 +76,22 @@ class Tokenizer:
 
     def save(self, folder: str | Path) -> None:
         self.hf.save_pretrained(folder)
+
+
+class TemplateFault(ValueError):
+    """A chat template that is not Jinja, refuses a chat, or fails in the middle of it."""
+
+
+def render(hf: PreTrainedTokenizerBase, messages: list[Message], **options: Any) -> str:
+    """A chat as text."""
+    try:
+        return hf.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # a template is a program: beside Jinja's errors it raises what Python's operators do
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        if isinstance(error, jinja2.TemplateSyntaxError):
+            raise TemplateFault(f"is not Jinja (line {error.lineno}: {reason})") from error
+        roles = ", ".join(message["role"] for message in messages)
+        raise TemplateFault(f"refuses a chat with the roles {roles} ({reason})") from error
 
 
 def load_tokenizer(
@@ -97,7 +119,7 @@ def load_tokenizer(
 
 def _located(path: str, revision: str | None, key: str) -> tuple[str, str | None]:
     """A local folder wins over a Hub name, and has no revision."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.is_dir():
         return str(folder), None
     if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
@@ -117,10 +139,11 @@ def _remedy(error: Exception, key: str) -> str:
 def _template(given: str) -> str:
     if "{{" in given or "{%" in given:
         return given
-    file = Path(given).expanduser()
-    if not file.is_file():
-        raise UserError(f"data.chat_template={given}: neither a Jinja template nor a file")
-    return file.read_text(encoding="utf-8")
+    try:
+        return Path(os.path.expanduser(given)).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"data.chat_template={given}: neither a Jinja template nor a file that can be read ({reason})") from error
 
 
 def _generation_end_ids(path: str, revision: str | None, key: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ looks for the rightmost id that is not the pad: the place before the end token w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 from ppo_ds.errors import UserError
 from ppo_ds.models.attention import laid_out
 from ppo_ds.models.layout import Layout, lay_out
-from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
+from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype, user_errors, weight_names
 from ppo_ds.models.lora import merged_state, without_adapters
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.types import moved
@@ -159,7 +159,7 @@ def load_critic(
         raise UserError(f"{key}={path}: a critic needs a value at every token, which a {kind} has not; take a decoder, such as the actor")
     headless = _HEAD in info["missing_keys"]
     if not zero_head:
-        _refuse_headless(path, info, key)
+        _refuse_headless(path, model, info["missing_keys"], key)
     refuse_missing(path, info, allowed=[_HEAD], key=key)
     if headless:
         # a new module, not zeros written into the old one: under ZeRO-3 the old weight is a shard
@@ -175,13 +175,29 @@ def load_reward_model(
 ) -> ScoreModel:
     """A frozen reward model: any ``AutoModelForSequenceClassification`` with one label and all of its weights."""
     model, info = _load(path, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation, key=key)
-    _refuse_headless(path, info, key)
+    _refuse_headless(path, model, info["missing_keys"], key)
     refuse_missing(path, info, key=key)
     return ScoreModel(model).requires_grad_(False).eval()
 
 
-def _refuse_headless(path: str, info: dict[str, Any], key: str) -> None:
-    missing = sorted(info["missing_keys"])
+def expect_reward_model(path: str, *, revision: str | None, trust_remote_code: bool, key: str = "reward.model.path") -> tuple[int, bool]:
+    """UserError for what can be seen of a model that is no reward model without reading a weight: its config, and which weights its files have.
+
+    Returns the rows of its embedding and whether it is a decoder.
+    """
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
+    _expect_one_label(config, path, key)
+    with user_errors(path, key, Exception), torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
+    names = weight_names(path, revision)
+    if names is not None:  # whatever stands before a name: files may have been written by another class
+        _refuse_headless(path, model, [name for name in model.state_dict() if not any(there.endswith(name) for there in names)], key)
+    return model.get_input_embeddings().num_embeddings, hasattr(model, "score") and not config.is_encoder_decoder
+
+
+def _refuse_headless(path: str, model: Any, missing: Iterable[str], key: str) -> None:
+    """``missing``: weights that are not in the files. Those of the trunk are judged by whoever loads them."""
+    missing = sorted(name for name in missing if not name.startswith(f"{model.base_model_prefix}."))
     if missing:
         lost = ", ".join(missing[:3])
         raise UserError(f"{key}={path}: has no trained score head ({lost} not in its files): give a sequence classifier trained to score")

@@ -54,6 +54,10 @@ class TextReward(ABC):
     def __call__(self, rollout: Rollout) -> Scores:
         return sequence_scores(self.judge(Answers.of(rollout, self._tokenizer)), rollout)
 
+    def expect(self, row: Row) -> None:
+        """RewardError for a raw row without what its answers are to be judged by. All rows are shown to it before anything is loaded."""
+        return
+
     @abstractmethod
     def judge(self, answers: Answers) -> Tensor:
         """One finite score each, [B]."""

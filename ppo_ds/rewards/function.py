@@ -8,11 +8,13 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
-from functools import reduce
+from copy import deepcopy
+from functools import cache, reduce
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -27,7 +29,8 @@ _LARGEST = torch.finfo(torch.float32).max
 class FunctionReward(TextReward):
     """``path`` is ``pkg.mod:fn`` or ``file.py:fn``. The function gets three lists of length B: prompts and responses as text, and the raw rows.
 
-    An exception inside the function is the user's own and goes through as it is.
+    It may do with these as it likes, for they are copies, and with torch's random numbers too: the next answers are drawn as if it had not.
+    An exception inside the function is the user's own and goes through as it is, with a note on what was being scored.
     """
 
     def __init__(self, path: str, *, tokenizer: Tokenizer, key: str = "reward"):
@@ -37,8 +40,13 @@ class FunctionReward(TextReward):
 
     def judge(self, answers: Answers) -> Tensor:
         prompts = [row["prompt_text"] for row in answers.rows]
-        result = self._function(prompts, list(answers.texts), list(answers.rows))
-        return torch.tensor(self._floats(result, prompts))
+        try:
+            with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+                result = self._function(list(prompts), list(answers.texts), deepcopy(list(answers.rows)))
+        except BaseException as error:  # sys.exit() too
+            error.add_note(f"in {self._name}, scoring {len(prompts)} answers; row 0 has the prompt {shown(prompts[0])}")
+            raise
+        return torch.tensor(self._floats(result, prompts), dtype=torch.float32, device="cpu")
 
     def _floats(self, result: Any, prompts: list[str]) -> list[float]:
         values = result.tolist() if hasattr(result, "tolist") else result  # numpy arrays and tensors
@@ -49,7 +57,10 @@ class FunctionReward(TextReward):
         return [self._float(value, row, prompt) for row, (value, prompt) in enumerate(zip(values, prompts, strict=True))]
 
     def _float(self, value: Any, row: int, prompt: str) -> float:
-        number = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
+        try:
+            number = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
+        except (ValueError, RuntimeError):  # it is several
+            number = None
         if not isinstance(number, Real) or not abs(number) <= _LARGEST:  # nan is not <= anything
             place = f"row {row}, prompt {shown(prompt)}"
             raise RewardError(f"{self._name} returned {_described(value)} for {place}; a score must be a finite number")
@@ -78,7 +89,7 @@ def _module(path: str, name: str, key: str) -> ModuleType:
     _importable(Path.cwd())  # sys.path begins with the folder of the launch script, not with that of the user
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{key}={path}: cannot import {name}: {_reason(error)}") from error
 
 
@@ -87,16 +98,26 @@ def _file_module(path: str, place: str, key: str) -> ModuleType:
     if not file.is_file():
         raise UserError(f"{key}={path}: no such file: {file}")
     _importable(file.parent)
-    name = f"_reward_of_{file.stem}"  # a name of its own: the user's math.py must not become `math`
+    try:
+        return _executed(file)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{key}={path}: cannot import {place}: {_reason(error)}") from error
+
+
+@cache
+def _executed(file: Path) -> ModuleType:
+    """Once in a process, like any module."""
+    # a name of its own: the user's math.py must not become `math`, nor one score.py another
+    name = f"_reward_of_{file.stem}_{crc32(str(file).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException:
         del sys.modules[name]
-        raise UserError(f"{key}={path}: cannot import {place}: {_reason(error)}") from error
+        raise
     return module
 
 
@@ -106,7 +127,7 @@ def _importable(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and "importlib" not in f.filename]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

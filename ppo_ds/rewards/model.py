@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal, Protocol
@@ -13,12 +13,13 @@ from torch import Tensor
 from ppo_ds.config import FrozenZeroConfig, ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
-from ppo_ds.models.value import ScoreModel, load_reward_model
+from ppo_ds.models.value import ScoreModel, expect_reward_model, load_reward_model
 from ppo_ds.ops.batching import plan_forwards, plan_microbatches
 from ppo_ds.rewards.audit import Audit, audit_classifier, conclude
 from ppo_ds.rewards.base import Answers, RewardError, TextReward, shown
-from ppo_ds.rewards.text import Text, TextEncoder, left_padded, right_padded
+from ppo_ds.rewards.text import Template, Text, TextEncoder, left_padded, right_padded
 from ppo_ds.typed import Count
+from ppo_ds.types import Row
 
 _REPLICA = FrozenZeroConfig()
 
@@ -108,11 +109,8 @@ def model_reward(
     path = model.path
     own = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
     module, score = place(load_reward_model, model, zero, f"{key}.model.path")
-    highest = max(own.hf.get_vocab().values())
-    if highest >= module.vocab_size:
-        raise UserError(f"{key}.model.path={path}: its tokenizer has ids up to {highest}, its embedding only {module.vocab_size} rows")
-    if template == "auto":
-        template = "chat" if own.has_chat_template else "concat" if module.is_decoder else "pair"
+    _expect_ids(own, module.vocab_size, path, key)
+    template = _chosen(template, own, module.is_decoder)
     limit = _limit(max_tokens, own, module, key)
     encode = TextEncoder(own, template, limit, append_eos, key, actors_vocabulary=own.hf.get_vocab() == tokenizer.hf.get_vocab())
     reward = ModelReward(score, encode, tokenizer=tokenizer, pad_id=own.pad_id, token_budget=score_tokens, agree=agree, key=key)
@@ -131,6 +129,40 @@ def model_reward(
             raise UserError(str(error)) from error
         conclude(found, audit, name=f"{key}.model.path={path}", key=key, notes=[] if notes is None else notes, agree=agree)
     return reward
+
+
+def expect_readable(
+    model: ModelConfig,
+    examples: Sequence[tuple[str, Row]],
+    template: Literal["auto", "chat", "pair", "concat"] = "auto",
+    append_eos: bool | None = None,
+    key: str = "reward",
+) -> None:
+    """UserError for what can be said of a reward model without its weights: whether it is one, and whether it can read the data.
+
+    ``examples``: places and rows, one for each order of roles (PromptSource.examples).
+    """
+    path = model.path
+    own = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
+    vocab_size, is_decoder = expect_reward_model(path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=f"{key}.model.path")
+    _expect_ids(own, vocab_size, path, key)
+    encode = TextEncoder(own, _chosen(template, own, is_decoder), None, append_eos, key)
+    for place, row in examples:
+        try:
+            encode(row, "x", True)
+        except RewardError as error:
+            raise UserError(f"{place}: {error}") from error
+
+
+def _expect_ids(own: Tokenizer, vocab_size: int, path: str, key: str) -> None:
+    if own.id_bound > vocab_size:
+        raise UserError(f"{key}.model.path={path}: its tokenizer has ids up to {own.id_bound - 1}, its embedding only {vocab_size} rows")
+
+
+def _chosen(template: Literal["auto", "chat", "pair", "concat"], own: Tokenizer, is_decoder: bool) -> Template:
+    if template == "auto":
+        return "chat" if own.has_chat_template else "concat" if is_decoder else "pair"
+    return template
 
 
 def _limit(asked: int | None, tokenizer: Tokenizer, module: ScoreModel, key: str) -> int | None:

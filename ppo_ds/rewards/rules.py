@@ -118,6 +118,9 @@ class ExactMatchReward(Rule):
         self._column, self._strip, self._ignore_case = column, strip, ignore_case
         self._score, self._miss = score, miss
 
+    def expect(self, row: Row) -> None:
+        references(row, self._column, self._key)
+
     def rate(self, text: str, row: Row) -> float:
         accepted = {self._plain(reference) for reference in references(row, self._column, self._key)}
         return self._score if self._plain(text) in accepted else self._miss
@@ -149,11 +152,17 @@ class NumericReward(Rule):
         self._column, self._tolerance = column, tolerance
         self._score, self._miss = score, miss
 
+    def expect(self, row: Row) -> None:
+        self._wanted(row)
+
     def rate(self, text: str, row: Row) -> float:
-        wanted = [self._number(reference) for reference in references(row, self._column, self._key)]
+        wanted = self._wanted(row)
         stated = stated_number(text)
         right = stated is not None and any(stated.equals(number, self._tolerance) for number in wanted)
         return self._score if right else self._miss
+
+    def _wanted(self, row: Row) -> list[Number]:
+        return [self._number(reference) for reference in references(row, self._column, self._key)]
 
     def _number(self, reference: str) -> Number:
         number = reference_number(reference)
@@ -259,8 +268,8 @@ def references(row: Row, column: str, key: str) -> list[str]:
     value = row[column]
     found = [_reference(one, f"{key}.column={column}") for one in (value if isinstance(value, (list, tuple)) else [value])]
     if not found or not all(text.strip() for text in found):
-        place = shown(row["prompt_text"])
-        raise RewardError(f"{key}.column={column}: the reference is empty for prompt {place}; give each row one, or set {key}.column")
+        place = f" for prompt {shown(row['prompt_text'])}" if "prompt_text" in row else ""
+        raise RewardError(f"{key}.column={column}: the reference is empty{place}; give each row one, or set {key}.column")
     return found
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import jinja2
 import torch
 from torch import Tensor
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.tokenizer import Message, Tokenizer
+from ppo_ds.models.tokenizer import Message, TemplateFault, Tokenizer, render
 from ppo_ds.rewards.base import RewardError
 from ppo_ds.types import Row, moved
 
@@ -76,12 +75,10 @@ class TextEncoder:
 
     def _rendered(self, messages: list[Message]) -> str:
         try:
-            return self._hf.apply_chat_template(messages, tokenize=False)
-        except jinja2.TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
+            return render(self._hf, messages)
+        except TemplateFault as error:
             raise RewardError(
-                f"{self._key}.template=chat: the reward model's chat template refuses a chat with the roles {roles}: "
-                f"{' '.join(str(error).split())[:200]}; set {self._key}.template=pair or {self._key}.template=concat"
+                f"{self._key}.template=chat: the reward model's chat template {error}; set {self._key}.template=pair or {self._key}.template=concat"
             ) from error
 
     def _single(self, text: str, *, special_tokens: bool, end: bool) -> Text:

@@ -13,11 +13,11 @@ from torch import Tensor
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.running import RunningMoments
-from ppo_ds.rewards.base import Answers, RewardError, TextReward, both_tags, expect_writable, sequence_scores, text_inside
+from ppo_ds.rewards.base import Answers, RewardError, TextReward, both_tags, expect_writable, sequence_scores, shown, text_inside
 from ppo_ds.rewards.rules import Tag
 from ppo_ds.targets import NESTED
 from ppo_ds.typed import Positive
-from ppo_ds.types import Reward, Rollout, Scores
+from ppo_ds.types import Reward, Rollout, Row, Scores
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,13 @@ class WeightedReward:
         """For held-out answers: a normalised part counts as it gave its score, so that evaluations compare; running moments stay as they are."""
         return self._mixed(rollout, training=False)
 
+    def expect(self, row: Row) -> None:
+        """As a TextReward's, of each part."""
+        for name, part in self._parts.items():
+            if isinstance(part.reward, TextReward):
+                with _naming(f"{self._key}.{name}"):
+                    part.reward.expect(row)
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, alike on every rank."""
         return {"moments": {name: moments.state_dict() for name, moments in self._moments.items()}}
@@ -115,8 +122,10 @@ def _given(part: Part, rollout: Rollout, answers: Answers) -> Scores:
         given = part.reward(rollout)
     else:  # reads what has been decoded once for all parts
         given = sequence_scores(part.reward.judge(answers.inside(part.inside) if part.inside else answers), rollout)
-    if not (given.total.isfinite().all() and given.per_token.isfinite().all()):  # a weight of 0 would not hide it
-        raise RewardError("a score is not finite")
+    bad = ~(given.total.isfinite() & given.per_token.isfinite().all(1))  # a weight of 0 would not hide it
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise RewardError(f"a score is not finite: {given.total[row]} for row {row}, prompt {shown(answers.rows[row]['prompt_text'])}")
     return given
 
 
@@ -153,6 +162,9 @@ class AnswerMix(TextReward):
             raise UserError(f"{key}.reward: {type(reward).__name__} does not read text alone; put the mix of whole and answer around its parts")
         expect_writable(both_tags(tag), tokenizer, f"{key}.tag={tag}")
         self._reward, self._whole, self._answer, self._clip, self._tag = reward, whole, answer, clip, tag
+
+    def expect(self, row: Row) -> None:
+        self._reward.expect(row)
 
     def judge(self, answers: Answers) -> Tensor:
         whole, answer = (self._clipped(self._reward.judge(read)) for read in (answers, answers.inside(self._tag)))

@@ -114,7 +114,7 @@ def test_more_rows_than_a_chunk_stay_in_order(source, tokenizer):
 
 def test_truncation_keeps_the_end(source, tokenizer):
     made = source("abcde", {"messages": [{"role": "user", "content": "x" * 50}]}, "ok", max_prompt_tokens=len("<assistant>") + 3)
-    assert made.report == {"rows": 3, "truncated": 1, "dropped": 0, "lowered": 0}
+    assert made.report == {"rows": 3, "truncated": 1, "dropped": 0, "lowered": 0, "repeated": 0, "same_id": 0}
     prompts = made.batch([0, 1])
     assert [tokenizer.decode(ids, skip_special_tokens=False) for ids in ids_of(prompts)] == ["abcde", "xx<eos><assistant>"]
     assert texts(prompts)[1] == "<user>" + "x" * 50 + "<eos><assistant>"
@@ -122,7 +122,7 @@ def test_truncation_keeps_the_end(source, tokenizer):
 
 def test_drop(source):
     made = source("abc", "abcd", "ab", "abcde", max_prompt_tokens=3, long_prompts="drop")
-    assert made.report == {"rows": 4, "truncated": 0, "dropped": 2, "lowered": 0} and len(made) == 2
+    assert made.report == {"rows": 4, "truncated": 0, "dropped": 2, "lowered": 0, "repeated": 0, "same_id": 0} and len(made) == 2
     assert [(row["n"], row["prompt_text"]) for row in made.batch([1, 0]).metadata] == [(2, "ab"), (0, "abc")]
 
 
@@ -167,7 +167,7 @@ def test_chats_need_a_template(source, byte_tokenizer):
 
 def test_a_row_that_the_template_refuses(source, byte_tokenizer):
     picky = byte_tokenizer(template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x")
-    with pytest.raises(UserError, match=r"data.jsonl:2: the chat template refuses roles \['system', 'user'\]: no system"):
+    with pytest.raises(UserError, match=r"data.jsonl:2: the chat template refuses a chat with the roles system, user \(TemplateError: no system\)"):
         source({"messages": [USER]}, {"messages": [{"role": "system", "content": "s"}, USER]}, tokenizer=picky)
 
 
@@ -190,7 +190,7 @@ def test_a_system_message_needs_a_template_that_takes_it(source, byte_tokenizer)
     with pytest.raises(UserError, match=r"data.jsonl:1: column \"prompt\" is a text that stays as it is, .* data.text_as_chat=false"):
         source("hi", system="be brief", text_as_chat=False)
     picky = byte_tokenizer(template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x")
-    with pytest.raises(UserError, match=r"data.jsonl:1: the chat template refuses roles \['system', 'user'\]: no system"):
+    with pytest.raises(UserError, match=r"data.jsonl:1: the chat template refuses a chat with the roles system, user \(TemplateError: no system\)"):
         source({"messages": [USER]}, system="be brief", tokenizer=picky)
 
 
@@ -210,7 +210,14 @@ def test_each_answer_has_the_limit_of_its_row_or_of_the_run(source):
 def test_limits_stay_with_their_prompts_where_others_are_dropped(source):
     rows = [{"prompt": "abc", "max_new_tokens": 20}, {"prompt": "a", "max_new_tokens": 2}, {"prompt": "abc"}, {"prompt": "b", "max_new_tokens": 4}]
     made = source(*rows, max_prompt_tokens=2, long_prompts="drop")
-    assert made.batch([0, 1]).limits.tolist() == [2, 4] and made.report == {"rows": 4, "truncated": 0, "dropped": 2, "lowered": 0}
+    assert made.batch([0, 1]).limits.tolist() == [2, 4] and made.report == {
+        "rows": 4,
+        "truncated": 0,
+        "dropped": 2,
+        "lowered": 0,
+        "repeated": 0,
+        "same_id": 0,
+    }
 
 
 def test_limits_of_a_csv_file_are_text(tmp_path, tokenizer):

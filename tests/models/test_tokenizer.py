@@ -93,15 +93,56 @@ def test_given_template_replaces_the_tokenizers_own_and_is_saved(tmp_path):
     assert load_tokenizer(str(tmp_path / "b")).render_chat(CHAT) == "hi!"
 
 
-def test_template_that_is_no_file(tmp_path):
-    with pytest.raises(UserError, match="data.chat_template=nowhere.jinja"):
-        load_tokenizer(saved(tmp_path), chat_template="nowhere.jinja")
+@pytest.mark.parametrize(
+    ("name", "reason"), [("nowhere.jinja", "No such file"), ("", "Is a directory"), ("latin.jinja", "utf-8"), ("x" * 300, "too long")]
+)
+def test_template_that_is_no_file(tmp_path, name, reason):
+    (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=f"^data.chat_template=.*neither a Jinja template nor a file that can be read .*{reason}"):
+        load_tokenizer(saved(tmp_path), chat_template=str(tmp_path / name))
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('system is not supported') }}", "{% for %}"])
-def test_template_that_refuses(tmp_path, template):
-    with pytest.raises(UserError, match="chat template refuses roles"):
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        ("{{ raise_exception('no system') }}", "refuses a chat with the roles user (TemplateError: no system)"),
+        ("{% for %}", "is not Jinja (line 1: TemplateSyntaxError: Expected an expression, got 'end of statement block')"),
+        ("{{ messages[0].nothing.more }}", "refuses a chat with the roles user (UndefinedError: 'dict object' has no attribute 'nothing')"),
+        ("{{ messages[0]['content'] + 1 }}", 'refuses a chat with the roles user (TypeError: can only concatenate str (not "int") to str)'),
+        ("{{ 1 / 0 }}", "refuses a chat with the roles user (ZeroDivisionError: division by zero)"),
+    ],
+)
+def test_template_that_cannot_be_rendered(tmp_path, template, fault):
+    with pytest.raises(UserError) as caught:
         load_tokenizer(saved(tmp_path), chat_template=template).render_chat(CHAT)
+    assert caught.value.problems == [f"the chat template {fault}; mend the row, or set data.chat_template"]
+
+
+def test_arguments_that_no_template_takes(tmp_path):
+    tokenizer = load_tokenizer(saved(tmp_path, template=TEMPLATE), chat_template_kwargs={"tokenize": True})
+    with pytest.raises(UserError, match="the chat template .*tokenize"):
+        tokenizer.render_chat(CHAT)
+
+
+@pytest.mark.parametrize(
+    ("named", "pad", "bound"),
+    [(None, "<pad>", 259), ([300, 7], "<pad>", 301), (None, None, 259)],
+)
+def test_ids_are_below(tmp_path, named, pad, bound):
+    """259 tokens; the generation config may name an end beyond them."""
+    saved(tmp_path, pad=pad)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    assert load_tokenizer(str(tmp_path)).id_bound == bound
+
+
+def test_ids_of_a_vocabulary_with_gaps(tmp_path):
+    saved(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    tree["model"]["vocab"]["\u0120"] = 999  # the space
+    file.write_text(json.dumps(tree))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.id_bound) == (259, 1000)
 
 
 def test_chat_without_template(tmp_path):

@@ -125,7 +125,9 @@ def test_a_template_that_refuses_turns_is_found_before_training(tmp_path, build)
     path = save_model(
         tmp_path / "rm", LLAMA, template="{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}" + CHAT_TEMPLATE
     )
-    with pytest.raises(UserError, match="^reward.template=chat: .*roles user, assistant, user, assistant: one turn only; set reward.template=pair"):
+    with pytest.raises(
+        UserError, match="^reward.template=chat: .*roles user, assistant, user, assistant .*one turn only.*; set reward.template=pair"
+    ):
         build(path, audit="report")
 
 
