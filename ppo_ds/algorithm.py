@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ppo_ds.algo.advantages import CriticEstimator, Estimator, ScorePlace, Whitening
 from ppo_ds.algo.experience import Correction, ExperienceMaker, KLCharge, shared_values_of, values_of
+from ppo_ds.algo.health import Health
 from ppo_ds.algo.learner import Learner
 from ppo_ds.algo.objectives import PolicyObjective, PtxObjective, ValueObjective
 from ppo_ds.algo.shaping import Penalties, ScoreShaper
@@ -160,6 +161,7 @@ def learner(
     ptx_texts: Iterator[Sequences] | None,
     ema: ShadowWeights | None,
     timer: PhaseTimer,
+    health: Health,
 ) -> Learner:
     algo = config.algo
     return Learner(
@@ -192,6 +194,7 @@ def learner(
         average=ema,
         decay=config.actor.ema.decay or 0.0,
         timer=timer,
+        health=health,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ppo_ds.advice import slow_bf16, warnings
 from ppo_ds.algo.evaluation import Evaluator
 from ppo_ds.algo.folder import RunFolder
+from ppo_ds.algo.health import Ceiling, Health
 from ppo_ds.algo.performance import build_meter
 from ppo_ds.algo.sampling import DynamicSampler, Sampler
 from ppo_ds.algo.stopping import StopRequest
@@ -193,6 +194,7 @@ def _trainer(
     checkpoints: Checkpoints,
 ) -> Trainer:
     run_dir, kl, tokenizer = Path(config.run.dir or ""), kl_controller(config), inputs.tokenizer
+    health = Health(config.health.max_skips)
     make_experience = experience_maker(
         config,
         world=world,
@@ -212,7 +214,7 @@ def _trainer(
         sample=_sampler(config, world, roles, generator, sampling, timer, stop),
         make_experience=make_experience,
         make_pretraining=pretraining(make_experience) if config.algo.value.pretrain_rollouts else None,
-        learn=learner(config, world=world, actor=roles.actor, critic=roles.critic, ptx_texts=inputs.ptx, ema=roles.ema, timer=timer),
+        learn=learner(config, world=world, actor=roles.actor, critic=roles.critic, ptx_texts=inputs.ptx, ema=roles.ema, timer=timer, health=health),
         kl=kl,
         parts=_stateful(
             kl=kl if config.algo.kl.controller != "fixed" else None,  # a fixed coefficient is the config's to say, also after a resume
@@ -233,6 +235,8 @@ def _trainer(
         meter=build_meter(world, roles.actor, roles.critic),
         plan=_plan(config, length.steps),
         folder=RunFolder(run_dir, world=world, tokenizer=tokenizer, title=config.run.name),
+        health=health,
+        ceiling=Ceiling(config.health.max_kl, stops=config.health.on_kl == "stop"),
     )
 
 

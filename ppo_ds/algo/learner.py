@@ -1,7 +1,12 @@
-"""learn: several passes of clipped policy and value updates over one experience."""
+"""learn: several passes of clipped policy and value updates over one experience.
+
+Actor and critic step together or not at all: the backward of both comes first, then all ranks agree on whether every loss and gradient is finite.
+The actor's gradients wait in memory while the critic's are made.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -12,15 +17,43 @@ from torch import Tensor
 
 from ppo_ds.algo.advantages import Whitening
 from ppo_ds.algo.exchange import microbatch_rows, microbatches, minibatches
+from ppo_ds.algo.health import Health, Trouble, first_nonfinite
 from ppo_ds.algo.metrics import MetricSums
 from ppo_ds.algo.objectives import Parts, PolicyObjective, PtxObjective, ValueObjective
 from ppo_ds.algo.scoring import spread
 from ppo_ds.algo.timing import PhaseTimer
 from ppo_ds.engine.trained import StepInfo, TrainedModel
 from ppo_ds.engine.world import World
+from ppo_ds.faults import fault
 from ppo_ds.ops.batching import places
 from ppo_ds.ops.losses import BatchTotals, batch_totals
 from ppo_ds.types import ActorExperience, CriticExperience, Experience, Metrics, Sequences, experience_of
+
+UNKNOWN = ("policy/loss", "value/loss", "value/explained_var")  # of a rollout that nothing was learned from; what else is missing nobody reads
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step learns from."""
+
+    rows: Experience  # of all ranks
+    places: Tensor  # [b] long: where they stand in the experience
+    micros: list[Experience]  # this rank's share, one forward each
+    kl_coef: float
+    critic_only: bool
+
+    def trouble(self, what: list[str], row: int | None = None) -> Trouble:
+        return Trouble(tuple(what), self.rows, self.places, row, self.kl_coef, self.critic_only)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A model whose gradients are made and whose step is due."""
+
+    name: str  # actor | critic
+    model: TrainedModel
+    loss: Tensor  # 0-dim: the sum over this rank's micro-batches
+    parts: list[Parts]  # of the same
 
 
 class Average(Protocol):
@@ -48,6 +81,7 @@ class Learner:
     average: Average | None
     decay: float  # of the average
     timer: PhaseTimer
+    health: Health
     seen: MetricSums = field(init=False)
     steps: dict[str, list[StepInfo]] = field(init=False)
     read: list[Tensor] = field(init=False)  # log-probs [b,R'] of each micro-batch, where the update is the first to ask for them
@@ -60,6 +94,8 @@ class Learner:
         self.seen, self.steps, self.read = MetricSums(), {"policy": [], "value": []}, []
         done, moved = 0, 0.0
         order = minibatches(len(experience), self.epochs, self.minibatch_size, torch.Generator().manual_seed(seed))
+        if (found := first_nonfinite(experience)) is not None:
+            return experience, self._left_out(experience, *found, order, kl_coef, critic_only)
         for rows in order:
             if self.target_kl is not None and moved > self.target_kl:
                 break
@@ -69,16 +105,27 @@ class Learner:
             plan = microbatch_rows(minibatch, self.token_budget, self.world, self.packed)
             micros = [minibatch.select(part).trimmed() for part in plan]
             self._note_padding(micros)
-            if not critic_only:
-                moved = self._update_actor(minibatch, micros, kl_coef)
-            if self.critic is not None:
-                self._update_critic(minibatch, micros)
+            moved = self._update(Update(minibatch, rows, micros, kl_coef, critic_only))
             done += 1
         passes = {"policy/epochs_run": done * self.epochs / len(order), "policy/early_stopped": float(done < len(order))}
         if self.read:
             assert len(order) == 1, "the log-probs of a second optimizer step are no longer those of the old policy"
             experience = self._completed(experience, [rows[part] for part in plan])
         return experience, self.seen.reduced(self.world) | describe_steps(self.steps) | passes
+
+    def _left_out(self, experience: Experience, what: str, row: int, order: list[Tensor], kl_coef: float, critic_only: bool) -> Metrics:
+        """No optimizer step learns from a rollout of which anything is not finite: whitening and returns carry it to other rows."""
+        for role, model in self._learning(critic_only).items():
+            self.steps[role] += [model.nothing()] * len(order)
+        rows = next(rows for rows in order if row in rows)
+        self.health.skip(Update(experience.select(rows), rows, [], kl_coef, critic_only).trouble([what], row))
+        unknown = {name: math.nan for name in UNKNOWN if self.steps[name.partition("/")[0]]}
+        return unknown | describe_steps(self.steps) | {"policy/epochs_run": 0.0, "policy/early_stopped": 0.0}
+
+    def _learning(self, critic_only: bool) -> dict[str, TrainedModel]:
+        """By the name of their metrics."""
+        models = {"policy": None if critic_only else self.actor, "value": self.critic}
+        return {role: model for role, model in models.items() if model is not None}
 
     def _note_padding(self, micros: list[Experience]) -> None:
         for micro in micros:
@@ -93,40 +140,67 @@ class Learner:
         columns = {f.name: getattr(experience, f.name) for f in fields(experience)}
         return experience_of(**columns, logprobs=logprobs, old_logprobs=logprobs)
 
-    def _update_actor(self, minibatch: Experience, micros: list[Experience], kl_coef: float) -> float:
+    def _update(self, update: Update) -> float:
         """One optimizer step; returns how far the policy was from the old one before it: approx_kl over all ranks, 0 where nobody asks."""
-        first = not self.steps["policy"]
-        totals, value_totals = self._totals(minibatch.response_mask), self._value_totals(minibatch)
-        losses = [partial(self._policy_loss, micro, totals, value_totals, kl_coef) for micro in micros]
-        with self.timer("update_actor"):
-            # PPO's own come last: ZeRO reduces in the last backward, which must reach every weight, a value head too
-            found = self._accumulate(self.actor, self._ptx_losses() + losses)
-            self.steps["policy"].append(self.actor.step())
-            if self.average is not None:
-                self.average.follow(self.decay)
-        if first:
-            for parts in found[-len(micros) :]:
-                self.seen.add_max("parity/ratio_first_minibatch_max", parts["policy/ratio_max"])
-        if self.target_kl is None:
-            return 0.0
-        moved, count = self.world.sum(sum(parts["policy/approx_kl"] for parts in found[-len(micros) :])).tolist()
-        return moved / max(count, 1.0)
+        pending: dict[str, Pending] = {}
+        if not update.critic_only:
+            with self.timer("update_actor"):
+                pending["policy"] = self._actors_backward(update)
+        if self.critic is not None:
+            with self.timer("update_critic"):
+                pending["value"] = self._critics_backward(update)
+        bad, overflows, moved = self._agreed(list(pending.values()))
+        for role, each in pending.items():
+            with self.timer(f"update_{each.name}"):
+                self.steps[role].append(each.model.skip(overflow=each.name in overflows) if bad else each.model.step())
+        if bad:
+            lowered = all(each.model.finds_its_scale for each in pending.values() if each.name in overflows)
+            self.health.skip(update.trouble(bad), forgiven=lowered and not any(what.startswith("loss") for what in bad))
+        else:
+            self.health.sound()
+            if self.average is not None and not update.critic_only:
+                with self.timer("update_actor"):
+                    self.average.follow(self.decay)
+        return moved
 
-    def _update_critic(self, minibatch: CriticExperience, micros: list[CriticExperience]) -> None:
-        totals = self._value_totals(minibatch)
-        with self.timer("update_critic"):
-            self._accumulate(self.critic, [partial(self._value_loss, micro, totals) for micro in micros])
-            self.steps["value"].append(self.critic.step())
+    def _actors_backward(self, update: Update) -> Pending:
+        totals, value_totals = self._totals(update.rows.response_mask), self._value_totals(update.rows)
+        losses = [partial(self._policy_loss, micro, totals, value_totals, update.kl_coef) for micro in update.micros]
+        # PPO's own come last: ZeRO reduces in the last backward, which must reach every weight, a value head too
+        found, loss = self._accumulate(self.actor, self._ptx_losses() + losses)
+        parts = found[-len(losses) :]
+        if not self.steps["policy"]:
+            for part in parts:
+                self.seen.add_max("parity/ratio_first_minibatch_max", part["policy/ratio_max"])
+        return Pending("actor", self.actor, loss, parts)
 
-    def _accumulate(self, model: TrainedModel, losses: list[Callable[[], tuple[Tensor, Parts]]]) -> list[Parts]:
-        """The backward of each loss, one graph at a time."""
-        found = []
+    def _critics_backward(self, update: Update) -> Pending:
+        totals = self._value_totals(update.rows)
+        parts, loss = self._accumulate(self.critic, [partial(self._value_loss, micro, totals) for micro in update.micros])
+        return Pending("critic", self.critic, loss, parts)
+
+    def _accumulate(self, model: TrainedModel, losses: list[Callable[[], tuple[Tensor, Parts]]]) -> tuple[list[Parts], Tensor]:
+        """The backward of each loss, one graph at a time; what they say of themselves, and their sum."""
+        found, total = [], torch.zeros((), dtype=torch.float64, device=self.world.device)
         for i, make in enumerate(losses, start=1):
             loss, parts = make()
             model.backward(loss, last=i == len(losses))
             self.seen.add_parts(parts)
             found.append(parts)
-        return found
+            total += loss.detach()
+        return found, total
+
+    def _agreed(self, pending: list[Pending]) -> tuple[list[str], list[str], float]:
+        """What is not finite on any rank, whose gradients among it, and how far the policy has moved. One collective, and one wait for the device."""
+        mine = [number for each in pending for number in (each.loss, each.model.squared_gradient())]
+        if asked := self.target_kl is not None and pending[0].name == "actor":
+            mine += list(sum(parts["policy/approx_kl"] for parts in pending[0].parts))
+        numbers = self.world.sum(torch.stack([number.double().to(self.world.device) for number in mine]))
+        sound = numbers.float().isfinite().tolist()  # DeepSpeed takes the norm in fp32
+        losses, gradients = [[each.name for each, good in zip(pending, sound[i::2], strict=False) if not good] for i in (0, 1)]
+        bad = [f"loss of the {name}" for name in losses] + [f"gradient of the {name}" for name in gradients]
+        moved, count = numbers[-2:].tolist() if asked else (0.0, 1.0)
+        return bad, gradients, moved / max(count, 1.0)
 
     # of the whole optimizer step: every rank holds all its rows, so no one needs to be asked
 
@@ -152,13 +226,14 @@ class Learner:
             self.read.append(out.logprobs.detach())
         loss, parts = self.policy(out, micro, totals, kl_coef)
         if out.values is None:
-            return loss, parts
+            return spoiled(loss, "actor"), parts
         value, value_parts = self.value(out.values, micro, value_totals)  # a shared trunk: one forward, one backward
-        return loss + value, parts | value_parts
+        return spoiled(loss + value, "actor"), parts | value_parts
 
     def _value_loss(self, micro: CriticExperience, totals: BatchTotals) -> tuple[Tensor, Parts]:
         values = self.critic(micro.ids, micro.attention_mask, micro.response_width)
-        return self.value(values, micro.to(self.world.device), totals)
+        loss, parts = self.value(values, micro.to(self.world.device), totals)
+        return spoiled(loss, "critic"), parts
 
     def _ptx_losses(self) -> list[Callable[[], tuple[Tensor, Parts]]]:
         if self.ptx is None:
@@ -172,14 +247,21 @@ class Learner:
         return self.ptx(out, micro.to(self.world.device), totals)
 
 
+def spoiled(loss: Tensor, role: str) -> Tensor:
+    """The loss as it is, but for faults on purpose: NaN, or the same with gradients of NaN."""
+    if fault(f"grad.{role}"):
+        loss.register_hook(lambda gradient: gradient * math.nan)
+    return loss * math.nan if fault(f"loss.{role}") else loss
+
+
 def describe_steps(steps: dict[str, list[StepInfo]]) -> Metrics:
-    """Gradient norms (before clipping, mean over the optimizer steps) and learning rates (of the last); alike on every rank."""
+    """Gradient norms (before clipping, mean over the optimizer steps: NaN if any is) and learning rates (of the last); alike on every rank."""
     numbers: Metrics = {}
     for role, infos in steps.items():
         if infos:
             numbers[f"{role}/grad_norm"] = sum(info.grad_norm for info in infos) / len(infos)
             numbers[f"{role}/lr"] = infos[-1].lr
     taken = [info for infos in steps.values() for info in infos]
-    numbers["health/skipped_steps"] = float(sum(info.skipped for info in taken))
+    numbers["health/skipped_steps"] = float(max(sum(info.skipped for info in infos) for infos in steps.values()))  # they skip together
     numbers["health/loss_scale"] = (steps["policy"] or taken)[-1].loss_scale
     return numbers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -58,7 +59,8 @@ class MetricSums:
             out |= dict(zip(maxima, world.max(_joined(maxima, torch.stack, world)).tolist(), strict=True))
         for name in [n for n in out if n.endswith(_SQUARES)]:
             mean = name.removesuffix(_SQUARES)
-            out[mean.removesuffix("mean") + "std"] = max(0.0, out.pop(name) - out[mean] ** 2) ** 0.5
+            variance = out.pop(name) - out[mean] ** 2
+            out[mean.removesuffix("mean") + "std"] = math.nan if math.isnan(variance) else max(0.0, variance) ** 0.5
         return out
 
 
@@ -68,6 +70,8 @@ def _joined(parts: dict[str, Tensor], join: Callable[[list[Tensor]], Tensor], wo
 
 
 def _number(piece: Tensor) -> float:
+    if not piece.isfinite().all():
+        return math.nan
     if len(piece) == 5:
         return explained_variance(piece)
     total, count = piece.tolist()

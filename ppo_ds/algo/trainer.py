@@ -131,18 +131,22 @@ class Trainer:
         with self._back_where_skipped_too_often():
             self._pretrain_critic()
         for step in self._steps():
-            with self._back_where_skipped_too_often(), self._undone_where_abandoned():
-                rollout, sampled = self.sample(self.prompts)
-                kl_coef = self.kl.value
-                experience, seen = self.make_experience(rollout, kl_coef)
-                self.stop.check()  # the last: a step that has begun to learn is finished
-                experience, learned = self.learn(experience, kl_coef, seed=self._seed(step), critic_only=step < self.plan.critic_warmup)
-                self._count(experience)
-                metrics = self._describe(experience, kl_coef) | sampled | seen | learned | self._after_update(experience)
-                self.kl.update(metrics.get(self.plan.kl_metric, math.nan), len(experience))  # without a reference the coefficient is nobody's
-                self._log(experience, metrics, self._evaluate())
-                self._watch_kl(metrics)
-                self._save()
+            with self._back_where_skipped_too_often():
+                self._step(step)
+
+    def _step(self, step: int) -> None:
+        with self._undone_where_abandoned():
+            rollout, sampled = self.sample(self.prompts)
+            kl_coef = self.kl.value
+            experience, seen = self.make_experience(rollout, kl_coef)
+            self.stop.check()  # the last: a step that has begun to learn is finished
+        experience, learned = self.learn(experience, kl_coef, seed=self._seed(step), critic_only=step < self.plan.critic_warmup)
+        self._count(experience)
+        metrics = self._describe(experience, kl_coef) | sampled | seen | learned | self._after_update(experience)
+        self.kl.update(metrics.get(self.plan.kl_metric, math.nan), len(experience))  # without a reference the coefficient is nobody's
+        self._log(experience, metrics, self._evaluate())
+        self._watch_kl(metrics)
+        self._save()
 
     def _steps(self) -> Iterator[int]:
         """How many steps are done, before each that is still to be done; stops where all ranks agree to stop."""

@@ -11,7 +11,9 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
+from ppo_ds.engine.gradients import drop, scale_can_fall, squared_norm
 from ppo_ds.engine.world import World
+from ppo_ds.life import sign
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What one optimizer step did. ``grad_norm`` is global and before clipping, ``lr`` the schedule's rate."""
+    """What one optimizer step did. ``grad_norm`` is global and before clipping (NaN if skipped), ``lr`` the schedule's rate."""
 
     grad_norm: float
     lr: float
@@ -93,7 +95,7 @@ class TrainedModel:
         self.settings = dict(settings or {})
         self.world = world
         self.schedule = schedule
-        self.steps = 0  # optimizer steps so far
+        self.steps = 0  # optimizer steps so far; those that were skipped do not count, so that the schedule waits for them
         self.swapped = False  # engine/shadow.py: the weights are another set's for now
         self.unsettled: Callable[[], None] | None = None  # what brings the module's weights back, after an exception while they were
         if deepspeed_config["zero_optimization"]["stage"] < 3:
@@ -115,6 +117,7 @@ class TrainedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.settle()
+        sign()
         return self.engine(*args, **kwargs)
 
     def settle(self) -> None:
@@ -129,19 +132,45 @@ class TrainedModel:
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss, scale_wrt_gas=False)
 
+    def squared_gradient(self) -> Tensor:
+        """0-dim float64 on the device: what this rank holds of the squared gradient norm, before clipping; over all ranks, a number that is not
+        finite in float32 says that the gradient is not either. Not a collective."""
+        return squared_norm(self.engine)
+
     def step(self) -> StepInfo:
-        """Clip and apply what was accumulated."""
+        """Clip and apply what was accumulated. Without ZeRO in fp32 it must be known to be finite."""
         assert not self.swapped, "training inside swapped()"
         lr = self.schedule.at(self.steps)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
         plain_norm = self._plain_grad_norm()
         self.engine.step()
-        self.steps += 1
         norm = self.engine.get_global_grad_norm() if plain_norm is None else plain_norm
         skipped = bool(getattr(self.engine.optimizer, "overflow", False))
-        scale = getattr(self.engine.optimizer, "cur_scale", getattr(self.engine.optimizer, "loss_scale", 1.0))
-        return StepInfo(float(norm) if norm is not None else math.nan, lr, skipped, float(scale))
+        self.steps += not skipped
+        return StepInfo(float(norm) if norm is not None and not skipped else math.nan, lr, skipped, self.loss_scale)
+
+    def skip(self, *, overflow: bool) -> StepInfo:
+        """Drop what was accumulated: weights, moments, their counters and the schedule stay as they are. A collective.
+
+        ``overflow``: the gradient was not finite, and a dynamic loss scale falls.
+        """
+        assert not self.swapped, "training inside swapped()"
+        drop(self.engine, lower_scale=overflow)
+        return self.nothing()
+
+    def nothing(self) -> StepInfo:
+        """The step that was not even begun."""
+        return StepInfo(math.nan, self.schedule.at(self.steps), True, self.loss_scale)
+
+    @property
+    def loss_scale(self) -> float:
+        return float(getattr(self.engine.optimizer, "cur_scale", getattr(self.engine.optimizer, "loss_scale", 1.0)))
+
+    @property
+    def finds_its_scale(self) -> bool:
+        """Whether a gradient that is not finite may be the loss scale's doing, which falls until none is (fp16)."""
+        return scale_can_fall(self.engine)
 
     def _plain_grad_norm(self) -> float | None:
         """fp32 without ZeRO has no wrapper that reports the norm; its gradients are whole and reduced by now."""

@@ -74,7 +74,7 @@ class AdaptiveKLController(FixedKLController):
         self.min_coef, self.max_coef = min_coef, max_coef
 
     def update(self, current: float, n_steps: int) -> None:
-        if math.isnan(current):
+        if not math.isfinite(current):
             return  # min() and max() would turn NaN into an error of +0.2
         error = min(max(current / self.target - 1, -0.2), 0.2)
         self.value = _limit(self.value * (1 + error * n_steps / self.horizon), self.min_coef, self.max_coef)
@@ -102,6 +102,8 @@ class ThresholdKLController(FixedKLController):
         self.min_coef, self.max_coef = min_coef, max_coef
 
     def update(self, current: float, n_steps: int) -> None:
+        if not math.isfinite(current):
+            return
         if current > self.high * self.target:
             self.value = _limit(self.value * self.up, self.min_coef, self.max_coef)
         elif current < self.low * self.target:

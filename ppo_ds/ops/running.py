@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,11 +20,11 @@ class RunningMoments:
 
     @torch.no_grad()
     def update(self, x: Tensor, reduce: Reduce | None = None) -> None:
-        """Add this rank's x [B]. A collective where ``reduce`` is one."""
+        """Add this rank's x [B]; nothing where any rank's is not finite. A collective where ``reduce`` is one."""
         total = reduce or (lambda t: t)
         x = x.detach().double()
         count, summed = total(torch.stack([torch.tensor(float(len(x)), dtype=x.dtype, device=x.device), x.sum()])).tolist()
-        if count == 0:
+        if count == 0 or not math.isfinite(summed):  # one NaN in a running mean is there for ever
             return
         mean = summed / count
         squares = total((x - mean).square().sum().reshape(1)).item()

@@ -63,6 +63,9 @@ class ConsoleTracker:
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
         """Nothing: samples are in the run directory, and before/after ones in the report at the end."""
 
+    def rewind(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
     def finish(self, summary: dict[str, Any]) -> None:
         if self.console.is_terminal:
             self._progress.stop()

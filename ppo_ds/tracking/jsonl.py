@@ -20,12 +20,16 @@ class JsonlTracker:
         self.path = self.run_dir / "metrics.jsonl"
         self._samples_dir = self.run_dir / "samples"
         self._samples_dir.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_metrics(self.path) if line["step"] <= resumed_at] if resumed_at > 0 else []
+        self._keep_until(resumed_at)
+
+    def _keep_until(self, step: int) -> None:
+        """Whole lines and samples of later steps go; what comes is written behind the others."""
+        kept = [line for line in read_metrics(self.path) if line["step"] <= step] if step > 0 else []
         _write_whole(self.path, "".join(_line(record) for record in kept))
         for file in self._samples_dir.glob("*step_*.jsonl"):
-            if int(re.search(r"step_(\d+)", file.name)[1]) > resumed_at:
+            if int(re.search(r"step_(\d+)", file.name)[1]) > step:
                 file.unlink()
-        self._last: dict[str, Any] = kept[-1] if kept else {"step": resumed_at}
+        self._last: dict[str, Any] = kept[-1] if kept else {"step": step}
         self._file = self.path.open("a", encoding="utf-8", errors="replace")
 
     @property
@@ -50,6 +54,10 @@ class JsonlTracker:
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
         prefix = "" if split == "train" else f"{split}_"
         _write_whole(self._samples_dir / f"{prefix}step_{step:06d}.jsonl", "".join(_line(row) for row in rows))
+
+    def rewind(self, step: int) -> None:
+        self._file.close()
+        self._keep_until(step)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """``summary.json``: what the caller says, the number of steps, and the metrics of the last one."""

@@ -24,6 +24,9 @@ class Tracker(Protocol):
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
         """Some answers of one step: prompt, response, score, kl, length, finish. ``split`` is train or eval."""
 
+    def rewind(self, step: int) -> None:
+        """The run has gone back to where ``step`` was done: what was said of later ones is no longer so."""
+
     def finish(self, summary: dict[str, Any]) -> None:
         """The run ends; ``summary`` says why (``exit_reason``) and what came of it."""
 
@@ -54,6 +57,10 @@ class Trackers:
         kept = [finite(row) for row in (rows if self._max_samples < 0 else rows[: self._max_samples])]
         for tracker in self._trackers if kept else ():
             tracker.samples(step, kept, split)
+
+    def rewind(self, step: int) -> None:
+        for tracker in self._trackers:
+            tracker.rewind(step)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """``summary`` needs ``exit_reason``; ``wall_s`` (seconds, earlier parts of a resumed run included) is added."""

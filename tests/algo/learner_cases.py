@@ -7,6 +7,7 @@ from algo_cases import AS_IT_IS, timer
 from torch import nn
 
 from ppo_ds.algo.exchange import minibatches
+from ppo_ds.algo.health import Health
 from ppo_ds.algo.learner import Learner
 from ppo_ds.algo.objectives import PolicyObjective, ValueObjective
 from ppo_ds.engine.trained import StepInfo
@@ -66,6 +67,7 @@ class Engine:
         self.module, self.world = module, world
         self.optimizer = torch.optim.SGD(module.parameters(), lr=LR)
         self.flags, self.steps, self.backwards = [], 0, []
+        self.skipped, self.finds_its_scale = [], False
         self.read = []  # the ids of each forward
 
     def __call__(self, *args, **kwargs):
@@ -76,6 +78,19 @@ class Engine:
         assert not any(self.flags), "a backward after the last one"
         self.flags.append(last)
         loss.backward()
+
+    def squared_gradient(self):
+        """Of this rank's own share: what it adds up to over ranks is finite or not as the mean's is."""
+        return sum(parameter.grad.square().sum() for parameter in self.module.parameters())
+
+    def skip(self, *, overflow):
+        self.skipped.append(overflow)
+        self.flags = []
+        self.optimizer.zero_grad()
+        return self.nothing()
+
+    def nothing(self):
+        return StepInfo(float("nan"), LR / (self.steps + 1), True, 1.0)
 
     def step(self):
         assert self.flags[-1], "no backward was marked as the last"
@@ -113,7 +128,7 @@ def learner(world, actor, critic, policy=None, value=None, budget=10_000, miniba
         actor=actor, critic=critic, world=world, epochs=epochs, minibatch_size=minibatch_size, token_budget=budget, norm=NORM, target_kl=None,
         packed=False,
         whitening=AS_IT_IS, policy=PolicyObjective(**POLICY | (policy or {})), value=ValueObjective(**VALUE | (value or {})),
-        ptx=None, ptx_texts=None, average=None, decay=0.0, timer=timer,
+        ptx=None, ptx_texts=None, average=None, decay=0.0, timer=timer, health=Health(max_skips=1000),
     )  # fmt: skip
     return Learner(**plain | changes)
 

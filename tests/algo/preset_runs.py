@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from launch.cli import CONF, load_config
+from ppo_ds.algo.health import Health
 from ppo_ds.algo.timing import PhaseTimer
 from ppo_ds.algorithm import experience_maker, kl_controller, learner, uses_critic
 from ppo_ds.config import Config
@@ -99,6 +100,9 @@ class Told:
         loss.backward()
         self.loss, self.ended = self.loss + loss.item(), last
 
+    def squared_gradient(self) -> Tensor:
+        return self.now.grad.square().sum()
+
     def step(self) -> StepInfo:
         assert self.ended, "a step before the last backward"
         self.steps.append((self.loss, self.now.grad.clone()))
@@ -174,7 +178,7 @@ def make_and_learn(config: Config, world, numbers: Numbers, experience: Experien
         )
         # the old policy is another than the one that learns, also where one optimizer step would be the first to ask for it
         experience, seen = replace(make, early=True)(numbers.rollout(), coef)
-    learn = learner(config, world=world, actor=actor, critic=critic, ptx_texts=None, ema=None, timer=timer)
+    learn = learner(config, world=world, actor=actor, critic=critic, ptx_texts=None, ema=None, timer=timer, health=Health(1))
     experience, learned = learn(experience, coef, seed=3)
     return Run(config, experience, seen, learned, actor, critic)
 

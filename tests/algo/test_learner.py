@@ -133,14 +133,14 @@ def test_gradient_norms_are_those_of_the_whole_step_averaged_over_steps(world, r
 def test_describe_steps():
     infos = {
         "policy": [StepInfo(1.0, 0.1, False, 8.0), StepInfo(3.0, 0.2, True, 4.0)],
-        "value": [StepInfo(5.0, 0.3, True, 1.0), StepInfo(7.0, 0.4, False, 1.0)],
+        "value": [StepInfo(5.0, 0.3, False, 1.0), StepInfo(7.0, 0.4, True, 1.0)],
     }
     assert describe_steps(infos) == {
         "policy/grad_norm": 2.0,
         "policy/lr": 0.2,
         "value/grad_norm": 6.0,
         "value/lr": 0.4,
-        "health/skipped_steps": 2.0,
+        "health/skipped_steps": 1.0,  # of both models at once
         "health/loss_scale": 4.0,
     }
 

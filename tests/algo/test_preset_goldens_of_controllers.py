@@ -9,6 +9,7 @@ import pytest
 import torch
 from preset_runs import composed
 
+from ppo_ds.algo.health import Ceiling, Health
 from ppo_ds.algo.trainer import Trainer
 from ppo_ds.algorithm import kl_controller
 from ppo_ds.build import _plan
@@ -59,6 +60,8 @@ def coefficients(world, config, kls, n_steps):
         meter=lambda *seen: {},
         plan=_plan(config, len(kls)),
         folder=MagicMock(),
+        health=Health(1),
+        ceiling=Ceiling(None, stops=False),
         **nothing,
     )
     assert trainer.fit() == "done"

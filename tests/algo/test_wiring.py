@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from preset_runs import composed
 
+from ppo_ds.algo.health import Health
 from ppo_ds.algo.timing import PhaseTimer
 from ppo_ds.algorithm import eval_weights, experience_maker, hidden_stops, kl_controller, learner, pretraining
 from ppo_ds.build import _plan
@@ -19,7 +20,7 @@ def made(world, *overrides, critic=CRITIC, ema=None, ptx_texts=None):
     maker = experience_maker(
         config, world=world, actor=ACTOR, reference=None, critic=critic, lagged=None, stop_token_ids=(2, 3), pad_id=3, timer=timer
     )
-    return maker, learner(config, world=world, actor=ACTOR, critic=critic, ptx_texts=ptx_texts, ema=ema, timer=timer)
+    return maker, learner(config, world=world, actor=ACTOR, critic=critic, ptx_texts=ptx_texts, ema=ema, timer=timer, health=Health(1))
 
 
 def at(owner, path):

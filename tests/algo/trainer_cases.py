@@ -9,6 +9,7 @@ import torch
 from algo_cases import make_experience
 
 from ppo_ds.algo.evaluation import Evaluation
+from ppo_ds.algo.health import Ceiling, Health
 from ppo_ds.algo.timing import PhaseTimer
 from ppo_ds.algo.trainer import Plan, Trainer
 from ppo_ds.ops.kl import AdaptiveKLController
@@ -101,7 +102,7 @@ def stand_ins(world, tokenizer):
     ``scores``: of each held-out evaluation, the one before the training first. ``ema``, ``lagged``: whether there are such weights.
     """
 
-    def make(stop=(), scores=None, ema=False, lagged=False, parts=None, **plan):
+    def make(stop=(), scores=None, ema=False, lagged=False, parts=None, max_kl=None, stops=False, **plan):
         events, saved, kept, reasons, results = [], [], [], iter(stop), iter(scores or ())
         kl, prompts = AdaptiveKLController(0.1, target=1e-9, horizon=2), Stream()  # times 1.2 whenever the KL is above 0
 
@@ -160,6 +161,8 @@ def stand_ins(world, tokenizer):
             meter=lambda rows, times, metrics: {"perf/rows": float(len(rows))},
             plan=Plan(**PLAN | plan),
             folder=Notes(events),
+            health=Health(max_skips=2),
+            ceiling=Ceiling(max_kl, stops=stops),
         )
         return trainer, events
 

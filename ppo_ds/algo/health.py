@@ -1,0 +1,112 @@
+"""When numbers go wrong: what of an experience is not finite, how many optimizer steps were skipped in a row, and a ceiling on the KL.
+
+What is decided here is decided alike on every rank: each holds the rows of all, and sums over ranks are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ppo_ds.types import CriticExperience, Experience, Metrics
+
+LABELS = {  # of the columns of an experience, in the order in which they come about: what one number of each is called
+    "scores": "score",
+    "decode_logprobs": "log-prob of token {} as it was generated",
+    "logprobs": "log-prob of token {}",
+    "old_logprobs": "log-prob of token {} under the old policy",
+    "ref_logprobs": "log-prob of token {} under the reference",
+    "values": "value of state {}",
+    "rewards": "reward of token {}",
+    "weights": "importance weight of token {}",
+    "advantages": "advantage of token {}",
+    "returns": "return of state {}",
+}
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why an optimizer step was skipped: what was not finite, as far as it is known by then."""
+
+    what: tuple[str, ...]  # "score", "log-prob of token 17", "loss of the actor", "gradient of the critic"
+    minibatch: Experience  # the rows that it was to learn from, those of all ranks
+    places: Tensor  # [b] long: where they stand in the rollout
+    row: int | None  # of the rollout, where one is to blame for sure
+    kl_coef: float
+    critic_only: bool
+
+
+class TooManySkips(Exception):
+    """On all ranks at the same place: as many optimizer steps as may be were skipped in a row."""
+
+    def __init__(self, trouble: Trouble):
+        super().__init__(" and ".join(trouble.what))
+        self.trouble = trouble
+
+
+@dataclass
+class Health:
+    """Counts decisions to skip: an optimizer step, or a rollout as a whole, which is one of them however many optimizer steps it was for."""
+
+    max_skips: int
+    skips: int = 0  # in a row, up to now
+    reasons: list[str] = field(default_factory=list)  # since they were last taken
+
+    def sound(self) -> None:
+        self.skips = 0
+
+    def skip(self, trouble: Trouble, forgiven: bool = False) -> None:
+        """``forgiven``: as long as a loss scale looks for its level, an overflow is nothing to count."""
+        self.reasons += trouble.what
+        self.skips += not forgiven
+        if self.skips >= self.max_skips:
+            raise TooManySkips(trouble)
+
+    def take_reasons(self) -> list[str]:
+        """Each once, in their order."""
+        taken, self.reasons = list(dict.fromkeys(self.reasons)), []
+        return taken
+
+
+@dataclass
+class Ceiling:
+    """On kl/k3_token_mean: k1 is signed, and negative where a policy collapses."""
+
+    highest: float | None  # nats per token; None: there is none
+    stops: bool
+    above: bool = False
+
+    def exceeded(self, metrics: Metrics) -> str | None:
+        """A line when the KL is first above it, and again each time that it has been below meanwhile."""
+        kl = metrics.get("kl/k3_token_mean")
+        if self.highest is None or kl is None:
+            return None
+        was, self.above = self.above, kl > self.highest
+        if was or not self.above:
+            return None
+        return (
+            f"kl/k3_token_mean={kl:.4g} nats per token is above health.max_kl={self.highest:g}: "
+            "lower actor.optim.lr or algo.epochs, raise algo.kl.coef, or set algo.target_kl; health.on_kl says whether this stops the run"
+        )
+
+
+def first_nonfinite(experience: Experience) -> tuple[str, int] | None:
+    """What of an experience is not finite, and in which row: the first number of the first such column, where its mask says that it counts."""
+    actions = experience.response_mask
+    masks = {
+        **dict.fromkeys(("decode_logprobs", "logprobs", "old_logprobs", "ref_logprobs", "weights", "advantages"), actions),
+        "scores": torch.ones_like(experience.scores, dtype=torch.bool),
+        "rewards": pad(actions, (0, 1)),
+    }
+    if isinstance(experience, CriticExperience):
+        masks |= dict.fromkeys(("values", "returns"), experience.value_mask)
+    for name, label in LABELS.items():
+        if hasattr(experience, name):
+            found = (~getattr(experience, name).isfinite() & masks[name]).nonzero()
+            if len(found):
+                row, *place = found[0].tolist()
+                return label.format(*place), row
+    return None
