@@ -24,7 +24,7 @@ from tests.invariant import invariant_assets
 
 WORKER = Path(__file__).with_name("worlds_worker.py")
 PATIENCE = 900  # a hang fails; a case that hangs says where, long before
-UNCOMPARED = ("time", "perf/", "mem/")
+UNCOMPARED = ("time", "perf/", "mem/", "health/rank_time_spread_s")
 EVERY = pytest.mark.parametrize("case", CASES)
 
 
@@ -137,7 +137,7 @@ def test_the_first_step_changes_every_trained_tensor(root: Path, case: str) -> N
     for role, folder, prefix in (("actor", what.get("model", "actor"), "lm."), ("critic", "scorer", "model.")):
         begun = {prefix + name: x.to(dtype).float() for name, x in load_file(root / folder / "model.safetensors").items()}
         trained = {name.removeprefix(f"{role}/weight/"): x for name, x in first.items() if name.startswith(f"{role}/weight/")}
-        assert len(trained) > 10
+        assert len(trained) > 5
         for name, weight in trained.items():
             if ".lora_A." in name:
                 assert not torch.equal(weight, second[f"{role}/weight/{name}"]), name
@@ -148,8 +148,12 @@ def test_the_first_step_changes_every_trained_tensor(root: Path, case: str) -> N
 # -- exports ------------------------------------------------------------------------------------------------------------------------------
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+def files(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+    for name in [name for name in found if name.endswith("adapter_config.json")]:
+        found[name] = json.loads(found[name])
+        found[name]["target_modules"].sort()  # peft writes a set
+    return found
 
 
 def export_to(out: Path, *arguments: str) -> Path:
