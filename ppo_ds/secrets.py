@@ -15,7 +15,7 @@ _SHORTEST = 8  # characters of a variable's value that is looked for: a shorter 
 _KEY = re.compile(r"(^|_)(api_?key|access_key|secret|passwd|password|authorization)$", re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # https://me:password@host
 _QUERY = re.compile(r"([?&](?:\w*(?:key|token|secret|passw\w*|signature)|sig|auth|code)=)[^&\s]+", re.IGNORECASE)  # of an address
-_TOKEN = re.compile(r"\b(sk-|hf_|gh[pousr]_|wandb_v1_|xox[abp]-|AKIA)[\w-]{16,}|\bBearer\s+\S{8,}")  # as services write theirs
+_TOKEN = re.compile(r"\b(sk-|hf_|gh[pousr]_|wandb_v1_|xox[abp]-|AKIA)[\w-]{16,}|\bBearer\s+[\w.~+/=-]{8,}")  # as services write theirs
 _REMEDY = "the config is written to files and shown; put it into an environment variable (a remote reward's: key_env) and leave it out here"
 
 
