@@ -42,7 +42,14 @@ MAY = {
     "build": BOTTOM
     | {"roles", "inputs", "algorithm", "generators", "advice", "banner", "checks", "preflight", "resuming", "targets"}
     | {"algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
-    "launch": BOTTOM | {"checks", "targets", "exporting", "build", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
+    "estimate": BOTTOM | {"engine", "rollout"},
+    "fitting": BASE | {"config", "estimate"},
+    "checkup": BOTTOM | {"estimate", "inputs", "targets", "models", "data"},
+    "shapes": BOTTOM | {"estimate", "checkup", "roles", "models"},
+    "dry": BOTTOM | {"targets", "models"},
+    "launch": BOTTOM
+    | {"checks", "targets", "exporting", "estimate", "fitting", "checkup", "shapes", "dry", "banner"}
+    | {"build", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
 }
 
 HOMES = {

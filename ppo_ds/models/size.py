@@ -1,14 +1,21 @@
-"""A model's sizes, as ops/flops.py counts costs by them."""
+"""A model's sizes, as ops/flops.py counts costs by them and ops/memory.py memory."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from ppo_ds.errors import UserError
+from ppo_ds.models.loading import load_config
+from ppo_ds.models.lora import add_adapters
 from ppo_ds.ops.flops import Size
+from ppo_ds.ops.memory import Shape, room_to_decode
 
+_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")  # what stands between a head and its logits
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how configs call their number
 
 
@@ -50,14 +57,71 @@ def _numel(parameter: nn.Parameter) -> int:
 
 
 def decoding_bytes(lm: PreTrainedModel, tokens: int, rows: int) -> int:
-    """Taken by decoding ``rows`` answers side by side, ``tokens`` places in all with their prompts, beside the weights.
+    """Taken by decoding ``rows`` answers side by side, ``tokens`` places in all with their prompts, beside the weights."""
+    return room_to_decode(shape_of(lm), tokens, rows, lm.dtype.itemsize)
 
-    The cache; one layer's activations where all of it is read at once (four hidden states, three of the MLP's); and a row of logits each, in the
-    model's dtype and three times in fp32, as sampling copies them.
+
+def shape_of(model: PreTrainedModel) -> Shape:
+    """Of a transformers model, on the meta device too: what ops/memory.py works out its memory from."""
+    config: Any = model.config.get_text_config()
+    size, parameters, names = size_of(model), list(model.parameters()), [name for name, _ in model.named_parameters()]
+    trained = [p for p in parameters if p.requires_grad]
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * config.hidden_size
+    if taken := getattr(config, "num_experts_per_tok", None):
+        inner = taken * (getattr(config, "moe_intermediate_size", None) or inner) + (getattr(config, "shared_expert_intermediate_size", None) or 0)
+    output = model.get_output_embeddings()
+    return Shape(
+        parameters=sum(_numel(p) for p in parameters),
+        trained=sum(_numel(p) for p in trained),
+        largest=max((_numel(p) for p in trained), default=0),
+        tensor=max(_numel(p) for p in parameters),
+        head=size.head,
+        tied=output is not None and output.weight is model.get_input_embeddings().weight,
+        vocabulary=config.vocab_size,
+        layers=size.layers,
+        hidden=config.hidden_size,
+        inner=inner,
+        gated=any("gate" in name for name in names),
+        heads=getattr(config, "num_attention_heads", None) or 0,
+        width=size.width,
+        kv_width=size.kv_width,
+        fused=config._attn_implementation != "eager",
+        head_norms=any("q_norm" in name for name in names),
+        makes_logits=any(getattr(config, name, None) not in (None, 1.0) for name in _LOGIT_CHANGES),
+        idle=size.idle,
+    )
+
+
+def planned_shape(
+    path: str,
+    *,
+    classifier: bool,
+    trained: bool,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+    lora: tuple[int, list[str] | None] | None = None,
+    value_head: bool = False,
+    key: str,
+) -> Shape:
+    """The same from a folder's config.json alone: the model is made on the meta device, where nothing has memory.
+
+    ``classifier``: with one label, as critics and reward models are; else a language model. ``lora``: rank and targets. UserError names ``key``.
     """
-    config: Any = lm.config.get_text_config()
-    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    size, each = size_of(lm), lm.dtype.itemsize
-    cache = 2 * size.layers * size.kv_width * each
-    activations = (4 * hidden + 3 * inner) * each
-    return tokens * (cache + activations) + rows * config.vocab_size * (each + 3 * 4)
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
+    attention = None if attn_implementation == "sdpa" else attn_implementation  # see loading.from_pretrained
+    if classifier:
+        config.num_labels = 1
+    auto_class = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model = auto_class.from_config(config, trust_remote_code=trust_remote_code, attn_implementation=attention)
+            if lora is not None:
+                add_adapters(model, rank=lora[0], alpha=1.0, targets=lora[1], seed=0, key=key)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"{key}={path}: {' '.join(str(error).split())[:300]}") from error
+    if not trained:
+        model.requires_grad_(False)
+    shape = shape_of(model)
+    extra = shape.hidden if value_head else 0
+    return replace(shape, parameters=shape.parameters + extra, trained=shape.trained + extra)

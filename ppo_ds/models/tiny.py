@@ -1,16 +1,30 @@
-"""A tiny Llama and a character-level tokenizer made on the spot: nothing to download, and the folder is one like any other Hugging Face model's."""
+"""Tiny models made on the spot, in folders like any other Hugging Face model's: a Llama that reads characters, and small ones of any family."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
+import torch
+import transformers
 from tokenizers import Regex, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Vocabulary
 from tokenizers.models import WordLevel
 from torch import nn
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
-from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.errors import UserError
+from ppo_ds.models.loading import load_config
+from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 
 PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
@@ -46,4 +60,95 @@ def save(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
     """Weights, config, generation config (its end token) and tokenizer, as ``from_pretrained`` reads them."""
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.stop_ids[0], pad_token_id=tokenizer.pad_id)
     model.save_pretrained(folder)
+    tokenizer.save(folder)
+
+
+# -- small ones of any family ---------------------------------------------------------------------------------------------------------------
+
+HEAD, MOST_HEADS = 8, 16  # of a head: numbers; queries that share one key head, at most
+_HEADS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
+_WIDTHS = ("hidden_size", "embedding_size", "pooler_hidden_size", "word_embed_proj_dim")  # equal, or made equal
+_INNERS = ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "n_inner", "ffn_hidden_dim")
+_EXPERT_INNERS = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
+_LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
+_AT_MOST = {  # of what is left, as large as it was and no larger than this
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "max_window_layers": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": HEAD, "qk_nope_head_dim": HEAD,
+    "v_head_dim": HEAD, "qk_head_dim": 2 * HEAD,
+}  # fmt: skip
+
+
+def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of the same architecture, of some ten thousand parameters beside its embedding: few layers, one of each kind, and small widths.
+
+    Vocabulary, positions, activation, RoPE, windows, ties and special tokens stay. Key heads keep their ratio to the queries'.
+    """
+    small = copy.deepcopy(config)
+    text: Any = small.get_text_config()
+    queries = getattr(text, "num_attention_heads", None) or 4
+    keys = getattr(text, "num_key_value_heads", None) or queries
+    group = queries // keys
+    heads, key_heads = (4, 4) if group == 1 else (group, 1) if group <= MOST_HEADS else (4, 1)
+    width = heads * HEAD
+    values = dict.fromkeys(_HEADS, heads) | dict.fromkeys(_WIDTHS, width) | dict.fromkeys(_INNERS, 2 * width) | dict.fromkeys(_EXPERT_INNERS, width)
+    values |= {"num_key_value_heads": key_heads, "head_dim": HEAD, "num_kv_heads": key_heads}
+    for name, value in values.items():
+        if getattr(text, name, None) is not None and not isinstance(getattr(type(text), name, None), property):
+            setattr(text, name, value)
+    for name, most in _AT_MOST.items():
+        if isinstance(given := getattr(text, name, None), int) and not isinstance(given, bool):
+            setattr(text, name, min(given, most))
+    _fewer_layers(text)
+    _shorter_rope(text)
+    return small
+
+
+def _fewer_layers(config: Any) -> None:
+    """Two, or one of each kind; what is said layer by layer is said of these."""
+    before = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None)
+    kept = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if kinds else []
+    kept = sorted(kept + [i for i in range(before) if i not in kept][: max(0, 2 - len(kept))])
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == before and before > 1:
+            setattr(config, name, [value[i] for i in kept])
+    for name in _LAYERS:
+        if getattr(config, name, None) is not None:
+            setattr(config, name, min(getattr(config, name), len(kept)))
+
+
+def _shorter_rope(config: Any) -> None:
+    """One factor for each pair of a head's numbers: LongRoPE's lists are as long as half a head."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        for name in ("short_factor", "long_factor"):
+            if isinstance(part.get(name), list):
+                part[name] = part[name][: int(HEAD * part.get("partial_rotary_factor", 1.0)) // 2]
+
+
+def save_shrunk(path: str, folder: Path, *, revision: str | None, trust_remote_code: bool, language_model: bool, key: str) -> None:
+    """A tiny random model of the architecture of ``path`` with its own tokenizer, in ``folder``. No weights are read; UserError names ``key``.
+
+    It is of the class that config.json names, so that a folder without a score head has none here either; a ``language_model`` always is one.
+    """
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
+    tokenizer = load_tokenizer(path, revision, trust_remote_code, key=key)
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    scores = not language_model and "SequenceClassification" in (config.architectures or [""])[0]
+    small = shrunk(config)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            if named is not None and not language_model:
+                model = named(small)
+            else:
+                auto_class = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+                model = auto_class.from_config(small, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a family's own code says of sizes that it does not expect
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{key}={path}: no tiny model of this architecture could be made ({type(error).__name__}: {reason}); run without run.dry_run"
+        ) from error
+    model.float().save_pretrained(folder)
+    GenerationConfig(eos_token_id=list(tokenizer.stop_ids), pad_token_id=tokenizer.pad_id).save_pretrained(folder)
     tokenizer.save(folder)
