@@ -1,4 +1,7 @@
-"""Run under torchrun by test_checkpoint.py: small models of every kind, trained, saved and loaded. Writes what it found as JSON."""
+"""Run by test_checkpoint.py: small models of every kind, trained, saved and loaded. Writes what it found as JSON.
+
+``checkpoint_worker.py ROOT RANKS:MODE ...``, one process group after the other.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ import math
 import os
 import random
 import resource
+import signal
+import socket
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -250,8 +256,32 @@ def cases(world: World, root: Path, mode: str) -> Iterator[Case]:
         yield whole_run(world, root)
 
 
-def main() -> None:
-    root, mode = Path(sys.argv[1]), sys.argv[2]
+def run(root: Path, ranks: int, mode: str) -> None:
+    """One process group, each rank a fork of this process, which has imported everything: that is what takes the time."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ |= {
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(probe.getsockname()[1]),
+        }
+    pids = []
+    for rank in range(ranks):
+        pids.append(os.fork())
+        if not pids[-1]:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            try:
+                be_a_rank(root, mode)
+            finally:
+                traceback.print_exc()
+                os._exit(1)
+    for _ in pids:
+        if os.wait()[1]:
+            os.killpg(0, signal.SIGKILL)  # the others too, and this process
+
+
+def be_a_rank(root: Path, mode: str) -> None:
     world = connect(5)
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses fp16 on CPUs; the arithmetic is there
     state_module.SHARD_BYTES = 500  # several shards, also of a tiny model
@@ -266,4 +296,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    for launched in sys.argv[2:]:  # such as 2:all
+        run(Path(sys.argv[1]), int(launched[0]), launched[2:])

@@ -27,19 +27,26 @@ WORKER = Path(__file__).with_name("checkpoint_worker.py")
 ROOT = WORKER.parents[2]
 
 
-def launch(ranks: int, directory: Path, mode: str, worker: Path = WORKER) -> list[dict[str, Any]]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    done = subprocess.run([*command, str(worker), str(directory), mode], env=environment, capture_output=True, text=True, timeout=600, check=False)
+def environment() -> dict[str, str]:
+    quiet = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **quiet}
+
+
+def launch(ranks: int, directory: Path, mode: str, worker: Path) -> list[dict[str, Any]]:
+    """What ``worker`` found under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), str(worker), str(directory), mode]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return json.loads((directory / f"{mode}-{ranks}.json").read_text())
+
+
+def forked(directory: Path, *modes: str) -> list[list[dict[str, Any]]]:
+    """What this file's own worker found in each of the modes, RANKS:MODE, one after the other."""
+    with (directory / "log").open("w") as log:
+        command = [sys.executable, str(WORKER), str(directory), *modes]
+        done = subprocess.run(command, env=environment(), stdout=log, stderr=log, timeout=600, check=False, start_new_session=True)
+    assert done.returncode == 0, (directory / "log").read_text()[-6000:]
+    return [json.loads((directory / f"{mode}-{ranks}.json").read_text()) for ranks, _, mode in (launched.partition(":") for launched in modes)]
 
 
 def assert_exact(cases: list[dict[str, Any]]) -> None:
@@ -51,9 +58,8 @@ def assert_exact(cases: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """One launch for each number of ranks, and one more that reads on 1 rank what 2 have written."""
-    directory = tmp_path_factory.mktemp("checkpoints")
-    return {"one": launch(1, directory, "all"), "two": launch(2, directory, "all"), "back": launch(1, directory, "references")}
+    """1 rank, 2 ranks, and once more 1, which reads what 2 have written."""
+    return dict(zip(("one", "two", "back"), forked(tmp_path_factory.mktemp("checkpoints"), "1:all", "2:all", "1:references"), strict=True))
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
@@ -98,7 +104,7 @@ def test_a_full_disk_on_one_rank_is_one_error_on_all_and_the_checkpoint_before_i
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_resume_is_exact_with_fp16_and_offload_too(tmp_path: Path, ranks: int) -> None:
-    cases = [case for case in launch(ranks, tmp_path, "full") if "forget" not in case["case"]]
+    cases = [case for case in forked(tmp_path, f"{ranks}:full")[0] if "forget" not in case["case"]]
     assert len(cases) == 23
     assert_exact(cases)
 
