@@ -28,8 +28,7 @@ def banner(
 
     ``done``: steps before this start. ``notes``: lines of other parts, warnings among them.
     """
-    actor, critic, reference, rollout, algo = config.actor, config.critic, config.reference, config.rollout, config.algo
-    size, minibatch = rollout_size(config), algo.minibatch_size or rollout_size(config)
+    actor, critic, reference, algo = config.actor, config.critic, config.reference, config.algo
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     kl = f"{algo.kl.estimator} x {algo.kl.coef:g} ({algo.kl.controller}) in the {algo.kl.place}" if algo.kl.place != "none" else "none"
     lines = [
@@ -40,9 +39,7 @@ def banner(
         f"reference  {reference.model.path}  {reference.model.dtype}  {_reference_place(config)}" if uses_reference(config) else "reference  none",
         f"reward     {_reward(config.reward)}; KL {kl}",
         f"data       {source.path}: {counted(source.report, 'prompts')}",
-        f"rollout    {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples a step, {size // world.size} on each rank",
-        f"update     {algo.epochs} epochs x ({size} / {minibatch}) = {algo.epochs * size // minibatch} optimizer steps a step, "
-        f"{optimizer_steps} in {steps} steps",
+        *batch_equation(config, world.size, f", {optimizer_steps} in {steps} steps"),
         f"parity     log-probs of generation and training differ by {gap[0]:.2g} on average, {gap[1]:.2g} at most",
     ]
     if done >= steps:
@@ -50,6 +47,16 @@ def banner(
     elif done:
         lines.append(f"resumed    after step {done}, from {config.run.dir}/checkpoints (run.name or run.dir chooses another place)")
     return "\n".join(lines + notes)
+
+
+def batch_equation(config: Config, ranks: int, in_all: str = "") -> list[str]:
+    """Samples and optimizer steps of one PPO step. ``in_all``: what is said of the whole run."""
+    rollout, epochs, size = config.rollout, config.algo.epochs, rollout_size(config)
+    minibatch = config.algo.minibatch_size or size
+    return [
+        f"rollout    {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples a step, {size // ranks} on each rank",
+        f"update     {epochs} epochs x ({size} / {minibatch}) = {epochs * size // minibatch} optimizer steps a step{in_all}",
+    ]
 
 
 def _reference_place(config: Config) -> str:
