@@ -1,0 +1,108 @@
+"""Starts in poor surroundings: hardly any environment, no compiler, little shared memory, ranks that come late, two nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.integration.launching import BIN, TIMEOUT, TRAIN, environment, free_port
+from tests.integration.test_launchers import SMALL
+
+# two runs of two ranks, one after the other, the second rank 2 s late each; then what they have left in /dev/shm
+TWICE = """
+if [ "$SMALL_SHM" ]; then mount -t tmpfs -o size=64m tmpfs /dev/shm || exit 77; fi
+for steps in 1 2; do
+    export MASTER_PORT=$(eval echo \\$PORT$steps)
+    RANK=0 LOCAL_RANK=0 "$@" run.steps=$steps & first=$!
+    sleep 2
+    RANK=1 LOCAL_RANK=1 "$@" run.steps=$steps || exit 1
+    wait $first || exit 1
+done
+echo left:
+if [ "$SMALL_SHM" ]; then ls -A /dev/shm; fi
+"""
+
+
+def bare(home: Path, path: str = f"{BIN}:/usr/bin:/bin") -> dict[str, str]:
+    """``env -i PATH=... HOME=...``; without a network, too."""
+    return {"PATH": path, "HOME": str(home), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def start(command: list[str], cwd: Path, env: dict[str, str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
+    """(exit code, output) of each; nothing that they have started stays."""
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
+    finally:
+        for process in processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def steps(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_plain_python_with_hardly_any_environment(tmp_path):
+    ((code, output),) = ended(start([sys.executable, TRAIN, *SMALL, "run.steps=1"], tmp_path, bare(tmp_path)))
+    assert code == 0 and steps(tmp_path / "run") == [1], output
+
+
+def test_ranks_that_come_one_by_one_without_a_compiler_and_with_little_shared_memory_twice(tmp_path):
+    path = str(tmp_path / "bin")
+    os.mkdir(path)
+    for tool in ("sleep", "ls", "mount"):
+        os.symlink(shutil.which(tool), f"{path}/{tool}")
+    assert shutil.which("cc", path=path) is shutil.which("gcc", path=path) is shutil.which("ninja", path=path) is None
+    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "PORT1": str(free_port()), "PORT2": str(free_port())}
+    cache = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    shell = [shutil.which("sh"), "-c", TWICE, "sh", sys.executable, TRAIN, *SMALL]
+    namespace, small = own_mounts()
+    ((code, output),) = ended(start([*namespace, *shell], tmp_path, bare(tmp_path, path) | ranks | cache | small))
+    assert code == 0, output
+    assert steps(tmp_path / "run") == [1, 2]  # one folder, in which the second run went on
+    assert not (tmp_path / "extensions").exists() and not list(tmp_path.rglob("*.so"))  # nothing was compiled
+    assert output.endswith("left:\n"), output
+
+
+def own_mounts() -> tuple[list[str], dict[str, str]]:
+    """A command around another that gives it mounts of its own, where that is allowed."""
+    unshare = shutil.which("unshare")
+    allowed = unshare and subprocess.run([unshare, "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True).returncode == 0
+    return ([unshare, "-m"], {"SMALL_SHM": "64m"}) if allowed else ([], {})
+
+
+def test_two_nodes_on_one_machine(tmp_path):
+    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    port = str(free_port())
+    nodes = []
+    for rank in (0, 1):
+        launcher = [str(BIN / "deepspeed"), "-q", "--hostfile", "hosts", "--no_ssh", "--node_rank", str(rank), "--master_addr", "127.0.0.1"]
+        nodes.append(start([*launcher, "--master_port", port, TRAIN, *SMALL, "run.steps=1"], tmp_path, environment()))
+    (first, said), (second, _) = ended(*nodes)
+    assert first == second == 0, said
+    assert steps(tmp_path / "run") == [1]
+    assert json.loads((tmp_path / "run" / "checkpoints" / "step_000001" / "state.json").read_text())["world_size"] == 2
+
+
+def test_a_sweep_is_refused_under_several_ranks(tmp_path):
+    """Every rank would run every job of it."""
+    env = environment() | {"WORLD_SIZE": "2", "RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, TRAIN, "-m", *SMALL, "run.seed=1,2"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and "-m" in line
