@@ -1,21 +1,31 @@
 """Rewards over HTTP, against a real server on this machine. Pauses are set to 0: nothing here measures time."""
 
+import gzip
+import json
 import logging
+import os
+import stat
+import subprocess
+import sys
 import time
 import traceback
+from pathlib import Path
 from threading import Event
 
+import psutil
 import pytest
 import torch
 from reward_cases import make_rollout
 from service import lengths, says, serving
 
 from ppo_ds.errors import UserError
+from ppo_ds.models import tiny
 from ppo_ds.rewards import endpoint
 from ppo_ds.rewards.base import Answers, RewardError
 from ppo_ds.rewards.remote import RemoteReward
 from ppo_ds.targets import bind
 
+ROOT = Path(__file__).parents[2]
 SECRET = "sk-very/secret+123"
 QUICK = dict(timeout_seconds=20, backoff_seconds=0)
 JUDGED = dict(protocol="openai", model="judge-1")
@@ -241,6 +251,11 @@ def test_a_reply_may_not_be_too_large(ask):
         assert "answered more than 0.00390625 MB; asked 1 time(s)" in refused(ask, service, max_response_mb=2**-8)
     with serving(lambda number, body: (200, {"Content-Encoding": "gzip"}, b"a bomb, perhaps")) as service:
         assert "in compressed form" in refused(ask, service)
+    bomb = gzip.compress(b'{"scores": [1, 2], "padding": "' + bytes(2**24) + b'"}')  # 16 MB in 16 KB
+    for headers in ({"Content-Encoding": "gzip"}, {"Content-Encoding": "GZIP"}, {"Content-Encoding": "identity, gzip"}, {}):
+        with serving(lambda number, body, headers=headers: (200, headers, bomb)) as service:
+            line = refused(ask, service)
+        assert ("in compressed form" in line) == bool(headers) and ("is no JSON" in line) == (not headers)
     assert service.headers[0]["Accept-Encoding"] == "identity"
 
 
@@ -254,6 +269,16 @@ def test_the_key_goes_into_the_header_and_nowhere_else(ask, caplog):
     for reply in ((403, {}, SECRET.encode()), (500, {}, SECRET.encode() * 9), (200, {}, SECRET.encode()), (302, {"Location": f"/{SECRET}"}, b"")):
         with serving(lambda number, body, reply=reply: reply) as service:
             refused(ask, service, key_env="JUDGE_KEY", retries=1)
+    for quoted in (SECRET, SECRET.replace("/", "\\/"), "".join(f"\\u{ord(c):04x}" for c in SECRET)):  # all the same to who reads JSON
+        for begin in ("wrong key ", 70 * "x"):  # the second: where a line that is cut would hold a part of it
+            for content in (f'{{"error": "{begin}{quoted}"}}', f'{{"scores": ["{begin}{quoted}", 1]}}'):
+                with serving(lambda number, body, content=content: (200, {}, content.encode())) as service:
+                    line = refused(ask, service, key_env="JUDGE_KEY")
+                assert SECRET[:5] not in line
+    with serving(lambda number, body: says(f"Your key is {SECRET}. No score.")) as service:
+        assert "Your key is ***" in refused(ask, service, "a", **JUDGED, key_env="JUDGE_KEY", parse_retries=0)
+    with serving(lambda number, body: says("Score: 4")) as service:
+        assert ask(service, "a", **JUDGED, key_env="JUDGE_KEY").tolist() == [4]
     refused(ask, service, key_env="JUDGE_KEY", retries=0)  # nobody is there any more
     assert SECRET not in caplog.text and "/score" not in caplog.text
 
@@ -407,3 +432,40 @@ def test_the_default_question_holds_what_it_must():
 
     assert JUDGE.count("{prompt}") == JUDGE.count("{response}") == 1 and "Score: N" in JUDGE
     assert endpoint.re.search(SCORE, "Score: 4")[1] == "4"
+
+
+def test_a_whole_run_leaves_the_key_nowhere(tmp_path, monkeypatch):
+    """Not in its files (config, checkpoint, samples, wandb's), its output, or the list of processes while it is in use."""
+    values = {"JUDGE_KEY": SECRET, "HF_TOKEN": "hf_ofNobodyAtAllButLong", "WANDB_API_KEY": "0123456789" * 4}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    words = tiny.character_tokenizer("ab")
+    tiny.save(tiny.tiny_llama(words, hidden_size=8, layers=1, heads=2, max_tokens=16), words, tmp_path / "model")
+    lines = []
+
+    def reply(number, body):
+        lines.extend(" ".join(process.cmdline()) for process in psutil.Process(child.pid).children(recursive=True) + [psutil.Process(child.pid)])
+        return lengths(number, body) if number == 0 else (500, {}, SECRET.encode())
+
+    with serving(reply) as service:
+        command = [sys.executable, "launch/train.py", "algo=rloo", "reward=remote", f"reward.url={service.url}", "reward.key_env=JUDGE_KEY"]
+        command += [f"data.path={rows}", f"actor.model.path={tmp_path / 'model'}", "actor.model.dtype=fp32", "rollout.prompts_per_step=2"]
+        command += ["rollout.samples_per_prompt=2", "sampling.max_new_tokens=2", "run.steps=2", f"run.dir={tmp_path / 'run'}", "checkpoint.every=1"]
+        command += ["tracker.wandb.mode=offline", "reward.send_rows=true", "reward.retries=1", "reward.backoff_seconds=0", "run.verbose=true"]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as child:
+            try:
+                said, _ = child.communicate(timeout=240)
+            finally:
+                child.kill()
+    assert child.returncode == 1 and "answered 500: ***; asked 2" in said, said
+    assert service.headers[0]["Authorization"] == f"Bearer {SECRET}" and len(service.bodies) == 3
+    assert any("wandb_child" in line for line in lines), lines
+    run = tmp_path / "run"
+    assert (run / "checkpoints" / "step_000001" / "state.json").exists() and list(run.glob("wandb/offline-run-*/*.wandb"))
+    written = b"".join(file.read_bytes() for file in run.rglob("*") if file.is_file()) + (said + "".join(lines)).encode()
+    for name, value in values.items():
+        assert value.encode() not in written and json.dumps(value)[1:-1].encode() not in written, name
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700
