@@ -1,0 +1,53 @@
+"""One rank of a run without models: rank 1 is busy, rank 0 waits for it in a collective, where no handler in Python is called. Started by launchers.
+
+``fault_stopping_worker.py FOLDER`` leaves there ``ready<rank>`` (its process id and those of its launchers) and ``left<rank>`` (whether it was told).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from ppo_ds.algo.stopping import Abandoned, StopRequest  # noqa: E402
+from ppo_ds.engine.notices import Notices  # noqa: E402
+from ppo_ds.engine.orphans import launchers  # noqa: E402
+from ppo_ds.engine.watch import Watch  # noqa: E402
+from ppo_ds.engine.world import connect  # noqa: E402
+
+BUSY = 90.0  # seconds, unless it is told
+
+
+def main() -> None:
+    folder = Path(next(argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")))
+    world, watch = connect(5.0), Watch()
+    notices = Notices()
+    watch.start(world, notices)
+    stop = StopRequest(world, None, notices)
+    watch.look_also(stop.look)
+    stop.listen()
+    world.barrier()
+    (folder / f"ready{world.rank}").write_text(json.dumps([os.getpid(), *launchers()]))
+    if world.rank == 1:
+        until = time.monotonic() + BUSY
+        while not stop.asked() and time.monotonic() < until:
+            time.sleep(0.02)
+    try:
+        stop.check()
+        told = False
+    except Abandoned:
+        told = True
+    (folder / f"left{world.rank}").write_text(json.dumps(told))
+    world.barrier()
+    watch.stop()
+    world.close()
+    os._exit(143)
+
+
+if __name__ == "__main__":
+    main()
