@@ -29,7 +29,7 @@ from ppo_ds.engine import state as state_module
 from ppo_ds.engine.checkpoint import Checkpoints
 from ppo_ds.engine.files import CheckpointError
 from ppo_ds.engine.masters import Masters
-from ppo_ds.engine.state import consolidated, load_model, save_model
+from ppo_ds.engine.state import consolidated, load_model, model_bytes, save_model
 from ppo_ds.engine.trained import Schedule, StepInfo, TrainedModel
 from ppo_ds.engine.world import World, connect
 from ppo_ds.engine.zero import deepspeed_config
@@ -219,8 +219,10 @@ def whole_run(world: World, root: Path) -> Case:
     latest = checkpoints.latest()
     assert latest is not None
     state = checkpoints.load(latest, fresh)
+    tensors = {role: sum(file.stat().st_size for file in (path / role).glob("*.safetensors")) for role in models}
     return {
         "case": "whole run",
+        "bytes": [(tensors[role], model_bytes(model)) for role, model in models.items()],
         "full": world.gather_objects(full),
         "left": left,
         "latest": latest == path,

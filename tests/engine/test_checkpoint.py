@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from ppo_ds.engine import checkpoint as checkpoint_module
 from ppo_ds.engine import rng as rng_module
 from ppo_ds.engine.checkpoint import Checkpoints
 from ppo_ds.engine.files import CheckpointError
@@ -98,6 +100,7 @@ def test_a_full_disk_on_one_rank_is_one_error_on_all_and_the_checkpoint_before_i
     assert case["left"] == ["latest", "step_000003"], case
     assert case["latest"] and case["weights"] and case["steps"], case
     assert case["draws"] and case["draws_differ"], case
+    assert all(0 <= written - foretold < 10_000 for written, foretold in case["bytes"]), case["bytes"]
     assert case["state"]["kl"] == 0.1 and math.isnan(case["state"]["nan"]) and case["state"]["names"] == ["a"], case
 
 
@@ -225,6 +228,84 @@ def test_a_write_that_fails_leaves_nothing(checkpoints: Checkpoints, monkeypatch
         checkpoints.save(2, {}, {})
     assert names(checkpoints) == ["latest", "step_000001"]
     assert checkpoints.latest() == before
+
+
+def test_where_all_are_damaged_is_no_place_to_begin_anew(checkpoints: Checkpoints) -> None:
+    for step in (1, 2):
+        truncate(checkpoints.save(step, {}, {}) / "state.json")
+    with pytest.raises(UserError) as error:
+        checkpoints.latest()
+    (line,) = error.value.problems
+    assert line.startswith(f"run.resume=auto: no checkpoint in {checkpoints.root} is whole: step_000002 (state.json has")
+    assert "step_000001 (state.json has" in line and "another run.dir" in line
+
+
+def test_settings_are_remembered(tmp_path: Path) -> None:
+    settings = {"run": {"seed": 3, "dir": "x"}, "algo": {"kl": {"coef": 0.05}}}
+    checkpoints = Checkpoints(tmp_path / "checkpoints", world=OneRank(), keep_last=2, settings=settings)
+    assert checkpoints.settings_of(checkpoints.save(1, {}, {})) == settings
+    about = json.loads((checkpoints.root / "step_000001" / "state.json").read_text())
+    del about["settings"]
+    (checkpoints.root / "step_000001" / "state.json").write_text(json.dumps(about))
+    assert checkpoints.settings_of(checkpoints.root / "step_000001") is None  # made by a version that did not
+
+
+@dataclass(frozen=True)
+class Disk:
+    free: int
+
+
+def test_too_little_room_is_said_before_anything_is_written(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = checkpoints.save(1, {}, {})
+    checkpoints.expect_room({})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(free=500_000))
+    monkeypatch.setattr(checkpoint_module, "save_rng", None)  # nothing is written
+    with pytest.raises(CheckpointError) as error:
+        checkpoints.save(2, {}, {})
+    for part in ("step_000002 was not written", "it takes 0.00105 GB, 0.0005 GB are free in", "checkpoint.keep_last", "run.dir"):
+        assert part in str(error.value), part
+    assert names(checkpoints) == ["latest", "step_000001"] and checkpoints.latest() == before
+    with pytest.raises(UserError, match=f"run.dir={checkpoints.root.parent}: no room for a checkpoint: it takes 0.00105 GB, 0.0005 GB are free"):
+        checkpoints.expect_room({})
+
+
+@pytest.mark.parametrize(("kib", "state"), [(8, {}), (100, {"long": "x" * 200_000})])
+def test_a_disk_that_is_really_full(tmp_path: Path, kib: int, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full in the middle of a tensor file, and of a JSON file: another program has taken what was free."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a small disk here")
+    try:
+        checkpoints = Checkpoints(disk / "checkpoints", world=OneRank(), keep_last=2)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(free=10**12))
+        before = checkpoints.save(1, {}, {"at": 1})
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        (disk / "others").write_bytes(bytes(free - kib * 1024))
+        with pytest.raises(CheckpointError, match="step_000002 was not written, older checkpoints are as they were: .*(?i:no space left on device)"):
+            checkpoints.save(2, {}, state)
+        assert names(checkpoints) == ["latest", "step_000001"]
+        (disk / "others").unlink()
+        assert checkpoints.latest() == before and checkpoints.load(before, {}) == {"at": 1}
+        assert checkpoints.save(2, {}, {}).name == "step_000002"
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_what_was_not_pruned_goes_at_the_next_start(tmp_path: Path) -> None:
+    generous = Checkpoints(tmp_path / "checkpoints", world=OneRank(), keep_last=9)
+    for step in (1, 2, 3, 4):
+        generous.save(step, {}, {}, best=step == 1)
+    (generous.root / "step_000004" / "state.json").unlink()  # the newest is no use
+    again = Checkpoints(tmp_path / "checkpoints", world=OneRank(), keep_last=1)
+    latest = again.latest()
+    assert latest is not None and names(again) == ["best", "latest", "step_000001", "step_000002", "step_000003", "step_000004"]
+    again.load(latest, {})
+    assert names(again) == ["best", "latest", "step_000001", "step_000003", "step_000004"]
+
+    elsewhere = Checkpoints(tmp_path / "other" / "checkpoints", world=OneRank(), keep_last=1)
+    elsewhere.load(latest, {})  # another run's folder is not ours to prune
+    assert names(again) == ["best", "latest", "step_000001", "step_000003", "step_000004"]
 
 
 def test_other_models_than_saved(checkpoints: Checkpoints) -> None:
