@@ -6,6 +6,7 @@ is charged per token inside the reward, and advantages are whitened over the who
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
@@ -22,6 +23,7 @@ from ppo_ds.algo.timing import PhaseTimer
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World
+from ppo_ds.faults import fault
 from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.losses import rollout_is_weights
 from ppo_ds.types import ActorExperience, Experience, Metrics, ScoredRollout, Sequences, experience_of
@@ -144,6 +146,8 @@ class ExperienceMaker:
                 said = {"logprobs": logprobs, "values": values}
             else:
                 said = {"logprobs": self._over(plan, rollout, logprobs_of(self.actor))}  # log pi_old(a|s), training engine, dropout 0
+            if fault("logprob"):
+                said["logprobs"][0, 0] = math.nan
             return said | {"old_logprobs": self._lagged_logprobs(rollout, plan) if self.old_policy else said["logprobs"]}
 
     def _lagged_logprobs(self, rollout: ScoredRollout, plan: list[Tensor]) -> Tensor:

@@ -35,6 +35,7 @@ class Trouble:
     minibatch: Experience  # the rows that it was to learn from, those of all ranks
     places: Tensor  # [b] long: where they stand in the rollout
     row: int | None  # of the rollout, where one is to blame for sure
+    rank: int | None  # that rolled it out
     kl_coef: float
     critic_only: bool
 
@@ -65,8 +66,8 @@ class Health:
         if self.skips >= self.max_skips:
             raise TooManySkips(trouble)
 
-    def take_reasons(self) -> list[str]:
-        """Each once, in their order."""
+    def take(self) -> list[str]:
+        """The reasons, each once and in their order."""
         taken, self.reasons = list(dict.fromkeys(self.reasons)), []
         return taken
 

@@ -29,6 +29,8 @@ from ppo_ds.ops.batching import places
 from ppo_ds.ops.losses import BatchTotals, batch_totals
 from ppo_ds.types import ActorExperience, CriticExperience, Experience, Metrics, Sequences, experience_of
 
+Loss = Callable[[], tuple[Tensor, Parts]]
+ROLES = {"actor": "policy", "critic": "value"}  # what the metrics of each model begin with
 UNKNOWN = ("policy/loss", "value/loss", "value/explained_var")  # of a rollout that nothing was learned from; what else is missing nobody reads
 
 
@@ -42,8 +44,8 @@ class Update:
     kl_coef: float
     critic_only: bool
 
-    def trouble(self, what: list[str], row: int | None = None) -> Trouble:
-        return Trouble(tuple(what), self.rows, self.places, row, self.kl_coef, self.critic_only)
+    def trouble(self, what: list[str], row: int | None = None, rank: int | None = None) -> Trouble:
+        return Trouble(tuple(what), self.rows, self.places, row, rank, self.kl_coef, self.critic_only)
 
 
 @dataclass(frozen=True)
@@ -115,17 +117,13 @@ class Learner:
 
     def _left_out(self, experience: Experience, what: str, row: int, order: list[Tensor], kl_coef: float, critic_only: bool) -> Metrics:
         """No optimizer step learns from a rollout of which anything is not finite: whitening and returns carry it to other rows."""
-        for role, model in self._learning(critic_only).items():
-            self.steps[role] += [model.nothing()] * len(order)
+        for name, (model, _) in self.losses(Update(experience, order[0], [], kl_coef, critic_only)).items():
+            self.steps[ROLES[name]] += [model.nothing()] * len(order)
         rows = next(rows for rows in order if row in rows)
-        self.health.skip(Update(experience.select(rows), rows, [], kl_coef, critic_only).trouble([what], row))
+        rank = row * self.world.size // len(experience)  # exchange.py lays them out in the order of the ranks
+        self.health.skip(Update(experience.select(rows), rows, [], kl_coef, critic_only).trouble([what], row, rank))
         unknown = {name: math.nan for name in UNKNOWN if self.steps[name.partition("/")[0]]}
         return unknown | describe_steps(self.steps) | {"policy/epochs_run": 0.0, "policy/early_stopped": 0.0}
-
-    def _learning(self, critic_only: bool) -> dict[str, TrainedModel]:
-        """By the name of their metrics."""
-        models = {"policy": None if critic_only else self.actor, "value": self.critic}
-        return {role: model for role, model in models.items() if model is not None}
 
     def _note_padding(self, micros: list[Experience]) -> None:
         for micro in micros:
@@ -142,19 +140,17 @@ class Learner:
 
     def _update(self, update: Update) -> float:
         """One optimizer step; returns how far the policy was from the old one before it: approx_kl over all ranks, 0 where nobody asks."""
-        pending: dict[str, Pending] = {}
-        if not update.critic_only:
-            with self.timer("update_actor"):
-                pending["policy"] = self._actors_backward(update)
-        if self.critic is not None:
-            with self.timer("update_critic"):
-                pending["value"] = self._critics_backward(update)
-        bad, overflows, moved = self._agreed(list(pending.values()))
-        for role, each in pending.items():
+        first, pending = not self.steps["policy"], self._backward(update)
+        if first and pending[0].name == "actor":
+            for parts in pending[0].parts:
+                self.seen.add_max("parity/ratio_first_minibatch_max", parts["policy/ratio_max"])
+        bad, overflows, moved = self._agreed(pending)
+        for each in pending:
             with self.timer(f"update_{each.name}"):
-                self.steps[role].append(each.model.skip(overflow=each.name in overflows) if bad else each.model.step())
+                info = each.model.skip(overflow=each.name in overflows) if bad else each.model.step()
+            self.steps[ROLES[each.name]].append(info)
         if bad:
-            lowered = all(each.model.finds_its_scale for each in pending.values() if each.name in overflows)
+            lowered = all(each.model.finds_its_scale for each in pending if each.name in overflows)
             self.health.skip(update.trouble(bad), forgiven=lowered and not any(what.startswith("loss") for what in bad))
         else:
             self.health.sound()
@@ -163,23 +159,28 @@ class Learner:
                     self.average.follow(self.decay)
         return moved
 
-    def _actors_backward(self, update: Update) -> Pending:
+    def losses(self, update: Update) -> dict[str, tuple[TrainedModel, list[Loss]]]:
+        """By model: what makes the loss of each micro-batch."""
         totals, value_totals = self._totals(update.rows.response_mask), self._value_totals(update.rows)
-        losses = [partial(self._policy_loss, micro, totals, value_totals, update.kl_coef) for micro in update.micros]
-        # PPO's own come last: ZeRO reduces in the last backward, which must reach every weight, a value head too
-        found, loss = self._accumulate(self.actor, self._ptx_losses() + losses)
-        parts = found[-len(losses) :]
-        if not self.steps["policy"]:
-            for part in parts:
-                self.seen.add_max("parity/ratio_first_minibatch_max", part["policy/ratio_max"])
-        return Pending("actor", self.actor, loss, parts)
+        made: dict[str, tuple[TrainedModel, list[Loss]]] = {}
+        if not update.critic_only:
+            policy = [partial(self._policy_loss, micro, totals, value_totals, update.kl_coef) for micro in update.micros]
+            made["actor"] = self.actor, policy
+        if self.critic is not None:
+            made["critic"] = self.critic, [partial(self._value_loss, micro, value_totals) for micro in update.micros]
+        return made
 
-    def _critics_backward(self, update: Update) -> Pending:
-        totals = self._value_totals(update.rows)
-        parts, loss = self._accumulate(self.critic, [partial(self._value_loss, micro, totals) for micro in update.micros])
-        return Pending("critic", self.critic, loss, parts)
+    def _backward(self, update: Update) -> list[Pending]:
+        """The gradients of every model that learns."""
+        pending = []
+        for name, (model, losses) in self.losses(update).items():
+            with self.timer(f"update_{name}"):
+                # PPO's own come last: ZeRO reduces in the last backward, which must reach every weight, a value head too
+                found, loss = self._accumulate(model, (self._ptx_losses() if name == "actor" else []) + losses)
+            pending.append(Pending(name, model, loss, found[-len(losses) :]))
+        return pending
 
-    def _accumulate(self, model: TrainedModel, losses: list[Callable[[], tuple[Tensor, Parts]]]) -> tuple[list[Parts], Tensor]:
+    def _accumulate(self, model: TrainedModel, losses: list[Loss]) -> tuple[list[Parts], Tensor]:
         """The backward of each loss, one graph at a time; what they say of themselves, and their sum."""
         found, total = [], torch.zeros((), dtype=torch.float64, device=self.world.device)
         for i, make in enumerate(losses, start=1):
@@ -235,7 +236,7 @@ class Learner:
         loss, parts = self.value(values, micro.to(self.world.device), totals)
         return spoiled(loss, "critic"), parts
 
-    def _ptx_losses(self) -> list[Callable[[], tuple[Tensor, Parts]]]:
+    def _ptx_losses(self) -> list[Loss]:
         if self.ptx is None:
             return []
         texts = next(self.ptx_texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 
@@ -20,8 +21,11 @@ from ppo_ds.types import Metrics, Prompts, Reward, Rollout, ScoredRollout, Score
 def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
     """The rollout with what the reward said of it."""
     columns = {f.name: getattr(rollout, f.name) for f in fields(Rollout)}
+    total = scores.total.cpu().float()
+    if fault("score"):
+        total = total.clone().index_fill_(0, torch.tensor([0]), math.nan)
     components = tuple({name: float(column[i]) for name, column in scores.components.items()} for i in range(len(rollout)))
-    return ScoredRollout(**columns, scores=scores.total.cpu().float(), token_scores=scores.per_token.cpu().float(), components=components)
+    return ScoredRollout(**columns, scores=total, token_scores=scores.per_token.cpu().float(), components=components)
 
 
 class Sampler:

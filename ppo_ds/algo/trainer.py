@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ppo_ds.algo.describe import describe, sample_rows
+from ppo_ds.algo.dumping import last_words
 from ppo_ds.algo.evaluation import Evaluator
 from ppo_ds.algo.experience import ExperienceMaker
 from ppo_ds.algo.folder import RunFolder
@@ -145,7 +146,7 @@ class Trainer:
         metrics = self._describe(experience, kl_coef) | sampled | seen | learned | self._after_update(experience)
         self.kl.update(metrics.get(self.plan.kl_metric, math.nan), len(experience))  # without a reference the coefficient is nobody's
         self._log(experience, metrics, self._evaluate())
-        self._watch_kl(metrics)
+        self._warn(metrics)
         self._save()
 
     def _steps(self) -> Iterator[int]:
@@ -226,6 +227,7 @@ class Trainer:
         self.resume(home)
         self.progress.rollbacks, self.progress.skips, self.health.skips = rollbacks + 1, 0, 0
         self.latest_eval_score, self.pretrained = None, {}
+        self.health.take()
         self.tracker.rewind(self.progress.step)
         self._costs()  # no part of the next step
         if self.world.is_main:
@@ -235,13 +237,21 @@ class Trainer:
             )  # fmt: skip
 
     def _last_words(self, error: TooManySkips) -> str:
-        return f"step {self.progress.step + 1}: {error} is not finite"
+        step, path = self.progress.step + 1, self.folder.path
+        line = last_words(path / "dumps" / f"step_{step:06d}", step, error.trouble, self.learn, self.tokenizer, path / "config.yaml")
+        before = f"after going back to {self.home} " if self.progress.rollbacks else ""
+        return f"{line}; {before}no optimizer step was made {self.health.max_skips} times in a row (health.max_skips)"
 
-    def _watch_kl(self, metrics: Metrics) -> None:
-        line = self.ceiling.exceeded(metrics)
-        if line is not None and self.ceiling.stops:
-            self.reason, self.ended_by = "max_kl", f"step {self.progress.step}: {line}"
-        elif line is not None and self.world.is_main:
+    def _warn(self, metrics: Metrics) -> None:
+        """Of optimizer steps that were skipped, and of the KL, which may end the run."""
+        lines = []
+        if reasons := self.health.take():
+            lines.append(f"{metrics['health/skipped_steps']:.0f} optimizer step(s) skipped, not finite: {', '.join(reasons)}")
+        if (line := self.ceiling.exceeded(metrics)) is not None:
+            lines.append(line)
+            if self.ceiling.stops:
+                self.reason, self.ended_by = "max_kl", f"step {self.progress.step}: {lines.pop()}"
+        for line in lines if self.world.is_main else []:
             log.warning("warning: step %d: %s", self.progress.step, line)
 
     # -- evaluation -----------------------------------------------------------------------------------------------------------------------
