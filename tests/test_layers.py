@@ -39,16 +39,17 @@ MAY = {
     "banner": BOTTOM | {"inputs", "data", "engine"},
     "generators": BOTTOM | {"inputs", "models", "rollout", "engine", "algo"},
     "exporting": BOTTOM | {"inputs", "roles", "models", "engine"},
+    "replaying": BOTTOM | {"inputs", "roles", "algorithm", "models", "engine", "algo"},
     "build": BOTTOM
     | {"roles", "inputs", "algorithm", "generators", "advice", "banner", "checks", "preflight", "resuming", "targets"}
     | {"algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
     "estimate": BOTTOM | {"engine", "rollout"},
     "fitting": BASE | {"config", "estimate"},
-    "checkup": BOTTOM | {"estimate", "inputs", "targets", "models", "data"},
+    "checkup": BOTTOM | {"estimate", "inputs", "preflight", "targets", "models", "data", "engine"},
     "shapes": BOTTOM | {"estimate", "checkup", "roles", "models"},
     "dry": BOTTOM | {"targets", "models"},
     "launch": BOTTOM
-    | {"checks", "targets", "exporting", "estimate", "fitting", "checkup", "shapes", "dry", "banner"}
+    | {"checks", "targets", "exporting", "replaying", "estimate", "fitting", "checkup", "shapes", "dry", "banner"}
     | {"build", "algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
 }
 
