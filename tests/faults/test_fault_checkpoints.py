@@ -1,0 +1,205 @@
+"""Kills and full disks around checkpoints, and runs that go on as if they had not been stopped: the real program on two ranks, to the bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Ranks, Run
+
+from tests.invariant import invariant_assets
+
+UNCOMPARED = re.compile(r"(time|perf|mem)/|time$|health/rank_time_spread_s")  # what may differ between equal runs
+STEPS = 16
+NOISY = '''
+"""Draws from every generator that a reward may draw from: whatever is left out of a checkpoint changes the scores."""
+import random
+import numpy, torch
+
+def score(prompts, responses, rows):
+    return [len(set(r)) + 0.1 * (random.gauss(0, 1) + float(numpy.random.normal()) + float(torch.randn(()))) for r in responses]
+'''
+
+
+class Lab:
+    """Tiny models and prompts, and ranks to train them."""
+
+    def __init__(self, root: Path, ranks: Ranks):
+        self.root, self.ranks = root, ranks
+        invariant_assets.make(root)
+        self._spoil_with_dropout(root / "actor" / "config.json")
+        (root / "noisy.py").write_text(NOISY)
+
+    @staticmethod
+    def _spoil_with_dropout(file: Path) -> None:
+        """As many models have it in their file; training takes it out."""
+        file.write_text(json.dumps({**json.loads(file.read_text()), "attention_dropout": 0.5}))
+
+    def arguments(self, run: str, *more: str) -> list[str]:
+        root = self.root
+        given = dict(argument.split("=", 1) for argument in more)
+        base = {
+            "run.dir": root / run,
+            "run.steps": STEPS,
+            "run.seed": 1,
+            "run.timeout_minutes": 2,
+            "run.threads": 1,
+            "actor.model.path": root / "actor",
+            "actor.model.dtype": "fp32",
+            "actor.optim.lr": 1e-3,
+            "critic.init": "path",
+            "critic.model.path": root / "scorer",
+            "critic.optim.lr": 1e-3,
+            "rollout.prompts_per_step": 8,
+            "sampling.max_new_tokens": 6,
+            "sampling.stop_token_ids": "[1,3,4]",
+            "data.path": root / "prompts.jsonl",
+            "algo.epochs": 1,
+            "algo.minibatch_size": 4,
+            "checkpoint.every": 1,
+            "tracker.samples": 1,
+            "reward.path": f"{root / 'noisy.py'}:score",
+        }
+        return ["reward=function", *(f"{key}={value}" for key, value in {**base, **given}.items())]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    root = tmp_path_factory.mktemp("faults")
+    with Ranks(root) as ranks:
+        yield Lab(root, ranks)
+
+
+# all that has a state beside models: an evaluation that draws, a best checkpoint, an average policy, a normalised reward, a controller
+WHOLE = ("data.eval_path=DATA", "eval.every=4", "eval.max_prompts=2", "eval.greedy=false",
+         "checkpoint.keep_best=true", "algo.reward.normalize=running", "algo.kl.controller=adaptive", "algo.kl.target=0.5", "algo.kl.horizon=40",
+         "actor.ema.decay=0.9")  # fmt: skip
+
+
+def whole(lab: Lab, run: str, *more: str) -> list[str]:
+    return lab.arguments(run, *(argument.replace("DATA", str(lab.root / "prompts.jsonl")) for argument in WHOLE), *more)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab: Lab) -> Path:
+    codes, output = lab.ranks.run(2, whole(lab, "undisturbed"))
+    assert codes == [0, 0], output
+    return lab.root / "undisturbed"
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not UNCOMPARED.match(key)} for line in lines]
+
+
+def steps(run: Path) -> list[int]:
+    return [line["step"] for line in metrics(run)] if (run / "metrics.jsonl").exists() else []
+
+
+def content(checkpoint: Path) -> dict[str, Any]:
+    """SHA-256 of every file but state.json, and that without the settings, which name the folder."""
+    files = {str(file.relative_to(checkpoint)): file for file in checkpoint.rglob("*") if file.is_file()}
+    state = json.loads(files.pop("state.json").read_text())
+    del files["manifest.json"], state["settings"]
+    return {**{name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}, "state.json": without_times(state)}
+
+
+def without_times(tree: Any) -> Any:
+    return {k: without_times(v) for k, v in tree.items() if not UNCOMPARED.match(k)} if isinstance(tree, dict) else tree
+
+
+def assert_equal_ends(run: Path, other: Path, step: int = STEPS) -> None:
+    """Weights, moments, random states, counters and controllers after the last step, every metric of every step, and what was exported."""
+    assert content(run / "checkpoints" / f"step_{step:06d}") == content(other / "checkpoints" / f"step_{step:06d}")
+    assert metrics(run) == metrics(other)
+    assert (run / "model" / "model.safetensors").read_bytes() == (other / "model" / "model.safetensors").read_bytes()
+
+
+def names(run: Path) -> list[str]:
+    """The folders of checkpoints by their numbers, the leftovers of a save, and where the pointers point."""
+    found = sorted(path.name for path in (run / "checkpoints").iterdir())
+    pointers = [f"{name} -> {int((run / 'checkpoints' / name).read_text()[5:])}" for name in ("best", "latest") if name in found]
+    return [str(int(name[5:])) if name.startswith("step_") else name for name in found if name not in ("best", "latest")] + pointers
+
+
+def resumed_after(output: str) -> int:
+    found = re.search(r"resumed\s+after step (\d+)", output)
+    return int(found[1]) if found else 0
+
+
+SLOW_AND_KILLED = "slow@checkpoint.write:rank=1:seconds=3 kill@checkpoint.write:rank=0"
+# fault, the checkpoint that it starts from, the steps that are in metrics.jsonl when it strikes, what is in the folder then
+BLOWS = [
+    ("kill@checkpoint.before:at=2", 0, 2, ["1", "latest -> 1"]),
+    ("kill@checkpoint.after_actor", 1, 2, [".tmp_step_000002", "1", "latest -> 1"]),
+    ("kill@checkpoint.before_rename", 1, 2, [".tmp_step_000002", "1", "latest -> 1"]),
+    ("kill@checkpoint.after_rename", 1, 2, ["1", "2", "latest -> 1"]),
+    (SLOW_AND_KILLED, 2, 3, [".tmp_step_000003", "1", "2", "latest -> 1"]),
+    ("kill@checkpoint.before_prune:at=2", 2, 4, ["2", "3", "4", "best -> 4", "latest -> 4"]),
+    ("full@checkpoint.write:rank=1", 4, 5, ["3", "4", "best -> 4", "latest -> 4"]),
+]
+
+
+@pytest.mark.slow
+def test_kills_and_a_full_disk_at_every_place_of_a_save_change_nothing(lab: Lab, undisturbed: Path) -> None:
+    run = lab.root / "struck"
+    for fault, start, step, left in BLOWS:
+        codes, output = lab.ranks.run(2, whole(lab, "struck"), fault=fault)
+        assert codes == ([1, 1] if "full@" in fault else [-9, -9]), (fault, output)
+        assert resumed_after(output) == start, (fault, output)
+        assert steps(run) == list(range(1, step + 1)), fault
+        assert names(run) == left, fault
+        if "full@" in fault:
+            errors = [line for line in output.splitlines() if "error: " in line.lower()]
+            assert len(errors) == 1 and errors[0].startswith("error: ") and "step_000005 was not written" in errors[0], output
+            assert "rank 1: [Errno 28] No space left on device" in errors[0] and "Traceback" not in output, output
+    codes, output = lab.ranks.run(2, whole(lab, "struck"))
+    assert codes == [0, 0] and resumed_after(output) == 4, output
+    assert_equal_ends(run, undisturbed)
+    assert names(run) == names(undisturbed)
+
+
+@pytest.mark.slow
+def test_seven_random_kills_end_in_the_same_bits(lab: Lab, undisturbed: Path) -> None:
+    """Each a random moment after the first step of its start, on one rank or both: within generation, learning or a save."""
+    run, chance = lab.root / "killed", random.Random(7)
+    for _ in range(7):
+        saved, record = newest(run), identity(run)
+        started = lab.ranks.start(2, whole(lab, "killed"))
+        wait_for(lambda: identity(run) != record and steps(run)[-1:] > [saved], started)  # noqa: B023
+        time.sleep(chance.uniform(0, 0.2))
+        for pid in chance.choice([started.pids, started.pids[:1], started.pids[1:]]):
+            os.kill(pid, signal.SIGKILL)
+        assert lab.ranks.wait(started) == [-9, -9], started.output()
+        done = steps(run)
+        assert done == list(range(1, len(done) + 1)) and len(done) in (newest(run), newest(run) + 1), (newest(run), done)
+        assert len(done) < STEPS, "the run was over before it could be killed"
+    codes, output = lab.ranks.run(2, whole(lab, "killed"))
+    assert codes == [0, 0] and resumed_after(output) > 0, output
+    assert_equal_ends(run, undisturbed)
+
+
+def newest(run: Path) -> int:
+    return max((int(path.name[5:]) for path in (run / "checkpoints").glob("step_*")), default=0)
+
+
+def identity(run: Path) -> int | None:
+    """Of the record: each start writes it anew, without the steps that are to be made again."""
+    file = run / "metrics.jsonl"
+    return file.stat().st_ino if file.exists() else None
+
+
+def wait_for(condition: Callable[[], bool], started: Run) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline, started.output()
+        time.sleep(0.01)
