@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import environment
+from tests.integration.launching import LAUNCHERS, TIMEOUT, command, environment, free_port
+from tests.integration.test_launchers import SMALL
 
 WORKER = Path(__file__).with_name("fault_ranks_worker.py")
 SOON = 20.0  # seconds; it takes 3 to 7, and where a rank waits for the others, minutes
@@ -113,3 +114,47 @@ def test_a_rank_that_never_gives_up_the_interpreter_shows_where_it_is_too(run):
     assert "rank 0: stuck" in ended.text and "rank 1: stuck" not in ended.text
     dumped = ended.text.partition("Timeout (")[2]
     assert "in _work" in dumped and "all_reduce" not in dumped, ended.text
+
+
+# -- under launchers --------------------------------------------------------------------------------------------------------------------------
+
+
+def launched(arguments, cwd, **more):
+    """(exit code, output) of a launcher; asserts that none of its processes is left."""
+    process = subprocess.Popen(
+        arguments, cwd=cwd, env=environment() | more, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)  # ends once all that write to the pipe have ended
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+            left = True
+        except ProcessLookupError:
+            left = False
+    assert not left, output
+    return process.returncode, output
+
+
+def test_a_mistake_that_one_rank_finds_is_the_launchers_exit_code(tmp_path):
+    start = [*LAUNCHERS["deepspeed"], "--master_port", str(free_port()), str(WORKER), str(tmp_path), "mistake on one"]
+    code, output = launched(start, tmp_path)
+    assert code == 2 and output.count("error: data.path=x.jsonl:7: no prompt") == 1 and "Traceback" not in output, output
+
+
+def test_the_trainer_with_a_rank_that_hangs(tmp_path):
+    stuck = {"PPO_DS_FAULT": "hang@reward:rank=1"}
+    code, output = launched(command("deepspeed", *SMALL, "run.steps=1", "run.timeout_minutes=0.2"), tmp_path, **stuck)
+    assert code == 1 and "Traceback" not in output, output
+    rank_0, rank_1 = output.partition("rank 0: stuck")[2].split("rank 1: stuck")
+    assert "this one is after the phase 'generate' since" in rank_0 and "all_reduce" in rank_0
+    assert "this one is in the phase 'reward' since" in rank_1 and "in _judged\n" in rank_1 and "all_reduce" not in rank_1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"] == "error"
+
+
+def test_the_trainer_with_a_rank_that_the_kernel_kills(tmp_path):
+    code, output = launched(command("torchrun", *SMALL, "run.steps=1"), tmp_path, PPO_DS_FAULT="kill@reward:rank=0")
+    assert code == 1, output
+    told = [line for line in output.splitlines() if line.startswith("rank ")]
+    assert len(told) == 1 and told[0].startswith("rank 1: ended, since rank 0 failed (its process has ended without a word"), output
+    assert "Connection closed by peer" not in output  # gloo's, which says nothing of why
