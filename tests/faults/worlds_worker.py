@@ -23,6 +23,7 @@ from ppo_ds.algo import folder
 from ppo_ds.algo.trainer import Trainer
 from ppo_ds.build import build_trainer
 from ppo_ds.checks import validated
+from ppo_ds.engine import state
 from ppo_ds.engine.state import consolidated
 from tests.invariant import invariant_assets
 
@@ -44,6 +45,7 @@ UNEVEN: dict[str, Tree] = {"uneven": {"generate": "whole"}, "uneven layers": {"g
 
 def main() -> None:
     root = Path(sys.argv[1])
+    state.SHARD_BYTES = 30_000  # several shards, so that both ranks write
     folder.plot_curves = lambda *_, **__: False  # a second each, and looked at by nobody
     on_ranks(2, lambda: train(root))
     on_ranks(1, lambda: take_over(root))
