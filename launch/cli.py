@@ -131,7 +131,7 @@ def _compose(folders: _Folders, name: str, arguments: list[str]) -> tuple[DictCo
             return compose(name, overrides), problems
     except yaml.YAMLError as error:
         raise UserError(*problems, f"not valid YAML: {' '.join(str(error).split())}") from None
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, OSError) as error:  # OSError: a key that is too long to be looked for as a file
         raise UserError(*problems, _reworded(error, arguments)) from None
 
 
@@ -206,7 +206,7 @@ def _unknown_options(argument: str, value: Any, options: list[str], group: str) 
 
 def _reworded(error: Exception, arguments: list[str]) -> str:
     """Hydra's complaint as one line that speaks of this program's arguments."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(getattr(error, "strerror", None) or error).split())
     missing = re.search(r"Could not delete(?: from config)?\.? ?'?([\w.@/]+)'?", text)
     if missing:
         return f"~{missing[1]}: nothing to remove, the key has its default already"
@@ -238,7 +238,7 @@ def _resolve(composed: DictConfig) -> dict[str, Any]:
 
 def _misshapen(base: Any, given: Any, key: str = "") -> Iterator[str]:
     """Lists where sections are due, and mappings where lists are: OmegaConf cannot merge these. All else is the validator's to judge."""
-    if isinstance(base, list) and isinstance(given, dict):
+    if isinstance(base, (list, tuple)) and isinstance(given, dict):
         value = ",".join(f"{name}:{part}" for name, part in given.items())
         yield f"{key}={{{value}}}: must be a list, as in {key}=[{{{value}}}]"
     elif isinstance(base, dict) and isinstance(given, list):
