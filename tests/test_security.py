@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -29,6 +30,7 @@ from ppo_ds.engine.checkpoint import damage_of
 from ppo_ds.engine.files import sha256
 from ppo_ds.engine.reading import read_weights
 from ppo_ds.engine.rng import load_rng
+from ppo_ds.engine.state import _read_about
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from ppo_ds.models.chat_scorer import load_chat_scorer
@@ -307,9 +309,14 @@ def test_an_index_that_names_files_elsewhere(checkpoint, name):
     changed(checkpoint / "actor" / "model.json", shards={"weight": name})
     listed(checkpoint)
     assert damage_of(checkpoint) == []
-    with pytest.raises(UserError) as caught:
-        read_weights(torch.nn.Linear(3, 2, bias=False), checkpoint, "actor")
-    assert "model.json: names " in line_of(caught) and "no file of that folder" in line_of(caught)
+    engines = SimpleNamespace(parameters={"weight": None})
+    for read in (
+        lambda: read_weights(torch.nn.Linear(3, 2, bias=False), checkpoint, "actor"),  # by exports
+        lambda: _read_about(engines, checkpoint / "actor" / "model.json"),  # by runs
+    ):
+        with pytest.raises(UserError) as caught:
+            read()
+        assert "model.json: names " in line_of(caught) and "no file of that folder" in line_of(caught)
 
 
 def test_pickles_in_a_checkpoint_are_not_read(checkpoint, witness):
@@ -466,8 +473,8 @@ def test_lines_are_censored(keys):
 
 
 def test_an_error_line_does_not_repeat_the_command_lines_key(keys):
-    """Hydra's own complaints quote all arguments."""
-    command = [sys.executable, str(ROOT / "launch" / "train.py"), "+experiment=rlhf", "a@b@c=1", "reward.url=https://me:passed@host"]
+    """What is not understood at all never becomes a config that could be searched."""
+    command = [sys.executable, str(ROOT / "launch" / "train.py"), "+experiment=rlhf", "https://me:passed@host/score"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "error: " in done.stderr and "passed" not in done.stderr, done.stderr
 
