@@ -31,7 +31,7 @@ def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> 
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; give a run directory, or one of its checkpoints")
     path = path.resolve()
-    if (path / "state.json").exists():
+    if (path / "state.json").exists() or (path / "manifest.json").exists():
         if best or step is not None:
             raise UserError(f"{path}: is one checkpoint; --best and --step choose among those of a run directory")
         return path
@@ -40,11 +40,14 @@ def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> 
     if not steps:
         raise UserError(f"{path}: no checkpoint in it")
     there = f"there are: {', '.join(map(str, steps))}"
-    if best and not (root / "best").is_file():
-        raise UserError(f"--best: {root} has no best one (checkpoint.keep_best=false, or no evaluation yet); {there}")
+    if best:
+        if not (root / "best").is_file():
+            raise UserError(f"--best: {root} has no best one (checkpoint.keep_best=false, or no evaluation yet); {there}")
+        name = (root / "best").read_text(encoding="utf-8").strip()
+        step = next((step for step in steps if name == f"step_{step:06d}"), -1)
     if step is not None and step not in steps:
-        raise UserError(f"--step={step}: no such checkpoint in {root}; {there}")
-    return root / (root / "best").read_text(encoding="utf-8").strip() if best else root / f"step_{steps[-1] if step is None else step:06d}"
+        raise UserError(f"{'--best' if best else f'--step={step}'}: no such checkpoint in {root}; {there}")
+    return root / f"step_{steps[-1] if step is None else step:06d}"
 
 
 def export(checkpoint: Path, role: str, out: Path | None = None, *, force: bool = False, trust_remote_code: bool = False) -> Path:
@@ -93,7 +96,10 @@ def _config(checkpoint: Path, role: str) -> Config:
     held = [*about["models"], *about["shadows"]]
     if role not in held:
         raise UserError(f"--role={role}: {checkpoint} has no such weights; it holds {', '.join(name for name in held if name in FOLDERS)}")
-    config, wrong = from_tree(_here(about["settings"], f"{about['settings']['run']['dir']}/", f"{checkpoint.parent.parent}/"))
+    settings = about.get("settings")
+    if settings is None:
+        raise UserError(f"{checkpoint}: an older version made it and kept no settings in it; resume the run, and export its next checkpoint")
+    config, wrong = from_tree(_here(settings, f"{settings['run']['dir']}/", f"{checkpoint.parent.parent}/"))
     if wrong:
         raise UserError(*(f"{checkpoint / 'state.json'}: {line}" for line in wrong.values()))
     return inherit(config)

@@ -119,6 +119,10 @@ def lose_the_manifest(run_dir: Path) -> None:
     (run_dir / STEP / "manifest.json").unlink()
 
 
+def point_elsewhere(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "best").write_text("../start\n")
+
+
 def lose_the_base(run_dir: Path) -> None:
     shutil.rmtree(run_dir / "start")
 
@@ -143,6 +147,7 @@ def nothing(run_dir: Path) -> None:
         (lose_the_checkpoints, ["RUN"], ["RUN: no checkpoint in it"]),
         (nothing, ["RUN", "--step=3"], ["--step=3", "there are: 2"]),
         (nothing, ["RUN", "--best"], ["--best", "checkpoint.keep_best"]),
+        (point_elsewhere, ["RUN", "--best"], ["--best: no such checkpoint", "there are: 2"]),
         (nothing, [f"RUN/{STEP}", "--best"], ["is one checkpoint"]),
         (nothing, ["RUN", "--role=critic"], ["--role=critic", "it holds actor"]),
         (nothing, ["RUN", "--role=reward"], ["--role", "reward", "--help"]),
