@@ -91,7 +91,7 @@ def build_trainer(config: Config, watch: Watch | None = None) -> Trainer:
     if world.device.type == "cpu":
         notes += slow_bf16(config, computes_bf16())
     timer = PhaseTimer(world.device)
-    roles = _roles(config, world, inputs, length, make_reward, notes, timer)
+    roles = _roles(config, world, inputs, length, make_reward, notes, timer, stop.asked)
     generator, gap = build_generator(config, world, inputs, roles.actor, sampling, stop.asked, notes)
     seed_everything(config.run.seed + RANK_SEED_OFFSET * (world.rank + 1))
     trainer = _trainer(config, world, inputs, length, sampling, roles, generator, timer, stop, checkpoints)
@@ -162,7 +162,14 @@ class Roles:
 
 
 def _roles(
-    config: Config, world: World, inputs: Inputs, length: Horizon, make_reward: Callable[..., Reward], notes: list[str], timer: PhaseTimer
+    config: Config,
+    world: World,
+    inputs: Inputs,
+    length: Horizon,
+    make_reward: Callable[..., Reward],
+    notes: list[str],
+    timer: PhaseTimer,
+    stopped: Callable[[], bool],
 ) -> Roles:
     needs = Needs(inputs.tokenizer.id_bound, max(inputs.longest_prompt + config.sampling.max_new_tokens, inputs.longest_text))
     start = critic_start(config, inputs.tokenizer) if uses_critic(config) and not config.critic.share_trunk else None
@@ -173,7 +180,13 @@ def _roles(
     if critic is not None:
         place.offer(critic, start, config)  # before the reward asks for its model
     reward = make_reward(
-        tokenizer=inputs.tokenizer, place=place, agree=world.max_int, score_tokens=config.memory.score_tokens, reduce=world.sum, notes=notes
+        tokenizer=inputs.tokenizer,
+        place=place,
+        agree=world.max_int,
+        score_tokens=config.memory.score_tokens,
+        reduce=world.sum,
+        stopped=stopped,
+        notes=notes,
     )
     notes += adapter_notes(config, actor, critic) + choose_layouts(config, actor, reference, critic)
     ema, lagged = shadow(actor, config.actor.ema.decay is not None), shadow(actor, config.algo.old_policy == "lagged")

@@ -357,6 +357,29 @@ def test_after_an_error_nobody_goes_on(ask):
         assert len(service.bodies) == 2
 
 
+@pytest.mark.parametrize("slow", [False, True])
+def test_once_the_scores_are_not_wanted_nobody_waits_for_them(tokenizer, slow):
+    """Whether it is in a pause or in the middle of an attempt."""
+    came, leave = Event(), Event()
+
+    def reply(number, body):
+        came.set()
+        if slow:
+            leave.wait(60)
+        return 500, {"Retry-After": "60"}, b""
+
+    spec = {"_target_": "ppo_ds.rewards.remote.RemoteReward", "timeout_seconds": 100.0}
+    try:
+        with serving(reply) as service:
+            reward = bind(spec | {"url": service.url}, "reward")(tokenizer=tokenizer, stopped=came.is_set)
+            start = time.monotonic()
+            scores = reward.judge(Answers(({"prompt_text": "p"},) * 3, ("a", "b", "c"), (True,) * 3))
+            assert len(scores) == 3 and time.monotonic() - start < 30
+            leave.set()
+    finally:
+        leave.set()
+
+
 def test_a_judge_is_asked_about_each_answer(tokenizer):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is {response}?"}]
     rows = [{"messages": chat}, {"messages": [{"role": "user", "content": "hi"}]}, {}]
