@@ -56,6 +56,8 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpu-mem", type=float, help="GiB of each GPU")
     parser.add_argument("--nodes", type=int, default=1)
     options, rest = parser.parse_known_args(argv)
+    if {"--help", "-h"} & set(rest):
+        print(f"{__doc__}\n{parser.format_usage()}\nand what launch/train.py takes:\n")
     for name, value in (("--gpus", options.gpus), ("--gpu-mem", options.gpu_mem), ("--nodes", options.nodes)):
         if value is not None and value <= 0:
             raise UserError(f"{name}={value:g}: must be above 0")
@@ -85,32 +87,31 @@ def examine(config: Config, per_node: int, nodes: int, memory: int | None) -> in
     if found is None:
         print("memory     not estimated: see the errors above")
         return 1
-    fits = _memory(config, models, place, longest, found)
+    fits = _memory(config, models, place, per_node, longest, found)
     return 0 if fits and all(line.ok for line in report.lines) else 1
 
 
-def _memory(config: Config, models: Models, place: Place, longest: int | None, found: Estimate) -> bool:
+def _memory(config: Config, models: Models, place: Place, per_node: int, longest: int | None, found: Estimate) -> bool:
     """The table, and what to do. Whether it fits."""
-    from ppo_ds.checkup import in_gib
+    from ppo_ds.checkup import in_gib, ram
     from ppo_ds.estimate import estimate, step_flops
     from ppo_ds.fitting import growth, remedies, spelled
 
     again = partial(estimate, models=models, place=place, longest_prompt=longest)
     print(_table(found))
     print(f"work       up to {step_flops(config, models, longest) / 1e12:,.3g} TFLOP a step, over all ranks")
-    if place.usable is None:
-        return True
-    room = f"{in_gib(place.usable)} for tensors"
-    if found.peak <= place.usable:
-        more = growth(config, again, place.usable)
+    usable = ram() // per_node if place.usable is None else place.usable
+    room = f"{in_gib(usable)} " + ("for each rank on this machine" if place.usable is None else "for tensors")
+    if found.peak <= usable:
+        more = growth(config, again, usable)
         print(f"fits       {in_gib(found.peak)} of {room}" + (f"; alone, there is room for any of: {spelled(more)}" if more else ""))
         return True
-    print(f"too much   {in_gib(found.peak)} in {found.peak_phase}, and there are {room} (the rest is for the CUDA context, NCCL and fragments)")
-    alone, together, peak = remedies(config, again, place.usable)
+    print(f"too much   {in_gib(found.peak)} in {found.peak_phase}, and there are {room}")
+    alone, together, peak = remedies(config, again, usable)
     for setting, left in alone[:8]:
-        print(f"           {spelled([setting])} brings it to {in_gib(left)}{'' if left > place.usable else ': fits'}")
-    what = "fits" if peak <= place.usable else "the least that could be found: more GPUs, a smaller model or LoRA"
-    if together and (len(together) > 1 or peak > place.usable):
+        print(f"           {spelled([setting])} brings it to {in_gib(left)}{'' if left > usable else ': fits'}")
+    what = "fits" if peak <= usable else "the least that could be found: more GPUs, a smaller model or LoRA"
+    if together and (len(together) > 1 or peak > usable):
         print(f"           together {spelled(together)}: {in_gib(peak)}: {what}")
     return False
 

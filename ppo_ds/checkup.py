@@ -8,17 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 import torch
 
 from ppo_ds.config import Config
-from ppo_ds.data.prompts import Source
+from ppo_ds.data.prompts import PromptStream, Source
 from ppo_ds.errors import UserError
 from ppo_ds.estimate import BYTES, Models
-from ppo_ds.inputs import build_held_out, build_prompts, build_ptx, build_tokenizer, counted, stop_ids
+from ppo_ds.inputs import Inputs, build_held_out, build_prompts, build_ptx, build_tokenizer, counted, stop_ids
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.preflight import preflight
 from ppo_ds.targets import bind
 
 T = TypeVar("T")
@@ -78,6 +79,11 @@ def devices() -> list[int]:
     return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
 
 
+def ram() -> int:
+    """Bytes of this machine's memory."""
+    return psutil.virtual_memory().total
+
+
 def look_at_disk(config: Config, models: Models, report: Report) -> None:
     """Room in run.dir for the checkpoints that are kept, one more while it is written, and the model at the end."""
     trained = models.actor.trained + (models.critic.trained if models.critic else 0)
@@ -102,8 +108,7 @@ def look_at_host(needed: int, per_node: int, on_gpu: bool, report: Report) -> No
         short = on_gpu and per_node > 1 and size < SMALL_SHM
         report.add("/dev/shm", in_gib(size) + ("; several GPUs want 1 GiB or more: docker run --ipc=host" if short else ""), ok=not short)
     if needed:
-        there = psutil.virtual_memory().total
-        text = f"{in_gib(needed)} a rank for what is offloaded, {in_gib(needed * per_node)} on a node; this machine has {in_gib(there)}"
+        text = f"{in_gib(needed)} a rank for what is offloaded, {in_gib(needed * per_node)} on a node; this machine has {in_gib(ram())}"
         report.add("host", text, ok=True)
 
 
@@ -123,14 +128,21 @@ def look_at_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, in
     if tokenizer is None:
         return None, None
     report.tried("sampling", lambda: stop_ids(config, tokenizer), lambda ids: f"answers end with {_ends(tokenizer, ids)}")
+    before = len(report.lines)
     source = report.tried("data", lambda: build_prompts(config, tokenizer), lambda s: f"{s.path}: {counted(s.report, 'prompts')}; {_longest(s)}")
     held_out = report.tried("held out", lambda: build_held_out(config, tokenizer), lambda s: s and f"{s.path}: {counted(s.report, 'prompts')}")
-    report.tried("texts", lambda: build_ptx(config, tokenizer), lambda s: s and f"{s.source.path}: {counted(s.source.report, 'texts')}")
-    if source is not None and len(source) < config.rollout.prompts_per_step:
-        report.add("data", f"{len(source)} prompts are fewer than rollout.prompts_per_step={config.rollout.prompts_per_step}", ok=False)
-    report.tried("reward", lambda: _make_reward(config, tokenizer))
-    longest = max((s.longest for s in (source, held_out) if s is not None), default=None)
-    return tokenizer, longest
+    ptx = report.tried("texts", lambda: build_ptx(config, tokenizer), lambda s: s and f"{s.source.path}: {counted(s.source.report, 'texts')}")
+    made = report.tried("reward", lambda: bind(config.reward, "reward"), lambda _: None)
+    if source is None or made is None or not all(line.ok for line in report.lines[before:]):
+        return tokenizer, source and source.longest
+    rollout = config.rollout
+    stream = report.tried(
+        "data", lambda: PromptStream(source, prompts_per_step=rollout.prompts_per_step, samples_per_prompt=rollout.samples_per_prompt), lambda _: None
+    )
+    if stream is not None:
+        inputs = Inputs(tokenizer, source, held_out, stream, ptx)
+        report.tried("reward", lambda: preflight(config, inputs), lambda _: "ok, as far as can be seen without weights")
+    return tokenizer, max(s.longest for s in (source, held_out) if s is not None)
 
 
 def _is_to_be_made(config: Config) -> bool:
@@ -143,26 +155,3 @@ def _ends(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
 
 def _longest(source: Source) -> str:
     return f"the longest has {source.longest} tokens"
-
-
-class _WithoutWeights(Exception):
-    """A reward has got as far as its model."""
-
-
-def _make_reward(config: Config, tokenizer: Tokenizer) -> None:
-    """As the trainer makes it, up to the weights of its first model."""
-
-    def place(*_: Any) -> Any:
-        raise _WithoutWeights
-
-    try:
-        bind(config.reward, "reward")(
-            tokenizer=tokenizer,
-            place=place,
-            agree=int,
-            score_tokens=config.memory.score_tokens,
-            reduce=lambda tensor: tensor,
-            notes=[],
-        )
-    except _WithoutWeights:
-        pass

@@ -45,7 +45,7 @@ MAY = {
     | {"algo", "tracking", "models", "data", "rollout", "rewards", "engine"},
     "estimate": BOTTOM | {"engine", "rollout"},
     "fitting": BASE | {"config", "estimate"},
-    "checkup": BOTTOM | {"estimate", "inputs", "preflight", "targets", "models", "data", "engine"},
+    "checkup": BOTTOM | {"estimate", "inputs", "preflight", "targets", "models", "data"},
     "shapes": BOTTOM | {"estimate", "checkup", "roles", "models"},
     "dry": BOTTOM | {"targets", "models"},
     "launch": BOTTOM

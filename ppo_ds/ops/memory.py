@@ -87,7 +87,7 @@ def trained_engine(
     flat = min(n, bucket)
     whole = each * all_of_it
     if stage == 0 and each == FP32:
-        engine = Engine(whole, 0, 2 * FP32 * n, 0, 0, FP32 * n, FP32 * flat if ranks > 1 else 0, 0, 0)
+        engine = Engine(whole, 0, 2 * FP32 * n, 0, 0, FP32 * n, FP32 * flat, 0, 0)
     elif stage < 2 and each < FP32 and not scaled:  # gradients are added up in a whole fp32 copy that stays
         engine = Engine(whole, FP32 * share, 2 * FP32 * share, FP32 * n, 0, 0, each * n + FP32 * flat, 0, 0)
     elif stage < 2:
@@ -126,8 +126,10 @@ def kept_by_layers(shape: Shape, tokens: int, length: int, each: int, checkpoint
     mlp = (4 if shape.gated else 2) * shape.inner
     layer = 2 * norm + attention + mlp
     ends = norm + shape.hidden  # the last norm, and the embedding's output
-    layers = shape.layers * shape.hidden + layer if checkpointing else shape.layers * layer
-    return int(tokens * each * (layers + ends))
+    if not checkpointing:
+        return int(tokens * each * (shape.layers * layer + ends))
+    # the inputs of all layers, all of one that is computed again, and what its backward makes on the way
+    return int(tokens * each * (shape.layers * shape.hidden + layer + ends)) + passing(shape, tokens, length, each)
 
 
 def passing(shape: Shape, tokens: int, length: int, each: int) -> int:
