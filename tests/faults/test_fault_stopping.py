@@ -35,6 +35,7 @@ CASES = [  # launcher, who gets what
     ("deepspeed", COMMAND, signal.SIGKILL),
     ("deepspeed", CHILD, signal.SIGTERM),
     ("deepspeed", CHILD, signal.SIGKILL),
+    ("deepspeed", GROUP, signal.SIGUSR1),  # as SLURM does it; the launchers are told to ignore it
     ("torchrun", COMMAND, signal.SIGTERM),
     ("torchrun", COMMAND, signal.SIGKILL),  # its agent, which also holds the store
 ]
@@ -71,7 +72,7 @@ def launched(case: tuple[str, str, signal.Signals], folder: Path) -> Outcome:
     port = ["--master_port", str(free_port())] if launcher == "deepspeed" else []
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*LAUNCHERS[launcher], *port, str(WORKER), str(folder)],
+            ["bash", "-c", "trap '' USR1; exec \"$@\"", "bash", *LAUNCHERS[launcher], *port, str(WORKER), str(folder)],
             cwd=folder,
             env=environment() | {"MARK": mark, "OMP_NUM_THREADS": "1"},
             stdout=output,
