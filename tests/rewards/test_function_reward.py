@@ -79,6 +79,11 @@ def test_what_may_be_returned(scored_by, returned):
         ("[1e300, 2, 3]", "'1e+300' (float) for row 0"),
         ("['1', 2, 3]", "'1' (str) for row 0"),
         ("np.zeros((3, 1))", "'[0.0]' (list) for row 0"),
+        ("[np.zeros(2), 2, 3]", "(ndarray) for row 0, prompt '1+1='"),
+        ("[1, [2], 3]", "'[2]' (list) for row 1"),
+        ("[1, 2, 3 + 1j]", "'(3+1j)' (complex) for row 2"),
+        ("'123'", "'123' (str); it must return a list of 3 floats"),
+        ("(x for x in [1, 2, 3])", "(generator); it must return a list of 3 floats"),
     ],
 )
 def test_what_may_not(scored_by, tmp_path, returned, words):
@@ -91,6 +96,52 @@ def test_the_users_exception_goes_through(scored_by):
     with pytest.raises(ZeroDivisionError) as caught:
         scored_by("return [1 / 0]")
     assert caught.traceback[-1].path.name == "mine.py"
+
+
+@pytest.mark.parametrize(("body", "kind"), [("raise KeyError('gold')", KeyError), ("import sys; sys.exit(0)", SystemExit)])
+def test_what_it_raises_says_what_was_scored(scored_by, tmp_path, body, kind):
+    with pytest.raises(kind) as caught:
+        scored_by(body)
+    assert caught.value.__notes__ == [f"in reward.path={tmp_path}/mine.py:score, scoring 3 answers; row 0 has the prompt '1+1='"]
+
+
+@pytest.mark.parametrize(
+    "tensor", ["torch.ones(3, requires_grad=True)", "torch.ones(3).bfloat16()", "torch.ones(3, dtype=torch.int8)", "torch.ones(3) > 0"]
+)
+def test_tensors_of_any_kind(scored_by, tensor):
+    scores = scored_by(f"return {tensor}", "import torch").total
+    assert scores.tolist() == [1, 1, 1] and scores.dtype == torch.float32 and not scores.requires_grad
+
+
+def test_what_it_does_to_its_arguments_stays_with_it(tmp_path, tokenizer):
+    """A row of a data set is read again in the next pass, and other parts of a mixture read it too."""
+    (tmp_path / "mine.py").write_text(
+        "def score(prompts, responses, rows):\n"
+        "    rows[0]['tests'].append('more'); rows[1]['prompt_text'] = 'x'; del rows[2]['tests']; n = len(rows)\n"
+        "    prompts.clear(); responses.clear(); rows.clear(); return [1.0] * n"
+    )
+    rollout = make_rollout(tokenizer, ANSWERS, [{"tests": ["one"]} for _ in ANSWERS])
+    reward = FunctionReward(f"{tmp_path}/mine.py:score", tokenizer=tokenizer)
+    assert reward(rollout).total.tolist() == [1, 1, 1] == reward(rollout).total.tolist()
+    assert [row["tests"] for row in rollout.metadata] == [["one"]] * 3 and [row["prompt_text"] for row in rollout.metadata] == [p for p, _ in ANSWERS]
+
+
+def test_a_function_that_seeds_torch_does_not_make_every_step_draw_alike(scored_by):
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    drawn = scored_by("torch.manual_seed(0); return torch.rand(3)", "import torch").total
+    assert torch.equal(torch.rand(4), expected) and drawn.tolist() != expected[:3].tolist()
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path, tokenizer):
+    for name, value in (("a", 1), ("b", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(
+            f"VALUE = {value}\ndef score(p, r, rows):\n    import sys; return [sys.modules[__name__].VALUE] * len(p)"
+        )
+    rewards = [FunctionReward(f"{tmp_path}/{name}/mine.py:score", tokenizer=tokenizer) for name in "ab"]
+    assert [reward(make_rollout(tokenizer, ANSWERS)).total[0].item() for reward in rewards] == [1, 2]
 
 
 def test_a_module_of_the_current_directory(tmp_path, monkeypatch, tokenizer):
@@ -138,3 +189,5 @@ def test_errors_while_importing_name_the_line(tmp_path, tokenizer):
     assert f"No module named 'no_such_package' ({file}:1)" in refusal(f"{file}:score", tokenizer)
     file.write_text("def score(:\n")
     assert "SyntaxError" in refusal(f"{file}:score", tokenizer)
+    file.write_text("import sys\nsys.exit(0)\n")  # would otherwise end the run as if it were done
+    assert f"SystemExit: 0 ({file}:2)" in refusal(f"{file}:score", tokenizer)
