@@ -34,8 +34,9 @@ HANG = 60  # seconds until ranks that do not end are killed
 
 class Loop:
     def __init__(self, world: Any, folder: Path, case: str):
-        from ppo_ds.algo.timing import PhaseTimer
+        from ppo_ds.algo.timing import PhaseTimer, spread
 
+        self.spread = spread
         self.world, self.folder, self.case = world, folder, case
         self.timer = PhaseTimer(world.device)
 
@@ -45,6 +46,8 @@ class Loop:
                 with self.timer(phase):
                     self._work(phase)
                 self.world.max_int(step)
+            with (self.folder / f"spread{self.world.rank}").open("a") as file:
+                file.write(f"{self.spread(self.world, self.timer.take()['time/step'])['health/rank_time_spread_s']}\n")
         return "done"
 
     def _work(self, phase: str) -> None:

@@ -64,6 +64,14 @@ def test_good_runs_return_0_and_say_nothing_fifteen_times_out_of_fifteen(run):
     assert {one.text for one in ended} == {""}
 
 
+def test_a_straggler_shows_in_the_spread_of_the_ranks_own_seconds(run):
+    ended = run(fault="slow@reward:rank=1:at=2:seconds=1")
+    found = [[float(line) for line in (ended.folder / f"spread{rank}").read_text().split()] for rank in range(2)]
+    assert ended.codes == [0, 0] and found[0] == found[1] and len(found[0]) == 3
+    assert found[0][1] > 0.5  # the other rank waited meanwhile, and its step was just as long
+    assert min(found[0]) >= 0
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_on_one_rank_ends_all_with_its_traceback_first(run, rank):
     ended = run(fault=f"raise@reward:at=2:rank={rank}")
@@ -147,7 +155,7 @@ def test_the_trainer_with_a_rank_that_hangs(tmp_path):
     code, output = launched(command("deepspeed", *SMALL, "run.steps=1", "run.timeout_minutes=0.2"), tmp_path, **stuck)
     assert code == 1 and "Traceback" not in output, output
     rank_0, rank_1 = output.partition("rank 0: stuck")[2].split("rank 1: stuck")
-    assert "this one is after the phase 'generate' since" in rank_0 and "all_reduce" in rank_0
+    assert "this one is after the phase 'reward' since" in rank_0 and "all_reduce" in rank_0
     assert "this one is in the phase 'reward' since" in rank_1 and "in _judged\n" in rank_1 and "all_reduce" not in rank_1
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"] == "error"
 
