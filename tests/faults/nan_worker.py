@@ -1,0 +1,153 @@
+"""Started by test_fault_nan.py: NaN on one of two ranks in one optimizer step, for actor and critic and for single engines. ``nan_worker.py ROOT``
+
+Of each case ROOT has what the models are in the end, as in a checkpoint: ``faulted``, and ``left_out``, where nothing was planted and the learner
+never saw that minibatch; with ZeRO-0 in fp32 also ``unguarded``, planted and not looked at.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ppo_ds import faults
+from ppo_ds.algo.trainer import Trainer
+from ppo_ds.build import build_trainer
+from ppo_ds.checks import validated
+from ppo_ds.engine import state
+from ppo_ds.engine.files import together, write_json
+from ppo_ds.engine.state import consolidated, save_model, save_shadow
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.world import World, connect
+from tests.engine.checkpoint_worker import NOT_PERSISTENT, make
+from tests.faults.worlds_worker import HANG, config, on_ranks
+
+BAD = 2  # the optimizer step with the NaN, from 0, of eight
+CASES: dict[str, tuple[int, str, str]] = {  # ZeRO stage, dtype, where the NaN is planted: ZeRO-0 in 16 bits is stage 1
+    "zero0": (0, "fp32", "loss.actor"),
+    "zero1": (1, "fp32", "loss.critic"),
+    "zero2": (2, "fp32", "grad.actor"),
+    "zero3": (3, "fp32", "loss.actor"),
+    "zero0 bf16": (0, "bf16", "grad.critic"),
+    "zero2 bf16": (2, "bf16", "loss.actor"),
+    "zero3 bf16": (3, "bf16", "loss.critic"),
+}
+OFFLOADED = "zero2 bf16"
+ENGINES: dict[str, tuple[int, str, bool]] = {  # stage, dtype, optimizer offloaded: what the CPU's trainer does not have
+    "1 bf16 offloaded": (1, "bf16", True),
+    "1 fp16": (1, "fp16", False),
+    "2 fp16 offloaded": (2, "fp16", True),
+    "3 fp16 offloaded": (3, "fp16", True),
+}
+
+
+def main() -> None:
+    state.SHARD_BYTES = 10**9
+    on_ranks(2, lambda: everything(Path(sys.argv[1])))
+
+
+def everything(root: Path) -> None:
+    for name, case in CASES.items():
+        faulthandler.dump_traceback_later(HANG, exit=True)
+        updates(root, name, *case)
+    faulthandler.dump_traceback_later(HANG, exit=True)
+    engines(root)
+
+
+# -- actor and critic -------------------------------------------------------------------------------------------------------------------------
+
+
+def updates(root: Path, name: str, stage: int, dtype: str, place: str) -> None:
+    tree = config(root, stage=stage, dtype=dtype, actor={"ema": {"decay": 0.9}})
+    tree["run"]["dir"] = str(root / name / "run")
+    tree["algo"] |= {"epochs": 2, "minibatch_size": 4}
+    tree["memory"]["train_tokens"] = 10_000  # one micro-batch in each optimizer step
+    for role in ("actor", "critic"):
+        tree[role]["zero"] |= {"offload_optimizer": name == OFFLOADED}
+    trainer = build_trainer(validated(tree, 2))
+    experience, _ = trainer.make_experience(trainer.sample(trainer.prompts)[0], 0.1)
+    start = trainer.checkpoints.save(1, trainer._models(), trainer.state_dict(), shadows=trainer._shadows())
+    agreed, update = trainer.learn._agreed, trainer.learn._update
+    for variant in ("faulted", "left_out") + (("unguarded",) if name == "zero0" else ()):
+        trainer.resume(start)
+        plant("" if variant == "left_out" else f"nan@{place}:rank=1:at={BAD + 1}")
+        if variant == "left_out":
+            met = iter(range(10**6))
+            trainer.learn._update = lambda minibatch, met=met: 0.0 if next(met) == BAD else update(minibatch)
+        if variant == "unguarded":
+            trainer.learn._agreed = lambda pending: ([], [], 0.0)
+        said = [trainer.learn(experience, 0.1, seed=seed)[1] for seed in (5, 6)]
+        keep(root / name / variant, trainer, said)
+        trainer.learn._agreed, trainer.learn._update = agreed, update
+    trainer.actor.engine.destroy()
+    trainer.critic.engine.destroy()
+
+
+def keep(folder: Path, trainer: Trainer, said: list[dict[str, float]]) -> None:
+    world = trainer.world
+    for role, model in trainer._models().items():
+        save_model(model, folder / role)
+    save_shadow(trainer.ema, folder / "ema")
+    everyone = world.gather_objects(said)
+    together(world, lambda: write_json(folder / "said.json", everyone) if world.is_main else None)
+
+
+def plant(fault: str) -> None:
+    os.environ["PPO_DS_FAULT"] = fault
+    faults._reached.clear()
+
+
+# -- engines alone ----------------------------------------------------------------------------------------------------------------------------
+
+
+def engines(root: Path) -> None:
+    plant("")
+    world, found = connect(5), {}
+    for name, (stage, dtype, offload) in ENGINES.items():
+        raw: dict[str, Any] = {"zero_optimization": NOT_PERSISTENT if stage == 3 else {}}
+        if dtype == "fp16":
+            raw["fp16"] = {"initial_scale_power": 6, "hysteresis": 1}
+        ways = {way: engine(world, stage, dtype, offload, raw, way) for way in ("left out", "nan", "dropped")}
+        found[name] = {way: {"same": same(ways["left out"][0], weights), "said": said} for way, (weights, said) in ways.items()}
+    if world.is_main:
+        (root / "engines.json").write_text(json.dumps(found))
+
+
+def engine(world: World, stage: int, dtype: str, offload: bool, raw: dict[str, Any], way: str) -> tuple[Any, Any]:
+    """Six optimizer steps; the third is left out, or has a NaN on the last rank, or is sound and dropped."""
+    model, said = make(world, stage, dtype, raw=raw, offload=offload, dropout=0.0), []
+    for step in range(6):
+        if step == BAD and way == "left out":
+            continue
+        accumulate(model, step, nan=step == BAD and way == "nan")
+        finite = math.isfinite(world.sum(model.squared_gradient().float()))
+        info = model.skip(overflow=not finite) if not finite or (step == BAD and way == "dropped") else model.step()
+        said.append([info.skipped, info.loss_scale, model.steps])
+    weights = consolidated(model)
+    model.engine.destroy()
+    return weights and {key: value for key, value in weights.items() if key != "seen"}, said  # that counts forwards
+
+
+def accumulate(model: TrainedModel, step: int, nan: bool) -> None:
+    ids = torch.randint(0, 13, (8, 5), generator=torch.Generator().manual_seed(100 + step))
+    halves = ids.chunk(model.world.size)[model.world.rank].chunk(2)
+    for i, rows in enumerate(halves):
+        logits = model(rows).float()
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum") / 32 * model.world.size
+        bad = nan and i == 0 and model.world.rank == model.world.size - 1
+        model.backward(loss * math.nan if bad else loss, last=i == len(halves) - 1)
+
+
+def same(a: dict[str, torch.Tensor] | None, b: dict[str, torch.Tensor] | None) -> bool:
+    return a is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
+
+
+if __name__ == "__main__":
+    main()
