@@ -49,7 +49,7 @@ def examine(learner: Learner, minibatch: Experience, kl_coef: float, critic_only
                 loss, _ = make()
                 _look(seen, f"loss of the {name}", loss.detach())
                 model.backward(loss, last=i == len(rows))
-                row.losses[name] = float(loss) / world.size
+                row.losses[name] = float(loss.detach()) / world.size
                 row.first, seen[:] = row.first or next(iter(seen), None), []
         model.skip(overflow=False)
     return sorted((row for mine in world.gather_objects(rows) for row in mine), key=lambda row: row.place)

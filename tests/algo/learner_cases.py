@@ -165,13 +165,17 @@ def unpadded(rows, i):
     return rows.ids[i][kept][None], torch.ones(1, int(kept.sum()), dtype=torch.bool), int(rows.response_lengths[i])
 
 
-def by_hand(rows, policy=None, value=None, minibatch_size=4, epochs=2, kl_coef=0.0, seed=3, steps=None, shared=False):
-    """The same optimizer steps (the first ``steps`` of them), token by token on unpadded rows. ``shared``: the values are the policy's own."""
+def by_hand(rows, policy=None, value=None, minibatch_size=4, epochs=2, kl_coef=0.0, seed=3, steps=None, shared=False, left_out=None):
+    """The same optimizer steps (the first ``steps`` of them, but for number ``left_out``), token by token on unpadded rows.
+
+    ``shared``: the values are the policy's own.
+    """
     shape, vshape = POLICY | (policy or {}), VALUE | (value or {})
     actor, critic = TinyPolicy(V, 1, shared=shared), TinyCritic(1, 2)
     optimizer = torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=LR)
     low, high = 1 - shape["clip_low"], 1 + (shape["clip_high"] or shape["clip_low"])
-    for part in minibatches(len(rows), epochs, minibatch_size, torch.Generator().manual_seed(seed))[:steps]:
+    order = minibatches(len(rows), epochs, minibatch_size, torch.Generator().manual_seed(seed))[:steps]
+    for part in [part for i, part in enumerate(order) if i != left_out]:
         surrogate, entropies, kls, errors, squares = [], [], [], [], []
         for i in part.tolist():
             inputs = ids, _, r = unpadded(rows, i)
