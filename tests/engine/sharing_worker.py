@@ -49,11 +49,16 @@ def config(root: Path, stage: int, dtype: str, lora: int = 2, reference: str = "
     return inherit(read)
 
 
-def held() -> int:
-    """Bytes of all tensors of this process, each memory once."""
+def storages() -> dict[int, torch.UntypedStorage]:
+    """The memory of all tensors of this process by address. Who keeps them keeps their memory, so that no later tensor can have its address."""
     gc.collect()
     tensors = [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+
+
+def taken_since(before: dict[int, torch.UntypedStorage]) -> int:
+    """Bytes of tensors that there were not; whatever else was let go meanwhile does not count against them."""
+    return sum(storage.nbytes() for address, storage in storages().items() if address not in before)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -93,10 +98,10 @@ def shared_reward(world: World, root: Path, stage: int, dtype: str, lora: int = 
         """The critic, the reward model, and the bytes that the second of them took."""
         critic, place = build_critic(settings, start, world, NEEDS, 20), RewardModels(world, notes)
         place.offer(critic, start, settings)
-        before = held()
+        before = storages()
         module, scorer = place(load_reward_model, model, FrozenZeroConfig(), "reward.model.path")
         assert module.vocab_size == V and module.is_decoder
-        return critic, scorer, held() - before
+        return critic, scorer, taken_since(before)
 
     critic, scorer, taken = build()
     first, values = scored(scorer), critic(*batch(), R).detach()
@@ -146,9 +151,9 @@ def reference_of_adapters(world: World, root: Path, reference: str) -> Case:
     """What a reference takes beside an actor with adapters."""
     settings = config(root, 0, "fp32", reference=reference)
     actor = build_actor(settings, world, NEEDS, 4, lambda _: nullcontext())
-    before = held()
+    before = storages()
     kept = build_reference(settings, world, NEEDS, actor)
-    found = {"case": f"reference {reference}", "taken": held() - before, "shared": isinstance(kept, FrozenBase)}
+    found = {"case": f"reference {reference}", "taken": taken_since(before), "shared": isinstance(kept, FrozenBase)}
     found["actor"] = sum(p.nbytes for name, p in actor.module.named_parameters() if ".lora_" not in name)
     actor.engine.destroy()
     return found

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 GAMMA, LAM, KL_COEF, ENTROPY_COEF, CLIP, GRAD_CLIP = 1.0, 0.95, 0.1, 0.01, 0.2, 1.0
-LR, MIN_LR, WARMUP, WEIGHT_DECAY, BETAS = 1e-3, 1e-4, 1, 0.1, (0.9, 0.95)
+LR, MIN_LR, WARMUP, WEIGHT_DECAY, BETAS, EPS = 1e-3, 1e-4, 1, 0.1, (0.9, 0.95), 1e-6
 EPOCHS, MINIBATCH, SEED, STEPS = 2, 8, 1, 12
 
 Row = tuple[Tensor, int]  # ids of prompt and answer, length of the answer
@@ -73,7 +73,7 @@ def learning_rate(step: int) -> float:
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     matrices, vectors = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=1e-8)
+    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
 
 
 def apply(model: nn.Module, adamw: torch.optim.Optimizer, loss: Tensor, step: int) -> float:

@@ -18,7 +18,7 @@ from ppo_ds.models.tokenizer import load_tokenizer
 
 RELATIVE = 1e-5  # of losses, norms, KL, ... in fp32
 ABSOLUTE = 2e-6  # where numbers near 0 are left of larger ones that cancel
-WEIGHTS = 2e-5  # after 12 steps of AdamW, which moved them by about 1e-2; one weight in 30,000 has a gradient that is little but rounding
+WEIGHTS = 1e-5  # after 12 steps of AdamW, which moved them by about 1e-2
 
 ON_ONE = ["zero1", "zero2", "zero3", "zero0 row by row", "zero0 at once", "zero0 packed"]
 ON_TWO = [
@@ -173,7 +173,9 @@ def test_the_first_ratio_is_one_and_the_policy_starts_as_its_reference(runs: Lau
     assert run.steps[0]["policy/ratio_max"] > 1.1  # of all minibatches: only the first is exempt from change
     for metric in ("kl/ref_seq_mean", "kl/ref_token_mean", "kl/ref_token_max", "kl/k3_token_mean"):
         assert run.steps[0][metric] == pytest.approx(0, abs=1e-5), metric
-        assert abs(run.steps[2][metric]) > 1e-3, metric  # the answers decide how far; 0 within 1e-5 was the start
+    # After four updates it is far from it. k3 is a mean of terms none of which is negative; the others are sums in which terms cancel, as the answers
+    # that were drawn have it.
+    assert all(step["kl/k3_token_mean"] > 1e-2 for step in run.steps[1:])
 
 
 # Before the first update; what comes later has bf16's rounding of weights in it.
