@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ppo_ds.tracking.jsonl import read_metrics
 from tests.invariant import invariant_assets
 
 UNCOMPARED = re.compile(r"(time|perf|mem)/|time$|health/rank_time_spread_s")  # what may differ between equal runs
-STEPS = 16
+STEPS = 18
 NOISY = '''
 """Draws from every generator that a reward may draw from: whatever is left out of a checkpoint changes the scores."""
 import random
@@ -103,12 +105,12 @@ def undisturbed(lab: Lab) -> Path:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run / "metrics.jsonl")
     return [{key: value for key, value in line.items() if not UNCOMPARED.match(key)} for line in lines]
 
 
 def steps(run: Path) -> list[int]:
-    return [line["step"] for line in metrics(run)] if (run / "metrics.jsonl").exists() else []
+    return [line["step"] for line in metrics(run)]
 
 
 def content(checkpoint: Path) -> dict[str, Any]:
@@ -176,13 +178,13 @@ def test_kills_and_a_full_disk_at_every_place_of_a_save_change_nothing(lab: Lab,
 
 @pytest.mark.slow
 def test_seven_random_kills_end_in_the_same_bits(lab: Lab, undisturbed: Path) -> None:
-    """Each a random moment after the first step of its start, on one rank or both: within generation, learning or a save."""
+    """Each a random moment after the first or second step of its start, on one rank or both: within generation, learning or a save."""
     run, chance = lab.root / "killed", random.Random(7)
-    for _ in range(7):
-        saved, record = newest(run), identity(run)
+    for i in range(7):
+        aim, record = newest(run) + 1 + i % 2, identity(run)
         started = lab.ranks.start(2, whole(lab, "killed"))
-        wait_for(lambda: identity(run) != record and steps(run)[-1:] > [saved], started)  # noqa: B023
-        time.sleep(chance.uniform(0, 0.2))
+        wait_for(lambda: identity(run) != record and steps(run)[-1:] >= [aim], started)  # noqa: B023
+        time.sleep(chance.uniform(0, read_metrics(run / "metrics.jsonl")[-1]["time/step"]))
         for pid in chance.choice([started.pids, started.pids[:1], started.pids[1:]]):
             os.kill(pid, signal.SIGKILL)
         assert was_killed(lab.ranks.wait(started)), started.output()
@@ -214,6 +216,38 @@ def wait_for(condition: Callable[[], bool], started: Run) -> None:
     while not condition():
         assert time.monotonic() < deadline, started.output()
         time.sleep(0.01)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------------------------------
+
+
+def refusal(lab: Lab, arguments: list[str]) -> str:
+    """The one line that a start on two ranks gives, which ends with exit code 2."""
+    codes, output = lab.ranks.run(2, arguments)
+    assert codes == [2, 2] and "Traceback" not in output, output
+    (line,) = [line for line in output.splitlines() if "error: " in line]
+    return line
+
+
+@pytest.mark.slow
+def test_what_cannot_be_continued_is_refused_in_a_line_before_anything_is_loaded_or_written(lab: Lab) -> None:
+    model = shutil.copytree(lab.root / "actor", lab.root / "lost")
+    settings = partial(lab.arguments, "refused", "run.steps=2", f"actor.model.path={model}")
+    codes, output = lab.ranks.run(1, settings())
+    assert codes == [0], output
+    (model / "model.safetensors").unlink()  # whoever loads it first, says that
+    run = lab.root / "refused"
+    written, (first, second) = (run / "config.yaml").read_text(), sorted((run / "checkpoints").glob("step_*"))
+
+    line = refusal(lab, settings("actor.zero.stage=1"))
+    assert "actor.zero.stage=1" in line and f"{second} was made with 2" in line and "run.may_change=[actor.zero.stage]" in line
+    (second / "actor" / "shard-00000.safetensors").write_bytes(b"")
+    line = refusal(lab, settings(f"run.resume={second}"))
+    assert f"run.resume: {second} is damaged: actor/shard-00000.safetensors has 0 bytes" in line
+    (first / "state.json").unlink()
+    line = refusal(lab, settings())
+    assert "run.resume=auto: no checkpoint in" in line and "step_000001 (state.json is missing)" in line
+    assert (run / "config.yaml").read_text() == written and steps(run) == [1, 2]
 
 
 # -- k steps, a stop, and the rest ----------------------------------------------------------------------------------------------------------
@@ -301,15 +335,18 @@ def change_json(file: str, *keys: str) -> Callable[[Path], str]:
     return change
 
 
-def change_tensor(file: str, name: str) -> Callable[[Path], str]:
-    """Other numbers in a tensor: those of a rank that has drawn on, or weights that differ."""
+def change_tensor(pattern: str, name: str) -> Callable[[Path], str]:
+    """Other numbers in a tensor: those of generators that stand elsewhere, or weights that differ."""
 
     def change(checkpoint: Path) -> str:
-        with safe_open(checkpoint / file, framework="pt") as opened:
-            tensors, about = {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata()  # noqa: SIM118
-        tensors[name] = tensors[name] + 1 if tensors[name].is_floating_point() else other_seed(name)
-        save_file(tensors, checkpoint / file, metadata=about)
-        return file
+        for file in checkpoint.glob(pattern):
+            with safe_open(file, framework="pt") as opened:
+                tensors, about = {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata()  # noqa: SIM118
+            if name in tensors:
+                tensors[name] = tensors[name] + 1 if tensors[name].is_floating_point() else other_seed(name)
+                save_file(tensors, file, metadata=about)
+                return str(file.relative_to(checkpoint))
+        raise KeyError(name)
 
     return change
 
@@ -333,8 +370,8 @@ PARTS = {
     "counters": change_json("state.json", "state", "progress", "episodes"),
     "best score": change_json("state.json", "state", "progress", "best_score"),
     "schedule": change_json("critic/model.json", "steps"),
-    "average": change_tensor("ema/shard-00000.safetensors", "weight/lm.model.norm.weight"),
-    "critic's moments": change_tensor("critic/shard-00000.safetensors", "exp_avg/model.model.norm.weight"),
+    "average": change_tensor("ema/shard-*", "weight/lm.model.norm.weight"),
+    "critic's moments": change_tensor("critic/shard-*", "exp_avg/model.model.norm.weight"),
 }
 
 
