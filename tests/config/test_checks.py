@@ -61,6 +61,7 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(minibatch: int, sa
         ("eval.every=5", "eval.every=5: needs held-out prompts in data.eval_path"),
         ("checkpoint.keep_best=true", "checkpoint.keep_best=true: the best is chosen by evaluation; set eval.every"),
         ("sampling.min_new_tokens=9", "sampling.min_new_tokens=9: must be at most sampling.max_new_tokens=8"),
+        ("sampling={min_new_tokens:2,stop:[x]}", "sampling.min_new_tokens=2: holds end tokens back, but not the texts of sampling.stop; leave one"),
         ("sampling.temperature=0", "sampling.temperature=0: must be above 0"),
         ("sampling.top_p=0", "sampling.top_p=0: must be above 0"),
         ("sampling.stop=['']", "sampling.stop: must not hold an empty text"),

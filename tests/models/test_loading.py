@@ -93,6 +93,19 @@ def test_broken_config(folder):
     refused(folder, "not a valid JSON")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_size": "x"}, {"num_attention_heads": 3}, {"num_attention_heads": 0}, {"vocab_size": None}, {"pad_token_id": 999}, {"hidden_act": "nope"},
+     {"rope_scaling": {"rope_type": "nope"}}, {"model_type": "nope"}],
+    ids=str,
+)  # fmt: skip
+def test_config_that_makes_no_sense(folder, change):
+    """Checkers of the hub, assertions of torch, lookups of transformers: whatever they raise, it is the folder that is wrong."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    refused(folder)
+
+
 def test_folder_without_a_model(tmp_path):
     refused(tmp_path, "model_type")
 

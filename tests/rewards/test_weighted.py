@@ -125,7 +125,7 @@ def test_errors_say_which_part(build, rolled):
         reward(rolled("x"))
     reward = build(spec(MIXTURE, parts={"ids": {"weight": 0, "reward": spec("ByToken")}, "text": {"reward": looked(xx=1.0, y=2.0)}}))
     reward._parts["ids"].reward.total = math.nan
-    with pytest.raises(RewardError, match="not finite") as caught:
+    with pytest.raises(RewardError, match="a score is not finite: nan for row 0, prompt ") as caught:
         reward(rolled("x"))
     assert caught.value.__notes__ == ["in reward.parts.ids"]
 
