@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 USUAL_MEMORY = 80.0  # GiB of a GPU that nobody has described
 GIB = 2**30
+MOST_REMEDIES = 8
 
 
 def main(argv: list[str]) -> int:
@@ -108,10 +109,10 @@ def _memory(config: Config, models: Models, place: Place, per_node: int, longest
         return True
     print(f"too much   {in_gib(found.peak)} in {found.peak_phase}, and there are {room}")
     alone, together, peak = remedies(config, again, usable)
-    for setting, left in alone[:8]:
-        print(f"           {spelled([setting])} brings it to {in_gib(left)}{'' if left > usable else ': fits'}")
+    for settings, left in alone[:MOST_REMEDIES]:
+        print(f"           {spelled(settings)} brings it to {in_gib(left)}{'' if left > usable else ': fits'}")
     what = "fits" if peak <= usable else "the least that could be found: more GPUs, a smaller model or LoRA"
-    if together and (len(together) > 1 or peak > usable):
+    if together and together not in [settings for settings, _ in alone[:MOST_REMEDIES]]:
         print(f"           together {spelled(together)}: {in_gib(peak)}: {what}")
     return False
 

@@ -118,9 +118,7 @@ class _Sum:
         rest = sum(resting.values())
         phases = {"loading": self._loading(), **{name: rest + more for name, more in self._scoring().items()}}
         generation, moved = self._generation(rest, phases)
-        for role, shape in (("actor", self.models.actor), ("critic", self.models.critic)):
-            if shape is not None:
-                phases[f"update_{role}"] = rest + self._update(role, shape)
+        phases |= {name: rest + more for name, more in self._updates().items()}
         return Estimate(resting, phases, self._host() + moved, self.engines, generation)
 
     def _engine(self, role: ActorConfig | CriticConfig, shape: Shape, dtype: str) -> Engine:
@@ -243,9 +241,19 @@ class _Sum:
 
     # -- updates ------------------------------------------------------------------------------------------------------------------------------
 
-    def _update(self, role: str, shape: Shape) -> int:
-        """The most of three moments: the largest micro-batch's backward begins, the last one ends, the optimizer steps."""
-        engine, (_, _, each), config = self.engines[role], self._zero(role), self.config
+    def _updates(self) -> dict[str, int]:
+        """Of each model the most of three moments: the largest micro-batch's backward begins, the last one ends, the optimizer steps.
+
+        Both backwards come before both steps (algo/learner.py): what the actor's has left waits while the critic's runs, and the other way about.
+        """
+        actor, critic = self.engines["actor"], self.engines.get("critic")
+        found = {"update_actor": max(self._backward("actor"), actor.gradients + actor.step + (critic.gradients if critic else 0))}
+        if critic is not None:
+            found["update_critic"] = max(actor.gradients + self._backward("critic"), critic.gradients + critic.step)
+        return found
+
+    def _backward(self, role: str) -> int:
+        engine, (_, shape, each), config = self.engines[role], self._zero(role), self.config
         model = config.actor.model if role == "actor" else config.critic.model
         rows = (config.algo.minibatch_size or rollout_size(config)) // self.place.ranks
         tokens = self._places(config.memory.train_tokens, rows, self.length)
@@ -253,9 +261,7 @@ class _Sum:
         kept = kept_by_layers(shape, tokens, self.length, each, bool(model.gradient_checkpointing))
         head = head_backward(shape, asked, each, self.block, KEPT) if shape.head else 2 * FP32 * shape.hidden * asked
         before = engine.gradients if rows * self.length > tokens else 0
-        return max(
-            engine.gathered + kept + head + engine.bucket + before, engine.gradients + engine.bucket + engine.last, engine.gradients + engine.step
-        )
+        return max(engine.gathered + kept + head + engine.bucket + before, engine.gradients + engine.bucket + engine.last)
 
 
 def step_flops(config: Config, models: Models, longest_prompt: int | None = None) -> int:

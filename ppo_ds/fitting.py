@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ppo_ds.config import Config, reference_is_base, uses_reference
+from ppo_ds.config import ActorConfig, Config, CriticConfig, has_critic, reference_is_base, uses_reference
 from ppo_ds.estimate import Estimate
 from ppo_ds.typed import show
 
 Setting = tuple[str, Any]
 WORTH = 0.98  # of the peak: what lowers it by less is not named
 MOST_DOUBLINGS = 6
+SMALL_BUCKET = 50_000_000  # numbers: large enough to keep the links busy
+BUDGETS = ("rollout_tokens", "score_tokens", "train_tokens")
 
 
 def changed(config: Config, key: str, value: Any) -> Config:
@@ -26,51 +28,68 @@ def changed(config: Config, key: str, value: Any) -> Config:
     return at(config, key.split("."))
 
 
-def remedies(config: Config, estimated: Callable[[Config], Estimate], usable: int) -> tuple[list[tuple[Setting, int]], list[Setting], int]:
-    """Single settings with the peak that each leaves, the best first; settings that together bring the peak to ``usable``, or as low as they can;
+def all_changed(config: Config, settings: list[Setting]) -> Config:
+    for setting in settings:
+        config = changed(config, *setting)
+    return config
+
+
+def remedies(config: Config, estimated: Callable[[Config], Estimate], usable: int) -> tuple[list[tuple[list[Setting], int]], list[Setting], int]:
+    """Single changes with the peak that each leaves, the best first; settings that together bring the peak to ``usable``, or as low as they can;
     and that peak."""
-    alone = [(setting, estimated(changed(config, *setting)).peak) for setting in _choices(config)]
     before = estimated(config).peak
+    alone = [(settings, estimated(all_changed(config, settings)).peak) for settings in _changes(config)]
     alone = sorted([each for each in alone if each[1] < WORTH * before], key=lambda each: each[1])
-    together: list[Setting] = []
+    together: dict[str, Any] = {}
     peak = before
     while peak > usable:
-        tried = [(estimated(changed(config, *setting)).peak, i, setting) for i, setting in enumerate(_choices(config))]
-        lowest, _, setting = min(tried, default=(peak, 0, ("", None)))
+        tried = [(estimated(all_changed(config, settings)).peak, i, settings) for i, settings in enumerate(_changes(config))]
+        lowest, _, settings = min(tried, default=(peak, 0, []))
         if lowest >= peak:
             break
-        together = [other for other in together if other[0] != setting[0]] + [setting]
-        config, peak = changed(config, *setting), lowest
-    return alone, together, peak
+        together |= dict(settings)
+        config, peak = all_changed(config, settings), lowest
+    return alone, list(together.items()), peak
 
 
-def _choices(config: Config) -> Iterator[Setting]:
-    """One step further with each key that trades speed, or nothing, for memory. No result hangs on any of them."""
-    for role, section in (("actor", config.actor), ("critic", config.critic)):
-        zero = section.zero
-        yield from ((f"{role}.zero.stage", stage) for stage in (2, 3) if stage > zero.stage)
-        if zero.stage and not zero.offload_optimizer:
-            yield f"{role}.zero.offload_optimizer", True
-        if zero.stage == 3 and not zero.offload_params:
-            yield f"{role}.zero.offload_params", True
-        if not section.model.gradient_checkpointing:
-            yield f"{role}.model.gradient_checkpointing", True
-        bucket = section.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size")
-        if zero.stage and bucket is None:
-            yield f"{role}.deepspeed.zero_optimization.reduce_bucket_size", 50_000_000
+def _changes(config: Config) -> Iterator[list[Setting]]:
+    """One step further with each key that trades speed, or nothing, for memory: of the actor, of the critic, of both; and of the rest. No result
+    hangs on any of them."""
+    actor, critic = dict(_of_role(config.actor)), dict(_of_role(config.critic)) if has_critic(config) else {}
+    for key, value in actor.items():
+        yield [(f"actor.{key}", value)]
+    for key, value in critic.items():
+        yield [(f"critic.{key}", value)]
+    for key in actor.keys() & critic.keys():
+        yield [(f"actor.{key}", actor[key]), (f"critic.{key}", critic[key])]
     if uses_reference(config) and not reference_is_base(config):
-        yield from (("reference.zero.stage", 3) for _ in range(config.reference.zero.stage == 0))
-        yield from (("reference.zero.offload_params", True) for _ in range(not config.reference.zero.offload_params))
-    for key in ("rollout_tokens", "score_tokens", "train_tokens"):
-        now = getattr(config.memory, key)
-        if now > 1:
-            yield f"memory.{key}", now // 2
+        if config.reference.zero.stage == 0:
+            yield [("reference.zero.stage", 3)]
+        if not config.reference.zero.offload_params:
+            yield [("reference.zero.offload_params", True)]
+    for key in BUDGETS:
+        if (now := getattr(config.memory, key)) > 1:
+            yield [(f"memory.{key}", now // 2)]
+
+
+def _of_role(role: ActorConfig | CriticConfig) -> Iterator[Setting]:
+    zero = role.zero
+    if zero.stage < 3:
+        yield "zero.stage", 2 if zero.stage < 2 else 3
+    if zero.stage and not zero.offload_optimizer:
+        yield "zero.offload_optimizer", True
+    if zero.stage == 3 and not zero.offload_params:
+        yield "zero.offload_params", True
+    if not role.model.gradient_checkpointing:
+        yield "model.gradient_checkpointing", True
+    if zero.stage and "reduce_bucket_size" not in role.deepspeed.get("zero_optimization", {}):
+        yield "deepspeed.zero_optimization.reduce_bucket_size", SMALL_BUCKET
 
 
 def growth(config: Config, estimated: Callable[[Config], Estimate], usable: int) -> list[Setting]:
     """How far each token budget alone could be doubled within ``usable``; those that could, and would make larger forwards."""
     found = []
-    for key in ("rollout_tokens", "score_tokens", "train_tokens"):
+    for key in BUDGETS:
         value, most = getattr(config.memory, key), None
         before = estimated(config)
         for _ in range(MOST_DOUBLINGS):

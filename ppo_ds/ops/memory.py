@@ -84,12 +84,12 @@ def trained_engine(
     Stage 0 in 16 bits runs as stage 1 (engine/zero.py).
     """
     n, all_of_it, share = shape.trained, shape.parameters, -(-shape.trained // ranks)
-    flat = min(n, bucket)
+    flat, at_once = min(n, bucket), min(n, BUCKET)  # what ZeRO copies to reduce it; and DeepSpeed without it, whatever the bucket
     whole = each * all_of_it
     if stage == 0 and each == FP32:
-        engine = Engine(whole, 0, 2 * FP32 * n, 0, 0, FP32 * n, FP32 * flat, 0, 0)
+        engine = Engine(whole, 0, 2 * FP32 * n, 0, 0, FP32 * n, FP32 * at_once, 0, 0)
     elif stage < 2 and each < FP32 and not scaled:  # gradients are added up in a whole fp32 copy that stays
-        engine = Engine(whole, FP32 * share, 2 * FP32 * share, FP32 * n, 0, 0, each * n + FP32 * flat, 0, 0)
+        engine = Engine(whole, FP32 * share, 2 * FP32 * share, FP32 * n, 0, 0, each * n + FP32 * at_once, 0, 0)
     elif stage < 2:
         gradients = FP32 * n + (0 if each == FP32 else each * n)
         engine = Engine(whole, FP32 * share, 2 * FP32 * share, 0, FP32 * bucket, gradients, FP32 * (flat + share), FP32 * share, 0)

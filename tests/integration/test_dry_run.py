@@ -1,0 +1,145 @@
+"""run.dry_run: tiny models of the same architectures, a small config, and the whole of it once on two ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    DebertaV2Config,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+)
+
+from launch.cli import load_config
+from ppo_ds.checks import problems
+from ppo_ds.config import Config, rollout_size
+from ppo_ds.dry import MARK, begin, folder_of, prepare, rehearsal
+from ppo_ds.errors import UserError
+from ppo_ds.models import tiny
+from tests.integration.launching import ROOT, launch
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "original_max_position_embeddings": 4096
+}  # fmt: skip
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "heads", "kinds"),
+    [
+        ("LlamaForCausalLM", LlamaConfig(num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=16), (4, 1), 1),
+        ("LlamaForCausalLM", LlamaConfig(num_attention_heads=32, num_hidden_layers=1), (4, 4), 1),
+        ("Qwen2ForCausalLM", Qwen2Config(num_attention_heads=14, num_key_value_heads=2), (7, 1), 1),
+        ("Gemma2ForCausalLM", Gemma2Config(num_attention_heads=8, num_key_value_heads=4), (2, 1), 2),
+        ("Qwen3MoeForCausalLM", Qwen3MoeConfig(num_attention_heads=32, num_key_value_heads=4), (8, 1), 1),
+        ("Phi3ForCausalLM", Phi3Config(rope_parameters=LONGROPE, max_position_embeddings=131072, pad_token_id=0), (4, 4), 1),
+        ("GPT2LMHeadModel", GPT2Config(), (4, None), 1),
+        ("DebertaV2ForSequenceClassification", DebertaV2Config(relative_attention=True, num_labels=1, pooler_hidden_size=1024), (4, None), 1),
+    ],
+)
+def test_a_small_model_of_any_family_runs(name: str, config: PreTrainedConfig, heads: tuple[int, int | None], kinds: int) -> None:
+    before = config.to_dict()
+    config.vocab_size = 500  # that of the test's own
+    small: Any = tiny.shrunk(config)
+    for key, value in SPECIAL.items():
+        setattr(small, key, value)
+    model = getattr(transformers, name)(small)
+    out = model(input_ids=torch.arange(2, 26).view(2, 12)).logits
+    assert out.isfinite().all() and sum(p.numel() for p in model.parameters()) < 300_000
+    assert (small.num_attention_heads, getattr(small, "num_key_value_heads", None)) == heads
+    assert small.num_hidden_layers == min(2, before.get("num_hidden_layers", before.get("n_layer"))) and small.vocab_size == 500
+    assert len(set(getattr(small, "layer_types", None) or ["one"])) == kinds
+    assert config.hidden_size == before.get("hidden_size", before.get("n_embd"))  # the given one is as it was
+
+
+GIVEN = ("actor.model.path=org/actor", "reward=function", "reward.path=pkg.mod:score", "data.path=org/prompts", "run.steps=500")
+
+
+def composed(*arguments: str, ranks: int = 1) -> Config:
+    return load_config([*GIVEN, "rollout.prompts_per_step=240", "sampling.max_new_tokens=256", *arguments], world_size=ranks)
+
+
+@pytest.mark.parametrize("algo", sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml")))
+def test_a_sound_config_is_sound_when_it_is_small(algo: str) -> None:
+    ranks = 3
+    config = composed(f"algo={algo}", "rollout.samples_per_prompt=8", "algo.minibatch_size=480", "run.max_minutes=9", ranks=ranks)
+    small = rehearsal(config, ranks)
+    assert list(problems(small, ranks)) == []
+    assert rollout_size(small) == 2 * (small.algo.minibatch_size or 0) == 6 * 4
+    assert (small.run.steps, small.run.max_minutes, small.sampling.max_new_tokens) == (2, None, 16)
+    assert small.actor.model.dtype == small.critic.model.dtype == small.reference.model.dtype == "fp32"
+
+
+def test_what_a_run_makes_in_its_folder_is_made_in_another() -> None:
+    small = rehearsal(load_config(["+experiment=quickstart", "run.dir=here/it/is"]), 1)
+    assert small.run.dir == "here/it/is_dry" and small.data.path == "here/it/is_dry/start/train.jsonl"
+    assert small.prepare is not None and small.prepare["first"]["dir"] == "here/it/is_dry/start"
+    assert [model["path"] for model in small.prepare["models"]] == ["here/it/is_dry/start/model"]
+    assert small.actor.model.path == small.reference.model.path == "here/it/is_dry/models/0"
+    assert small.tracker.wandb.mode == "disabled"
+
+
+def test_what_no_dry_run_has_made_is_not_touched(tmp_path: Path) -> None:
+    config = composed(f"run.dir={tmp_path}/run")
+    folder = folder_of(config)
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="holds something else; choose another run.name"):
+        begin(config, 1, is_main=True)
+    assert (folder / "thesis.tex").exists()
+    (folder / MARK).touch()
+    begin(config, 1, is_main=True)
+    assert [file.name for file in folder.iterdir()] == [MARK]
+
+
+def test_a_model_that_cannot_be_had_is_named(tmp_path: Path) -> None:
+    wanted = rehearsal(replace(composed(), run=replace(composed().run, dir=str(tmp_path / "run"))), 1).prepare
+    assert wanted is not None
+    (tmp_path / "empty").mkdir()
+    model = wanted["models"][0] | {"path": str(tmp_path / "empty")}
+    with pytest.raises(UserError, match="^actor.model.path=.*empty: "):
+        prepare([model], None)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of some size by their config alone: a dry run reads no weights, so there are none."""
+    folder = tmp_path_factory.mktemp("dry")
+    tokenizer = tiny.character_tokenizer("abcdefgh ")
+    common: dict[str, Any] = dict(num_hidden_layers=12, num_attention_heads=14, num_key_value_heads=2, hidden_size=896, intermediate_size=4864)
+    common |= dict(vocab_size=tokenizer.vocab_size, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    for name, config, kind in (
+        ("model", Qwen2Config(**common, tie_word_embeddings=True), Qwen2ForCausalLM),
+        ("reward", LlamaConfig(**common, num_labels=1), LlamaForSequenceClassification),
+    ):
+        config.architectures = [kind.__name__]
+        config.save_pretrained(folder / name)
+        tokenizer.save(folder / name)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "abc" * n}) + "\n" for n in range(1, 33)))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_dry_run_on_two_ranks(start: Path) -> None:
+    places = (f"actor.model.path={start}/model", f"data.path={start}/prompts.jsonl", f"reward.model.path={start}/reward")
+    stages = ("actor.zero.stage=3", "critic.zero.stage=2", "actor.lora.rank=4", "actor.model.dtype=fp16")
+    size = ("rollout.prompts_per_step=32", "sampling.max_new_tokens=200", "run.steps=900", "run.resume=never", "run.name=mine", "tracker=wandb")
+    done = launch("deepspeed", "run.dry_run=true", "reward=model", *places, *stages, *size, cwd=start)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("dry run: ")]
+    assert "2 steps on 2 rank(s), a checkpoint written and read again" in said and "not shown: memory" in said
+    assert "reward.model.path" not in done.stderr and "step 2/2" in done.stdout
+    assert not (start / "outputs" / "mine").exists() and not list((start / "outputs").iterdir())
