@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
             config = dry.begin(config, int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0")
         trainer = build_trainer(config, watch)
     except UserError as error:
-        leave(watch.fail(complaint(error), None, 2) if watch.started else complain(error))
+        leave(watch.fail(complaint(error), str(error), 2, own=True) if watch.started else complain(error))
     except BaseException as error:  # also KeyboardInterrupt, and sys.exit() in a user's code
         leave(report(error, watch))
     watch.guard(config.run.timeout_minutes, lambda why: trainer.fail(RuntimeError(why)))
@@ -89,7 +89,7 @@ def report(error: BaseException, watch: Watch) -> int:
     told = isinstance(error, RunError)
     text = censored(f"error: {error}" if told else "".join(traceback.format_exception(error)))
     if watch.started:
-        return watch.fail(text, None if told else f"{type(error).__name__}: {error}".partition("\n")[0], code)
+        return watch.fail(text, censored(f"{type(error).__name__}: {error}".partition("\n")[0]), code, own=told)
     print(text, file=sys.stderr, flush=True)
     return code
 

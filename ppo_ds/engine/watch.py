@@ -73,18 +73,18 @@ class Watch:
         for mate in self._mates:
             os.close(mate)
 
-    def fail(self, text: str, why: str | None, code: int) -> int:
+    def fail(self, text: str, why: str, code: int, *, own: bool = False) -> int:
         """This rank ends with an error: prints ``text`` and tells the others, who leave with the same ``code``, as the caller must: it is returned.
 
-        Where another rank was first it ends this one instead, since that one's error is the cause. ``why`` is half a line for the others;
-        None: a mistake of the user's, which no other rank can have caused and of which there is no more to say.
+        Where another rank was first it ends this one instead, since that one's error is the cause. ``why`` is half a line for the others. ``own``: no
+        other rank can have caused it, and ``text`` says all; so the others say nothing.
         """
         if self._size > 1:
-            self._claim(code, WORD if why else 0.0)
-        say(f"rank {self._rank} failed:\n{text}" if why and self._size > 1 else text)
+            self._claim(code, 0.0 if own else WORD)
+        say(text if own or self._size == 1 else f"rank {self._rank} failed:\n{text}")
         self._limit = None
         with contextlib.suppress(Gone):
-            self._put(why, code)
+            self._put(why, code, quiet=own)
             self._notices.count(HEARERS)
             self._await_hearers(self._size)
         return code
@@ -131,15 +131,14 @@ class Watch:
         if ended and not self._stopped.is_set():
             self._mate_ended(self._mates[ended[0]])
 
-    def _hear(self, rank: int, why: str | None, code: int, stuck: bool) -> None:
+    def _hear(self, rank: int, why: str, code: int, stuck: bool, quiet: bool) -> None:
         """Of the first rank to fail, which tells itself what there is to tell. The others say one line, or where they are if the run is stuck."""
         if rank == self._rank and not stuck:
             self._stopped.set()
             return
         with contextlib.suppress(Gone):
             self._notices.count(HEARERS)
-        line = self._place(why) if stuck else why and f"ended, since rank {rank} failed ({why})"
-        self._end(line, code, hearers=self._size)
+        self._end(self._place(why) if stuck else f"ended, since rank {rank} failed ({why})", code, hearers=self._size, quiet=quiet)
 
     def _mate_ended(self, rank: int) -> None:
         """A process is gone. What it had to say it has said before."""
@@ -152,8 +151,8 @@ class Watch:
             self._notices.count(HEARERS)
         self._end(f"ended, since rank {rank} failed ({why})", 1, hearers=self._size - 1)
 
-    def _put(self, why: str | None, code: int, rank: int | None = None, stuck: bool = False) -> None:
-        failure = {"rank": self._rank if rank is None else rank, "why": why, "code": code, "stuck": stuck}
+    def _put(self, why: str, code: int, rank: int | None = None, stuck: bool = False, quiet: bool = False) -> None:
+        failure = {"rank": self._rank if rank is None else rank, "why": why, "code": code, "stuck": stuck, "quiet": quiet}
         self._notices.put(FAILURE, json.dumps(failure))
 
     def _await_hearers(self, hearers: int) -> None:
@@ -161,10 +160,10 @@ class Watch:
         while self._notices.count(HEARERS, 0) < hearers and time.monotonic() < until:
             time.sleep(POLL / 5)
 
-    def _end(self, line: str | None, code: int, hearers: int = 0) -> NoReturn:
-        if line:
+    def _end(self, line: str, code: int, hearers: int = 0, quiet: bool = False) -> NoReturn:
+        if not quiet:
             say(f"rank {self._rank}: {line}")
-        within(CLOSING, lambda: self._close_record((line or "another rank failed").partition("\n")[0]))
+        within(CLOSING, lambda: self._close_record(line.partition("\n")[0]))
         with contextlib.suppress(Gone):
             self._await_hearers(hearers)
         leave(code)
@@ -193,7 +192,7 @@ class Watch:
         faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=2)
         self._armed = time.monotonic()
 
-    def _place(self, why: str | None) -> str:
+    def _place(self, why: str) -> str:
         """Where this rank is. One after the other, so that what they print stays apart."""
         time.sleep(min(0.2 * self._rank, HEARD))
         stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])

@@ -87,7 +87,7 @@ def test_silence_is_a_hang_once_it_has_lasted_for_the_limit(watch, clock):
     assert not watch._notices.texts
     looks(watch, clock, 1)
     failure = json.loads(watch._notices.texts["failure"])
-    assert failure == {"rank": 1, "why": "no sign of life from rank 1 for 6 s", "code": 1, "stuck": True}
+    assert failure == {"rank": 1, "why": "no sign of life from rank 1 for 6 s", "code": 1, "stuck": True, "quiet": False}
     with pytest.raises(Left):  # the next look reports, like that of every other rank
         looks(watch, clock, 1)
     assert watch.said[0].startswith("rank 1: stuck (no sign of life from rank 1 for 6 s)") and "in looks\n" in watch.said[0]
