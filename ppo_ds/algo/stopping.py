@@ -80,8 +80,8 @@ class StopRequest:
         """From a thread, about twice a second: what has come here is told to the others, and what they tell is noted."""
         if self._caught is None:
             return
-        if self._why is None:
-            self._why = self._news()
+        if self._why is None and (news := self._news()) is not None:
+            self._why = news  # nothing else is ever put there: the handler may have been faster
         if self._why is not None and not self._told:
             self._told = True
             self._tell(self._why)

@@ -1,6 +1,7 @@
 """A step that is abandoned before its update is as if it had not begun; an evaluation that is cut short is made up for."""
 
 import random
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -13,6 +14,27 @@ from ppo_ds.algo.stopping import Abandoned
 @pytest.fixture
 def loop(world, tokenizer):
     return stand_ins(world, tokenizer)
+
+
+class Moments(Counter):
+    """Gives its state as it is, not a copy of it."""
+
+    def __init__(self):
+        self.state = {"n": 0}
+
+    @property
+    def n(self):
+        return self.state["n"]
+
+    @n.setter
+    def n(self, n):
+        self.state["n"] = n
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
 
 
 def draws():
@@ -38,11 +60,10 @@ def leave_in(trainer, name, step):
 
 @pytest.mark.parametrize("name", ["sample", "make_experience", "check"])
 def test_what_is_saved_is_the_state_before_the_step(loop, name):
-    counter = Counter(0)
-    trainer, events = loop(checkpoint_every=2, parts={"counter": counter})
+    trainer, events = loop(checkpoint_every=2, parts={"counter": Moments()})
     leave_in(trainer, name, step=2)
     after_one, log = [], trainer._log
-    trainer._log = lambda *line: (log(*line), after_one.append((trainer.state_dict(), draws_and_back())))  # the last of the first step
+    trainer._log = lambda *line: (log(*line), after_one.append((deepcopy(trainer.state_dict()), draws_and_back())))  # the last of the first step
     assert trainer.fit() == "signal"
     assert trainer.state_dict() == after_one[0][0] and trainer.prompts.n == 1
     assert draws() == after_one[0][1]

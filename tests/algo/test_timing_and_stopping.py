@@ -265,12 +265,12 @@ def test_what_one_rank_hears_all_know_after_a_look_of_each(listening, caplog, nu
 def test_a_signal_is_known_while_the_main_thread_does_not_get_back_to_python(listening):
     """As in a collective that waits for another rank: a handler in Python would be called after it."""
     (stop,) = listening()
-    seen = []
+    seen, until = [], time.monotonic() + 60
 
     def other_thread():
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
-        while not stop.asked():
+        while not stop.asked() and time.monotonic() < until:
             stop.look()
         seen.append(time.monotonic())
 
@@ -280,6 +280,19 @@ def test_a_signal_is_known_while_the_main_thread_does_not_get_back_to_python(lis
     back = time.monotonic()
     thread.join()
     assert seen[0] < back
+
+
+def test_a_signal_that_comes_while_the_thread_looks_is_not_forgotten(listening):
+    """Decoding may have ended for it already: who asks later must hear of it too."""
+
+    class Slow(Board):
+        def get(self, name):
+            os.kill(os.getpid(), signal.SIGTERM)  # its handler is called before this returns
+            return None
+
+    (stop,) = listening(board=Slow())
+    stop.look()
+    assert stop.asked()
 
 
 def test_a_launcher_that_has_ended_is_a_signal(listening, monkeypatch):
