@@ -95,8 +95,8 @@ def test_broken_config(folder):
 
 @pytest.mark.parametrize(
     "change",
-    [{"hidden_size": "x"}, {"num_attention_heads": 3}, {"num_attention_heads": 0}, {"vocab_size": None}, {"pad_token_id": 999}, {"hidden_act": "nope"},
-     {"rope_scaling": {"rope_type": "nope"}}, {"model_type": "nope"}],
+    [{"hidden_size": "x"}, {"num_attention_heads": 3}, {"num_attention_heads": 0}, {"vocab_size": None}, {"pad_token_id": 999},
+     {"hidden_act": "nope"}, {"rope_scaling": {"rope_type": "nope"}}, {"model_type": "nope"}],
     ids=str,
 )  # fmt: skip
 def test_config_that_makes_no_sense(folder, change):
