@@ -245,6 +245,8 @@ def _evaluation(config: Config) -> Iterator[str]:
         yield f"eval.every={config.eval.every}: needs held-out prompts in data.eval_path"
     if config.checkpoint.keep_best and not config.eval.every:
         yield "checkpoint.keep_best=true: the best is chosen by evaluation; set eval.every (and data.eval_path)"
+    if config.health.max_kl and not uses_reference(config):
+        yield f"health.max_kl={config.health.max_kl:g}: without a reference there is no KL to watch; set algo.kl.place, or leave it out"
 
 
 def _paths(config: Config) -> Iterator[str]:

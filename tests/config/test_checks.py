@@ -95,6 +95,7 @@ SEQUENCE, GRPO, PTX = "algo.level=sequence", "algo.advantage.estimator=grpo", "d
         ([ADAPTIVE, "algo.kl.coef=0"], "algo.kl.coef=0: algo.kl.controller=adaptive multiplies it"),
         ([ADAPTIVE, "algo.kl.max_coef=0.01"], "algo.kl.coef=0.05: must lie between algo.kl.min_coef=0 and algo.kl.max_coef=0.01"),
         (["algo.kl.controller=threshold", "algo.kl.min_coef=0.1", "algo.kl.max_coef=1"], "algo.kl.coef=0.05: must lie between algo.kl.min_coef=0.1"),
+        (["health.max_kl=2", "algo.kl.place=none"], "health.max_kl=2: without a reference there is no KL to watch"),
         ([ADAPTIVE, "algo.kl.place=none"], "algo.kl.controller=adaptive: steers a coefficient that algo.kl.place=none does not use"),
         (["algo.kl.estimator=k3+"], "algo.kl.estimator=k3+: has a gradient of its own and is for algo.kl.place=loss; in the reward use k3"),
         (["algo.policy.dual_clip=1"], "algo.policy.dual_clip=1: must be above 1"),
