@@ -18,7 +18,7 @@ from torch import Tensor
 WORKER = Path(__file__).with_name("worker.py")
 ROOT = WORKER.parents[2]
 PATIENCE = 1500  # seconds of one launch; a case that hangs ends by itself long before
-UNCOMPARED = ("time/", "perf/", "mem/")  # what may differ between equal runs
+UNCOMPARED = ("time/", "perf/", "mem/", "health/rank_time_spread_s")  # what may differ between equal runs
 ASSETS = "ASSETS"  # in a case: the folder of the models and prompts
 NOT_PERSISTENT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # tiny weights are sharded too
 Case = dict[str, Any]
