@@ -132,3 +132,16 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
 
 def test_no_file_reads_as_no_steps(tmp_path):
     assert read_metrics(tmp_path / "nothing.jsonl") == []
+
+
+def test_a_run_that_goes_back_takes_its_later_lines_with_it(tmp_path):
+    trackers = Trackers([JsonlTracker(tmp_path)])
+    for step, coef in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        trackers.log(step, {"kl/coef": coef})
+        trackers.samples(step, [{"prompt": "p", "response": "r"}])
+    trackers.rewind(1)
+    trackers.log(2, {"kl/coef": 20.0})
+    trackers.finish({"exit_reason": "done"})
+    assert [(line["step"], line["kl/coef"]) for line in written(tmp_path / "metrics.jsonl")] == [(1, 1.0), (2, 20.0)]
+    assert [file.name for file in (tmp_path / "samples").iterdir()] == ["step_000001.jsonl"]
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
