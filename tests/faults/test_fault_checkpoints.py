@@ -263,10 +263,10 @@ EVERYWHERE = [(ranks, stage, dtype) for ranks in (1, 2) for stage in (0, 1, 2, 3
 # what each of them trains beside; those that stand here run in every test run, the others over night
 MORE = {
     (1, 0, "fp32"): LAGGED,
-    (1, 1, "bf16"): WHOLE,
+    (1, 1, "bf16"): (*WHOLE, f"eval.every={STOPPED}"),
     (1, 2, "bf16"): GROUPS,
     (1, 3, "fp32"): SHARDED,
-    (2, 0, "bf16"): WHOLE,
+    (2, 0, "bf16"): (*WHOLE, f"eval.every={STOPPED}"),
     (2, 1, "fp32"): GROUPS,
     (2, 2, "bf16"): LORA,
     (2, 3, "bf16"): (*SHARDED, *LAGGED),
