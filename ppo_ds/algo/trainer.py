@@ -32,7 +32,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
 from ppo_ds.tracking.tracker import Trackers
-from ppo_ds.types import Experience, Metrics, Prompts
+from ppo_ds.types import ActorExperience, Experience, Metrics, Prompts
 
 log = logging.getLogger(__name__)
 EXIT_CODES = {"done": 0, "stop_at_step": 0, "time_limit": 0, "signal": 143, "nonfinite": 1, "max_kl": 1}
@@ -203,7 +203,8 @@ class Trainer:
         if self.lagged is not None and is_due(self.progress.step, self.plan.lag):
             self.lagged.copy()
         found, self.pretrained = self.pretrained, {}
-        return found | (self.make_experience.kl_now(experience) if self.plan.kl_after_update else {})
+        known = isinstance(experience, ActorExperience)  # not where the update was to be the first to ask, and was not made
+        return found | (self.make_experience.kl_now(experience) if self.plan.kl_after_update and known else {})
 
     def _describe(self, experience: Experience, kl_coef: float) -> Metrics:
         shown = describe(experience, kl_coef=kl_coef, samples_per_prompt=self.plan.samples_per_prompt)
@@ -219,8 +220,11 @@ class Trainer:
         except TooManySkips as error:
             if self.progress.rollbacks or self.home is None:
                 self.reason, self.ended_by = "nonfinite", self._last_words(error)
-            else:
+                return
+            try:
                 self._go_back(self.home, error)
+            except UserError as damaged:
+                self.reason, self.ended_by = "nonfinite", f"{self._last_words(error)}; there is no way back: {damaged}"
 
     def _go_back(self, home: Path, error: TooManySkips) -> None:
         step, rollbacks = self.progress.step, self.progress.rollbacks

@@ -1,9 +1,15 @@
 """The loop on stand-ins: what is done when, when it ends, and what a checkpoint remembers."""
 
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from trainer_cases import named, stand_ins
 
+from ppo_ds.algo.health import TooManySkips
 from ppo_ds.algo.trainer import EXIT_CODES
+from ppo_ds.errors import UserError
 
 
 @pytest.fixture
@@ -111,3 +117,44 @@ def test_a_run_resumed_at_its_end_does_nothing_more(loop):
     resumed.resume("somewhere")
     assert resumed.fit() == "done" and not named(events, "log") and not named(events, "save")
     assert named(events, "finish")[0]["heldout_accuracy_after"] == 0.1
+
+
+def test_numbers_that_go_wrong_take_the_run_back_once_and_then_end_it(loop, monkeypatch):
+    """The third step's update gives up each time; the checkpoint is of the second."""
+    trainer, events = loop(checkpoint_every=1)
+    learn, checkpoints, said = trainer.learn, trainer.checkpoints, []
+
+    def gives_up(rows, kl_coef, seed, critic_only):
+        if trainer.progress.step == 2:
+            trainer.health.skips = 2
+            raise TooManySkips(SimpleNamespace(what=("score",)))
+        return learn(rows, kl_coef, seed, critic_only)
+
+    def save(step, models, state, best, shadows):
+        checkpoints.saved.append(deepcopy(state))
+        return Path(f"step_{step}")
+
+    trainer.learn, checkpoints.save = gives_up, save
+    monkeypatch.setattr("ppo_ds.algo.trainer.last_words", lambda folder, step, *rest: said.append((folder.name, step)) or "told")
+    trainer.folder.path = Path("run")
+    assert trainer.fit() == "nonfinite" and EXIT_CODES["nonfinite"] == 1
+    assert [event for event in events if str(event).startswith("prompts")] == [f"prompts {n}" for n in (1, 2, 3, 3)]
+    assert named(events, "log") == [1, 2] and named(events, "rewind") == [2] and said == [("step_000003", 3)]
+    assert len(checkpoints.saved) == 2 and trainer.progress.rollbacks == 1 and not named(events, "export")
+    assert "told" in named(events, "finish")[0]["error"]
+
+
+def test_without_a_sound_checkpoint_there_is_no_way_back(loop, monkeypatch):
+    trainer, events = loop()
+    monkeypatch.setattr("ppo_ds.algo.trainer.last_words", lambda *_: "told")
+    trainer.folder.path = Path("run")
+
+    def gives_up(rows, kl_coef, seed, critic_only):
+        raise TooManySkips(SimpleNamespace(what=("score",)))
+
+    def damaged(path, models, shadows):
+        raise UserError("it is damaged")
+
+    trainer.learn, trainer.checkpoints.load, trainer.home = gives_up, damaged, Path("step_7")
+    assert trainer.fit() == "nonfinite" and "no way back: it is damaged" in named(events, "finish")[0]["error"]
+    assert named(events, "log") == [] == named(events, "save")
