@@ -87,7 +87,7 @@ def test_a_language_model_is_no_reward_model(check, folder):
 
 def test_weights_in_several_files(check, folder, tmp_path):
     path = Path(scorer(folder, weights=()))
-    for names, fine in ((("score.weight",), True), (("lm_head.weight",), False)):
+    for names, fine in ((("score.weight",), True), (("wrapped.score.weight",), True), (("lm_head.weight",), False)):
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: "model-1.safetensors" for name in names}}))
         assert (check("reward=model", f"reward.model.path={path}") == []) is fine
 

@@ -51,6 +51,19 @@ def test_every_row_says_which_set_it_is_from(mixed):
     assert [row["data_source"].rpartition("/")[2] for row in rows] == ["a.jsonl", "a.jsonl", "b.jsonl", "b.jsonl"]
 
 
+def test_rows_that_cannot_be_judged_are_named_in_each_set(mixed):
+    source = mixed([2, 3], [1, 1])
+    assert [(place.rpartition("/")[2], row["prompt_text"]) for place, row in source.examples()] == [("a.jsonl:1", "a0"), ("b.jsonl:1", "b0")]
+
+    def judged(row):
+        if row["prompt"] in ("a1", "b0", "b2"):
+            raise UserError("no answer")
+
+    with pytest.raises(UserError) as caught:
+        source.expect(judged)
+    assert [line.rpartition("/")[2] for line in caught.value.problems] == ["a.jsonl:2: no answer", "b.jsonl:1: no answer (and 1 more rows)"]
+
+
 def test_each_step_has_the_shares(mixed):
     """Weights 5, 3 and 2, ten prompts a step: five, three and two of them in every step, whatever the sets hold."""
     stream = PromptStream(mixed([40, 4, 17], [0.5, 0.3, 0.2]), prompts_per_step=10, seed=1)
