@@ -35,9 +35,9 @@ def fault(place: str) -> bool:
 def _is_due(asked: str, place: str) -> bool:
     where, *options = asked.partition("@")[2].split(":")
     given = dict(option.split("=") for option in options)
-    since = _reached[place] - int(given.get("at", 1))
-    times = int(given.get("times", 1))
-    return where == place and given.get("rank", os.environ.get("RANK", "0")) == os.environ.get("RANK", "0") and since >= 0 and since < (times or since + 1)
+    me = os.environ.get("RANK", "0")
+    since, times = _reached[place] - int(given.get("at", 1)), int(given.get("times", 1))
+    return where == place and given.get("rank", me) == me and 0 <= since < (times or since + 1)
 
 
 def _act(asked: str, place: str) -> bool:
