@@ -23,7 +23,7 @@ from tests.faults.worlds_worker import CASES, SAVED, UNEVEN, checkpoint
 from tests.invariant import invariant_assets
 
 WORKER = Path(__file__).with_name("worlds_worker.py")
-PATIENCE = 900  # a hang fails; a case that hangs says where, long before
+PATIENCE = 1500  # a hang fails; a case that hangs says where, long before
 UNCOMPARED = ("time", "perf/", "mem/", "health/rank_time_spread_s")
 EVERY = pytest.mark.parametrize("case", CASES)
 

@@ -27,7 +27,7 @@ from ppo_ds.engine import state
 from ppo_ds.engine.state import consolidated
 from tests.invariant import invariant_assets
 
-HANG = 120  # seconds of one case, after which it says where it hangs and ends
+HANG = 240  # seconds of one case, after which it says where it hangs and ends
 SAVED = 2  # the step whose checkpoint goes from ranks to ranks
 Tree = dict[str, Any]
 
