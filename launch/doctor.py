@@ -68,7 +68,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def examine(config: Config, per_node: int, nodes: int, memory: int | None) -> int:
     """Prints everything; the exit code. ``memory``: bytes of a GPU; None: on CPUs."""
     from ppo_ds.banner import batch_equation
-    from ppo_ds.checkup import Report, in_gib, look_at_disk, look_at_host, look_at_inputs, versions
+    from ppo_ds.checkup import Report, in_gib, is_to_be_made, look_at_disk, look_at_host, look_at_inputs, versions
     from ppo_ds.estimate import Place, estimate
     from ppo_ds.shapes import plan_models
 
@@ -76,18 +76,21 @@ def examine(config: Config, per_node: int, nodes: int, memory: int | None) -> in
     where = f"GPU(s) of {in_gib(memory)}" if memory is not None else "rank(s) on CPUs"
     report.add("for", f"{place.ranks} {where}" + (f", {per_node} on each of {nodes} nodes" if nodes > 1 else ""))
     report.add("versions", versions())
-    tokenizer, longest = look_at_inputs(config, report)
-    models = plan_models(config, tokenizer, report)
-    found = None
+    models, found, longest = None, None, None
+    if is_to_be_made(config):
+        report.add("inputs", "are made by `prepare` when the run starts; neither they nor the models can be looked at before")
+    else:
+        tokenizer, longest = look_at_inputs(config, report)
+        models = plan_models(config, tokenizer, report)
     if models is not None:
         found = estimate(config, models, place, longest)
         look_at_disk(config, models, report)
     look_at_host(found.host if found else 0, per_node, memory is not None, report)
     print("\n".join(map(str, report.lines)))
     print("\n".join(batch_equation(config, place.ranks)))
-    if found is None:
-        print("memory     not estimated: see the errors above")
-        return 1
+    if found is None or models is None:
+        print("memory     not estimated: see above")
+        return int(any(not line.ok for line in report.lines))
     fits = _memory(config, models, place, per_node, longest, found)
     return 0 if fits and all(line.ok for line in report.lines) else 1
 

@@ -121,9 +121,6 @@ def in_gib(size: int) -> str:
 
 def look_at_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, int | None]:
     """The actor's tokenizer, and the tokens of the longest prompt, where they could be read."""
-    if _is_to_be_made(config):
-        report.add("inputs", "are made by `prepare` when the run starts, and cannot be looked at before")
-        return None, None
     tokenizer = report.tried("tokenizer", lambda: build_tokenizer(config), lambda t: f"{t.vocab_size} tokens")
     if tokenizer is None:
         return None, None
@@ -145,7 +142,8 @@ def look_at_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, in
     return tokenizer, max(s.longest for s in (source, held_out) if s is not None)
 
 
-def _is_to_be_made(config: Config) -> bool:
+def is_to_be_made(config: Config) -> bool:
+    """Whether ``prepare`` has yet to make what the run reads."""
     return config.prepare is not None and not Path(config.actor.model.path).exists()
 
 

@@ -196,7 +196,7 @@ def _suggest(name: str, siblings: Iterable[str], dot: str, known: list[str]) -> 
     inside = [k for k in elsewhere if dot and k.startswith(dot)]
     near = [dot + sibling for sibling in get_close_matches(name, list(siblings), n=1, cutoff=0.6)]
     exact = [k for k in known if k.startswith(dot) and k[len(dot) :].replace(".", "_") == name]
-    if best := exact or inside or near or elsewhere:
+    if best := exact or inside or (not dot and elsewhere) or near or elsewhere:
         return f"; did you mean {' or '.join(best[:3])}?"
     return f"; the keys of {dot.rstrip('.') or 'the config'} are {', '.join(siblings)}"
 

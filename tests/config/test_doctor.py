@@ -256,7 +256,13 @@ def test_the_estimate_is_within_15_percent_of_a_run(start: Path, tmp_path: Path)
         "algo.epochs=1",
         f"run.dir={tmp_path}/run",
     )
-    budgets = ("memory.train_tokens=768", "memory.score_tokens=768", "memory.layout=padded", "sampling.stop_token_ids=[]")
+    budgets = (
+        "rollout.prompts_per_step=8",
+        "memory.train_tokens=384",
+        "memory.score_tokens=384",
+        "memory.layout=padded",
+        "sampling.stop_token_ids=[]",
+    )
     argv = arguments(start, *stages, *budgets, *bucket)
     (tmp_path / "arguments.json").write_text(json.dumps(argv))
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
