@@ -218,7 +218,8 @@ def test_the_row_and_the_first_tensor_are_found(on_ranks, rows):
         assert {one.rank for one in found} == {0, 1}
         worst = next(one for one in found if one.first)
         assert (blamed.what, blamed.place, blamed.rank) == (worst.first, worst.place, worst.rank)
-        errors = (TinyCritic(1, 2)(rows.ids, rows.attention_mask, rows.response_width) - rows.returns)[rows.value_mask].double()
+        values = TinyCritic(1, 2)(rows.ids, rows.attention_mask, rows.response_width).detach()
+        errors = (values - rows.returns)[rows.value_mask].double()
         assert sum(one.losses["critic"] for one in found) == pytest.approx(float(errors.square().mean() / 2), rel=1e-5)
 
 
