@@ -102,6 +102,6 @@ def test_a_template_that_refuses_a_role_says_what_to_do(make):
     with pytest.raises(RewardError) as caught:
         encode(CHAT, "yo", True)
     assert str(caught.value) == (
-        "reward.parts.rm.reward.template=chat: the reward model's chat template refuses a chat with the roles system, user, assistant: "
-        "System role not supported; set reward.parts.rm.reward.template=pair or reward.parts.rm.reward.template=concat"
+        "reward.parts.rm.reward.template=chat: the reward model's chat template refuses a chat with the roles system, user, assistant "
+        "(TemplateError: System role not supported); set reward.parts.rm.reward.template=pair or reward.parts.rm.reward.template=concat"
     )
