@@ -354,7 +354,7 @@ class CheckpointConfig:
 class HealthConfig:
     """What happens when numbers go wrong. Optimizer steps with a non-finite loss, gradient, score or log-prob are always skipped, on all ranks."""
 
-    # optimizer steps skipped in a row (a rollout that is left out counts once); then the run goes back to its last checkpoint, once; the next time it stops
+    # optimizer steps skipped in a row (a rollout that is left out counts once); then the run goes back to its last checkpoint, the next time it stops
     max_skips: Count = 5
     max_kl: Positive | None = None  # ceiling of kl/k3_token_mean, nats per token
     on_kl: Literal["warn", "stop"] = "warn"  # what is done above it; stop: save, then end with exit code 1
