@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     if config.run.dry_run:
         os.environ |= NO_GPU
     prepare_environment(config.run.verbose)
-    from ppo_ds.algo.trainer import EXIT_CODES  # torch, deepspeed and transformers: seconds, so only for a sound config
+    from ppo_ds.algo.plan import EXIT_CODES  # torch, deepspeed and transformers: seconds, so only for a sound config
     from ppo_ds.build import build_trainer
     from ppo_ds.engine.watch import Watch
 

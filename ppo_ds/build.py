@@ -12,10 +12,11 @@ from ppo_ds.algo.evaluation import Evaluator
 from ppo_ds.algo.folder import RunFolder
 from ppo_ds.algo.health import Ceiling, Health
 from ppo_ds.algo.performance import build_meter
+from ppo_ds.algo.plan import Plan, Stateful
 from ppo_ds.algo.sampling import DynamicSampler, Sampler
 from ppo_ds.algo.stopping import StopRequest
 from ppo_ds.algo.timing import PhaseTimer
-from ppo_ds.algo.trainer import Plan, Stateful, Trainer
+from ppo_ds.algo.trainer import Trainer
 from ppo_ds.algorithm import (
     Horizon,
     eval_weights,

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ppo_ds.algo.describe import describe, sample_rows
 from ppo_ds.algo.dumping import last_words
@@ -19,6 +19,7 @@ from ppo_ds.algo.folder import RunFolder
 from ppo_ds.algo.health import Ceiling, Health, TooManySkips
 from ppo_ds.algo.learner import Learner
 from ppo_ds.algo.performance import Meter
+from ppo_ds.algo.plan import EXIT_CODES, Plan, Progress, Stateful, is_due
 from ppo_ds.algo.sampling import Sampler
 from ppo_ds.algo.stopping import Abandoned, StopRequest
 from ppo_ds.algo.timing import PhaseTimer, spread
@@ -35,53 +36,7 @@ from ppo_ds.tracking.tracker import Trackers
 from ppo_ds.types import ActorExperience, Experience, Metrics, Prompts
 
 log = logging.getLogger(__name__)
-EXIT_CODES = {"done": 0, "stop_at_step": 0, "time_limit": 0, "signal": 143, "nonfinite": 1, "max_kl": 1}
 SHOWN_ANSWERS = 8  # held-out answers kept from before the training, for the report at the end
-
-
-@dataclass(frozen=True)
-class Plan:
-    """When what happens, in PPO steps. ``None`` or 0: never on the way (``checkpoint_every`` 0: not at the end either)."""
-
-    total_steps: int
-    stop_at_step: int | None
-    eval_every: int | None
-    checkpoint_every: int | None
-    keep_best: bool
-    critic_warmup: int  # the first steps, in which the critic alone learns
-    critic_pretraining: int  # rollouts before the first step, on which the critic alone learns
-    lag: int  # steps between two copies of a lagging old policy
-    kl_after_update: bool
-    samples_per_prompt: int
-    sample_rows: int
-    seed: int
-    kl_metric: str  # the metric that the KL controller is fed with
-    kl_target: float | None  # shown beside it; None for a fixed coefficient
-
-
-@dataclass
-class Progress:
-    """What a checkpoint remembers beside weights, optimizers and random states."""
-
-    step: int = 0
-    episodes: int = 0  # samples so far
-    tokens: int = 0  # response tokens so far
-    best_score: float | None = None
-    first_eval: Metrics | None = None
-    last_eval: Metrics | None = None
-    first_rows: list[dict[str, Any]] = field(default_factory=list)
-    last_rows: list[dict[str, Any]] = field(default_factory=list)
-    skips: int = 0  # decisions to skip an optimizer step in a row, up to now
-    rollbacks: int = 0  # of this run so far: going back does not go back on them
-    unevaluated: Metrics | None = None  # the last step's line, where a signal has cut its evaluation short
-
-
-class Stateful(Protocol):
-    """A part of the loop that a checkpoint must remember, as JSON."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -334,15 +289,9 @@ class Trainer:
         if wanted:
             self.folder.export(self.actor, self.critic, self.ema)
         progress = self.progress
-        before, after = progress.first_eval, progress.last_eval
-        summary: dict[str, Any] = {"exit_reason": self.reason} | ({"error": self.ended_by} if self.ended_by else {})
-        for name in ("accuracy", "score_mean"):
-            for when, found in (("before", before), ("after", after)):
-                if found is not None and f"eval/{name}" in found:
-                    summary[f"heldout_{name}_{when}"] = found[f"eval/{name}"]
-        self.tracker.finish(summary)
+        self.tracker.finish({"exit_reason": self.reason} | ({"error": self.ended_by} if self.ended_by else {}) | progress.held_out())
         if self.world.is_main:
-            self.folder.report(before, after, progress.first_rows, progress.last_rows, exported=wanted)
+            self.folder.report(progress.first_eval, progress.last_eval, progress.first_rows, progress.last_rows, exported=wanted)
             if self.ended_by:
                 log.error("error: %s", self.ended_by)
         return self.reason
@@ -385,7 +334,3 @@ class Trainer:
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.health.skips = self.progress.skips
-
-
-def is_due(step: int, every: int | None) -> bool:
-    return bool(every) and step % every == 0

@@ -8,7 +8,7 @@ import pytest
 from trainer_cases import named, stand_ins
 
 from ppo_ds.algo.health import TooManySkips
-from ppo_ds.algo.trainer import EXIT_CODES
+from ppo_ds.algo.plan import EXIT_CODES
 from ppo_ds.errors import UserError
 
 

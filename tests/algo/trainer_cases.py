@@ -10,8 +10,9 @@ from algo_cases import make_experience
 
 from ppo_ds.algo.evaluation import Evaluation
 from ppo_ds.algo.health import Ceiling, Health
+from ppo_ds.algo.plan import Plan
 from ppo_ds.algo.timing import PhaseTimer
-from ppo_ds.algo.trainer import Plan, Trainer
+from ppo_ds.algo.trainer import Trainer
 from ppo_ds.ops.kl import AdaptiveKLController
 
 PLAN = dict(

@@ -30,10 +30,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(fit: Any = None, build: Any = None) -> int:
         world = SimpleNamespace(barrier=lambda: None, close=lambda: closed.append(True))
-        loop, wiring = ModuleType("trainer"), ModuleType("build")
-        loop.EXIT_CODES = {"done": 0, "signal": 143}  # type: ignore[attr-defined]
+        wiring = ModuleType("build")
         wiring.build_trainer = build or (lambda config, watch: SimpleNamespace(fit=fit, fail=lambda error: None, world=world))  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "ppo_ds.algo.trainer", loop)
         monkeypatch.setitem(sys.modules, "ppo_ds.build", wiring)
         monkeypatch.setattr(train, "prepare_environment", lambda verbose: None)
         monkeypatch.setattr(train, "leave", leave)
