@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from ppo_ds.errors import UserError
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
+NEEDED = "the folder needs tokenizer.json and tokenizer_config.json"
 
 
 class Tokenizer:
@@ -112,6 +113,8 @@ def load_tokenizer(
         hf = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # the libraries below raise anything from OSError to a bare Exception for a folder that is not right
         raise UserError(f"{key}={path}: {_remedy(error, key)}") from error
+    if len(hf) <= len(hf.get_added_vocab()):  # transformers makes some families' tokenizers of nothing
+        raise UserError(f"{key}={path}: the tokenizer has no vocabulary; {NEEDED}")
     if chat_template is not None:
         hf.chat_template = _template(chat_template)
     return Tokenizer(hf, _generation_end_ids(path, revision, key), chat_template_kwargs, key)
@@ -133,7 +136,7 @@ def _remedy(error: Exception, key: str) -> str:
         return f"the model runs its own code; if you trust it, set {key.removesuffix('path')}trust_remote_code=true"
     if isinstance(error, OSError):
         return f"cannot be had: {text[:300]} (give a local folder, or a Hub name that exists and is reachable or cached)"
-    return f"no tokenizer could be loaded ({type(error).__name__}: {text[:300]}); the folder needs tokenizer.json and tokenizer_config.json"
+    return f"no tokenizer could be loaded ({type(error).__name__}: {text[:300]}); {NEEDED}"
 
 
 def _template(given: str) -> str:

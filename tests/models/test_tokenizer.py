@@ -183,6 +183,13 @@ except Exception as error:
     assert done.stdout.count("\n") == 1
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "gemma"])
+def test_a_model_folder_of_a_family_whose_tokenizer_is_made_of_nothing(tmp_path, family):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(UserError, match=f"^actor.model.path={tmp_path}: the tokenizer has no vocabulary; the folder needs tokenizer.json"):
+        load_tokenizer(str(tmp_path), key="actor.model.path")
+
+
 def test_folder_without_a_tokenizer(tmp_path):
     with pytest.raises(UserError, match="tokenizer.json"):
         load_tokenizer(str(tmp_path))
