@@ -152,7 +152,7 @@ def _message(turn: object, where: str) -> Message:
 def text_of(value: str, where: str) -> str:
     """The text itself, which must be one."""
     if not value.strip():
-        raise UserError(f"{where} is {'nothing but white space' if value else 'empty'}")
+        raise UserError(f"{where} is {'nothing but white space' if value else 'empty'}: fill it in or remove the row")
     return _encodable(value, where)
 
 
