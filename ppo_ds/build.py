@@ -46,7 +46,7 @@ from ppo_ds.generators import build_generator
 from ppo_ds.inputs import Inputs, read_inputs, stop_ids
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.preflight import preflight
-from ppo_ds.resuming import judge, open_run_directory
+from ppo_ds.resuming import judge, open_run_directory, ranks_line
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.roles import Needs, RewardModels, adapter_notes, build_actor, build_critic, build_reference, choose_layouts, critic_start, plan_generation
 from ppo_ds.rollout.base import Generator, Sampling
@@ -143,7 +143,8 @@ def _start(resume: str, checkpoints: Checkpoints, settings: dict[str, Any]) -> t
     if resume != "auto":
         checkpoints.verify(path)
     before = checkpoints.settings_of(path)
-    return path, judge(before, settings, path) if before else []
+    notes = judge(before, settings, path) if before else []
+    return path, notes + ranks_line(checkpoints.ranks_of(path), checkpoints.world.size)
 
 
 # -- the loop's parts -----------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 from ppo_ds.config import Config, from_tree, has_critic, inherit, reward_models, rollout_size, uses_reference
 from ppo_ds.errors import UserError
-from ppo_ds.resuming import unknown_names
+from ppo_ds.resuming import unknown_names, unusable_start
 from ppo_ds.secrets import secrets_in
 from ppo_ds.typed import dotted_keys, show
 
@@ -288,5 +288,4 @@ def _run_directory(config: Config) -> Iterator[str]:
     elif config.run.resume == "never" and any((folder / used).exists() for used in ("metrics.jsonl", "checkpoints")):
         yield f"run.dir={config.run.dir}: has been used already and run.resume=never; choose another run.dir or run.name, or run.resume=auto"
     yield from unknown_names(config)
-    if config.run.resume not in ("auto", "never") and not Path(config.run.resume).is_dir():
-        yield f"run.resume={config.run.resume}: no such checkpoint folder; must be auto, never or one like RUN_DIR/checkpoints/step_000010"
+    yield from unusable_start(config)

@@ -72,6 +72,33 @@ def changes(before: Settings, now: Settings) -> list[Change]:
     ]
 
 
+def ranks_line(before: int, now: int) -> list[str]:
+    """A line for the start-up where the checkpoint was made by another number of ranks."""
+    return [f"changed    ranks {before} -> {now}: samples are drawn otherwise from here on"] if before != now else []
+
+
+def unusable_start(config: Config) -> Iterator[str]:
+    """A line where run.resume names no checkpoint, with those that are near. Whether one is damaged is seen when it is read."""
+    if config.run.resume in ("auto", "never"):
+        return
+    path = Path(config.run.resume)
+    there = _checkpoints_near(path if path.is_dir() else path.parent)
+    names = ", ".join(folder.name for folder in there)
+    if not path.is_dir():
+        known = f"{there[0].parent} has {names}" if there else "must be auto, never or one like RUN_DIR/checkpoints/step_000010"
+        yield f"run.resume={path}: no such checkpoint folder; {known}"
+    elif there and not (path / "manifest.json").exists():
+        kind = "a folder of checkpoints" if there[0].parent == path else "a run directory"
+        yield f"run.resume={path}: is {kind}, not a checkpoint; it has {names}: give {there[-1]}"
+
+
+def _checkpoints_near(folder: Path) -> list[Path]:
+    """Those of a run directory, or of a folder of checkpoints; the newest last."""
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    found = [path for path in root.glob("step_*") if path.is_dir() and path.name.removeprefix("step_").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
 def unknown_names(config: Config) -> Iterator[str]:
     """A line for each name in run.may_change that is no key and no section."""
     known = dotted_keys(Config)

@@ -48,19 +48,35 @@ class RunFolder:
             save(folder, {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)})
             self.tokenizer.save(folder)
 
-    def report(self, before: Metrics | None, after: Metrics | None, rows_before: list[Row], rows_after: list[Row], exported: bool) -> None:
-        """The curves, the held-out table and sample answers, for a person. On rank 0 alone."""
+    def report(
+        self,
+        before: Metrics | None,
+        after: Metrics | None,
+        rows_before: list[Row],
+        rows_after: list[Row],
+        *,
+        exported: bool,
+        checkpoint: str | None = None,
+    ) -> None:
+        """The curves, the held-out table and sample answers, for a person. On rank 0 alone.
+
+        No tables where nothing was ``exported``: the run was broken off, and its last evaluation is of some step before.
+        ``checkpoint``: where, and how it goes on.
+        """
         drawn = plot_curves(self.path / "metrics.jsonl", self.path / "curves.png", title=self.title, before=before)
         names = ("accuracy", "score_mean", "resp_len_mean")
-        measured = [name for name in names if before and after and f"eval/{name}" in before]
+        measured = [name for name in names if exported and before and after and f"eval/{name}" in before]
         scores = {name: (before.get(f"eval/{name}"), after.get(f"eval/{name}")) for name in measured}
         answers = {row["prompt"]: row for row in rows_after}
         samples = [
             {"prompt": row["asked"], "before": row["response"], "after": now["response"], "score": now["score"]}
             for row in rows_before
-            if (now := answers.get(row["prompt"]))
+            if exported and (now := answers.get(row["prompt"]))
         ]
-        saved = {"model": self.path / "model"} if exported else {}
+        saved: dict[str, Path | str] = {"model": self.path / "model"} if exported else {}
         if drawn:
             saved["curves"] = self.path / "curves.png"
-        before_after(scores, samples, {**saved, "metrics": self.path / "metrics.jsonl"})
+        saved["metrics"] = self.path / "metrics.jsonl"
+        if checkpoint:
+            saved["checkpoint"] = checkpoint
+        before_after(scores, samples, saved)

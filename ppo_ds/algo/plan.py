@@ -9,6 +9,13 @@ from ppo_ds.types import Metrics
 
 EXIT_CODES = {"done": 0, "stop_at_step": 0, "time_limit": 0, "signal": 143, "nonfinite": 1, "max_kl": 1}
 
+GOES_ON = {  # how a run that was ended early goes on from its last checkpoint
+    "signal": "the same command goes on (run.resume=auto)",
+    "max_kl": "the same command goes on (run.resume=auto)",
+    "time_limit": "the same command goes on (run.resume=auto)",
+    "stop_at_step": "the same command without run.stop_at_step goes on (run.resume=auto)",
+}
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -19,7 +19,7 @@ from ppo_ds.algo.folder import RunFolder
 from ppo_ds.algo.health import Ceiling, Health, TooManySkips
 from ppo_ds.algo.learner import Learner
 from ppo_ds.algo.performance import Meter
-from ppo_ds.algo.plan import EXIT_CODES, Plan, Progress, Stateful, is_due
+from ppo_ds.algo.plan import EXIT_CODES, GOES_ON, Plan, Progress, Stateful, is_due
 from ppo_ds.algo.sampling import Sampler
 from ppo_ds.algo.stopping import Abandoned, StopRequest
 from ppo_ds.algo.timing import PhaseTimer, spread
@@ -291,7 +291,8 @@ class Trainer:
         progress = self.progress
         self.tracker.finish({"exit_reason": self.reason} | ({"error": self.ended_by} if self.ended_by else {}) | progress.held_out())
         if self.world.is_main:
-            self.folder.report(progress.first_eval, progress.last_eval, progress.first_rows, progress.last_rows, exported=wanted)
+            again = f"{self.home}   {GOES_ON[self.reason]}" if self.home and self.reason in GOES_ON else None
+            self.folder.report(progress.first_eval, progress.last_eval, progress.first_rows, progress.last_rows, exported=wanted, checkpoint=again)
             if self.ended_by:
                 log.error("error: %s", self.ended_by)
         return self.reason

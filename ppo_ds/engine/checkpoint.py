@@ -111,7 +111,11 @@ class Checkpoints:
 
     def settings_of(self, path: Path) -> dict[str, Any] | None:
         """Those that a checkpoint from ``latest`` or ``verify`` was made with; None in checkpoints older than this."""
-        return together(self.world, lambda: json.loads((path / "state.json").read_text(encoding="utf-8"))).get("settings")
+        return self._about(path).get("settings")
+
+    def ranks_of(self, path: Path) -> int:
+        """How many made a checkpoint from ``latest`` or ``verify``."""
+        return self._about(path)["world_size"]
 
     def verify(self, path: Path) -> None:
         """UserError unless ``path``, which the user asked for, is complete and undamaged."""
@@ -135,15 +139,16 @@ class Checkpoints:
             load_model(model, path / role)
         for name, shadow in shadows.items():
             load_shadow(shadow, path / name)
-        found = together(self.world, lambda: load_rng(path, self.world))
-        if not all(self.world.gather_objects(found)) and self.world.is_main:
-            log.warning("%s was made by %d ranks, now there are %d: the new ones draw from new seeds", path, about["world_size"], self.world.size)
+        together(self.world, lambda: load_rng(path, self.world))
         later = [folder.name for folder in self._folders() if _step_of(folder) > about["step"]]
         if later and self.world.is_main:
             log.warning("going back to %s: the next checkpoint replaces the later %s in %s", path, ", ".join(later), self.root)
         if path.parent.resolve() == self.root.resolve():  # what a kill has kept from being pruned, or a smaller checkpoint.keep_last lets go
             together(self.world, lambda: self._prune(older_than=path))
         return about["state"]
+
+    def _about(self, path: Path) -> dict[str, Any]:
+        return together(self.world, lambda: json.loads((path / "state.json").read_text(encoding="utf-8")))
 
     def _folders(self) -> list[Path]:
         """Newest first."""

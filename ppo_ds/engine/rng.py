@@ -75,15 +75,14 @@ def save_rng(directory: Path, world: World, states: RandomStates | None = None) 
     return path
 
 
-def load_rng(directory: Path, world: World) -> bool:
-    """False: the checkpoint had fewer ranks, and this one was seeded anew, from rank 0's state and its own number."""
+def load_rng(directory: Path, world: World) -> None:
+    """Where the checkpoint had fewer ranks, this one is seeded anew, from rank 0's state and its own number."""
     path = rng_file(directory, world.rank)
     if not path.exists():
         _seed_all(int(hashlib.sha256(f"{sha256(rng_file(directory, 0))} {world.rank}".encode()).hexdigest()[:8], 16))
-        return False
+        return
     with safe_open(path, framework="pt") as file:
         put_rng(RandomStates({name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["rest"])), world)  # noqa: SIM118
-    return True
 
 
 def _seed_all(seed: int) -> None:

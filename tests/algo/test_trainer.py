@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from trainer_cases import named, stand_ins
 
+from ppo_ds.algo.folder import RunFolder
 from ppo_ds.algo.health import TooManySkips
 from ppo_ds.algo.plan import EXIT_CODES
 from ppo_ds.errors import UserError
@@ -55,6 +56,41 @@ def test_why_it_ends(loop, stop, plan, reason, steps):
     assert (("save", steps, False) in events) == (steps > 0)  # always at the end, unless there is nothing to keep
     assert named(events, "finish") == [{"exit_reason": reason}]
     assert bool(named(events, "export")) == (reason != "signal")
+
+
+AGAIN = "run/step_1   the same command goes on (run.resume=auto)"
+
+
+@pytest.mark.parametrize(
+    ("how", "exported", "checkpoint"),
+    [
+        (dict(stop=(None, "signal")), False, AGAIN),
+        (dict(max_kl=1e-9, stops=True), False, AGAIN),
+        (dict(stop=(None, "time_limit")), True, AGAIN),
+        (dict(stop_at_step=1), True, "run/step_1   the same command without run.stop_at_step goes on (run.resume=auto)"),
+        (dict(stop=("signal",)), False, None),  # there is none yet
+        (dict(stop=(None, "signal"), checkpoint_every=0), False, None),
+        (dict(total_steps=1), True, None),
+    ],
+)
+def test_a_run_that_was_ended_early_says_how_it_goes_on(loop, how, exported, checkpoint):
+    trainer, _ = loop(**how)
+    told = []
+    trainer.checkpoints.save = lambda step, *_, **__: Path(f"run/step_{step}")
+    trainer.folder.report = lambda *_, **said: told.append(said)
+    trainer.fit()
+    assert told == [{"exported": exported, "checkpoint": checkpoint}]
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_a_run_that_was_broken_off_shows_no_old_evaluation(world, tokenizer, tmp_path, capsys, exported):
+    (tmp_path / "metrics.jsonl").touch()
+    rows = [{"prompt": "p", "asked": "p", "response": "r", "score": 1.0}]
+    folder = RunFolder(tmp_path, world=world, tokenizer=tokenizer, title="a run")
+    folder.report({"eval/accuracy": 0.5}, {"eval/accuracy": 0.75}, rows, rows, exported=exported, checkpoint="run/step_1   goes on")
+    shown = capsys.readouterr().out
+    assert ("Held-out prompts" in shown) == ("Sample answers" in shown) == exported
+    assert "checkpoint  run/step_1   goes on" in shown
 
 
 @pytest.mark.parametrize(("every", "steps"), [(None, [3]), (0, []), (1, [1, 2, 3]), (2, [2, 3]), (3, [3])])

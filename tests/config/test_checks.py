@@ -263,6 +263,20 @@ def test_a_used_run_directory_is_refused_only_with_resume_never(tmp_path: Path) 
     assert "is a file" in found(f"run.dir={tmp_path}/metrics.jsonl")
 
 
+def test_a_start_that_is_no_checkpoint_is_told_which_are_near(tmp_path: Path) -> None:
+    run, root = tmp_path / "a", tmp_path / "a" / "checkpoints"
+    for step in ("step_000004", "step_000006", "step_1000000"):
+        (root / step).mkdir(parents=True)
+        (root / step / "manifest.json").touch()
+    (root / "step_000007.old").mkdir()
+    names, newest = "step_000004, step_000006, step_1000000", root / "step_1000000"
+    assert found(f"run.resume={run}") == f"run.resume={run}: is a run directory, not a checkpoint; it has {names}: give {newest}"
+    assert found(f"run.resume={root}") == f"run.resume={root}: is a folder of checkpoints, not a checkpoint; it has {names}: give {newest}"
+    for missing in (root / "step_000005", run / "step_000005"):
+        assert found(f"run.resume={missing}") == f"run.resume={missing}: no such checkpoint folder; {root} has {names}"
+    assert compose(*MINIMAL, f"run.resume={root}/step_000006").run.resume == f"{root}/step_000006"
+
+
 def test_what_is_left_open_follows_from_other_keys() -> None:
     config = compose(
         *MINIMAL, "actor.model.dtype=fp32", "actor.model.revision=main", "rollout.samples_per_prompt=2", "run.name=mine", "critic.model.dtype=bf16"

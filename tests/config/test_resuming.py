@@ -15,7 +15,7 @@ from commands import MINIMAL, complaints, compose
 
 from ppo_ds.config import Config, resolved
 from ppo_ds.errors import UserError
-from ppo_ds.resuming import FREE, STAYS, changes, judge, open_run_directory, unknown_names
+from ppo_ds.resuming import FREE, STAYS, changes, judge, open_run_directory, ranks_line, unknown_names
 from ppo_ds.typed import dotted_keys
 
 CHECKPOINT = Path("outputs/ppo/checkpoints/step_000010")
@@ -46,6 +46,12 @@ def stored(*arguments: str) -> dict[str, Any]:
 
 def test_the_same_settings_are_nothing_to_speak_of() -> None:
     assert judge(stored(), settings(), CHECKPOINT) == []
+
+
+def test_another_number_of_ranks_is_named_in_both_directions() -> None:
+    assert ranks_line(2, 2) == []
+    assert ranks_line(2, 1) == ["changed    ranks 2 -> 1: samples are drawn otherwise from here on"]
+    assert ranks_line(1, 2) == ["changed    ranks 1 -> 2: samples are drawn otherwise from here on"]
 
 
 @pytest.mark.parametrize(
