@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ppo_ds import life
 from ppo_ds.algo.metrics import MetricSums
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import undisturbed
@@ -16,6 +18,8 @@ from ppo_ds.engine.world import World
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rollout.base import Generator, Sampling
 from ppo_ds.types import Metrics, Prompts, Reward, Rollout, Row
+
+_PLACE = "in an evaluation"
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,11 @@ class Evaluator:
     @torch.no_grad()
     def __call__(self) -> Evaluation:
         """A collective. Whatever it draws, the training goes on as if it had not been."""
+        before = life.enter(_PLACE)
         with undisturbed(self.world):
-            return self._evaluation()
+            found = self._evaluation()
+        life.enter(*before)
+        return found
 
     def _evaluation(self) -> Evaluation:
         sums = MetricSums()
@@ -67,7 +74,8 @@ class Evaluator:
         with self.actor.generation_mode():  # once for all of them: a switch may gather weights and move states
             rollouts = [self._answers(prompts) for prompts, _ in self.batches]
         for rollout, (_, weights) in zip(rollouts, self.batches, strict=True):
-            scores = self.reward(rollout).total
+            with _doing("in the reward"):
+                scores = self.reward(rollout).total
             self.check()
             counted = weights.bool()
             sums.add_spread("eval/score", scores, counted)
@@ -80,7 +88,8 @@ class Evaluator:
         return Evaluation(sums.reduced(self.world), everyone)
 
     def _answers(self, prompts: Prompts) -> Rollout:
-        rollout = self.generator(prompts, self.sampling)
+        with _doing("generating"):
+            rollout = self.generator(prompts, self.sampling)
         self.check()
         return rollout
 
@@ -97,6 +106,14 @@ class Evaluator:
             }
             for i in counted.nonzero().flatten().tolist()
         ]
+
+
+@contextmanager
+def _doing(what: str) -> Iterator[None]:
+    """For life.py alone: the seconds are those of the phase around it, which the first evaluation does without."""
+    life.enter(f"{what}, {_PLACE}")
+    yield
+    life.enter(_PLACE)
 
 
 def asked(row: Row) -> str:

@@ -29,7 +29,7 @@ WORD = 2.0  # seconds that a rank with an error waits for word of one that faile
 HEARD = 3.0  # seconds at most that ranks stay for the others to hear why: one of them holds the store
 CLOSING = 3.0  # seconds for the record of the run to be closed
 GRACE = 5.0  # seconds on top, for a rank whose threads no longer run
-FAILURE, CLAIM, HEARERS = "failure", "failures", "heard"  # names of notices
+FAILURE, CLAIM, HEARERS, SILENT = "failure", "failures", "heard", "silent"  # names of notices; of the last, with a rank behind it
 
 
 class Watch:
@@ -177,15 +177,18 @@ class Watch:
         self._silent = self._silent + min(now - self._looked, 2 * POLL) if self._signs == LIFE.signs else 0.0
         self._signs, self._looked = LIFE.signs, now
         if self._silent > limit:
-            self._stuck(f"no sign of life from rank {self._rank} for {limit:.0f} s")
+            self._stuck(limit)
 
-    def _stuck(self, why: str) -> None:
-        """The first to find out tells all, itself too, at the next look."""
+    def _stuck(self, limit: float) -> None:
+        """The first to find out tells all, itself too, at the next look. It looks about before: ranks that wait for each other are as silent."""
         try:
+            self._notices.count(f"{SILENT}{self._rank}")
             if self._notices.count(CLAIM) == 1:
-                self._put(why, 1, stuck=True)
+                time.sleep(2 * POLL)
+                alike = self._size > 1 and all(self._notices.count(f"{SILENT}{rank}", 0) for rank in range(self._size))
+                self._put(_silence("any rank" if alike else f"rank {self._rank}", limit), 1, stuck=True)
         except Gone:
-            self._end(self._place(why), 1)
+            self._end(self._place(_silence(f"rank {self._rank}", limit)), 1)
 
     def _arm(self, limit: float) -> None:
         """A clock that needs no interpreter, for a main thread that never gives it up: nobody winds it up again then."""
@@ -198,6 +201,10 @@ class Watch:
         stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
         since = time.strftime("%H:%M:%S", time.localtime(LIFE.since))
         return f"stuck ({why}); this one is {LIFE.place} since {since}, at\n{''.join(stack).rstrip()}"
+
+
+def _silence(who: str, limit: float) -> str:
+    return f"no sign of life from {who} for {limit:.0f} s; run.timeout_minutes={limit / 60:g} is the limit: raise it if this was only slow"
 
 
 def mates(world: World) -> dict[int, int]:

@@ -1,11 +1,13 @@
 """Held-out evaluation: rows that only fill a batch up count nowhere, and ranks share one result."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
 from ppo_ds.algo.evaluation import Evaluator
+from ppo_ds.algo.timing import PhaseTimer
+from ppo_ds.life import LIFE
 from ppo_ds.types import Prompts, Rollout, Scores
 
 SAMPLING = object()
@@ -72,6 +74,34 @@ def test_by_hand(world, tokenizer):
         ("p2", "aa", 1.0, 2, "length"),
         ("p5", "aaaaa", 2.5, 5, "stop"),
     ]
+
+
+@pytest.mark.parametrize("phase", [None, "eval"])  # the first evaluation is in none
+def test_where_it_hangs_can_be_told_and_whose_seconds_these_are(world, tokenizer, phase):
+    found, places = evaluator(world, [batch(1, weights=[1])], tokenizer), []
+    reward, generator, timer = found.reward, found.generator, PhaseTimer(torch.device("cpu"))
+
+    @contextmanager
+    def generation_mode(switching=found.actor.generation_mode):
+        with timer("switch"):
+            mode = switching()
+        with mode:
+            yield
+        with timer("switch"):
+            pass
+
+    found.actor.generation_mode = generation_mode
+    found.generator = lambda *asked: (places.append(LIFE.place), generator(*asked))[1]
+    found.reward = lambda rollout: (places.append(LIFE.place), reward(rollout))[1]
+    found.check = lambda: places.append(LIFE.place)
+    before = LIFE.place
+    with timer(phase) if phase else nullcontext():
+        inside = LIFE.place
+        found()
+        assert LIFE.place == inside
+    assert LIFE.place == (f"after the phase {phase!r}" if phase else before)
+    assert places == ["generating, in an evaluation", "in an evaluation", "in the reward, in an evaluation", "in an evaluation"]
+    assert set(timer.take()) == {f"time/{phase or 'switch'}", "time/other", "time/step"}
 
 
 def test_a_score_equal_to_the_bar_is_not_above_it(world, tokenizer):
