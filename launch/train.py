@@ -87,7 +87,8 @@ def report(error: BaseException, watch: Watch) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
     told = isinstance(error, RunError)
-    text = censored(f"error: {error}" if told else "".join(traceback.format_exception(error)))
+    line = "; ".join((f"error: {error}", *getattr(error, "__notes__", ())))
+    text = censored(line if told else "".join(traceback.format_exception(error)))
     if watch.started:
         return watch.fail(text, censored(f"{type(error).__name__}: {error}".partition("\n")[0]), code, own=told)
     print(text, file=sys.stderr, flush=True)

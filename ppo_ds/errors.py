@@ -16,7 +16,7 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """What ended a run that had begun, the same on every rank and told in full by its message: one line, exit code 1."""
+    """What ended a run that had begun, told in full by its message and no other rank's doing: one line, exit code 1."""
 
 
 def _on_one_line(text: str) -> str:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ppo_ds.errors import UserError
+from ppo_ds.errors import RunError, UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.types import Rollout, Row, Scores
 
 
-class RewardError(RuntimeError):
-    """A reward gave something that is no score, while training."""
+class RewardError(RunError):
+    """A reward gave something that is no score, while training. What a reward function raises itself is none: that keeps its traceback."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from commands import MINIMAL
 
 from launch import train
 from ppo_ds.errors import UserError
+from ppo_ds.rewards.base import Answers, RewardError, TextReward
+from ppo_ds.rewards.function import FunctionReward
+from ppo_ds.rewards.remote import RemoteReward
 
 
 class Left(BaseException):
@@ -68,6 +71,59 @@ def test_what_goes_wrong_while_training_is_1_with_its_traceback(run: Any, capsys
     assert run(build=lambda config, watch: 1 / 0) == 1
     err = capsys.readouterr().err
     assert "in broken_reward" in err and "ZeroDivisionError" in err
+
+
+FUNCTIONS = """
+def none(prompts, responses, rows): return None
+def nan(prompts, responses, rows): return [float("nan")]
+def two(prompts, responses, rows): return [1.0, 2.0]
+def broken(prompts, responses, rows): return [1 / 0]
+"""
+
+
+@pytest.fixture
+def judged(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The lines of a run whose reward is asked for one score."""
+
+    def judged(reward: TextReward) -> list[str]:
+        answers = Answers(({"prompt_text": "p"},), ("a",), (True,))
+        assert run(fit=lambda: reward.judge(answers)) == 1
+        return capsys.readouterr().err.splitlines()
+
+    return judged
+
+
+def test_a_reward_that_gives_no_score_ends_the_run_with_one_line(judged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "r.py"
+    file.write_text(FUNCTIONS)
+    for name, words in {
+        "none": "'None' (NoneType); it must return a list of 1 floats",
+        "nan": "'nan' (float) for row 0, prompt 'p'; a score must be a finite number",
+        "two": "2 scores for 1 responses",
+    }.items():
+        assert judged(FunctionReward(f"{file}:{name}", tokenizer=None)) == [f"error: reward.path={file}:{name} returned {words}"]  # type: ignore[arg-type]
+    monkeypatch.setenv("NO_PROXY", "*")
+    (line,) = judged(RemoteReward("http://127.0.0.1:1/", retries=0, backoff_seconds=0, tokenizer=None))  # type: ignore[arg-type]
+    assert line.startswith("error: reward.url=http://127.0.0.1:1/: ") and line.endswith("(row 0, prompt 'p')")
+
+
+def test_a_reward_that_raises_has_its_own_traceback(judged: Any, tmp_path: Path) -> None:
+    file = tmp_path / "r.py"
+    file.write_text(FUNCTIONS)
+    lines = judged(FunctionReward(f"{file}:broken", tokenizer=None))  # type: ignore[arg-type]
+    assert lines[0].startswith("Traceback") and f'  File "{file}", line 5, in broken' in lines
+    error, note = [line for line in lines if line][-2:]
+    assert error == "ZeroDivisionError: division by zero" and note.startswith(f"in reward.path={file}:broken, scoring 1 answers")
+
+
+def test_a_note_stands_in_the_line(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def bad_part() -> str:
+        error = RewardError("a score is not finite: nan for row 0, prompt 'p'")
+        error.add_note("in reward.parts.right")
+        raise error
+
+    assert run(fit=bad_part) == 1
+    assert capsys.readouterr().err == "error: a score is not finite: nan for row 0, prompt 'p'; in reward.parts.right\n"
 
 
 def test_the_users_settings_stay(tmp_path: Path) -> None:
