@@ -81,6 +81,7 @@ class Watch:
         """
         if self._size > 1:
             self._claim(code, 0.0 if own else WORD)
+        self._stopped.set()  # the others leave as soon as they have heard: to the thread it would look as if they had failed
         say(text if own or self._size == 1 else f"rank {self._rank} failed:\n{text}")
         self._limit = None
         with contextlib.suppress(Gone):
