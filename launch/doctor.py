@@ -68,7 +68,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def examine(config: Config, per_node: int, nodes: int, memory: int | None) -> int:
     """Prints everything; the exit code. ``memory``: bytes of a GPU; None: on CPUs."""
     from ppo_ds.banner import batch_equation
-    from ppo_ds.checkup import Report, in_gib, is_to_be_made, look_at_disk, look_at_host, look_at_inputs, versions
+    from ppo_ds.checkup import Report, free_room, in_gib, is_to_be_made, look_at_disk, look_at_host, look_at_inputs, versions
     from ppo_ds.estimate import Place, estimate
     from ppo_ds.shapes import plan_models
 
@@ -77,8 +77,10 @@ def examine(config: Config, per_node: int, nodes: int, memory: int | None) -> in
     report.add("for", f"{place.ranks} {where}" + (f", {per_node} on each of {nodes} nodes" if nodes > 1 else ""))
     report.add("versions", versions())
     models, found, longest = None, None, None
+    unseen = "not estimated: see above"
     if is_to_be_made(config):
-        report.add("inputs", "are made by `prepare` when the run starts; neither they nor the models can be looked at before")
+        unseen = "not estimated: models and data were not looked at, since `prepare` has not run; it does when the run starts"
+        report.add("disk", f"run.dir={config.run.dir}: {in_gib(free_room(config))} are free")
     else:
         tokenizer, longest = look_at_inputs(config, report)
         models = plan_models(config, tokenizer, report)
@@ -89,7 +91,7 @@ def examine(config: Config, per_node: int, nodes: int, memory: int | None) -> in
     print("\n".join(map(str, report.lines)))
     print("\n".join(batch_equation(config, place.ranks)))
     if found is None or models is None:
-        print("memory     not estimated: see above")
+        print(f"memory     {unseen}")
         return int(any(not line.ok for line in report.lines))
     fits = _memory(config, models, place, per_node, longest, found)
     return 0 if fits and all(line.ok for line in report.lines) else 1
@@ -98,12 +100,15 @@ def examine(config: Config, per_node: int, nodes: int, memory: int | None) -> in
 def _memory(config: Config, models: Models, place: Place, per_node: int, longest: int | None, found: Estimate) -> bool:
     """The table, and what to do. Whether it fits."""
     from ppo_ds.checkup import in_gib, ram
-    from ppo_ds.estimate import estimate, step_flops
+    from ppo_ds.estimate import CONTEXT, estimate, step_flops
     from ppo_ds.fitting import growth, remedies, spelled
 
     again = partial(estimate, models=models, place=place, longest_prompt=longest)
     print(_table(found))
     print(f"work       up to {step_flops(config, models, longest) / 1e12:,.3g} TFLOP a step, over all ranks")
+    if place.usable is not None and place.usable <= 0:
+        print(f"too much   {in_gib(place.room)} of a GPU is less than the {in_gib(CONTEXT)} that CUDA itself takes: nothing can run there")
+        return False
     usable = ram() // per_node if place.usable is None else place.usable
     room = f"{in_gib(usable)} " + ("for each rank on this machine" if place.usable is None else "for tensors")
     if found.peak <= usable:

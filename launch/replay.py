@@ -45,15 +45,17 @@ def main(argv: list[str]) -> int:
 
 def lines(found: Replay) -> list[str]:
     dump = found.dump
-    said = [f"step {dump.step}; then: {dump.what}" + (f" (rank {dump.rank}, row {dump.place})" if dump.place is not None else "")]
+    where = "" if dump.place is None else f" (rank {dump.rank}, row {dump.row(dump.place)} of the rollout)"
+    said = [f"step {dump.step}; then: {dump.what}{where}"]
     for row in found.rows:
         losses = "  ".join(f"{name} {loss:+.4e}" for name, loss in row.losses.items())
-        said.append(f"row {row.place:3d}  loss: {losses}  first not finite: {row.first or '-'}  prompt {dump.rows[row.place]['prompt'][:SHOWN]!r}")
+        prompt = dump.rows[row.place]["prompt"][:SHOWN]
+        said.append(f"row {dump.row(row.place):3d}  loss: {losses}  first not finite: {row.first or '-'}  prompt {prompt!r}")
     bad = next((row for row in found.rows if row.first is not None), None)
     if found.given is not None:
         said.append(f"not finite in what the step was given: {found.given}")
     if bad is not None:
-        said.append(f"first tensor that is not finite: {bad.first}, row {bad.place}")
+        said.append(f"first tensor that is not finite: {bad.first}, row {dump.row(bad.place)} of the rollout")
     if found.given is None and bad is None:
         said.append("every loss and gradient is finite on this CPU: the numbers went wrong elsewhere (the hardware, a kernel, the order of sums)")
     return said

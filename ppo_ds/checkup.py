@@ -84,6 +84,12 @@ def ram() -> int:
     return psutil.virtual_memory().total
 
 
+def free_room(config: Config) -> int:
+    """Bytes where run.dir is, or will be."""
+    folder = Path(str(config.run.dir)).absolute()
+    return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
+
+
 def look_at_disk(config: Config, models: Models, report: Report) -> None:
     """Room in run.dir for the checkpoints that are kept, one more while it is written, and the model at the end."""
     trained = models.actor.trained + (models.critic.trained if models.critic else 0)
@@ -92,8 +98,7 @@ def look_at_disk(config: Config, models: Models, report: Report) -> None:
     kept = 0 if config.checkpoint.every == 0 else config.checkpoint.keep_last + 1 + config.checkpoint.keep_best
     export = BYTES[config.actor.model.dtype] * models.actor.parameters * (1 + (config.actor.ema.decay is not None))
     export += BYTES[config.critic.model.dtype] * models.critic.parameters if models.critic else 0
-    folder = Path(str(config.run.dir)).absolute()
-    free = shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
+    free = free_room(config)
     needed = kept * each + export
     sums = f"{kept} checkpoints of {in_gib(each)} and the export of {in_gib(export)} are {in_gib(needed)}; {in_gib(free)} are free"
     remedy = "" if needed <= free else "; choose another run.dir, or lower checkpoint.keep_last"

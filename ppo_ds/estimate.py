@@ -122,7 +122,7 @@ class _Sum:
         return Estimate(resting, phases, self._host() + moved, self.engines, generation)
 
     def _engine(self, role: ActorConfig | CriticConfig, shape: Shape, dtype: str) -> Engine:
-        raw = role.deepspeed.get("zero_optimization", {})
+        bucket = int(role.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", BUCKET))
         return trained_engine(
             shape,
             stage=role.zero.stage,
@@ -131,7 +131,8 @@ class _Sum:
             ranks=self.place.ranks,
             offload_optimizer=role.zero.offload_optimizer,
             offload_params=role.zero.offload_params,
-            bucket=int(raw.get("reduce_bucket_size", BUCKET)),
+            # DeepSpeed asks for all of it, whatever the model's size: a GPU gives that, a CPU only what is written to
+            bucket=bucket if self.place.on_gpu else min(bucket, shape.trained),
             separate_host=self.place.on_gpu,
         )
 

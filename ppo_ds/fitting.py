@@ -37,7 +37,7 @@ def all_changed(config: Config, settings: list[Setting]) -> Config:
 def remedies(config: Config, estimated: Callable[[Config], Estimate], usable: int) -> tuple[list[tuple[list[Setting], int]], list[Setting], int]:
     """Single changes with the peak that each leaves, the best first; settings that together bring the peak to ``usable``, or as low as they can;
     and that peak."""
-    before = estimated(config).peak
+    first, before = config, estimated(config).peak
     alone = [(settings, estimated(all_changed(config, settings)).peak) for settings in _changes(config)]
     alone = sorted([each for each in alone if each[1] < WORTH * before], key=lambda each: each[1])
     together: dict[str, Any] = {}
@@ -49,7 +49,18 @@ def remedies(config: Config, estimated: Callable[[Config], Estimate], usable: in
             break
         together |= dict(settings)
         config, peak = all_changed(config, settings), lowest
+    for key in reversed(list(together)):  # what a later one has made needless
+        fewer = {other: value for other, value in together.items() if other != key}
+        without = estimated(all_changed(first, list(fewer.items()))).peak
+        if without <= peak and not _needed(key, fewer):
+            together, peak = fewer, without
     return alone, list(together.items()), peak
+
+
+def _needed(key: str, others: dict[str, Any]) -> bool:
+    """Whether what is there for a stage of ZeRO alone, offloading and buckets, would be without it."""
+    role, stage, _ = key.partition(".zero.stage")
+    return bool(stage) and any(other.startswith((f"{role}.zero.", f"{role}.deepspeed.")) for other in others)
 
 
 def _changes(config: Config) -> Iterator[list[Setting]]:

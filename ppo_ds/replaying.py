@@ -24,7 +24,7 @@ from ppo_ds.roles import Needs, build_actor, build_critic, critic_start
 @dataclass(frozen=True)
 class Replay:
     dump: Dump
-    given: str | None  # what of the dumped experience itself is not finite, and in which row of it
+    given: str | None  # what of the dumped experience itself is not finite, and in which row of the rollout
     rows: list[Row]
 
 
@@ -44,7 +44,7 @@ def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
     rows = examine(learn, dump.minibatch, dump.kl_coef, dump.critic_only)
     found = first_nonfinite(dump.minibatch)
     world.close()
-    return Replay(dump, None if found is None else f"{found[0]}, row {found[1]}", rows)
+    return Replay(dump, None if found is None else f"{found[0]}, row {dump.row(found[1])} of the rollout", rows)
 
 
 def _config(folder: Path, trust_remote_code: bool) -> Config:

@@ -46,6 +46,10 @@ class Dump:
     rows: list[dict[str, Any]]
     minibatch: Experience
 
+    def row(self, place: int) -> int:
+        """Of the rollout, as the run's own messages count; ``place``: in the dump."""
+        return self.rows[place]["row_of_the_rollout"]
+
 
 def last_words(folder: Path, step: int, trouble: Trouble, learner: Learner, tokenizer: Tokenizer, config: Path) -> str:
     """Finds out what went wrong first, writes the dump ``folder``, and tells both in one line. A collective."""

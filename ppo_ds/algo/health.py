@@ -54,6 +54,8 @@ class Health:
 
     max_skips: int
     skips: int = 0  # in a row, up to now
+    step: int = 1  # that is being made
+    since: int | None = None  # the step of the first of them; None: of an earlier start
     reasons: list[str] = field(default_factory=list)  # since they were last taken
 
     def sound(self) -> None:
@@ -62,6 +64,7 @@ class Health:
     def skip(self, trouble: Trouble, forgiven: bool = False) -> None:
         """``forgiven``: as long as a loss scale looks for its level, an overflow is nothing to count."""
         self.reasons += trouble.what
+        self.since = self.since if self.skips else self.step
         self.skips += not forgiven
         if self.skips >= self.max_skips:
             raise TooManySkips(trouble)

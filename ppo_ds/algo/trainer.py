@@ -138,7 +138,7 @@ class Trainer:
         self.progress.step += 1
         self.progress.episodes += len(experience)
         self.progress.tokens += int(experience.response_lengths.sum())
-        self.progress.skips = self.health.skips
+        self.progress.skips, self.health.step = self.health.skips, self.progress.step + 1
 
     def _pretrain_critic(self) -> None:
         """Fits the critic to the returns of the policy that it starts from, before that policy moves (VC-PPO, Yuan et al. 2025)."""
@@ -199,7 +199,9 @@ class Trainer:
         step, path = self.progress.step + 1, self.folder.path
         line = last_words(path / "dumps" / f"step_{step:06d}", step, error.trouble, self.learn, self.tokenizer, path / "config.yaml")
         before = f"after going back to {self.home} " if self.progress.rollbacks else ""
-        return f"{line}; {before}no optimizer step was made {self.health.max_skips} times in a row (health.max_skips)"
+        since = self.health.since
+        began = f"; the first of these was in step {since}" if since is not None and since < step else ""
+        return f"{line}; {before}no optimizer step was made {self.health.max_skips} times in a row (health.max_skips){began}"
 
     def _warn(self, metrics: Metrics) -> None:
         """Of optimizer steps that were skipped, and of the KL, which may end the run."""
@@ -334,4 +336,4 @@ class Trainer:
         self.progress = Progress(**state["progress"])
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
-        self.health.skips = self.progress.skips
+        self.health.skips, self.health.step, self.health.since = self.progress.skips, self.progress.step + 1, None

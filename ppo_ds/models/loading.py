@@ -23,6 +23,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from ppo_ds.errors import UserError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NOT_REACHED = "couldn't connect"  # transformers', where there is no network
+UNREACHABLE = "no folder of that name, not in the local Hub cache, and the Hub cannot be reached; give a local folder or download the model first"
 _DROPOUT = re.compile(r"dropout|pdrop|layerdrop")  # attention_dropout, resid_pdrop, encoder_layerdrop, classifier_dropout_prob, ...
 
 
@@ -151,6 +153,6 @@ def _explained(reason: str, path: str, key: str) -> str:
     if "trust_remote_code" in reason:
         switch = key.removesuffix("path") + "trust_remote_code"
         return f"needs Python code from its own files; read that code, then set {switch}=true"
-    if "couldn't connect" in reason:
-        return "no folder of that name, not in the local Hub cache, and the Hub cannot be reached; give a local folder or download the model first"
+    if NOT_REACHED in reason:
+        return UNREACHABLE
     return " ".join(reason.split())[:400]

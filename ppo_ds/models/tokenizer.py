@@ -16,6 +16,7 @@ import jinja2
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_ds.errors import UserError
+from ppo_ds.models.loading import NOT_REACHED, UNREACHABLE
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 NEEDED = "the folder needs tokenizer.json and tokenizer_config.json"
@@ -134,6 +135,8 @@ def _remedy(error: Exception, key: str) -> str:
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return f"the model runs its own code; if you trust it, set {key.removesuffix('path')}trust_remote_code=true"
+    if NOT_REACHED in text:
+        return UNREACHABLE
     if isinstance(error, OSError):
         return f"cannot be had: {text[:300]} (give a local folder, or a Hub name that exists and is reachable or cached)"
     return f"no tokenizer could be loaded ({type(error).__name__}: {text[:300]}); {NEEDED}"

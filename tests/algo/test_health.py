@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +10,17 @@ import torch
 from algo_cases import NAN, answers, maker, shaper
 from learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, by_hand, learned, learner, old_around, same
 
+from launch.replay import lines
 from ppo_ds import faults
-from ppo_ds.algo.autopsy import blame, examine
+from ppo_ds.algo import trainer
+from ppo_ds.algo.autopsy import Row, blame, examine
+from ppo_ds.algo.dumping import Dump
 from ppo_ds.algo.health import Ceiling, Health, TooManySkips, Trouble, first_nonfinite
 from ppo_ds.algo.metrics import MetricSums
+from ppo_ds.algo.plan import Progress
 from ppo_ds.ops.kl import AdaptiveKLController, ThresholdKLController
 from ppo_ds.ops.running import RunningMoments
+from ppo_ds.replaying import Replay
 
 INF = math.inf
 
@@ -182,6 +188,28 @@ def test_so_many_in_a_row_end_the_update(world, rows, plant):
     assert len(raised.value.trouble.minibatch) == 4 and raised.value.trouble.row is None
 
 
+@pytest.mark.parametrize(("counted", "ended", "began"), [(4, 6, "; the first of these was in step 4"), (6, 6, ""), (None, 6, "")])
+def test_the_end_says_in_which_earlier_step_skipping_began(monkeypatch, rows, counted, ended, began):
+    trouble = Trouble(("loss of the actor",), rows, torch.arange(len(rows)), None, None, 0.1, False)
+    health = Health(3, skips=2 if counted is None else 0)  # None: two of an earlier start
+    for step in [counted, counted, ended] if counted else [ended]:
+        health.step = step
+        if health.skips == 2:
+            with pytest.raises(TooManySkips) as raised:
+                health.skip(trouble)
+        elif not health.skips:
+            health.skip(trouble, forgiven=True)  # none of them
+            health.skip(trouble)
+        else:
+            health.skip(trouble)
+    monkeypatch.setattr(trainer, "last_words", lambda *_: "LINE")
+    run = SimpleNamespace(
+        progress=Progress(step=ended - 1), folder=SimpleNamespace(path=Path("run")), learn=None, tokenizer=None, health=health, home=None
+    )
+    said = trainer.Trainer._last_words(run, raised.value)
+    assert said == f"LINE; no optimizer step was made 3 times in a row (health.max_skips){began}"
+
+
 def test_an_overflow_counts_for_nothing_while_the_loss_scale_can_fall(world, rows, plant):
     """fp16 begins with a scale that is too high on purpose; a loss that is not finite is another matter."""
     for place, counted in (("grad.actor", 0), ("loss.actor", 1)):
@@ -221,6 +249,14 @@ def test_the_row_and_the_first_tensor_are_found(on_ranks, rows):
         values = TinyCritic(1, 2)(rows.ids, rows.attention_mask, rows.response_width).detach()
         errors = (values - rows.returns)[rows.value_mask].double()
         assert sum(one.losses["critic"] for one in found) == pytest.approx(float(errors.square().mean() / 2), rel=1e-5)
+
+
+def test_a_replay_numbers_rows_as_the_run_did(rows):
+    dump = Dump(3, "loss of the actor", 1, 0, 0.1, False, [{"row_of_the_rollout": row, "prompt": "p"} for row in (5, 2)], rows)
+    found = Replay(dump, None, [Row(0, 0, {"actor": 1.0}, "loss of the actor"), Row(1, 0, {"actor": 1.0})])
+    first, *each, last = lines(found)
+    assert first.endswith("(rank 1, row 5 of the rollout)") and last.endswith("loss of the actor, row 5 of the rollout")
+    assert [line.split()[:2] for line in each] == [["row", "5"], ["row", "2"]]
 
 
 def test_what_does_not_come_back_is_said_to_be_so(world, rows):

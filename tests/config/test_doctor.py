@@ -137,6 +137,20 @@ def test_generation_takes_the_whole_weights_of_a_sharded_actor_or_what_comes_nex
     assert "gathered once" in found["whole"].generation and "layer by layer" in found["layers"].generation
 
 
+def test_a_cpu_holds_of_a_bucket_what_is_written_to_it() -> None:
+    def engines(place: Place, *arguments: str) -> dict[str, Engine]:
+        config = plan(*arguments)
+        return estimate(config, models(config), place).engines
+
+    # DeepSpeed asks for 500 million numbers in bf16; a thousand gradients are written to them
+    for stage, ours in ((2, lambda e: e.bucket), (3, lambda e: e.buffers - 4 * 250)):
+        arguments = [f"{role}.zero.stage={stage}" for role in ("actor", "critic")]
+        assert {ours(e) for e in engines(GPU, *arguments).values()} == {2 * 500_000_000}
+        assert {ours(e) for e in engines(Place(4, None), *arguments).values()} == {2 * 1000}
+    smaller = engines(Place(4, None), "actor.zero.stage=2", "actor.deepspeed.zero_optimization.reduce_bucket_size=400")
+    assert smaller["actor"].bucket == 2 * 400
+
+
 # -- what is said ---------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +172,22 @@ def test_what_does_not_fit_names_keys_and_what_they_bring() -> None:
     # 1024 rows of 64 tokens on each rank are all there is for a forward; the phase that takes most has no room for more of them
     assert dict(growth(config, estimated, 10 * peak))["memory.train_tokens"] == 1024 * 64
     assert "memory.train_tokens" not in dict(growth(config, estimated, peak))
+
+
+def test_settings_that_go_together_each_lower_the_figure() -> None:
+    budgets = [f"memory.{name}_tokens=65536" for name in ("rollout", "score", "train")]
+    config = plan("rollout.prompts_per_step=4096", "data.max_prompt_tokens=56", *budgets)
+    asked = Models(BIG, BIG, Frozen(BIG, 2, False, False), {}, 64)
+
+    def peak(settings: list[tuple[str, object]]) -> int:
+        return estimate(all_changed(config, settings), asked, GPU).peak
+
+    _, together, left = remedies(config, lambda config: estimate(config, asked, GPU), 1)  # out of reach: all that helps
+    assert left == peak(together) and len(together) > 4
+    # gradient checkpointing comes early, and is worth nothing once updates are of few tokens; what hangs on a stage of ZeRO cannot be without it
+    assert not [key for key, _ in together if key.endswith("gradient_checkpointing")]
+    for key, _ in together:
+        assert key.endswith("zero.stage") or peak([setting for setting in together if setting[0] != key]) > left, key
 
 
 def test_a_key_is_set_however_deep() -> None:
@@ -217,6 +247,18 @@ def test_a_run_that_does_not_fit_says_what_would(start: Path, capsys: pytest.Cap
     assert "too much" in said and "reduce_bucket_size=50000000 brings it to 0." in said
 
 
+def test_a_gpu_too_small_for_cuda_itself_is_one_line_without_advice(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = diagnosis(capsys, *arguments(start), "--gpus", "8", "--gpu-mem", "1")
+    assert code == 1 and said.splitlines()[-1].startswith("too much   1.0 GiB of a GPU is less than the 1.5 GiB that CUDA itself takes")
+    assert "brings it" not in said and "together" not in said
+
+
+def test_before_prepare_has_run_it_says_what_it_did_not_look_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = diagnosis(capsys, "+experiment=quickstart", f"run.dir={tmp_path}/run", "--gpus", "1")
+    assert code == 0 and f"\ndisk       run.dir={tmp_path}/run: " in said and "GiB are free\n" in said
+    assert "models and data were not looked at, since `prepare` has not run" in said.splitlines()[-1]
+
+
 def test_all_that_is_wrong_is_said_together(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (start / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
     code, said = diagnosis(
@@ -238,7 +280,9 @@ def test_a_hub_model_that_cannot_be_had_is_one_line(start: Path, tmp_path: Path)
     offline = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=offline, capture_output=True, text=True, timeout=900)
     assert done.returncode == 1, done.stderr
-    assert "actor      error: actor.model.path=owner/name: no folder of that name" in done.stdout
+    for name in ("tokenizer", "actor"):
+        assert f"{name:<10} error: actor.model.path=owner/name: no folder of that name, not in the local Hub cache" in done.stdout
+    assert "huggingface.co" not in done.stdout
     assert "16 samples a step" in done.stdout and "not estimated" in done.stdout and "Traceback" not in done.stderr
 
 

@@ -179,7 +179,7 @@ except Exception as error:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("UserError model.path=nobody/nothing: cannot be had")
+    assert done.stdout.startswith("UserError model.path=nobody/nothing: no folder of that name, not in the local Hub cache")
     assert done.stdout.count("\n") == 1
 
 
