@@ -111,9 +111,10 @@ def _memory(config: Config, models: Models, place: Place, per_node: int, longest
         return False
     usable = ram() // per_node if place.usable is None else place.usable
     room = f"{in_gib(usable)} " + ("for each rank on this machine" if place.usable is None else "for tensors")
+    beside = " beside the imported libraries" if place.usable is None else ""
     if found.peak <= usable:
         more = growth(config, again, usable)
-        print(f"fits       {in_gib(found.peak)} of {room}" + (f"; alone, there is room for any of: {spelled(more)}" if more else ""))
+        print(f"fits       {in_gib(found.peak)}{beside} of {room}" + (f"; alone, there is room for any of: {spelled(more)}" if more else ""))
         return True
     print(f"too much   {in_gib(found.peak)} in {found.peak_phase}, and there are {room}")
     alone, together, peak = remedies(config, again, usable)
