@@ -5,13 +5,11 @@
 # Both make .venv and install into it first; nothing but Python 3.11 to 3.13, git and make is needed.
 # PYTHON=...       the interpreter to make .venv with
 # TORCH=...        what to install as torch, e.g. TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
-# JOBS=2           how many tests at a time
 # ARGS=...         more for the command, e.g. make quickstart ARGS="run.seed=1", make test ARGS="tests/ops -x"
 
 PYTHON ?=
 TORCH ?= torch==2.13.0
 ARGS ?=
-JOBS ?= 2
 VENV := .venv
 # Written last: without it an installation was cut short, and is started afresh.
 STAMP := $(VENV)/.installed
@@ -27,7 +25,7 @@ quickstart: $(STAMP)
 	CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore $(VENV)/bin/deepspeed -q --num_gpus 2 launch/train.py +experiment=quickstart $(ARGS)
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
+	$(VENV)/bin/python -m pytest -q $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
