@@ -84,6 +84,7 @@ def test_generation_inside_is_with_the_shadow_and_afterwards_with_the_model(foun
 )
 def test_a_checkpoint_that_lacks_one_or_has_one_too_many(tmp_path: Path, name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo_ds.engine.checkpoint.save_shadow", lambda shadow, directory: directory.mkdir() or [])
+    monkeypatch.setattr("ppo_ds.engine.checkpoint.shadow_bytes", lambda shadow: 0)
     checkpoints = Checkpoints(tmp_path, world=OneRank(), keep_last=2)
     with_it, without = checkpoints.save(1, {}, {}, shadows={name: None}), checkpoints.save(2, {}, {})
     with pytest.raises(UserError, match=f"^run.resume: .*step_000001 holds {name} weights, this run keeps none: keep {key} as it was$"):
