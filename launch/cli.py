@@ -43,7 +43,9 @@ deepspeed launch/train.py +experiment=NAME [KEY=VALUE ...] [GROUP=OPTION ...]
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Mistakes on a command line are the user's like all others: one line, exit code 2."""
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
 
@@ -89,8 +91,8 @@ def to_yaml(tree: dict[str, Any]) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=150)
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="launch/train.py", add_help=False, allow_abbrev=False)
+def _parser() -> Parser:
+    parser = Parser(prog="launch/train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])

@@ -5,23 +5,17 @@ Exit code 0: written; 2: nothing was written, for a reason that is said in one l
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 HERE = Path(__file__).resolve().parent
 # As in train.py: the repository must be found, and what stands beside this file must not shadow packages of the same name.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
+from launch.cli import Parser  # noqa: E402
 from launch.train import complain, prepare_environment  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
 
 
 def main(argv: list[str]) -> int:
@@ -38,8 +32,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="launch/export.py",
         description="Writes a model of a checkpoint as a Hugging Face folder. Needs no GPU.",
         epilog="The model that the run began with must still be there; start this where the run was started if its paths were relative.",

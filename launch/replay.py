@@ -6,16 +6,16 @@ Prints the losses of each row, and which of its tensors was the first that is no
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 HERE = Path(__file__).resolve().parent
 # As in train.py: the repository must be found, and what stands beside this file must not shadow packages of the same name.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
+from launch.cli import Parser  # noqa: E402
 from launch.train import complain, prepare_environment  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
 
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from ppo_ds.replaying import Replay
 
 SHOWN = 60  # characters of a prompt
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
 
 
 def main(argv: list[str]) -> int:
@@ -61,8 +56,8 @@ def lines(found: Replay) -> list[str]:
     return said
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="launch/replay.py",
         description="Makes a dumped optimizer step once more and says which tensor is the first that is not finite. Needs no GPU; changes nothing.",
         epilog="The models that the run began with must still be there; start this where the run was started if its paths were relative.",
