@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from tests.faults.forked import Ranks
 from tests.faults.nan_worker import BAD, CASES, ENGINES
+from tests.faults.working import work
 from tests.invariant import invariant_assets
 
 WORKER = Path(__file__).with_name("nan_worker.py")
@@ -41,18 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worked(root: Path) -> Path:
-    own = {"PYTHONPATH": str(WORKER.parents[2]), "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
-    own |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    with (root / "log").open("w") as log:
-        worker = subprocess.Popen(
-            [sys.executable, str(WORKER), str(root)], env=os.environ | own, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = worker.wait(PATIENCE)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGKILL)
-    assert code == 0, (root / "log").read_text()[-6000:]
+    work(WORKER, root, PATIENCE)
     return root
 
 

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from launch import export
+from tests.faults.working import work
 from tests.faults.worlds_worker import CASES, SAVED, UNEVEN, checkpoint
 from tests.invariant import invariant_assets
 
@@ -34,18 +30,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     invariant_assets.make(root)
     rows = [{"prompt": prompt, "max_new_tokens": 10 if i % 4 < 2 else 1} for i, prompt in enumerate(2 * invariant_assets.PROMPTS)]
     (root / "uneven.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:16]))
-    own = {"PYTHONPATH": str(WORKER.parents[2]), "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
-    own |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    with (root / "log").open("w") as log:
-        worker = subprocess.Popen(
-            [sys.executable, str(WORKER), str(root)], env=os.environ | own, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = worker.wait(PATIENCE)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGKILL)
-    assert code == 0, (root / "log").read_text()[-6000:]
+    work(WORKER, root, PATIENCE)
     return root
 
 
