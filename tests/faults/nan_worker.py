@@ -26,7 +26,7 @@ from ppo_ds.engine.files import together, write_json
 from ppo_ds.engine.state import consolidated, save_model, save_shadow
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.world import World, connect
-from tests.engine.checkpoint_worker import NOT_PERSISTENT, make
+from tests.engine.checkpoint_worker import NOT_PERSISTENT, allow_fp16_on_cpu, make
 from tests.faults.worlds_worker import HANG, config, on_ranks
 
 BAD = 2  # the optimizer step with the NaN, from 0, of eight
@@ -110,6 +110,7 @@ def plant(fault: str) -> None:
 def engines(root: Path) -> None:
     plant("")
     world, found = connect(5), {}
+    allow_fp16_on_cpu()
     for name, (stage, dtype, offload) in ENGINES.items():
         raw: dict[str, Any] = {"zero_optimization": NOT_PERSISTENT if stage == 3 else {}}
         if dtype == "fp16":
