@@ -41,7 +41,7 @@ def base() -> dict[str, Any]:
     """
     optim = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}
     return {
-        "run": {"steps": 3, "seed": 1, "resume": "never", "timeout_minutes": 2},
+        "run": {"steps": 3, "seed": 1, "resume": "never", "timeout_minutes": 2, "threads": 1},
         "actor": {"model": {"path": f"{ASSETS}/actor", "dtype": "fp32"}, "optim": optim},
         "critic": {"init": "path", "model": {"path": f"{ASSETS}/scorer"}, "optim": optim},
         "rollout": {"prompts_per_step": 8, "samples_per_prompt": 2},
