@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.options import LEARNING_RATE, ends, folder_of, workload_of
 from benchmarks.workloads import EPOCHS, MINIBATCHES
-from ppo_ds.engine.threads import own_cores, share, users_bound
+from ppo_ds.distributed.threads import own_cores, share, users_bound
 
 HERE = Path(__file__).resolve().parent
 OWN = ("--against", "--trl-python", "--trl-micro-rows", "--pairs", "--threads", "--json")  # options of the comparison, each with a value

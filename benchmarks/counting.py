@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ppo_ds.algo.performance import Learning
 from ppo_ds.ops.flops import causal_pairs, decode_bytes, forward_flops
+from ppo_ds.training.performance import Learning
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """The figures of a training run by ``config``, and whether this is the rank that shows them. The first step is not counted."""
     from benchmarks.counting import Recorder, sizes
     from benchmarks.report import distance, figures
-    from ppo_ds.build import build_trainer
+    from ppo_ds.build.trainer import build_trainer
 
     with redirect_stdout(sys.stderr):
         trainer = build_trainer(config)
@@ -109,7 +109,7 @@ class NoExport:
 
 def _limits(trainer: Any, config: Any) -> Any:
     from benchmarks.report import Limits
-    from ppo_ds.engine.limits import bytes_per_s, gemm_flops_per_s
+    from ppo_ds.engine.peak import bytes_per_s, gemm_flops_per_s
 
     lm, device = trainer.actor.module.lm, trainer.world.device
     hidden = lm.config.hidden_size

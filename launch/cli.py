@@ -21,10 +21,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppo_ds.checks import validated
-from ppo_ds.config import Config, default_dir, resolved
+from ppo_ds.config.checks import validated
+from ppo_ds.config.schema import Config, default_dir, resolved
+from ppo_ds.config.typed import defaults, did_you_mean
 from ppo_ds.errors import UserError
-from ppo_ds.typed import defaults, did_you_mean
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 # What Hydra appends to its complaints; its keys and plus signs are not this program's.
@@ -272,7 +272,7 @@ def _help(folders: _Folders) -> str:
     groups = "\n".join(f"  {group:12}{', '.join(folders.options(group))}" for group in folders.groups())
     keys = "\n".join(f"  {section:12}{' '.join(_keys(hint))}" for section, hint in get_type_hints(Config).items() if is_dataclass(hint))
     keys += "\n  reward      the arguments of the chosen reward"
-    return f"{USAGE}\ngroups:\n{groups}\n\nkeys (types, defaults and meanings: ppo_ds/config.py):\n{keys}\n"
+    return f"{USAGE}\ngroups:\n{groups}\n\nkeys (types, defaults and meanings: ppo_ds/config/schema.py):\n{keys}\n"
 
 
 def _keys(section: type) -> Iterator[str]:

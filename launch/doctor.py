@@ -22,8 +22,8 @@ from launch.train import complain, prepare_environment  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
 
 if TYPE_CHECKING:
-    from ppo_ds.config import Config
-    from ppo_ds.estimate import Estimate, Models, Place
+    from ppo_ds.config.schema import Config
+    from ppo_ds.tools.doctor.estimate import Estimate, Models, Place
 
 USUAL_MEMORY = 80.0  # GiB of a GPU that nobody has described
 GIB = 2**30
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         options, rest = _options(argv)
         os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "5")
         prepare_environment(verbose=False)
-        from ppo_ds.checkup import devices
+        from ppo_ds.tools.doctor.report import devices
 
         here = devices()
         per_node = options.gpus or len(here) or 1
@@ -67,10 +67,10 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def examine(config: Config, per_node: int, nodes: int, memory: int | None) -> int:
     """Prints everything; the exit code. ``memory``: bytes of a GPU; None: on CPUs."""
-    from ppo_ds.banner import batch_equation
-    from ppo_ds.checkup import Report, free_room, in_gib, is_to_be_made, look_at_disk, look_at_host, look_at_inputs, versions
-    from ppo_ds.estimate import Place, estimate
-    from ppo_ds.shapes import plan_models
+    from ppo_ds.build.banner import batch_equation
+    from ppo_ds.tools.doctor.estimate import Place, estimate
+    from ppo_ds.tools.doctor.model_shapes import plan_models
+    from ppo_ds.tools.doctor.report import Report, free_room, in_gib, is_to_be_made, look_at_disk, look_at_host, look_at_inputs, versions
 
     place, report = Place(per_node * nodes, memory), Report()
     where = f"GPU(s) of {in_gib(memory)}" if memory is not None else "rank(s) on CPUs"
@@ -99,9 +99,9 @@ def examine(config: Config, per_node: int, nodes: int, memory: int | None) -> in
 
 def _memory(config: Config, models: Models, place: Place, per_node: int, longest: int | None, found: Estimate) -> bool:
     """The table, and what to do. Whether it fits."""
-    from ppo_ds.checkup import in_gib, ram
-    from ppo_ds.estimate import CONTEXT, estimate, step_flops
-    from ppo_ds.fitting import growth, remedies, spelled
+    from ppo_ds.tools.doctor.estimate import CONTEXT, estimate, step_flops
+    from ppo_ds.tools.doctor.report import in_gib, ram
+    from ppo_ds.tools.doctor.suggest import growth, remedies, spelled
 
     again = partial(estimate, models=models, place=place, longest_prompt=longest)
     print(_table(found))

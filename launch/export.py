@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     try:
         given = _parser().parse_args(argv)
         prepare_environment(verbose=False)
-        from ppo_ds.exporting import export, find_checkpoint  # torch and transformers: seconds
+        from ppo_ds.tools.export import export, find_checkpoint  # torch and transformers: seconds
 
         checkpoint = find_checkpoint(given.source, given.step, given.best)
         out = export(checkpoint, given.role, given.out, force=given.force, trust_remote_code=given.trust_remote_code)

@@ -20,7 +20,7 @@ from launch.train import complain, prepare_environment  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
 
 if TYPE_CHECKING:
-    from ppo_ds.replaying import Replay
+    from ppo_ds.tools.replay import Replay
 
 SHOWN = 60  # characters of a prompt
 
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     try:
         given = _parser().parse_args(argv)
         prepare_environment(verbose=False)
-        from ppo_ds.replaying import replay  # torch, deepspeed and transformers: seconds
+        from ppo_ds.tools.replay import replay  # torch, deepspeed and transformers: seconds
 
         found = replay(given.dump, trust_remote_code=given.trust_remote_code)
     except UserError as error:

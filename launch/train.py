@@ -21,12 +21,12 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from launch.cli import load_config  # noqa: E402
+from ppo_ds.distributed.heartbeat import leave, within  # noqa: E402
 from ppo_ds.errors import RunError, UserError  # noqa: E402
-from ppo_ds.life import leave, within  # noqa: E402
 from ppo_ds.secrets import censored  # noqa: E402
 
 if TYPE_CHECKING:
-    from ppo_ds.engine.watch import Watch
+    from ppo_ds.distributed.watchdog import Watch
 
 QUIET = {
     "PYTHONWARNINGS": "ignore",  # of subprocesses
@@ -37,7 +37,7 @@ QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "WANDB_SILENT": "true",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # ten lines wherever the store of another rank's is gone, which is told in one (engine/watch.py)
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # ten lines wherever the store of another rank's is gone, which is told in one (distributed/watchdog.py)
 }
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # of a dry run
 PATIENCE = 10.0  # seconds that other ranks leave rank 0 to speak for all, before the launcher ends them
@@ -52,16 +52,16 @@ def main(argv: list[str]) -> int:
     if config.run.dry_run:
         os.environ |= NO_GPU
     prepare_environment(config.run.verbose)
-    from ppo_ds.algo.plan import EXIT_CODES  # torch, deepspeed and transformers: seconds, so only for a sound config
-    from ppo_ds.build import build_trainer
-    from ppo_ds.engine.watch import Watch
+    from ppo_ds.build.trainer import build_trainer
+    from ppo_ds.distributed.watchdog import Watch
+    from ppo_ds.training.schedule import EXIT_CODES  # torch, deepspeed and transformers: seconds, so only for a sound config
 
     watch = Watch()
     try:
         if config.run.dry_run:
-            from ppo_ds import dry
+            from ppo_ds.build import dry_run
 
-            config = dry.begin(config, int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0")
+            config = dry_run.begin(config, int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0")
         trainer = build_trainer(config, watch)
     except UserError as error:
         leave(watch.fail(complaint(error), str(error), 2, own=True) if watch.started else complain(error))
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     try:
         reason = trainer.fit()
         if config.run.dry_run and reason == "done":
-            dry.conclude(trainer, config)
+            dry_run.conclude(trainer, config)
         trainer.world.barrier()  # to stop watching while others still work would be to miss how they fare
     except BaseException as error:
         code = report(error, watch)

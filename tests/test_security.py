@@ -24,20 +24,20 @@ import torch
 from safetensors.torch import save_file
 
 from launch.cli import load_config
-from ppo_ds.config import FrozenZeroConfig, ModelConfig
+from ppo_ds.config.resume import open_run_directory
+from ppo_ds.config.schema import FrozenZeroConfig, ModelConfig
 from ppo_ds.data.rows import load_rows
-from ppo_ds.engine.checkpoint import damage_of
-from ppo_ds.engine.files import sha256
-from ppo_ds.engine.reading import read_weights
+from ppo_ds.engine.checkpoint.checkpoints import damage_of
+from ppo_ds.engine.checkpoint.files import sha256
+from ppo_ds.engine.checkpoint.reading import read_weights
+from ppo_ds.engine.checkpoint.state import _read_about
 from ppo_ds.engine.rng import load_rng
-from ppo_ds.engine.state import _read_about
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from ppo_ds.models.chat_scorer import load_chat_scorer
 from ppo_ds.models.policy import load_policy
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.models.value import load_critic, load_reward_model, reads_like
-from ppo_ds.resuming import open_run_directory
 from ppo_ds.secrets import censored, secrets_in
 
 ROOT = Path(__file__).parent.parent
@@ -338,8 +338,8 @@ def test_pickles_in_a_checkpoint_are_not_read(checkpoint, witness):
 # Everything that can run code that is not the package's, or unpickle, and why it may.
 ALLOWED = {
     ("ppo_ds/models/loading.py", "pickle"): "the exception of torch.load(weights_only=True), to tell it",
-    ("ppo_ds/engine/world.py", "all_gather_object"): "between the ranks of one run",
-    ("ppo_ds/targets.py", "import_module"): "a _target_ of the user's own config",
+    ("ppo_ds/distributed/world.py", "all_gather_object"): "between the ranks of one run",
+    ("ppo_ds/config/targets.py", "import_module"): "a _target_ of the user's own config",
     ("ppo_ds/rewards/function.py", "import_module"): "the user's own reward",
     ("ppo_ds/rewards/function.py", "spec_from_file_location"): "the same",
     ("ppo_ds/rewards/function.py", "exec_module"): "the same",

@@ -14,9 +14,9 @@ import deepspeed
 import torch
 from torch import nn
 
+from ppo_ds.distributed.heartbeat import sign
+from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.engine.world import World
-from ppo_ds.life import sign
 
 
 class FrozenModel:

@@ -9,7 +9,7 @@ done. With ZeRO 0 to 2 the weights are whole on every rank and decoding uses the
   their layers elsewhere, are merged into the twin (rounded to its dtype: in bf16 log-probs then differ from training's by some thousandths of
   a nat); nothing is ever added to the trained model's own weights and taken off again. The twin's memory is given back for training: what
   is left of it decides the size of micro-batches, while a phase takes one gather anyway. Its addresses change with every phase.
-- layers: decoding with the sharded model itself, each layer gathered in each forward (engine/layered.py), for models that no device holds
+- layers: decoding with the sharded model itself, each layer gathered in each forward (engine/layerwise_generation.py), for models that no device holds
   whole. Ranks run forwards in step.
 """
 
@@ -23,9 +23,9 @@ import deepspeed
 import torch
 from torch import nn
 
-from ppo_ds.engine.idle import IdleStates
-from ppo_ds.engine.layered import layer_by_layer
-from ppo_ds.engine.room import GIB, Room, choose, explain, free_bytes
+from ppo_ds.engine.layerwise_generation import layer_by_layer
+from ppo_ds.engine.memory_budget import GIB, Room, choose, explain, free_bytes
+from ppo_ds.engine.optimizer_offload import IdleStates
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.models.lora import PlainWeight, plain_weights
 

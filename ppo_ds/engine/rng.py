@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ppo_ds.engine.files import sha256, write_tensors
-from ppo_ds.engine.world import World
+from ppo_ds.distributed.world import World
+from ppo_ds.engine.checkpoint.files import sha256, write_tensors
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
+from ppo_ds.distributed.heartbeat import sign
+from ppo_ds.distributed.world import World
 from ppo_ds.engine.gradients import drop, scale_can_fall, squared_norm
-from ppo_ds.engine.world import World
-from ppo_ds.life import sign
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class TrainedModel:
         self.world = world
         self.schedule = schedule
         self.steps = 0  # optimizer steps so far; those that were skipped do not count, so that the schedule waits for them
-        self.swapped = False  # engine/shadow.py: the weights are another set's for now
+        self.swapped = False  # engine/weight_copy.py: the weights are another set's for now
         self.unsettled: Callable[[], None] | None = None  # what brings the module's weights back, after an exception while they were
         if deepspeed_config["zero_optimization"]["stage"] < 3:
             module.to(world.device)

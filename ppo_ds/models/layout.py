@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppo_ds.models.attention import packed_arguments
+from ppo_ds.models.packed_attention import packed_arguments
 from ppo_ds.types import moved
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.integrations import HfDeepSpeedConfig
 
-from ppo_ds.models.attention import laid_out
-from ppo_ds.models.head import Question, ask, install
 from ppo_ds.models.layout import lay_out
+from ppo_ds.models.lm_head import Question, ask, install
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
 from ppo_ds.models.lora import adapter_layers, merged_state, plain_modules, save_adapter
+from ppo_ds.models.packed_attention import laid_out
 from ppo_ds.models.value import zeroed_head
 
 

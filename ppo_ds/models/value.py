@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.attention import laid_out
 from ppo_ds.models.layout import Layout, lay_out
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype, user_errors, weight_names
 from ppo_ds.models.lora import merged_state, without_adapters
+from ppo_ds.models.packed_attention import laid_out
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.types import moved
 

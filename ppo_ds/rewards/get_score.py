@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ppo_ds.config import FrozenZeroConfig, ModelConfig
+from ppo_ds.config.schema import FrozenZeroConfig, ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.chat_scorer import Chat, ChatScorer, load_chat_scorer
 from ppo_ds.models.tokenizer import Tokenizer

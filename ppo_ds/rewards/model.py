@@ -10,7 +10,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from ppo_ds.config import FrozenZeroConfig, ModelConfig
+from ppo_ds.config.schema import FrozenZeroConfig, ModelConfig
+from ppo_ds.config.typed import Count
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.models.value import ScoreModel, expect_reward_model, load_reward_model
@@ -18,7 +19,6 @@ from ppo_ds.ops.batching import plan_forwards, plan_microbatches
 from ppo_ds.rewards.audit import Audit, audit_classifier, conclude
 from ppo_ds.rewards.base import Answers, RewardError, TextReward, shown
 from ppo_ds.rewards.text import Template, Text, TextEncoder, left_padded, right_padded
-from ppo_ds.typed import Count
 from ppo_ds.types import Row
 
 _REPLICA = FrozenZeroConfig()

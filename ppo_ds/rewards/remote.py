@@ -20,11 +20,11 @@ import httpx
 import torch
 from torch import Tensor
 
+from ppo_ds.config.typed import Count, Natural, NonNegative, Positive
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import Answers, RewardError, TextReward, shown
 from ppo_ds.rewards.endpoint import Address, Endpoint, KeyName, ServiceError
-from ppo_ds.typed import Count, Natural, NonNegative, Positive
 from ppo_ds.types import Row
 
 _LARGEST = torch.finfo(torch.float32).max

@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from ppo_ds.config.typed import Bound, Count, Natural, NonNegative
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import Answers, RewardError, TextReward, both_tags, expect_writable, shown
 from ppo_ds.rewards.numbers import Number, reference_number, stated_number
-from ppo_ds.typed import Bound, Count, Natural, NonNegative
 from ppo_ds.types import Row
 
 

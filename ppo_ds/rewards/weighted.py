@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from ppo_ds.config.targets import NESTED
+from ppo_ds.config.typed import Positive
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.running import RunningMoments
 from ppo_ds.rewards.base import Answers, RewardError, TextReward, both_tags, expect_writable, sequence_scores, shown, text_inside
 from ppo_ds.rewards.rules import Tag
-from ppo_ds.targets import NESTED
-from ppo_ds.typed import Positive
 from ppo_ds.types import Reward, Rollout, Row, Scores
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppo_ds.models.generation import generate
 from ppo_ds.ops.batching import plan_microbatches
 from ppo_ds.rollout.base import Sampling, finish, limits_of, never
+from ppo_ds.rollout.hf_generate import generate
 from ppo_ds.types import Prompts, Rollout
 
 

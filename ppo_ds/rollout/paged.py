@@ -1,4 +1,4 @@
-"""The decode backend on transformers' continuous batching: see models/paging.py for what it needs."""
+"""The decode backend on transformers' continuous batching: see rollout/paging.py for what it needs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppo_ds.models.paging import generate_paged
 from ppo_ds.rollout.base import Sampling, finish, limits_of, never
+from ppo_ds.rollout.paging import generate_paged
 from ppo_ds.types import Prompts, Rollout
 
 

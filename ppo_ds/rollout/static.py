@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppo_ds.faults import fault
-from ppo_ds.life import sign
-from ppo_ds.models.cache import Prefix
-from ppo_ds.models.decoding import Decoder, own_masks
-from ppo_ds.models.graphs import Graphs, Recorder, recorder_for
+from ppo_ds.distributed.faults import fault
+from ppo_ds.distributed.heartbeat import sign
 from ppo_ds.rollout.base import Sampling, finish, limits_of, never
+from ppo_ds.rollout.cache import Prefix
+from ppo_ds.rollout.decoding import Decoder, own_masks
+from ppo_ds.rollout.graphs import Graphs, Recorder, recorder_for
 from ppo_ds.rollout.slots import Slots
 from ppo_ds.types import Prompts, Rollout
 

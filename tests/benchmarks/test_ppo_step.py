@@ -15,8 +15,8 @@ from benchmarks import against, trl_step
 from benchmarks.counting import Lengths, Sizes, decode_traffic, phase_flops
 from benchmarks.options import overrides, parsed
 from benchmarks.report import Limits, distance, figures, table
-from ppo_ds.algo.performance import Learning
 from ppo_ds.ops.flops import Size
+from ppo_ds.training.performance import Learning
 
 ROOT = Path(__file__).parents[2]
 STEPS, PASSES = 1, 3

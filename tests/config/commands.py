@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import load_config
-from ppo_ds.config import Config
+from ppo_ds.config.schema import Config
 from ppo_ds.errors import UserError
 
 MINIMAL = (

@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from commands import MINIMAL, complaints, compose, model_folder
 
-from ppo_ds.config import reference_is_base
+from ppo_ds.config.schema import reference_is_base
+from tests.config.commands import MINIMAL, complaints, compose, model_folder
 
 
 def found(*arguments: str, ranks: int = 1) -> str:

@@ -7,16 +7,16 @@ import re
 from typing import Any
 
 import yaml
-from commands import MINIMAL
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from launch.cli import load_config, to_yaml
-from ppo_ds.checks import validated
-from ppo_ds.config import Config, resolved
+from ppo_ds.config.checks import validated
+from ppo_ds.config.schema import Config, resolved
+from ppo_ds.config.targets import bind
+from ppo_ds.config.typed import dotted_keys
 from ppo_ds.errors import UserError
-from ppo_ds.targets import bind
-from ppo_ds.typed import dotted_keys
+from tests.config.commands import MINIMAL
 
 KEYS = dotted_keys(Config)
 NAMED = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, KEYS))})(?!\w)")

@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 
 import pytest
 
+from ppo_ds.config.targets import NESTED, bind
+from ppo_ds.config.typed import Bound, Fraction
 from ppo_ds.errors import UserError
-from ppo_ds.targets import NESTED, bind
-from ppo_ds.typed import Bound, Fraction
 
 HERE = __name__
 NOT_CALLABLE = 3

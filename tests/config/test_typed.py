@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
+from ppo_ds.config.typed import Bound, Count, Fraction, Positive, convert, defaults, dotted_keys, read
 from ppo_ds.errors import UserError
-from ppo_ds.typed import Bound, Count, Fraction, Positive, convert, defaults, dotted_keys, read
 
 
 @dataclass

@@ -8,12 +8,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import make_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ppo_ds.data.prompts import PromptSource
 from ppo_ds.errors import UserError
+from tests.data.conftest import make_tokenizer
 
 CHATTY, PLAIN = make_tokenizer(), make_tokenizer(template=None)
 OPTIONS = dict(max_new_tokens=9, max_prompt_tokens=10**6)

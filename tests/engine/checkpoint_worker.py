@@ -25,13 +25,13 @@ from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ppo_ds.engine import state as state_module
-from ppo_ds.engine.checkpoint import Checkpoints
-from ppo_ds.engine.files import CheckpointError
-from ppo_ds.engine.masters import Masters
-from ppo_ds.engine.state import consolidated, load_model, model_bytes, save_model
+from ppo_ds.distributed.world import World, connect
+from ppo_ds.engine.checkpoint import state as state_module
+from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
+from ppo_ds.engine.checkpoint.files import CheckpointError
+from ppo_ds.engine.checkpoint.state import consolidated, load_model, model_bytes, save_model
+from ppo_ds.engine.master_weights import Masters
 from ppo_ds.engine.trained import Schedule, StepInfo, TrainedModel
-from ppo_ds.engine.world import World, connect
 from ppo_ds.engine.zero import deepspeed_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

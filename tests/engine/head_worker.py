@@ -14,11 +14,11 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
-from ppo_ds.engine.state import consolidated
+from ppo_ds.distributed.world import World, connect
+from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import Schedule, TrainedModel
-from ppo_ds.engine.world import World, connect
 from ppo_ds.engine.zero import deepspeed_config
-from ppo_ds.models.head import ScoringHead
+from ppo_ds.models.lm_head import ScoringHead
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading
 

@@ -18,15 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ppo_ds.config import Config, from_tree, inherit
+from ppo_ds.build.roles import CriticStart, Needs, build_actor, build_critic, build_reference
+from ppo_ds.config.schema import Config, from_tree, inherit
+from ppo_ds.distributed.world import World, connect
+from ppo_ds.engine.checkpoint.state import consolidated, load_model, save_model
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
-from ppo_ds.engine.masters import Masters
-from ppo_ds.engine.state import consolidated, load_model, save_model
+from ppo_ds.engine.master_weights import Masters
 from ppo_ds.engine.trained import StepInfo, TrainedModel, parameter_counts
-from ppo_ds.engine.world import World, connect
 from ppo_ds.errors import UserError
-from ppo_ds.roles import CriticStart, Needs, build_actor, build_critic, build_reference
 
 V, P, R, ROWS = 19, 3, 5, 8
 NEEDS = Needs(V, P + R)

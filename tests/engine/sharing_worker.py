@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from ppo_ds.config import Config, FrozenZeroConfig, ModelConfig, from_tree, inherit
+from ppo_ds.build.roles import CLASSIFIER, CriticStart, Needs, RewardModels, build_actor, build_critic, build_reference
+from ppo_ds.config.schema import Config, FrozenZeroConfig, ModelConfig, from_tree, inherit
+from ppo_ds.distributed.world import World, connect
+from ppo_ds.engine.checkpoint.state import consolidated, load_model, save_model
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel
-from ppo_ds.engine.state import consolidated, load_model, save_model
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.engine.world import World, connect
 from ppo_ds.models.value import load_reward_model
-from ppo_ds.roles import CLASSIFIER, CriticStart, Needs, RewardModels, build_actor, build_critic, build_reference
 
 V, T, R, ROWS = 19, 8, 5, 8
 NEEDS = Needs(V, T)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ppo_ds.distributed.world import World, connect
+from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.hybrid import HybridActor
-from ppo_ds.engine.masters import optimizer_shares
-from ppo_ds.engine.state import consolidated
+from ppo_ds.engine.master_weights import optimizer_shares
 from ppo_ds.engine.trained import Schedule, StepInfo, TrainedModel
-from ppo_ds.engine.world import World, connect
 from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, unsharded_twin

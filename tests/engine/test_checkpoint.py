@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_ds.engine import checkpoint as checkpoint_module
 from ppo_ds.engine import rng as rng_module
-from ppo_ds.engine.checkpoint import Checkpoints
-from ppo_ds.engine.files import CheckpointError
+from ppo_ds.engine.checkpoint import checkpoints as checkpoint_module
+from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
+from ppo_ds.engine.checkpoint.files import CheckpointError
 from ppo_ds.engine.rng import load_rng, save_rng
 from ppo_ds.errors import UserError
 

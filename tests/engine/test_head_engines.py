@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from head_worker import KINDS, STEPS, V
-from test_checkpoint import launch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPTJConfig, LlamaConfig
+
+from tests.engine.head_worker import KINDS, STEPS, V
+from tests.engine.test_checkpoint import launch
 
 WORKER = Path(__file__).with_name("head_worker.py")
 SIZES = dict(

@@ -9,11 +9,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from test_checkpoint import launch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppo_ds.engine.room import GIB, Choice, Room, choose, explain, free_bytes
+from ppo_ds.engine.memory_budget import GIB, Choice, Room, choose, explain, free_bytes
 from ppo_ds.models.size import decoding_bytes
+from tests.engine.test_checkpoint import launch
 
 WORKER = Path(__file__).with_name("switch_worker.py")
 KINDS = ["plain", "tied", "adapters"]

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from lora_worker import LORA_LR, LR, ROWS, P, R, V
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.engine.lora_worker import LORA_LR, LR, ROWS, P, R, V
 
 WORKER = Path(__file__).with_name("lora_worker.py")
 ROOT = WORKER.parents[2]

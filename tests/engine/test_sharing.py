@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from sharing_worker import V
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from tests.engine.sharing_worker import V
 
 WORKER = Path(__file__).with_name("sharing_worker.py")
 ROOT = WORKER.parents[2]

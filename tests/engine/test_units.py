@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from ppo_ds.distributed.world import single_process_environment
 from ppo_ds.engine.trained import Schedule, parameter_counts, parameter_groups
-from ppo_ds.engine.world import single_process_environment
 from ppo_ds.engine.zero import deepspeed_config, merged
 
 # -- learning rate ------------------------------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from launch import train  # noqa: E402
+from ppo_ds.distributed.faults import fault  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
-from ppo_ds.faults import fault  # noqa: E402
 
 STEPS = 3
 PHASES = ("generate", "reward", "update")
@@ -34,7 +34,7 @@ HANG = 60  # seconds until ranks that do not end are killed
 
 class Loop:
     def __init__(self, world: Any, folder: Path, case: str):
-        from ppo_ds.algo.timing import PhaseTimer, spread
+        from ppo_ds.training.timing import PhaseTimer, spread
 
         self.spread = spread
         self.world, self.folder, self.case = world, folder, case
@@ -62,8 +62,8 @@ class Loop:
 
 
 def build(folder: Path, case: str, minutes: float, watch: Any) -> Loop:
-    from ppo_ds.engine.notices import Notices
-    from ppo_ds.engine.world import connect
+    from ppo_ds.distributed.store import Notices
+    from ppo_ds.distributed.world import connect
 
     world = connect(minutes)
     (folder / f"pid{world.rank}").write_text(str(os.getpid()))
@@ -81,7 +81,7 @@ def run(folder: Path, case: str) -> None:
     minutes = float(os.environ.get("TIMEOUT_MINUTES", "5"))
     wiring = ModuleType("build")
     wiring.build_trainer = lambda config, watch: build(folder, case, minutes, watch)  # type: ignore[attr-defined]
-    sys.modules["ppo_ds.build"] = wiring
+    sys.modules["ppo_ds.build.trainer"] = wiring
     train.load_config = lambda argv: SimpleNamespace(run=SimpleNamespace(verbose=False, dry_run=False, timeout_minutes=minutes))
     train.main([])
 
@@ -93,8 +93,7 @@ def serve() -> None:
     train.prepare_environment(False)
     import deepspeed  # noqa: F401
 
-    import ppo_ds.algo.timing
-    import ppo_ds.engine.watch  # noqa: F401
+    import ppo_ds.distributed.watchdog  # noqa: F401
 
     for line in sys.stdin:
         asked = json.loads(line)

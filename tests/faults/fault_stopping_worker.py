@@ -14,11 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from ppo_ds.algo.stopping import Abandoned, StopRequest  # noqa: E402
-from ppo_ds.engine.notices import Notices  # noqa: E402
-from ppo_ds.engine.orphans import launchers  # noqa: E402
-from ppo_ds.engine.watch import Watch  # noqa: E402
-from ppo_ds.engine.world import connect  # noqa: E402
+from ppo_ds.distributed.launcher import launchers  # noqa: E402
+from ppo_ds.distributed.store import Notices  # noqa: E402
+from ppo_ds.distributed.watchdog import Watch  # noqa: E402
+from ppo_ds.distributed.world import connect  # noqa: E402
+from ppo_ds.training.stopping import Abandoned, StopRequest  # noqa: E402
 
 BUSY = 90.0  # seconds, unless it is told
 

@@ -96,8 +96,8 @@ def _serve() -> None:
     launch.train.prepare_environment(verbose=False)
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import ppo_ds.build  # noqa: F401
-    from ppo_ds.engine import state
+    import ppo_ds.build.trainer  # noqa: F401
+    from ppo_ds.engine.checkpoint import state
 
     state.SHARD_BYTES = SHARD_BYTES
     for line in sys.stdin:

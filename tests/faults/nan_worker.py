@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppo_ds import faults
-from ppo_ds.algo.trainer import Trainer
-from ppo_ds.build import build_trainer
-from ppo_ds.checks import validated
-from ppo_ds.engine import state
-from ppo_ds.engine.files import together, write_json
-from ppo_ds.engine.state import consolidated, save_model, save_shadow
+from ppo_ds.build.trainer import build_trainer
+from ppo_ds.config.checks import validated
+from ppo_ds.distributed import faults
+from ppo_ds.distributed.world import World, connect
+from ppo_ds.engine.checkpoint import state
+from ppo_ds.engine.checkpoint.files import together, write_json
+from ppo_ds.engine.checkpoint.state import consolidated, save_model, save_shadow
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.engine.world import World, connect
+from ppo_ds.ppo.trainer import Trainer
 from tests.engine.checkpoint_worker import NOT_PERSISTENT, allow_fp16_on_cpu, make
 from tests.faults.worlds_worker import HANG, config, on_ranks
 

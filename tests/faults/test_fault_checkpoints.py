@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked import Ranks, Run
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ppo_ds.tracking.jsonl import read_metrics
+from tests.faults.forked import Ranks, Run
 from tests.invariant import invariant_assets
 
 UNCOMPARED = re.compile(r"(time|perf|mem)/|time$|health/rank_time_spread_s")  # what may differ between equal runs

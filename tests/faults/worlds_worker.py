@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ppo_ds.algo import folder
-from ppo_ds.algo.trainer import Trainer
-from ppo_ds.build import build_trainer
-from ppo_ds.checks import validated
-from ppo_ds.engine import state
-from ppo_ds.engine.state import consolidated
+from ppo_ds.build.trainer import build_trainer
+from ppo_ds.config.checks import validated
+from ppo_ds.engine.checkpoint import state
+from ppo_ds.engine.checkpoint.state import consolidated
+from ppo_ds.ppo.trainer import Trainer
+from ppo_ds.training import run_dir as folder
 from tests.invariant import invariant_assets
 
 HANG = 240  # seconds of one case, after which it says where it hangs and ends

@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launch.cli import load_config  # noqa: E402
-from ppo_ds.build import build_trainer  # noqa: E402
+from ppo_ds.build.trainer import build_trainer  # noqa: E402
 
 HANG = 200  # seconds of one case, after which it says where it hangs and ends
 

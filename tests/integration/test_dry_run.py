@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from launch.cli import load_config
-from ppo_ds.checks import problems
-from ppo_ds.config import Config, rollout_size
-from ppo_ds.dry import MARK, begin, folder_of, prepare, rehearsal
+from ppo_ds.build.dry_run import MARK, begin, folder_of, prepare, rehearsal
+from ppo_ds.config.checks import problems
+from ppo_ds.config.schema import Config, rollout_size
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from tests.integration.launching import ROOT, launch

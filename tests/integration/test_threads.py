@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_ds.engine.threads import own_cores, share
+from ppo_ds.distributed.threads import own_cores, share
 from tests.integration.launching import LAUNCHERS, TIMEOUT, command, environment
 
 WORKER = str(Path(__file__).with_name("threads_worker.py"))

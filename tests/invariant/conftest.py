@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import invariant_assets
 import pytest
-from invariant_cases import MORE_ON_TWO_RANKS, ON_ONE_RANK, ON_TWO_RANKS
-from invariant_runs import Launches
+
+from tests.invariant import invariant_assets
+from tests.invariant.invariant_cases import MORE_ON_TWO_RANKS, ON_ONE_RANK, ON_TWO_RANKS
+from tests.invariant.invariant_runs import Launches
 
 
 @pytest.fixture(scope="session")

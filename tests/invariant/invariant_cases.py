@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from invariant_runs import ASSETS, Case, case, merged, staged
-from mistakes import MISTAKES
+from tests.invariant.invariant_runs import ASSETS, Case, case, merged, staged
+from tests.invariant.mistakes import MISTAKES
 
 ROW_BY_ROW = {"memory": {"score_tokens": 1, "train_tokens": 1}}  # each row is a forward of its own
 AT_ONCE = {"memory": {"score_tokens": 10**6, "train_tokens": 10**6}}

@@ -11,11 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import invariant_assets
 from safetensors.torch import load_file
 from torch import Tensor
 
-WORKER = Path(__file__).with_name("worker.py")
+from tests.invariant import invariant_assets
+
+WORKER = Path(__file__).with_name("invariant_worker.py")
 ROOT = WORKER.parents[2]
 PATIENCE = 1500  # seconds of one launch; a case that hangs ends by itself long before
 UNCOMPARED = ("time/", "perf/", "mem/", "health/rank_time_spread_s")  # what may differ between equal runs

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_ds.algo import advantages as advantages_module
-from ppo_ds.algo import experience as experience_module
-from ppo_ds.algo import learner as learner_module
+from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.engine.world import World
+from ppo_ds.ppo import advantages as advantages_module
+from ppo_ds.ppo import experience as experience_module
+from ppo_ds.ppo import learner as learner_module
 from ppo_ds.types import Experience
 
 totals, microbatch_rows = learner_module.batch_totals, learner_module.microbatch_rows

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from invariant_runs import Launches, Run
+
+from tests.invariant.invariant_runs import Launches, Run
 
 
 def answers(run: Run) -> list[tuple[str, str, int, str]]:

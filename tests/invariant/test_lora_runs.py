@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import plain_ppo
 import pytest
 import torch
-from invariant_runs import Launches
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_training import assert_checkpointed, gaps
+
+from tests.invariant import plain_ppo
+from tests.invariant.invariant_runs import Launches
+from tests.invariant.test_training import assert_checkpointed, gaps
 
 ON_TWO = [*(f"2/zero{stage} lora" for stage in range(4)), "2/zero3 lora checkpointed", "2/zero2 lora row by row"]
 EVERY = pytest.mark.parametrize("name", ["1/zero0 lora", *ON_TWO])

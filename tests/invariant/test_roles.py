@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import plain_ppo
 import pytest
 import torch
-from invariant_runs import Launches, Run
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.invariant import plain_ppo
+from tests.invariant.invariant_runs import Launches, Run
 
 
 def rows(experience: dict[str, Tensor]) -> list[plain_ppo.Row]:

@@ -6,15 +6,14 @@ import json
 import math
 from pathlib import Path
 
-import invariant_assets
-import plain_ppo
 import pytest
 import torch
-from invariant_cases import ALGORITHMS
-from invariant_runs import Launches, Run
-from mistakes import MISTAKES
 
 from ppo_ds.models.tokenizer import load_tokenizer
+from tests.invariant import invariant_assets, plain_ppo
+from tests.invariant.invariant_cases import ALGORITHMS
+from tests.invariant.invariant_runs import Launches, Run
+from tests.invariant.mistakes import MISTAKES
 
 RELATIVE = 1e-5  # of losses, norms, KL, ... in fp32
 ABSOLUTE = 2e-6  # where numbers near 0 are left of larger ones that cancel

@@ -20,9 +20,9 @@ from transformers import (
     masking_utils,
 )
 
-from ppo_ds.models.attention import laid_out, one_by_one, packed_arguments, packs, why_not_packed
 from ppo_ds.models.layout import lay_out
 from ppo_ds.models.lora import add_adapters
+from ppo_ds.models.packed_attention import laid_out, one_by_one, packed_arguments, packs, why_not_packed
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.value import ScoreModel
 
@@ -279,8 +279,8 @@ def test_the_host_reads_nothing_back_in_a_packed_forward(batch):
     lm = model("llama").to("meta")
     layout = lay_out(*batch, R, lm, packed=True)
     with pytest.MonkeyPatch.context() as patched, laid_out(lm, packed=True):
-        patched.setattr("ppo_ds.models.attention.has_kernel", lambda query, value: True)
-        patched.setattr("ppo_ds.models.attention.varlen_attn", lambda query, *args, **settings: query)
+        patched.setattr("ppo_ds.models.packed_attention.has_kernel", lambda query, value: True)
+        patched.setattr("ppo_ds.models.packed_attention.varlen_attn", lambda query, *args, **settings: query)
         assert lm(**layout.arguments()).logits.shape == (1, int(batch[1].sum()), V)
 
 

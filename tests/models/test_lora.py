@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.generation import generate
 from ppo_ds.models.lora import adapter_parameters, add_adapters, plain_modules, plain_weights, without_adapters
 from ppo_ds.models.policy import load_policy, unsharded_twin
 from ppo_ds.models.value import load_critic
+from ppo_ds.rollout.hf_generate import generate
 
 V = 60
 SMALL = dict(vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.3)

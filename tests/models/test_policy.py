@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.generation import generate
 from ppo_ds.models.policy import Policy, load_policy, unsharded_twin
+from ppo_ds.rollout.hf_generate import generate
 
 V = 60
 SMALL = dict(vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5)

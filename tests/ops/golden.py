@@ -7,7 +7,6 @@ skipped aloud; an output in neither table, or a pattern that matches no output, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
-sys.path.insert(0, str(GOLDENS))
-from golden_io import load  # noqa: E402
+from tests.goldens.golden_io import load  # noqa: E402
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 

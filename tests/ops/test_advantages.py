@@ -15,8 +15,7 @@ from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.masked import masked_whiten
 from ppo_ds.ops.rewards import token_rewards
 from ppo_ds.ops.sequences import broadcast_sequence, next_token_mask
-
-from .golden import Close, Within, assert_no_stale_entries, check, outputs
+from tests.ops.golden import Close, Within, assert_no_stale_entries, check, outputs
 
 
 def rounded(actual):

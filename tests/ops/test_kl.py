@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController, approx_kl
-
-from .golden import assert_no_stale_entries, check, gradient, leaf, outputs
+from tests.ops.golden import assert_no_stale_entries, check, gradient, leaf, outputs
 
 PEER_CLAMP = 10.0  # OpenRLHF limits every estimator to +-10, verl k3 only
 

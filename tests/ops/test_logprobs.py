@@ -12,8 +12,7 @@ from ppo_ds.ops.logprobs import (
     sequence_logprobs,
 )
 from ppo_ds.ops.sequences import response_slice
-
-from .golden import assert_no_stale_entries, check, gradient, leaf, outputs
+from tests.ops.golden import assert_no_stale_entries, check, gradient, leaf, outputs
 
 
 def logits(c):

@@ -17,8 +17,7 @@ from ppo_ds.ops.losses import (
     value_loss,
 )
 from ppo_ds.ops.sequences import next_token_mask
-
-from .golden import Close, assert_no_stale_entries, check, gradient, leaf, outputs
+from tests.ops.golden import Close, assert_no_stale_entries, check, gradient, leaf, outputs
 
 SEQUENCE, TOKEN_SUM, NORM = "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"
 

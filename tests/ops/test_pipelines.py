@@ -12,8 +12,7 @@ from ppo_ds.ops.losses import BatchTotals, policy_loss, value_loss
 from ppo_ds.ops.masked import masked_whiten
 from ppo_ds.ops.rewards import shape_scores, token_rewards
 from ppo_ds.ops.sequences import next_token_mask
-
-from .golden import Close, Within, assert_no_stale_entries, check, gradient, leaf, outputs
+from tests.ops.golden import Close, Within, assert_no_stale_entries, check, gradient, leaf, outputs
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from ppo_ds.ops.losses import (
 )
 from ppo_ds.ops.masked import masked_mean, masked_mean_var, masked_whiten
 from ppo_ds.ops.rewards import token_rewards
-
-from .golden import gradient, leaf
-from .ranks import on_ranks
+from tests.ops.golden import gradient, leaf
+from tests.ops.ranks import on_ranks
 
 SEEDS = range(3)
 MODES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"]

@@ -6,8 +6,7 @@ import torch
 from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.rewards import shape_scores, token_rewards
 from ppo_ds.ops.sequences import last_token_index, next_token_mask, response_mask
-
-from .golden import Within, assert_no_stale_entries, check, outputs
+from tests.ops.golden import Within, assert_no_stale_entries, check, outputs
 
 EOS = 2
 

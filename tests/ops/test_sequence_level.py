@@ -8,8 +8,7 @@ import torch
 from ppo_ds.ops.advantages import one_step_advantages
 from ppo_ds.ops.logprobs import sequence_logprobs
 from ppo_ds.ops.losses import entropy_loss, kl_loss, policy_loss, value_loss
-
-from .golden import Close, assert_no_stale_entries, check, gradient, leaf, outputs
+from tests.ops.golden import Close, assert_no_stale_entries, check, gradient, leaf, outputs
 
 PER_SEQUENCE = "seq_mean_token_mean"
 

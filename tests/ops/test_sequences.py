@@ -11,8 +11,7 @@ from ppo_ds.ops.sequences import (
     response_mask,
     response_slice,
 )
-
-from .golden import assert_no_stale_entries, check, outputs
+from tests.ops.golden import assert_no_stale_entries, check, outputs
 
 EOS, PAD, P, T = 2, 0, 5, 10
 

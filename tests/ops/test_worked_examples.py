@@ -8,8 +8,7 @@ from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.losses import policy_loss, value_loss
 from ppo_ds.ops.rewards import token_rewards
 from ppo_ds.ops.sequences import last_token_index, response_mask
-
-from .golden import GOLDENS, gradient, leaf, load
+from tests.ops.golden import GOLDENS, gradient, leaf, load
 
 EXAMPLES = {c["id"]: c for c in load(GOLDENS / "seed_examples.json")["cases"]}
 ELSEWHERE = {

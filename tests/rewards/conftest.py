@@ -2,10 +2,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from model_cases import Build
-from reward_cases import save_tokenizer
 
 from ppo_ds.models.tokenizer import load_tokenizer
+from tests.rewards.model_cases import Build
+from tests.rewards.reward_cases import save_tokenizer
 
 
 @pytest.fixture

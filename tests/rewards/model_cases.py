@@ -1,11 +1,11 @@
 """Reward models made on the spot, built with the services of one CPU process, and what transformers alone says of a text."""
 
 import torch
-from reward_cases import VOCAB, Placed, loaded, save_tokenizer
 from transformers import AutoModelForSequenceClassification, DebertaV2Config, GPT2Config, LlamaConfig
 
-from ppo_ds.config import ModelConfig
+from ppo_ds.config.schema import ModelConfig
 from ppo_ds.rewards.model import model_reward
+from tests.rewards.reward_cases import VOCAB, Placed, loaded, save_tokenizer
 
 TINY = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5, num_labels=1)
 LLAMA = LlamaConfig(**TINY)

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import torch
-from reward_cases import CHAT_TEMPLATE, VOCAB, save_tokenizer
 from safetensors.torch import load_file, save_file
 
 from ppo_ds.models.tokenizer import load_tokenizer
+from tests.rewards.reward_cases import CHAT_TEMPLATE, VOCAB, save_tokenizer
 
 REWARD_TOKEN = 4
 MODELING = """

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from model_cases import DEBERTA, GPT2, LLAMA, TINY, save_model
-from reward_cases import CHAT_TEMPLATE, EOS, VOCAB
 from transformers import GPT2Config, LlamaConfig, RobertaConfig
 
+from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.audit import DIALOGUES, probes
-from ppo_ds.targets import bind
+from tests.rewards.model_cases import DEBERTA, GPT2, LLAMA, TINY, save_model
+from tests.rewards.reward_cases import CHAT_TEMPLATE, EOS, VOCAB
 
 LONG_GPT2 = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=1024, initializer_range=0.5, num_labels=1)
 ROBERTA = RobertaConfig(**TINY, max_position_embeddings=600, type_vocab_size=2, pad_token_id=2)

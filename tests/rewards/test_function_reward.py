@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from reward_cases import make_rollout
 
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.function import FunctionReward
+from tests.rewards.reward_cases import make_rollout
 
 ANSWERS = [("1+1=", "2"), ("2+2=", "5"), ("3+3=", "")]
 

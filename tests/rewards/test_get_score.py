@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from own_code import BOTH, GET_SCORE, GET_SCORES, by_hand, save_own_code
-from reward_cases import VOCAB, loaded, make_rollout, save_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaModel, dynamic_module_utils
 
+from ppo_ds.config.targets import bind
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import Answers, RewardError
-from ppo_ds.targets import bind
+from tests.rewards.own_code import BOTH, GET_SCORE, GET_SCORES, by_hand, save_own_code
+from tests.rewards.reward_cases import VOCAB, loaded, make_rollout, save_tokenizer
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi there"}]
 ROWS = [{"messages": CHAT}, {}, {"messages": [{"role": "user", "content": "a much longer question than the others are"}]}, {}]

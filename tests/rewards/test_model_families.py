@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from model_cases import by_hand
-from reward_cases import make_rollout, save_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import (
@@ -22,6 +20,8 @@ from transformers import (
 )
 
 from ppo_ds.models.tokenizer import load_tokenizer
+from tests.rewards.model_cases import by_hand
+from tests.rewards.reward_cases import make_rollout, save_tokenizer
 
 ENDOFTEXT, START, END, ACTOR_USER, ACTOR_BOT = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|bot|>"
 CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -1,13 +1,13 @@
 import pytest
 import torch
-from model_cases import DEBERTA, GPT2, LLAMA, TINY, by_hand, save_model
-from reward_cases import BOS, CHAT_TEMPLATE, EOS, make_rollout
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from ppo_ds.config import FrozenZeroConfig
+from ppo_ds.config.schema import FrozenZeroConfig
+from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import RewardError
-from ppo_ds.targets import bind
+from tests.rewards.model_cases import DEBERTA, GPT2, LLAMA, TINY, by_hand, save_model
+from tests.rewards.reward_cases import BOS, CHAT_TEMPLATE, EOS, make_rollout
 
 ANSWERS = [("1+1=", "2"), ("Say something long, please.", "no"), ("a", "a longer answer than that"), ("b", "")]
 FINISHED = [True, False, True, True]

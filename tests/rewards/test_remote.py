@@ -15,15 +15,15 @@ from threading import Event
 import psutil
 import pytest
 import torch
-from reward_cases import make_rollout
-from service import lengths, says, serving
 
+from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from ppo_ds.rewards import endpoint
 from ppo_ds.rewards.base import Answers, RewardError
 from ppo_ds.rewards.remote import RemoteReward
-from ppo_ds.targets import bind
+from tests.rewards.reward_cases import make_rollout
+from tests.rewards.service import lengths, says, serving
 
 ROOT = Path(__file__).parents[2]
 SECRET = "sk-very/secret+123"

@@ -1,12 +1,12 @@
 """What the reward model reads, against ids counted by hand: byte b is id 5 + its rank in the byte-level alphabet."""
 
 import pytest
-from reward_cases import BOS, CHAT_TEMPLATE, CLS, EOS, SEP, save_tokenizer
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.text import TextEncoder
+from tests.rewards.reward_cases import BOS, CHAT_TEMPLATE, CLS, EOS, SEP, save_tokenizer
 
 ROW = {"prompt_text": "hi"}
 CHAT = {"prompt_text": "<sys>be<eos><usr>hi<eos>", "messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]}

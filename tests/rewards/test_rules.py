@@ -2,23 +2,21 @@
 
 import random
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from reward_cases import make_rollout
 
+from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.rewards.base import Answers, RewardError
 from ppo_ds.rewards.rules import ExactMatchReward, FormatReward, LengthReward, NumericReward, RegexReward, RepetitionPenalty
-from ppo_ds.targets import bind
+from tests.rewards.reward_cases import make_rollout
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
-sys.path.insert(0, str(GOLDENS))
-from golden_io import load  # noqa: E402
+from tests.goldens.golden_io import load  # noqa: E402
 
 SEED = (r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", r"^<think>\n.*?\n</think>\n\n<answer>\n.*?\n</answer>$")  # MiniMind's own
 WELL_FORMED = "<think>\na\n</think>\n<answer>\nb\n</answer>"

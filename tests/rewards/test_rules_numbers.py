@@ -1,11 +1,11 @@
 r"""Which number an answer states, and when two are the same."""
 
 import pytest
-from test_rules import answers
 
 from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.numbers import boxed, reference_number, stated_number
 from ppo_ds.rewards.rules import NumericReward
+from tests.rewards.test_rules import answers
 
 INFINITE = float("inf")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import LLAMA, save_model
-from reward_cases import make_rollout
 
-from ppo_ds.roles import RewardModels
-from ppo_ds.targets import bind
+from ppo_ds.build.roles import RewardModels
+from ppo_ds.config.targets import bind
+from tests.rewards.model_cases import LLAMA, save_model
+from tests.rewards.reward_cases import make_rollout
 
 CPU = SimpleNamespace(device=torch.device("cpu"))
 MODEL, MIXTURE = "ppo_ds.rewards.model.model_reward", "ppo_ds.rewards.weighted.WeightedReward"

@@ -2,26 +2,24 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from reward_cases import VOCAB, Placed, loaded, make_rollout, save_tokenizer
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
+from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.rewards.base import Answers, RewardError, TextReward
 from ppo_ds.rewards.weighted import AnswerMix
-from ppo_ds.targets import bind
 from ppo_ds.types import Scores
+from tests.rewards.reward_cases import VOCAB, Placed, loaded, make_rollout, save_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GOLDENS = ROOT / "tests" / "goldens"
-sys.path.insert(0, str(GOLDENS))
-from golden_io import load  # noqa: E402
+from tests.goldens.golden_io import load  # noqa: E402
 
 MIXTURE, MIX = "ppo_ds.rewards.weighted.WeightedReward", "ppo_ds.rewards.weighted.AnswerMix"
 FORM = "<think>\na\n</think>\n<answer>\n{}\n</answer>"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from ppo_ds.models.generation import _Recorder, generate
 from ppo_ds.rollout.hf import HFGenerator
+from ppo_ds.rollout.hf_generate import _Recorder, generate
 
 V = 40
 MODELS = {

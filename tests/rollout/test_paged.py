@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MambaConfig
 
-from ppo_ds.models import attention as packed
-from ppo_ds.models import paging
-from ppo_ds.models.paging import can_page, paged_config
+from ppo_ds.models import packed_attention as packed
+from ppo_ds.rollout import paging
 from ppo_ds.rollout.paged import PagedGenerator, unsupported
+from ppo_ds.rollout.paging import can_page, paged_config
 
 V, PAD, EOS = 40, 0, 1
 SMALL = dict(

@@ -25,10 +25,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from ppo_ds.models.cache import SlotCache
-from ppo_ds.models.decoding import can_decode
-from ppo_ds.models.graphs import Graphs
 from ppo_ds.rollout import static
+from ppo_ds.rollout.cache import SlotCache
+from ppo_ds.rollout.decoding import can_decode
+from ppo_ds.rollout.graphs import Graphs
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.rollout.static import StaticGenerator
 

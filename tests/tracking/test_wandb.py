@@ -12,10 +12,10 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from wandb_server import wandb_server
 
 from ppo_ds.tracking.tracker import Trackers
 from ppo_ds.tracking.wandb import WandbTracker
+from tests.tracking.wandb_server import wandb_server
 
 ROW = {"prompt": "12+7=", "response": "19", "score": 1.0, "kl": None, "length": 3, "finish": "stop", "components": {"a": 0.5}}
 

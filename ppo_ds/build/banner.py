@@ -1,0 +1,76 @@
+"""The start-up lines: who runs on what, and the batch equation worked out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ppo_ds.build.data import counted
+from ppo_ds.config.schema import Config, reference_is_base, rollout_size, uses_reference
+from ppo_ds.config.typed import show
+from ppo_ds.data.prompts import Source
+from ppo_ds.distributed.world import World
+
+
+def banner(
+    config: Config,
+    world: World,
+    source: Source,
+    critic_start: str | None,
+    steps: int,
+    optimizer_steps: int,
+    gap: tuple[float, float],
+    done: int,
+    notes: list[str],
+) -> str:
+    """``critic_start``: the path of its first weights; None without a critic of its own. ``gap``: what the parity gate found (mean, max).
+
+    ``done``: steps before this start. ``notes``: lines of other parts, warnings among them.
+    """
+    actor, critic, reference, algo = config.actor, config.critic, config.reference, config.algo
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    kl = f"{algo.kl.estimator} x {algo.kl.coef:g} ({algo.kl.controller}) in the {algo.kl.place}" if algo.kl.place != "none" else "none"
+    lines = [
+        f"{world.size} rank(s) on {device}; torch {torch.__version__}",
+        f"threads    {world.threads}",
+        f"actor      {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
+        f"critic     {critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}" if critic_start else f"critic     {_no_critic(config)}",
+        f"reference  {reference.model.path}  {reference.model.dtype}  {_reference_place(config)}" if uses_reference(config) else "reference  none",
+        f"reward     {_reward(config.reward)}; KL {kl}",
+        f"data       {source.path}: {counted(source.report, 'prompts')}",
+        *batch_equation(config, world.size, f", {optimizer_steps} in {steps} steps"),
+        f"parity     log-probs of generation and training differ by {gap[0]:.2g} on average, {gap[1]:.2g} at most",
+    ]
+    if done >= steps:
+        lines.append(f"resumed    {config.run.dir} holds all {done} steps: nothing is left to train; raise run.steps, or choose another run.name")
+    elif done:
+        lines.append(f"resumed    after step {done}, from {config.run.dir}/checkpoints (run.name or run.dir chooses another place)")
+    return "\n".join(lines + notes)
+
+
+def batch_equation(config: Config, ranks: int, in_all: str = "") -> list[str]:
+    """Samples and optimizer steps of one PPO step. ``in_all``: what is said of the whole run."""
+    rollout, epochs, size = config.rollout, config.algo.epochs, rollout_size(config)
+    minibatch = config.algo.minibatch_size or size
+    return [
+        f"rollout    {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples a step, {size // ranks} on each rank",
+        f"update     {epochs} epochs x ({size} / {minibatch}) = {epochs * size // minibatch} optimizer steps a step{in_all}",
+    ]
+
+
+def _reference_place(config: Config) -> str:
+    if reference_is_base(config):
+        return "the actor without its adapters"
+    return "sharded" if config.reference.zero.stage == 3 else "a replica on each rank"
+
+
+def _reward(section: dict[str, Any]) -> str:
+    """``FunctionReward path=a:b``, sections within in parentheses."""
+    name = [str(section["_target_"]).rpartition(".")[2]] if "_target_" in section else []
+    keys = {key: value for key, value in section.items() if key != "_target_"}
+    return " ".join(name + [f"{key}=({_reward(value)})" if isinstance(value, dict) else f"{key}={show(value)}" for key, value in keys.items()])
+
+
+def _no_critic(config: Config) -> str:
+    return "a value head on the actor" if config.critic.share_trunk else f"none: advantages by {config.algo.advantage.estimator}"

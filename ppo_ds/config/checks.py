@@ -1,0 +1,291 @@
+"""What must hold between the keys of a config, and on this machine, before anything is loaded. One line for each problem, all of them at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.config.resume import unknown_names, unusable_start
+from ppo_ds.config.schema import Config, from_tree, has_critic, inherit, reward_models, rollout_size, uses_reference
+from ppo_ds.config.typed import dotted_keys, show
+from ppo_ds.errors import UserError
+from ppo_ds.secrets import secrets_in
+
+FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
+MODEL_FILES = ("config.json", "adapter_config.json")
+# what the trainer says of each engine itself, and the keys to say it with
+OURS = {
+    "optimizer": "{}.optim (AdamW)",
+    "scheduler": "{}.optim.schedule",
+    "train_batch_size": "rollout.prompts_per_step and algo.minibatch_size",
+    "train_micro_batch_size_per_gpu": "memory.train_tokens",
+    "gradient_accumulation_steps": "algo.minibatch_size and memory.train_tokens",
+    "gradient_clipping": "{}.optim.grad_clip",
+    "fp16": "{}.model.dtype",
+    "bf16": "{}.model.dtype",
+}
+
+
+def validated(tree: dict[str, Any], world_size: int) -> Config:
+    """The complete Config of a plain nested dict; raises UserError with every problem in it."""
+    if secrets := list(secrets_in(tree)):  # alone: other lines would show them
+        raise UserError(*secrets)
+    config, wrong = from_tree(tree)
+    config = inherit(config)
+    known = {key.split("#")[0] for key in wrong} & set(dotted_keys(Config))
+    # What is wrong already is no ground to judge by.
+    named = re.compile("|".join(rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in known) or r"(?!)")
+    follow_ups = [line for line in problems(config, world_size) if not named.search(line)]
+    if wrong or follow_ups:
+        raise UserError(*wrong.values(), *follow_ups)
+    return config
+
+
+def problems(config: Config, world_size: int) -> Iterator[str]:
+    """Every mistake that takes more than one key, or the file system, to see. Each line names all the keys it judged by."""
+    yield from _length(config)
+    yield from _batches(config, world_size)
+    yield from _roles(config)
+    yield from _kl(config)
+    yield from _algo(config)
+    yield from _critic(config)
+    yield from _groups(config)
+    yield from _data(config, world_size)
+    yield from _evaluation(config)
+    yield from _paths(config)
+    yield from _run_directory(config)
+
+
+def _length(config: Config) -> Iterator[str]:
+    run, sampling = config.run, config.sampling
+    if run.steps is None and run.epochs is None:
+        yield "run.steps is missing: the number of PPO steps (or run.epochs: passes over the prompts)"
+    if run.steps is not None and run.epochs is not None:
+        yield f"run.steps={run.steps} and run.epochs={run.epochs:g} are both set: make one of them null"
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        yield f"sampling.min_new_tokens={sampling.min_new_tokens}: must be at most sampling.max_new_tokens={sampling.max_new_tokens}"
+    if sampling.min_new_tokens and sampling.stop:
+        yield f"sampling.min_new_tokens={sampling.min_new_tokens}: holds end tokens back, but not the texts of sampling.stop; leave one of them out"
+    if sampling.top_p == 0:
+        yield "sampling.top_p=0: must be above 0 (1 is off)"
+    if "" in sampling.stop:
+        yield "sampling.stop: must not hold an empty text"
+    if config.tracker.samples < -1:
+        yield f"tracker.samples={config.tracker.samples}: must be at least -1 (-1: all rows)"
+
+
+def _batches(config: Config, world_size: int) -> Iterator[str]:
+    prompts, samples, minibatch = config.rollout.prompts_per_step, config.rollout.samples_per_prompt, config.algo.minibatch_size
+    rollout = rollout_size(config)
+    if prompts % world_size:
+        below = prompts - prompts % world_size
+        fits = " or ".join(str(n) for n in (below, below + world_size) if n)
+        yield f"rollout.prompts_per_step={prompts}: must be divisible by the number of ranks, {world_size}; nearest that fit: {fits}"
+        world_size = 1  # the minibatch is then judged by the rollout alone
+    if minibatch is not None and (rollout % minibatch or minibatch % world_size):
+        fitting = [n for n in range(world_size, rollout + 1, world_size) if rollout % n == 0]
+        nearest = [max((n for n in fitting if n < minibatch), default=None), min((n for n in fitting if n > minibatch), default=None)]
+        ranks = f" and be divisible by the number of ranks, {world_size}" if world_size > 1 else ""
+        yield (
+            f"algo.minibatch_size={minibatch}: must divide the rollout of {rollout} samples (rollout.prompts_per_step={prompts} x "
+            f"rollout.samples_per_prompt={samples}){ranks}; nearest that fit: {' or '.join(str(n) for n in nearest if n)}"
+        )
+
+
+def _roles(config: Config) -> Iterator[str]:
+    for name, zero in (("actor", config.actor.zero), ("critic", config.critic.zero)):
+        if zero.offload_optimizer and zero.stage == 0:
+            yield f"{name}.zero.offload_optimizer=true: needs {name}.zero.stage 1, 2 or 3, which is 0"
+        if zero.offload_params and zero.stage != 3:
+            yield f"{name}.zero.offload_params=true: needs {name}.zero.stage 3, which is {zero.stage}"
+    yield from _generation(config)
+    for name, lora in (("actor", config.actor.lora), ("critic", config.critic.lora)):
+        for key in ("alpha", "targets", "lr"):
+            if not lora.rank and getattr(lora, key) is not None:
+                yield f"{name}.lora.{key}={show(getattr(lora, key))}: only used with {name}.lora.rank above 0"
+    for name, raw in (("actor", config.actor.deepspeed), ("critic", config.critic.deepspeed)):
+        for key, instead in OURS.items():
+            if key in raw:
+                yield f"{name}.deepspeed.{key}={show(raw[key])}: is not DeepSpeed's to set here; use {instead.format(name)}"
+        zero = raw.get("zero_optimization")
+        if isinstance(zero, dict) and "stage" in zero:
+            yield f"{name}.deepspeed.zero_optimization.stage={show(zero['stage'])}: use {name}.zero.stage, which loads the weights accordingly too"
+    critic = config.critic
+    if critic.init == "path" and not critic.model.path:
+        yield "critic.model.path is missing: critic.init=path starts the critic from it"
+    if critic.init != "path" and critic.model.path:
+        yield f"critic.model.path={critic.model.path}: only used with critic.init=path, which is {critic.init}"
+    if config.reward and not config.reward.get("_target_"):
+        yield "reward._target_ is missing: choose a kind of reward first (reward=model, reward=function, ...; --help lists them)"
+    if critic.init == "reward" and config.reward and "reward.model" not in dict(reward_models(config.reward)):
+        kind = show(config.reward.get("_target_"))
+        yield f"critic.init=reward: needs a reward that is a model, and reward._target_={kind} has no reward.model.path"
+
+
+def _generation(config: Config) -> Iterator[str]:
+    zero, backend = config.actor.zero, config.rollout.backend
+    if zero.generate != "auto" and zero.stage != 3:
+        yield f"actor.zero.generate={zero.generate}: needs actor.zero.stage 3, which is {zero.stage}"
+    if zero.generate == "layers" and backend == "paged":
+        yield "rollout.backend=paged: with actor.zero.generate=layers ranks run forwards in step, and it runs its own; use rollout.backend=auto"
+    # a critic's states make way too
+    if zero.offload_states == "always" and zero.offload_optimizer and (config.critic.zero.offload_optimizer or not has_critic(config)):
+        yield "actor.zero.offload_states=always: with actor.zero.offload_optimizer=true the states are on the CPU already; use auto"
+
+
+def _kl(config: Config) -> Iterator[str]:
+    kl = config.algo.kl
+    if kl.controller == "threshold" and (kl.min_coef == 0 or kl.max_coef is None):
+        yield "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef (say 1e-4 and 10), or it halves itself to nothing"
+    if kl.controller != "fixed" and kl.coef == 0:
+        yield f"algo.kl.coef=0: algo.kl.controller={kl.controller} multiplies it, so it must be above 0"
+    if kl.controller != "fixed" and kl.max_coef is not None and not kl.min_coef <= kl.coef <= kl.max_coef:
+        yield f"algo.kl.coef={kl.coef:g}: must lie between algo.kl.min_coef={kl.min_coef:g} and algo.kl.max_coef={kl.max_coef:g}"
+    if kl.controller != "fixed" and kl.max_coef is None and kl.coef < kl.min_coef:
+        yield f"algo.kl.coef={kl.coef:g}: must be at least algo.kl.min_coef={kl.min_coef:g}"
+    if kl.controller == "adaptive" and kl.horizon <= 0.2 * rollout_size(config):
+        yield (
+            f"algo.kl.horizon={kl.horizon:g}: one step of {rollout_size(config)} samples could bring algo.kl.coef to 0; "
+            f"must be above {0.2 * rollout_size(config):g} (usual: 10000)"
+        )
+    if kl.controller != "fixed" and kl.place == "none":
+        yield f"algo.kl.controller={kl.controller}: steers a coefficient that algo.kl.place=none does not use; choose reward or loss"
+    if kl.place == "reward" and kl.estimator.endswith("+"):
+        yield f"algo.kl.estimator={kl.estimator}: has a gradient of its own and is for algo.kl.place=loss; in the reward use {kl.estimator[:-1]}"
+
+
+def _algo(config: Config) -> Iterator[str]:
+    algo, limit = config.algo, config.sampling.max_new_tokens
+    dual_clip = algo.policy.dual_clip
+    if dual_clip is not None and dual_clip <= 1:
+        yield f"algo.policy.dual_clip={dual_clip:g}: must be above 1, or null for off"
+    if algo.policy.clip_low >= 1:
+        yield f"algo.policy.clip_low={algo.policy.clip_low:g}: must be below 1 (the ratio is clipped to 1 - clip_low)"
+    if algo.policy.kind == "gspo" and algo.level == "sequence":
+        yield "algo.policy.kind=gspo: has a ratio of its own for whole answers; with it algo.level must be token"
+    if algo.loss.norm is not None and algo.loss.agg != "token_sum_norm":
+        yield f"algo.loss.norm={algo.loss.norm}: only used with algo.loss.agg=token_sum_norm, which is {algo.loss.agg}"
+    if algo.correction.kind != "none" and algo.level == "sequence":
+        yield f"algo.correction.kind={algo.correction.kind}: weighs tokens; with it algo.level must be token"
+    if algo.correction.low > algo.correction.high:
+        yield f"algo.correction.low={algo.correction.low:g}: must be at most algo.correction.high={algo.correction.high:g}"
+    if algo.reward.overlong_buffer is not None and algo.reward.overlong_buffer > limit:
+        yield f"algo.reward.overlong_buffer={algo.reward.overlong_buffer:g}: must be at most sampling.max_new_tokens={limit}"
+    if config.actor.ema.decay == 1:
+        yield "actor.ema.decay=1: an average that never moves; must be below 1"
+    if config.actor.ema.evaluate and config.actor.ema.decay is None:
+        yield "actor.ema.evaluate=true: needs an average; set actor.ema.decay (say 0.99)"
+
+
+def _critic(config: Config) -> Iterator[str]:
+    algo, estimator = config.algo, config.algo.advantage.estimator
+    position = algo.value.position
+    if position is not None and (position == "token") != (algo.level == "token"):
+        fits = "token" if algo.level == "token" else "prompt_last or response_last"
+        yield f"algo.value.position={position}: with algo.level={algo.level} it must be {fits}"
+    if config.critic.lora.rank and (estimator != "gae" or config.critic.share_trunk):
+        yield f"critic.lora.rank={config.critic.lora.rank}: there is no critic of its own to adapt (algo.advantage.estimator, critic.share_trunk)"
+    if config.critic.init == "path" and estimator != "gae":
+        yield f"critic.init=path: algo.advantage.estimator={estimator} has no critic to start"
+    for key, is_set in (
+        ("bootstrap_truncated=true", algo.gae.bootstrap_truncated),
+        (f"lam_critic={algo.gae.lam_critic}", algo.gae.lam_critic is not None),
+    ):
+        if is_set and (algo.level == "sequence" or estimator != "gae"):
+            yield f"algo.gae.{key}: only used with algo.level=token and algo.advantage.estimator=gae"
+    if estimator == "reinforce" and algo.level == "sequence":
+        yield "algo.advantage.estimator=reinforce: gives each token its own rewards to come; with it algo.level must be token"
+    for key, steps in (("warmup_steps", algo.value.warmup_steps), ("pretrain_rollouts", algo.value.pretrain_rollouts)):
+        if steps and estimator != "gae":
+            yield f"algo.value.{key}={steps}: algo.advantage.estimator={estimator} has no critic to train"
+        if steps and config.critic.share_trunk:
+            yield f"algo.value.{key}={steps}: trains a critic alone, and critic.share_trunk=true has none apart from the actor"
+    if algo.value.warmup_steps and config.run.steps is not None and algo.value.warmup_steps >= config.run.steps:
+        yield f"algo.value.warmup_steps={algo.value.warmup_steps}: leaves the actor no step; must be below run.steps={config.run.steps}"
+    if config.critic.share_trunk and estimator != "gae":
+        yield f"critic.share_trunk=true: algo.advantage.estimator={estimator} has no values to learn"
+    if config.critic.share_trunk and config.actor.lora.rank:
+        yield "critic.share_trunk=true: not together with actor.lora.rank; give the critic a model of its own"
+
+
+def _groups(config: Config) -> Iterator[str]:
+    algo, n = config.algo, config.rollout.samples_per_prompt
+    if n > 1:
+        return
+    for key, value, needs in (
+        ("algo.advantage.estimator", algo.advantage.estimator, algo.advantage.estimator not in ("gae", "reinforce")),
+        ("algo.advantage.whiten", "group", algo.advantage.whiten == "group"),
+        ("algo.dynamic_sampling.enabled", "true", algo.dynamic_sampling.enabled),
+    ):
+        if needs:
+            yield f"{key}={value}: compares the answers to one prompt; set rollout.samples_per_prompt, which is {n}, to 2 or more (often 8)"
+
+
+def _data(config: Config, world_size: int) -> Iterator[str]:
+    data, ptx = config.data, config.algo.ptx
+    if data.path is None and not data.mix:
+        yield "data.path is missing: a Hub data set or a JSONL, JSON, Parquet or CSV file of prompts (or data.mix: several of them)"
+    if data.path is not None and data.mix:
+        yield f"data.path={data.path}: data.mix is set too; put it into data.mix, or make data.path null"
+    if ptx.coef and data.ptx_path is None:
+        yield f"algo.ptx.coef={ptx.coef:g}: needs texts in data.ptx_path"
+    if ptx.batch_size is not None and not ptx.coef:
+        yield f"algo.ptx.batch_size={ptx.batch_size}: only used with algo.ptx.coef above 0"
+    if data.ptx_path is not None and not ptx.coef:
+        yield f"data.ptx_path={data.ptx_path}: only used with algo.ptx.coef above 0 (InstructGPT: 27.8)"
+    texts = ptx.batch_size or config.algo.minibatch_size or rollout_size(config)
+    if ptx.coef and texts % world_size:
+        yield f"algo.ptx.batch_size={texts}: must be divisible by the number of ranks, {world_size}"
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    if config.eval.every and not config.data.eval_path:
+        yield f"eval.every={config.eval.every}: needs held-out prompts in data.eval_path"
+    if config.checkpoint.keep_best and not config.eval.every:
+        yield "checkpoint.keep_best=true: the best is chosen by evaluation; set eval.every (and data.eval_path)"
+    if config.health.max_kl and not uses_reference(config):
+        yield f"health.max_kl={config.health.max_kl:g}: without a reference there is no KL to watch; set algo.kl.place, or leave it out"
+
+
+def _paths(config: Config) -> Iterator[str]:
+    models = {"actor.model.path": config.actor.model.path, "critic.model.path": config.critic.model.path}
+    models |= {f"{key}.path": model["path"] for key, model in reward_models(config.reward)}
+    if uses_reference(config) and config.reference.model.path != config.actor.model.path:
+        models["reference.model.path"] = config.reference.model.path
+    for key, path in models.items():
+        if path and looks_local(path) and not _prepared(path, config):
+            folder = Path(path).expanduser()
+            if not folder.exists():
+                yield f"{key}={path}: no such folder"
+            elif not any((folder / name).is_file() for name in MODEL_FILES):
+                yield f"{key}={path}: not a model folder (no config.json in it)"
+    data = {"data.path": config.data.path, "data.eval_path": config.data.eval_path, "data.ptx_path": config.data.ptx_path}
+    data |= {f"data.mix[{i}].path": part.path for i, part in enumerate(config.data.mix)}
+    for key, path in data.items():
+        if path and looks_local(path) and not _prepared(path, config) and not Path(path).exists():
+            yield f"{key}={path}: no such file"
+
+
+def looks_local(path: str) -> bool:
+    """Whether a path means this machine; a plain `name` or `org/name` that is not here is a Hub id."""
+    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or path.endswith(FILE_ENDINGS) or Path(path).exists()
+
+
+def _prepared(path: str, config: Config) -> bool:
+    """Whether `prepare` will make it before it is read: everything, or what lies in its `dir` if it has one."""
+    made = (config.prepare or {}).get("dir")
+    return config.prepare is not None and (not made or Path(path).absolute().is_relative_to(Path(made).absolute()))
+
+
+def _run_directory(config: Config) -> Iterator[str]:
+    folder, name = Path(config.run.dir), config.run.name
+    if name in ("", ".", "..") or "/" in name or not name.isprintable():
+        yield f"run.name={show(name)}: must be one name, without / (it is a folder's in outputs/); where the run is written says run.dir"
+    if folder.exists() and not folder.is_dir():
+        yield f"run.dir={config.run.dir}: is a file; name a directory"
+    elif config.run.resume == "never" and any((folder / used).exists() for used in ("metrics.jsonl", "checkpoints")):
+        yield f"run.dir={config.run.dir}: has been used already and run.resume=never; choose another run.dir or run.name, or run.resume=auto"
+    yield from unknown_names(config)
+    yield from unusable_start(config)

@@ -1,0 +1,78 @@
+"""Numbers for people: each rank adds its share, and one collective makes them global."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ppo_ds.distributed.world import World
+from ppo_ds.ops.losses import explained_variance
+from ppo_ds.types import Metrics
+
+_SQUARES = "_of_squares"
+
+
+class MetricSums:
+    """Masked means and maxima that are exact over ranks and micro-batches: sums and counts are added, never means of means.
+
+    What is added is told apart by its shape, as in ops/losses.py: [2] (sum, count), [5] moments of an explained variance, 0-dim a maximum.
+    Every rank must add the same names in the same order; ``reduced`` is a collective.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Tensor] = {}  # float64
+
+    def add_parts(self, parts: Mapping[str, Tensor]) -> None:
+        """What a loss returns beside itself."""
+        for name, part in parts.items():
+            part = part.detach().double()
+            if name in self._parts:
+                part = torch.maximum(self._parts[name], part) if part.dim() == 0 else self._parts[name] + part
+            self._parts[name] = part
+
+    def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """The mean of ``values``, under ``mask`` if given (rubbish outside of it is never read)."""
+        mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+        total = values.detach().double().masked_fill(~mask, 0.0).sum()
+        self.add_parts({name: torch.stack([total, mask.sum()])})
+
+    def add_spread(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """``<name>_mean`` and ``<name>_std`` (population); a ``name`` that is a group ("adv") gives adv/mean and adv/std."""
+        joint = "_" if "/" in name else "/"
+        self.add_mean(f"{name}{joint}mean", values, mask)
+        self.add_mean(f"{name}{joint}mean{_SQUARES}", values.double() ** 2, mask)
+
+    def add_max(self, name: str, value: Tensor) -> None:
+        self.add_parts({name: value})
+
+    def reduced(self, world: World) -> Metrics:
+        sums = {name: part for name, part in self._parts.items() if part.dim() == 1}
+        maxima = {name: part for name, part in self._parts.items() if part.dim() == 0}
+        out: Metrics = {}
+        if sums:
+            pieces = world.sum(_joined(sums, torch.cat, world)).cpu().split([len(part) for part in sums.values()])
+            out |= {name: _number(piece) for name, piece in zip(sums, pieces, strict=True)}
+        if maxima:
+            out |= dict(zip(maxima, world.max(_joined(maxima, torch.stack, world)).tolist(), strict=True))
+        for name in [n for n in out if n.endswith(_SQUARES)]:
+            mean = name.removesuffix(_SQUARES)
+            variance = out.pop(name) - out[mean] ** 2
+            out[mean.removesuffix("mean") + "std"] = math.nan if math.isnan(variance) else max(0.0, variance) ** 0.5
+        return out
+
+
+def _joined(parts: dict[str, Tensor], join: Callable[[list[Tensor]], Tensor], world: World) -> Tensor:
+    """On one device: losses leave theirs on the GPU, what is counted from lengths is on the CPU."""
+    return join([part.to(world.device) for part in parts.values()])
+
+
+def _number(piece: Tensor) -> float:
+    if not piece.isfinite().all():
+        return math.nan
+    if len(piece) == 5:
+        return explained_variance(piece)
+    total, count = piece.tolist()
+    return total / count if count else 0.0

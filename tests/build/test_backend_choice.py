@@ -1,0 +1,59 @@
+"""Which backend decodes: in the order given, past those that cannot or that disagree with training."""
+
+import pytest
+
+from ppo_ds.build.backend_choice import choose
+from ppo_ds.errors import UserError
+from ppo_ds.ppo.parity import ParityError
+
+GOOD, BAD = (1e-6, 1e-5), (0.5, 2.0)
+
+
+@pytest.fixture
+def chosen():
+    """Backends with a reason (a str) or a gap -> the Choice in fp32, and which of them were tried."""
+
+    def run(**backends):
+        tried = []
+        choice = choose(
+            list(backends),
+            refusal=lambda name: backends[name] if isinstance(backends[name], str) else None,
+            gap_of=lambda name: tried.append(name) or backends[name],
+            dtype="fp32",
+        )
+        return choice, tried
+
+    return run
+
+
+def test_the_first_that_agrees_with_training(chosen):
+    choice, tried = chosen(static=GOOD, hf=(0.0, 0.0))
+    assert (choice.backend, choice.gap, choice.incapable, choice.unfit) == ("static", GOOD, (), ()) and tried == ["static"]
+
+
+def test_one_that_cannot_is_not_tried_and_says_why(chosen):
+    choice, tried = chosen(static="no cache to write into", hf=GOOD)
+    assert choice.backend == "hf" and choice.incapable == ("static: no cache to write into",) and choice.unfit == () and tried == ["hf"]
+
+
+def test_one_that_is_out_of_bounds_is_passed_over_with_its_gap(chosen):
+    choice, tried = chosen(static=BAD, hf=GOOD)
+    assert choice.backend == "hf" and choice.gap == GOOD and choice.incapable == () and tried == ["static", "hf"]
+    (line,) = choice.unfit
+    assert line.startswith("static: ") and "differ by 0.5 nats on average (at most 2), allowed for fp32 is 0.001" in line
+
+
+def test_nan_is_out_of_bounds(chosen):
+    assert chosen(static=(float("nan"), 0.0), hf=GOOD)[0].backend == "hf"
+
+
+def test_a_named_backend_is_that_one_or_none(chosen):
+    with pytest.raises(UserError, match=r"^rollout.backend=paged: no pages; use rollout.backend=auto$"):
+        chosen(paged="no pages")
+    with pytest.raises(ParityError, match=r"differ by 0.5 nats.*rollout.backend=static"):
+        chosen(static=BAD)
+
+
+def test_without_any_that_agrees_the_run_stops(chosen):
+    with pytest.raises(ParityError, match="rollout.backend=hf"):
+        chosen(static=BAD, hf=BAD)

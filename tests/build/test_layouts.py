@@ -1,0 +1,86 @@
+"""`memory.layout` to the models: each decides for itself, and says so where it cannot do as it was told."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MistralConfig, NemotronConfig
+
+from ppo_ds.build.roles import choose_layouts
+from ppo_ds.models import packed_attention as attention
+from ppo_ds.models.policy import Policy
+
+SMALL = dict(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, pad_token_id=0)
+EXPERTS = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, first_k_dense_replace=1, n_group=1, topk_group=1)
+RANKS = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+LLAMA, WINDOW, NEMOTRON = LlamaConfig(**SMALL), MistralConfig(**SMALL, sliding_window=4), NemotronConfig(**SMALL, num_key_value_heads=2, head_dim=8)
+WIDE_KEYS = DeepseekV3Config(**SMALL, **EXPERTS, **RANKS)  # of 16, and values of 8
+
+
+class Role:
+    """A model as an engine holds it."""
+
+    def __init__(self, config, device="cpu", dtype=torch.float32):
+        torch.manual_seed(0)
+        self.module = Policy(AutoModelForCausalLM.from_config(config).to(dtype).eval(), 1.0)
+        self.world = SimpleNamespace(device=torch.device(device))
+        self.calls = 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        return self.module(*args)
+
+
+def chosen(layout, *roles):
+    actor, reference = [*roles, None][:2]
+    return choose_layouts(SimpleNamespace(memory=SimpleNamespace(layout=layout)), actor, reference, None)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU as far as the choice asks for one: computed on the CPU, by what takes the kernel's place, where it takes the heads."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "has_kernel", lambda query, value: query.shape[-1] == value.shape[-1])
+    kernel = lambda q, k, v, ends, *_, scale, **__: attention.one_by_one(q, k, v, ends.tolist(), scale)  # noqa: E731
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    return {"device": "cuda", "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(("layout", "llama"), [("packed", True), ("padded", False), ("auto", False)])
+def test_each_model_decides_for_itself(layout, llama):
+    actor, reference = Role(LLAMA), Role(WINDOW)
+    notes = chosen(layout, actor, reference)
+    assert (actor.module.packed, reference.module.packed) == (llama, False)
+    refused = "warning    memory.layout=packed: the reference's rows are padded: MistralForCausalLM has layers other than full attention"
+    assert notes == ([f"{refused} (sliding_attention)"] if layout == "packed" else [])
+
+
+def test_on_a_gpu_what_has_a_kernel_is_packed(gpu):
+    actor, reference = Role(LLAMA, **gpu), Role(WIDE_KEYS, **gpu)
+    assert chosen("auto", actor, reference) == [] and (actor.module.packed, reference.module.packed) == (True, False)
+    assert (actor.calls, reference.calls) == (2, 2)
+
+
+def test_on_a_gpu_packing_without_a_kernel_is_said(gpu):
+    actor = Role(WIDE_KEYS, **gpu)
+    no_kernel = "warning    memory.layout=packed: no kernel takes the actor's heads: attention is computed one sequence after the other"
+    assert chosen("packed", actor) == [no_kernel] and actor.module.packed
+
+
+@pytest.mark.parametrize("layout", ["auto", "packed"])
+def test_layers_that_are_not_told_where_sequences_end_are_found_out(gpu, layout):
+    """Nemotron's drop the arguments on the way, though its class says that its attention can be replaced."""
+    actor = Role(NEMOTRON, **gpu)
+    deaf = "NemotronAttention was not told where the sequences of a packed row end"
+    assert chosen(layout, actor) == [f"warning    memory.layout={layout}: the actor's rows are padded: {deaf}"]
+    assert not actor.module.packed and torch.isfinite(actor(torch.ones(2, 4).long(), torch.ones(2, 4).bool(), 2).logprobs).all()
+
+
+def test_rows_that_read_each_other_are_found_out(monkeypatch):
+    """An attention that is told and does not listen."""
+    monkeypatch.setattr(attention, "one_by_one", lambda q, k, v, ends, scale, by=attention.one_by_one: by(q, k, v, [0, ends[-1]], scale))
+    actor = Role(LlamaConfig(**SMALL, initializer_range=0.3))
+    assert chosen("packed", actor) == [
+        "warning    memory.layout=packed: the actor's rows are padded: LlamaForCausalLM computes other states where rows are packed"
+    ]
+    assert not actor.module.packed

@@ -1,0 +1,235 @@
+"""Models without a single weight that could be read: what is wrong with them, and with the rows for a reward, is told all the same."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForSequenceClassification, LlamaConfig
+
+from ppo_ds.build.data import read_inputs
+from ppo_ds.build.preflight import preflight
+from ppo_ds.errors import UserError
+from ppo_ds.models.tiny import character_tokenizer
+from tests.config.commands import compose
+
+TEMPLATE = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}{{ m.content }}{% endfor %}"
+CHATTY = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TOKENS = 3 + 26  # pad, end, unknown and the letters
+ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "cd", "answer": "2"}]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Makes a folder with a config.json, a tokenizer and the names of weights alone."""
+
+    def make(name: str, template: str | None = None, weights: tuple[str, ...] = (), **config: Any) -> str:
+        tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz")
+        tokenizer.hf.chat_template = template
+        tokenizer.save(tmp_path / name)
+        size = dict(vocab_size=TOKENS, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        LlamaConfig(**size | config).save_pretrained(tmp_path / name)
+        if weights:
+            save_file({weight: torch.zeros(1) for weight in weights}, tmp_path / name / "model.safetensors")
+        return str(tmp_path / name)
+
+    return make
+
+
+def scorer(folder, name="rm", **changes):
+    options = dict(num_labels=1, architectures=["LlamaForSequenceClassification"], weights=("model.embed_tokens.weight", "score.weight"))
+    return folder(name, **options | changes)
+
+
+@pytest.fixture
+def check(tmp_path, folder):
+    """Goes over the rows with this reward; returns what it is refused with, places without their folder."""
+
+    def run(*arguments: str, rows=ROWS, actor=None) -> list[str]:
+        (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        actor = actor or folder("actor")
+        config = compose(
+            f"actor.model.path={actor}",
+            f"data.path={tmp_path}/x.jsonl",
+            "rollout.prompts_per_step=2",
+            "sampling.max_new_tokens=4",
+            "run.steps=1",
+            *arguments,
+        )
+        try:
+            preflight(config, read_inputs(config, SimpleNamespace(rank=0, size=1)))
+        except UserError as error:
+            return [line.replace(f"{tmp_path}/", "") for line in error.problems]
+        return []
+
+    return run
+
+
+def test_what_is_sound_passes(check, folder):
+    path = scorer(folder)
+    assert check("reward=model", f"reward.model.path={path}") == []
+    assert check("reward=model", f"reward.model.path={path}", "reward.template=pair") == []
+    assert check("reward=numeric") == []
+
+
+def test_a_language_model_is_no_reward_model(check, folder):
+    causal = folder("lm", architectures=["LlamaForCausalLM"], weights=("model.embed_tokens.weight", "lm_head.weight"))
+    assert check("reward=model", f"reward.model.path={causal}") == [
+        "reward.model.path=lm: has no trained score head (score.weight not in its files): give a sequence classifier trained to score"
+    ]
+
+
+def test_weights_in_several_files(check, folder, tmp_path):
+    path = Path(scorer(folder, weights=()))
+    for names, fine in ((("score.weight",), True), (("wrapped.score.weight",), True), (("lm_head.weight",), False)):
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: "model-1.safetensors" for name in names}}))
+        assert (check("reward=model", f"reward.model.path={path}") == []) is fine
+
+
+def test_weights_that_are_not_here_are_judged_when_they_are(check, folder):
+    assert check("reward=model", f"reward.model.path={scorer(folder, weights=())}") == []
+
+
+def test_a_reward_model_with_two_labels(check, folder):
+    assert check("reward=model", f"reward.model.path={scorer(folder, num_labels=2)}") == [
+        "reward.model.path=rm: has 2 labels; a score needs a sequence classifier with one (num_labels=1)"
+    ]
+
+
+def test_ids_beyond_an_embedding(check, folder):
+    small = folder("small", vocab_size=TOKENS - 1)
+    beyond = f"the actor's tokenizer has ids up to {TOKENS - 1}, this model's embedding only {TOKENS - 1} rows; they do not belong together"
+    assert check("reward=length", "reward.longest=3", actor=small) == [f"actor.model.path=small: {beyond}"]
+    assert check("reward=length", "reward.longest=3", f"reference.model.path={small}") == [f"reference.model.path=small: {beyond}"]
+    assert check("reward=model", f"reward.model.path={scorer(folder, vocab_size=TOKENS - 1)}") == [
+        f"reward.model.path=rm: its tokenizer has ids up to {TOKENS - 1}, its embedding only {TOKENS - 1} rows"
+    ]
+
+
+def test_an_end_beyond_the_embedding(check, folder):
+    """The generation config of another model, copied along."""
+    actor = folder("odd")
+    (Path(actor) / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 151645]}))
+    (line,) = check("reward=length", "reward.longest=3", actor=actor)
+    assert line.startswith(f"actor.model.path=odd: the actor's tokenizer has ids up to 151645, this model's embedding only {TOKENS} rows")
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": "a"}]},
+    {"messages": [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]},
+]
+
+
+def test_the_reward_models_own_chat_template_is_tried_on_each_order_of_roles(check, folder):
+    actor = folder("chatty", template=CHATTY)
+    path = scorer(folder, template=TEMPLATE)
+    assert check("reward=model", f"reward.model.path={path}", rows=CHATS[:1] * 2, actor=actor) == []
+    assert check("reward=model", f"reward.model.path={path}", rows=CHATS, actor=actor) == [
+        "x.jsonl:2: reward.template=chat: the reward model's chat template refuses a chat with the roles system, user, assistant "
+        "(TemplateError: no system here); set reward.template=pair or reward.template=concat"
+    ]
+    assert check("reward=model", f"reward.model.path={path}", "reward.template=concat", rows=CHATS, actor=actor) == []
+    broken = scorer(folder, "broken", template="{% for %}")
+    (line,) = check("reward=model", f"reward.model.path={broken}", rows=CHATS, actor=actor)
+    assert line.startswith("x.jsonl:1: reward.template=chat: the reward model's chat template is not Jinja (line 1: ")
+
+
+def test_held_out_rows_are_tried_too(check, folder, tmp_path):
+    (tmp_path / "held.jsonl").write_text(json.dumps(CHATS[1]))
+    actor, path = folder("chatty", template=CHATTY), scorer(folder, template=TEMPLATE)
+    (line,) = check("reward=model", f"reward.model.path={path}", f"data.eval_path={tmp_path}/held.jsonl", rows=CHATS[:1] * 2, actor=actor)
+    assert line.startswith("held.jsonl:1: reward.template=chat: ")
+
+
+@pytest.mark.parametrize(
+    ("reward", "rows", "lines"),
+    [
+        ("numeric", [*ROWS, {"prompt": "e"}], ["x.jsonl:3: reward.column=answer: no such column in the rows; they have prompt; set reward.column"]),
+        (
+            "numeric",
+            [{"prompt": "e", "answer": "many"}, *ROWS, {"prompt": "e", "answer": None}, {"prompt": "e", "answer": float("nan")}],
+            [
+                "x.jsonl:1: reward.column=answer: no number in the reference 'many' that is all of it; mend it, or name another column",
+                "x.jsonl:4: reward.column=answer: the reference is empty; give each row one, or set reward.column (and 1 more rows)",
+            ],
+        ),
+        (
+            "exact_match",
+            [*ROWS, {"prompt": "e", "answer": " "}, {"prompt": "e", "answer": True}],
+            [
+                "x.jsonl:3: reward.column=answer: the reference is empty; give each row one, or set reward.column",
+                "x.jsonl:4: reward.column=answer: the reference 'True' is neither a text nor a number; mend it, or name another column",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_rows_without_a_reference_are_no_misses(check, reward, rows, lines):
+    assert check(f"reward={reward}", rows=rows) == lines
+
+
+PARTS = ["reward=weighted", "reward@reward.parts.a.reward=numeric", "reward@reward.parts.b.reward=model"]
+
+
+def test_the_parts_of_a_mixture(check, folder):
+    """One with a model in it is looked at part by part, another as a whole."""
+    model = f"reward.parts.b.reward.model.path={scorer(folder, num_labels=3)}"
+    assert check(*PARTS, model, rows=[{"prompt": "a", "answer": "x"}] * 2)[0].startswith(
+        "x.jsonl:1: reward.parts.a.reward.column=answer: no number in"
+    )
+    assert check(*PARTS, model) == ["reward.parts.b.reward.model.path=rm: has 3 labels; a score needs a sequence classifier with one (num_labels=1)"]
+    assert check(*PARTS[:2], rows=[{"prompt": "a"}] * 2)[0].startswith("x.jsonl:1: reward.parts.a.reward.column=answer: no such column in the rows")
+
+
+def test_a_function_that_is_not_there(check, folder, tmp_path):
+    function = ["reward@reward.parts.a.reward=function", f"reward.parts.a.reward.path={tmp_path}/no.py:score"]
+    model = f"reward.parts.b.reward.model.path={scorer(folder)}"
+    assert check("reward=weighted", *function, PARTS[2], model) == ["reward.parts.a.reward.path=no.py:score: no such file: no.py"]
+
+
+def test_a_function_is_imported_once(check, tmp_path):
+    (tmp_path / "mine.py").write_text("import sys\nsys.times_seen = getattr(sys, 'times_seen', 0) + 1\ndef score(p, r, rows): return [0.0] * len(p)")
+    for _ in range(2):
+        assert check("reward=function", f"reward.path={tmp_path}/mine.py:score") == []
+    assert sys.times_seen == 1
+
+
+def test_code_of_its_own_that_nobody_has_allowed(check):
+    (line,) = check("reward=get_score", "reward.model.path=org/rm")
+    assert line.startswith("reward.model.trust_remote_code=false: get_score is Python code from the files of org/rm; read that code, then set")
+
+
+@pytest.mark.parametrize(("stops", "fine"), [([], False), (["sampling.stop_token_ids=[]"], True), (["sampling.stop=[x]"], True)])
+def test_a_tokenizer_without_an_end(check, folder, stops, fine):
+    from ppo_ds.build.data import build_tokenizer, stop_ids
+
+    actor = Path(folder("endless"))
+    file = actor / "tokenizer_config.json"
+    file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != "eos_token"}))
+    config = compose(
+        f"actor.model.path={actor}", "data.path=x", "rollout.prompts_per_step=2", "sampling.max_new_tokens=4", "run.steps=1", "reward=numeric", *stops
+    )
+    if fine:
+        assert stop_ids(config, build_tokenizer(config)) == ()
+        return
+    with pytest.raises(UserError, match="^actor.model.path=.*names an end token: no answer would end by itself; give sampling.stop_token_ids or"):
+        stop_ids(config, build_tokenizer(config))
+
+
+def test_files_of_real_classifiers_have_their_heads(tmp_path):
+    """What transformers writes passes, whatever a family calls its head."""
+    from transformers import BertConfig, DebertaV2Config, GPT2Config, RobertaConfig
+
+    from ppo_ds.models.value import expect_reward_model
+
+    small = dict(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=1)
+    families = [LlamaConfig(**small), GPT2Config(vocab_size=30, n_embd=8, n_layer=1, n_head=2, num_labels=1)]
+    families += [BertConfig(**small), RobertaConfig(**small), DebertaV2Config(**small)]
+    for i, config in enumerate(families):
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / str(i))
+        assert expect_reward_model(str(tmp_path / str(i)), revision=None, trust_remote_code=False) == (30, i < 2)

@@ -1,0 +1,235 @@
+"""Which settings may change between a checkpoint and the run that goes on from it, and what happens to the record of one that is not continued."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ppo_ds.config.resume import FREE, STAYS, changes, judge, open_run_directory, ranks_line, unknown_names
+from ppo_ds.config.schema import Config, resolved
+from ppo_ds.config.typed import dotted_keys
+from ppo_ds.errors import UserError
+from tests.config.commands import MINIMAL, complaints, compose
+
+CHECKPOINT = Path("outputs/ppo/checkpoints/step_000010")
+
+
+@cache
+def minimal() -> dict[str, Any]:
+    return resolved(compose(*MINIMAL))
+
+
+def settings(*arguments: str) -> dict[str, Any]:
+    """The minimal ones with these on top, as they stand: nothing is checked, and nothing follows from other keys."""
+    tree = deepcopy(minimal())
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        *sections, name = key.split(".")
+        section = tree
+        for part in sections:
+            section = section[part]
+        section[name] = yaml.safe_load(value)
+    return tree
+
+
+def stored(*arguments: str) -> dict[str, Any]:
+    """As a checkpoint gives them back."""
+    return json.loads(json.dumps(settings(*arguments)))
+
+
+def test_the_same_settings_are_nothing_to_speak_of() -> None:
+    assert judge(stored(), settings(), CHECKPOINT) == []
+
+
+def test_another_number_of_ranks_is_named_in_both_directions() -> None:
+    assert ranks_line(2, 2) == []
+    assert ranks_line(2, 1) == ["changed    ranks 2 -> 1: samples are drawn otherwise from here on"]
+    assert ranks_line(1, 2) == ["changed    ranks 1 -> 2: samples are drawn otherwise from here on"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "key", "old", "new"),
+    [
+        ("actor.zero.stage=2", "actor.zero.stage=3", "actor.zero.stage", "2", "3"),
+        ("critic.zero.stage=1", "critic.zero.stage=0", "critic.zero.stage", "1", "0"),
+        ("actor.model.path=org/a", "actor.model.path=org/b", "actor.model.path", "org/a", "org/b"),
+        ("reference.model.path=org/a", "reference.model.path=org/b", "reference.model.path", "org/a", "org/b"),
+        ("actor.lora.rank=4", "actor.lora.rank=8", "actor.lora.rank", "4", "8"),
+        ("critic.init=auto", "critic.init=actor", "critic.init", "auto", "actor"),
+        ("rollout.prompts_per_step=16", "rollout.prompts_per_step=32", "rollout.prompts_per_step", "16", "32"),
+        ("algo.minibatch_size=16", "algo.minibatch_size=8", "algo.minibatch_size", "16", "8"),
+        ("algo.epochs=2", "algo.epochs=1", "algo.epochs", "2", "1"),
+        ("run.seed=0", "run.seed=1", "run.seed", "0", "1"),
+        ("data.path=org/a", "data.path=org/b", "data.path", "org/a", "org/b"),
+        ("data.max_prompt_tokens=512", "data.max_prompt_tokens=256", "data.max_prompt_tokens", "512", "256"),
+        ("algo.kl.estimator=k1", "algo.kl.estimator=k2", "algo.kl.estimator", "k1", "k2"),
+        ("algo.reward.normalize=none", "algo.reward.normalize=running", "algo.reward.normalize", "none", "running"),
+        ("algo.advantage.estimator=gae", "algo.advantage.estimator=reinforce", "algo.advantage.estimator", "gae", "reinforce"),
+    ],
+)
+def test_what_matters_is_refused_with_both_values_and_the_remedies(before: str, now: str, key: str, old: str, new: str) -> None:
+    with pytest.raises(UserError) as refused:
+        judge(stored(before), settings(now), CHECKPOINT)
+    (line,) = refused.value.problems
+    assert line.startswith(f"{key}={new}: {CHECKPOINT} was made with {old}: ")
+    assert "run.dir" in line and f"run.may_change=[{key}]" in line
+
+    (allowed,) = judge(stored(before), settings(now, f"run.may_change=[{key}]"), CHECKPOINT)
+    assert allowed == f"changed    by leave of run.may_change: {key} {old} -> {new}"
+
+
+def test_a_dtype_is_the_critics_and_the_references_too() -> None:
+    with pytest.raises(UserError) as refused:
+        judge(stored(), resolved(compose(*MINIMAL, "actor.model.dtype=fp32")), CHECKPOINT)
+    assert [line.partition("=")[0] for line in refused.value.problems] == ["actor.model.dtype", "critic.model.dtype", "reference.model.dtype"]
+
+
+def test_every_refused_key_is_named_and_a_section_may_be_allowed() -> None:
+    other = ("data.path=org/b", "data.shuffle=false", "run.seed=3")
+    with pytest.raises(UserError) as refused:
+        judge(stored(), settings(*other, "run.may_change=[run.seed]"), CHECKPOINT)
+    assert [line.partition("=")[0] for line in refused.value.problems] == ["data.path", "data.shuffle"]
+    assert all("run.may_change=[run.seed,data." in line for line in refused.value.problems)
+    (line,) = judge(stored(), settings(*other, "run.may_change=[run.seed,data]"), CHECKPOINT)
+    assert line == "changed    by leave of run.may_change: run.seed 0 -> 3; data.path org/prompts -> org/b; data.shuffle true -> false"
+
+
+def test_what_may_change_is_named() -> None:
+    now = settings(
+        "actor.optim.lr=2.0e-6", "algo.kl.coef=0.1", "run.steps=7", "sampling.temperature=0.7", "reward.batch=4", "actor.zero.offload_optimizer=true"
+    )
+    assert judge(stored("reward.path=pkg.mod:score"), now, CHECKPOINT) == [
+        "changed    since the checkpoint: run.steps 2 -> 7; actor.optim.lr 1e-06 -> 2e-06; sampling.temperature 1.0 -> 0.7; "
+        "algo.kl.coef 0.05 -> 0.1; reward.batch null -> 4"
+    ]
+
+
+def test_what_changes_no_number_changes_silently() -> None:
+    now = settings(
+        *(
+            "run.name=other",
+            "run.dir=elsewhere",
+            "run.stop_at_step=1",
+            "run.max_minutes=3",
+            "run.timeout_minutes=4",
+            "run.threads=1",
+            "run.verbose=true",
+        ),
+        *(
+            "memory.train_tokens=99",
+            "memory.layout=padded",
+            "checkpoint.every=3",
+            "checkpoint.keep_last=1",
+            "health.max_skips=1",
+            "eval.greedy=false",
+        ),
+        *("tracker.samples=0", "tracker.wandb.mode=offline", "actor.zero.offload_optimizer=true", "reference.zero.stage=3"),
+        *("actor.model.gradient_checkpointing=true", "data.eval_path=org/heldout", "run.may_change=[data]"),
+    )
+    assert judge(stored(), now, CHECKPOINT) == []
+
+
+def test_paths_below_the_run_directory_move_with_it() -> None:
+    made = ("actor.model.path", "data.path")
+    before = stored("run.dir=outputs/a", *(f"{key}=outputs/a/start/x" for key in made))
+    assert judge(before, settings("run.dir=outputs/b", *(f"{key}=outputs/b/start/x" for key in made)), CHECKPOINT) == []
+    with pytest.raises(UserError, match="data.path=outputs/b/start/y"):
+        judge(before, settings("run.dir=outputs/b", "actor.model.path=outputs/b/start/x", "data.path=outputs/b/start/y"), CHECKPOINT)
+
+
+def test_a_key_that_is_younger_than_the_checkpoint_had_its_default() -> None:
+    before = stored()
+    del before["data"]["shuffle"], before["algo"]["target_kl"]
+    assert judge(before, settings(), CHECKPOINT) == []
+    assert [change[0] for change in changes(before, settings("data.shuffle=false", "algo.target_kl=1"))] == ["data.shuffle", "algo.target_kl"]
+
+
+def test_the_kind_of_reward_stays_wherever_it_stands() -> None:
+    before = {**stored(), "reward": {"_target_": "a.Mix", "parts": {"x": {"weight": 1.0, "reward": {"_target_": "a.B", "model": {"path": "p"}}}}}}
+    now = {**settings(), "reward": {"_target_": "a.Mix", "parts": {"x": {"weight": 2.0, "reward": {"_target_": "a.C", "model": {"path": "q"}}}}}}
+    with pytest.raises(UserError) as refused:
+        judge(before, now, CHECKPOINT)
+    assert [line.partition("=")[0] for line in refused.value.problems] == ["reward.parts.x.reward._target_", "reward.parts.x.reward.model.path"]
+
+
+def test_each_pattern_means_a_key() -> None:
+    known = [*dotted_keys(Config), "reward._target_", "reward.parts.x.reward._target_", "prepare.dir"]
+    for pattern in FREE + STAYS:
+        assert any(fnmatchcase(key, pattern) for key in known), pattern
+
+
+def test_names_in_may_change_are_keys() -> None:
+    (line,) = complaints(*MINIMAL, "run.may_change=[data.path,actor.zero.stag]")
+    assert line == "run.may_change=actor.zero.stag: no such key; did you mean actor.zero.stage?"
+    config = compose(*MINIMAL, "run.may_change=[data,actor.zero.stage,reward.anything,prepare.dir,actor.deepspeed.x]")
+    assert list(unknown_names(config)) == []
+
+
+# -- the run directory ----------------------------------------------------------------------------------------------------------------------
+
+
+def used(run_dir: Path, *arguments: str) -> None:
+    """As a run of three steps leaves it that was killed before its first checkpoint."""
+    open_run_directory(run_dir, settings(f"run.dir={run_dir}", *arguments), None)
+    (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
+    (run_dir / "samples").mkdir()
+    (run_dir / "samples" / "step_000001.jsonl").write_text("{}\n")
+    (run_dir / "wandb.id").write_text("abc\n")
+
+
+def opened(run_dir: Path, *arguments: str, start: Path | None = None) -> list[str]:
+    lines = open_run_directory(run_dir, settings(f"run.dir={run_dir}", *arguments), start)
+    assert yaml.safe_load((run_dir / "config.yaml").read_text()) == settings(f"run.dir={run_dir}", *arguments)
+    return lines
+
+
+def test_a_new_directory_is_the_owners_and_has_the_config(tmp_path: Path) -> None:
+    assert opened(tmp_path / "deep" / "run") == []
+    assert (tmp_path / "deep" / "run").stat().st_mode & 0o777 == 0o700
+    assert [file.name for file in (tmp_path / "deep" / "run").iterdir()] == ["config.yaml"]
+
+
+def test_the_same_run_again_makes_its_steps_again(tmp_path: Path) -> None:
+    used(tmp_path)
+    (line,) = opened(tmp_path, "tracker.samples=0")
+    assert "had 3 steps and no checkpoint: they are made again" in line
+    assert not (tmp_path / "earlier_1").exists()
+
+
+def test_the_record_of_other_settings_is_kept_and_named(tmp_path: Path) -> None:
+    used(tmp_path, "actor.optim.lr=1.0e-6")
+    (line,) = opened(tmp_path, "actor.optim.lr=2.0e-6")
+    assert "had 3 steps" in line and str(tmp_path / "earlier_1") in line and "actor.optim.lr 1e-06 -> 2e-06" in line
+    assert sorted(file.name for file in (tmp_path / "earlier_1").iterdir()) == ["config.yaml", "metrics.jsonl", "samples", "wandb.id"]
+    assert len((tmp_path / "earlier_1" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert not (tmp_path / "metrics.jsonl").exists() and not (tmp_path / "samples").exists()
+
+    assert opened(tmp_path, "actor.optim.lr=3.0e-6") == []  # nothing was done in between
+    used_again = tmp_path / "metrics.jsonl"
+    used_again.write_text('{"step": 1}\n')
+    assert "earlier_2" in opened(tmp_path, "actor.optim.lr=4.0e-6")[0]
+
+
+def test_a_directory_without_a_readable_config_keeps_its_record_too(tmp_path: Path) -> None:
+    used(tmp_path)
+    (tmp_path / "config.yaml").write_text("run: [")
+    assert "earlier_1" in opened(tmp_path)[0]
+
+
+def test_who_goes_on_from_its_own_checkpoint_keeps_the_record_in_place(tmp_path: Path) -> None:
+    used(tmp_path, "actor.optim.lr=1.0e-6")
+    assert opened(tmp_path, "actor.optim.lr=2.0e-6", start=tmp_path / "checkpoints" / "step_000002") == []
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_who_goes_on_from_another_runs_checkpoint_does_not(tmp_path: Path) -> None:
+    used(tmp_path)
+    assert "earlier_1" in opened(tmp_path, start=tmp_path.parent / "other" / "checkpoints" / "step_000002")[0]
+    assert not (tmp_path / "metrics.jsonl").exists()

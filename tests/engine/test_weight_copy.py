@@ -1,0 +1,93 @@
+"""Second sets of weights: the average is the average, swapped in it is what runs, and afterwards nothing has happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
+from ppo_ds.errors import UserError
+from tests.engine.test_checkpoint import OneRank, launch
+
+WORKER = Path(__file__).with_name("weight_copy_worker.py")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """One launch for each number of ranks; then 2 ranks read what 1 has written of what 2 had written."""
+    directory = tmp_path_factory.mktemp("shadows")
+    return {
+        "two": launch(2, directory, "all", WORKER),
+        "one": launch(1, directory, "all", WORKER),
+        "back": launch(2, directory, "references", WORKER),
+    }
+
+
+def of_all_kinds(found: dict, ranks: str) -> list[dict[str, Any]]:
+    cases = [case for case in found[ranks] if "gap" in case]
+    assert len(cases) == 13
+    return cases
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_the_average_is_the_one_of_the_whole_weights_in_float64(found: dict, ranks: str) -> None:
+    for case in of_all_kinds(found, ranks):
+        assert case["gap"] < 1e-6 and case["moved"] > 1e-2, case  # one rounding of weights below 4 in each of five steps; against the last weights
+        assert case["lagged"], case
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_inside_the_model_is_the_shadow_and_afterwards_itself_to_the_bit(found: dict, ranks: str) -> None:
+    for case in of_all_kinds(found, ranks):
+        assert case["module"] and case["forward"] and case["other forward"] > 0.1, case
+        assert case["back"] and case["no training"], case
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_training_goes_on_as_if_there_were_no_shadow(found: dict, ranks: str) -> None:
+    for case in of_all_kinds(found, ranks):
+        assert case["undisturbed"], case
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_saved_and_loaded_to_the_bit_and_resumed(found: dict, ranks: str) -> None:
+    for case in of_all_kinds(found, ranks):
+        assert case["kept"] and case["loaded"] and case["resumed"], case
+
+
+def test_other_numbers_of_ranks_and_other_stages_read_the_same(found: dict) -> None:
+    cases = [case for case in found["one"] + found["back"] if "->" in case["case"]]
+    assert len(cases) == 5 + 7
+    assert all(case["same"] for case in cases), cases
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_an_exception_inside_leaves_the_model_as_it_was_also_on_one_rank_alone(found: dict, ranks: str) -> None:
+    cases = [case for case in found[ranks] if "interrupted" in case["case"]]
+    assert len(cases) == 3
+    assert all(case["found"] for case in cases), cases
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_generation_inside_is_with_the_shadow_and_afterwards_with_the_model(found: dict, ranks: str) -> None:
+    cases = [case for case in found[ranks] if "generated" in case["case"]]
+    assert len(cases) == 3
+    for case in cases:
+        assert case["start"] and case["moved"] > 0.05 and case["back"] and case["not inside generation"], case
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("ema", "actor.ema.decay"), ("lagged", "algo.old_policy")],
+)
+def test_a_checkpoint_that_lacks_one_or_has_one_too_many(tmp_path: Path, name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppo_ds.engine.checkpoint.checkpoints.save_shadow", lambda shadow, directory: directory.mkdir() or [])
+    monkeypatch.setattr("ppo_ds.engine.checkpoint.checkpoints.shadow_bytes", lambda shadow: 0)
+    checkpoints = Checkpoints(tmp_path, world=OneRank(), keep_last=2)
+    with_it, without = checkpoints.save(1, {}, {}, shadows={name: None}), checkpoints.save(2, {}, {})
+    with pytest.raises(UserError, match=f"^run.resume: .*step_000001 holds {name} weights, this run keeps none: keep {key} as it was$"):
+        checkpoints.load(with_it, {})
+    with pytest.raises(UserError, match=f"^run.resume: .*step_000002 holds no {name} weights, this run keeps them: keep {key} as it was$"):
+        checkpoints.load(without, {}, {name: None})

@@ -1,0 +1,314 @@
+"""Run under torchrun by test_shadow.py: engines of every kind, each with a running average and a lagging copy. Writes what it found as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ppo_ds.distributed.world import World, connect
+from ppo_ds.engine import weight_copy as shadow_module
+from ppo_ds.engine.checkpoint import state as state_module
+from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
+from ppo_ds.engine.checkpoint.state import consolidated, load_shadow, save_shadow
+from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.master_weights import PARTS, WEIGHT, Masters
+from ppo_ds.engine.trained import Schedule, TrainedModel
+from ppo_ds.engine.weight_copy import ShadowWeights
+from ppo_ds.engine.zero import deepspeed_config
+from ppo_ds.models.policy import Policy, unsharded_twin
+from tests.engine.checkpoint_worker import DTYPES, NOT_PERSISTENT, Case, Tiny, make, same, train
+
+DECAY = 0.75
+IDS = torch.randint(0, 13, (3, 5), generator=torch.Generator().manual_seed(7))
+Weights = dict[str, Tensor]
+
+
+class Interrupted(Exception):
+    """Raised inside swapped() on purpose."""
+
+
+def trained(model: TrainedModel) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+
+
+def weights(model: TrainedModel) -> Weights:
+    """The whole fp32 weights, asked of DeepSpeed; without ZeRO they are the parameters."""
+    if model.zero_stage == 0:
+        return {name: p.detach().clone() for name, p in trained(model).items()}
+    return {name: safe_get_full_fp32_param(p).clone() for name, p in trained(model).items()}
+
+
+def moments(model: TrainedModel) -> Weights:
+    masters = Masters(model)
+    return {f"{part}/{name}": masters.get(name, part).clone() for name in masters.parameters for part in PARTS if part != WEIGHT}
+
+
+def module_weights(model: TrainedModel) -> Weights:
+    """Those that forwards use, in the model's dtype, on rank 0; the buffer is left out, since it counts the forwards."""
+    return {name: x for name, x in (consolidated(model) or {}).items() if name != "seen"}
+
+
+def everything(model: TrainedModel) -> Weights:
+    return weights(model) | moments(model) | {f"module/{name}": x for name, x in module_weights(model).items()}
+
+
+def shares(model: TrainedModel) -> list[Tensor]:
+    """What this rank's optimizer steps, as bits, padding included."""
+    optimizer = model.engine.optimizer
+    flats = getattr(optimizer, "fp32_partitioned_groups_flat", None) or [flat for group in optimizer.param_groups for flat in group["params"]]
+    return [flat.detach().clone().view(torch.int32) for flat in flats]
+
+
+def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def logits(model: TrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model(IDS)
+
+
+def plain_logits(given: Weights, dtype: torch.dtype) -> Tensor:
+    """The same, of a plain module with these weights."""
+    module = Tiny(0.0).to(dtype)
+    module.load_state_dict(given, strict=False)
+    with torch.no_grad():
+        return module(IDS)
+
+
+def of(shadow: ShadowWeights) -> Weights:
+    with shadow.swapped():
+        return weights(shadow.model)
+
+
+def gap(a: Weights, b: Weights) -> float:
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+
+
+def refused(action: Any) -> bool:
+    try:
+        action()
+    except AssertionError:
+        return True
+    return False
+
+
+def enter(shadow: ShadowWeights) -> None:
+    with shadow.swapped():
+        pass
+
+
+def followed(world: World, root: Path, stage: int, dtype: str, *, offload: bool = False, **zero: Any) -> Case:
+    """Five steps with an average and a copy of the third; in and out; save, and on by one step; against runs without any of that."""
+    label = f"{stage} {dtype}{' offload' if offload else ''}{''.join(f' {key}' for key in zero)}"
+    kind: dict[str, Any] = {"raw": {"zero_optimization": zero}, "offload": offload, "dropout": 0.0}
+    undisturbed = make(world, stage, dtype, **kind)
+    whole = train(undisturbed, range(6))
+
+    model = make(world, stage, dtype, **kind)
+    ema, lagged = ShadowWeights(model), ShadowWeights(model)
+    expected = {name: w.double() for name, w in weights(model).items()}
+    infos, third = [], {}
+    for step in range(5):
+        infos += train(model, range(step, step + 1))
+        ema.follow(DECAY)
+        now = weights(model)
+        expected = {name: DECAY * e + (1 - DECAY) * now[name].double() for name, e in expected.items()}
+        if step == 2:
+            lagged.copy()
+            third = now
+
+    before, bits, outside = everything(model), shares(model), logits(model)
+    with ema.swapped():
+        inside, in_module, there = weights(model), module_weights(model), logits(model)
+        no_training = refused(model.step) and refused(lambda: model.backward(torch.zeros(()), last=True)) and refused(lambda: enter(lagged))
+    back = same(before, everything(model)) and same_bits(bits, shares(model)) and torch.equal(outside, logits(model))
+    cast = {name: w.to(DTYPES[dtype]) for name, w in inside.items()}
+
+    checkpoints = Checkpoints(root / "followed" / f"{world.size} {label}", world=world, keep_last=1)
+    path = checkpoints.save(5, {"actor": model}, {}, shadows={"ema": ema, "lagged": lagged})
+    kept = same(before, everything(model))
+    resumed = make(world, stage, dtype, seed=1, **kind)
+    both = ShadowWeights(resumed), ShadowWeights(resumed)
+    checkpoints.load(path, {"actor": resumed}, dict(zip(("ema", "lagged"), both, strict=True)))
+    loaded = same(of(both[0]), inside) and same(of(both[1]), third) and same(before, everything(resumed))
+    infos += train(model, range(5, 6))
+    train(resumed, range(5, 6))
+    for average in (ema, both[0]):
+        average.follow(DECAY)
+
+    last, averaged = weights(model), of(ema)
+    lagged.follow(1.0)
+    unmoved = same(of(lagged), third)
+    lagged.follow(0.0)
+    return {
+        "case": label,
+        "gap": gap(inside, expected),
+        "moved": gap(inside, now),
+        "module": all(torch.equal(in_module[name], cast[name]) for name in cast) if world.is_main else True,
+        "forward": torch.allclose(there, plain_logits(cast, DTYPES[dtype]), atol=1e-6 if dtype == "fp32" else 1e-2),
+        "other forward": float((there - outside).abs().max()),
+        "back": back,
+        "no training": no_training,
+        "lagged": unmoved and same(of(lagged), last),
+        "undisturbed": infos == whole and same(everything(model), everything(undisturbed)),
+        "kept": kept,
+        "loaded": loaded,
+        "resumed": same(everything(model), everything(resumed)) and same(averaged, of(both[0])),
+    }
+
+
+def interrupted(world: World, root: Path, stage: int, dtype: str) -> Case:
+    """An exception inside: on all ranks, then on the last alone, which must not wait for the others."""
+    model = make(world, stage, dtype, raw={"zero_optimization": NOT_PERSISTENT}, dropout=0.0)
+    shadow = ShadowWeights(model)
+    train(model, range(4))
+    before, bits, outside = everything(model), shares(model), logits(model)
+    found = []
+    left = root / f"left {world.size} {stage} {dtype}"
+    for ranks in (range(world.size), [world.size - 1]):
+        try:
+            with shadow.swapped():
+                if world.rank in ranks:
+                    raise Interrupted
+                waited = wait_for(left)
+        except Interrupted:
+            waited = True
+        found.append(waited and same_bits(bits, shares(model)))
+        if len(ranks) == 1:
+            left.touch()
+        found += [torch.equal(outside, logits(model)), same(before, everything(model))]
+    return {"case": f"interrupted {stage} {dtype}", "found": all(found)}
+
+
+def wait_for(file: Path) -> bool:
+    deadline = time.monotonic() + 10
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return file.exists()
+
+
+def generated(world: World, stage: int, dtype: str, only: str) -> Case:
+    """Greedy generation's logits outside, inside and after; the parameters whose name contains ``only`` are trained."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=13, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0
+    )
+    policy = Policy(LlamaForCausalLM(config).to(DTYPES[dtype]), temperature=1.0)
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(only in name)
+    actor = HybridActor(
+        policy,
+        twin=unsharded_twin,
+        timed=lambda _: nullcontext(),
+        world=world,
+        deepspeed_config=deepspeed_config(stage=stage, dtype=dtype, raw={"zero_optimization": NOT_PERSISTENT}),
+        schedule=Schedule(0.1, "constant", 0.0, 0.0, 10),
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.0,
+    )
+    shadow = ShadowWeights(actor)
+    start = next_token_logits(actor)
+    for _ in range(4):
+        actor.backward(actor(IDS, torch.ones_like(IDS), 3).logprobs.sum(), last=True)
+        actor.step()
+    outside = next_token_logits(actor)
+    with shadow.swapped():
+        inside = next_token_logits(actor)
+        inside_again = next_token_logits(actor)
+    with actor.generation_mode():
+        no_swap = refused(lambda: enter(shadow))
+    return {
+        "case": f"generated {stage} {dtype} {only}",
+        "start": torch.equal(inside, start) and torch.equal(inside_again, start),
+        "moved": float((inside - outside).abs().max()),
+        "back": torch.equal(next_token_logits(actor), outside),
+        "not inside generation": no_swap,
+    }
+
+
+def next_token_logits(actor: HybridActor) -> Tensor:
+    with torch.no_grad(), actor.generation_mode():
+        return actor.lm(IDS, use_cache=False).logits.clone()
+
+
+def write_reference(world: World, root: Path, stage: int, dtype: str) -> None:
+    model = make(world, stage, dtype, dropout=0.0)
+    shadow = ShadowWeights(model)
+    for step in range(4):
+        train(model, range(step, step + 1))
+        shadow.follow(DECAY)
+    directory = root / "ranks" / f"{world.size}-{stage}-{dtype}"
+    save_shadow(shadow, directory)
+    average = of(shadow)
+    if world.is_main:
+        save_file(average, directory / "average.safetensors")
+
+
+def read_references(world: World, root: Path, tag: str) -> Iterator[Case]:
+    """What other ranks have written; it is written again, for them to read, as ``tag``."""
+    for directory in sorted((root / "ranks").glob("*")):
+        size, stage, dtype, *tags = directory.name.split("-")
+        if int(size) == world.size:
+            continue
+        for own_stage in sorted({int(stage), 3}):
+            shadow = ShadowWeights(make(world, own_stage, dtype, seed=1, dropout=0.0))
+            load_shadow(shadow, directory)
+            found, written = of(shadow), load_file(directory / "average.safetensors")
+            yield {"case": f"{directory.name} -> {world.size}-{own_stage}", "same": same(found, written)}
+            again = root / "ranks" / f"{world.size}-{own_stage}-{dtype}-{tag}{stage}"
+            save_shadow(shadow, again)
+            if world.is_main:
+                save_file(written, again / "average.safetensors")
+
+
+def cases(world: World, root: Path) -> Iterator[Case]:
+    for stage in (0, 1, 2, 3):
+        for dtype in ("fp32", "bf16"):
+            yield followed(world, root, stage, dtype, **(NOT_PERSISTENT if stage == 3 else {}))
+    yield followed(world, root, 3, "bf16")  # every parameter persistent
+    yield followed(world, root, 3, "bf16", sub_group_size=30, **NOT_PERSISTENT)
+    yield followed(world, root, 2, "bf16", offload=True)
+    yield followed(world, root, 3, "fp32", offload=True, **NOT_PERSISTENT)
+    yield followed(world, root, 3, "bf16", offload=True, offload_param={"device": "cpu"}, **NOT_PERSISTENT)
+    for stage, dtype in ((0, "fp32"), (2, "bf16"), (3, "bf16")):
+        yield interrupted(world, root, stage, dtype)
+    for stage, dtype, only in ((2, "fp32", ""), (3, "fp32", ""), (3, "bf16", "layers.1.mlp")):
+        yield generated(world, stage, dtype, only)
+
+
+def main() -> None:
+    root, mode = Path(sys.argv[1]), sys.argv[2]
+    world = connect(5)
+    shadow_module.CHUNK_ELEMENTS = 16  # several chunks, also of a tiny model
+    state_module.SHARD_BYTES = 500
+    found = []
+    for case in read_references(world, root, "again") if mode == "references" else cases(world, root):
+        others = world.gather_objects(case)
+        found.append(case | {key: all(other[key] for other in others) for key, value in case.items() if isinstance(value, bool)})
+    if mode != "references" and world.size == 2:
+        for stage, dtype in ((0, "fp32"), (2, "bf16"), (3, "bf16")):
+            write_reference(world, root, stage, dtype)
+    if mode != "references" and world.size == 1:
+        found += list(read_references(world, root, "from"))
+    if world.is_main:
+        (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
+    world.close()
+    os._exit(0)  # as in checkpoint_worker.py
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Runs many small trainings, one after the other, in one process group. Started by torchrun: ``worker.py ROOT NAME`` reads ``ROOT/NAME.json``.
+
+Each case is {"label", "config", and switches}; what it leaves is in ``ROOT/NAME/<label>``: metrics.jsonl, samples/, model/, critic/ of the
+run itself, and found.json and tensors.safetensors of what was seen on the way (rank 0).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ppo_ds.build.trainer import build_trainer
+from ppo_ds.config.checks import validated
+from ppo_ds.engine.checkpoint.state import consolidated
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.ppo.trainer import Trainer
+from ppo_ds.rollout.base import Sampling
+from ppo_ds.types import Experience, Metrics, Prompts, Rollout, ScoredRollout
+from tests.invariant.mistakes import made
+
+HANG = 150  # seconds of one case, after which it says where it hangs and ends
+Case = dict[str, Any]
+Found = dict[str, Any]
+
+
+class Recorder:
+    """Keeps every rollout of one rank for others to replay."""
+
+    def __init__(self, trainer: Trainer, file: Path):
+        self.generate, self.file = trainer.sample.generator, file
+        self.tensors: dict[str, Tensor] = {}
+        self.calls = 0
+
+    def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
+        rollout = self.generate(prompts, sampling)
+        self.tensors |= {f"{self.calls}/{f.name}": getattr(rollout, f.name) for f in fields(rollout) if f.name != "metadata"}
+        self.calls += 1
+        save_file({name: x.contiguous() for name, x in self.tensors.items()}, self.file)
+        return rollout
+
+
+class Replayer:
+    """Gives each rank its part of the recorded rollouts, cut to its own widths. The prompts must be those that were recorded."""
+
+    def __init__(self, trainer: Trainer, file: Path):
+        self.world, self.tensors = trainer.world, load_file(file)
+        self.calls = 0
+
+    def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
+        columns = {name.partition("/")[2]: x for name, x in self.tensors.items() if name.startswith(f"{self.calls}/")}
+        self.calls += 1
+        mine = {name: x.chunk(self.world.size)[self.world.rank] for name, x in columns.items()}
+        rollout = Rollout(**mine, metadata=prompts.metadata).trimmed()
+        for i in range(len(prompts)):
+            recorded, given = rollout.ids[i, : rollout.prompt_width], prompts.ids[i]
+            kept = rollout.attention_mask[i, : rollout.prompt_width]
+            assert recorded[kept].tolist() == given[prompts.mask[i]].tolist(), f"another prompt than the recorded one in row {i}"
+        return rollout
+
+
+class Interrupted(Exception):
+    """Raised inside generation mode on purpose."""
+
+
+class Disturber(Replayer):
+    """Before it replays: generation mode is left by an exception on all ranks, on one rank alone, and entered again inside itself."""
+
+    def __init__(self, trainer: Trainer, file: Path):
+        super().__init__(trainer, file)
+        self.actor, self.generate = trainer.actor, trainer.sample.generator
+        self.seen: list[dict[str, bool]] = []
+
+    def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
+        with self.actor.generation_mode():  # the sampler is inside one already
+            inside = self.state()
+            self.generate(prompts, sampling)
+        still_inside = self.state()
+        self.generate(prompts, sampling)
+        self.seen.append({"filled": inside["filled"] and still_inside["filled"], "eval": not inside["training"] and not still_inside["training"]})
+        return super().__call__(prompts, sampling)
+
+    def interrupt(self, prompts: Prompts, sampling: Sampling) -> None:
+        for ranks in (range(self.world.size), [self.world.size - 1]):
+            try:
+                with self.actor.generation_mode():
+                    self.generate(prompts, sampling)
+                    if self.world.rank in ranks:
+                        raise Interrupted
+            except Interrupted:
+                pass
+            outside = self.state()
+            self.seen.append({"emptied": not outside["filled"], "train": outside["training"], "released": outside["released"]})
+            try:
+                self.actor.lm  # noqa: B018
+            except AssertionError:
+                self.seen[-1]["refused outside"] = True
+
+    def state(self) -> dict[str, bool]:
+        sharded = self.actor.zero_stage == 3
+        whole = list(self.actor._twin.parameters()) if sharded else []
+        shards = list(self.actor.module.parameters()) if sharded else []
+        return {
+            "filled": all(p.numel() > 0 for p in whole) if sharded else self.actor._depth > 0,
+            "released": all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in shards),
+            "training": self.actor.module.training,
+        }
+
+
+def watch_steps(model: TrainedModel) -> list[float]:
+    """The gradient norms of ``model``'s optimizer steps, filled in as they are done."""
+    norms: list[float] = []
+    step = model.step
+
+    def watched() -> Any:
+        info = step()
+        norms.append(info.grad_norm)
+        return info
+
+    model.step = watched
+    return norms
+
+
+def watch_experience(trainer: Trainer) -> list[Experience]:
+    found: list[Experience] = []
+    make = trainer.make_experience
+
+    def watched(rollout: ScoredRollout, kl_coef: float) -> tuple[Experience, Metrics]:
+        experience, seen = make(rollout, kl_coef)
+        found.append(experience)
+        return experience, seen
+
+    trainer.make_experience = watched
+    return found
+
+
+def trained(trainer: Trainer) -> dict[str, TrainedModel]:
+    """By role; without a critic where there is none, or none but a head on the actor."""
+    return {"actor": trainer.actor} | ({} if trainer.critic is None else {"critic": trainer.critic})
+
+
+def count_layer_runs(trainer: Trainer) -> dict[str, int]:
+    """How often the first layer of each trained model has run with gradients: twice in each backward where it is checkpointed."""
+    counted = dict.fromkeys(trained(trainer), 0)
+
+    def counter(role: str) -> Callable[..., None]:
+        def count(*_: Any) -> None:
+            counted[role] += torch.is_grad_enabled()
+
+        return count
+
+    for role, model in trained(trainer).items():
+        whole = model.module.lm if role == "actor" else model.module.model
+        whole.model.layers[0].input_layernorm.register_forward_hook(counter(role))
+    return counted
+
+
+def count_forwards(trainer: Trainer) -> list[int]:
+    """[number of decoding forwards so far]."""
+    counted = [0]
+
+    def count(*_: Any) -> None:
+        counted[0] += trainer.actor._depth > 0
+
+    lm = trainer.actor.module.lm if trainer.actor._twin is None else trainer.actor._twin
+    lm.register_forward_hook(count)
+    return counted
+
+
+@torch.no_grad()
+def views_of_the_actor(trainer: Trainer, experience: Experience) -> dict[str, Tensor]:
+    """What the trained models say of the last rollout: log-probs and values of all states by the engines, logits by the decoding model."""
+    ids, mask = experience.ids, experience.attention_mask
+    with trainer.actor.generation_mode():
+        logits = trainer.actor.lm(input_ids=ids, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    out = trainer.actor(ids, mask, experience.response_width)
+    values = out.values if trainer.critic is None else trainer.critic(ids, mask, experience.response_width)
+    seen = {"trained_logprobs": out.logprobs, "trained_logits": logits.float()}
+    return seen if values is None else seen | {"trained_values": values}
+
+
+def rotary(trainer: Trainer) -> Found:
+    """The RoPE frequencies of all models, which no dtype and no sharding may round."""
+    reference = trainer.make_experience.reference.model
+    lms = {"actor": trainer.actor.module.lm, "reference": getattr(reference, "module", reference).lm}
+    if trainer.actor._twin is not None:
+        lms["twin"] = trainer.actor._twin
+    buffers = {name: lm.model.rotary_emb.inv_freq for name, lm in lms.items()}
+    return {name: {"dtype": str(buffer.dtype), "values": buffer.tolist()} for name, buffer in buffers.items()}
+
+
+def set_generator(trainer: Trainer, how: str, file: Path) -> list[dict[str, bool]]:
+    """Returns what a Disturber will see."""
+    if how == "record":
+        trainer.sample.generator = Recorder(trainer, file)
+    elif how == "replay":
+        trainer.sample.generator = Replayer(trainer, file)
+    elif how == "disturb":
+        disturber, sample = Disturber(trainer, file), trainer.sample
+
+        def interrupted_sample(prompts: Iterator[Prompts]) -> tuple[ScoredRollout, Metrics]:
+            mine = next(prompts)
+            disturber.interrupt(mine, sample.sampling)
+            return sample(iter([mine]))
+
+        sample.generator, trainer.sample = disturber, interrupted_sample
+        return disturber.seen
+    else:
+        assert how == "sample", how
+    return []
+
+
+def run(case: Case, root: Path, out: Path) -> None:
+    config = validated(case["config"], int(os.environ["WORLD_SIZE"]))
+    trainer = build_trainer(config)
+    world = trainer.world
+    found: Found = {"rotary": rotary(trainer)}
+    norms = {role: watch_steps(model) for role, model in trained(trainer).items()}
+    experiences = watch_experience(trainer)
+    forwards, layer_runs = count_forwards(trainer), count_layer_runs(trainer)
+    found["seen"] = set_generator(trainer, case.get("generate", "replay"), root / "rollouts.safetensors")
+    with made(case.get("mistake")):
+        found["reason"] = trainer.fit()
+    found |= {"norms": norms, "layer_runs": layer_runs, "forwards": world.gather_objects(forwards[0]), "seen": world.gather_objects(found["seen"])}
+    tensors = views_of_the_actor(trainer, experiences[-1])
+    for role, model in trained(trainer).items():
+        weights = consolidated(model) or {}
+        tensors |= {f"{role}/{name}": weight.clone() for name, weight in weights.items()}
+    for when, experience in (("first", experiences[0]), ("last", experiences[-1])):
+        tensors |= {f"{when}/{f.name}": getattr(experience, f.name).clone() for f in fields(experience)}
+    if world.is_main:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "tensors.safetensors")
+        (out / "found.json").write_text(json.dumps(found))
+    for model in trained(trainer).values():
+        model.engine.destroy()
+
+
+def main() -> None:
+    root, name = Path(sys.argv[1]), sys.argv[2]
+    for case in json.loads((root / f"{name}.json").read_text()):
+        faulthandler.dump_traceback_later(HANG, exit=True)
+        out = root / name / case["label"]
+        case["config"]["run"]["dir"] = str(out)
+        print("==", case["label"], flush=True)
+        run(case, root, out)
+        gc.collect()
+        faulthandler.cancel_dump_traceback_later()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.cli import CONF, to_yaml
+from ppo_ds.config.schema import resolved
+from tests.config.commands import MINIMAL, complaints, compose, model_folder
+
+EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
+# what an experiment leaves to the user, and the line for each that is not brought along
+BRING = {
+    "grpo": {"data.path": "org/problems"},
+    "minimind": {"actor.model.path": "org/actor", "data.path": "org/chats", "reward.parts.model.reward.model.path": "org/reward"},
+}
+
+
+def brought(experiment: str) -> list[str]:
+    return [f"{key}={value}" for key, value in BRING.get(experiment, {}).items()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_is_sound_for_any_usual_number_of_ranks(experiment: str, ranks: int) -> None:
+    ranks = min(ranks, 2) if experiment == "minimind" else ranks  # its two prompts a step
+    config = compose(f"+experiment={experiment}", *brought(experiment), ranks=ranks)
+    assert config.run.name == experiment
+    compose("debug=tiny", f"+experiment={experiment}", *brought(experiment), ranks=ranks)
+
+
+@pytest.mark.parametrize("experiment", BRING)
+def test_what_an_experiment_leaves_open_is_asked_for(experiment: str) -> None:
+    missing = {line.split(" is missing")[0] for line in complaints(f"+experiment={experiment}")}
+    assert missing == {key for key in BRING[experiment] if not key.startswith("reward.")}  # a reward's own keys are bound later
+
+
+@pytest.mark.parametrize("file", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda file: file.stem)
+def test_experiments_leave_reward_and_algo_to_their_groups(file: Path) -> None:
+    body = yaml.safe_load(file.read_text())
+    assert not {"reward", "algo"} & body.keys()
+
+
+OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml") if file.parent.name != "experiment")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_every_group_composes(option: str) -> None:
+    fill = {"reward=model": ["reward.model.path=org/reward"], "algo=sums": ["rollout.prompts_per_step=128"]}.get(option, [])
+    if option.startswith("algo="):
+        fill = [*fill, "rollout.samples_per_prompt=4"]
+    choice = option.replace("model=", "model@actor.model=") if option.startswith("model=") else option
+    compose(*MINIMAL[3:], "actor.model.path=org/actor", *([] if option.startswith("reward=") else MINIMAL[1:3]), choice, *fill)
+
+
+def test_rlhf_runs_without_a_network_on_local_models_and_data(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    data = tmp_path / "a.jsonl"
+    data.touch()
+    config = compose("+experiment=rlhf", f"actor.model.path={folder}", f"data.path={data}", "reward=model", f"reward.model.path={folder}")
+    assert config.actor.model.attn_implementation == "sdpa"
+    assert not any((config.actor.zero.offload_optimizer, config.critic.zero.offload_optimizer, config.reference.zero.offload_params))
+    assert config.eval.every is None and config.data.eval_path is None
+
+
+def test_a_reward_swapped_on_the_command_line_leaves_nothing_behind() -> None:
+    for arguments in (("+experiment=rlhf", "reward=function"), ("reward=function", "+experiment=rlhf"), ("+experiment=rlhf", "+reward=function")):
+        assert compose(*arguments, "reward.path=pkg:fn").reward == {"_target_": "ppo_ds.rewards.function.FunctionReward", "path": "pkg:fn"}
+
+
+def test_groups_win_over_experiments_in_any_order_and_need_no_plus() -> None:
+    config = compose("zero=stage3", "model@actor.model=qwen2.5-1.5b-instruct", "tracker=local", "debug=tiny", "experiment=rlhf")
+    assert (config.actor.zero.stage, config.critic.zero.stage, config.reference.zero.stage) == (3, 3, 3)
+    assert config.actor.model.path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert config.tracker.wandb.mode == "disabled" and config.run.steps == 2
+
+
+def test_the_last_choice_of_a_group_counts_but_experiments_are_not_dropped() -> None:
+    assert compose(*MINIMAL, "reward=model", "reward=sums", "reward.path=a:b").reward["path"] == "a:b"
+    assert compose("+experiment=[rlhf,rlhf_7b]").run.name == "rlhf_7b"
+    assert complaints("+experiment=rlhf", "experiment=rlhf_7b") == [
+        "experiment=rlhf_7b: a second experiment; to put one over the other: +experiment=[a,b]"
+    ]
+
+
+def test_keys_are_set_with_or_without_plus_and_removed_with_tilde() -> None:
+    config = compose(*MINIMAL, "algo.epochs=3", "+algo.gae.lam=0.9", "++algo.gae.gamma=0.5", "actor.deepspeed.zero_optimization.overlap_comm=true")
+    assert (config.algo.epochs, config.algo.gae.lam, config.algo.gae.gamma) == (3, 0.9, 0.5)
+    assert config.actor.deepspeed == {"zero_optimization": {"overlap_comm": True}}
+    assert compose("+experiment=rlhf", "~checkpoint.every").checkpoint.every is None
+
+
+def test_the_local_rank_of_the_launcher_is_dropped() -> None:
+    assert compose("--local_rank=1", *MINIMAL) == compose("--local-rank", "1", *MINIMAL) == compose(*MINIMAL)
+
+
+@pytest.mark.parametrize("text", ["a,b", "a=b", "with space", "a(b", "it's", "[x", "1,2"])
+def test_values_that_hydra_cannot_read_are_text(text: str) -> None:
+    assert compose(*MINIMAL, f"run.name={text}").run.name == text
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        ("algo.epoch=3", "algo.epoch=3: no such key; did you mean algo.epochs?"),
+        ("+unknown=1", "unknown=1: no such key; the keys of the config are run, actor"),
+        ("steps=4", "steps=4: no such key; did you mean run.steps?"),
+        ("actor.optim.lr=fast", "actor.optim.lr=fast: must be a number"),
+        ("actor.model=gpt2", "actor.model=gpt2: must be a section with keys path, revision"),
+        ("sampling.stop_token_ids=1,2", "sampling.stop_token_ids=1,2: must be a list, as in sampling.stop_token_ids=[1,2] or null"),
+        ("data.mix={path:p.jsonl}", "data.mix={path:p.jsonl}: must be a list, as in data.mix=[{path:p.jsonl}]"),
+        ("algo.kl=[1,2]", "algo.kl=[1,2]: must be a mapping, as in algo.kl.KEY=VALUE"),
+        ("+experiment=rhlf", "+experiment=rhlf: no such experiment; available: deepspeed_chat, grpo, minimind,"),
+        ("algo=standart", "algo=standart: no such algo; available: dapo, deepspeed_chat, dr_grpo, grpo,"),
+        ("reward={path:x}", "reward={path:x}: no such reward; available: deberta_v3_large, exact_match, format, function"),
+        ("model@actor=x", "model@actor=x: no such model; available: llama3.1"),
+        ("modl@actor.model=x", "modl@actor.model=x: no such group; the groups are"),
+        ("foo", "foo: not understood; write KEY=VALUE"),
+        ("hydra.run.dir=x", "hydra.run.dir=x: there is nothing to set in Hydra"),
+        ("hydra/launcher=x", "hydra/launcher=x: there is nothing to set in Hydra"),
+        ("~run.stepss", "~run.stepss: nothing to remove"),
+        ("data.path=${run.dirr}/a", "data.path=${run.dirr}/a: Interpolation key 'run.dirr' not found"),
+        ("-m", "--multirun: every rank would run every job"),
+        ("--foo", "unrecognized arguments: --foo; see --help"),
+        ("--cfg=all", "argument --cfg/-c: invalid choice: 'all'"),
+        ("--config-dir=/nowhere", "--config-dir=/nowhere: no such directory"),
+        ("--config-name=nothing", "--config-name=nothing: no nothing.yaml in"),
+    ],
+)
+def test_one_line_for_each_mistake(argument: str, line: str) -> None:
+    lines = complaints(*MINIMAL, argument)
+    assert len(lines) == 1 and lines[0].startswith(line), lines
+    assert "use +" not in lines[0].lower()
+
+
+def test_mistakes_of_hydra_and_ours_are_reported_together() -> None:
+    assert [line.split(":")[0] for line in complaints(*MINIMAL, "foo", "hydra.x=1", "algo.epoch=3")] == ["foo", "hydra.x=1", "algo.epoch=3"]
+    assert [line.split(":")[0] for line in complaints("+experiment=x", "reward=y", "foo")] == ["foo", "+experiment=x", "reward=y"]
+
+
+def test_without_an_experiment_what_is_missing_is_named() -> None:
+    missing = ["actor.model.path", "rollout.prompts_per_step", "sampling.max_new_tokens", "reward", "run.steps", "data.path"]
+    assert [line.split(" is missing")[0] for line in complaints()] == missing
+
+
+def test_interpolations_reach_keys_that_only_have_defaults() -> None:
+    config = compose(*MINIMAL, "run.name=x", "actor.model.revision=${run.dir}/${algo.gae.lam}", "data.revision=${actor.model.path}")
+    assert config.actor.model.revision == "outputs/x/0.95" and config.data.revision == "org/actor"
+
+
+def test_the_resolved_config_gives_the_same_run_again(tmp_path: Path) -> None:
+    config = compose("+experiment=quickstart", f"run.dir={tmp_path}", "actor.optim.lr=1e-6")
+    (tmp_path / "config.yaml").write_text(to_yaml(resolved(config)))
+    again = ("--config-path", str(tmp_path), "--config-name", "config")
+    assert compose(*again) == config
+    assert compose(*again, "algo.epochs=7", "zero=stage3").algo.epochs == 7
+    assert complaints(*again, "algo.epoch=7")[0].startswith("algo.epoch=7: no such key")
+
+
+def test_experiments_of_the_users_own_folder(tmp_path: Path) -> None:
+    own = tmp_path / "with space" / "experiment"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("# @package _global_\ndefaults: [rlhf, override /zero: stage1]\nrun: {name: mine}\n")
+    flag = f"--config-dir={own.parent}"
+    config = compose(flag, "+experiment=mine")
+    assert (config.run.name, config.actor.zero.stage, config.actor.model.path) == ("mine", 1, "Qwen/Qwen2.5-0.5B-Instruct")
+    assert "grpo, mine, minimind" in complaints(flag, "+experiment=mien")[0]
+    (own / "mine.yaml").write_text("a: [1\nb: 2")
+    assert "mine.yaml" in complaints(flag, "+experiment=mine")[0]
+    (own / "mine.yaml").write_text("# @package _global_\ndefaults: [{override /nothing: x}]")
+    assert len(complaints(flag, "+experiment=mine")) == 1

@@ -1,0 +1,213 @@
+"""The head that answers with log-probs, against transformers' own logits and autograd's own log_softmax."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    OPTConfig,
+    Qwen2Config,
+)
+
+from ppo_ds.models.lm_head import ScoringHead
+from ppo_ds.models.lora import add_adapters
+from ppo_ds.models.policy import Policy, unsharded_twin
+
+V, T, R = 50, 9, 5
+SMALL = dict(vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.3, pad_token_id=0)
+GROUPED = SMALL | dict(num_key_value_heads=1)
+LINEAR = {
+    "llama": lambda: LlamaConfig(**GROUPED, tie_word_embeddings=False),
+    "llama tied": lambda: LlamaConfig(**GROUPED, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**GROUPED, tie_word_embeddings=True),
+    "gpt2": lambda: GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3),
+    "gptj": lambda: GPTJConfig(vocab_size=V, n_embd=16, n_layer=2, n_head=2, rotary_dim=4, initializer_range=0.3),  # its head has a bias
+    "gpt_neox": lambda: GPTNeoXConfig(**SMALL),
+    "opt": lambda: OPTConfig(
+        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, word_embed_proj_dim=8, init_std=0.3,
+        max_position_embeddings=64, do_layer_norm_before=False, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+CHANGED = {
+    "gemma2": lambda: Gemma2Config(**GROUPED, head_dim=8, final_logit_softcapping=3.0),
+    "cohere": lambda: CohereConfig(**GROUPED, logit_scale=0.25),
+    "granite": lambda: GraniteConfig(**GROUPED, logits_scaling=4.0),
+}
+FAMILIES = LINEAR | CHANGED
+
+
+def model(family, dtype=torch.float32):
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(FAMILIES[family]()).to(dtype).eval()
+    if getattr(lm.get_output_embeddings(), "bias", None) is not None:
+        nn.init.normal_(lm.get_output_embeddings().bias)
+    return lm
+
+
+@pytest.fixture
+def batch():
+    """Three rows, padded on both sides, on one, and not at all."""
+    torch.manual_seed(1)
+    ids, mask = torch.randint(1, V, (3, T)), torch.ones(3, T, dtype=torch.bool)
+    mask[0, :2], mask[0, 7:], mask[1, :3] = False, False, False
+    return ids, mask
+
+
+def plainly(lm, ids, mask, temperature):
+    """Log-probs and entropy of each row without its padding, from all the logits: lists of [r]."""
+    for row, real in zip(ids, mask, strict=True):
+        start, answer = int(real[: T - R].sum()), row[T - R :][real[T - R :]]
+        logits = lm(input_ids=row[real][None]).logits[0, start - 1 : -1].float() / temperature
+        table = logits.log_softmax(-1)
+        yield table.gather(1, answer[:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
+def loss_of(logprobs, entropy):
+    return (logprobs * torch.linspace(-1, 1, len(logprobs))).sum() + 0.3 * entropy.square().sum()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_and_gradients_are_those_of_the_logits(batch, family, temperature):
+    lm = model(family)
+    reference = copy.deepcopy(lm)
+    pairs = list(plainly(reference, *batch, temperature))
+    expected = [torch.cat(column) for column in zip(*pairs, strict=True)]
+    loss_of(*expected).backward()
+    policy, answers = Policy(lm, temperature), batch[1][:, T - R :]
+    for _ in range(2):  # the first forward finds out what the model does to its logits
+        lm.zero_grad()
+        out = policy(*batch, R, with_entropy=True)
+        found = out.logprobs[answers], out.entropy[answers]
+        torch.testing.assert_close(found, tuple(expected), rtol=1e-5, atol=1e-5)
+        loss_of(*found).backward()
+        for (name, ours), theirs in zip(lm.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
+    head = lm.get_output_embeddings()
+    assert isinstance(head, ScoringHead) and head.untouched == (family in LINEAR)
+    assert policy(*batch, R).entropy is None
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of any tensor [...,width] that is made while this is active, views aside."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.numbers = width, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known]
+        self.numbers = max([self.numbers, *(x.numel() for x in made if x.shape[-1:] == (self.width,))])
+        return out
+
+
+@pytest.mark.parametrize(("family", "numbers"), [("llama", 0), ("granite", 13 * V)])
+def test_logits_are_made_of_no_state_or_of_the_asked_ones_alone(batch, family, numbers, monkeypatch):
+    """13 of 27 places are asked about; blocks of logits are two columns wide."""
+    monkeypatch.setattr("ppo_ds.ops.linear_logprobs.CPU_BLOCK", 26)
+    policy = Policy(model(family), 1.0)
+    policy(*batch, R, with_entropy=True)
+    with Largest(V) as found:
+        policy(*batch, R, with_entropy=True).logprobs.sum().backward()
+    assert found.numbers == numbers
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere"])
+def test_an_entropy_that_is_only_looked_at_has_no_gradient(batch, family):
+    policy = Policy(model(family), 1.0)
+    trained, seen = (policy(*batch, R, with_entropy=True, entropy_gradient=wanted) for wanted in (True, False))
+    assert torch.equal(trained.entropy, seen.entropy) and torch.equal(trained.logprobs, seen.logprobs)
+    assert trained.entropy.requires_grad and not seen.entropy.requires_grad and seen.logprobs.requires_grad
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_without_a_question_the_model_is_what_it_was(tmp_path, batch, family):
+    lm = model(family)
+    reference = copy.deepcopy(lm)
+    policy = Policy(lm, 0.7)
+    policy(*batch, R)
+    with torch.no_grad():
+        expected = reference(input_ids=batch[0]).logits
+        assert torch.equal(lm(input_ids=batch[0]).logits, expected)
+        twin = unsharded_twin(lm, torch.device("cpu"))
+        for source, hollow in zip(lm.parameters(), twin.parameters(), strict=True):
+            hollow.data = source.data.clone()
+        assert type(twin.get_output_embeddings()) is nn.Linear and torch.equal(twin(input_ids=batch[0]).logits, expected)
+        policy.save(tmp_path)
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=batch[0]).logits, expected)
+
+
+def test_a_forward_that_fails_takes_its_question_back(batch):
+    policy = Policy(model("llama"), 1.0)
+    expected = policy(*batch, R).logprobs
+    failing = policy.lm.lm_head.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        policy(*batch, R)
+    failing.remove()
+    assert policy.lm(input_ids=batch[0]).logits.shape == (3, T, V) and torch.equal(policy(*batch, R).logprobs, expected)
+
+
+class Narrow(nn.Module):
+    """A head that is no linear layer."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.inner, self.in_features = linear, linear.in_features
+
+    def forward(self, hidden):
+        return self.inner(hidden).tanh()
+
+
+def test_a_head_of_another_kind_makes_logits(batch):
+    lm = model("llama")
+    lm.lm_head = Narrow(lm.lm_head)
+    found = Policy(lm, 0.7)(*batch, R, with_entropy=True)
+    pairs = list(plainly(lm, *batch, 0.7))
+    for column, expected in zip((found.logprobs, found.entropy), zip(*pairs, strict=True), strict=True):
+        torch.testing.assert_close(column[batch[1][:, T - R :]], torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_a_value_head_reads_what_the_head_reads(batch):
+    """Also where that is narrower than the model (OPT's projection)."""
+    lm = model("opt")
+    policy = Policy(lm, 1.0, value_head=True)
+    nn.init.normal_(policy.value_head.weight)
+    given = []
+    hook = lm.lm_head.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    values = policy(*batch, R).values
+    lm(input_ids=batch[0][2:])
+    hook.remove()
+    assert policy.value_head.in_features == 8
+    torch.testing.assert_close(values[2], given[-1][0, T - R - 1 :] @ policy.value_head.weight[0], rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_heads_of_adapted_models_pass_gradients_on(batch):
+    """LoRA leaves the head alone: its weight gets no gradient, the adapters get theirs."""
+    lm = model("llama")
+    policy = Policy(lm, 1.0)
+    add_adapters(lm, rank=2, alpha=4, targets=None, seed=1, key="actor.lora")
+    policy(*batch, R).logprobs.sum().backward()
+    found = {name: parameter.grad for name, parameter in policy.named_parameters() if parameter.grad is not None}
+    assert found and all("lora" in name for name in found) and any(float(gradient.abs().max()) > 0 for gradient in found.values())
+
+
+def test_logits_of_bf16_are_rounded_as_the_model_rounds_them(batch):
+    lm = model("llama", torch.bfloat16)
+    out = Policy(lm, 1.0)(*batch, R, with_entropy=True)
+    assert out.logprobs.dtype == out.entropy.dtype == torch.float32
+    with torch.no_grad():
+        table = lm(input_ids=batch[0][2:]).logits[0].float().log_softmax(-1)[T - R - 1 : -1]
+    torch.testing.assert_close(out.logprobs[2], table.gather(1, batch[0][2, T - R :, None])[:, 0], rtol=0, atol=0.05)

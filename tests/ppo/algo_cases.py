@@ -1,0 +1,163 @@
+"""What the tests of this folder start from: rows of given lengths, models that say what their tokens say, the plain parts."""
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
+
+import torch
+from torch.nn.functional import pad
+
+from ppo_ds.models.policy import PolicyOutput
+from ppo_ds.ppo.advantages import CriticEstimator, ScorePlace, Whitening
+from ppo_ds.ppo.collector import scored
+from ppo_ds.ppo.experience import Correction, ExperienceMaker, KLCharge, values_of
+from ppo_ds.ppo.reward_shaping import Penalties, ScoreShaper
+from ppo_ds.types import Rollout, Scores, experience_of
+
+NAN = float("nan")
+RUBBISH = 1e6
+
+NO_PENALTIES = Penalties(missing_eos=None, missing_eos_value=1.0, overlong_buffer=None, overlong_factor=1.0, per_token=0.0)
+AS_IT_IS = Whitening(over="none", unbiased=False, level="token")
+ON_THE_LAST = ScorePlace("last_token", "trained")
+
+
+def timer(phase):
+    return nullcontext()
+
+
+def shaper(world, normalize="none", with_std=True, clip=None, **penalties):
+    """Scores as they are, but for what is given."""
+    return ScoreShaper(penalties=Penalties(**vars(NO_PENALTIES) | penalties), normalize=normalize, with_std=with_std, clip=clip, world=world)
+
+
+def gae(**changes):
+    """Token level, gamma 1, lambda 1: returns are rewards-to-go."""
+    plain = dict(level="token", gamma=1.0, lam=1.0, lam_critic=None, bootstrap_truncated=False, position="token", place=ON_THE_LAST)
+    return CriticEstimator(**plain | changes)
+
+
+class Stub:
+    """Answers with -(token + shift) / 10 for each response token, NaN where nothing is attended.
+
+    As a critic: the state before a token is worth that token, the one after the last is worth 6.
+    """
+
+    def __init__(self, shift=0.0, value=False):
+        self.shift, self.value = shift, value
+        self.is_resident = False
+        self.forwards = 0
+
+    def __call__(self, ids, attention_mask, response_width):
+        assert not torch.is_grad_enabled()
+        self.forwards += 1
+        if self.value:
+            states, answered = attention_mask[:, -response_width - 1 :], pad(attention_mask[:, -response_width:], (0, 1))
+            return torch.where(answered, pad(ids[:, -response_width:], (0, 1)), 6).double().masked_fill(~states, NAN)
+        answers = ids[:, -response_width:].double()
+        return PolicyOutput((-(answers + self.shift) / 10).masked_fill(~attention_mask[:, -response_width:], NAN), None, None, None)
+
+    @contextmanager
+    def resident(self):
+        self.is_resident = True
+        yield
+        self.is_resident = False
+
+
+def maker(world, reference=None, values=None, **changes):
+    """log pi = -token / 10, log pi_ref = that - 0.2 V the token that follows; KL in the reward, returns are rewards-to-go, nothing is whitened."""
+    parts = dict(
+        actor=Stub(),
+        early=True,
+        reference=reference or Stub(shift=2.0),
+        values=values or values_of(Stub(value=True)),
+        one_trunk=False,
+        world=world,
+        token_budget=1000,
+        packed=False,
+        hidden_stops=(),
+        old_policy=None,
+        shaper=shaper(world),
+        kl=KLCharge(in_reward=True, estimator="k1"),
+        place=ON_THE_LAST,
+        estimator=gae(),
+        whitening=AS_IT_IS,
+        group_size=1,
+        correction=Correction("none", 0.5, 2.0),
+        timer=timer,
+    )
+    return ExperienceMaker(**parts | changes)
+
+
+def without(rows, *names):
+    """The same experience without these columns."""
+    return experience_of(**{f.name: getattr(rows, f.name) for f in fields(rows) if f.name not in names})
+
+
+def without_critic(rows):
+    return without(rows, "values", "returns", "value_mask")
+
+
+def attended(prompts, responses):
+    """[B,T] bool of rows with these prompt and response lengths."""
+    p, r = max(prompts), max(responses)
+    places = torch.arange(p + r)
+    return (places >= p - torch.tensor(prompts)[:, None]) & (places < p + torch.tensor(responses)[:, None])
+
+
+def answers(lengths, scores=None, *, finished=None, limits=None, tokens=None, metadata=None, **components):
+    """A judged rollout of answers with these lengths to prompts of one token: all finished, with room for one token more.
+
+    ``tokens``: lists of ids, one for each answer, else all are 5; the padding holds 9.
+    """
+    n, width = len(lengths), max(max(lengths), 1)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    ids = torch.full((n, 1 + width), 9)
+    ids[:, 0] = 8
+    for i, length in enumerate(lengths):
+        ids[i, 1 : 1 + length] = torch.tensor(tokens[i]) if tokens else 5
+    rollout = Rollout(
+        ids=ids,
+        attention_mask=torch.cat([torch.ones(n, 1, dtype=torch.bool), mask], 1),
+        response_mask=mask,
+        finished=torch.tensor(finished or [True] * n),
+        limits=torch.tensor(limits or [max(lengths) + 1] * n),
+        logprobs=torch.zeros(n, width),
+        metadata=metadata or tuple({} for _ in lengths),
+    )
+    columns = {name: torch.tensor(column) for name, column in components.items()}
+    return scored(rollout, Scores(torch.tensor(scores or [0.0] * n), torch.zeros(n, width), columns))
+
+
+def rounded(x):
+    return [[round(v, 4) for v in row] for row in x.tolist()]
+
+
+def make_experience(prompts, responses, vocabulary=12, seed=0, finished=None):
+    """What all four roles said of rows with these prompt and response lengths: seeded noise under the masks and rubbish outside of them."""
+    g = torch.Generator().manual_seed(seed)
+    attention = attended(prompts, responses)
+    mask = attention[:, max(prompts) :]
+    n, r = mask.shape
+    states = pad(mask, (0, 1))
+
+    def column(scale=1.0, under=mask):
+        return (scale * torch.randn(under.shape, generator=g)).masked_fill(~under, RUBBISH)
+
+    logprobs = column().abs().neg()
+    return experience_of(
+        ids=torch.randint(0, vocabulary, attention.shape, generator=g),
+        attention_mask=attention,
+        response_mask=mask,
+        finished=torch.ones(n, dtype=torch.bool) if finished is None else torch.tensor(finished),
+        decode_logprobs=logprobs,
+        logprobs=logprobs,
+        old_logprobs=logprobs,
+        ref_logprobs=(logprobs + column(0.3)).masked_fill(~mask, RUBBISH),
+        values=column(under=states),
+        rewards=column(under=states),
+        advantages=column(),
+        weights=torch.ones(n, r).masked_fill(~mask, RUBBISH),
+        returns=column(2.0, states),
+        value_mask=states,
+        scores=torch.randn(n, generator=g),
+    )

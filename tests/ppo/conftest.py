@@ -1,0 +1,92 @@
+"""Ranks without a process group: one thread each, with collectives that wait for all of them."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ppo_ds.models.tiny import character_tokenizer
+from tests.ppo.algo_cases import make_experience
+
+
+class ThreadWorld:
+    """The interface of engine.world.World. A rank that calls fewer collectives than the others breaks the barrier."""
+
+    device = torch.device("cpu")
+    waiting = SimpleNamespace(take=lambda: 0.0)
+
+    def __init__(self, rank, size, barrier, shares):
+        self.rank, self.size, self.local_rank = rank, size, rank
+        self.is_main = rank == 0
+        self._barrier, self._shares = barrier, shares
+
+    def gather_objects(self, item):
+        self._shares[self.rank] = item
+        self._barrier.wait()
+        items = list(self._shares)
+        self._barrier.wait()
+        return items
+
+    def _tensors(self, x):
+        parts = self.gather_objects(x.detach().clone())
+        assert {(tuple(part.shape), part.dtype) for part in parts} == {(tuple(x.shape), x.dtype)}, "collectives want one shape and dtype"
+        return parts
+
+    def sum(self, x):
+        return torch.stack(self._tensors(x)).sum(0)
+
+    def max(self, x):
+        return torch.stack(self._tensors(x)).amax(0)
+
+    def max_int(self, n):
+        return max(self.gather_objects(n))
+
+    def concat(self, x):
+        return torch.cat(self._tensors(x))
+
+    def barrier(self):
+        self.gather_objects(None)
+
+
+def run_ranks(size, work):
+    """work(world) on each rank -> their results."""
+    barrier, shares = threading.Barrier(size, timeout=20), [None] * size
+    results, errors = [None] * size, []
+
+    def run(rank):
+        try:
+            results[rank] = work(ThreadWorld(rank, size, barrier, shares))
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results
+
+
+@pytest.fixture
+def on_ranks():
+    return run_ranks
+
+
+@pytest.fixture
+def world():
+    return ThreadWorld(0, 1, threading.Barrier(1), [None])
+
+
+@pytest.fixture
+def experience():
+    return make_experience
+
+
+@pytest.fixture
+def tokenizer():
+    """<pad> 0, <eos> 1, <unk> 2, then a, b, c, ..."""
+    return character_tokenizer("abcdefghi")

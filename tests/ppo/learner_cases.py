@@ -1,0 +1,208 @@
+"""A policy and a critic of a few numbers, an engine that steps them, the Learner in its plain form, and the same as a loop over rows and tokens."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ppo_ds.engine.trained import StepInfo
+from ppo_ds.models.policy import PolicyOutput
+from ppo_ds.ppo.batching import minibatches
+from ppo_ds.ppo.learner import Learner
+from ppo_ds.ppo.losses import PolicyObjective, ValueObjective
+from ppo_ds.training.health import Health
+from tests.ppo.algo_cases import AS_IT_IS, timer
+
+V, LR, NORM = 12, 0.5, 7
+PROMPTS, ANSWERS = [3, 1, 2, 5, 1, 2, 4, 2], [2, 6, 1, 3, 4, 1, 5, 2]
+POLICY = dict(
+    level="token", kind="ppo", clip_low=0.2, clip_high=None, dual_clip=None, agg="token_mean", entropy_coef=0.0, entropy_kind="exact",
+    kl_in_loss=False, kl_estimator="k2", aux_coef=0.0,
+)  # fmt: skip
+VALUE = dict(clip=0.2, half=True, coef=1.0, agg="token_mean")
+
+
+class Tiny(nn.Module):
+    """Something of every attended token so far -> a log-prob for each response place, or a value for each state."""
+
+    def __init__(self, out, seed):
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.embed = nn.Parameter(torch.randn(V, 4, generator=g, dtype=torch.float64))
+        self.head = nn.Parameter(torch.randn(4, out, generator=g, dtype=torch.float64))
+
+    def states(self, ids, attention_mask, response_width):
+        return torch.tanh((self.embed[ids] * attention_mask[..., None]).cumsum(1))[:, -response_width - 1 :]
+
+
+class TinyPolicy(Tiny):
+    """``shared``: with a value head. The balance loss is a mean over the answers' tokens of their embeddings' squares."""
+
+    def __init__(self, out, seed, shared=False, temperature=1.0):
+        super().__init__(out, seed)
+        self.value_head = nn.Parameter(torch.linspace(-1, 1, 4, dtype=torch.float64)) if shared else None
+        self.temperature = temperature
+
+    def forward(self, ids, attention_mask, response_width, with_entropy=False, with_aux=False, temperature=None, entropy_gradient=True):
+        states = self.states(ids, attention_mask, response_width)
+        table = (states[:, :-1] @ self.head / (temperature or self.temperature)).log_softmax(-1)
+        logprobs = table.gather(-1, ids[:, -response_width:, None])[..., 0]
+        return PolicyOutput(
+            logprobs,
+            -(table.exp() * table).sum(-1) if with_entropy else None,
+            None if self.value_head is None else states @ self.value_head,
+            self.embed[ids[:, -response_width:][attention_mask[:, -response_width:]]].square().sum(-1).mean() if with_aux else None,
+        )
+
+
+class TinyCritic(Tiny):
+    def forward(self, ids, attention_mask, response_width):
+        return (self.states(ids, attention_mask, response_width) @ self.head)[..., 0]
+
+
+class Engine:
+    """What TrainedModel promises: gradients are averaged over ranks, and one SGD step follows the backward marked as the last."""
+
+    def __init__(self, module, world):
+        self.module, self.world = module, world
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+        self.flags, self.steps, self.backwards = [], 0, []
+        self.skipped, self.finds_its_scale = [], False
+        self.read = []  # the ids of each forward
+
+    def __call__(self, *args, **kwargs):
+        self.read.append(args[0].tolist())
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss, last):
+        assert not any(self.flags), "a backward after the last one"
+        self.flags.append(last)
+        loss.backward()
+
+    def squared_gradient(self):
+        """Of this rank's own share: what it adds up to over ranks is finite or not as the mean's is."""
+        return sum(parameter.grad.square().sum() for parameter in self.module.parameters())
+
+    def skip(self, *, overflow):
+        self.skipped.append(overflow)
+        self.flags = []
+        self.optimizer.zero_grad()
+        return self.nothing()
+
+    def nothing(self):
+        return StepInfo(float("nan"), LR / (self.steps + 1), True, 1.0)
+
+    def step(self):
+        assert self.flags[-1], "no backward was marked as the last"
+        self.backwards.append(len(self.flags))
+        self.flags, self.steps = [], self.steps + 1
+        for parameter in self.module.parameters():
+            parameter.grad = self.world.sum(parameter.grad) / self.world.size
+        norm = float(nn.utils.get_total_norm([p.grad for p in self.module.parameters()]))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepInfo(norm, LR / self.steps, False, 1.0)
+
+
+def old_around(made, scale=0.5):
+    """The same rows with old log-probs around those of the fresh policy."""
+    with torch.no_grad():
+        fresh = TinyPolicy(V, 1)(made.ids, made.attention_mask, made.response_width).logprobs
+    noise = scale * torch.randn(fresh.shape, generator=torch.Generator().manual_seed(4))
+    old = torch.where(made.response_mask, (fresh + noise).float(), made.logprobs)
+    return replace(made, logprobs=old, old_logprobs=old)
+
+
+def on_policy(rows):
+    """The same rows with the old log-probs of the actor that learned() starts from; rubbish stays outside the mask."""
+    fresh = TinyPolicy(V, 1)
+    with torch.no_grad():
+        logprobs, entropy, *_ = fresh(rows.ids, rows.attention_mask, rows.response_width, with_entropy=True)
+    mask = rows.response_mask
+    current = logprobs.masked_fill(~mask, 1e6)
+    return replace(rows, logprobs=current, old_logprobs=current), entropy[mask]
+
+
+def learner(world, actor, critic, policy=None, value=None, budget=10_000, minibatch_size=4, epochs=2, **changes):
+    plain = dict(
+        actor=actor, critic=critic, world=world, epochs=epochs, minibatch_size=minibatch_size, token_budget=budget, norm=NORM, target_kl=None,
+        packed=False,
+        whitening=AS_IT_IS, policy=PolicyObjective(**POLICY | (policy or {})), value=ValueObjective(**VALUE | (value or {})),
+        ptx=None, ptx_texts=None, average=None, decay=0.0, timer=timer, health=Health(max_skips=1000),
+    )  # fmt: skip
+    return Learner(**plain | changes)
+
+
+def learned(world, rows, kl_coef=0.0, seed=3, **changes):
+    """The numbers, the actor and the critic after one experience."""
+    actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
+    return learner(world, actor, critic, **changes)(rows, kl_coef, seed)[1], actor, critic
+
+
+def same(engines, modules):
+    """The weights of engines are those of modules; the losses are float32 at their narrowest."""
+    for engine, module in zip(engines, modules, strict=True):
+        for ours, theirs in zip(engine.module.parameters(), module.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+# -- the independent implementation ---------------------------------------------------------------------------------------------------------
+
+
+def mean(per_row, agg):
+    """Lists of token losses, one list a row -> the aggregated loss."""
+    sums = [sum(row) for row in per_row]
+    if agg == "token_mean":
+        return sum(sums) / sum(len(row) for row in per_row)
+    if agg == "seq_mean_token_mean":
+        return sum(total / len(row) for total, row in zip(sums, per_row, strict=True)) / len(per_row)
+    return sum(sums) / (NORM * len(per_row) if agg == "token_sum_norm" else len(per_row))
+
+
+def unpadded(rows, i):
+    """ids [1,T], a mask of ones and the answer's length."""
+    kept = rows.attention_mask[i]
+    return rows.ids[i][kept][None], torch.ones(1, int(kept.sum()), dtype=torch.bool), int(rows.response_lengths[i])
+
+
+def by_hand(rows, policy=None, value=None, minibatch_size=4, epochs=2, kl_coef=0.0, seed=3, steps=None, shared=False, left_out=None):
+    """The same optimizer steps (the first ``steps`` of them, but for number ``left_out``), token by token on unpadded rows.
+
+    ``shared``: the values are the policy's own.
+    """
+    shape, vshape = POLICY | (policy or {}), VALUE | (value or {})
+    actor, critic = TinyPolicy(V, 1, shared=shared), TinyCritic(1, 2)
+    optimizer = torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=LR)
+    low, high = 1 - shape["clip_low"], 1 + (shape["clip_high"] or shape["clip_low"])
+    order = minibatches(len(rows), epochs, minibatch_size, torch.Generator().manual_seed(seed))[:steps]
+    for part in [part for i, part in enumerate(order) if i != left_out]:
+        surrogate, entropies, kls, errors, squares = [], [], [], [], []
+        for i in part.tolist():
+            inputs = ids, _, r = unpadded(rows, i)
+            logprobs, entropy, own, _ = actor(*inputs, with_entropy=True)
+            values = own if shared else critic(*inputs)
+            for column in (surrogate, entropies, kls, errors, squares):
+                column.append([])
+            for t in range(r):
+                old, advantage = float(rows.old_logprobs[i, t]), float(rows.advantages[i, t])
+                ratio = torch.exp(logprobs[0, t] - old)
+                objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+                if shape["dual_clip"] and advantage < 0:
+                    objective = objective.clamp(min=shape["dual_clip"] * advantage)
+                surrogate[-1].append(-objective)
+                entropies[-1].append(entropy[0, t])
+                kls[-1].append((logprobs[0, t] - float(rows.ref_logprobs[i, t])) ** 2 / 2)
+                squares[-1].append(actor.embed[ids[0, t - r]].square().sum())
+                v, old_v, target = values[0, t], float(rows.values[i, t]), float(rows.returns[i, t])
+                error = (v - target) ** 2
+                if vshape["clip"]:
+                    error = torch.maximum(error, (v.clamp(old_v - vshape["clip"], old_v + vshape["clip"]) - target) ** 2)
+                errors[-1].append(error / 2 if vshape["half"] else error)
+        loss = mean(surrogate, shape["agg"]) - shape["entropy_coef"] * mean(entropies, shape["agg"])
+        loss = loss + shape["aux_coef"] * mean(squares, "token_mean")
+        if shape["kl_in_loss"]:
+            loss = loss + kl_coef * mean(kls, shape["agg"])
+        optimizer.zero_grad()
+        (loss + vshape["coef"] * mean(errors, vshape["agg"])).backward()
+        optimizer.step()
+    return actor, critic

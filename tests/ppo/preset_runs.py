@@ -1,0 +1,249 @@
+"""A preset of conf/algo at work on given numbers: its own ExperienceMaker and Learner, with models that answer what they are told to."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from launch.cli import CONF, load_config
+from ppo_ds.build.algorithm import experience_maker, kl_controller, learner, uses_critic
+from ppo_ds.config.schema import Config
+from ppo_ds.engine.trained import StepInfo
+from ppo_ds.models.policy import PolicyOutput
+from ppo_ds.training.health import Health
+from ppo_ds.training.timing import PhaseTimer
+from ppo_ds.types import Experience, Metrics, ScoredRollout, experience_of
+from tests.ops.golden import Case
+
+PRESETS = sorted(file.stem for file in (CONF / "algo").glob("*.yaml"))
+NAN = float("nan")
+PROMPT, PAD, EOS, WORD = 3, 0, 2, 5  # the widest prompt; token ids
+WIDTH = 10  # of every golden's answers, and the limit of their length
+FEW_TOKENS = 30  # two or three rows to a forward, so that the losses are put together from several micro-batches
+
+FLOAT32 = 2e-5  # the trainer's numbers against float64, relative and absolute
+
+
+@cache
+def composed(preset: str, *overrides: str, prompts: int = 6, samples: int = 1) -> Config:
+    """The config of a command line with algo=``preset``."""
+    minimal = ("actor.model.path=org/actor", "reward=function", "reward.path=pkg.mod:score", "data.path=org/prompts", "run.steps=2")
+    sizes = {"rollout.prompts_per_step": prompts, "rollout.samples_per_prompt": samples, "sampling.max_new_tokens": WIDTH}
+    sizes |= {"memory.score_tokens": FEW_TOKENS, "memory.train_tokens": FEW_TOKENS}
+    return load_config([*minimal, *(f"{key}={value}" for key, value in sizes.items()), f"algo={preset}", *overrides], world_size=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What the models say of B answers, R = WIDTH places and S = R + 1 states; "old" while experience is made, "now" in the updates."""
+
+    mask: Tensor  # [B,R] from lengths, end token included
+    scores: Tensor  # [B]
+    old: Tensor  # [B,R] log-probs
+    ref: Tensor  # [B,R]
+    now: Tensor  # [B,R]
+    old_values: Tensor | None = None  # [B,S]
+    values: Tensor | None = None  # [B,S]
+    finished: Tensor | None = None  # [B] bool; None: all are
+    pad_id: int = PAD
+    aux: float | None = None  # a balance loss, its coefficient 1; None: no mixture of experts
+
+    @property
+    def rows(self) -> int:
+        return len(self.mask)
+
+    def rollout(self) -> ScoredRollout:
+        """The answers. Each prompt ends with the number of its row, by which the models know it."""
+        mask, n = self.mask.bool(), self.rows
+        finished = torch.ones(n, dtype=torch.bool) if self.finished is None else self.finished
+        lengths = mask.sum(1)
+        prompts = torch.tensor([[i % PROMPT < 1 + j for j in range(PROMPT)] for i in range(n)])  # of 3, 2, 1, 3, ... tokens
+        ids = torch.full((n, PROMPT + WIDTH), self.pad_id).masked_fill(torch.cat([prompts, mask], 1), WORD)
+        ids[:, PROMPT - 1] = torch.arange(n)
+        ids[finished, PROMPT + lengths[finished] - 1] = EOS
+        return ScoredRollout(
+            ids=ids,
+            attention_mask=torch.cat([prompts, mask], 1),
+            response_mask=mask,
+            finished=finished,
+            limits=torch.full((n,), WIDTH),
+            logprobs=self.old.float().masked_fill(~mask, 0.0),
+            metadata=({},) * n,
+            scores=self.scores.float(),
+            token_scores=torch.zeros(mask.shape),
+            components=({},) * n,
+        )
+
+
+class Told:
+    """A trained model that says ``old`` and ``now``; remembers, for each optimizer step, the loss and its gradient."""
+
+    module = SimpleNamespace(packed=False)
+
+    def __init__(self, old: Tensor, now: Tensor):
+        self.old, self.now = old.float(), now.float().requires_grad_()
+        self.loss, self.steps, self.ended = 0.0, [], True
+
+    def said(self, ids: Tensor, response_width: int, columns: int) -> Tensor:
+        return self.speaks_now()[ids[:, -response_width - 1], :columns]
+
+    def speaks_now(self) -> Tensor:
+        return self.now if torch.is_grad_enabled() else self.old
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        loss.backward()
+        self.loss, self.ended = self.loss + loss.item(), last
+
+    def squared_gradient(self) -> Tensor:
+        return self.now.grad.square().sum()
+
+    def step(self) -> StepInfo:
+        assert self.ended, "a step before the last backward"
+        self.steps.append((self.loss, self.now.grad.clone()))
+        self.loss, self.now.grad = 0.0, None
+        return StepInfo(grad_norm=0.0, lr=0.0, skipped=False, loss_scale=1.0)
+
+
+class ToldActor(Told):
+    """With ``lagging`` its old log-probs are those of a copy that must be swapped in first."""
+
+    def __init__(self, numbers: Numbers, lagging: bool):
+        unattended = ~numbers.mask.bool()
+        super().__init__(numbers.old.float().masked_fill(unattended, NAN), numbers.now.float().masked_fill(unattended, NAN))
+        self.lagging, self.aux = lagging, numbers.aux
+        self.module = SimpleNamespace(packed=False, balance_coef=None if numbers.aux is None else 1.0)
+
+    @contextmanager
+    def swapped(self):
+        self.lagging = False
+        yield
+        self.lagging = True
+
+    def speaks_now(self) -> Tensor:
+        return self.now if self.lagging else super().speaks_now()
+
+    def __call__(self, ids, attention_mask, response_width, with_entropy=False, with_aux=False, entropy_gradient=True):
+        logprobs = self.said(ids, response_width, response_width)
+        return PolicyOutput(logprobs, torch.zeros(logprobs.shape) if with_entropy else None, None, torch.tensor(self.aux) if with_aux else None)
+
+
+class ToldCritic(Told):
+    def __call__(self, ids, attention_mask, response_width):
+        return self.said(ids, response_width, response_width + 1)
+
+
+class ToldReference(ToldCritic):
+    @contextmanager
+    def resident(self):
+        yield
+
+    def __call__(self, ids, attention_mask, response_width):
+        return self.said(ids, response_width, response_width), None
+
+
+@dataclass(frozen=True)
+class Run:
+    config: Config
+    experience: Experience
+    seen: Metrics
+    learned: Metrics
+    actor: Told
+    critic: Told | None
+
+
+def make_and_learn(config: Config, world, numbers: Numbers, experience: Experience | None = None) -> Run:
+    """One PPO step without weights. With ``experience`` only the learning."""
+    timer, lagged = PhaseTimer(world.device), config.algo.old_policy == "lagged"
+    actor = ToldActor(numbers, lagged)
+    critic = ToldCritic(numbers.old_values, numbers.values) if uses_critic(config) and numbers.values is not None else None
+    coef, seen = kl_controller(config).value, {}
+    if experience is None:
+        reference = ToldReference(numbers.ref.masked_fill(~numbers.mask.bool(), NAN), numbers.ref)
+        make = experience_maker(
+            config,
+            world=world,
+            actor=actor,
+            reference=reference,
+            critic=critic,
+            lagged=actor if lagged else None,
+            stop_token_ids=(EOS,),
+            pad_id=numbers.pad_id,
+            timer=timer,
+        )
+        # the old policy is another than the one that learns, also where one optimizer step would be the first to ask for it
+        experience, seen = replace(make, early=True)(numbers.rollout(), coef)
+    learn = learner(config, world=world, actor=actor, critic=critic, ptx_texts=None, ema=None, timer=timer, health=Health(1))
+    experience, learned = learn(experience, coef, seed=3)
+    return Run(config, experience, seen, learned, actor, critic)
+
+
+def judged(numbers: Numbers, advantages: Tensor) -> Experience:
+    """The experience of a run without a critic whose advantages are these."""
+    rollout = numbers.rollout()
+    return experience_of(
+        ids=rollout.ids,
+        attention_mask=rollout.attention_mask,
+        response_mask=rollout.response_mask,
+        finished=rollout.finished,
+        decode_logprobs=rollout.logprobs,
+        logprobs=numbers.old.float(),
+        old_logprobs=numbers.old.float(),
+        ref_logprobs=numbers.ref.float(),
+        rewards=torch.zeros(numbers.rows, WIDTH + 1),
+        advantages=advantages.float(),
+        weights=torch.ones(numbers.mask.shape),
+        scores=numbers.scores.float(),
+    )
+
+
+def states(columns: Tensor, mask: Tensor) -> Tensor:
+    """Values [B,R] of the states before each place -> [B,S], nothing sensible where a critic is not to be read: beyond the state after the end."""
+    beyond = torch.arange(WIDTH + 1) > mask.sum(1, keepdim=True)
+    return pad(columns, (0, 1), value=NAN).masked_fill(beyond, NAN)
+
+
+RUNS: dict[tuple[str, ...], Run] = {}  # a run has many outputs, each of them a test
+
+
+def ran(world, case: Case, numbers: Numbers, *arguments: str, **sizes: int) -> Run:
+    """The run of composed(*arguments, **sizes) on the numbers of a case."""
+    key = (case.id, *arguments)
+    if key not in RUNS:
+        RUNS[key] = make_and_learn(composed(*arguments, **sizes), world, numbers)
+    return RUNS[key]
+
+
+def close(actual, expected) -> None:
+    expected = torch.as_tensor(expected).double()
+    torch.testing.assert_close(torch.as_tensor(actual).double(), expected, rtol=FLOAT32, atol=FLOAT32)
+
+
+def loss_of(model: Told) -> float:
+    """Of every optimizer step: all passes see the same rows and weights that do not move."""
+    losses = [loss for loss, _ in model.steps]
+    close(losses, losses[:1] * len(losses))
+    return losses[0]
+
+
+def gradient_of(model: Told) -> Tensor:
+    gradients = [gradient for _, gradient in model.steps]
+    close(torch.stack(gradients), gradients[0].expand(len(gradients), -1, -1))
+    return gradients[0]
+
+
+def at_places(x: Tensor) -> Tensor:
+    """[B,S] -> [B,R]; nothing may stand in the last column."""
+    assert not x[:, WIDTH].any()
+    return x[:, :WIDTH]
+
+
+def under(mask: Tensor, x: Tensor) -> Tensor:
+    """What stands under the mask, [tokens]; nothing may stand elsewhere."""
+    assert not x[~mask.bool()].any()
+    return x[mask.bool()]

@@ -1,0 +1,139 @@
+"""Rows over ranks: everyone gets all of them, minibatches and micro-batches cover each exactly once."""
+
+import pytest
+import torch
+
+from ppo_ds.ppo.batching import concatenated, exchange, microbatches, minibatches
+from ppo_ds.ppo.scoring import score_states, score_tokens, scoring_plan
+from tests.ppo.algo_cases import answers
+
+PROMPTS, ANSWERS = [3, 7, 1, 5, 2, 2, 9, 4], [6, 1, 2, 8, 3, 3, 1, 5]
+
+
+def real(rows):
+    """What is under the masks of each row, as plain lists."""
+    out = []
+    for i in range(len(rows)):
+        mask = rows.response_mask[i]
+        under = (rows.ids[i][rows.attention_mask[i]], rows.advantages[i][mask], rows.returns[i][rows.value_mask[i]])
+        out.append([*(column.tolist() for column in under), float(rows.scores[i]), bool(rows.finished[i])])
+    return out
+
+
+def test_exchange_gives_every_rank_all_rows_in_the_order_of_the_ranks(on_ranks, experience):
+    shares = [experience([2, 4], [3, 1], seed=1, finished=[True, False]), experience([1, 1], [5, 2], seed=2)]
+    assert (shares[0].prompt_width, shares[0].response_width) == (4, 3) and (shares[1].prompt_width, shares[1].response_width) == (1, 5)
+    everyone = on_ranks(2, lambda world: exchange(shares[world.rank], world))
+    for rows in everyone:
+        assert (len(rows), rows.prompt_width, rows.response_width) == (4, 4, 5)
+        assert real(rows) == real(shares[0]) + real(shares[1])
+        assert rows.prompt_lengths.tolist() == [2, 4, 1, 1] and rows.response_lengths.tolist() == [3, 1, 5, 2]
+
+
+def test_exchange_of_one_rank_changes_nothing(world, experience):
+    rows = experience([2, 4], [3, 1])
+    assert real(exchange(rows, world)) == real(rows)
+
+
+def test_exchange_of_what_is_no_tensor(on_ranks):
+    """Raw rows and the parts of the scores, as many on each rank, in the order of the ranks."""
+    shares = [answers([2, 1], metadata=({"n": 0}, {"n": 1}), style=[0.5, 1.5]), answers([1, 3], metadata=({"n": 2}, {"n": 3}), style=[2.5, 3.5])]
+    for rows in on_ranks(2, lambda world: exchange(shares[world.rank], world)):
+        assert [row["n"] for row in rows.metadata] == [0, 1, 2, 3]
+        assert [parts["style"] for parts in rows.components] == [0.5, 1.5, 2.5, 3.5]
+        assert rows.response_lengths.tolist() == [2, 1, 1, 3] and rows.limits.tolist() == [3, 3, 4, 4]
+
+
+def test_concatenated_rows_have_the_width_of_the_widest():
+    rows = concatenated([answers([2], [0.5], tokens=[[3, 4]]), answers([1, 3], [1.5, 2.5], tokens=[[6], [7, 8, 5]], limits=[1, 4])])
+    assert rows.ids.tolist() == [[8, 3, 4, 0], [8, 6, 9, 9], [8, 7, 8, 5]] and rows.response_lengths.tolist() == [2, 1, 3]
+    assert rows.scores.tolist() == [0.5, 1.5, 2.5] and rows.limits.tolist() == [3, 1, 4] and len(rows.metadata) == 3
+
+
+def test_minibatches_cover_all_rows_once_an_epoch():
+    parts = minibatches(12, 3, 4, torch.Generator().manual_seed(0))
+    assert len(parts) == 9 and {len(part) for part in parts} == {4}
+    epochs = [torch.cat(parts[i : i + 3]).tolist() for i in (0, 3, 6)]
+    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3 and list(range(12)) not in epochs  # shuffled, and anew each time
+    again = minibatches(12, 3, 4, torch.Generator().manual_seed(0))
+    assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
+    other = minibatches(12, 3, 4, torch.Generator().manual_seed(1))
+    assert not all(torch.equal(a, b) for a, b in zip(parts, other, strict=True))
+
+
+def test_minibatches_must_fit():
+    with pytest.raises(AssertionError, match="12 rows do not make minibatches of 5"):
+        minibatches(12, 1, 5, torch.Generator())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("budget", [1, 16, 25, 40, 10_000])
+def test_microbatches_cover_the_minibatch_once_over_all_ranks(on_ranks, experience, ranks, budget):
+    rows = experience(PROMPTS, ANSWERS)
+    dealt = on_ranks(ranks, lambda world: microbatches(rows, budget, world))
+    assert len({len(micros) for micros in dealt}) == 1  # as many forwards on each
+    assert {sum(len(micro) for micro in micros) for micros in dealt} == {8 // ranks}
+    assert sorted(row for micros in dealt for micro in micros for row in real(micro)) == sorted(real(rows))
+    for micro in (micro for micros in dealt for micro in micros):
+        assert len(micro) * micro.attention_mask.sum(1).max() <= budget or len(micro) == 1
+        assert micro.prompt_width == micro.prompt_lengths.max() and micro.response_width == micro.response_lengths.max()
+
+
+def test_ranks_agree_on_the_number_of_microbatches(on_ranks, experience):
+    """Rank 0 gets 10 + 8 tokens, too many for one forward; rank 1 gets 9 + 8, which would fit."""
+    rows = experience([5, 5, 4, 4], [5, 4, 4, 4])
+    dealt = on_ranks(2, lambda world: microbatches(rows, 18, world))
+    assert [[len(micro) for micro in micros] for micros in dealt] == [[1, 1], [1, 1]]
+
+
+def test_scoring_plans_agree_over_ranks(on_ranks, experience):
+    shares = [experience([1, 1, 1], [1, 1, 1]), experience([9, 9, 9], [9, 9, 9])]
+    plans = on_ranks(2, lambda world: scoring_plan(shares[world.rank], 20, world))
+    assert [len(plan) for plan in plans] == [3, 3]
+    assert len(scoring_plan(shares[0], 20, on_ranks(1, lambda world: world)[0])) == 1
+
+
+@pytest.mark.parametrize("budget", [1, 16, 25, 10_000])
+def test_scores_stay_with_their_rows_and_places(world, experience, budget):
+    """Row i, place t, gets 100 * (its first prompt token) + its t-th response token; nothing lies outside the mask."""
+    rows = experience(PROMPTS, ANSWERS, vocabulary=90)
+    sizes = []
+
+    def forward(micro):
+        sizes.append(len(micro) * int(micro.attention_mask.sum(1).max()))
+        first = torch.stack([ids[mask][0] for ids, mask in zip(micro.ids, micro.attention_mask, strict=True)])
+        answers = micro.ids[:, micro.prompt_width :]
+        return (100 * first[:, None] + answers).double().masked_fill(~micro.response_mask, float("nan"))
+
+    out = score_tokens(forward, rows, scoring_plan(rows, budget, world))
+    assert out.shape == rows.response_mask.shape and out.dtype == torch.float32
+    assert all(size <= budget for size in sizes) or budget == 1
+    for i, (p, r) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
+        first, answer = rows.ids[i, 9 - p], rows.ids[i, 9 : 9 + r]
+        assert out[i].tolist() == [float(100 * first + token) for token in answer] + [0.0] * (8 - r)
+
+
+@pytest.mark.parametrize("budget", [1, 25, 10_000])
+def test_states_of_a_row_are_one_more_than_its_tokens(world, experience, budget):
+    """State t of row i gets 100 * (its prompt's length) + t; nothing lies beyond the state after the last token."""
+    rows = experience(PROMPTS, ANSWERS)
+
+    def forward(micro):
+        places = torch.arange(micro.response_width + 1.0)
+        return 100 * micro.prompt_lengths[:, None] + places
+
+    out = score_states(forward, rows, scoring_plan(rows, budget, world))
+    assert out.shape == (8, 9)
+    for i, (p, r) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
+        assert out[i].tolist() == [100.0 * p + t for t in range(r + 1)] + [0.0] * (8 - r)
+
+
+def test_a_token_that_is_no_action_has_its_number_too(world):
+    """An end token taken out of the mask is attended to, and a reference may be asked about it."""
+    rows = answers([3, 1])
+    mask = rows.response_mask.clone()
+    mask[0, 2] = False
+    kept = type(rows)(**{**vars(rows), "response_mask": mask})
+    out = score_tokens(lambda micro: torch.ones(micro.response_mask.shape), kept, scoring_plan(kept, 100, world))
+    assert out.tolist() == [[1, 1, 1], [1, 0, 0]]

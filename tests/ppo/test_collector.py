@@ -1,0 +1,140 @@
+"""Answers and their scores: when generation and reward run, and how other prompts take the place of those that teach nothing."""
+
+from contextlib import contextmanager
+from itertools import count
+
+import pytest
+import torch
+
+from ppo_ds.ppo.collector import DynamicSampler, Sampler, scored
+from ppo_ds.types import Prompts, Rollout, Scores
+
+SAMPLING = object()
+PER_ROUND, SAMPLES = 4, 2  # prompts over all ranks, answers to each
+
+
+class Actor:
+    generating = False
+
+    @contextmanager
+    def generation_mode(self):
+        self.generating = True
+        yield
+        self.generating = False
+
+
+def prompts_of(numbers):
+    """Prompt n is a text of 1 + n % 3 tokens, for each of its answers once."""
+    numbers = [n for n in numbers for _ in range(SAMPLES)]
+    width = max(1 + n % 3 for n in numbers)
+    mask = torch.arange(width) >= width - 1 - torch.tensor(numbers)[:, None] % 3
+    ids = torch.tensor(numbers)[:, None].expand(mask.shape)
+    return Prompts(ids, mask, torch.full((len(ids),), 4), tuple({"n": n} for n in numbers))
+
+
+def generate(prompts, sampling):
+    """Answers of 1 to 4 tokens, all of them 5."""
+    assert sampling is SAMPLING
+    lengths = 1 + (prompts.ids[:, -1] + torch.arange(len(prompts)) % SAMPLES) % 4
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    ids = torch.cat([prompts.ids, torch.full(mask.shape, 5)], 1)
+    return Rollout(ids, torch.cat([prompts.mask, mask], 1), mask, lengths < 4, prompts.limits, torch.zeros(mask.shape), prompts.metadata)
+
+
+def reward_for(useful):
+    """The two answers to a useful prompt n score n and n + 0.5, to another n and n."""
+
+    def reward(rollout):
+        numbers = torch.tensor([float(row["n"]) for row in rollout.metadata])
+        second = torch.arange(len(numbers)) % SAMPLES == 1
+        teaches = torch.tensor([row["n"] in useful for row in rollout.metadata])
+        total = numbers + 0.5 * (second & teaches)
+        return Scores(total, torch.zeros(rollout.response_mask.shape), {"half": total / 2})
+
+    return reward
+
+
+def parts(useful=(), **changes):
+    @contextmanager
+    def timer(phase):
+        yield
+
+    return dict(actor=Actor(), generator=generate, reward=reward_for(useful), sampling=SAMPLING, timer=timer, check=lambda: None) | changes
+
+
+def test_generation_is_over_before_the_reward_reads():
+    actor, phases = Actor(), []
+
+    @contextmanager
+    def timer(phase):
+        phases.append(phase)
+        yield
+
+    def generator(prompts, sampling):
+        assert actor.generating and phases == ["generate"]
+        return generate(prompts, sampling)
+
+    def reward(rollout):
+        assert not actor.generating and phases == ["generate", "reward"]
+        return reward_for({7})(rollout)
+
+    stream = iter([prompts_of([7]), prompts_of([8])])
+    rollout, seen = Sampler(**parts(actor=actor, generator=generator, reward=reward, timer=timer))(stream)
+    assert rollout.scores.tolist() == [7.0, 7.5] and [row["n"] for row in rollout.metadata] == [7, 7] and seen == {}
+    assert next(stream).metadata[0]["n"] == 8  # one step's worth was taken
+
+
+def test_scores_stand_beside_the_answers():
+    answered = generate(prompts_of([2]), SAMPLING)
+    tokens = torch.ones(answered.response_mask.shape, dtype=torch.float64)
+    rollout = scored(answered, Scores(torch.tensor([1, 2]).double(), tokens, {"a": torch.tensor([0.5, 1.5]), "b": torch.tensor([3, 4])}))
+    assert rollout.scores.tolist() == [1.0, 2.0] and rollout.scores.dtype == rollout.token_scores.dtype == torch.float32
+    assert rollout.components == ({"a": 0.5, "b": 3.0}, {"a": 1.5, "b": 4.0}) and rollout.token_scores.sum() == tokens.sum()
+    assert torch.equal(rollout.ids, answered.ids) and rollout.metadata == answered.metadata
+
+
+def dynamic(world, useful, max_rounds=10):
+    """The numbers of the chosen prompts of this rank, the rollout, what was seen, and how many rounds were drawn."""
+    share = PER_ROUND // world.size
+    drawn = []
+
+    def stream():
+        for k in count():
+            first = k * PER_ROUND + world.rank * share
+            drawn.append(k)
+            yield prompts_of(range(first, first + share))
+
+    sampler = DynamicSampler(group_size=SAMPLES, max_rounds=max_rounds, world=world, **parts(useful))
+    rollout, seen = sampler(stream())
+    return [row["n"] for row in rollout.metadata], rollout, seen, len(drawn)
+
+
+CASES = [
+    ({0, 1, 2, 3}, 10, [0, 1, 2, 3], 1, 1.0),
+    ({1, 4, 6, 7}, 10, [1, 4, 6, 7], 2, 4 / 8),
+    ({0, 2, 4, 5, 7}, 10, [0, 2, 4, 5], 2, 5 / 8),  # what is beyond is dropped
+    ({3, 8, 9, 11}, 10, [3, 8, 9, 11], 3, 4 / 12),
+    ({1, 6}, 2, [1, 6, 0, 2], 2, 2 / 8),  # filled up with what was put aside, in order
+    ({9}, 1, [0, 1, 2, 3], 1, 0.0),
+    ((), 3, [0, 1, 2, 3], 3, 0.0),
+    ({1, 2}, 1, [1, 2, 0, 3], 1, 0.5),
+]
+
+
+@pytest.mark.parametrize(("useful", "max_rounds", "chosen", "rounds", "fraction"), CASES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_prompts_whose_answers_all_score_alike_make_way(on_ranks, ranks, useful, max_rounds, chosen, rounds, fraction):
+    """With any number of ranks the same rows in the same order, an equal share on each."""
+    found = on_ranks(ranks, lambda world: dynamic(world, useful, max_rounds))
+    answered = [sum(1 + (n + i) % 4 for i in range(SAMPLES)) for n in range(rounds * PER_ROUND)]  # tokens, of each prompt
+    dropped = sum(answered) - sum(answered[n] for n in chosen)
+    assert [n for numbers, *_ in found for n in numbers] == [n for n in chosen for _ in range(SAMPLES)]
+    for numbers, rollout, seen, drawn in found:
+        assert len(rollout) == PER_ROUND * SAMPLES // ranks and drawn == rounds
+        assert seen == {"rollout/rounds": float(rounds), "rollout/useful_group_frac": fraction, "rollout/dropped_tokens": dropped}
+        for i, n in enumerate(numbers):  # every column went along, and the padding is cut to what is left
+            assert set(rollout.ids[i][rollout.attention_mask[i]].tolist()) == {n, 5}
+            expected = n + (0.5 if i % SAMPLES and n in useful else 0.0)
+            assert rollout.scores[i] == expected and rollout.components[i] == {"half": expected / 2}
+            assert rollout.response_lengths[i] == 1 + (n + i % SAMPLES) % 4 and rollout.limits[i] == 4
+        assert rollout.prompt_width == rollout.prompt_lengths.max() and rollout.response_width == rollout.response_lengths.max()

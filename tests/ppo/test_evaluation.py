@@ -1,0 +1,125 @@
+"""Held-out evaluation: rows that only fill a batch up count nowhere, and ranks share one result."""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+
+from ppo_ds.distributed.heartbeat import LIFE
+from ppo_ds.ppo.evaluation import Evaluator
+from ppo_ds.training.timing import PhaseTimer
+from ppo_ds.types import Prompts, Rollout, Scores
+
+SAMPLING = object()
+
+
+class Actor:
+    generating = False
+
+    @contextmanager
+    def generation_mode(self):
+        self.generating = True
+        yield
+        self.generating = False
+
+
+def batch(*numbers, weights):
+    ids = torch.tensor([[n] for n in numbers])
+    rows = tuple({"prompt_text": f"p{n}", "n": n} for n in numbers)
+    return Prompts(ids, torch.ones_like(ids, dtype=torch.bool), torch.full((len(ids),), 20), rows), torch.tensor(weights)
+
+
+def evaluator(world, batches, tokenizer, correct_above=None):
+    actor = Actor()
+
+    def generator(prompts, sampling):
+        """Prompt n is answered with n tokens "a"; odd ones end by themselves."""
+        assert actor.generating and sampling is SAMPLING and not torch.is_grad_enabled()
+        lengths = torch.tensor([row["n"] for row in prompts.metadata])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        ids = torch.cat([prompts.ids, torch.full(mask.shape, 3)], 1)
+        attention = torch.cat([prompts.mask, mask], 1)
+        return Rollout(ids, attention, mask, lengths % 2 == 1, prompts.limits, torch.zeros(mask.shape), prompts.metadata)
+
+    def reward(rollout):
+        assert not actor.generating
+        return Scores(rollout.response_mask.sum(1).float() / 2, torch.zeros(rollout.response_mask.shape), {})
+
+    return Evaluator(
+        batches,
+        actor=actor,
+        generator=generator,
+        reward=reward,
+        sampling=SAMPLING,
+        correct_above=correct_above,
+        tokenizer=tokenizer,
+        world=world,
+        check=lambda: None,
+    )
+
+
+def test_by_hand(world, tokenizer):
+    found = evaluator(world, [batch(1, 2, weights=[1, 1]), batch(5, 9, weights=[1, 0])], tokenizer, correct_above=0.9)()
+    assert found.metrics == pytest.approx(
+        {
+            "eval/score_mean": (0.5 + 1.0 + 2.5) / 3,
+            "eval/score_std": (13 / 18) ** 0.5,  # of .5 1 2.5: 7.5/3 - (4/3)^2
+            "eval/resp_len_mean": 8 / 3,
+            "eval/stop_frac": 2 / 3,
+            "eval/accuracy": 2 / 3,
+        }
+    )
+    assert [(row["prompt"], row["response"], row["score"], row["length"], row["finish"]) for row in found.rows] == [
+        ("p1", "a", 0.5, 1, "stop"),
+        ("p2", "aa", 1.0, 2, "length"),
+        ("p5", "aaaaa", 2.5, 5, "stop"),
+    ]
+
+
+@pytest.mark.parametrize("phase", [None, "eval"])  # the first evaluation is in none
+def test_where_it_hangs_can_be_told_and_whose_seconds_these_are(world, tokenizer, phase):
+    found, places = evaluator(world, [batch(1, weights=[1])], tokenizer), []
+    reward, generator, timer = found.reward, found.generator, PhaseTimer(torch.device("cpu"))
+
+    @contextmanager
+    def generation_mode(switching=found.actor.generation_mode):
+        with timer("switch"):
+            mode = switching()
+        with mode:
+            yield
+        with timer("switch"):
+            pass
+
+    found.actor.generation_mode = generation_mode
+    found.generator = lambda *asked: (places.append(LIFE.place), generator(*asked))[1]
+    found.reward = lambda rollout: (places.append(LIFE.place), reward(rollout))[1]
+    found.check = lambda: places.append(LIFE.place)
+    before = LIFE.place
+    with timer(phase) if phase else nullcontext():
+        inside = LIFE.place
+        found()
+        assert LIFE.place == inside
+    assert LIFE.place == (f"after the phase {phase!r}" if phase else before)
+    assert places == ["generating, in an evaluation", "in an evaluation", "in the reward, in an evaluation", "in an evaluation"]
+    assert set(timer.take()) == {f"time/{phase or 'switch'}", "time/other", "time/step"}
+
+
+def test_a_score_equal_to_the_bar_is_not_above_it(world, tokenizer):
+    found = evaluator(world, [batch(2, 4, weights=[1, 1])], tokenizer, correct_above=1.0)()
+    assert found.metrics["eval/accuracy"] == 0.5
+    assert "eval/accuracy" not in evaluator(world, [batch(2, weights=[1])], tokenizer)().metrics
+
+
+def test_ranks_share_one_result(on_ranks, world, tokenizer):
+    shares = [[batch(1, 4, weights=[1, 1])], [batch(3, 3, weights=[1, 0])]]
+    alone = evaluator(world, [batch(1, 4, 3, weights=[1, 1, 1])], tokenizer, 1.0)()
+    both = on_ranks(2, lambda world: evaluator(world, shares[world.rank], tokenizer, 1.0)())
+    for found in both:
+        assert found.metrics == pytest.approx(alone.metrics)
+    assert [[row["prompt"] for row in found.rows] for found in both] == [["p1", "p4", "p3"]] * 2
+
+
+def test_a_rank_with_nothing_but_filling(on_ranks, tokenizer):
+    shares = [[batch(2, weights=[1])], [batch(9, weights=[0])]]
+    for found in on_ranks(2, lambda world: evaluator(world, shares[world.rank], tokenizer)()):
+        assert found.metrics["eval/score_mean"] == 1.0

@@ -1,0 +1,171 @@
+"""make_experience on stubs: token rewards, advantages and the numbers seen on the way, worked by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ppo_ds.ppo.collector import scored
+from ppo_ds.ppo.experience import KLCharge
+from ppo_ds.types import Rollout, Scores
+from tests.ppo.algo_cases import AS_IT_IS, Stub, gae, maker, rounded, shaper
+
+NO_CHARGE = KLCharge(in_reward=False, estimator="k1")
+
+
+def judged(rollout, scores, per_token=0.0, **components):
+    """What a reward with these scores makes of a rollout."""
+    tokens = torch.full(rollout.response_mask.shape, per_token).masked_fill(~rollout.response_mask, 0.0)
+    return scored(rollout, Scores(torch.tensor(scores), tokens, {name: torch.tensor(column) for name, column in components.items()}))
+
+
+@pytest.fixture
+def answered():
+    """Answers [1 2] and [3 4 5] (the second cut at the limit) to prompts of 2 and 1 tokens; the padding holds token 9."""
+    ids = torch.tensor([[8, 8, 1, 2, 9], [9, 8, 3, 4, 5]])
+    mask = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]).bool()
+    logprobs = torch.tensor([[-0.1, -0.2, 0.0], [-0.3, -0.4, -0.8]])
+    return Rollout(ids, mask, mask[:, 2:], torch.tensor([True, False]), torch.tensor([3, 3]), logprobs, ({}, {}))
+
+
+@pytest.fixture
+def rollout(answered):
+    return judged(answered, [1.0, -2.0])
+
+
+def test_by_hand(world, rollout):
+    """log pi = -token/10, log pi_ref = that - 0.2, so k1 = 0.2 on each token and its charge at 0.5 is 0.1."""
+    experience, seen = maker(world)(rollout, 0.5)
+    assert rounded(experience.logprobs) == [[-0.1, -0.2, 0], [-0.3, -0.4, -0.5]]
+    assert rounded(experience.ref_logprobs) == [[-0.3, -0.4, 0], [-0.5, -0.6, -0.7]]
+    assert torch.equal(experience.old_logprobs, experience.logprobs)
+    assert rounded(experience.values) == [[1, 2, 6, 0], [3, 4, 5, 6]]  # V of the states before and after each token
+    assert rounded(experience.rewards) == [[-0.1, 0.9, 0, 0], [-0.1, -0.1, -2.1, 0]]
+    assert rounded(experience.returns) == [[0.8, 0.9, 0, 0], [-2.3, -2.2, -2.1, 0]]
+    assert experience.value_mask.tolist() == [[True, True, False, False], [True, True, True, False]]
+    assert experience.weights.tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert rounded(experience.advantages) == [[-0.2, -1.1, 0], [-5.3, -6.2, -7.1]]
+    assert experience.scores.tolist() == [1.0, -2.0] and experience.finished.tolist() == [True, False]
+    assert torch.equal(experience.ids, rollout.ids) and torch.equal(experience.response_mask, rollout.response_mask)
+    assert seen["adv/mean"] == pytest.approx(-19.9 / 5) and seen["adv/max_abs"] == pytest.approx(7.1)
+    assert seen["adv/std"] == pytest.approx(2.7924, abs=1e-4)  # of -0.2 -1.1 -5.3 -6.2 -7.1, population
+    assert torch.equal(experience.decode_logprobs, rollout.logprobs)
+    assert seen["reward/total_mean"] == pytest.approx((0.8 - 2.3) / 2) and seen["reward/clipped_frac"] == 0.0
+    assert seen["reward/kl_penalty_mean"] == pytest.approx(-(0.2 + 0.3) / 2)
+
+
+def test_discounted_gae(world, rollout):
+    """gamma 0.5, lambda 0.5, first row: delta_2 = 0.9 - 2, delta_1 = -0.1 + 0.5 * 2 - 1, A_1 = delta_1 + 0.25 * A_2."""
+    experience, _ = maker(world, estimator=gae(gamma=0.5, lam=0.5))(rollout, 0.5)
+    assert rounded(experience.advantages)[0] == [-0.375, -1.1, 0]
+    assert rounded(experience.returns)[0] == [0.625, 0.9, 0, 0]
+    apart, _ = maker(world, estimator=gae(gamma=0.5, lam=0.5, lam_critic=1.0))(rollout, 0.5)
+    assert rounded(apart.advantages)[0] == [-0.375, -1.1, 0] and rounded(apart.returns)[0] == [0.35, 0.9, 0, 0]  # -0.1 + 0.5 * 0.9
+
+
+def test_no_kl_where_the_actor_is_the_reference(world, rollout):
+    experience, _ = maker(world, reference=Stub())(rollout, 0.5)
+    assert torch.equal(experience.logprobs, experience.ref_logprobs)
+    assert rounded(experience.rewards) == [[0, 1, 0, 0], [0, 0, -2, 0]]
+
+
+def test_no_charge_where_the_kl_is_not_in_the_reward(world, rollout):
+    experience, seen = maker(world, kl=NO_CHARGE)(rollout, 0.5)
+    assert rounded(experience.rewards) == [[0, 1, 0, 0], [0, 0, -2, 0]] and seen["reward/kl_penalty_mean"] == 0
+
+
+def test_the_chosen_estimator_is_charged(world, rollout):
+    experience, seen = maker(world, kl=KLCharge(in_reward=True, estimator="k2"))(rollout, 0.5)
+    assert rounded(experience.rewards) == [[-0.01, 0.99, 0, 0], [-0.01, -0.01, -2.01, 0]]
+    assert seen["reward/kl_penalty_mean"] == pytest.approx(-(0.02 + 0.03) / 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "clip", "shaped", "clipped"),
+    [
+        ("subtract", None, [1, -2.7], 0.0),
+        ("set", None, [1, 0.7], 0.0),
+        ("scale", None, [1, -1.4], 0.0),
+        (None, 1.5, [1, -1.5], 0.5),
+        (None, 0.5, [0.5, -0.5], 1.0),
+        ("subtract", 2.0, [1, -2], 0.5),  # the penalty comes first
+        ("set", 1.5, [1, 0.7], 0.0),
+    ],
+)
+def test_missing_stop_and_clip(world, rollout, mode, clip, shaped, clipped):
+    shaped_by = shaper(world, clip=clip, missing_eos=mode, missing_eos_value=0.7)
+    experience, seen = maker(world, kl=NO_CHARGE, shaper=shaped_by)(rollout, 0.5)
+    assert rounded(experience.rewards) == [[0, shaped[0], 0, 0], [0, 0, shaped[1], 0]]
+    assert seen["reward/clipped_frac"] == clipped
+    assert experience.scores.tolist() == [1.0, -2.0]  # as the reward gave them
+
+
+def test_token_scores_and_components(world, answered):
+    rollout = judged(answered, [1.0, -2.0], per_token=0.25, style=[1.0, 2.0], truth=[0.0, 1.0])
+    experience, seen = maker(world, reference=Stub())(rollout, 0.5)
+    assert rounded(experience.rewards) == [[0.25, 1.25, 0, 0], [0.25, 0.25, -1.75, 0]]
+    assert (seen["reward/component/style_mean"], seen["reward/component/truth_mean"]) == (1.5, 0.5)
+
+
+def test_whitened_over_all_tokens(world, rollout):
+    experience, seen = maker(world, whitening=replace(AS_IT_IS, over="batch"))(rollout, 0.5)
+    raw = torch.tensor([-0.2, -1.1, -5.3, -6.2, -7.1])
+    expected = (raw - raw.mean()) / raw.std(unbiased=False)
+    torch.testing.assert_close(experience.advantages[experience.response_mask], expected, rtol=1e-4, atol=1e-5)
+    assert rounded(experience.returns) == [[0.8, 0.9, 0, 0], [-2.3, -2.2, -2.1, 0]]  # not whitened
+    assert seen["adv/max_abs"] == pytest.approx(7.1)  # before
+
+
+def test_padding_holds_zeros_whatever_the_models_say(world, rollout):
+    experience, _ = maker(world)(rollout, 0.5)
+    for name in ("logprobs", "old_logprobs", "ref_logprobs", "advantages"):
+        assert getattr(experience, name)[~rollout.response_mask].tolist() == [0.0], name
+    for name in ("rewards", "returns"):
+        assert getattr(experience, name)[~experience.value_mask].tolist() == [0.0] * 3, name
+    assert experience.values[0, 3] == 0
+
+
+def test_the_reference_is_resident_while_it_scores_and_not_after(world, rollout):
+    class Moving(Stub):
+        def __call__(self, *args):
+            seen.append(self.is_resident)
+            return super().__call__(*args)
+
+    seen, reference = [], Moving()
+    maker(world, reference=reference, token_budget=1)(rollout, 0.5)
+    assert seen == [True, True] and not reference.is_resident
+
+
+@pytest.mark.parametrize("whiten", ["none", "batch"])
+def test_ranks_and_budgets_change_nothing(on_ranks, world, whiten):
+    """Four rows on one rank, or two on each of two with other widths: the same experience, and the same numbers, everywhere."""
+    lengths = [(2, 3), (1, 1), (4, 2), (3, 5)]
+    g = torch.Generator().manual_seed(0)
+
+    def rows(which):
+        p, r = max(lengths[i][0] for i in which), max(lengths[i][1] for i in which)
+        ids, mask = torch.full((len(which), p + r), 9), torch.zeros(len(which), p + r, dtype=torch.bool)
+        for k, i in enumerate(which):
+            a, b = lengths[i]
+            ids[k, p - a : p + b], mask[k, p - a : p + b] = tokens[i], True
+        finished, limits = torch.tensor([i != 2 for i in which]), torch.full((len(which),), 5)
+        return Rollout(ids, mask, mask[:, p:], finished, limits, torch.zeros(len(which), r), tuple({} for _ in which))
+
+    tokens = [torch.randint(0, 9, (a + b,), generator=g) for a, b in lengths]
+    scores = [0.5, -1.0, 2.0, 3.5]
+    whitening = replace(AS_IT_IS, over=whiten)
+
+    def make(world, which, budget):
+        rollout = judged(rows(which), [scores[i] for i in which], style=[scores[i] for i in which])
+        return maker(world, estimator=gae(gamma=0.9, lam=0.8), whitening=whitening, token_budget=budget)(rollout, 0.3)
+
+    whole, seen = make(world, [0, 1, 2, 3], 1000)
+    for budget in (1, 12, 1000):
+        for experience, numbers in on_ranks(2, lambda world, budget=budget: make(world, [2 * world.rank, 2 * world.rank + 1], budget)):
+            for name in ("ids", "attention_mask", "response_mask", "finished", "scores", "value_mask", "weights"):
+                masks = {"ids": experience.attention_mask, "weights": experience.response_mask}
+                under = masks.get(name, torch.ones_like(getattr(experience, name), dtype=torch.bool))
+                assert torch.equal(getattr(experience, name)[under], getattr(whole, name)[under]), name
+            for name in ("logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns"):
+                torch.testing.assert_close(getattr(experience, name), getattr(whole, name), rtol=1e-5, atol=1e-5)
+            assert numbers == pytest.approx(seen, abs=1e-5)

@@ -1,0 +1,123 @@
+"""The numbers and the sample rows of an experience, worked by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ppo_ds.ppo.experience_metrics import describe, sample_rows
+from ppo_ds.types import experience_of
+from tests.ppo.algo_cases import without_critic
+
+JUNK = 1e6
+
+
+@pytest.fixture
+def experience():
+    """Two prompts with two answers each: [a b <eos>], [<eos>], [a b c] (cut), [a b <eos>]. The padding holds rubbish."""
+    ids = torch.tensor([[9, 5, 3, 4, 1], [9, 5, 1, 9, 9], [6, 7, 3, 4, 5], [6, 7, 3, 4, 1]])
+    attention = torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
+    mask = attention[:, 2:]
+
+    def column(*rows):
+        return torch.tensor([[*row, *[JUNK] * (3 - len(row))] for row in rows])
+
+    def states(*rows):
+        return torch.tensor([[*row, *[JUNK] * (4 - len(row))] for row in rows])
+
+    zeros = torch.zeros(4, 3)
+    return experience_of(
+        ids=ids,
+        attention_mask=attention,
+        response_mask=mask,
+        finished=torch.tensor([True, True, False, True]),
+        decode_logprobs=column([-1.0, -1.25, -1.0], [-2.0], [-1.0, -1.0, -0.25], [-1.0, -1.0, -1.0]),
+        logprobs=column([-1.0, -1.0, -1.0], [-2.0], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]),
+        old_logprobs=zeros - JUNK,
+        ref_logprobs=column([-1.5, -0.8, -1.0], [-2.5], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.9]).masked_fill(~mask, -JUNK),
+        values=states([1.0, 2.0, 3.0], [9.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]),
+        rewards=torch.nn.functional.pad(torch.tensor([[1.0], [0.0], [0.0], [-1.0]]) * mask, (0, 1)),
+        advantages=zeros,
+        weights=zeros,
+        returns=states([1.0, 1.0, 1.0], [1.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0]),
+        value_mask=torch.nn.functional.pad(mask, (0, 1)),
+        scores=torch.tensor([1.0, 1.0, 0.0, 4.0]),
+    )
+
+
+def test_by_hand(experience):
+    seen = describe(experience, kl_coef=0.3, samples_per_prompt=2)
+    k3 = [math.exp(-0.5) - 0.5, math.exp(0.2) - 1.2, math.exp(-0.5) - 0.5, math.exp(-0.9) - 0.1]  # e^-d - 1 + d of d = .5 -.2 .5 .9
+    assert seen == pytest.approx(
+        {
+            "reward/score_mean": 1.5,
+            "reward/score_std": 1.5,  # of 1 1 0 4
+            "reward/score_min": 0.0,
+            "reward/score_max": 4.0,
+            "reward/missing_eos_frac": 0.25,
+            "kl/ref_seq_mean": (0.3 + 0.5 + 0.0 + 0.9) / 4,
+            "kl/ref_token_mean": 1.7 / 10,
+            "kl/ref_token_max": 0.9,
+            "kl/k3_token_mean": sum(k3) / 10,
+            "kl/coef": 0.3,
+            "parity/logp_abs_diff_mean": 0.1,  # 0.25 and 0.75 of ten tokens
+            "parity/logp_abs_diff_max": 0.75,
+            "value/pred_mean": 1.5,
+            "value/return_mean": 1.0,
+            "value/return_std": math.sqrt(6 / 10),  # 3 zeros, 4 ones, 3 twos
+            "rollout/prompt_len_mean": 1.5,
+            "rollout/resp_len_mean": 2.5,
+            "rollout/resp_len_max": 3.0,
+            "rollout/stop_frac": 0.75,
+            "rollout/truncated_frac": 0.25,
+            "rollout/empty_frac": 0.25,
+            "rollout/pad_frac": 4 / 20,
+            "rollout/unique_frac": 0.75,
+            "rollout/zero_std_group_frac": 0.5,
+        },
+        abs=1e-6,
+    )
+
+
+def test_a_single_token_that_is_no_end_is_an_answer(experience):
+    rows = experience.select(torch.tensor([1, 1])).trimmed()
+    cut = replace(rows, finished=torch.tensor([True, False]))
+    assert describe(cut, kl_coef=0.0, samples_per_prompt=1)["rollout/empty_frac"] == 0.5
+
+
+def test_without_a_critic_there_are_no_values(experience):
+    plain = without_critic(experience)
+    seen, full = (describe(rows, kl_coef=0.3, samples_per_prompt=2) for rows in (plain, experience))
+    assert full.keys() - seen.keys() == {"value/pred_mean", "value/return_mean", "value/return_std"}
+    assert seen == {name: full[name] for name in seen}
+
+
+def test_values_are_counted_where_they_are_trained(experience):
+    """One more state of the second row: its value 5 and return 3 beside 9 and 1."""
+    values, returns, mask = experience.values.clone(), experience.returns.clone(), experience.value_mask.clone()
+    values[1, 1], returns[1, 1], mask[1, 1] = 5.0, 3.0, True
+    seen = describe(replace(experience, values=values, returns=returns, value_mask=mask), kl_coef=0.0, samples_per_prompt=1)
+    assert seen["value/pred_mean"] == pytest.approx(20 / 11) and seen["value/return_mean"] == pytest.approx(13 / 11)
+
+
+def test_rows_as_text(experience, tokenizer):
+    rows = sample_rows(experience, tokenizer, -1)
+    assert [row["prompt"] for row in rows] == ["c", "c", "de", "de"]
+    assert [row["response"] for row in rows] == ["ab", "", "abc", "ab"]  # the end token has no text
+    assert [row["score"] for row in rows] == [1.0, 1.0, 0.0, 4.0]
+    assert [row["kl"] for row in rows] == pytest.approx([0.3, 0.5, 0.0, 0.9], abs=1e-6)
+    assert [row["length"] for row in rows] == [3, 1, 3, 3]
+    assert [row["finish"] for row in rows] == ["stop", "stop", "length", "stop"]
+    assert [row["ended_by"] for row in rows] == ["<eos>", "<eos>", None, "<eos>"]
+
+
+def test_special_tokens_of_a_prompt_are_shown(experience, tokenizer):
+    ids = experience.ids.clone()
+    ids[0, 1] = 1
+    assert sample_rows(replace(experience, ids=ids), tokenizer, 1)[0]["prompt"] == "<eos>"
+
+
+@pytest.mark.parametrize(("limit", "n"), [(-1, 4), (0, 0), (3, 3), (99, 4)])
+def test_limit(experience, tokenizer, limit, n):
+    assert len(sample_rows(experience, tokenizer, limit)) == n

@@ -1,0 +1,194 @@
+"""make_experience with its switches: end tokens that are no actions, a lagging old policy, critics of all kinds, weights, KL after an update."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ppo_ds.build.algorithm import hidden_stops
+from ppo_ds.models.policy import PolicyOutput
+from ppo_ds.ppo.advantages import Estimator, ScorePlace
+from ppo_ds.ppo.experience import Correction, KLCharge, shared_values_of, without_stops
+from ppo_ds.types import CriticExperience
+from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, gae, maker, rounded
+
+NO_CHARGE = KLCharge(in_reward=False, estimator="k1")
+
+# -- end tokens that are no actions: token 1 ends an answer, and so does 3 -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("include_eos", "pad", "hidden"),
+    [(True, 0, ()), (True, 1, ()), (False, 0, (1, 3)), (False, 1, (1, 3)), (None, 0, ()), (None, 1, (1,)), (None, 3, (3,))],
+)
+def test_which_end_tokens_are_no_actions(include_eos, pad, hidden):
+    """null: DeepSpeed-Chat's rule, the end token is no action where it is the pad token too."""
+    assert hidden_stops(include_eos, (1, 3), pad) == hidden
+
+
+def ended():
+    """Ends: token 1, token 3, a stop string (so token 6 stays an action), the limit (with a 1 inside that ended nothing), the end token alone."""
+    tokens = [[5, 1], [5, 6, 3], [5, 6], [1, 5, 3], [1]]
+    return answers([2, 3, 2, 3, 1], finished=[True, True, True, False, True], limits=[4, 4, 4, 3, 4], tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "actions"),
+    [
+        ((1, 3), [[1, 0, 0], [1, 1, 0], [1, 1, 0], [1, 1, 1], [0, 0, 0]]),
+        ((1,), [[1, 0, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1], [0, 0, 0]]),
+        ((3,), [[1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]]),
+    ],
+)
+def test_an_end_token_that_is_hidden_is_no_action_but_attended_to(hidden, actions):
+    rollout = ended()
+    kept = without_stops(rollout, hidden)
+    assert kept.response_mask.int().tolist() == actions
+    assert torch.equal(kept.attention_mask, rollout.attention_mask) and kept.response_lengths.tolist() == [2, 3, 2, 3, 1]
+    assert kept.scores.tolist() == rollout.scores.tolist()
+
+
+def test_only_the_end_of_an_answer_is_its_end():
+    assert without_stops(answers([3], tokens=[[1, 5, 3]]), (1, 3)).response_mask.tolist() == [[True, True, False]]
+
+
+def test_the_score_of_an_answer_whose_end_is_hidden(world):
+    """Last place: the last action that is left; next place: that of the hidden end itself, which is a state. An empty answer has no last place."""
+    rollout = replace(ended(), scores=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
+    common = dict(hidden_stops=(1, 3), kl=NO_CHARGE)
+    last, _ = maker(world, **common)(rollout, 0.5)
+    assert rounded(last.rewards) == [[1, 0, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0], [0, 0, 4, 0], [0, 0, 0, 0]]
+    place = ScorePlace("next_token", "untrained")
+    following, _ = maker(world, **common, place=place, estimator=gae(place=place))(rollout, 0.5)
+    assert rounded(following.rewards) == [[0, 1, 0, 0], [0, 0, 2, 0], [0, 0, 3, 0], [0, 0, 4, 0], [5, 0, 0, 0]]
+    assert following.value_mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
+    # rewards to come less V, which is the token that follows; nothing outside of the actions
+    assert rounded(following.advantages) == [[1 - 5, 0, 0], [2 - 5, 2 - 6, 0], [3 - 5, 3 - 6, 0], [4 - 1, 4 - 5, 4 - 3], [0, 0, 0]]
+    assert rounded(following.returns)[0][:2] == [1, 1] and rounded(following.returns)[4][0] == 5
+
+
+def test_the_largest_advantage_is_one_of_an_action(world):
+    """The state after the first answer has an advantage too, 90 - 6, but nobody acts in it."""
+    place = ScorePlace("next_token", "trained")
+    rollout = answers([2, 3], [90.0, 0.0], tokens=[[88, 89], [1, 2, 3]])
+    made, seen = maker(world, kl=NO_CHARGE, place=place, estimator=gae(place=place))(rollout, 0.0)
+    assert rounded(made.advantages) == [[2, 1, 0], [-1, -2, -3]]
+    assert made.value_mask.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert seen["adv/max_abs"] == 3 and seen["adv/mean"] == pytest.approx(-3 / 5)
+
+
+# -- the old policy -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lagging_old_policy_changes_the_ratio_alone(world):
+    """Inside the context the actor says log pi - 0.5; KL, rewards and the gap to generation are those of the policy that answered."""
+    actor, inside = Stub(), []
+
+    @contextmanager
+    def lagged():
+        inside.append(actor.forwards)
+        actor.shift = 5.0
+        yield
+        actor.shift = 0.0
+
+    rollout = answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]])
+    plain, numbers = maker(world)(rollout, 0.5)
+    made, seen = maker(world, actor=actor, old_policy=lagged)(rollout, 0.5)
+    assert rounded(made.old_logprobs) == [[-0.6, -0.7], [-0.8, 0]] and rounded(made.logprobs) == [[-0.1, -0.2], [-0.3, 0]]
+    assert inside == [1] and actor.forwards == 2
+    for name in ("logprobs", "ref_logprobs", "rewards", "values", "advantages", "returns"):
+        assert torch.equal(getattr(made, name), getattr(plain, name)), name
+    assert seen == numbers
+
+
+# -- critics ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_critic_there_is_an_experience_without_values(world):
+    """Rewards-to-go: the charge is 0.5 * 0.2 on each token, the score on the last."""
+    reinforce = replace(maker(world, estimator=Estimator("reinforce", 0.5, 1)), values=None)
+    made, seen = reinforce(answers([2, 1], [1.0, -2.0], tokens=[[1, 2], [3]]), 0.5)
+    assert not isinstance(made, CriticExperience)
+    assert rounded(made.rewards) == [[-0.1, 0.9, 0], [-2.1, 0, 0]]
+    assert rounded(made.advantages) == [[0.35, 0.9], [-2.1, 0]]  # -0.1 + 0.5 * 0.9
+    assert seen["adv/max_abs"] == pytest.approx(2.1)
+
+
+def test_a_value_head_on_the_actor(world):
+    """The same values from the actor's own forward give the same experience."""
+    critic = Stub(value=True)
+
+    class Shared(Stub):
+        def __call__(self, *args):
+            return PolicyOutput(super().__call__(*args).logprobs, None, critic(*args), None)
+
+    rollout = answers([2, 1], [1.0, -2.0], tokens=[[1, 2], [3]])
+    apart, _ = maker(world)(rollout, 0.5)
+    for one_trunk, forwards in ((False, 4), (True, 2)):  # two micro-batches: read twice, or once for both
+        actor = Shared()
+        made, _ = maker(world, actor=actor, values=shared_values_of(actor), one_trunk=one_trunk, token_budget=1)(rollout, 0.5)
+        assert rounded(made.values) == [[1, 2, 6], [3, 6, 0]] and actor.forwards == forwards
+        for name in ("logprobs", "values", "returns", "advantages"):
+            assert torch.equal(getattr(made, name), getattr(apart, name)), name
+
+
+@pytest.mark.parametrize("whiten", ["none", "batch", "group", "minibatch"])
+@pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo", "dr_grpo", "opo"])
+def test_two_ranks_make_the_experience_of_one(on_ranks, world, kind, whiten):
+    """Two groups of two answers: on one rank, or one group on each of two, at their own widths."""
+    lengths, scores, tokens = [3, 1, 2, 4], [0.5, -1.0, 2.0, 3.5], [[1, 2, 3], [4], [5, 6], [7, 2, 1, 4]]
+
+    def make(world, which):
+        rollout = answers([lengths[i] for i in which], [scores[i] for i in which], tokens=[tokens[i] for i in which], limits=[5] * len(which))
+        parts = dict(estimator=Estimator(kind, 0.9, 2), whitening=replace(AS_IT_IS, over=whiten), group_size=2)
+        return replace(maker(world, **parts), values=None)(rollout, 0.3)
+
+    whole, numbers = make(world, [0, 1, 2, 3])
+    for made, seen in on_ranks(2, lambda world: make(world, [2 * world.rank, 2 * world.rank + 1])):
+        torch.testing.assert_close(made.advantages, whole.advantages, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(made.rewards, whole.rewards)
+        assert seen == pytest.approx(numbers, abs=1e-6)
+
+
+# -- weights for the decode backend -------------------------------------------------------------------------------------------------------
+
+
+def test_importance_weights(world):
+    """Training minus generation log-probs of ln 3, ln 1.5 and ln 0.25 are ratios of 3, 1.5 and 0.25."""
+    rollout = answers([2, 1], tokens=[[1, 2], [3]])
+    gaps = torch.tensor([[3.0, 1.5], [0.25, 1.0]]).log()
+    rollout = replace(rollout, logprobs=torch.tensor([[-0.1, -0.2], [-0.3, 0.0]]) - gaps)
+    weighed = {kind: maker(world, correction=Correction(kind, 0.5, 2.0))(rollout, 0.5) for kind in ("none", "tis", "icepop", "seq_mask_tis")}
+    mask = rollout.response_mask
+    assert {kind: [round(w, 4) for w in made.weights[mask].tolist()] for kind, (made, _) in weighed.items()} == {
+        "none": [1, 1, 1],
+        "tis": [2, 1.5, 0.5],
+        "icepop": [0, 1.5, 0],
+        "seq_mask_tis": [0, 0, 0],  # geometric means: sqrt(4.5) = 2.12 and 0.25
+    }
+    assert weighed["tis"][1]["parity/weight_mean"] == pytest.approx(4 / 3, abs=1e-6) and "parity/weight_mean" not in weighed["none"][1]
+    wider, _ = maker(world, correction=Correction("seq_mask_tis", 0.5, 2.2))(rollout, 0.5)
+    assert [round(w, 4) for w in wider.weights[mask].tolist()] == [3, 1.5, 0]
+
+
+# -- after the update ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_kl_after_an_update(on_ranks, ranks):
+    """The reference is 0.2 below; an update that doubles log pi = -token / 10 leaves 0.2 - token / 10. The tokens' mean is 4.
+
+    Every rank scores its part of the rows.
+    """
+    lengths, tokens = [2, 1, 3, 1], [[1, 2], [3], [4, 5, 6], [7]]
+
+    def work(world):
+        share = range(4)[world.rank * 4 // world.size : (world.rank + 1) * 4 // world.size]
+        make = maker(world, token_budget=8)
+        experience, _ = make(answers([lengths[i] for i in share], tokens=[tokens[i] for i in share]), 0.5)
+        make.actor = lambda *args: PolicyOutput(2 * Stub()(*args).logprobs, None, None, None)
+        return make.kl_now(experience)
+
+    for seen in on_ranks(ranks, work):
+        assert seen == pytest.approx({"kl/before_update": 0.2, "kl/after_update": -0.2}, abs=1e-6)

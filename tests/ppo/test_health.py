@@ -1,0 +1,278 @@
+"""What is done about numbers that are not finite: found, skipped on all ranks and for both models, counted, named."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from launch.replay import lines
+from ppo_ds.distributed import faults
+from ppo_ds.ops.kl import AdaptiveKLController, ThresholdKLController
+from ppo_ds.ops.running import RunningMoments
+from ppo_ds.ppo import trainer
+from ppo_ds.ppo.failure_dump import Dump
+from ppo_ds.ppo.nan_debug import Row, blame, examine
+from ppo_ds.tools.replay import Replay
+from ppo_ds.training.health import Ceiling, Health, TooManySkips, Trouble, first_nonfinite
+from ppo_ds.training.metrics import MetricSums
+from ppo_ds.training.schedule import Progress
+from tests.ppo.algo_cases import NAN, answers, maker, shaper
+from tests.ppo.learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, by_hand, learned, learner, old_around, same
+
+INF = math.inf
+
+
+@pytest.fixture
+def rows(experience):
+    return old_around(experience(PROMPTS, ANSWERS))
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    def plant(fault):
+        monkeypatch.setenv("PPO_DS_FAULT", fault)
+        faults._reached.clear()
+
+    yield plant
+    faults._reached.clear()
+
+
+# -- in an experience ---------------------------------------------------------------------------------------------------------------------
+
+COLUMNS = {
+    "scores": "score",
+    "decode_logprobs": "log-prob of token 1 as it was generated",
+    "logprobs": "log-prob of token 1",
+    "old_logprobs": "log-prob of token 1 under the old policy",
+    "ref_logprobs": "log-prob of token 1 under the reference",
+    "values": "value of state 1",
+    "rewards": "reward of token 1",
+    "weights": "importance weight of token 1",
+    "advantages": "advantage of token 1",
+    "returns": "return of state 1",
+}
+
+
+def spoiled(rows, number, places, *names):
+    """The same rows with ``number`` in these columns."""
+    columns = {}
+    for name in names:
+        columns[name] = getattr(rows, name).clone()
+        columns[name][places[:1] if name == "scores" else places] = number
+    return replace(rows, **columns)
+
+
+@pytest.mark.parametrize("number", [NAN, INF, -INF])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_each_column_is_looked_at_where_it_counts(rows, name, number):
+    assert first_nonfinite(rows) is None
+    assert first_nonfinite(spoiled(rows, number, (6, 1), name)) == (COLUMNS[name], 6)  # an answer of five tokens
+    if name != "scores":
+        assert first_nonfinite(spoiled(rows, number, (2, 3), name)) is None  # one token: what stands behind it is nobody's
+
+
+def test_the_first_column_in_the_order_of_the_work_is_named(rows):
+    names = list(COLUMNS)
+    for i, name in enumerate(names):
+        assert first_nonfinite(spoiled(rows, NAN, (6, 1), *names[i:]))[0] == COLUMNS[name]
+
+
+# -- in a rollout -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_that_is_not_finite_is_not_learned_from(world, rows):
+    bad = spoiled(rows, NAN, (4, 0), "scores")
+    seen, actor, critic = learned(world, bad, minibatch_size=2)
+    same((actor, critic), (TinyPolicy(V, 1), TinyCritic(1, 2)))
+    assert actor.read == critic.read == [] and actor.steps == critic.steps == 0
+    assert seen["health/skipped_steps"] == 8.0 and seen["policy/epochs_run"] == 0.0
+    assert all(math.isnan(seen[name]) for name in ("policy/loss", "value/loss", "policy/grad_norm", "value/grad_norm"))
+
+
+def test_it_is_one_decision_however_many_optimizer_steps_it_was_for(on_ranks, rows):
+    """The rows of four ranks in their order, two of each."""
+
+    def work(world):
+        health = Health(2)
+        learn = learner(world, Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world), minibatch_size=2, health=health)
+        bad = spoiled(rows, NAN, (6, 1), "old_logprobs")
+        learn(bad, 0.0, 3)
+        assert health.skips == 1
+        with pytest.raises(TooManySkips, match="log-prob of token 1 under the old policy") as raised:
+            learn(bad, 0.0, 3)
+        trouble = raised.value.trouble
+        assert trouble.places[blame(learn, trouble).place] == 6 == trouble.row and len(trouble.minibatch) == 2
+        return trouble.rank
+
+    assert on_ranks(4, work) == [3] * 4
+
+
+def test_what_runs_along_is_not_poisoned(world):
+    """Moments of the scores, KL controllers; a metric that is not known is NaN."""
+    moments, shape = RunningMoments(), shaper(world, normalize="running")
+    moments.update(torch.tensor([1.0, 3.0]))
+    before = moments.state_dict()
+    for number in (NAN, INF):
+        moments.update(torch.tensor([2.0, number]))
+        assert moments.state_dict() == before
+    shape(answers([1, 1], [1.0, 3.0]))
+    shape(answers([1, 1], [NAN, 7.0]))
+    assert (shape.moments.count, shape.moments.mean) == (2, 2.0)
+    for controller in (AdaptiveKLController(0.1, target=1.0, horizon=2), ThresholdKLController(0.1)):
+        for number in (NAN, INF):
+            controller.update(number, 8)
+        assert controller.value == 0.1
+    sums = MetricSums()
+    sums.add_spread("x", torch.tensor([1.0, NAN]))
+    sums.add_parts({"explained": torch.tensor([2.0, NAN, 1.0, 1.0, 1.0])})
+    assert all(math.isnan(value) for value in sums.reduced(world).values())
+
+
+def test_the_fault_of_a_log_prob_is_in_the_experience(world, plant):
+    plant("nan@logprob")
+    made, _ = maker(world)(answers([2, 1], [0.5, 0.25]), 0.0)
+    assert first_nonfinite(made) == ("log-prob of token 0", 0)
+
+
+# -- in an optimizer step -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["loss.actor", "grad.actor", "loss.critic", "grad.critic"])
+def test_actor_and_critic_skip_together(world, rows, plant, place):
+    """One micro-batch each: the third optimizer step of four is as if it had not been."""
+    plant(f"nan@{place}:at=3")
+    followed, health = [], Health(2)
+    seen, actor, critic = learned(world, rows, average=SimpleNamespace(follow=followed.append), decay=0.5, health=health)
+    same((actor, critic), by_hand(rows, left_out=2))
+    assert (actor.steps, critic.steps, len(followed)) == (3, 3, 3) and health.skips == 0  # the fourth was sound
+    assert seen["health/skipped_steps"] == 1.0 and math.isnan(seen["policy/grad_norm"]) and math.isnan(seen["value/grad_norm"])
+    own, other = (actor, critic) if "actor" in place else (critic, actor)
+    assert own.skipped == [True] and other.skipped == [False]  # whose loss scale falls
+    what, role = place.split(".")
+    name = {"loss": "loss", "grad": "gradient"}[what]
+    assert f"{name} of the {role}" in health.take() and health.take() == []
+
+
+@pytest.mark.parametrize("culprit", ["actor", "critic"])
+def test_a_gradient_of_one_rank_stops_the_step_on_all(on_ranks, rows, culprit):
+    def work(world):
+        actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
+        engine, met = {"actor": actor, "critic": critic}[culprit], iter(range(100))
+        backward = engine.backward
+        engine.backward = lambda loss, last: backward(loss * NAN if world.rank == 1 and next(met) == 1 else loss, last)
+        learner(world, actor, critic)(rows, 0.0, 3)
+        same((actor, critic), by_hand(rows, left_out=1))
+        return actor.skipped, critic.skipped
+
+    bad, sound = on_ranks(2, work)[0]
+    assert sorted([bad, sound]) == [[False], [True]] and (bad == [True]) == (culprit == "actor")
+
+
+def test_without_the_guard_it_would_not_be_so(world, rows, plant):
+    plant("nan@loss.actor:at=3")
+    actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
+    learn = learner(world, actor, critic)
+    learn._agreed = lambda pending: ([], [], 0.0)
+    learn(rows, 0.0, 3)
+    assert actor.module.head.isnan().all() and critic.steps == 4
+
+
+def test_so_many_in_a_row_end_the_update(world, rows, plant):
+    plant("nan@loss.critic:at=2:times=2")
+    health = Health(2)
+    with pytest.raises(TooManySkips, match="loss of the critic") as raised:
+        learned(world, rows, health=health)
+    assert len(raised.value.trouble.minibatch) == 4 and raised.value.trouble.row is None
+
+
+@pytest.mark.parametrize(("counted", "ended", "began"), [(4, 6, "; the first of these was in step 4"), (6, 6, ""), (None, 6, "")])
+def test_the_end_says_in_which_earlier_step_skipping_began(monkeypatch, rows, counted, ended, began):
+    trouble = Trouble(("loss of the actor",), rows, torch.arange(len(rows)), None, None, 0.1, False)
+    health = Health(3, skips=2 if counted is None else 0)  # None: two of an earlier start
+    for step in [counted, counted, ended] if counted else [ended]:
+        health.step = step
+        if health.skips == 2:
+            with pytest.raises(TooManySkips) as raised:
+                health.skip(trouble)
+        elif not health.skips:
+            health.skip(trouble, forgiven=True)  # none of them
+            health.skip(trouble)
+        else:
+            health.skip(trouble)
+    monkeypatch.setattr(trainer, "last_words", lambda *_: "LINE")
+    run = SimpleNamespace(
+        progress=Progress(step=ended - 1), folder=SimpleNamespace(path=Path("run")), learn=None, tokenizer=None, health=health, home=None
+    )
+    said = trainer.Trainer._last_words(run, raised.value)
+    assert said == f"LINE; no optimizer step was made 3 times in a row (health.max_skips){began}"
+
+
+def test_an_overflow_counts_for_nothing_while_the_loss_scale_can_fall(world, rows, plant):
+    """fp16 begins with a scale that is too high on purpose; a loss that is not finite is another matter."""
+    for place, counted in (("grad.actor", 0), ("loss.actor", 1)):
+        plant(f"nan@{place}:at=4")
+        actor, critic, health = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world), Health(9)
+        actor.finds_its_scale = True
+        seen = learner(world, actor, critic, health=health)(rows, 0.0, 3)[1]
+        assert seen["health/skipped_steps"] == 1.0 and health.skips == counted
+
+
+# -- who is to blame ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_row_and_the_first_tensor_are_found(on_ranks, rows):
+    """A token whose embedding is NaN; the critic is sound. A row's part of the loss is what it adds to the mean over all tokens."""
+    row = 6
+    token = int(rows.ids[row, rows.prompt_width + 2])
+    places = (rows.ids == token) & rows.attention_mask
+    met = places.any(dim=1).tolist()
+    first = max(0, int(places[row].nonzero()[0]) + 1 - rows.prompt_width)  # the one that is drawn after it has been read
+
+    def work(world):
+        actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
+        with torch.no_grad():
+            actor.module.embed[token] = NAN
+        learn = learner(world, actor, critic, value=dict(clip=None))
+        trouble = Trouble(("gradient of the actor",), rows, torch.arange(len(rows)) + 100, None, None, 0.0, False)
+        return examine(learn, rows, 0.0, False), blame(learn, trouble), actor.steps, critic.skipped
+
+    for found, blamed, steps, skipped in on_ranks(2, work):
+        assert [one.place for one in found] == list(range(8)) and steps == 0 and skipped == [False, False]
+        assert [one.first is not None for one in found] == met and not all(met)
+        assert found[row].first == f"log-prob of token {first}" and math.isnan(found[row].losses["actor"])
+        assert {one.rank for one in found} == {0, 1}
+        worst = next(one for one in found if one.first)
+        assert (blamed.what, blamed.place, blamed.rank) == (worst.first, worst.place, worst.rank)
+        values = TinyCritic(1, 2)(rows.ids, rows.attention_mask, rows.response_width).detach()
+        errors = (values - rows.returns)[rows.value_mask].double()
+        assert sum(one.losses["critic"] for one in found) == pytest.approx(float(errors.square().mean() / 2), rel=1e-5)
+
+
+def test_a_replay_numbers_rows_as_the_run_did(rows):
+    dump = Dump(3, "loss of the actor", 1, 0, 0.1, False, [{"row_of_the_rollout": row, "prompt": "p"} for row in (5, 2)], rows)
+    found = Replay(dump, None, [Row(0, 0, {"actor": 1.0}, "loss of the actor"), Row(1, 0, {"actor": 1.0})])
+    first, *each, last = lines(found)
+    assert first.endswith("(rank 1, row 5 of the rollout)") and last.endswith("loss of the actor, row 5 of the rollout")
+    assert [line.split()[:2] for line in each] == [["row", "5"], ["row", "2"]]
+
+
+def test_what_does_not_come_back_is_said_to_be_so(world, rows):
+    learn = learner(world, Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world))
+    found = blame(learn, Trouble(("gradient of the critic",), rows, torch.arange(8), None, None, 0.0, False))
+    assert found.place is None and found.what.startswith("gradient of the critic (not again when the step was repeated")
+
+
+# -- the ceiling --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_ceiling_speaks_when_the_kl_first_passes_it():
+    ceiling = Ceiling(0.5, stops=False)
+    said = [ceiling.exceeded({"kl/k3_token_mean": kl}) is not None for kl in (0.1, 0.5, 0.6, 0.9, 0.2, 0.7, NAN)]
+    assert said == [False, False, True, False, False, True, False]
+    assert Ceiling(0.5, stops=True).exceeded({"policy/loss": 9.0}) is None
+    assert Ceiling(None, stops=True).exceeded({"kl/k3_token_mean": 9.0}) is None
+    line = Ceiling(0.5, stops=True).exceeded({"kl/k3_token_mean": 0.625})
+    assert "kl/k3_token_mean=0.625" in line and "health.max_kl=0.5" in line and "\n" not in line

@@ -1,0 +1,169 @@
+"""learn() against a straightforward loop over rows and tokens, in float64, without micro-batches, ranks or totals."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ppo_ds.engine.trained import StepInfo
+from ppo_ds.ppo.learner import describe_steps
+from ppo_ds.types import Sequences
+from tests.ppo.learner_cases import ANSWERS, PROMPTS, TinyCritic, TinyPolicy, V, by_hand, learned, old_around, on_policy, same
+
+
+@pytest.fixture
+def rows(experience):
+    """Old log-probs around those of a fresh policy, so that ratios fall on both sides of every clip."""
+    return old_around(experience(PROMPTS, ANSWERS))
+
+
+OBJECTIVES = {
+    "plain": {},
+    "entropy": dict(policy=dict(entropy_coef=0.3)),
+    "kl": dict(policy=dict(kl_in_loss=True), kl_coef=0.7),
+    "asymmetric": dict(policy=dict(clip_low=0.1, clip_high=0.5, dual_clip=1.5)),
+    "sequence_mean": dict(policy=dict(agg="seq_mean_token_mean", entropy_coef=0.3), value=dict(agg="seq_mean_token_mean")),
+    "sequence_sum": dict(policy=dict(agg="seq_mean_token_sum"), value=dict(agg="seq_mean_token_sum")),
+    "sum_norm": dict(policy=dict(agg="token_sum_norm"), value=dict(agg="token_sum_norm")),
+    "value": dict(value=dict(clip=None, half=False, coef=0.1)),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("budget", [1, 20, 10_000])
+def test_the_weights_after_all_steps_are_those_of_the_loop_by_hand(world, rows, objective, budget):
+    settings = OBJECTIVES[objective]
+    seen, actor, critic = learned(world, rows, budget=budget, **settings)
+    same((actor, critic), by_hand(rows, **settings))
+    assert actor.steps == critic.steps == 4
+    assert seen["policy/clipfrac"] > 0 and (seen["policy/clipfrac_low"] > 0) == (objective == "asymmetric")
+    assert (seen["value/clipfrac"] > 0) == (objective != "value")
+    before = TinyPolicy(V, 1)
+    assert (actor.module.head - before.head).abs().max() > 1e-3  # something was learned
+
+
+@pytest.mark.parametrize("objective", ["plain", "kl", "sequence_mean", "sum_norm"])
+@pytest.mark.parametrize(("ranks", "budget"), [(2, 1), (2, 24), (4, 10_000)])
+def test_ranks_change_neither_weights_nor_numbers(on_ranks, world, rows, objective, ranks, budget):
+    settings = OBJECTIVES[objective]
+    alone, *engines = learned(world, rows, **settings)
+    del alone["perf/pad_frac_update"]  # the one that goes by how rows are grouped
+    for numbers, *others in on_ranks(ranks, lambda world: learned(world, rows, budget=budget, **settings)):
+        same(others, [engine.module for engine in engines])
+        del numbers["perf/pad_frac_update"]
+        assert numbers == pytest.approx(alone, rel=1e-6, abs=1e-7)
+
+
+def test_the_ratio_is_to_the_old_policy_and_not_to_the_one_that_answered(world, rows):
+    seen, *engines = learned(world, replace(rows, logprobs=rows.logprobs * 1e3))
+    same(engines, by_hand(rows))
+
+
+def test_minibatch_size_makes_the_steps(world, rows):
+    for size, steps in ((8, 3), (4, 6), (2, 12)):
+        _, actor, critic = learned(world, rows, minibatch_size=size, epochs=3)
+        same((actor, critic), by_hand(rows, minibatch_size=size, epochs=3))
+        assert actor.steps == steps and actor.backwards == [1] * steps
+
+
+def test_the_seed_orders_the_rows(world, rows):
+    heads = [learned(world, rows, seed=seed)[1].module.head for seed in (3, 3, 4)]
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+
+
+def test_what_is_padded(world, experience):
+    """Minibatches of all 4 rows, with 9, 7, 3 and 2 tokens: padded together in 36 places, of which 15 hold none; nothing where they are packed."""
+    rows = experience([4, 3, 1, 1], [5, 4, 2, 1])
+    assert learned(world, rows, epochs=1)[0]["perf/pad_frac_update"] == pytest.approx(15 / 36)
+    assert learned(world, rows, epochs=1, budget=18)[0]["perf/pad_frac_update"] == pytest.approx(3 / 24)  # 9 and 7 in one forward, 3 and 2 in another
+    seen, actor, _ = learned(world, rows, epochs=1, budget=21, packed=True)
+    assert seen["perf/pad_frac_update"] == 0 and actor.backwards == [1] and learned(world, rows, epochs=1, budget=21)[1].backwards == [2]
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_ratio_is_one_and_one_step_reports_the_state_before_it(world, rows):
+    rows, entropies = on_policy(rows)
+    seen, actor, _ = learned(world, rows, minibatch_size=8, epochs=1, budget=20)
+    advantages = rows.advantages[rows.response_mask]
+    assert seen["parity/ratio_first_minibatch_max"] == seen["policy/ratio_max"] == pytest.approx(1, abs=1e-9)
+    assert seen["policy/ratio_mean"] == pytest.approx(1) and seen["policy/clipfrac"] == seen["policy/clipfrac_low"] == 0
+    assert seen["policy/approx_kl"] == pytest.approx(0, abs=1e-12) and seen["policy/kl_k1"] == pytest.approx(0, abs=1e-9)
+    assert seen["policy/loss"] == pytest.approx(-float(advantages.double().mean()), rel=1e-6)
+    assert seen["policy/entropy"] == pytest.approx(float(entropies.mean()), rel=1e-6)
+    assert seen["policy/epochs_run"] == 1.0 and seen["policy/early_stopped"] == 0.0 and "policy/kl_loss" not in seen
+    assert actor.backwards[0] > 1
+
+
+def test_the_first_minibatchs_ratio_is_of_the_first_step_alone(world, rows):
+    rows, _ = on_policy(rows)
+    seen, *_ = learned(world, rows, minibatch_size=2, epochs=2, budget=1)
+    assert seen["parity/ratio_first_minibatch_max"] == pytest.approx(1, abs=1e-9) and seen["policy/ratio_max"] > 1.01
+
+
+def test_value_numbers(world, rows):
+    seen, *_ = learned(world, rows, minibatch_size=8, epochs=1, budget=20, value=dict(clip=None, coef=0.1))
+    with torch.no_grad():
+        values = TinyCritic(1, 2)(rows.ids, rows.attention_mask, rows.response_width)[rows.value_mask]
+    returns = rows.returns[rows.value_mask].double()
+    assert seen["value/loss"] == pytest.approx(float((values - returns).square().mean() / 2), rel=1e-6)  # without the coefficient
+    assert seen["value/explained_var"] == pytest.approx(float(1 - (returns - values).var() / returns.var()), rel=1e-5)
+    assert seen["value/mean"] == pytest.approx(float(values.mean()), rel=1e-6) and seen["value/clipfrac"] == 0
+
+
+def test_the_kl_in_the_loss_is_reported(world, rows):
+    rows, _ = on_policy(rows)
+    seen, *_ = learned(world, rows, minibatch_size=8, epochs=1, kl_coef=0.7, policy=dict(kl_in_loss=True))
+    d = (rows.logprobs - rows.ref_logprobs)[rows.response_mask].double()
+    assert seen["policy/kl_loss"] == pytest.approx(float((d**2 / 2).mean()), rel=1e-5)
+
+
+def test_gradient_norms_are_those_of_the_whole_step_averaged_over_steps(world, rows):
+    reference = TinyPolicy(V, 1)
+    rows, _ = on_policy(rows)
+    logprobs, *_ = reference(rows.ids, rows.attention_mask, rows.response_width)
+    mask = rows.response_mask
+    (-(logprobs - rows.old_logprobs)[mask].exp() * rows.advantages[mask]).mean().backward()
+    expected = torch.cat([p.grad.flatten() for p in reference.parameters()]).norm()
+    seen, *_ = learned(world, rows, minibatch_size=8, epochs=1, budget=20)
+    assert seen["policy/grad_norm"] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_describe_steps():
+    infos = {
+        "policy": [StepInfo(1.0, 0.1, False, 8.0), StepInfo(3.0, 0.2, True, 4.0)],
+        "value": [StepInfo(5.0, 0.3, False, 1.0), StepInfo(7.0, 0.4, True, 1.0)],
+    }
+    assert describe_steps(infos) == {
+        "policy/grad_norm": 2.0,
+        "policy/lr": 0.2,
+        "value/grad_norm": 6.0,
+        "value/lr": 0.4,
+        "health/skipped_steps": 1.0,  # of both models at once
+        "health/loss_scale": 4.0,
+    }
+
+
+def test_an_answer_without_actions_weighs_nothing(world, experience):
+    """A row whose mask is empty (all of it was cut away) still runs through every forward, and changes no gradient."""
+    full = experience([2, 2, 2], [3, 1, 2])
+    empty = full.select(torch.tensor([0, 1, 2, 1]))
+    mask, attention = empty.response_mask.clone(), empty.attention_mask.clone()
+    mask[3], attention[3, 2:] = False, False
+    states = torch.nn.functional.pad(mask, (0, 1))
+    rows = replace(empty, response_mask=mask, attention_mask=attention, value_mask=states)
+    assert isinstance(rows, Sequences) and rows.response_lengths.tolist() == [3, 1, 2, 0]
+    seen, *engines = learned(world, rows, minibatch_size=4, epochs=1, budget=1)
+    _, *others = learned(world, full, minibatch_size=3, epochs=1)
+    same(engines, [engine.module for engine in others])
+    assert all(number == number for number in seen.values())
+
+
+def test_describe_steps_of_a_critic_alone():
+    assert describe_steps({"policy": [], "value": [StepInfo(5.0, 0.3, True, 2.0)]}) == {
+        "value/grad_norm": 5.0,
+        "value/lr": 0.3,
+        "health/skipped_steps": 1.0,
+        "health/loss_scale": 2.0,
+    }

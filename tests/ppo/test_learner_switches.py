@@ -1,0 +1,207 @@
+"""What learn() can be told to do otherwise: end early, train the critic alone or none, one trunk, other texts beside, an average to follow."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ppo_ds.ppo.batching import minibatches
+from ppo_ds.ppo.losses import PtxObjective
+from ppo_ds.types import Sequences
+from tests.ppo.algo_cases import AS_IT_IS, attended, without_critic
+from tests.ppo.learner_cases import ANSWERS, LR, PROMPTS, Engine, TinyCritic, TinyPolicy, V, by_hand, learned, learner, old_around, same, unpadded
+
+
+@pytest.fixture
+def rows(experience):
+    return old_around(experience(PROMPTS, ANSWERS))
+
+
+# -- the end of the passes ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def near(experience):
+    return old_around(experience(PROMPTS, ANSWERS), scale=0.02)
+
+
+def distances(rows):
+    """How far the policy is from the old one before each optimizer step: sum of r - 1 - ln r over the minibatch's tokens / tokens."""
+    found = []
+    for k, part in enumerate(minibatches(len(rows), 2, 4, torch.Generator().manual_seed(3))):
+        actor, terms = by_hand(rows, steps=k)[0], []
+        for i in part.tolist():
+            logprobs = actor(*unpadded(rows, i)).logprobs[0].tolist()
+            log_ratios = [new - float(old) for new, old in zip(logprobs, rows.old_logprobs[i], strict=False)]
+            terms += [float(torch.tensor(x).exp()) - 1 - x for x in log_ratios]
+        found.append(sum(terms) / len(terms))
+    return found
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_no_further_minibatch_once_the_policy_has_moved_too_far(on_ranks, near, last, ranks):
+    """The step that finds it too far is still taken; ranks go by the distance over all of them, and leave together."""
+    moved = distances(near)
+    assert moved[0] < moved[1] < moved[2]
+    target = 0.999 * moved[last]
+    for seen, actor, critic in on_ranks(ranks, lambda world: learned(world, near, target_kl=target, budget=20)):
+        assert actor.steps == critic.steps == last + 1
+        assert (seen["policy/early_stopped"], seen["policy/epochs_run"]) == (1.0, (last + 1) / 2)
+        same((actor, critic), by_hand(near, steps=last + 1))
+
+
+def test_what_the_last_minibatch_finds_ends_nothing(world, near):
+    first, second, *_ = distances(near)
+    seen, actor, _ = learned(world, near, epochs=1, target_kl=(first + second) / 2)
+    assert actor.steps == 2 and (seen["policy/early_stopped"], seen["policy/epochs_run"]) == (0.0, 1.0)
+
+
+# -- critics ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_critic_alone(world, rows):
+    actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
+    followed = []
+    learn = learner(world, actor, critic, target_kl=1e-9, average=SimpleNamespace(follow=followed.append))
+    _, seen = learn(rows, 0.0, 3, critic_only=True)
+    same([critic], by_hand(rows)[1:])
+    same([actor], [TinyPolicy(V, 1)])
+    assert not actor.read and not actor.steps and not followed
+    assert {name.split("/")[0] for name in seen} == {"value", "health", "policy", "perf"}
+    assert {name for name in seen if name.startswith("policy/")} == {"policy/epochs_run", "policy/early_stopped"}
+    _, seen = learn(rows, 0.0, 3)  # and afterwards both
+    assert actor.steps > 0 and "policy/loss" in seen
+
+
+def test_without_a_critic(world, rows):
+    plain = without_critic(rows)
+    actor = Engine(TinyPolicy(V, 1), world)
+    seen = learner(world, actor, None, budget=20)(plain, 0.0, 3)[1]
+    same([actor], by_hand(rows)[:1])
+    assert not [name for name in seen if name.startswith("value/")]
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1), (4, 24)])
+def test_the_critic_learns_the_states_that_are_trained(on_ranks, rows, ranks, budget):
+    """Also those after the end, and not every answer's tokens: a mean over all of them."""
+    taken = [[0], [0, 6], [0, 1], [], [4], [0, 1], [1, 2, 3], [2]]  # columns of each row; the answers have 2 6 1 3 4 1 5 2 tokens
+    mask, returns = torch.zeros_like(rows.value_mask), torch.randn(rows.returns.shape, generator=torch.Generator().manual_seed(5))
+    for i, columns in enumerate(taken):
+        mask[i, columns] = True
+    rows = replace(rows, value_mask=mask, returns=returns)
+    expected = TinyCritic(1, 2)
+    errors = [(expected(*unpadded(rows, i))[0, t] - float(returns[i, t])) ** 2 / 2 for i, columns in enumerate(taken) for t in columns]
+    torch.stack(errors).mean().backward()
+    for parameter in expected.parameters():
+        parameter.data -= LR * parameter.grad
+    settings = dict(minibatch_size=8, epochs=1, budget=budget, value=dict(clip=None))
+    for seen, _, critic in on_ranks(ranks, lambda world: learned(world, rows, **settings)):
+        same([critic], [expected])
+        assert seen["value/loss"] == pytest.approx(float(torch.stack(errors).detach().mean()), rel=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1), (2, 24)])
+def test_one_trunk_learns_both_in_one_backward(on_ranks, rows, ranks, budget):
+    settings = dict(policy=dict(entropy_coef=0.3), value=dict(coef=0.1))
+    expected, _ = by_hand(rows, **settings, shared=True)
+    apart, _ = by_hand(rows, **settings)
+    assert (expected.embed - apart.embed).abs().max() > 1e-3  # the values pull at the trunk
+
+    def work(world):
+        actor = Engine(TinyPolicy(V, 1, shared=True), world)
+        return learner(world, actor, None, budget=budget, **settings)(rows, 0.0, 3)[1], actor
+
+    for seen, actor in on_ranks(ranks, work):
+        same([actor], [expected])
+        assert actor.steps == 4 and len(actor.read) == sum(actor.backwards)
+        assert {"value/loss", "value/clipfrac", "value/explained_var", "policy/loss"} <= seen.keys() and "value/lr" not in seen
+
+
+# -- beside the losses of PPO -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1), (4, 24)])
+def test_the_balance_of_experts_is_a_mean_over_all_tokens(on_ranks, rows, ranks, budget):
+    """However the rows are split: each forward's mean counts by its tokens."""
+    settings = dict(policy=dict(aux_coef=0.2))
+    for seen, *engines in on_ranks(ranks, lambda world: learned(world, rows, budget=budget, minibatch_size=8, epochs=1, **settings)):
+        same(engines, by_hand(rows, minibatch_size=8, epochs=1, **settings))
+        squares = [float(TinyPolicy(V, 1).embed[token].detach().square().sum()) for i in range(8) for token in unpadded(rows, i)[0][0, -ANSWERS[i] :]]
+        assert seen["policy/aux_loss"] == pytest.approx(sum(squares) / len(squares), rel=1e-6)
+    assert "policy/aux_loss" not in learned(on_ranks(1, lambda world: world)[0], rows)[0]
+
+
+def texts(seed, n=4):
+    """n texts of one to four tokens after a first one that is given."""
+    lengths = [1 + (i + seed) % 4 for i in range(n)]
+    attention = attended([1] * n, lengths)
+    ids = torch.randint(0, V, attention.shape, generator=torch.Generator().manual_seed(seed))
+    return Sequences(ids, attention, attention[:, 1:])
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 6), (2, 6)])
+def test_other_texts(on_ranks, rows, ranks, budget):
+    """Per step its own: 0.3 times the mean over their tokens of -log p, at temperature 1 whatever the policy's. They come before PPO's own."""
+    coef, plain = 0.3, without_critic(rows)
+    expected = TinyPolicy(V, 1, temperature=0.7)
+    optimizer, ptx_losses = torch.optim.SGD(expected.parameters(), lr=LR), []
+    for k, part in enumerate(minibatches(8, 1, 4, torch.Generator().manual_seed(3))):
+        surrogates, losses = [], []
+        for i in part.tolist():
+            log_ratio = expected(*unpadded(rows, i)).logprobs[0] - rows.old_logprobs[i, : ANSWERS[i]]
+            advantage = rows.advantages[i, : ANSWERS[i]]
+            surrogates.append(-torch.minimum(log_ratio.exp() * advantage, log_ratio.exp().clamp(0.8, 1.2) * advantage))
+        for i in range(4):
+            inputs = ids, _, r = unpadded(texts(k), i)
+            table = (expected.states(*inputs)[0, :-1] @ expected.head).log_softmax(-1)
+            losses += [-table[t, ids[0, t - r]] for t in range(r)]
+        ptx_losses += losses
+        optimizer.zero_grad()
+        (torch.cat(surrogates).mean() + coef * torch.stack(losses).mean()).backward()
+        optimizer.step()
+
+    def work(world):
+        actor = Engine(TinyPolicy(V, 1, temperature=0.7), world)
+        stream, places = iter([texts(0), texts(1)]), []
+
+        def ptx(*args):
+            places.append(len(actor.flags))  # of this forward among those of its optimizer step
+            return PtxObjective(coef)(*args)
+
+        learn = learner(world, actor, None, budget=budget, epochs=1, ptx=ptx, ptx_texts=stream, target_kl=1e9)
+        return learn(plain, 0.0, 3)[1], actor, next(stream, None), places
+
+    for seen, actor, left, places in on_ranks(ranks, work):
+        same([actor], [expected])
+        assert left is None and actor.steps == 2
+        assert seen["policy/ptx_loss"] == pytest.approx(float(torch.stack(ptx_losses).detach().mean()), rel=1e-6)
+        second = places.index(0, 1)
+        assert places == [*range(second), *range(len(places) - second)]
+
+
+def test_an_average_follows_each_step_of_the_actor(world, rows):
+    class Average:
+        def follow(self, decay):
+            seen.append((decay, actor.steps))
+
+    seen, actor = [], Engine(TinyPolicy(V, 1), world)
+    learner(world, actor, Engine(TinyCritic(1, 2), world), average=Average(), decay=0.9)(rows, 0.0, 3)
+    assert seen == [(0.9, 1), (0.9, 2), (0.9, 3), (0.9, 4)]
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_advantages_whitened_by_the_minibatch(on_ranks, rows, ranks, unbiased):
+    advantages = rows.advantages.clone()
+    for part in minibatches(8, 1, 4, torch.Generator().manual_seed(3)):
+        found = torch.cat([rows.advantages[i, : ANSWERS[i]] for i in part]).double()
+        for i in part:
+            advantages[i] = ((rows.advantages[i] - found.mean()) / found.std(unbiased=unbiased)).float()
+    expected = by_hand(replace(rows, advantages=advantages), epochs=1)
+    whitening = replace(AS_IT_IS, over="minibatch", unbiased=unbiased)
+    for _, *engines in on_ranks(ranks, lambda world: learned(world, rows, epochs=1, whitening=whitening, budget=20)):
+        for engine, module in zip(engines, expected, strict=True):
+            for ours, theirs in zip(engine.module.parameters(), module.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # whitened in float32

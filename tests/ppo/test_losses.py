@@ -1,0 +1,216 @@
+"""The losses of one micro-batch, worked by hand: values and gradients."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ppo_ds.models.policy import PolicyOutput
+from ppo_ds.ops.losses import batch_totals
+from ppo_ds.ppo.losses import PolicyObjective, PtxObjective, ValueObjective
+from tests.ppo.algo_cases import RUBBISH
+from tests.ppo.learner_cases import POLICY, VALUE
+
+# two answers, of two tokens and of one; the padding holds rubbish
+DIFFERENCES = [[0.1, 0.2], [-0.1]]  # log pi - log pi_old: the first answer's ratio is e^0.3, the second's e^-0.1
+ADVANTAGES = [[1.0, 1.0], [-2.0]]
+FROM_REFERENCE = [[0.5, -0.2], [1.0]]  # log pi - log pi_ref
+
+
+def column(rows, rubbish=RUBBISH):
+    return torch.tensor([[*row, *[rubbish] * (2 - len(row))] for row in rows], dtype=torch.float64)
+
+
+@pytest.fixture
+def micro(experience):
+    made = experience([1, 1], [2, 1])
+    old = column([[-1.0, -2.0], [-3.0]])
+    now = now_of(old)
+    return replace(
+        made, old_logprobs=old, ref_logprobs=now - column(FROM_REFERENCE, 0.0), advantages=column(ADVANTAGES), weights=torch.ones(2, 2).double()
+    )
+
+
+def now_of(old):
+    return old + column(DIFFERENCES, 0.0)
+
+
+def policy(micro, out=None, kl_coef=0.0, totals=None, **changes):
+    """Loss, parts, and the gradient on the log-probs."""
+    out = out or PolicyOutput(now_of(micro.old_logprobs), torch.full((2, 2), 5.0).double(), None, None)
+    out = PolicyOutput(*(x.clone().requires_grad_() if x is not None else None for x in out))
+    objective = PolicyObjective(**POLICY | dict(clip_low=0.2) | changes)
+    loss, seen = objective(out, micro, totals or batch_totals([micro.response_mask]), kl_coef)
+    loss.backward()
+    return loss.item(), seen, out
+
+
+def gradient(x):
+    return x.grad[torch.tensor([[True, True], [True, False]])].tolist()
+
+
+def mean(part):
+    total, count = part.tolist()
+    return total / count
+
+
+def test_token_by_token(micro):
+    """Ratios e^0.1 and e^-0.1 lie within the clip, e^0.2 is above it and has no gradient. A mean over three tokens."""
+    loss, seen, out = policy(micro)
+    assert loss == pytest.approx((-math.exp(0.1) - 1.2 + 2 * math.exp(-0.1)) / 3)
+    assert gradient(out.logprobs) == pytest.approx([-math.exp(0.1) / 3, 0, 2 * math.exp(-0.1) / 3])
+    assert mean(seen["policy/clipfrac"]) == pytest.approx(1 / 3) and mean(seen["policy/loss"]) == pytest.approx(loss)
+
+
+@pytest.mark.parametrize("agg", ["token_mean", "seq_mean_token_sum"])
+def test_an_answer_as_one_action(micro, agg):
+    """Ratios e^0.3, clipped to 1.2, and e^-0.1: a mean over two answers, whatever the aggregation of tokens is."""
+    loss, seen, out = policy(micro, level="sequence", agg=agg)
+    assert loss == pytest.approx((-1.2 + 2 * math.exp(-0.1)) / 2)
+    assert gradient(out.logprobs) == pytest.approx([0, 0, 2 * math.exp(-0.1) / 2])
+    assert mean(seen["policy/loss"]) == pytest.approx(loss)
+
+
+def test_the_gradient_of_an_answer_is_that_of_its_summed_log_prob(micro):
+    """With a wide clip: each token of the first answer gets all of -A r / 2, and not a share by length."""
+    loss, _, out = policy(micro, level="sequence", clip_high=1.0)
+    assert loss == pytest.approx((-math.exp(0.3) + 2 * math.exp(-0.1)) / 2)
+    assert gradient(out.logprobs) == pytest.approx([-math.exp(0.3) / 2] * 2 + [math.exp(-0.1)])
+
+
+@pytest.mark.parametrize(("kind", "ratios"), [("reinforce", [1.0, 1.0]), ("cispo", [1.2, math.exp(-0.1)])])
+def test_other_objectives_of_whole_answers(micro, kind, ratios):
+    """-A (clipped ratio) log pi(answer): log-probs now -0.9 - 1.8 and -3.1, summed over the answer and not averaged."""
+    loss, seen, out = policy(micro, level="sequence", kind=kind)
+    assert loss == pytest.approx((-ratios[0] * -2.7 + 2 * ratios[1] * -3.1) / 2)
+    assert gradient(out.logprobs) == pytest.approx([-ratios[0] / 2] * 2 + [ratios[1]])
+    assert mean(seen["policy/loss"]) == pytest.approx(loss)
+
+
+@pytest.mark.parametrize(("kind", "slopes"), [("reinforce", [-1, -1, 2]), ("cispo", [-math.exp(0.1), -1.2, 2 * math.exp(-0.1)])])
+def test_other_objectives_of_tokens(micro, kind, slopes):
+    assert gradient(policy(micro, kind=kind)[2].logprobs) == pytest.approx([slope / 3 for slope in slopes])
+
+
+def test_bounds_of_the_ratio(micro):
+    """clip_high 0.05 clips both tokens of the first answer; with advantage -2 and ratio e^1.5 the dual clip at 3 bounds the loss at 6."""
+    loss, seen, _ = policy(micro, clip_high=0.05)
+    assert loss == pytest.approx((-1.05 - 1.05 + 2 * math.exp(-0.1)) / 3)
+    far = replace(micro, old_logprobs=micro.old_logprobs - column([[0.0, 0.0], [1.6]], 0.0))
+    out = PolicyOutput(now_of(micro.old_logprobs), None, None, None)
+    plain, _, _ = policy(far, out, entropy_kind="sample")
+    bounded, seen, bounded_out = policy(far, out, entropy_kind="sample", dual_clip=3.0)
+    assert plain == pytest.approx((-math.exp(0.1) - 1.2 + 2 * math.exp(1.5)) / 3)
+    assert bounded == pytest.approx((-math.exp(0.1) - 1.2 + 6) / 3)
+    assert mean(seen["policy/clipfrac_low"]) == pytest.approx(1 / 3) and gradient(bounded_out.logprobs)[2] == 0
+
+
+def test_importance_weights_multiply_the_surrogate(micro):
+    weighed = replace(micro, weights=column([[2.0, 1.0], [0.5]]))
+    loss, _, out = policy(weighed, entropy_coef=0.0)
+    assert loss == pytest.approx((-2 * math.exp(0.1) - 1.2 + 0.5 * 2 * math.exp(-0.1)) / 3)
+    assert gradient(out.logprobs) == pytest.approx([-2 * math.exp(0.1) / 3, 0, math.exp(-0.1) / 3])
+
+
+# -- entropy, KL, balance -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("level", "n"), [("token", 3), ("sequence", 2)])
+def test_entropy_is_a_bonus(micro, level, n):
+    """Entropies 5: the exact ones summed over three tokens or averaged over two answers, whose entropy is the sum of their tokens'."""
+    plain, _, _ = policy(micro, level=level)
+    loss, seen, out = policy(micro, level=level, entropy_coef=0.1)
+    assert loss == pytest.approx(plain - 0.1 * 15 / n) and mean(seen["policy/entropy"]) == pytest.approx(5)
+    assert gradient(out.entropy) == pytest.approx([-0.1 / n] * 3)
+
+
+@pytest.mark.parametrize(("level", "n"), [("token", 3), ("sequence", 2)])
+def test_the_entropy_of_the_sample(micro, level, n):
+    """-log p of the tokens that were drawn: 0.9 + 1.8 + 3.1. A bonus for it pushes their log-probs down."""
+    plain, _, before = policy(micro, level=level)
+    loss, seen, out = policy(micro, level=level, entropy_coef=0.1, entropy_kind="sample")
+    assert loss == pytest.approx(plain - 0.1 * 5.8 / n) and mean(seen["policy/entropy"]) == pytest.approx(5.8 / 3)
+    pushed = [x - y for x, y in zip(gradient(out.logprobs), gradient(before.logprobs), strict=True)]
+    assert pushed == pytest.approx([0.1 / n] * 3) and out.entropy.grad is None  # added to what is minimised
+
+
+@pytest.mark.parametrize(
+    ("level", "agg", "expected"),
+    [
+        ("token", "token_mean", (0.125 + 0.02 + 0.5) / 3),
+        ("token", "seq_mean_token_mean", (0.145 / 2 + 0.5) / 2),
+        ("sequence", "token_mean", (0.145 + 0.5) / 2),  # the KL of an answer is the sum of its tokens'
+    ],
+)
+def test_the_kl_in_the_loss(micro, level, agg, expected):
+    """k2 of 0.5, -0.2 and 1 is 0.125, 0.02 and 0.5. What is reported is the mean over tokens."""
+    plain, seen, _ = policy(micro, level=level, agg=agg)
+    assert "policy/kl_loss" not in seen
+    loss, seen, _ = policy(micro, level=level, agg=agg, kl_in_loss=True, kl_coef=0.7)
+    assert loss == pytest.approx(plain + 0.7 * expected)
+    assert mean(seen["policy/kl_loss"]) == pytest.approx(0.645 / 3)
+
+
+def test_a_kl_that_is_only_watched_is_no_part_of_the_loss(micro):
+    """Answers that the reference rules out, log-prob -inf: with coefficient 0 loss and gradient do not hear of it."""
+    plain, _, before = policy(micro)
+    loss, seen, out = policy(replace(micro, ref_logprobs=micro.ref_logprobs * math.inf), kl_in_loss=True, kl_coef=0.0)
+    assert loss == plain and gradient(out.logprobs) == gradient(before.logprobs)
+    assert not math.isfinite(mean(seen["policy/kl_loss"]))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "slopes"),
+    [("k1", [1, 1, 1]), ("abs", [1, -1, 1]), ("k2", [0.5, -0.2, 1.0]), ("k3", [1 - math.exp(-0.5), 1 - math.exp(0.2), 1 - math.exp(-1.0)])],
+)
+def test_the_gradient_of_each_estimator(micro, estimator, slopes):
+    plain, _, before = policy(micro)
+    _, _, out = policy(micro, kl_in_loss=True, kl_estimator=estimator, kl_coef=0.3)
+    pulled = [x - y for x, y in zip(gradient(out.logprobs), gradient(before.logprobs), strict=True)]
+    assert pulled == pytest.approx([0.3 * slope / 3 for slope in slopes])
+
+
+def test_the_balance_loss_of_a_forward_counts_by_its_tokens(micro):
+    """This forward has 3 of the step's 12 tokens, on 2 ranks whose gradients are averaged: 0.1 * 4 * 3 / 12 * 2."""
+    totals = batch_totals([torch.ones(3, 4)], dp_size=2)
+    out = PolicyOutput(now_of(micro.old_logprobs), torch.zeros(2, 2).double(), None, torch.tensor(4.0).double())
+    plain, seen, _ = policy(micro, out, totals=totals)
+    assert "policy/aux_loss" not in seen
+    loss, seen, out = policy(micro, out, totals=totals, aux_coef=0.1)
+    assert loss == pytest.approx(plain + 0.2) and out.aux.grad.item() == pytest.approx(0.05)
+    assert seen["policy/aux_loss"].tolist() == [12.0, 3.0] and not seen["policy/aux_loss"].requires_grad
+
+
+# -- values and other texts ---------------------------------------------------------------------------------------------------------------
+
+
+def test_values(micro):
+    """Errors 1, 2 and 3 over three states, one of them after the first answer's end; halved, times 0.1. The clip at 0.5 enlarges the last."""
+    states = torch.tensor([[True, False, True], [True, False, False]])
+    rows = replace(micro, values=torch.zeros(2, 3), returns=torch.tensor([[1.0, 8.0, 2.0], [-4.0, 8.0, 8.0]]), value_mask=states)
+    values = torch.tensor([[0.0, 9.0, 0.0], [-1.0, 9.0, 9.0]], requires_grad=True)
+    totals = batch_totals([states])
+    loss, seen = ValueObjective(**VALUE | dict(clip=None, coef=0.1))(values, rows, totals)
+    assert loss.item() == pytest.approx(0.1 * (1 + 4 + 9) / 2 / 3) and mean(seen["value/loss"]) == pytest.approx(14 / 6)
+    loss.backward()
+    assert values.grad[states].tolist() == pytest.approx([-0.1 / 3, -0.2 / 3, 0.3 / 3]) and values.grad[~states].abs().max() == 0
+    clipped, _ = ValueObjective(**VALUE | dict(clip=0.5, half=False))(values, rows, totals)
+    assert clipped.item() == pytest.approx((1 + 4 + 3.5**2) / 3)
+
+
+def test_one_value_for_each_answer(micro):
+    """At level sequence each answer counts once, however long: errors 1 and 3."""
+    states = torch.tensor([[False, False, True], [False, True, False]])
+    rows = replace(micro, values=torch.zeros(2, 3), returns=torch.full((2, 3), 1.0), value_mask=states)
+    loss, _ = ValueObjective(clip=None, half=False, coef=0.5, agg="token_mean")(torch.tensor([[9.0, 9, 0], [9, 4, 9]]), rows, batch_totals([states]))
+    assert loss.item() == pytest.approx(0.5 * (1 + 9) / 2)
+
+
+def test_other_texts(micro):
+    """A mean of -log p over the tokens of the whole step: these 3 of 6."""
+    out = PolicyOutput(column([[-1.0, -2.0], [-3.0]]).requires_grad_(), None, None, None)
+    loss, seen = PtxObjective(10.0)(out, micro, batch_totals([torch.ones(2, 3)]))
+    assert loss.item() == pytest.approx(10 * 6 / 6) and seen["policy/ptx_loss"].tolist() == [6.0, 3.0]
+    loss.backward()
+    assert gradient(out.logprobs) == pytest.approx([-10 / 6] * 3) and out.logprobs.grad[1, 1] == 0

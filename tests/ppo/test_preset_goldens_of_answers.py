@@ -1,0 +1,252 @@
+"""Presets that judge an answer as a whole: YAML file to numbers, as in test_preset_goldens.py.
+
+Of sequence_level.json and group_advantages.json every output is compared, or skipped with the reason; of policy_loss.json those that are the
+loss of a preset.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ppo_ds.errors import UserError
+from tests.ops.golden import assert_no_stale_entries, cases, look_up, outputs
+from tests.ppo import preset_loops as loops
+from tests.ppo.preset_runs import NAN, WIDTH, Numbers, at_places, close, composed, gradient_of, judged, loss_of, make_and_learn, ran, states, under
+
+
+# sequence_level.json ------------------------------------------------------------------------------------------------------------------
+def after_the_end(column, mask):
+    """One value per answer, [B], as that of the state after its last token, [B,S]; the others are not to be read."""
+    return torch.full((len(mask), WIDTH + 1), NAN, dtype=column.dtype).scatter(1, mask.long().sum(1, keepdim=True), column[:, None])
+
+
+def answers(case):
+    old_values = case.inputs.get("old_values", case.values)  # seed_c: one pass, with the values as they are
+    return Numbers(
+        mask=case.mask,
+        scores=case.scores,
+        old=case.old_logprobs,
+        ref=case.ref_logprobs,
+        now=case.logprobs,
+        old_values=after_the_end(old_values, case.mask),
+        values=after_the_end(case.values, case.mask),
+        aux=case.params.get("aux_loss"),
+    )
+
+
+LOOPS = {"seed_b": ("sequence_kl",), "seed_c": ("minimind",)}
+BEFORE_THE_LOOP = "the KL is computed once, before the updates: a constant, which holds nothing back. Deliberately not offered"
+NOT_OFFERED = {"seed_b/*total_kl_before_loop": BEFORE_THE_LOOP}
+
+
+def per_answer(x, mask):
+    """The number that all tokens of an answer share."""
+    assert all(row[m].unique().numel() == 1 for row, m in zip(x, mask.bool(), strict=True)) and not x[~mask.bool()].any()
+    return x[:, 0]
+
+
+def at_the_end(x, mask):
+    """The number on the state after each answer's last token, the only one."""
+    ends = mask.long().sum(1, keepdim=True)
+    assert not x.scatter(1, ends, 0.0).any()
+    return x.gather(1, ends)[:, 0]
+
+
+def summed(name):
+    """A metric per token, as the mean over answers of their sums."""
+    return lambda run, c: run.learned[name] * float(c.mask.sum()) / len(c.mask)
+
+
+def total(run, c):
+    """Actor and critic have their losses apart. MiniMind's is a quarter, since it is one of four that are accumulated."""
+    return (loss_of(run.actor) + loss_of(run.critic)) / c.params.get("accumulation_steps", 1)
+
+
+def actor_gradient(run, c):
+    return gradient_of(run.actor) / c.params.get("accumulation_steps", 1)
+
+
+WHOLE = {
+    "seed_b/advantages": lambda run, c: per_answer(run.experience.advantages, c.mask),
+    "seed_c/advantages": lambda run, c: per_answer(run.experience.advantages, c.mask),
+    "seed_b/returns": lambda run, c: at_the_end(run.experience.returns, c.mask),
+    "seed_b/kl_before_loop": lambda run, c: (run.experience.logprobs - run.experience.ref_logprobs).sum(1),
+    "policy_loss": lambda run, c: run.learned["policy/loss"],
+    "value_loss": lambda run, c: run.learned["value/loss"],
+    "seed_b/entropy": summed("policy/entropy"),
+    "seed_b/entropy_loss": lambda run, c: -0.01 * summed("policy/entropy")(run, c),
+    "seed_b/kl_live": summed("policy/kl_loss"),
+    "seed_c/kl_ref": summed("policy/kl_loss"),
+    "seed_c/kl": lambda run, c: -summed("policy/kl_k1")(run, c),  # theirs is new - old
+    "seed_b/total_kl_live": total,
+    "seed_c/total": total,
+    "seed_b/grad_logprobs.total_kl_live": actor_gradient,
+    "seed_c/grad_logprobs": actor_gradient,
+    "grad_values": lambda run, c: at_the_end(gradient_of(run.critic), c.mask) / c.params.get("accumulation_steps", 1),
+}
+
+
+def raw_advantages(world, c):
+    return per_answer(ran(world, c, answers(c), "sequence_kl", "algo.advantage.whiten=none").experience.advantages, c.mask)
+
+
+@pytest.mark.parametrize("case", cases("sequence_level.json"), ids=lambda c: c.id)
+def test_the_golden_was_made_with_the_presets_own_parameters(case):
+    algo = composed(*LOOPS[case.id]).algo
+    ours = {"clip": algo.policy.clip_low, "vf_coef": algo.value.coef, "kl_coef": algo.kl.coef, "entropy_coef": algo.entropy.coef}
+    given = {name: value for name, value in case.params.items() if name not in ("aux_loss", "accumulation_steps")}
+    assert given == {name: ours[name] for name in given} and ("entropy_coef" in given or not algo.entropy.coef)
+
+
+@pytest.mark.parametrize(("case", "key"), outputs("sequence_level.json"))
+def test_sequence_level(world, case, key):
+    if reason := look_up(NOT_OFFERED, case, key):
+        pytest.skip(reason)
+    golden = case.outputs[key]
+    if key == "advantages_raw":
+        return close(raw_advantages(world, case), golden)
+    run = ran(world, case, answers(case), *LOOPS[case.id])
+    assert len(run.actor.steps) == len(run.critic.steps) == {"seed_b": 4, "seed_c": 1}[case.id]
+    assert (run.experience.logprobs == run.experience.old_logprobs).all() == (case.id == "seed_b")  # the other's old policy is a lagging copy
+    if key == "ratio":
+        close(run.learned["policy/ratio_max"], golden.max())
+        return close(run.learned["policy/ratio_mean"], (golden * case.mask.sum(1)).sum() / case.mask.sum())
+    close(look_up(WHOLE, case, key)(run, case), golden)
+
+
+# group_advantages.json ----------------------------------------------------------------------------------------------------------------
+def two_groups(case):
+    """The golden gives the KL of each token: the reference is that much below the policy."""
+    assert case.index.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    ref = torch.full(case.kl.shape, -2.0, dtype=case.kl.dtype)
+    values = states(case.values, case.mask)
+    return Numbers(mask=case.mask, scores=case.scores, old=ref + case.kl, ref=ref, now=ref + case.kl, old_values=values, values=values)
+
+
+def run_of(world, case, *arguments):
+    return ran(world, case, two_groups(case), *arguments, prompts=2, samples=4)
+
+
+KL_0_1 = "algo.kl.coef=0.1"  # of the golden
+RAW = "algo.advantage.whiten=none"
+WHITENED = ("algo.advantage.whiten=batch", "algo.advantage.unbiased=true")
+# A run without a critic has no returns: what verl calls so are its advantages once more, where it is not said otherwise.
+GROUPS = {
+    "verl.grpo.advantages": ("grpo",),
+    "verl.grpo.returns": ("grpo",),
+    "verl.grpo_vectorized.*": ("grpo",),
+    "verl.dr_grpo.*": ("dr_grpo",),
+    "verl.rloo.advantages": ("rloo", "algo.kl.coef=0"),
+    "verl.rloo.returns": ("rloo", "algo.kl.coef=0"),
+    "verl.rloo_vectorized.*": ("rloo", "algo.kl.coef=0"),
+    "verl.opo.*": ("grpo", "algo.advantage.estimator=opo"),
+    "verl.gpg.*": ("dr_grpo",),  # GPG's factor, answers over answers with a score, is 1 here
+    "verl.reinforce_pp_baseline.*": ("dr_grpo", *WHITENED),
+    "verl.reinforce_pp.advantages": ("reinforce_pp", KL_0_1),
+    "verl.reinforce_pp.returns": ("reinforce_pp", KL_0_1, RAW),  # the rewards to come
+    "openrlhf.reinforce.advantages": ("reinforce_pp", KL_0_1, "algo.advantage.unbiased=false"),
+    "openrlhf.reinforce*.returns": ("reinforce_pp", KL_0_1, RAW),
+    "openrlhf.gae.advantages": ("openrlhf", KL_0_1, "algo.gae.lam=0.95"),
+    "openrlhf.gae*.returns": ("openrlhf", KL_0_1, "algo.gae.lam=0.95"),
+}
+KL_APART = "the group's baseline for the score alone, the KL of each token to its own future: ours takes the answer's whole KL off the score first"
+NOT_GROUPS = {
+    "verl.grpo_passk.*": "pass@k: an advantage for the best of a group alone; no estimator here",
+    "verl.remax.*": "ReMax: needs a greedy answer to each prompt as its baseline; no estimator here",
+    "verl.*.singletons": "a prompt with one answer has no baseline: refused, see test_groups_of_one_are_refused",
+    "openrlhf.*.no_std.advantages": "advantages less their mean, not over their deviation: no kind of algo.advantage.whiten",
+    "openrlhf.reinforce_baseline*": KL_APART,
+    "openrlhf.rloo.*": KL_APART,
+    "openrlhf.group_norm.*": KL_APART,
+    "openrlhf.dr_grpo.*": KL_APART,
+}
+
+
+@pytest.mark.parametrize(("case", "key"), outputs("group_advantages.json"))
+def test_groups(world, case, key):
+    if reason := look_up(NOT_GROUPS, case, key):
+        pytest.skip(reason)
+    run = run_of(world, case, *look_up(GROUPS, case, key))
+    values = key.startswith("openrlhf.gae") and key.endswith("returns")
+    actual = at_places(run.experience.returns) if values else run.experience.advantages
+    close(under(case.mask, actual), case.outputs[key][case.mask.bool()])
+
+
+def test_rloo_takes_the_whole_answers_kl_off_its_score(world):
+    """Leave-one-out is linear: the golden, less 0.05 times the same of the answers' KL."""
+    (case,) = cases("group_advantages.json")
+    kl = [sum(row[:n].tolist()) for row, n in zip(case.kl, case.mask.sum(1).tolist(), strict=True)]
+    found = per_answer(run_of(world, case, "rloo").experience.advantages, case.mask)
+    for i, golden in enumerate(case.outputs["verl.rloo.advantages"][:, 0].tolist()):
+        others = [kl[j] for j in range(8) if j // 4 == i // 4 and j != i]
+        close(found[i], golden - 0.05 * (kl[i] - sum(others) / 3))
+
+
+def test_reinforce_pp_charges_its_own_coefficient(world):
+    """Rewards to come are linear in the KL: the golden's, charged 0.1, moves by nine tenths of the charge to come."""
+    (case,) = cases("group_advantages.json")
+    found = run_of(world, case, "reinforce_pp", RAW).experience.advantages
+    for i, n in enumerate(case.mask.sum(1).tolist()):
+        for t in range(n):
+            close(found[i, t], float(case.outputs["verl.reinforce_pp.returns"][i, t]) + 0.09 * sum(case.kl[i, t:n].tolist()))
+
+
+@pytest.mark.parametrize("preset", ["rloo", "grpo", "dr_grpo", "dapo", "gspo"])
+def test_groups_of_one_are_refused(preset):
+    with pytest.raises(UserError) as error:
+        composed(preset, samples=1)
+    assert error.value.problems[0].startswith("algo.advantage.estimator=") and "rollout.samples_per_prompt" in error.value.problems[0]
+
+
+def test_reinforce_pp_needs_no_group():
+    assert composed("reinforce_pp", samples=1).rollout.samples_per_prompt == 1
+
+
+# policy_loss.json ---------------------------------------------------------------------------------------------------------------------
+DUAL = "algo.policy.dual_clip=3"  # in all of verl's
+LOSSES = {  # golden output: preset, overrides
+    "openrlhf.PolicyLoss.eps0.2_0.28": ("dapo",),
+    "verl.vanilla.clip_higher": ("dapo", DUAL),
+    "openrlhf.PolicyLoss.gspo": ("gspo",),
+    "verl.gspo": ("gspo",),
+    "seed_a.compute_policy_loss": ("grpo", "algo.kl.coef=0"),
+    "verl.vanilla.seq-mean-token-mean": ("grpo", "algo.kl.coef=0", DUAL),
+    "verl.vanilla.seq-mean-token-sum": ("rloo", DUAL),
+    "verl.vanilla.seq-mean-token-sum-norm": ("dr_grpo", DUAL),
+    "openrlhf.PolicyLoss.eps0.2": ("reinforce_pp",),
+    "verl.vanilla.token-mean": ("verl",),  # where its dual clip binds; in pipelines.json it does not
+}
+
+
+def loss_case(world, case, *arguments, one_advantage=False):
+    """The preset's Learner on the golden's log-probs and advantages; ``one_advantage``: the first token's, for the whole answer."""
+    c = case.inputs
+    numbers = Numbers(mask=case.mask, scores=torch.zeros(6), old=case.old_logprobs, ref=c["rollout_logprobs"], now=case.logprobs)
+    advantages = case.advantages[:, :1].expand(6, WIDTH) if one_advantage else case.advantages
+    experience = judged(numbers, advantages.masked_fill(~case.mask.bool(), NAN))
+    return make_and_learn(composed(*arguments, prompts=3, samples=2), world, numbers, experience)
+
+
+@pytest.mark.parametrize("case", [c for c in cases("policy_loss.json") if c.id in ("small_step", "large_step", "f32")], ids=lambda c: c.id)
+@pytest.mark.parametrize("key", LOSSES)
+def test_losses(world, case, key):
+    run = loss_case(world, case, *LOSSES[key], one_advantage=key == "verl.gspo")
+    answers = 6 if key.endswith("norm") else 1  # verl divides by the width alone, Dr. GRPO (and we) by the number of answers too
+    close(answers * loss_of(run.actor), case.outputs[key])
+    close(answers * gradient_of(run.actor), case.outputs[f"{key}.grad"])
+    close(answers * run.learned["policy/loss"], case.outputs[key])
+
+
+def test_grpo_adds_the_kl_of_each_answer(world):
+    case = next(c for c in cases("policy_loss.json") if c.id == "large_step")
+    kl, gradient = loops.k3_loss(*(x.numpy() for x in (case.logprobs, case.rollout_logprobs, case.mask.bool())), "seq_mean_token_mean")
+    run = loss_case(world, case, "grpo")
+    close(loss_of(run.actor), case.outputs["seed_a.compute_policy_loss"] + 0.04 * kl)
+    close(gradient_of(run.actor), case.outputs["seed_a.compute_policy_loss.grad"] + 0.04 * torch.from_numpy(gradient))
+
+
+def test_every_table_entry_is_used():
+    assert_no_stale_entries("sequence_level.json", WHOLE, NOT_OFFERED)
+    assert_no_stale_entries("group_advantages.json", GROUPS, NOT_GROUPS)
+    assert_no_stale_entries("policy_loss.json", LOSSES)

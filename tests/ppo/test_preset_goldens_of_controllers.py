@@ -1,0 +1,96 @@
+"""The coefficient of the KL as the loop moves it: kl_controller.json through a preset, its Plan and Trainer.fit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from ppo_ds.build.algorithm import kl_controller
+from ppo_ds.build.trainer import _plan
+from ppo_ds.ppo.trainer import Trainer
+from ppo_ds.training.health import Ceiling, Health
+from ppo_ds.types import experience_of
+from tests.ops.golden import assert_no_stale_entries, look_up, outputs
+from tests.ppo.preset_runs import composed
+
+
+def one_token_answers(kl, n):
+    """n answers whose KL to the reference is ``kl`` on average, exactly: the first has all of it. float64, since the thresholds are sharp."""
+    nothing = torch.zeros(n, 1, dtype=torch.float64)
+    logprobs = nothing.clone()
+    logprobs[0] = kl * n  # n is a power of two
+    mask = torch.ones(n, 1, dtype=torch.bool)
+    return experience_of(
+        ids=torch.zeros(n, 2, dtype=torch.long),
+        attention_mask=mask.expand(n, 2),
+        response_mask=mask,
+        finished=mask[:, 0],
+        logprobs=logprobs,
+        old_logprobs=logprobs,
+        decode_logprobs=logprobs,
+        ref_logprobs=nothing,
+        rewards=nothing.expand(n, 2),
+        advantages=nothing,
+        weights=nothing,
+        scores=nothing[:, 0],
+    )
+
+
+def coefficients(world, config, kls, n_steps):
+    """What Trainer.fit makes of the coefficient, step after step, as these KLs are met."""
+    met, used = iter(zip(kls, n_steps, strict=True)), []
+    nothing = dict.fromkeys(("critic", "make_pretraining", "ema", "lagged", "evaluator", "tokenizer"))
+    trainer = Trainer(
+        world=world,
+        actor=SimpleNamespace(take_switched_gb=lambda: 0.0),
+        prompts=None,
+        sample=lambda prompts: (None, {}),
+        make_experience=lambda rollout, kl_coef: (one_token_answers(*next(met)), {}),
+        learn=lambda experience, kl_coef, seed, critic_only: (experience, used.append(kl_coef) or {}),
+        kl=kl_controller(config),
+        parts={},
+        eval_weights=None,
+        tracker=MagicMock(),
+        checkpoints=None,
+        stop=SimpleNamespace(agreed=lambda: None, listen=lambda: None, check=lambda: None),
+        timer=SimpleNamespace(take=lambda: {"time/step": 1.0, "time/generate": 1.0}),
+        meter=lambda *seen: {},
+        plan=_plan(config, len(kls)),
+        folder=MagicMock(),
+        health=Health(1),
+        ceiling=Ceiling(None, stops=False),
+        **nothing,
+    )
+    assert trainer.fit() == "done"
+    return [*used[1:], trainer.kl.value]
+
+
+CONTROLLERS = {
+    "*.adaptive": (("standard", "algo.kl.controller=adaptive", "algo.kl.coef=0.2"), "kl"),
+    "seed_b.threshold": (("sequence_kl",), "kl_seed_b"),
+}
+
+
+@pytest.mark.parametrize(("case", "key"), outputs("kl_controller.json"))
+def test_controllers(world, case, key):
+    preset, kls = look_up(CONTROLLERS, case, key)
+    config, p, golden = composed(*preset, "checkpoint.every=0", "tracker.samples=0"), case.params, case.outputs[key]
+    kl = config.algo.kl
+    assert (kl.coef, kl.target) == (p["init"], p["target_seed_b"] if key == "seed_b.threshold" else p["target"])
+    assert key == "seed_b.threshold" or kl.horizon == p["horizon"]
+    assert all(kl.min_coef < x < (kl.max_coef or 1.0) for x in golden)  # seed_b has no bounds: none of ours is met
+    assert coefficients(world, config, case.inputs[kls], case.n_steps) == pytest.approx([float(x) for x in golden], rel=1e-12)
+
+
+def test_the_thresholds_have_bounds(world):
+    """The KL is 0 at the start: without a floor the coefficient would halve itself to nothing (0.2 / 2^12)."""
+    config = composed("sequence_kl", "checkpoint.every=0", "tracker.samples=0")
+    assert coefficients(world, config, [0.0] * 12, [2] * 12)[-1] == 1e-4
+    assert coefficients(world, config, [1.0] * 12, [2] * 12)[-1] == 10.0
+
+
+def test_every_table_entry_is_used():
+    assert_no_stale_entries("kl_controller.json", CONTROLLERS)

@@ -1,0 +1,140 @@
+"""One optimizer step for a rollout: the update's own forward is the only one that the actor makes, and nothing comes out otherwise."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ppo_ds.build.algorithm import pretraining, reads_once
+from ppo_ds.config.schema import uses_reference
+from ppo_ds.ppo.experience import KLCharge
+from ppo_ds.types import ActorExperience, CriticExperience, ReferenceExperience
+from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, maker, without, without_critic
+from tests.ppo.learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, learner, on_policy
+from tests.ppo.preset_runs import composed
+
+ONE_STEP = dict(minibatch_size=8, epochs=1)
+
+
+@pytest.fixture
+def rows(experience):
+    return on_policy(experience(PROMPTS, ANSWERS))[0]
+
+
+def learned(world, rows, **changes):
+    """What comes back, the numbers, the actor and the critic after one optimizer step."""
+    actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
+    completed, seen = learner(world, actor, critic, **ONE_STEP | changes)(rows, 0.7, 3)
+    return completed, seen, actor, critic
+
+
+OBJECTIVES = {
+    "plain": dict(),
+    "kl": dict(policy=dict(kl_in_loss=True)),
+    "whole answers": dict(policy=dict(level="sequence")),
+    "gspo": dict(policy=dict(kind="gspo", clip_low=3e-4, clip_high=4e-4)),
+    "cispo": dict(policy=dict(kind="cispo", agg="seq_mean_token_mean")),
+    "whitened": dict(whitening=replace(AS_IT_IS, over="minibatch")),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1)])
+def test_weights_and_numbers_are_those_of_two_passes(on_ranks, rows, objective, ranks, budget):
+    settings = OBJECTIVES[objective] | dict(budget=budget)
+    once = on_ranks(ranks, lambda world: learned(world, without(rows, "logprobs", "old_logprobs"), **settings))
+    twice = on_ranks(ranks, lambda world: learned(world, rows, **settings))
+    start = TinyPolicy(V, 1)
+    for (completed, seen, *engines), (unchanged, expected, *others) in zip(once, twice, strict=True):
+        assert unchanged is rows and seen == pytest.approx(expected, rel=1e-6, abs=1e-7)
+        for engine, other in zip(engines, others, strict=True):
+            for ours, theirs in zip(engine.module.parameters(), other.module.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
+        assert (engines[0].module.head - start.head).abs().max() > 1e-3
+        assert isinstance(completed, ActorExperience) and isinstance(completed, ReferenceExperience) and isinstance(completed, CriticExperience)
+        for name in ("logprobs", "old_logprobs"):
+            expected_column = rows.logprobs.masked_fill(~rows.response_mask, 0.0).float()
+            torch.testing.assert_close(getattr(completed, name), expected_column, rtol=0, atol=1e-6)
+        assert torch.equal(completed.values, rows.values) and torch.equal(completed.ids, rows.ids)
+
+
+def test_a_second_optimizer_step_would_need_the_old_policy(world, rows):
+    with pytest.raises(AssertionError, match="second optimizer step"):
+        learned(world, without(rows, "logprobs", "old_logprobs"), minibatch_size=4)
+
+
+def test_nothing_is_read_where_the_critic_alone_learns(world, rows):
+    bare = without(rows, "logprobs", "old_logprobs")
+    actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
+    completed, _ = learner(world, actor, critic, **ONE_STEP)(bare, 0.0, 3, critic_only=True)
+    assert completed is bare and critic.steps == 1 and not actor.read
+
+
+def test_an_experience_without_a_reference_is_learned_from(world, rows):
+    bare = without_critic(without(rows, "logprobs", "old_logprobs", "ref_logprobs"))
+    completed, *_, actor, _ = learned(world, rows)
+    alone = Engine(TinyPolicy(V, 1), world)
+    other, _ = learner(world, alone, None, **ONE_STEP)(bare, 0.7, 3)
+    assert torch.equal(alone.module.head, actor.module.head)
+    assert isinstance(other, ActorExperience) and not isinstance(other, (ReferenceExperience, CriticExperience))
+
+
+# -- making the experience --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("with_reference", [True, False])
+def test_who_is_not_asked_makes_no_forward(world, early, with_reference):
+    actor, reference = Stub(), Stub(shift=2.0)
+    make = replace(maker(world, actor=actor, reference=reference, kl=KLCharge(False, "k1")), early=early)
+    make = make if with_reference else replace(make, reference=None)
+    rollout = answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]])
+    made, seen = make(rollout, 0.5)
+    assert (isinstance(made, ActorExperience), isinstance(made, ReferenceExperience)) == (early, with_reference)
+    assert (actor.forwards > 0, reference.forwards > 0) == (early, with_reference)
+    full, expected = maker(world, kl=KLCharge(False, "k1"))(rollout, 0.5)
+    assert torch.equal(made.advantages, full.advantages) and torch.equal(made.rewards, full.rewards) and seen == expected
+
+
+@pytest.mark.parametrize(("in_reward", "asked"), [(True, 1), (False, 0)])
+def test_the_critics_pretraining_asks_nobody_whose_word_changes_no_return(world, in_reward, asked):
+    actor, reference = Stub(), Stub(shift=2.0)
+    make = pretraining(maker(world, actor=actor, reference=reference, kl=KLCharge(in_reward, "k1")))
+    made, _ = make(answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]]), 0.5)
+    assert (actor.forwards, reference.forwards) == (asked, asked) and isinstance(made, CriticExperience)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "once"),
+    [
+        (("grpo",), True),  # the KL is in the loss, one pass
+        (("dapo",), True),
+        (("grpo", "algo.minibatch_size=2"), False),
+        (("grpo", "algo.epochs=2"), False),
+        (("grpo", "algo.correction.kind=tis"), False),
+        (("grpo", "algo.old_policy=lagged"), False),
+        (("rloo",), False),  # the KL is in the reward
+        (("standard", "algo.epochs=1"), False),
+        (("standard", "algo.epochs=1", "algo.kl.place=loss"), True),
+        (("standard", "algo.epochs=1", "algo.kl.place=loss", "critic.share_trunk=true"), False),
+        (("standard", "algo.epochs=1", "algo.kl.place=loss", "algo.value.warmup_steps=1"), False),
+        (("minimind",), False),  # its old policy lags
+    ],
+)
+def test_when_the_updates_forward_is_the_only_one(arguments, once):
+    assert reads_once(composed(*arguments, samples=2)) == once
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loaded"),
+    [
+        (("grpo",), True),
+        (("rloo",), True),
+        (("dapo",), False),
+        (("dr_grpo",), False),
+        (("gspo",), False),
+        (("dapo", "algo.kl.after_update=true"), True),
+    ],
+)
+def test_no_reference_is_loaded_where_nobody_asks_for_the_kl(arguments, loaded):
+    assert uses_reference(composed(*arguments, samples=2)) == loaded

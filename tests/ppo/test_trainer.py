@@ -1,0 +1,196 @@
+"""The loop on stand-ins: what is done when, when it ends, and what a checkpoint remembers."""
+
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ppo_ds.errors import UserError
+from ppo_ds.training.health import TooManySkips
+from ppo_ds.training.run_dir import RunFolder
+from ppo_ds.training.schedule import EXIT_CODES
+from tests.ppo.trainer_cases import named, stand_ins
+
+
+@pytest.fixture
+def loop(world, tokenizer):
+    return stand_ins(world, tokenizer)
+
+
+def test_a_step_is_sample_then_learn_then_log(loop):
+    trainer, events = loop()
+    assert trainer.fit() == "done" and EXIT_CODES["done"] == 0
+    assert events[:4] == ["prompts 1", ("make", "answers 1"), ("learn", 0.1, 7 * 1_000_003), ("log", 1)]
+    assert named(events, "log") == [1, 2, 3] and trainer.prompts.n == 3
+    assert [event[2] for event in events if event[0] == "learn"] == [7 * 1_000_003 + i for i in range(3)]  # every step orders the rows anew
+    assert (trainer.progress.step, trainer.progress.episodes, trainer.progress.tokens) == (3, 6, 9)
+
+
+def test_the_coefficient_of_a_step_is_the_one_before_its_update(loop):
+    trainer, events = loop(total_steps=2)
+    trainer.fit()
+    assert named(events, "learn") == pytest.approx([0.1, 0.12])
+
+
+def test_what_was_moved_for_generation_is_told_of_each_step_by_itself(loop):
+    trainer, _ = loop(total_steps=2)
+    trainer.fit()  # the stand-in's first number is that of before the first step
+    assert [trainer.tracker.metrics[step]["perf/switch_gb"] for step in (1, 2)] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("stop", "plan", "reason", "steps"),
+    [
+        ((), {}, "done", 3),
+        ((), dict(stop_at_step=2), "stop_at_step", 2),
+        ((None, "signal"), {}, "signal", 1),
+        ((None, None, "time_limit"), {}, "time_limit", 2),
+        (("signal",), {}, "signal", 0),
+        ((None, None, None, "signal"), {}, "signal", 3),
+    ],
+)
+def test_why_it_ends(loop, stop, plan, reason, steps):
+    trainer, events = loop(stop, **plan)
+    assert trainer.fit() == reason and trainer.progress.step == steps
+    assert (("save", steps, False) in events) == (steps > 0)  # always at the end, unless there is nothing to keep
+    assert named(events, "finish") == [{"exit_reason": reason}]
+    assert bool(named(events, "export")) == (reason != "signal")
+
+
+AGAIN = "run/step_1   the same command goes on (run.resume=auto)"
+
+
+@pytest.mark.parametrize(
+    ("how", "exported", "checkpoint"),
+    [
+        (dict(stop=(None, "signal")), False, AGAIN),
+        (dict(max_kl=1e-9, stops=True), False, AGAIN),
+        (dict(stop=(None, "time_limit")), True, AGAIN),
+        (dict(stop_at_step=1), True, "run/step_1   the same command without run.stop_at_step goes on (run.resume=auto)"),
+        (dict(stop=("signal",)), False, None),  # there is none yet
+        (dict(stop=(None, "signal"), checkpoint_every=0), False, None),
+        (dict(total_steps=1), True, None),
+    ],
+)
+def test_a_run_that_was_ended_early_says_how_it_goes_on(loop, how, exported, checkpoint):
+    trainer, _ = loop(**how)
+    told = []
+    trainer.checkpoints.save = lambda step, *_, **__: Path(f"run/step_{step}")
+    trainer.folder.report = lambda *_, **said: told.append(said)
+    trainer.fit()
+    assert told == [{"exported": exported, "checkpoint": checkpoint}]
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_a_run_that_was_broken_off_shows_no_old_evaluation(world, tokenizer, tmp_path, capsys, exported):
+    (tmp_path / "metrics.jsonl").touch()
+    rows = [{"prompt": "p", "asked": "p", "response": "r", "score": 1.0}]
+    folder = RunFolder(tmp_path, world=world, tokenizer=tokenizer, title="a run")
+    folder.report({"eval/accuracy": 0.5}, {"eval/accuracy": 0.75}, rows, rows, exported=exported, checkpoint="run/step_1   goes on")
+    shown = capsys.readouterr().out
+    assert ("Held-out prompts" in shown) == ("Sample answers" in shown) == exported
+    assert "checkpoint  run/step_1   goes on" in shown
+
+
+@pytest.mark.parametrize(("every", "steps"), [(None, [3]), (0, []), (1, [1, 2, 3]), (2, [2, 3]), (3, [3])])
+def test_checkpoints_are_saved_when_due_and_once(loop, every, steps):
+    trainer, events = loop(checkpoint_every=every)
+    trainer.fit()
+    assert named(events, "save") == steps
+
+
+def test_evaluation_before_on_the_way_and_after_the_last(loop):
+    trainer, events = loop(scores=[0.2, 0.4, 0.6], eval_every=2)
+    trainer.fit()
+    order = [event for event in events if event == "evaluate" or event[0] == "learn"]
+    assert [event if event == "evaluate" else "learn" for event in order] == ["evaluate", "learn", "learn", "evaluate", "learn", "evaluate"]
+    (summary,) = named(events, "finish")
+    assert summary == {
+        "exit_reason": "done",
+        "heldout_accuracy_before": 0.1,
+        "heldout_accuracy_after": 0.3,
+        "heldout_score_mean_before": 0.2,
+        "heldout_score_mean_after": 0.6,
+    }
+    assert len(trainer.progress.first_rows) == len(trainer.progress.last_rows) == 8
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [
+        ([9.0, 0.0, -1.0, 0.5], [1, 3]),  # 0 is a score like any other
+        ([9.0, -3.0, -2.0, -2.0], [1, 2]),
+        ([9.0, 1.0, float("nan"), 0.5], [1]),
+        ([9.0, float("nan"), 0.1, 0.2], [2, 3]),
+    ],
+)
+def test_the_best_is_what_scored_above_all_before(loop, scores, best):
+    trainer, events = loop(scores=scores, eval_every=1, keep_best=True, checkpoint_every=0)
+    trainer.fit()
+    assert [event[1:] for event in events if event[0] == "save"] == [(step, True) for step in best]
+
+
+def test_a_resumed_run_goes_on_where_the_checkpoint_was(loop):
+    trainer, _ = loop(scores=[0.1, 0.2], stop_at_step=2)
+    trainer.fit()
+    state = trainer.state_dict()
+    resumed, events = loop(scores=[0.9])
+    resumed.checkpoints.load = lambda path, models, shadows: state
+    resumed.resume("somewhere")
+    assert resumed.kl.value == trainer.kl.value != 0.1
+    assert resumed.fit() == "done" and named(events, "log") == [3] and "prompts 3" in events
+    (summary,) = named(events, "finish")
+    assert (summary["heldout_accuracy_before"], summary["heldout_accuracy_after"]) == (0.05, 0.45)
+    assert resumed.progress.episodes == 6
+
+
+def test_a_run_resumed_at_its_end_does_nothing_more(loop):
+    trainer, _ = loop(scores=[0.1, 0.2])
+    trainer.fit()
+    resumed, events = loop(scores=[])
+    resumed.checkpoints.load = lambda path, models, shadows: trainer.state_dict()
+    resumed.resume("somewhere")
+    assert resumed.fit() == "done" and not named(events, "log") and not named(events, "save")
+    assert named(events, "finish")[0]["heldout_accuracy_after"] == 0.1
+
+
+def test_numbers_that_go_wrong_take_the_run_back_once_and_then_end_it(loop, monkeypatch):
+    """The third step's update gives up each time; the checkpoint is of the second."""
+    trainer, events = loop(checkpoint_every=1)
+    learn, checkpoints, said = trainer.learn, trainer.checkpoints, []
+
+    def gives_up(rows, kl_coef, seed, critic_only):
+        if trainer.progress.step == 2:
+            trainer.health.skips = 2
+            raise TooManySkips(SimpleNamespace(what=("score",)))
+        return learn(rows, kl_coef, seed, critic_only)
+
+    def save(step, models, state, best, shadows):
+        checkpoints.saved.append(deepcopy(state))
+        return Path(f"step_{step}")
+
+    trainer.learn, checkpoints.save = gives_up, save
+    monkeypatch.setattr("ppo_ds.ppo.trainer.last_words", lambda folder, step, *rest: said.append((folder.name, step)) or "told")
+    trainer.folder.path = Path("run")
+    assert trainer.fit() == "nonfinite" and EXIT_CODES["nonfinite"] == 1
+    assert [event for event in events if str(event).startswith("prompts")] == [f"prompts {n}" for n in (1, 2, 3, 3)]
+    assert named(events, "log") == [1, 2] and named(events, "rewind") == [2] and said == [("step_000003", 3)]
+    assert len(checkpoints.saved) == 2 and trainer.progress.rollbacks == 1 and not named(events, "export")
+    assert "told" in named(events, "finish")[0]["error"]
+
+
+def test_without_a_sound_checkpoint_there_is_no_way_back(loop, monkeypatch):
+    trainer, events = loop()
+    monkeypatch.setattr("ppo_ds.ppo.trainer.last_words", lambda *_: "told")
+    trainer.folder.path = Path("run")
+
+    def gives_up(rows, kl_coef, seed, critic_only):
+        raise TooManySkips(SimpleNamespace(what=("score",)))
+
+    def damaged(path, models, shadows):
+        raise UserError("it is damaged")
+
+    trainer.learn, trainer.checkpoints.load, trainer.home = gives_up, damaged, Path("step_7")
+    assert trainer.fit() == "nonfinite" and "no way back: it is damaged" in named(events, "finish")[0]["error"]
+    assert named(events, "log") == [] == named(events, "save")

@@ -1,0 +1,96 @@
+"""Advantages to mean 0 and variance 1: over what, and counted how."""
+
+import statistics
+
+import pytest
+import torch
+
+from ppo_ds.ppo.advantages import Whitening
+
+LENGTHS = [2, 1, 3, 1]
+RAW = [[1.0, 2.0], [6.0], [-1.0, 0.0, 4.0], [8.0]]
+WHOLE = [1.5, 6.0, 1.0, 8.0]  # of each answer, the mean of its tokens
+
+
+def columns():
+    mask = torch.arange(3) < torch.tensor(LENGTHS)[:, None]
+    return torch.tensor([[*row, *[1e6] * (3 - len(row))] for row in RAW]), mask
+
+
+def flat(x, mask):
+    return x[mask].tolist()
+
+
+def whitened(numbers, unbiased):
+    spread = statistics.stdev(numbers) if unbiased else statistics.pstdev(numbers)
+    return [(x - statistics.fmean(numbers)) / spread for x in numbers]
+
+
+TOKENS = [x for row in RAW for x in row]
+
+
+def per_token(numbers):
+    return [x for x, length in zip(numbers, LENGTHS, strict=True) for _ in range(length)]
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize(
+    ("over", "level", "expected"),
+    [
+        ("batch", "token", lambda u: whitened(TOKENS, u)),
+        ("group", "token", lambda u: whitened(TOKENS[:3], u) + whitened(TOKENS[3:], u)),
+        ("batch", "sequence", lambda u: per_token(whitened(WHOLE, u))),
+        ("group", "sequence", lambda u: per_token(whitened(WHOLE[:2], u) + whitened(WHOLE[2:], u))),
+    ],
+)
+def test_while_the_experience_is_made(world, over, level, unbiased, expected):
+    """Per token, or at level sequence once for each answer, however long it is."""
+    raw, mask = columns()
+    whitening = Whitening(over, unbiased, level)
+    made = whitening.in_rollout(raw, mask, 2, world.sum)
+    assert flat(made, mask) == pytest.approx(expected(unbiased), abs=1e-5) and made[~mask].abs().max() == 0
+    assert torch.equal(whitening.in_minibatch(raw, mask), raw)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_minibatches_wait_for_the_learner(world, level):
+    raw, mask = columns()
+    whitening = Whitening("minibatch", True, level)
+    assert torch.equal(whitening.in_rollout(raw, mask, 2, world.sum), raw)
+    expected = whitened(TOKENS, True) if level == "token" else per_token(whitened(WHOLE, True))
+    assert flat(whitening.in_minibatch(raw, mask), mask) == pytest.approx(expected, abs=1e-5)
+
+
+def test_none(world):
+    raw, mask = columns()
+    plain = Whitening("none", False, "token")
+    assert torch.equal(plain.in_rollout(raw, mask, 2, world.sum), raw) and torch.equal(plain.in_minibatch(raw, mask), raw)
+
+
+@pytest.mark.parametrize("over", ["batch", "group"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_two_ranks_equal_one(on_ranks, world, over, level):
+    """Each with a group of its own, at another width."""
+    raw, mask = columns()
+    whitening = Whitening(over, True, level)
+    whole = flat(whitening.in_rollout(raw, mask, 2, world.sum), mask)
+    shares = [(raw[:2, :2], mask[:2, :2]), (raw[2:], mask[2:])]
+    made = on_ranks(2, lambda world: flat(whitening.in_rollout(*shares[world.rank], 2, world.sum), shares[world.rank][1]))
+    assert made[0] + made[1] == pytest.approx(whole, abs=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_answers_without_an_action_do_not_count(world, level):
+    raw, mask = columns()
+    more, empty = torch.cat([raw, torch.full((2, 3), 1e6)]), torch.cat([mask, torch.zeros(2, 3, dtype=torch.bool)])
+    whitening = Whitening("batch", False, level)
+    assert flat(whitening.in_rollout(more, empty, 2, world.sum), empty) == pytest.approx(flat(whitening.in_rollout(raw, mask, 2, world.sum), mask))
+    nothing = Whitening("group", True, level).in_rollout(more, empty, 2, world.sum)
+    assert torch.isfinite(nothing).all() and nothing[4:].abs().max() == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_equal_advantages_become_zero(world, level):
+    """A group whose answers are all alike: no spread to divide by, and no NaN."""
+    made = Whitening("group", True, level).in_rollout(torch.full((2, 2), 0.3), torch.ones(2, 2, dtype=torch.bool), 2, world.sum)
+    assert made.abs().max() < 1e-3

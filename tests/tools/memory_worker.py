@@ -1,0 +1,68 @@
+"""Trains two steps and writes the peak of each phase: `memory_worker.py FOLDER`. See test_doctor.py.
+
+What tensors take is what the process takes: started with MALLOC_MMAP_THRESHOLD_ set, the C library gives each large block back when it is freed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+folder = Path(sys.argv[1])
+
+from launch.cli import load_config  # noqa: E402
+from launch.train import prepare_environment  # noqa: E402
+from ppo_ds.distributed.heartbeat import leave  # noqa: E402
+
+config = load_config(json.loads((folder / "arguments.json").read_text()))
+prepare_environment(verbose=False)
+
+from ppo_ds.build import trainer as build  # noqa: E402
+from ppo_ds.distributed import world  # noqa: E402
+from ppo_ds.training.timing import PhaseTimer  # noqa: E402
+
+world.keep_freed_memory = lambda: False
+trim = ctypes.CDLL("libc.so.6").malloc_trim
+peaks: dict[str, int] = {}
+before = 0
+
+
+def kilobytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def begin() -> None:
+    """The peak counts from here on."""
+    gc.collect()
+    trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+@contextmanager
+def measured(timer: PhaseTimer, phase: str) -> Iterator[None]:
+    begin()
+    with timed(timer, phase):
+        yield
+    peaks[phase] = max(peaks.get(phase, 0), kilobytes("VmHWM") - before)
+
+
+def loaded(*args: Any, **kwargs: Any) -> Any:
+    global before
+    begin()
+    before = kilobytes("VmRSS")
+    return roles(*args, **kwargs)
+
+
+timed, PhaseTimer.__call__ = PhaseTimer.__call__, measured
+roles, build._roles = build._roles, loaded
+trainer = build.build_trainer(config)
+trainer.fit()
+(folder / "peaks.json").write_text(json.dumps({phase: 1024 * peak for phase, peak in peaks.items()}))
+leave(0)

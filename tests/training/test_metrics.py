@@ -1,0 +1,77 @@
+"""Numbers for people: sums and counts, never means of means."""
+
+import pytest
+import torch
+
+from ppo_ds.training.metrics import MetricSums
+
+NAN = float("nan")
+
+
+def test_masked_means_ignore_what_lies_outside(world):
+    sums = MetricSums()
+    sums.add_mean("a", torch.tensor([[1.0, 5.0, NAN], [3.0, float("inf"), NAN]]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool())
+    sums.add_mean("b", torch.tensor([True, False, True, True]))
+    sums.add_mean("none", torch.tensor([NAN]), torch.tensor([False]))
+    assert sums.reduced(world) == {"a": 3.0, "b": 0.75, "none": 0.0}
+
+
+def test_means_over_microbatches_and_ranks_are_those_of_all_values(on_ranks):
+    values = torch.arange(10.0) ** 2
+    parts = [[values[:1], values[1:2]], [values[2:3], values[3:]]]  # rank 1 holds most of them
+
+    def work(world):
+        sums = MetricSums()
+        for part in parts[world.rank]:
+            sums.add_mean("mean", part)
+            sums.add_spread("x", part)
+            sums.add_max("max", part.max())
+            sums.add_max("top", -part.min() - 1)
+        return sums.reduced(world)
+
+    for seen in on_ranks(2, work):
+        assert seen == pytest.approx({"mean": 28.5, "x/mean": 28.5, "x/std": float(values.std(unbiased=False)), "max": 81.0, "top": -1.0})
+
+
+def test_a_spread_without_variance_is_zero_and_not_nan(world):
+    sums = MetricSums()
+    sums.add_spread("x", torch.full((7,), 0.1))
+    assert sums.reduced(world)["x/std"] == pytest.approx(0, abs=1e-8)
+
+
+def test_spread_under_a_mask(world):
+    sums = MetricSums()
+    for name in ("adv", "eval/score"):
+        sums.add_spread(name, torch.tensor([1.0, 3.0, NAN]), torch.tensor([True, True, False]))
+    assert sums.reduced(world) == {"adv/mean": 2.0, "adv/std": 1.0, "eval/score_mean": 2.0, "eval/score_std": 1.0}
+
+
+def test_maxima_may_be_negative(on_ranks):
+    def work(world):
+        sums = MetricSums()
+        sums.add_max("m", torch.tensor(-3.0 - world.rank))
+        return sums.reduced(world)
+
+    assert on_ranks(2, work) == [{"m": -3.0}, {"m": -3.0}]
+
+
+def test_moments_become_an_explained_variance(on_ranks):
+    """Returns 1, 2, 3, 6 and values 1, 2, 4, 4: errors 0, 0, -1, 2. Var(returns) = 3.5, Var(errors) = 1.1875."""
+    returns, values = torch.tensor([1.0, 2.0, 3.0, 6.0]), torch.tensor([1.0, 2.0, 4.0, 4.0])
+
+    def work(world):
+        r = returns[2 * world.rank : 2 * world.rank + 2]
+        e = r - values[2 * world.rank : 2 * world.rank + 2]
+        sums = MetricSums()
+        sums.add_parts({"ev": torch.stack([torch.tensor(2.0), r.sum(), (r * r).sum(), e.sum(), (e * e).sum()])})
+        return sums.reduced(world)["ev"]
+
+    assert on_ranks(2, work) == pytest.approx([1 - 1.1875 / 3.5] * 2)
+
+
+def test_no_gradient_is_kept(world):
+    sums = MetricSums()
+    x = torch.ones(2, requires_grad=True)
+    sums.add_mean("x", x)
+    sums.add_parts({"y": torch.stack([x.sum(), x.sum()]), "z": x[0]})
+    assert not any(part.requires_grad for part in sums._parts.values()) and sums.reduced(world)["y"] == 1.0

@@ -1,0 +1,377 @@
+import hashlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from ppo_ds.distributed.store import Gone
+from ppo_ds.training.stopping import Abandoned, StopRequest
+from ppo_ds.training.timing import PhaseTimer
+
+CPU = torch.device("cpu")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """time.perf_counter under the test's hand."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def spend(clock, seconds):
+    clock[0] += seconds
+
+
+def test_phases_add_up_to_the_step(clock):
+    timer = PhaseTimer(CPU)
+    for seconds in (2.0, 3.0):
+        with timer("generate"):
+            spend(clock, seconds)
+    with timer("values"):
+        spend(clock, 1.0)
+    spend(clock, 4.0)
+    assert timer.take() == {"time/generate": 5.0, "time/values": 1.0, "time/other": 4.0, "time/step": 10.0}
+    spend(clock, 1.5)
+    assert timer.take() == {"time/other": 1.5, "time/step": 1.5}  # a new step begins where the last was taken
+
+
+def test_a_phase_within_a_phase_is_not_counted_twice(clock):
+    timer = PhaseTimer(CPU)
+    with timer("eval"):
+        spend(clock, 1.0)
+        with timer("switch"):
+            spend(clock, 2.0)
+    with timer("switch"):
+        spend(clock, 4.0)
+    assert timer.take() == {"time/eval": 3.0, "time/switch": 4.0, "time/other": 0.0, "time/step": 7.0}
+
+
+def test_a_phase_that_fails_is_counted_and_closed(clock):
+    timer = PhaseTimer(CPU)
+    with pytest.raises(ValueError), timer("reward"):
+        spend(clock, 1.0)
+        raise ValueError
+    with timer("values"):
+        spend(clock, 2.0)
+    assert timer.take() == {"time/reward": 1.0, "time/values": 2.0, "time/other": 0.0, "time/step": 3.0}
+
+
+class Device:
+    """A GPU with one stream: work is queued by the host and takes the device some seconds. Stands in for ``torch.cuda``."""
+
+    def __init__(self, clock):
+        self.clock, self.free_at, self.waits = clock, 0.0, 0
+
+    def work(self, seconds):
+        self.free_at = self._reached() + seconds
+
+    def _reached(self):
+        """When the device gets to what is queued now."""
+        return max(self.free_at, self.clock[0])
+
+    def Event(self, enable_timing):
+        assert enable_timing
+        return Event(self)
+
+    def current_stream(self, device):
+        return self
+
+    def synchronize(self, device):
+        self.waits += 1
+        self.clock[0] = self._reached()
+
+
+class Event:
+    def __init__(self, device):
+        self.device, self.at = device, None
+
+    def record(self, stream):
+        assert stream is self.device
+        self.at = self.device._reached()
+
+    def elapsed_time(self, end):
+        assert end.at <= self.device.clock[0], "not there yet"
+        return 1000 * (end.at - self.at)
+
+
+@pytest.fixture
+def device(clock, monkeypatch):
+    device = Device(clock)
+    for name in ("Event", "current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+    return device
+
+
+def test_on_a_gpu_interleaved_phases_are_the_devices_seconds_and_nobody_waits_for_them(clock, device):
+    timer = PhaseTimer(torch.device("cuda", 0))
+    for _ in range(3):
+        with timer("update_actor"):
+            spend(clock, 0.25)  # the host queues it, and is done long before the device
+            device.work(4.0)
+        with timer("update_critic"):
+            spend(clock, 0.25)
+            device.work(2.0)
+    assert device.waits == 0 and clock[0] == 101.5
+    # the device begins 0.25 s late: the host's first quarter of a second is update_actor's, as nothing else goes on
+    assert timer.take() == pytest.approx({"time/update_actor": 12.25, "time/update_critic": 6.0, "time/other": 0.0, "time/step": 18.25})
+    assert device.waits == 1
+    spend(clock, 1.5)
+    assert timer.take() == {"time/other": 1.5, "time/step": 1.5}
+
+
+def test_on_a_gpu_work_of_the_host_counts_where_the_device_is_idle(clock, device):
+    timer = PhaseTimer(torch.device("cuda", 0))
+    with timer("generate"):
+        spend(clock, 1.0)
+        device.work(2.0)
+        device.synchronize(0)  # the host reads the answers
+    with timer("reward"):
+        spend(clock, 5.0)  # a function on the CPU
+    with timer("values"):
+        device.work(3.0)
+    with timer("advantages"):
+        spend(clock, 1.0)  # hidden behind the device's work
+    spend(clock, 4.0)
+    assert timer.take() == pytest.approx(
+        {"time/generate": 3.0, "time/reward": 5.0, "time/values": 3.0, "time/advantages": 0.0, "time/other": 2.0, "time/step": 13.0}
+    )
+
+
+def test_on_a_gpu_too_a_phase_within_a_phase_is_the_outer_one(clock, device):
+    timer = PhaseTimer(torch.device("cuda", 0))
+    with timer("eval"), timer("switch"):
+        device.work(2.0)
+    with pytest.raises(ValueError), timer("switch"):
+        device.work(4.0)
+        raise ValueError
+    assert timer.take() == pytest.approx({"time/eval": 2.0, "time/switch": 4.0, "time/other": 0.0, "time/step": 6.0})
+
+
+@pytest.mark.parametrize(
+    ("phase", "key"),
+    [
+        ("generate", "memory.rollout_tokens"),
+        ("eval", "memory.rollout_tokens"),
+        ("old_logprobs", "memory.score_tokens"),
+        ("ref_logprobs", "memory.score_tokens"),
+        ("values", "memory.score_tokens"),
+        ("reward", "memory.score_tokens"),
+        ("update_actor", "memory.train_tokens"),
+        ("update_critic", "memory.train_tokens"),
+    ],
+)
+def test_running_out_of_memory_names_the_phase_and_the_key_to_lower(phase, key):
+    with pytest.raises(torch.OutOfMemoryError) as caught, PhaseTimer(CPU)(phase):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    (note,) = caught.value.__notes__
+    assert repr(phase) in note and f"lower {key}" in note
+
+
+def test_running_out_of_memory_at_the_switch_names_what_takes_less():
+    with pytest.raises(torch.OutOfMemoryError) as caught, PhaseTimer(CPU)("switch"):
+        raise torch.OutOfMemoryError
+    (note,) = caught.value.__notes__
+    assert note.endswith("'switch'; set actor.zero.generate=layers or actor.zero.offload_states=always")
+
+
+def test_other_phases_and_other_errors():
+    with pytest.raises(torch.OutOfMemoryError) as caught, PhaseTimer(CPU)("checkpoint"):
+        raise torch.OutOfMemoryError
+    assert caught.value.__notes__ == ["out of memory in the phase 'checkpoint'"]
+    with pytest.raises(RuntimeError) as other, PhaseTimer(CPU)("values"):
+        raise RuntimeError
+    assert not hasattr(other.value, "__notes__")
+
+
+@pytest.fixture
+def handlers():
+    """A signal that nobody handles fails the test instead of ending the run."""
+
+    def unhandled(number, frame):
+        raise AssertionError(f"signal {number} was not handled")
+
+    before = {number: signal.signal(number, unhandled) for number in SIGNALS}
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Board(dict):
+    """What ranks tell each other, in memory."""
+
+    put = dict.__setitem__
+
+
+class Rank:
+    """A world of which nothing is asked but who this is."""
+
+    def __init__(self, rank):
+        self.rank, self.is_main = rank, rank == 0
+
+
+@pytest.fixture
+def listening(handlers):
+    """The stop requests of some ranks; they share a board."""
+
+    def make(ranks=1, world=None, max_minutes=None, board=None):
+        board = Board() if board is None else board
+        stops = [StopRequest(world or Rank(rank), max_minutes, board) for rank in range(ranks)]
+        for stop in stops:
+            stop.listen()  # the last has the handlers
+        return stops
+
+    return make
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_only_sets_a_flag(listening, world, number):
+    (stop,) = listening(world=world)
+    assert stop.agreed() is None and not stop.asked()
+    stop.check()
+    os.kill(os.getpid(), number)
+    assert stop.asked() and stop.agreed() == stop.agreed() == "signal"
+    with pytest.raises(Abandoned):
+        stop.check()
+
+
+def test_before_it_listens_it_is_deaf_and_looks_at_nothing(world):
+    stop = StopRequest(world, None, None)
+    stop.look()
+    assert stop.agreed() is None
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_what_one_rank_hears_all_know_after_a_look_of_each(listening, caplog, number):
+    others = listening(ranks=2)
+    (mine,) = listening(world=Rank(2), board=others[0].notices)
+    os.kill(os.getpid(), number)
+    assert [stop.asked() for stop in (mine, *others)] == [True, False, False]
+    for stop in (mine, *others):
+        stop.look()
+    assert all(stop.asked() for stop in others)
+    (said,) = [record.getMessage() for record in caplog.records]  # by rank 0 alone
+    assert said.startswith(f"stopping: {signal.Signals(number).name} to rank 2;")
+    for stop in (mine, *others):
+        stop.look()
+    assert len(caplog.records) == 1
+
+
+def test_a_signal_is_known_while_the_main_thread_does_not_get_back_to_python(listening):
+    """As in a collective that waits for another rank: a handler in Python would be called after it."""
+    (stop,) = listening()
+    seen, until = [], time.monotonic() + 60
+
+    def other_thread():
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stop.asked() and time.monotonic() < until:
+            stop.look()
+        seen.append(time.monotonic())
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    hashlib.pbkdf2_hmac("sha256", b"one", b"call", 1_500_000)  # a second in C, without the interpreter's lock
+    back = time.monotonic()
+    thread.join()
+    assert seen[0] < back
+
+
+def test_a_signal_that_comes_while_the_thread_looks_is_not_forgotten(listening):
+    """Decoding may have ended for it already: who asks later must hear of it too."""
+
+    class Slow(Board):
+        def get(self, name):
+            os.kill(os.getpid(), signal.SIGTERM)  # its handler is called before this returns
+            return None
+
+    (stop,) = listening(board=Slow())
+    stop.look()
+    assert stop.asked()
+
+
+def test_a_launcher_that_has_ended_is_a_signal(listening, monkeypatch):
+    monkeypatch.setattr("ppo_ds.training.stopping.launchers", lambda: (17, 4))
+    (stop,) = listening()
+    stop.look()
+    assert not stop.asked()
+    monkeypatch.setattr("ppo_ds.training.stopping.launchers", lambda: ())  # its parent is another one now
+    stop.look()
+    assert stop.asked() and "launcher of rank 0" in stop.notices["stop"]
+
+
+def test_without_the_store_each_rank_goes_by_what_it_sees_itself(listening, monkeypatch):
+    class Dead:
+        def put(self, name, text):
+            raise Gone
+
+        def get(self, name):
+            raise Gone
+
+    (stop,) = listening(board=Dead())
+    stop.look()
+    assert not stop.asked()
+    monkeypatch.setattr("ppo_ds.training.stopping.launchers", lambda: (-1,))
+    stop.look()
+    assert stop.asked()
+
+
+def test_a_time_limit_is_no_reason_to_abandon_a_step(listening, world, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    (stop,) = listening(world=world, max_minutes=0.5)
+    now[0] += 29.9
+    assert stop.agreed() is None
+    now[0] += 0.2
+    assert stop.agreed() == "time_limit" and not stop.asked()
+    stop.check()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.agreed() == "signal"  # the stronger reason
+
+
+@pytest.mark.parametrize(
+    ("flags", "late", "reason"),
+    [
+        ((False, True), (False, False), "signal"),
+        ((False, False), (True, False), "time_limit"),
+        ((True, False), (True, True), "signal"),
+        ((False, False), (False, False), None),
+    ],
+)
+def test_one_rank_stops_all(on_ranks, world, flags, late, reason):
+    def work(world):
+        stop = StopRequest(world, None, Board())
+        stop._why = "SIGTERM" if flags[world.rank] else None
+        stop.deadline = 0.0 if late[world.rank] else None
+        found = stop.agreed()
+        try:
+            stop.check()
+        except Abandoned:
+            return found, "abandoned"
+        return found, "goes on"
+
+    assert on_ranks(2, work) == [(reason, "abandoned" if any(flags) else "goes on")] * 2
+
+
+def test_a_second_ctrl_c_ends_it_at_once_but_not_one_that_a_launcher_passes_on(listening, monkeypatch):
+    clock = iter([100.0, 100.5, 103.0])
+    (stop,) = listening()
+    monkeypatch.setattr("ppo_ds.training.stopping.time.monotonic", lambda: next(clock))
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)  # half a second later: the launcher's
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_sigterm_as_often_as_it_likes_and_a_first_ctrl_c_after_it_end_nothing_at_once(listening, monkeypatch):
+    clock = iter([100.0, 110.0, 120.0, 130.0])
+    (stop,) = listening()
+    monkeypatch.setattr("ppo_ds.training.stopping.time.monotonic", lambda: next(clock))
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    assert stop.asked()
