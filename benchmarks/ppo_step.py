@@ -53,7 +53,7 @@ def prepare_apart(args: argparse.Namespace, argv: list[str]) -> None:
 def measure(args: argparse.Namespace) -> int:
     """Run the trainer here and print its figures, on rank 0."""
     from launch.cli import load_config
-    from launch.train import complain, leave, prepare_environment
+    from launch.train import complain, exit_now, prepare_environment
     from ppo_ds.errors import UserError
 
     if args.threads:
@@ -63,14 +63,14 @@ def measure(args: argparse.Namespace) -> int:
         prepare_environment(config.run.verbose)
         found, is_main = run(config, args)
     except UserError as error:
-        leave(complain(error))
+        exit_now(complain(error))
     if is_main:
         from benchmarks.report import table
 
         print(table(found), flush=True)
         if args.json:
             args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    leave(0)
+    exit_now(0)
 
 
 def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:

@@ -21,12 +21,12 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from launch.cli import load_config  # noqa: E402
-from ppo_ds.distributed.heartbeat import leave, within  # noqa: E402
+from ppo_ds.distributed.heartbeat import exit_now, within  # noqa: E402
 from ppo_ds.errors import RunError, UserError  # noqa: E402
 from ppo_ds.secrets import censored  # noqa: E402
 
 if TYPE_CHECKING:
-    from ppo_ds.distributed.watchdog import Watch
+    from ppo_ds.distributed.watchdog import Watchdog
 
 QUIET = {
     "PYTHONWARNINGS": "ignore",  # of subprocesses
@@ -53,10 +53,10 @@ def main(argv: list[str]) -> int:
         os.environ |= NO_GPU
     prepare_environment(config.run.verbose)
     from ppo_ds.build.trainer import build_trainer
-    from ppo_ds.distributed.watchdog import Watch
+    from ppo_ds.distributed.watchdog import Watchdog
     from ppo_ds.training.schedule import EXIT_CODES  # torch, deepspeed and transformers: seconds, so only for a sound config
 
-    watch = Watch()
+    watch = Watchdog()
     try:
         if config.run.dry_run:
             from ppo_ds.build import dry_run
@@ -64,9 +64,9 @@ def main(argv: list[str]) -> int:
             config = dry_run.begin(config, int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0")
         trainer = build_trainer(config, watch)
     except UserError as error:
-        leave(watch.fail(complaint(error), str(error), 2, own=True) if watch.started else complain(error))
+        exit_now(watch.fail(complaint(error), str(error), 2, own=True) if watch.started else complain(error))
     except BaseException as error:  # also KeyboardInterrupt, and sys.exit() in a user's code
-        leave(report(error, watch))
+        exit_now(report(error, watch))
     watch.guard(config.run.timeout_minutes, lambda why: trainer.fail(RuntimeError(why)))
     try:
         reason = trainer.fit()
@@ -76,13 +76,13 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         code = report(error, watch)
         within(CLOSING, partial(trainer.fail, error))
-        leave(code)
+        exit_now(code)
     watch.stop()
     trainer.world.close()
-    leave(EXIT_CODES[reason])  # what threads of the libraries do in an orderly end can abort a run that went well
+    exit_now(EXIT_CODES[reason])  # what threads of the libraries do in an orderly end can abort a run that went well
 
 
-def report(error: BaseException, watch: Watch) -> int:
+def report(error: BaseException, watch: Watchdog) -> int:
     """Prints the traceback, where no other rank has failed before, and gives the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -13,10 +13,10 @@ from ppo_ds.config.schema import Config, rollout_size, value_position
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.engine.weight_copy import ShadowWeights
+from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
-from ppo_ds.ppo.advantages import CriticEstimator, Estimator, ScorePlace, Whitening
+from ppo_ds.ppo.advantages import CriticEstimator, Estimator, ScorePosition, Whitening
 from ppo_ds.ppo.experience import Correction, ExperienceMaker, KLCharge, shared_values_of, values_of
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.losses import PolicyObjective, PtxObjective, ValueObjective
@@ -48,7 +48,7 @@ def experience_maker(
     actor: TrainedModel,
     reference: FrozenModel | None,
     critic: TrainedModel | None,
-    lagged: ShadowWeights | None,
+    lagged: WeightCopy | None,
     stop_token_ids: tuple[int, ...],
     pad_id: int,
     timer: PhaseTimer,
@@ -113,8 +113,8 @@ def score_shaper(config: Config, world: World) -> ScoreShaper:
     )
 
 
-def _score_place(config: Config) -> ScorePlace:
-    return ScorePlace(config.algo.reward.place, config.algo.value.next_state)
+def _score_place(config: Config) -> ScorePosition:
+    return ScorePosition(config.algo.reward.place, config.algo.value.next_state)
 
 
 def _critic_estimator(config: Config) -> CriticEstimator:
@@ -159,7 +159,7 @@ def learner(
     actor: TrainedModel,
     critic: TrainedModel | None,
     ptx_texts: Iterator[Sequences] | None,
-    ema: ShadowWeights | None,
+    ema: WeightCopy | None,
     timer: PhaseTimer,
     health: Health,
 ) -> Learner:
@@ -207,10 +207,10 @@ def kl_controller(config: Config) -> FixedKLController:
     return FixedKLController(kl.coef)
 
 
-def shadow(model: TrainedModel, wanted: bool) -> ShadowWeights | None:
-    return ShadowWeights(model) if wanted else None
+def shadow(model: TrainedModel, wanted: bool) -> WeightCopy | None:
+    return WeightCopy(model) if wanted else None
 
 
-def eval_weights(ema: ShadowWeights | None, wanted: bool) -> Callable[[], AbstractContextManager[None]]:
+def eval_weights(ema: WeightCopy | None, wanted: bool) -> Callable[[], AbstractContextManager[None]]:
     """What evaluation runs inside: the averaged weights, or nothing."""
     return ema.swapped if ema is not None and wanted else nullcontext

@@ -28,7 +28,7 @@ def folder_of(config: Config) -> Path:
     return Path(f"{str(config.run.dir).rstrip('/')}_dry")
 
 
-def rehearsal(config: Config, ranks: int) -> Config:
+def dry_run_config(config: Config, ranks: int) -> Config:
     """The config of the dry run of ``config``: fp32, two steps, a few short answers, no wandb."""
     run, folder = config.run, folder_of(config)
     config = _moved(config, str(run.dir), str(folder))
@@ -140,7 +140,7 @@ def begin(config: Config, ranks: int, is_main: bool) -> Config:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / MARK).touch()
-    return rehearsal(config, ranks)
+    return dry_run_config(config, ranks)
 
 
 def prepare(models: list[dict[str, Any]], first: dict[str, Any] | None) -> None:

@@ -10,7 +10,7 @@ from ppo_ds.config.schema import Config
 from ppo_ds.distributed.world import World, seed_everything
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.ppo.parity import GATE_PROMPTS, Gap, parity_gap
-from ppo_ds.rollout.base import Generator, Sampling
+from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.rollout.decoding import can_decode
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.rollout.paged import PagedGenerator, unsupported
@@ -21,7 +21,7 @@ FASTEST_FIRST = ("static", "hf")  # as measured; paged has been faster nowhere y
 
 
 def build_generator(
-    config: Config, world: World, inputs: Inputs, actor: HybridActor, sampling: Sampling, stopped: Callable[[], bool], notes: list[str]
+    config: Config, world: World, inputs: Inputs, actor: HybridActor, sampling: SamplingParams, stopped: Callable[[], bool], notes: list[str]
 ) -> tuple[Generator, Gap]:
     """What decodes until it is ``stopped``, and what the parity gate found of it; ``notes`` is told which and why. A collective; draws random
     numbers."""
@@ -47,7 +47,7 @@ def _backends(config: Config, inputs: Inputs, actor: HybridActor, stopped: Calla
     }
 
 
-def _gate(config: Config, world: World, inputs: Inputs, actor: HybridActor, sampling: Sampling, made: dict[str, Generator]) -> Callable[[str], Gap]:
+def _gate(config: Config, world: World, inputs: Inputs, actor: HybridActor, sampling: SamplingParams, made: dict[str, Generator]) -> Callable[[str], Gap]:
     """Each prompt twice in a row where a step has several answers to it: a backend may read the prompt of such rows once."""
     each = min(config.rollout.samples_per_prompt, 2)
     few = inputs.source.batch([(world.rank + i // each) % len(inputs.source) for i in range(GATE_PROMPTS)])
@@ -59,7 +59,7 @@ def _gate(config: Config, world: World, inputs: Inputs, actor: HybridActor, samp
     return gap
 
 
-def _refusal(name: str, world: World, actor: HybridActor, sampling: Sampling, longest: int) -> str | None:
+def _refusal(name: str, world: World, actor: HybridActor, sampling: SamplingParams, longest: int) -> str | None:
     """Why a backend cannot decode this model, or not so, on any rank; None where it can. ``longest``: of the sequences. A collective."""
     if name == "hf":
         return None
@@ -68,7 +68,7 @@ def _refusal(name: str, world: World, actor: HybridActor, sampling: Sampling, lo
     return next((said for said in world.gather_objects(reason) if said is not None), None)
 
 
-def _not_paged(actor: HybridActor, sampling: Sampling) -> str | None:
+def _not_paged(actor: HybridActor, sampling: SamplingParams) -> str | None:
     if actor.in_step:
         return "with actor.zero.generate=layers ranks run forwards in step, and it runs as many as its own rows need"
     return unsupported(sampling) or can_page(actor.lm)

@@ -24,7 +24,7 @@ from ppo_ds.config.schema import (
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel, gathered
 from ppo_ds.engine.hybrid import HybridActor
-from ppo_ds.engine.trained import Schedule, TrainedModel, parameter_counts
+from ppo_ds.engine.trained import LRSchedule, TrainedModel, parameter_counts
 from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.errors import UserError
 from ppo_ds.models.lora import adapter_parameters, add_adapters, without_adapters
@@ -79,7 +79,7 @@ def _training(
     return {
         "world": world,
         "deepspeed_config": engine_config,
-        "schedule": Schedule(lr, optim.schedule, optim.warmup_ratio, optim.min_lr_ratio, optimizer_steps),
+        "schedule": LRSchedule(lr, optim.schedule, optim.warmup_ratio, optim.min_lr_ratio, optimizer_steps),
         "lr_factors": {parameter: optim.lr / lr for parameter in module.parameters() if parameter not in adapters},
         "betas": optim.betas,
         "eps": optim.eps,

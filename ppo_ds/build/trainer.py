@@ -39,30 +39,30 @@ from ppo_ds.config.schema import Config, resolved, rollout_size, uses_reference
 from ppo_ds.config.targets import bind
 from ppo_ds.config.warnings import slow_bf16, warnings
 from ppo_ds.data.prompts import eval_batches
-from ppo_ds.distributed.store import Notices
-from ppo_ds.distributed.watchdog import Watch
+from ppo_ds.distributed.store import RankStore
+from ppo_ds.distributed.watchdog import Watchdog
 from ppo_ds.distributed.world import World, connect, seed_everything
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.processor import computes_bf16
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.engine.weight_copy import ShadowWeights
+from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.ppo.collector import DynamicSampler, Sampler
+from ppo_ds.ppo.collector import DynamicRolloutCollector, RolloutCollector
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.trainer import Trainer
 from ppo_ds.rewards.weighted import WeightedReward
-from ppo_ds.rollout.base import Generator, Sampling
+from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.tracking.console import ConsoleTracker
 from ppo_ds.tracking.jsonl import JsonlTracker
 from ppo_ds.tracking.tracker import Tracker, Trackers
 from ppo_ds.tracking.wandb import WandbTracker
-from ppo_ds.training.health import Ceiling, Health
+from ppo_ds.training.health import Health, KLMonitor
 from ppo_ds.training.performance import build_meter
-from ppo_ds.training.run_dir import RunFolder
-from ppo_ds.training.schedule import Plan, Stateful
+from ppo_ds.training.run_dir import RunDirectory
+from ppo_ds.training.schedule import Schedule, Stateful
 from ppo_ds.training.stopping import StopRequest
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Reward
@@ -70,7 +70,7 @@ from ppo_ds.types import Reward
 RANK_SEED_OFFSET = 100_003  # a prime: ranks sample from streams that no seed of another run starts
 
 
-def build_trainer(config: Config, watch: Watch | None = None) -> Trainer:
+def build_trainer(config: Config, watch: Watchdog | None = None) -> Trainer:
     """Everything of a run, loaded and checked, resumed where it left off. Raises UserError for what the user can mend. A collective.
 
     ``watch`` is started as soon as the ranks have met.
@@ -78,7 +78,7 @@ def build_trainer(config: Config, watch: Watch | None = None) -> Trainer:
     make_reward = bind(config.reward, "reward")
     prepare = bind(config.prepare, "prepare") if config.prepare else None
     world = connect(config.run.timeout_minutes, config.run.verbose, config.run.threads)
-    notices = Notices()
+    notices = RankStore()
     if watch is not None:
         watch.start(world, notices)
     stop = StopRequest(world, config.run.max_minutes, notices)
@@ -169,8 +169,8 @@ class Roles:
     reward: Reward
     critic: TrainedModel | None  # None: critic-free, or the actor has the value head
     critic_path: str | None  # where its first weights come from
-    ema: ShadowWeights | None
-    lagged: ShadowWeights | None
+    ema: WeightCopy | None
+    lagged: WeightCopy | None
 
 
 def _roles(
@@ -211,7 +211,7 @@ def _trainer(
     world: World,
     inputs: Inputs,
     length: Horizon,
-    sampling: Sampling,
+    sampling: SamplingParams,
     roles: Roles,
     generator: Generator,
     timer: PhaseTimer,
@@ -259,21 +259,21 @@ def _trainer(
         timer=timer,
         meter=build_meter(world, roles.actor, roles.critic),
         plan=_plan(config, length.steps),
-        folder=RunFolder(run_dir, world=world, tokenizer=tokenizer, title=config.run.name),
+        folder=RunDirectory(run_dir, world=world, tokenizer=tokenizer, title=config.run.name),
         health=health,
-        ceiling=Ceiling(config.health.max_kl, stops=config.health.on_kl == "stop"),
+        ceiling=KLMonitor(config.health.max_kl, stops=config.health.on_kl == "stop"),
     )
 
 
-def _sampling(config: Config, tokenizer: Tokenizer) -> Sampling:
+def _sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
     s = config.sampling
-    return Sampling(s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_p, s.top_k, stop_ids(config, tokenizer), tuple(s.stop))
+    return SamplingParams(s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_p, s.top_k, stop_ids(config, tokenizer), tuple(s.stop))
 
 
-def _sampler(config: Config, world: World, roles: Roles, generator: Generator, sampling: Sampling, timer: PhaseTimer, stop: StopRequest) -> Sampler:
+def _sampler(config: Config, world: World, roles: Roles, generator: Generator, sampling: SamplingParams, timer: PhaseTimer, stop: StopRequest) -> RolloutCollector:
     dynamic, n = config.algo.dynamic_sampling, config.rollout.samples_per_prompt
     parts = {"actor": roles.actor, "generator": generator, "reward": roles.reward, "sampling": sampling, "timer": timer, "check": stop.check}
-    return DynamicSampler(group_size=n, max_rounds=dynamic.max_rounds, world=world, **parts) if dynamic.enabled else Sampler(**parts)
+    return DynamicRolloutCollector(group_size=n, max_rounds=dynamic.max_rounds, world=world, **parts) if dynamic.enabled else RolloutCollector(**parts)
 
 
 def _stateful(**parts: Any) -> dict[str, Stateful]:
@@ -282,7 +282,7 @@ def _stateful(**parts: Any) -> dict[str, Stateful]:
 
 
 def _evaluator(
-    config: Config, world: World, inputs: Inputs, roles: Roles, generator: Generator, sampling: Sampling, stop: StopRequest
+    config: Config, world: World, inputs: Inputs, roles: Roles, generator: Generator, sampling: SamplingParams, stop: StopRequest
 ) -> Evaluator | None:
     if inputs.held_out is None:
         return None
@@ -300,9 +300,9 @@ def _evaluator(
     )
 
 
-def _plan(config: Config, steps: int) -> Plan:
+def _plan(config: Config, steps: int) -> Schedule:
     kl = config.algo.kl
-    return Plan(
+    return Schedule(
         total_steps=steps,
         stop_at_step=config.run.stop_at_step,
         eval_every=config.eval.every,

@@ -21,12 +21,12 @@ from ppo_ds.config.schema import Config
 from ppo_ds.config.typed import defaults, did_you_mean, dotted_keys, show
 from ppo_ds.errors import UserError
 
-FREE = (
+MUTABLE = (
     *("run.name", "run.dir", "run.resume", "run.may_change", "run.dry_run", "run.stop_at_step", "run.max_minutes", "run.timeout_minutes"),
     *("run.threads", "run.verbose", "memory.*", "checkpoint.*", "health.*", "tracker.*", "eval.*", "data.eval_*", "actor.ema.evaluate"),
     *("*.model.trust_remote_code", "*.model.gradient_checkpointing", "*.zero.offload_*", "actor.zero.generate", "reference.zero.*"),
 )
-STAYS = (
+IMMUTABLE = (
     "run.seed",
     *("*.model.path", "*.model.revision", "*.model.dtype", "actor.zero.stage", "critic.zero.stage", "*.lora.rank", "*.lora.alpha", "*.lora.targets"),
     *("actor.ema.decay", "critic.init", "critic.share_trunk", "rollout.prompts_per_step", "rollout.samples_per_prompt", "data.*", "prepare.*"),
@@ -49,7 +49,7 @@ def judge(before: Settings, now: Settings, checkpoint: Path) -> list[str]:
     for change in changes(before, now):
         key = change[0]
         may = any(key == name or key.startswith(f"{name}.") for name in allowed)
-        (named if not _matches(key, STAYS) else permitted if may else refused).append(change)
+        (named if not _matches(key, IMMUTABLE) else permitted if may else refused).append(change)
     if refused:
         raise UserError(
             *[
@@ -68,7 +68,7 @@ def changes(before: Settings, now: Settings) -> list[Change]:
     return [
         (key, old.get(key), new.get(key))
         for key in dict.fromkeys([*new, *old])
-        if not _matches(key, FREE) and _placed(old.get(key), before) != _placed(new.get(key), now)
+        if not _matches(key, MUTABLE) and _placed(old.get(key), before) != _placed(new.get(key), now)
     ]
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
-from ppo_ds.data.order import SEED_OFFSET, Interleaved, Order, Turns
+from ppo_ds.data.order import SEED_OFFSET, Interleaved, Order, WeightedRoundRobin
 from ppo_ds.data.prompts import PromptSource, padded
 from ppo_ds.errors import UserError
 from ppo_ds.types import Prompts, Row
@@ -26,7 +26,7 @@ class MixedSource:
 
     def __init__(self, sources: Sequence[PromptSource], weights: Sequence[float], *, key: str = "data.mix"):
         self.key, self.sources = key, tuple(sources)
-        self._turns = Turns(weights)
+        self._turns = WeightedRoundRobin(weights)
         self._starts = [0, *accumulate(len(source) for source in sources)]
 
     @property

@@ -32,7 +32,7 @@ class Passes:
         return self._order[i]
 
 
-class Turns:
+class WeightedRoundRobin:
     """Whose turn it is at each place, by weight: ``turns[place]`` is (i, k), the k-th turn of the i-th (both from 0).
 
     Among the first n places each has its share of n, up to less than one turn, for every n; nothing is drawn at random. It is the rule
@@ -76,7 +76,7 @@ class Turns:
 class Interleaved:
     """Several orders, taken in turns. ``starts``: what stands before each one's own numbers, as if all things stood in one row."""
 
-    def __init__(self, turns: Turns, orders: Sequence[Order], starts: Sequence[int]):
+    def __init__(self, turns: WeightedRoundRobin, orders: Sequence[Order], starts: Sequence[int]):
         self._turns, self._orders, self._starts = turns, orders, starts
 
     def __getitem__(self, place: int) -> int:

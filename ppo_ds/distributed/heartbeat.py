@@ -15,24 +15,24 @@ from typing import NoReturn
 
 
 @dataclass
-class Life:
+class Heartbeat:
     place: str = "before the first phase"
     since: float = field(default_factory=time.time)
     signs: int = 0
 
 
-LIFE = Life()
+HEARTBEAT = Heartbeat()
 
 
 def sign() -> None:
     """A piece of work is done: a micro-batch, some tokens of the answers."""
-    LIFE.signs += 1
+    HEARTBEAT.signs += 1
 
 
 def enter(place: str, since: float | None = None) -> tuple[str, float]:
     """A phase begins or ends, which is a sign of life too. Returns where this was before and since when, to be entered again."""
-    before = LIFE.place, LIFE.since
-    LIFE.place, LIFE.since = place, time.time() if since is None else since
+    before = HEARTBEAT.place, HEARTBEAT.since
+    HEARTBEAT.place, HEARTBEAT.since = place, time.time() if since is None else since
     sign()
     return before
 
@@ -44,7 +44,7 @@ def within(seconds: float, action: Callable[[], object]) -> None:
     thread.join(seconds)
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """Ends this process at once: a rank that fails alone must not wait for the others in the destructors of its communicators."""
     within(1.0, lambda: (sys.stdout.flush(), sys.stderr.flush()))  # the main thread may hold their locks
     os._exit(code)

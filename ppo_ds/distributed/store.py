@@ -9,11 +9,11 @@ import torch.distributed as dist
 PREFIX = "ppo_ds/"
 
 
-class Gone(ConnectionError):
+class StoreUnavailable(ConnectionError):
     """The store does not answer: the process that holds it (rank 0, or torchrun's agent) has ended."""
 
 
-class Notices:
+class RankStore:
     """A connection of this rank's own to the store that all ranks met at, so that no waiting of the process group holds it up. No collective."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Notices:
             try:
                 self._store.set(PREFIX + name, text)
             except dist.DistError as error:
-                raise Gone(str(error)) from error
+                raise StoreUnavailable(str(error)) from error
 
     def get(self, name: str) -> str | None:
         """What any rank put under that name last; None where nobody did. Returns at once."""
@@ -34,7 +34,7 @@ class Notices:
             try:
                 return self._store.get(PREFIX + name).decode() if self._store.check([PREFIX + name]) else None
             except dist.DistError as error:
-                raise Gone(str(error)) from error
+                raise StoreUnavailable(str(error)) from error
 
     def count(self, name: str, more: int = 1) -> int:
         """Adds to a number that all ranks share, 0 at first, and gives what it is then. Two ranks never see the same one after adding."""
@@ -42,4 +42,4 @@ class Notices:
             try:
                 return self._store.add(PREFIX + name, more)
             except dist.DistError as error:
-                raise Gone(str(error)) from error
+                raise StoreUnavailable(str(error)) from error

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ppo_ds.distributed.heartbeat import LIFE, leave, within
-from ppo_ds.distributed.store import Gone, Notices
+from ppo_ds.distributed.heartbeat import HEARTBEAT, exit_now, within
+from ppo_ds.distributed.store import RankStore, StoreUnavailable
 from ppo_ds.distributed.world import World
 
 POLL = 0.5  # seconds between two looks
@@ -32,7 +32,7 @@ GRACE = 5.0  # seconds on top, for a rank whose threads no longer run
 FAILURE, CLAIM, HEARERS, SILENT = "failure", "failures", "heard", "silent"  # names of notices; of the last, with a rank behind it
 
 
-class Watch:
+class Watchdog:
     """Does nothing until ``start``."""
 
     def __init__(self) -> None:
@@ -46,10 +46,10 @@ class Watch:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
-    def start(self, world: World, notices: Notices) -> None:
+    def start(self, world: World, notices: RankStore) -> None:
         """A collective."""
         self._rank, self._size, self._notices = world.rank, world.size, notices
-        self._mates = mates(world)
+        self._mates = local_peers(world)
         self.started = True
         self._thread.start()
 
@@ -84,7 +84,7 @@ class Watch:
         self._stopped.set()  # the others leave as soon as they have heard: to the thread it would look as if they had failed
         say(text if own or self._size == 1 else f"rank {self._rank} failed:\n{text}")
         self._limit = None
-        with contextlib.suppress(Gone):
+        with contextlib.suppress(StoreUnavailable):
             self._put(why, code, quiet=own)
             self._notices.count(HEARERS)
             self._await_hearers(self._size)
@@ -93,10 +93,10 @@ class Watch:
     def _claim(self, code: int, patience: float) -> None:
         """Returns on one rank alone, the first. The thread ends the others meanwhile."""
         time.sleep(patience)
-        with contextlib.suppress(Gone):
+        with contextlib.suppress(StoreUnavailable):
             if self._notices.count(CLAIM) > 1:
                 time.sleep(2 * HEARD)
-                leave(code)
+                exit_now(code)
 
     # -- the thread -----------------------------------------------------------------------------------------------------------------------
 
@@ -106,12 +106,12 @@ class Watch:
                 self._look()
                 self._wait()
         except Exception as error:  # nobody would watch any more
-            leave(self.fail(traceback.format_exc(), f"{type(error).__name__}: {error}", 1))
+            exit_now(self.fail(traceback.format_exc(), f"{type(error).__name__}: {error}", 1))
 
     def _look(self) -> None:
         try:
             failure = self._notices.get(FAILURE)
-        except Gone:
+        except StoreUnavailable:
             failure = None
             self._store_gone()
         if failure is not None:
@@ -137,14 +137,14 @@ class Watch:
         if rank == self._rank and not stuck:
             self._stopped.set()
             return
-        with contextlib.suppress(Gone):
+        with contextlib.suppress(StoreUnavailable):
             self._notices.count(HEARERS)
         self._end(self._place(why) if stuck else f"ended, since rank {rank} failed ({why})", code, hearers=self._size, quiet=quiet)
 
     def _mate_ended(self, rank: int) -> None:
         """A process is gone. What it had to say it has said before."""
         why = "its process has ended without a word; killed by the kernel for want of memory?"
-        with contextlib.suppress(Gone):
+        with contextlib.suppress(StoreUnavailable):
             if (failure := self._notices.get(FAILURE)) is not None:
                 self._hear(**json.loads(failure))
             self._notices.count(CLAIM)
@@ -165,9 +165,9 @@ class Watch:
         if not quiet:
             say(f"rank {self._rank}: {line}")
         within(CLOSING, lambda: self._close_record(line.partition("\n")[0]))
-        with contextlib.suppress(Gone):
+        with contextlib.suppress(StoreUnavailable):
             self._await_hearers(hearers)
-        leave(code)
+        exit_now(code)
 
     # -- stuck ------------------------------------------------------------------------------------------------------------------------------
 
@@ -175,8 +175,8 @@ class Watch:
         now = time.monotonic()
         if now - self._armed > GRACE / 2:
             self._arm(limit)
-        self._silent = self._silent + min(now - self._looked, 2 * POLL) if self._signs == LIFE.signs else 0.0
-        self._signs, self._looked = LIFE.signs, now
+        self._silent = self._silent + min(now - self._looked, 2 * POLL) if self._signs == HEARTBEAT.signs else 0.0
+        self._signs, self._looked = HEARTBEAT.signs, now
         if self._silent > limit:
             self._stuck(limit)
 
@@ -188,7 +188,7 @@ class Watch:
                 time.sleep(2 * POLL)
                 alike = self._size > 1 and all(self._notices.count(f"{SILENT}{rank}", 0) for rank in range(self._size))
                 self._put(_silence("any rank" if alike else f"rank {self._rank}", limit), 1, stuck=True)
-        except Gone:
+        except StoreUnavailable:
             self._end(self._place(_silence(f"rank {self._rank}", limit)), 1)
 
     def _arm(self, limit: float) -> None:
@@ -200,7 +200,7 @@ class Watch:
         """Where this rank is. One after the other, so that what they print stays apart."""
         time.sleep(min(0.2 * self._rank, HEARD))
         stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
-        since = time.strftime("%H:%M:%S", time.localtime(LIFE.since))
+        since = time.strftime("%H:%M:%S", time.localtime(HEARTBEAT.since))
         return f"stuck ({why}); this one is {LIFE.place} since {since}, at\n{''.join(stack).rstrip()}"
 
 
@@ -208,7 +208,7 @@ def _silence(who: str, limit: float) -> str:
     return f"no sign of life from {who} for {limit:.0f} s; run.timeout_minutes={limit / 60:g} is the limit: raise it if this was only slow"
 
 
-def mates(world: World) -> dict[int, int]:
+def local_peers(world: World) -> dict[int, int]:
     """The other ranks on this machine by file descriptors that become readable when their processes end. A collective."""
     home = _home()
     places = world.gather_objects((home, os.getpid()))

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from ppo_ds.engine.layerwise_generation import layer_by_layer
-from ppo_ds.engine.memory_budget import GIB, Room, choose, explain, free_bytes
-from ppo_ds.engine.optimizer_offload import IdleStates
+from ppo_ds.engine.memory_budget import GIB, MemoryBudget, choose, explain, free_bytes
+from ppo_ds.engine.optimizer_offload import OptimizerOffload
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.models.lora import PlainWeight, plain_weights
 
@@ -50,7 +50,7 @@ class HybridActor(TrainedModel):
         super().__init__(module, **engine)
         self._timed = timed
         self._twin = twin(self.module.lm, self.world.device) if self.zero_stage == 3 else None
-        self._idle: list[IdleStates] = []  # of the models whose optimizer states make way
+        self._idle: list[OptimizerOffload] = []  # of the models whose optimizer states make way
         self._switched_bytes = 0
         self._depth = 0
 
@@ -60,10 +60,10 @@ class HybridActor(TrainedModel):
         Without it weights are gathered whole and nothing moves. ``generate``, ``offload_states``: as in actor.zero. ``decoding_bytes``: of cache and
         activations. Returns the arithmetic in one line.
         """
-        states = [IdleStates(model) for model in (self, critic) if model is not None]
+        states = [OptimizerOffload(model) for model in (self, critic) if model is not None]
         free = free_bytes(self.world) - sum(s.bytes_to_come for s in states)
         sharded = self.zero_stage == 3
-        room = Room(
+        room = MemoryBudget(
             free=-self.world.max_int(-free),
             weights=self._weight_bytes if sharded else 0,
             layer=min(self._weight_bytes, self._live_bytes) if sharded else 0,
@@ -116,7 +116,7 @@ class HybridActor(TrainedModel):
             after.callback(self._switch_back, switch := ExitStack())
             with self._timed("switch"):
                 for states in self._idle:
-                    self._switched_bytes += 2 * switch.enter_context(states.away())
+                    self._switched_bytes += 2 * switch.enter_context(states.offloaded())
                 switch.enter_context(self._decodable())
             yield
 

@@ -27,7 +27,7 @@ PARTS = (WEIGHT, "exp_avg", "exp_avg_sq")  # the moments under torch's own names
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class Masters:
+class MasterWeights:
     """Get and set by name. After the last ``set`` call ``refresh()``, which makes the low-precision weights follow.
 
     Frozen parameters are not here: they come from where the model came from.

@@ -14,7 +14,7 @@ USABLE = 0.9  # of what is free: the rest goes to the fragments between tensors
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """Bytes on one rank's device, in training."""
 
     free: int  # of the rank that has least; optimizer states that are still to come are taken off
@@ -34,7 +34,7 @@ class Choice:
     states_away: bool
 
 
-def choose(room: Room, *, generate: str, offload_states: str, on_gpu: bool) -> Choice:
+def choose(room: MemoryBudget, *, generate: str, offload_states: str, on_gpu: bool) -> Choice:
     """``generate``, ``offload_states``: as in actor.zero, auto included.
 
     States that move pay once per phase and layers once per token, so auto moves states before it turns to layers. It moves none on a CPU, where
@@ -47,7 +47,7 @@ def choose(room: Room, *, generate: str, offload_states: str, on_gpu: bool) -> C
     return Choice(whole, offload_states == "always" or (may_move and short and room.idle > 0))
 
 
-def explain(room: Room, choice: Choice, *, sharded: bool) -> str:
+def explain(room: MemoryBudget, choice: Choice, *, sharded: bool) -> str:
     """The arithmetic in one line, for the start-up banner; "" where there was nothing to choose."""
     if not (sharded or choice.states_away):
         return ""
@@ -58,7 +58,7 @@ def explain(room: Room, choice: Choice, *, sharded: bool) -> str:
         how = f"weights gathered once per phase: {in_words(room.weights)}, {decoding}"
     else:
         how = f"weights gathered layer by layer in each forward: up to {in_words(room.layer)} of {in_words(room.weights)}, {decoding}"
-    away = f"; {in_words(room.idle)} of optimizer states and gradient buffers make way" if choice.states_away else ""
+    offloaded = f"; {in_words(room.idle)} of optimizer states and gradient buffers make way" if choice.states_away else ""
     return f"generation {how}; {in_words(room.free)} free{away}"
 
 

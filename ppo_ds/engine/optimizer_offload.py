@@ -18,7 +18,7 @@ from ppo_ds.engine.master_weights import optimizer_shares
 from ppo_ds.engine.trained import TrainedModel
 
 
-class IdleStates:
+class OptimizerOffload:
     """The optimizer's part of ``model``. Its copies on the CPU are pinned, and kept from one time to the next: to allocate them is slow.
 
     ZeRO-3's buckets, in which gradients wait to be reduced, hold nothing between two steps: they go without a copy.
@@ -41,7 +41,7 @@ class IdleStates:
         return sum(2 * share.nbytes for share in fresh if share.device.type == self._model.world.device.type)
 
     @contextmanager
-    def away(self) -> Iterator[int]:
+    def offloaded(self) -> Iterator[int]:
         """Inside, none of it takes room on the device, and nothing may read it; gives how many bytes were copied. Not a collective."""
         copies: list[tuple[UntypedStorage, Tensor]] = []
         buckets = [(storage, storage.nbytes()) for storage in self._buckets()]

@@ -17,7 +17,7 @@ from ppo_ds.engine.gradients import drop, scale_can_fall, squared_norm
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LRSchedule:
     """Learning rate over optimizer steps: linear warm-up, then cosine, linear or constant."""
 
     lr: float
@@ -84,7 +84,7 @@ class TrainedModel:
         *,
         world: World,
         deepspeed_config: dict[str, Any],
-        schedule: Schedule,
+        schedule: LRSchedule,
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,

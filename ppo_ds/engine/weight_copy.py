@@ -13,23 +13,23 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ppo_ds.engine.master_weights import Masters
+from ppo_ds.engine.master_weights import MasterWeights
 from ppo_ds.engine.trained import TrainedModel
 
 CHUNK_ELEMENTS = 16 * 1024**2  # of an exchange: 64 MiB beside the two sets
 
 
-class ShadowWeights:
+class WeightCopy:
     """Starts as a copy of what ``model`` trains. Frozen parameters, buffers and the optimizer's moments are not part of it."""
 
     def __init__(self, model: TrainedModel):
         self.model = model
-        self.masters = Masters(model)
+        self.masters = MasterWeights(model)
         self._shares = [master.clone() for master in self._master_shares()]
         assert all(share.numel() for share in self._shares), "the masters are not in memory (on NVMe?): there is nothing to copy"
 
     @torch.no_grad()
-    def follow(self, decay: float) -> None:
+    def ema_update(self, decay: float) -> None:
         """shadow = decay * shadow + (1 - decay) * weights. Not a collective."""
         for share, master in zip(self._shares, self._master_shares(), strict=True):
             share.lerp_(master, 1 - decay)
@@ -63,7 +63,7 @@ class ShadowWeights:
         self.masters.refresh()
 
     @contextmanager
-    def exchanged(self) -> Iterator[Masters]:
+    def exchanged(self) -> Iterator[MasterWeights]:
         """Inside, the masters hold the shadow's weights and the shadow holds theirs; the module's own stay. Not a collective."""
         self._exchange()
         try:

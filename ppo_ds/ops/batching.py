@@ -89,7 +89,7 @@ def _cheapest(falling: list[int], token_budget: int) -> list[int]:
     return ways[-1][1]
 
 
-def deal(lengths: Tensor, ranks: int) -> list[Tensor]:
+def balance_ranks(lengths: Tensor, ranks: int) -> list[Tensor]:
     """Lengths [B], B divisible by ``ranks`` -> the row indices (LongTensor [B/ranks]) of each rank.
 
     Sorted by length, the longest first and equal ones in their order, then dealt in snake order (0 1 2 2 1 0 0 1 2 ...), so that

@@ -21,7 +21,7 @@ GROUP_ESTIMATORS = ("rloo", "grpo", "dr_grpo", "opo")  # judge an answer by the 
 
 
 @dataclass(frozen=True)
-class ScorePlace:
+class ScorePosition:
     """Where an answer's score is paid, and which states that makes.
 
     With "next_token" (DeepSpeed-Chat, TRL) the place after the last action is a state of its own, unless the answer fills its limit.
@@ -134,7 +134,7 @@ class CriticEstimator:
     lam_critic: float | None
     bootstrap_truncated: bool
     position: str  # token | prompt_last | response_last
-    place: ScorePlace
+    place: ScorePosition
 
     def __call__(self, rewards: Tensor, values: Tensor, rollout: Rollout) -> Values:
         """rewards, values [B,S]."""

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ppo_ds.distributed.world import World
-from ppo_ds.ops.batching import deal, plan_forwards
+from ppo_ds.ops.batching import balance_ranks, plan_forwards
 from ppo_ds.types import Sequences
 
 S = TypeVar("S", bound=Sequences)
 
 
-def exchange(rows: S, world: World) -> S:
+def all_gather_rows(rows: S, world: World) -> S:
     """The rows of all ranks, in the order of the ranks, on every rank."""
     widest = rows.resized(world.max_int(rows.prompt_width), world.max_int(rows.response_width))
     return replace(widest, **{f.name: _everywhere(getattr(widest, f.name), world) for f in fields(widest)})
@@ -52,7 +52,7 @@ def microbatch_rows(minibatch: Sequences, token_budget: int, world: World, packe
     ``packed``: see scoring_plan.
     """
     lengths = minibatch.attention_mask.sum(1)
-    shares = deal(lengths, world.size)
+    shares = balance_ranks(lengths, world.size)
     count = max(len(plan_forwards(lengths[rows], token_budget, packed=packed)) for rows in shares)
     mine = shares[world.rank]
     return [mine[rows] for rows in plan_forwards(lengths[mine], token_budget, at_least=count, packed=packed)]

@@ -12,8 +12,8 @@ from torch import Tensor
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
-from ppo_ds.ppo.batching import concatenated, exchange
-from ppo_ds.rollout.base import Generator, Sampling
+from ppo_ds.ppo.batching import all_gather_rows, concatenated
+from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Metrics, Prompts, Reward, Rollout, ScoredRollout, Scores
 
@@ -28,10 +28,10 @@ def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
     return ScoredRollout(**columns, scores=total, token_scores=scores.per_token.cpu().float(), components=components)
 
 
-class Sampler:
+class RolloutCollector:
     """Prompts in, judged answers out, on every rank its own."""
 
-    def __init__(self, *, actor: HybridActor, generator: Generator, reward: Reward, sampling: Sampling, timer: PhaseTimer, check: Callable[[], None]):
+    def __init__(self, *, actor: HybridActor, generator: Generator, reward: Reward, sampling: SamplingParams, timer: PhaseTimer, check: Callable[[], None]):
         """``check``: a collective that raises, on all ranks, where what was generated or judged is not to be used (stopping.py)."""
         self.actor, self.generator, self.reward, self.sampling, self.timer, self.check = actor, generator, reward, sampling, timer, check
 
@@ -50,7 +50,7 @@ class Sampler:
         return judged
 
 
-class DynamicSampler(Sampler):
+class DynamicRolloutCollector(RolloutCollector):
     """DAPO's dynamic sampling (Yu et al. 2025): prompts whose answers all score alike make way for others.
 
     Generation goes on in whole rounds until as many prompts as one step takes are left, counted over all ranks in the order they were drawn; what
@@ -66,7 +66,7 @@ class DynamicSampler(Sampler):
         rounds: list[ScoredRollout] = []
         useful = 0
         while len(rounds) < self.max_rounds and (not rounds or useful < self._groups(rounds[0])):
-            rounds.append(exchange(self._judged(next(prompts)), self.world))
+            rounds.append(all_gather_rows(self._judged(next(prompts)), self.world))
             useful += int(self._differ(rounds[-1]).sum())
         everything = concatenated(rounds)
         differ = self._differ(everything)

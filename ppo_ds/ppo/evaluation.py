@@ -15,7 +15,7 @@ from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import undisturbed
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.rollout.base import Generator, Sampling
+from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.types import Metrics, Prompts, Reward, Rollout, Row
 
@@ -38,7 +38,7 @@ class Evaluator:
         actor: HybridActor,
         generator: Generator,
         reward: Reward,
-        sampling: Sampling,
+        sampling: SamplingParams,
         correct_above: float | None,
         tokenizer: Tokenizer,
         world: World,

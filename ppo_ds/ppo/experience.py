@@ -20,8 +20,8 @@ from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.losses import rollout_is_weights
-from ppo_ds.ppo.advantages import CriticEstimator, Estimator, ScorePlace, Whitening
-from ppo_ds.ppo.batching import exchange
+from ppo_ds.ppo.advantages import CriticEstimator, Estimator, ScorePosition, Whitening
+from ppo_ds.ppo.batching import all_gather_rows
 from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.ppo.scoring import score_both, score_states, score_tokens, scoring_plan
 from ppo_ds.training.metrics import MetricSums
@@ -93,7 +93,7 @@ class ExperienceMaker:
     old_policy: Callable[[], AbstractContextManager[None]] | None  # inside, the actor is the lagging copy; None: it is the old policy itself
     shaper: ScoreShaper
     kl: KLCharge
-    place: ScorePlace
+    place: ScorePosition
     estimator: Estimator | CriticEstimator
     whitening: Whitening
     group_size: int
@@ -124,7 +124,7 @@ class ExperienceMaker:
         )
         totals = rewards.masked_fill(~states, 0.0).sum(1)  # what is paid where no state is (zysNLP's code) is lost
         seen = self._seen(rollout, shaped != unclipped, totals, -charge.masked_fill(~states[:, :-1], 0.0).sum(1), weights, raw)
-        return exchange(made, self.world), seen
+        return all_gather_rows(made, self.world), seen
 
     @torch.no_grad()
     def kl_now(self, experience: ActorExperience) -> Metrics:

@@ -26,7 +26,7 @@ from ppo_ds.ppo.experience_metrics import sample_rows
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.nan_debug import Blame, blame
 from ppo_ds.tracking.tracker import finite
-from ppo_ds.training.health import Trouble
+from ppo_ds.training.health import NonFiniteStep
 from ppo_ds.types import Experience, experience_of
 
 FORMAT = 1
@@ -51,7 +51,7 @@ class Dump:
         return self.rows[place]["row_of_the_rollout"]
 
 
-def last_words(folder: Path, step: int, trouble: Trouble, learner: Learner, tokenizer: Tokenizer, config: Path) -> str:
+def dump_failure(folder: Path, step: int, trouble: NonFiniteStep, learner: Learner, tokenizer: Tokenizer, config: Path) -> str:
     """Finds out what went wrong first, writes the dump ``folder``, and tells both in one line. A collective."""
     blamed = blame(learner, trouble)
     rows = finite(sample_rows(trouble.minibatch, tokenizer, -1))
@@ -67,7 +67,7 @@ def last_words(folder: Path, step: int, trouble: Trouble, learner: Learner, toke
     return f"{line}; it is all in {folder}, and python launch/replay.py {folder} makes the step once more"
 
 
-def write_dump(folder: Path, step: int, trouble: Trouble, blamed: Blame, rows: list[dict[str, Any]], learner: Learner, config: Path) -> None:
+def write_dump(folder: Path, step: int, trouble: NonFiniteStep, blamed: Blame, rows: list[dict[str, Any]], learner: Learner, config: Path) -> None:
     """Raises CheckpointError, on all ranks, where it cannot be written. A collective."""
     world = learner.world
 

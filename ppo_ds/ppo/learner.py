@@ -24,7 +24,7 @@ from ppo_ds.ppo.advantages import Whitening
 from ppo_ds.ppo.batching import microbatch_rows, microbatches, minibatches
 from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective
 from ppo_ds.ppo.scoring import spread
-from ppo_ds.training.health import Health, Trouble, first_nonfinite
+from ppo_ds.training.health import Health, NonFiniteStep, first_nonfinite
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import ActorExperience, CriticExperience, Experience, Metrics, Sequences, experience_of
@@ -44,8 +44,8 @@ class Update:
     kl_coef: float
     critic_only: bool
 
-    def trouble(self, what: list[str], row: int | None = None, rank: int | None = None) -> Trouble:
-        return Trouble(tuple(what), self.rows, self.places, row, rank, self.kl_coef, self.critic_only)
+    def trouble(self, what: list[str], row: int | None = None, rank: int | None = None) -> NonFiniteStep:
+        return NonFiniteStep(tuple(what), self.rows, self.places, row, rank, self.kl_coef, self.critic_only)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Pending:
 class Average(Protocol):
     """A running average of the actor's weights, such as engine.shadow.ShadowWeights."""
 
-    def follow(self, decay: float) -> None: ...
+    def ema_update(self, decay: float) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -156,7 +156,7 @@ class Learner:
             self.health.sound()
             if self.average is not None and not update.critic_only:
                 with self.timer("update_actor"):
-                    self.average.follow(self.decay)
+                    self.average.ema_update(self.decay)
         return moved
 
     def losses(self, update: Update) -> dict[str, tuple[TrainedModel, list[Loss]]]:

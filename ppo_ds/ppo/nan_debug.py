@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ppo_ds.ppo.batching import microbatch_rows
 from ppo_ds.ppo.learner import Learner, Update
-from ppo_ds.training.health import Trouble
+from ppo_ds.training.health import NonFiniteStep
 from ppo_ds.types import Experience
 
 
@@ -36,7 +36,7 @@ class Blame:
     place: int | None  # of its row in the minibatch
 
 
-def examine(learner: Learner, minibatch: Experience, kl_coef: float, critic_only: bool) -> list[Row]:
+def locate_nonfinite(learner: Learner, minibatch: Experience, kl_coef: float, critic_only: bool) -> list[Row]:
     """Every row of ``minibatch``, in its order. Weights, optimizers and counters stay as they are. A collective."""
     world = learner.world
     plan = microbatch_rows(minibatch, 1, world)
@@ -55,11 +55,11 @@ def examine(learner: Learner, minibatch: Experience, kl_coef: float, critic_only
     return sorted((row for mine in world.gather_objects(rows) for row in mine), key=lambda row: row.place)
 
 
-def blame(learner: Learner, trouble: Trouble) -> Blame:
+def blame(learner: Learner, trouble: NonFiniteStep) -> Blame:
     """As much as can be found out. A collective."""
     if trouble.row is not None:
         return Blame(trouble.what[0], trouble.rank, trouble.places.tolist().index(trouble.row))
-    for row in examine(learner, trouble.minibatch, trouble.kl_coef, trouble.critic_only):
+    for row in locate_nonfinite(learner, trouble.minibatch, trouble.kl_coef, trouble.critic_only):
         if row.first is not None:
             return Blame(row.first, row.rank, row.place)
     return Blame(f"{' and '.join(trouble.what)} (not again when the step was repeated: the hardware's fault, or a kernel's?)", None, None)

@@ -13,7 +13,7 @@ import torch
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.ppo.experience import logprobs_of
 from ppo_ds.ppo.scoring import score_tokens, scoring_plan
-from ppo_ds.rollout.base import Generator, Sampling
+from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.types import Prompts
 
@@ -32,7 +32,7 @@ class ParityError(RuntimeError):
 
 
 @torch.no_grad()
-def parity_gap(prompts: Prompts, *, actor: HybridActor, generator: Generator, sampling: Sampling, token_budget: int) -> Gap:
+def parity_gap(prompts: Prompts, *, actor: HybridActor, generator: Generator, sampling: SamplingParams, token_budget: int) -> Gap:
     """What ``generator`` says of the tokens that it draws, against what the training engine says of them, over all ranks. A collective."""
     few = prompts.select(torch.arange(min(GATE_PROMPTS, len(prompts))))
     short = replace(sampling, max_new_tokens=min(GATE_TOKENS, sampling.max_new_tokens), min_new_tokens=0)

@@ -16,21 +16,21 @@ from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import random_states
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.engine.weight_copy import ShadowWeights
+from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
-from ppo_ds.ppo.collector import Sampler
+from ppo_ds.ppo.collector import RolloutCollector
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.experience_metrics import describe, sample_rows
-from ppo_ds.ppo.failure_dump import last_words
+from ppo_ds.ppo.failure_dump import dump_failure
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.tracking.tracker import Trackers
-from ppo_ds.training.health import Ceiling, Health, TooManySkips
+from ppo_ds.training.health import Health, KLMonitor, TooManySkips
 from ppo_ds.training.performance import Meter
-from ppo_ds.training.run_dir import RunFolder
-from ppo_ds.training.schedule import EXIT_CODES, GOES_ON, Plan, Progress, Stateful, is_due
+from ppo_ds.training.run_dir import RunDirectory
+from ppo_ds.training.schedule import EXIT_CODES, GOES_ON, Schedule, Stateful, TrainState, is_due
 from ppo_ds.training.stopping import Abandoned, StopRequest
 from ppo_ds.training.timing import PhaseTimer, spread
 from ppo_ds.types import ActorExperience, Experience, Metrics, Prompts
@@ -45,14 +45,14 @@ class Trainer:
     actor: HybridActor
     critic: TrainedModel | None  # None: critic-free, or the actor has the value head
     prompts: Iterator[Prompts]
-    sample: Sampler
+    sample: RolloutCollector
     make_experience: ExperienceMaker
     make_pretraining: ExperienceMaker | None  # the same with lambda 1
     learn: Learner
     kl: FixedKLController | AdaptiveKLController | ThresholdKLController
     parts: Mapping[str, Stateful]  # prompts among them, and a controller that steers
-    ema: ShadowWeights | None
-    lagged: ShadowWeights | None  # the old policy, where it lags behind
+    ema: WeightCopy | None
+    lagged: WeightCopy | None  # the old policy, where it lags behind
     eval_weights: Callable[[], AbstractContextManager[None]]  # inside, the actor has the weights that evaluation is about
     evaluator: Evaluator | None
     tokenizer: Tokenizer
@@ -61,11 +61,11 @@ class Trainer:
     stop: StopRequest
     timer: PhaseTimer
     meter: Meter
-    plan: Plan
-    folder: RunFolder
+    plan: Schedule
+    folder: RunDirectory
     health: Health  # the learner's too
-    ceiling: Ceiling
-    progress: Progress = field(init=False, default_factory=Progress)
+    ceiling: KLMonitor
+    progress: TrainState = field(init=False, default_factory=TrainState)
     reason: str = field(init=False, default="done")
     saved_step: int | None = field(init=False, default=None)
     home: Path | None = field(init=False, default=None)  # the checkpoint that this run has made last, or has begun from
@@ -197,7 +197,7 @@ class Trainer:
 
     def _last_words(self, error: TooManySkips) -> str:
         step, path = self.progress.step + 1, self.folder.path
-        line = last_words(path / "dumps" / f"step_{step:06d}", step, error.trouble, self.learn, self.tokenizer, path / "config.yaml")
+        line = dump_failure(path / "dumps" / f"step_{step:06d}", step, error.trouble, self.learn, self.tokenizer, path / "config.yaml")
         before = f"after going back to {self.home} " if self.progress.rollbacks else ""
         since = self.health.since
         began = f"; the first of these was in step {since}" if since is not None and since < step else ""
@@ -311,7 +311,7 @@ class Trainer:
     def _models(self) -> dict[str, TrainedModel]:
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
-    def _shadows(self) -> dict[str, ShadowWeights]:
+    def _shadows(self) -> dict[str, WeightCopy]:
         return {name: shadow for name, shadow in (("ema", self.ema), ("lagged", self.lagged)) if shadow is not None}
 
     def expect_room(self) -> None:
@@ -333,7 +333,7 @@ class Trainer:
         self.saved_step, self.home = self.progress.step, path
 
     def _restore(self, state: dict[str, Any]) -> None:
-        self.progress = Progress(**state["progress"])
+        self.progress = TrainState(**state["progress"])
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.health.skips, self.health.step, self.health.since = self.progress.skips, self.progress.step + 1, None

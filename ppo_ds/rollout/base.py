@@ -14,7 +14,7 @@ from ppo_ds.types import Prompts, Rollout
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """Every knob of the sampler, said in full: nothing is left for a model's own generation config to fill in."""
 
     max_new_tokens: int
@@ -25,7 +25,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...]  # () = never stop early
     stop_strings: tuple[str, ...]
 
-    def as_greedy(self) -> Sampling:
+    def as_greedy(self) -> SamplingParams:
         """The same, always taking the likeliest token."""
         return replace(self, top_k=1)
 
@@ -37,7 +37,7 @@ class Generator(Protocol):
     must look whether it was ``stopped`` meanwhile, and throw it away. They raise nothing, since other ranks may have all of their answers by then.
     """
 
-    def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout: ...
+    def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout: ...
 
 
 def never() -> bool:
@@ -45,13 +45,13 @@ def never() -> bool:
     return False
 
 
-def limits_of(prompts: Prompts, sampling: Sampling) -> Tensor:
+def limits_of(prompts: Prompts, sampling: SamplingParams) -> Tensor:
     """[B] long: the most new tokens of each answer, by its row and by the sampler. It wins over ``min_new_tokens``."""
     return prompts.limits.clamp(max=sampling.max_new_tokens)
 
 
 def finish(
-    prompts: Prompts, responses: Tensor, logprobs: Tensor, *, sampling: Sampling, pad_id: int, decode: Callable[[Sequence[int]], str]
+    prompts: Prompts, responses: Tensor, logprobs: Tensor, *, sampling: SamplingParams, pad_id: int, decode: Callable[[Sequence[int]], str]
 ) -> Rollout:
     """Cut raw continuations at their first stop, or at their limit.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_ds.ops.batching import plan_microbatches
-from ppo_ds.rollout.base import Sampling, finish, limits_of, never
+from ppo_ds.rollout.base import SamplingParams, finish, limits_of, never
 from ppo_ds.rollout.hf_generate import generate
 from ppo_ds.types import Prompts, Rollout
 
@@ -38,7 +38,7 @@ class HFGenerator:
         self.token_budget = token_budget
         self.stopped = stopped
 
-    def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
+    def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         lm = self.lm()
         device = next(lm.parameters()).device
         decode = partial(self.tokenizer.decode, skip_special_tokens=False)  # a special token's text can be a stop string too

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppo_ds.rollout.base import Sampling, finish, limits_of, never
+from ppo_ds.rollout.base import SamplingParams, finish, limits_of, never
 from ppo_ds.rollout.paging import generate_paged
 from ppo_ds.types import Prompts, Rollout
 
 
-def unsupported(sampling: Sampling) -> str | None:
+def unsupported(sampling: SamplingParams) -> str | None:
     """The keys that this backend cannot honour, and why; None where it can."""
     part = "its log-probs would be those of the tokens that are left, not of the whole distribution"
     wrong = [
@@ -42,7 +42,7 @@ class PagedGenerator:
         self.token_budget = token_budget
         self.stopped = stopped
 
-    def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
+    def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         assert unsupported(sampling) is None, "refused before training starts"
         limits, pad_id = limits_of(prompts, sampling), self.tokenizer.pad_id
         answers = generate_paged(

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ppo_ds.ops.drawing import draw
-from ppo_ds.rollout.base import Sampling
+from ppo_ds.rollout.base import SamplingParams
 
 
 class Slots:
     """S slots, each with one answer under way or none. Rows are those of the prompts, B of them; R is the longest limit."""
 
-    def __init__(self, slots: int, limits: Tensor, uniforms: Tensor, sampling: Sampling):
+    def __init__(self, slots: int, limits: Tensor, uniforms: Tensor, sampling: SamplingParams):
         """``limits`` [B]; ``uniforms`` [B,R] float64 in [0,1), on the device: the random numbers of all answers. They belong to rows and places,
         so that no answer depends on when its row got which slot."""
         (rows, width), device = uniforms.shape, uniforms.device

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import sign
-from ppo_ds.rollout.base import Sampling, finish, limits_of, never
+from ppo_ds.rollout.base import SamplingParams, finish, limits_of, never
 from ppo_ds.rollout.cache import Prefix
 from ppo_ds.rollout.decoding import Decoder, own_masks
 from ppo_ds.rollout.graphs import Graphs, Recorder, recorder_for
@@ -60,7 +60,7 @@ class StaticGenerator:
         self.graphs_work = agree is None  # weights that come and go have no addresses to record; nor is tried again what failed once
         self._recorder: Recorder | None = None
 
-    def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
+    def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         lm = self.lm()
         device, limits = next(lm.parameters()).device, limits_of(prompts, sampling)
         decode = partial(self.tokenizer.decode, skip_special_tokens=False)  # a special token's text can be a stop string too
@@ -150,7 +150,7 @@ class _Run:
         self,
         lm: nn.Module,
         prompts: Prompts,
-        sampling: Sampling,
+        sampling: SamplingParams,
         uniforms: Tensor,
         *,
         token_budget: int,

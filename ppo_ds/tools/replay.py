@@ -16,7 +16,7 @@ from ppo_ds.distributed.world import connect
 from ppo_ds.engine.checkpoint.state import load_model
 from ppo_ds.errors import UserError
 from ppo_ds.ppo.failure_dump import Dump, read_dump
-from ppo_ds.ppo.nan_debug import Row, examine
+from ppo_ds.ppo.nan_debug import Row, locate_nonfinite
 from ppo_ds.training.health import Health, first_nonfinite
 from ppo_ds.training.timing import PhaseTimer
 
@@ -41,7 +41,7 @@ def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
         if model is not None:
             load_model(model, folder / role)
     learn = learner(config, world=world, actor=actor, critic=critic, ptx_texts=None, ema=None, timer=timer, health=Health(1))
-    rows = examine(learn, dump.minibatch, dump.kl_coef, dump.critic_only)
+    rows = locate_nonfinite(learn, dump.minibatch, dump.kl_coef, dump.critic_only)
     found = first_nonfinite(dump.minibatch)
     world.close()
     return Replay(dump, None if found is None else f"{found[0]}, row {dump.row(found[1])} of the rollout", rows)

@@ -28,7 +28,7 @@ LABELS = {  # of the columns of an experience, in the order in which they come a
 
 
 @dataclass(frozen=True)
-class Trouble:
+class NonFiniteStep:
     """Why an optimizer step was skipped: what was not finite, as far as it is known by then."""
 
     what: tuple[str, ...]  # "score", "log-prob of token 17", "loss of the actor", "gradient of the critic"
@@ -43,7 +43,7 @@ class Trouble:
 class TooManySkips(Exception):
     """On all ranks at the same place: as many optimizer steps as may be were skipped in a row."""
 
-    def __init__(self, trouble: Trouble):
+    def __init__(self, trouble: NonFiniteStep):
         super().__init__(" and ".join(trouble.what))
         self.trouble = trouble
 
@@ -61,7 +61,7 @@ class Health:
     def sound(self) -> None:
         self.skips = 0
 
-    def skip(self, trouble: Trouble, forgiven: bool = False) -> None:
+    def skip(self, trouble: NonFiniteStep, forgiven: bool = False) -> None:
         """``forgiven``: as long as a loss scale looks for its level, an overflow is nothing to count."""
         self.reasons += trouble.what
         self.since = self.since if self.skips else self.step
@@ -76,7 +76,7 @@ class Health:
 
 
 @dataclass
-class Ceiling:
+class KLMonitor:
     """On kl/k3_token_mean: k1 is signed, and negative where a policy collapses."""
 
     highest: float | None  # nats per token; None: there is none

@@ -11,7 +11,7 @@ from torch import Tensor
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.engine.weight_copy import ShadowWeights
+from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.tracking.report import before_after, plot_curves
 from ppo_ds.types import Metrics
@@ -19,7 +19,7 @@ from ppo_ds.types import Metrics
 Row = dict[str, Any]
 
 
-class RunFolder:
+class RunDirectory:
     """``run.dir``: config.yaml metrics.jsonl summary.json samples/ checkpoints/ model/ adapter/ critic/ curves.png."""
 
     def __init__(self, path: Path, *, world: World, tokenizer: Tokenizer, title: str):
@@ -28,7 +28,7 @@ class RunFolder:
         self.tokenizer = tokenizer
         self.title = title
 
-    def export(self, actor: TrainedModel, critic: TrainedModel | None, ema: ShadowWeights | None) -> None:
+    def export(self, actor: TrainedModel, critic: TrainedModel | None, ema: WeightCopy | None) -> None:
         """``model/``, ``critic/`` and ``model_ema/`` in Hugging Face format, each with the tokenizer; ``adapter/`` in peft's. A collective."""
 
         def save(folder: Path, weights: dict[str, Tensor]) -> None:

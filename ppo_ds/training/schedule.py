@@ -18,7 +18,7 @@ GOES_ON = {  # how a run that was ended early goes on from its last checkpoint
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """When what happens, in PPO steps. ``None`` or 0: never on the way (``checkpoint_every`` 0: not at the end either)."""
 
     total_steps: int
@@ -38,7 +38,7 @@ class Plan:
 
 
 @dataclass
-class Progress:
+class TrainState:
     """What a checkpoint remembers beside weights, optimizers and random states."""
 
     step: int = 0

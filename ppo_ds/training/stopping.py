@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Protocol
 
 from ppo_ds.distributed.launcher import launchers
-from ppo_ds.distributed.store import Gone
+from ppo_ds.distributed.store import StoreUnavailable
 from ppo_ds.distributed.world import World
 
 log = logging.getLogger(__name__)
@@ -93,12 +93,12 @@ class StopRequest:
                     return self._said(number)
         if launchers() != self._launchers:
             return f"the launcher of rank {self.world.rank} has ended"  # nobody is left who could send a signal
-        with suppress(Gone):  # who held the store has ended: its launcher with it, or it fails the next collective
+        with suppress(StoreUnavailable):  # who held the store has ended: its launcher with it, or it fails the next collective
             return self.notices.get(NOTICE)
         return None
 
     def _tell(self, why: str) -> None:
-        with suppress(Gone):  # as above
+        with suppress(StoreUnavailable):  # as above
             self.notices.put(NOTICE, why)
         if self.world.is_main:
             log.warning("stopping: %s; a step whose update has not begun is abandoned, and repeated by the next start", why)

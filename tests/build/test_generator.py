@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ppo_ds.build import generator as generators
 from ppo_ds.errors import UserError
 from ppo_ds.ppo.parity import ParityError
-from ppo_ds.rollout.base import Sampling
+from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.rollout.paged import PagedGenerator
 from ppo_ds.rollout.static import StaticGenerator
@@ -67,7 +67,7 @@ def built(monkeypatch):
             SimpleNamespace(rank=1, gather_objects=lambda item: [item, *other_ranks]),
             SimpleNamespace(tokenizer="tokenizer", source=Source(), longest_prompt=20),
             Actor(in_step),
-            Sampling(8, **dict(min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=()) | knobs),
+            SamplingParams(8, **dict(min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=()) | knobs),
             lambda: False,
             notes,
         )

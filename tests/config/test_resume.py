@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ppo_ds.config.resume import FREE, STAYS, changes, judge, open_run_directory, ranks_line, unknown_names
+from ppo_ds.config.resume import IMMUTABLE, MUTABLE, changes, judge, open_run_directory, ranks_line, unknown_names
 from ppo_ds.config.schema import Config, resolved
 from ppo_ds.config.typed import dotted_keys
 from ppo_ds.errors import UserError
@@ -161,7 +161,7 @@ def test_the_kind_of_reward_stays_wherever_it_stands() -> None:
 
 def test_each_pattern_means_a_key() -> None:
     known = [*dotted_keys(Config), "reward._target_", "reward.parts.x.reward._target_", "prepare.dir"]
-    for pattern in FREE + STAYS:
+    for pattern in MUTABLE + IMMUTABLE:
         assert any(fnmatchcase(key, pattern) for key in known), pattern
 
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from ppo_ds.data.order import Interleaved, Passes, Turns
+from ppo_ds.data.order import Interleaved, Passes, WeightedRoundRobin
 
 WEIGHTS = [[1], [1, 1], [7, 2, 1], [0.7, 0.3], [0.1, 0.2, 0.3], [5, 1, 1, 1, 1, 1], [1, 1000], [23, 1, 1, 1, 1, 1, 1, 23, 23, 1, 1, 1, 1, 1, 1]]
 
@@ -37,14 +37,14 @@ def test_turns_by_hand():
     place 2: behind 1/2, -1/4, 3/4: 1/2 against 0, the third
     place 3: behind 1, 0, 0: the first
     """
-    turns = Turns([2, 1, 1])
+    turns = WeightedRoundRobin([2, 1, 1])
     assert first(turns, 8) == [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 1), (2, 1), (0, 3)]
     assert turns.shares == [0.5, 0.25, 0.25]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_shares_are_exact_to_less_than_one_turn_at_every_place(weights):
-    turns, taken = Turns(weights), Counter()
+    turns, taken = WeightedRoundRobin(weights), Counter()
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     for n in range(1, 2500):
@@ -56,7 +56,7 @@ def test_shares_are_exact_to_less_than_one_turn_at_every_place(weights):
 
 
 def test_a_window_of_any_place_and_length_has_the_shares():
-    turns, shares = Turns([0.6, 0.3, 0.1]), [0.6, 0.3, 0.1]
+    turns, shares = WeightedRoundRobin([0.6, 0.3, 0.1]), [0.6, 0.3, 0.1]
     who = [i for i, _ in first(turns, 200)]
     for start in range(0, 100):
         for length in (1, 7, 10, 64):
@@ -67,15 +67,15 @@ def test_a_window_of_any_place_and_length_has_the_shares():
 
 @pytest.mark.parametrize("weights", [[7, 2, 1], [0.25, 0.5], [0.123, 0.5]])
 def test_any_turn_can_be_asked_for(weights):
-    turns = first(Turns(weights), 3000)
-    assert [Turns(weights)[place] for place in (2999, 1234, 40, 0)] == [turns[place] for place in (2999, 1234, 40, 0)]
+    turns = first(WeightedRoundRobin(weights), 3000)
+    assert [WeightedRoundRobin(weights)[place] for place in (2999, 1234, 40, 0)] == [turns[place] for place in (2999, 1234, 40, 0)]
 
 
 def test_turns_have_no_seed_and_equal_weights_no_scale():
-    assert first(Turns([1, 3]), 100) == first(Turns([0.25, 0.75]), 100) == first(Turns([5, 15]), 100)
+    assert first(WeightedRoundRobin([1, 3]), 100) == first(WeightedRoundRobin([0.25, 0.75]), 100) == first(WeightedRoundRobin([5, 15]), 100)
 
 
 def test_interleaved_orders_are_gone_through_one_by_one():
     """Weights 2 and 1: ABA ABA ..., A of 3 things at 0, 1, 2, B of 2 things behind them at 3, 4."""
-    order = Interleaved(Turns([2, 1]), [Passes(3, 0, shuffle=False), Passes(2, 0, shuffle=False)], [0, 3])
+    order = Interleaved(WeightedRoundRobin([2, 1]), [Passes(3, 0, shuffle=False), Passes(2, 0, shuffle=False)], [0, 3])
     assert first(order, 12) == [0, 3, 1, 2, 4, 0, 1, 3, 2, 0, 4, 1]

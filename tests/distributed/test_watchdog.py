@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ppo_ds.distributed import watchdog as module
-from ppo_ds.distributed.heartbeat import LIFE, sign
-from ppo_ds.distributed.store import Gone
-from ppo_ds.distributed.watchdog import Watch
+from ppo_ds.distributed.heartbeat import HEARTBEAT, sign
+from ppo_ds.distributed.store import StoreUnavailable
+from ppo_ds.distributed.watchdog import Watchdog
 from ppo_ds.training.timing import PhaseTimer
 
 
@@ -27,7 +27,7 @@ class Board:
 
     def _reached(self):
         if self.gone:
-            raise Gone
+            raise StoreUnavailable
 
     def put(self, name, text):
         self._reached()
@@ -58,15 +58,15 @@ def clock(monkeypatch):
 def watch(monkeypatch, clock):
     """That of rank 1 of 2, without its thread."""
 
-    def leave(code):
+    def exit_now(code):
         raise Left(code)
 
     said = []
-    monkeypatch.setattr(module, "leave", leave)
+    monkeypatch.setattr(module, "exit_now", exit_now)
     monkeypatch.setattr(module, "say", said.append)
-    monkeypatch.setattr(module, "mates", lambda world: {})
+    monkeypatch.setattr(module, "local_peers", lambda world: {})
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *args, **kwargs: None)
-    watch = Watch()
+    watch = Watchdog()
     monkeypatch.setattr(watch._thread, "start", lambda: None)
     watch.start(SimpleNamespace(rank=1, size=2), Board())
     watch.said = said
@@ -145,11 +145,11 @@ def test_without_the_store_of_a_launcher_it_goes_on_to_stop_by_itself(watch, clo
 
 def test_phases_say_where_this_is():
     timer = PhaseTimer(torch.device("cpu"))
-    before = LIFE.signs
+    before = HEARTBEAT.signs
     with timer("eval"):
-        assert LIFE.place == "in the phase 'eval'"
-        began = LIFE.since
+        assert HEARTBEAT.place == "in the phase 'eval'"
+        began = HEARTBEAT.since
         with timer("switch"):
-            assert LIFE.place == "in the phase 'switch'"
-        assert (LIFE.place, LIFE.since) == ("in the phase 'eval'", began)
-    assert LIFE.place == "after the phase 'eval'" and LIFE.signs == before + 4
+            assert HEARTBEAT.place == "in the phase 'switch'"
+        assert (HEARTBEAT.place, HEARTBEAT.since) == ("in the phase 'eval'", began)
+    assert HEARTBEAT.place == "after the phase 'eval'" and HEARTBEAT.signs == before + 4

@@ -30,8 +30,8 @@ from ppo_ds.engine.checkpoint import state as state_module
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.checkpoint.files import CheckpointError
 from ppo_ds.engine.checkpoint.state import consolidated, load_model, model_bytes, save_model
-from ppo_ds.engine.master_weights import Masters
-from ppo_ds.engine.trained import Schedule, StepInfo, TrainedModel
+from ppo_ds.engine.master_weights import MasterWeights
+from ppo_ds.engine.trained import LRSchedule, StepInfo, TrainedModel
 from ppo_ds.engine.zero import deepspeed_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,7 +73,7 @@ def make(
         Tiny(dropout).to(DTYPES[dtype]),
         world=world,
         deepspeed_config=deepspeed_config(stage=stage, dtype=dtype, offload_optimizer=offload, grad_clip=1.0, raw=raw or {}),
-        schedule=Schedule(1e-2, "cosine", 0.1, 0.1, 12),
+        schedule=LRSchedule(1e-2, "cosine", 0.1, 0.1, 12),
         betas=(0.9, 0.95),
         eps=1e-8,
         weight_decay=0.1,
@@ -100,13 +100,13 @@ def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
 
 
 def forget_moments(model: TrainedModel) -> None:
-    masters = Masters(model)
+    masters = MasterWeights(model)
     for name, parameter in masters.parameters.items():
         masters.set(name, "exp_avg", torch.zeros(masters.shape(name), device=parameter.device))
 
 
 def forget_steps(model: TrainedModel) -> None:
-    masters = Masters(model)
+    masters = MasterWeights(model)
     masters.set_steps(dict.fromkeys(masters.parameters, 0))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.checkpoint.state import consolidated
-from ppo_ds.engine.trained import Schedule, TrainedModel
+from ppo_ds.engine.trained import LRSchedule, TrainedModel
 from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.models.lm_head import ScoringHead
 from ppo_ds.models.lora import add_adapters
@@ -51,7 +51,7 @@ def trained(world: World, folder: Path, stage: int, dtype: str = "fp32", **optio
     config = deepspeed_config(stage=stage, dtype=dtype, grad_clip=1.0, raw=raw)
     with sharded_loading(config) if stage == 3 else nullcontext():
         policy = load(folder, dtype, **options)
-    schedule = Schedule(1e-2, "constant", 0.0, 0.0, STEPS)
+    schedule = LRSchedule(1e-2, "constant", 0.0, 0.0, STEPS)
     return TrainedModel(policy, world=world, deepspeed_config=config, schedule=schedule, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
 
 

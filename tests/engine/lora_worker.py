@@ -24,7 +24,7 @@ from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.checkpoint.state import consolidated, load_model, save_model
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
-from ppo_ds.engine.master_weights import Masters
+from ppo_ds.engine.master_weights import MasterWeights
 from ppo_ds.engine.trained import StepInfo, TrainedModel, parameter_counts
 from ppo_ds.errors import UserError
 
@@ -244,7 +244,7 @@ def resumed(world: World, root: Path, stage: int, dtype: str, role: str) -> Case
         "loaded": same(saved, loaded),
         "steps": whole == rest,
         "weights": same(finished, consolidated(again)) and (saved is None or not same(saved, finished)),
-        "only what is trained": all(".lora_" in name or name == "model.score.weight" for name in Masters(again).parameters),
+        "only what is trained": all(".lora_" in name or name == "model.score.weight" for name in MasterWeights(again).parameters),
     }
     for one in (model, again):
         one.engine.destroy()

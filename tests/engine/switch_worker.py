@@ -22,17 +22,17 @@ from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.master_weights import optimizer_shares
-from ppo_ds.engine.trained import Schedule, StepInfo, TrainedModel
+from ppo_ds.engine.trained import LRSchedule, StepInfo, TrainedModel
 from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, unsharded_twin
-from ppo_ds.rollout.base import Sampling
+from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.types import Prompts, Rollout
 
 V, ROWS, EOS = 23, 4, 2
 HANG = 200  # seconds, after which it says where it hangs and ends
-GREEDY = Sampling(max_new_tokens=9, min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=1, stop_token_ids=(EOS,), stop_strings=())
+GREEDY = SamplingParams(max_new_tokens=9, min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=1, stop_token_ids=(EOS,), stop_strings=())
 # "tied" also keeps every parameter gathered between forwards, as DeepSpeed does with small ones
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "tied": {"tied": True, "threshold": 10**6}, "adapters": {"lora": True}}
 Case = dict[str, Any]
@@ -86,7 +86,7 @@ def make(
             grad_clip=1.0,
             raw={"zero_optimization": {"stage3_param_persistence_threshold": threshold, "reduce_bucket_size": 5000}},
         ),
-        schedule=Schedule(3e-2, "constant", 0.0, 0.0, 10),
+        schedule=LRSchedule(3e-2, "constant", 0.0, 0.0, 10),
         betas=(0.9, 0.95),
         eps=1e-6,
         weight_decay=0.0,

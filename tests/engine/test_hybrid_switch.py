@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppo_ds.engine.memory_budget import GIB, Choice, Room, choose, explain, free_bytes
+from ppo_ds.engine.memory_budget import GIB, Choice, MemoryBudget, choose, explain, free_bytes
 from ppo_ds.models.size import decoding_bytes
 from tests.engine.test_checkpoint import launch
 
@@ -90,12 +90,12 @@ def test_neither_twin_nor_cache_is_in_memory_when_training_starts(found: dict, g
     ],
 )
 def test_auto(weights: int, decoding: int, idle: int, on_gpu: bool, expected: Choice) -> None:
-    room = Room(free=10 * GIB, weights=weights * GIB, layer=2 * GIB, decoding=decoding * GIB, idle=idle * GIB)
+    room = MemoryBudget(free=10 * GIB, weights=weights * GIB, layer=2 * GIB, decoding=decoding * GIB, idle=idle * GIB)
     assert choose(room, generate="auto", offload_states="auto", on_gpu=on_gpu) == expected
 
 
 def test_what_is_asked_for_is_done() -> None:
-    tight, wide = (Room(free=free * GIB, weights=6 * GIB, layer=2 * GIB, decoding=3 * GIB, idle=GIB) for free in (1, 100))
+    tight, wide = (MemoryBudget(free=free * GIB, weights=6 * GIB, layer=2 * GIB, decoding=3 * GIB, idle=GIB) for free in (1, 100))
     for room in (tight, wide):
         assert choose(room, generate="whole", offload_states="never", on_gpu=True) == Choice(whole=True, states_away=False)
         assert choose(room, generate="layers", offload_states="always", on_gpu=False) == Choice(whole=False, states_away=True)
@@ -104,15 +104,15 @@ def test_what_is_asked_for_is_done() -> None:
 
 
 def test_weights_that_are_whole_anyway_need_no_room_of_their_own() -> None:
-    plain = Room(free=10 * GIB, weights=0, layer=0, decoding=5 * GIB, idle=3 * GIB)
+    plain = MemoryBudget(free=10 * GIB, weights=0, layer=0, decoding=5 * GIB, idle=3 * GIB)
     assert choose(plain, generate="auto", offload_states="auto", on_gpu=True) == Choice(whole=True, states_away=False)
     assert explain(plain, Choice(whole=True, states_away=False), sharded=False) == ""
-    full = Room(free=4 * GIB, weights=0, layer=0, decoding=5 * GIB, idle=3 * GIB)
+    full = MemoryBudget(free=4 * GIB, weights=0, layer=0, decoding=5 * GIB, idle=3 * GIB)
     assert choose(full, generate="auto", offload_states="auto", on_gpu=True) == Choice(whole=True, states_away=True)
 
 
 def test_the_arithmetic_is_told() -> None:
-    room = Room(free=int(14.2 * GIB), weights=int(0.9 * GIB), layer=50 * 2**20, decoding=GIB // 2, idle=int(3.1 * GIB))
+    room = MemoryBudget(free=int(14.2 * GIB), weights=int(0.9 * GIB), layer=50 * 2**20, decoding=GIB // 2, idle=int(3.1 * GIB))
     assert explain(room, Choice(whole=True, states_away=False), sharded=True) == (
         "generation weights gathered once per phase: 0.9 GiB, 0.5 GiB for cache and activations; 14.2 GiB free"
     )

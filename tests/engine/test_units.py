@@ -8,14 +8,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from ppo_ds.distributed.world import single_process_environment
-from ppo_ds.engine.trained import Schedule, parameter_counts, parameter_groups
+from ppo_ds.engine.trained import LRSchedule, parameter_counts, parameter_groups
 from ppo_ds.engine.zero import deepspeed_config, merged
 
 # -- learning rate ------------------------------------------------------------------------------------------------------------------------
 
 
 def rates(kind, total, warmup=0.0, low=0.0, lr=1.0):
-    schedule = Schedule(lr, kind, warmup, low, total)
+    schedule = LRSchedule(lr, kind, warmup, low, total)
     return [schedule.at(step) for step in range(total)]
 
 
@@ -51,8 +51,8 @@ def test_the_first_step_always_moves_and_no_rate_is_out_of_range(kind, warmup, t
 
 
 def test_steps_beyond_the_last_keep_the_last_rate():
-    assert Schedule(1.0, "cosine", 0.0, 0.1, 5).at(50) == pytest.approx(0.1)
-    assert Schedule(1.0, "linear", 0.0, 0.1, 5).at(50) == pytest.approx(0.1)
+    assert LRSchedule(1.0, "cosine", 0.0, 0.1, 5).at(50) == pytest.approx(0.1)
+    assert LRSchedule(1.0, "linear", 0.0, 0.1, 5).at(50) == pytest.approx(0.1)
 
 
 # -- DeepSpeed's JSON ---------------------------------------------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ from ppo_ds.engine.checkpoint import state as state_module
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.checkpoint.state import consolidated, load_shadow, save_shadow
 from ppo_ds.engine.hybrid import HybridActor
-from ppo_ds.engine.master_weights import PARTS, WEIGHT, Masters
-from ppo_ds.engine.trained import Schedule, TrainedModel
-from ppo_ds.engine.weight_copy import ShadowWeights
+from ppo_ds.engine.master_weights import PARTS, WEIGHT, MasterWeights
+from ppo_ds.engine.trained import LRSchedule, TrainedModel
+from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.models.policy import Policy, unsharded_twin
 from tests.engine.checkpoint_worker import DTYPES, NOT_PERSISTENT, Case, Tiny, make, same, train
@@ -51,7 +51,7 @@ def weights(model: TrainedModel) -> Weights:
 
 
 def moments(model: TrainedModel) -> Weights:
-    masters = Masters(model)
+    masters = MasterWeights(model)
     return {f"{part}/{name}": masters.get(name, part).clone() for name in masters.parameters for part in PARTS if part != WEIGHT}
 
 
@@ -88,7 +88,7 @@ def plain_logits(given: Weights, dtype: torch.dtype) -> Tensor:
         return module(IDS)
 
 
-def of(shadow: ShadowWeights) -> Weights:
+def of(shadow: WeightCopy) -> Weights:
     with shadow.swapped():
         return weights(shadow.model)
 
@@ -105,7 +105,7 @@ def refused(action: Any) -> bool:
     return False
 
 
-def enter(shadow: ShadowWeights) -> None:
+def enter(shadow: WeightCopy) -> None:
     with shadow.swapped():
         pass
 
@@ -118,12 +118,12 @@ def followed(world: World, root: Path, stage: int, dtype: str, *, offload: bool 
     whole = train(undisturbed, range(6))
 
     model = make(world, stage, dtype, **kind)
-    ema, lagged = ShadowWeights(model), ShadowWeights(model)
+    ema, lagged = WeightCopy(model), WeightCopy(model)
     expected = {name: w.double() for name, w in weights(model).items()}
     infos, third = [], {}
     for step in range(5):
         infos += train(model, range(step, step + 1))
-        ema.follow(DECAY)
+        ema.ema_update(DECAY)
         now = weights(model)
         expected = {name: DECAY * e + (1 - DECAY) * now[name].double() for name, e in expected.items()}
         if step == 2:
@@ -141,18 +141,18 @@ def followed(world: World, root: Path, stage: int, dtype: str, *, offload: bool 
     path = checkpoints.save(5, {"actor": model}, {}, shadows={"ema": ema, "lagged": lagged})
     kept = same(before, everything(model))
     resumed = make(world, stage, dtype, seed=1, **kind)
-    both = ShadowWeights(resumed), ShadowWeights(resumed)
+    both = WeightCopy(resumed), WeightCopy(resumed)
     checkpoints.load(path, {"actor": resumed}, dict(zip(("ema", "lagged"), both, strict=True)))
     loaded = same(of(both[0]), inside) and same(of(both[1]), third) and same(before, everything(resumed))
     infos += train(model, range(5, 6))
     train(resumed, range(5, 6))
     for average in (ema, both[0]):
-        average.follow(DECAY)
+        average.ema_update(DECAY)
 
     last, averaged = weights(model), of(ema)
-    lagged.follow(1.0)
+    lagged.ema_update(1.0)
     unmoved = same(of(lagged), third)
-    lagged.follow(0.0)
+    lagged.ema_update(0.0)
     return {
         "case": label,
         "gap": gap(inside, expected),
@@ -173,7 +173,7 @@ def followed(world: World, root: Path, stage: int, dtype: str, *, offload: bool 
 def interrupted(world: World, root: Path, stage: int, dtype: str) -> Case:
     """An exception inside: on all ranks, then on the last alone, which must not wait for the others."""
     model = make(world, stage, dtype, raw={"zero_optimization": NOT_PERSISTENT}, dropout=0.0)
-    shadow = ShadowWeights(model)
+    shadow = WeightCopy(model)
     train(model, range(4))
     before, bits, outside = everything(model), shares(model), logits(model)
     found = []
@@ -215,12 +215,12 @@ def generated(world: World, stage: int, dtype: str, only: str) -> Case:
         timed=lambda _: nullcontext(),
         world=world,
         deepspeed_config=deepspeed_config(stage=stage, dtype=dtype, raw={"zero_optimization": NOT_PERSISTENT}),
-        schedule=Schedule(0.1, "constant", 0.0, 0.0, 10),
+        schedule=LRSchedule(0.1, "constant", 0.0, 0.0, 10),
         betas=(0.9, 0.95),
         eps=1e-8,
         weight_decay=0.0,
     )
-    shadow = ShadowWeights(actor)
+    shadow = WeightCopy(actor)
     start = next_token_logits(actor)
     for _ in range(4):
         actor.backward(actor(IDS, torch.ones_like(IDS), 3).logprobs.sum(), last=True)
@@ -247,10 +247,10 @@ def next_token_logits(actor: HybridActor) -> Tensor:
 
 def write_reference(world: World, root: Path, stage: int, dtype: str) -> None:
     model = make(world, stage, dtype, dropout=0.0)
-    shadow = ShadowWeights(model)
+    shadow = WeightCopy(model)
     for step in range(4):
         train(model, range(step, step + 1))
-        shadow.follow(DECAY)
+        shadow.ema_update(DECAY)
     directory = root / "ranks" / f"{world.size}-{stage}-{dtype}"
     save_shadow(shadow, directory)
     average = of(shadow)
@@ -265,7 +265,7 @@ def read_references(world: World, root: Path, tag: str) -> Iterator[Case]:
         if int(size) == world.size:
             continue
         for own_stage in sorted({int(stage), 3}):
-            shadow = ShadowWeights(make(world, own_stage, dtype, seed=1, dropout=0.0))
+            shadow = WeightCopy(make(world, own_stage, dtype, seed=1, dropout=0.0))
             load_shadow(shadow, directory)
             found, written = of(shadow), load_file(directory / "average.safetensors")
             yield {"case": f"{directory.name} -> {world.size}-{own_stage}", "same": same(found, written)}

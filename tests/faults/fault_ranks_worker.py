@@ -62,12 +62,12 @@ class Loop:
 
 
 def build(folder: Path, case: str, minutes: float, watch: Any) -> Loop:
-    from ppo_ds.distributed.store import Notices
+    from ppo_ds.distributed.store import RankStore
     from ppo_ds.distributed.world import connect
 
     world = connect(minutes)
     (folder / f"pid{world.rank}").write_text(str(os.getpid()))
-    watch.start(world, Notices())
+    watch.start(world, RankStore())
     if case == "late" and world.rank == 1:
         time.sleep(2)
     if case == "mistake on all" or (case == "mistake on one" and world.rank == 1):

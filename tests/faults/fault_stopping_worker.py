@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from ppo_ds.distributed.launcher import launchers  # noqa: E402
-from ppo_ds.distributed.store import Notices  # noqa: E402
-from ppo_ds.distributed.watchdog import Watch  # noqa: E402
+from ppo_ds.distributed.store import RankStore  # noqa: E402
+from ppo_ds.distributed.watchdog import Watchdog  # noqa: E402
 from ppo_ds.distributed.world import connect  # noqa: E402
 from ppo_ds.training.stopping import Abandoned, StopRequest  # noqa: E402
 
@@ -25,8 +25,8 @@ BUSY = 90.0  # seconds, unless it is told
 
 def main() -> None:
     folder = Path(next(argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")))
-    world, watch = connect(5.0), Watch()
-    notices = Notices()
+    world, watch = connect(5.0), Watchdog()
+    notices = RankStore()
     watch.start(world, notices)
     stop = StopRequest(world, None, notices)
     watch.look_also(stop.look)

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from launch.cli import load_config
-from ppo_ds.build.dry_run import MARK, begin, folder_of, prepare, rehearsal
+from ppo_ds.build.dry_run import MARK, begin, dry_run_config, folder_of, prepare
 from ppo_ds.config.checks import problems
 from ppo_ds.config.schema import Config, rollout_size
 from ppo_ds.errors import UserError
@@ -76,7 +76,7 @@ def composed(*arguments: str, ranks: int = 1) -> Config:
 def test_a_sound_config_is_sound_when_it_is_small(algo: str) -> None:
     ranks = 3
     config = composed(f"algo={algo}", "rollout.samples_per_prompt=8", "algo.minibatch_size=480", "run.max_minutes=9", ranks=ranks)
-    small = rehearsal(config, ranks)
+    small = dry_run_config(config, ranks)
     assert list(problems(small, ranks)) == []
     assert rollout_size(small) == 2 * (small.algo.minibatch_size or 0) == 6 * 4
     assert (small.run.steps, small.run.max_minutes, small.sampling.max_new_tokens) == (2, None, 16)
@@ -84,7 +84,7 @@ def test_a_sound_config_is_sound_when_it_is_small(algo: str) -> None:
 
 
 def test_what_a_run_makes_in_its_folder_is_made_in_another() -> None:
-    small = rehearsal(load_config(["+experiment=quickstart", "run.dir=here/it/is"]), 1)
+    small = dry_run_config(load_config(["+experiment=quickstart", "run.dir=here/it/is"]), 1)
     assert small.run.dir == "here/it/is_dry" and small.data.path == "here/it/is_dry/start/train.jsonl"
     assert small.prepare is not None and small.prepare["first"]["dir"] == "here/it/is_dry/start"
     assert [model["path"] for model in small.prepare["models"]] == ["here/it/is_dry/start/model"]
@@ -106,7 +106,7 @@ def test_what_no_dry_run_has_made_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_had_is_named(tmp_path: Path) -> None:
-    wanted = rehearsal(replace(composed(), run=replace(composed().run, dir=str(tmp_path / "run"))), 1).prepare
+    wanted = dry_run_config(replace(composed(), run=replace(composed().run, dir=str(tmp_path / "run"))), 1).prepare
     assert wanted is not None
     (tmp_path / "empty").mkdir()
     model = wanted["models"][0] | {"path": str(tmp_path / "empty")}

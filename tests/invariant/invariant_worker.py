@@ -26,7 +26,7 @@ from ppo_ds.config.checks import validated
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.ppo.trainer import Trainer
-from ppo_ds.rollout.base import Sampling
+from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Experience, Metrics, Prompts, Rollout, ScoredRollout
 from tests.invariant.mistakes import made
 
@@ -43,7 +43,7 @@ class Recorder:
         self.tensors: dict[str, Tensor] = {}
         self.calls = 0
 
-    def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
+    def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         rollout = self.generate(prompts, sampling)
         self.tensors |= {f"{self.calls}/{f.name}": getattr(rollout, f.name) for f in fields(rollout) if f.name != "metadata"}
         self.calls += 1
@@ -58,7 +58,7 @@ class Replayer:
         self.world, self.tensors = trainer.world, load_file(file)
         self.calls = 0
 
-    def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
+    def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         columns = {name.partition("/")[2]: x for name, x in self.tensors.items() if name.startswith(f"{self.calls}/")}
         self.calls += 1
         mine = {name: x.chunk(self.world.size)[self.world.rank] for name, x in columns.items()}
@@ -82,7 +82,7 @@ class Disturber(Replayer):
         self.actor, self.generate = trainer.actor, trainer.sample.generator
         self.seen: list[dict[str, bool]] = []
 
-    def __call__(self, prompts: Prompts, sampling: Sampling) -> Rollout:
+    def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         with self.actor.generation_mode():  # the sampler is inside one already
             inside = self.state()
             self.generate(prompts, sampling)
@@ -91,7 +91,7 @@ class Disturber(Replayer):
         self.seen.append({"filled": inside["filled"] and still_inside["filled"], "eval": not inside["training"] and not still_inside["training"]})
         return super().__call__(prompts, sampling)
 
-    def interrupt(self, prompts: Prompts, sampling: Sampling) -> None:
+    def interrupt(self, prompts: Prompts, sampling: SamplingParams) -> None:
         for ranks in (range(self.world.size), [self.world.size - 1]):
             try:
                 with self.actor.generation_mode():

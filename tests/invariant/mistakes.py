@@ -52,7 +52,7 @@ def always_the_last(self: TrainedModel, loss: Any, last: bool) -> None:
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "ranks forgotten in the scale": (learner_module, "batch_totals", no_ranks_in_the_scale),
     "rows instead of tokens": (learner_module, "batch_totals", rows_instead_of_tokens),
-    "no exchange": (experience_module, "exchange", own_rows_only),
+    "no exchange": (experience_module, "all_gather_rows", own_rows_only),
     "advantages whitened on each rank": (advantages_module, "normalize_advantages", whitened_alone),
     "a micro-batch replaced by another": (learner_module, "microbatch_rows", first_again_instead_of_last),
     "each micro-batch taken for the last": (TrainedModel, "backward", always_the_last),

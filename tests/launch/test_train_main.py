@@ -28,7 +28,7 @@ class Left(BaseException):
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """main() with what fit() or build_trainer() does; gives the exit code."""
 
-    def leave(code: int) -> None:
+    def exit_now(code: int) -> None:
         raise Left(code)
 
     def run(fit: Any = None, build: Any = None) -> int:
@@ -37,7 +37,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         wiring.build_trainer = build or (lambda config, watch: SimpleNamespace(fit=fit, fail=lambda error: None, world=world))  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "ppo_ds.build.trainer", wiring)
         monkeypatch.setattr(train, "prepare_environment", lambda verbose: None)
-        monkeypatch.setattr(train, "leave", leave)
+        monkeypatch.setattr(train, "exit_now", exit_now)
         closed: list[bool] = []
         try:
             return train.main(list(MINIMAL))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ppo_ds.ops.batching import FORWARD, deal, places, plan_forwards, plan_microbatches
+from ppo_ds.ops.batching import FORWARD, balance_ranks, places, plan_forwards, plan_microbatches
 
 
 def lengths(n, seed=0):
@@ -144,7 +144,7 @@ def test_forwards_are_no_more_than_rows(packed):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_a_deal_is_fair(ranks):
     total = sum(lengths(48))
-    hands = deal(total, ranks)
+    hands = balance_ranks(total, ranks)
     assert sorted(torch.cat(hands).tolist()) == list(range(48))
     assert [len(hand) for hand in hands] == [48 // ranks] * ranks
     sums = [int(total[hand].sum()) for hand in hands]
@@ -152,8 +152,8 @@ def test_a_deal_is_fair(ranks):
 
 
 def test_a_deal_worked_by_hand():
-    assert [hand.tolist() for hand in deal(torch.tensor([1, 2, 3, 4, 5, 6]), 3)] == [[5, 0], [4, 1], [3, 2]]
-    assert [hand.tolist() for hand in deal(torch.tensor([7, 7, 7, 7, 7, 7, 7, 7]), 2)] == [[0, 3, 4, 7], [1, 2, 5, 6]]  # ties keep their order
-    assert deal(torch.full((400,), 7), 2)[0].tolist() == [i for i in range(400) if i % 4 in (0, 3)]
+    assert [hand.tolist() for hand in balance_ranks(torch.tensor([1, 2, 3, 4, 5, 6]), 3)] == [[5, 0], [4, 1], [3, 2]]
+    assert [hand.tolist() for hand in balance_ranks(torch.tensor([7, 7, 7, 7, 7, 7, 7, 7]), 2)] == [[0, 3, 4, 7], [1, 2, 5, 6]]  # ties keep their order
+    assert balance_ranks(torch.full((400,), 7), 2)[0].tolist() == [i for i in range(400) if i % 4 in (0, 3)]
     with pytest.raises(AssertionError):
-        deal(torch.tensor([1, 2, 3]), 2)
+        balance_ranks(torch.tensor([1, 2, 3]), 2)

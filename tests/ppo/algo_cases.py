@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.ppo.advantages import CriticEstimator, ScorePlace, Whitening
+from ppo_ds.ppo.advantages import CriticEstimator, ScorePosition, Whitening
 from ppo_ds.ppo.collector import scored
 from ppo_ds.ppo.experience import Correction, ExperienceMaker, KLCharge, values_of
 from ppo_ds.ppo.reward_shaping import Penalties, ScoreShaper
@@ -18,7 +18,7 @@ RUBBISH = 1e6
 
 NO_PENALTIES = Penalties(missing_eos=None, missing_eos_value=1.0, overlong_buffer=None, overlong_factor=1.0, per_token=0.0)
 AS_IT_IS = Whitening(over="none", unbiased=False, level="token")
-ON_THE_LAST = ScorePlace("last_token", "trained")
+ON_THE_LAST = ScorePosition("last_token", "trained")
 
 
 def timer(phase):

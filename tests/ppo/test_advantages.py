@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.ppo.advantages import Estimator, ScorePlace
+from ppo_ds.ppo.advantages import Estimator, ScorePosition
 from tests.ppo.algo_cases import answers, gae, rounded
 
 SCORES = [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -32,7 +32,7 @@ ONE_MORE = [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]
 @pytest.mark.parametrize("next_state", ["trained", "untrained", "ignored"])
 def test_on_the_last_token(next_state):
     """An answer without an action has no place for a score."""
-    place = ScorePlace("last_token", next_state)
+    place = ScorePosition("last_token", next_state)
     assert rounded(paid(place, rows())) == ON_LAST
     assert place.states(rows()).int().tolist() == place.trained(rows()).int().tolist() == ACTIONS
 
@@ -42,7 +42,7 @@ def test_on_the_last_token(next_state):
 )
 def test_one_place_after_the_last_token(next_state, states, trained):
     """That place is a state of its own; an answer that fills its limit has none, and is paid on its last token."""
-    place = ScorePlace("next_token", next_state)
+    place = ScorePosition("next_token", next_state)
     assert place.states(rows()).int().tolist() == states and place.trained(rows()).int().tolist() == trained
     under = place.states(rows())
     assert rounded(paid(place, rows()).masked_fill(~under, 0.0)) == rounded(torch.tensor(ON_NEXT).masked_fill(~under, 0.0))
@@ -50,7 +50,7 @@ def test_one_place_after_the_last_token(next_state, states, trained):
 
 def test_wider_padding_makes_no_room():
     """The limit counts, not the width of the batch."""
-    place = ScorePlace("next_token", "trained")
+    place = ScorePosition("next_token", "trained")
     wide = rows().resized(1, 6)
     assert place.states(wide).int().tolist() == [row + [0] * 3 for row in ONE_MORE]
     assert rounded(paid(place, wide)) == [[*row, 0, 0, 0] for row in ON_NEXT]
@@ -58,7 +58,7 @@ def test_wider_padding_makes_no_room():
 
 @pytest.mark.parametrize("place", ["last_token", "next_token"])
 def test_scores_of_tokens_are_added_on_the_tokens(place):
-    plain, more = paid(ScorePlace(place, "trained"), rows()), paid(ScorePlace(place, "trained"), rows(), token_score=0.25)
+    plain, more = paid(ScorePosition(place, "trained"), rows()), paid(ScorePosition(place, "trained"), rows(), token_score=0.25)
     assert rounded(more - plain) == [[0.25 * x for x in row] for row in ACTIONS]
 
 
@@ -84,7 +84,7 @@ def gae_by_loop(rewards, v, after, gamma, lam):
 @pytest.mark.parametrize("lam_critic", [None, 1.0])
 def test_over_tokens(where, bootstrap, lam_critic):
     """A cut answer goes on from V of its last state where asked to; one that ended is over. Returns have a lambda of their own."""
-    rollout, place = rows(), ScorePlace(where, "trained")
+    rollout, place = rows(), ScorePosition(where, "trained")
     rewards, v = paid(place, rollout), values(rollout)
     made = gae(gamma=0.9, lam=0.8, lam_critic=lam_critic, bootstrap_truncated=bootstrap, place=place)(rewards, v, rollout)
     for i, states in enumerate(ONE_MORE if where == "next_token" else ACTIONS):
@@ -116,7 +116,7 @@ def test_what_a_cut_answer_goes_on_with():
 @pytest.mark.parametrize("where", ["last_token", "next_token"])
 def test_the_whole_answer_as_one_action(position, columns, baselines, where):
     """One reward, the sum of all (0.1 less for each token); one value. An answer without an action has neither."""
-    rollout, place = rows(), ScorePlace(where, "trained")
+    rollout, place = rows(), ScorePosition(where, "trained")
     made = gae(level="sequence", position=position, gamma=0.3, bootstrap_truncated=True, place=place)(paid(place, rollout), values(rollout), rollout)
     totals = [1 - 0.2, 2 - 0.1, 3 - 0.2, 4 - 0.3]
     for i, (column, length) in enumerate(zip(columns, [2, 1, 2, 3, 0], strict=True)):
@@ -128,7 +128,7 @@ def test_the_whole_answer_as_one_action(position, columns, baselines, where):
 
 def test_a_lost_score_is_lost_for_whole_answers_too():
     """Only answers that fill their limit keep theirs."""
-    rollout, place = rows(), ScorePlace("next_token", "ignored")
+    rollout, place = rows(), ScorePosition("next_token", "ignored")
     made = gae(level="sequence", position="prompt_last", place=place)(paid(place, rollout), values(rollout), rollout)
     assert rounded(made.returns)[:4] == [[-0.2, 0, 0, 0], [1.9, 0, 0, 0], [2.8, 0, 0, 0], [3.7, 0, 0, 0]]
 
@@ -144,7 +144,7 @@ def grouped():
 @pytest.mark.parametrize("where", ["last_token", "next_token"])
 def test_rewards_to_come(where):
     """Gamma 0.5, a charge of 0.1 on each token. Paid one place later, the score is discounted once more."""
-    rollout, place = grouped(), ScorePlace(where, "trained")
+    rollout, place = grouped(), ScorePosition(where, "trained")
     made = Estimator("reinforce", 0.5, 2)(paid(place, rollout), rollout, place.states(rollout), rollout.scores)
     late = {"last_token": [[-0.1 + 0.5 * 0.9, 0.9, 0], [3.9, 0, 0]], "next_token": [[-0.1 + 0.5 * 0.4, -0.1 + 0.5, 0], [-0.1 + 2, 0, 0]]}
     full = [-0.1 + 0.5 * (-0.1 + 0.5 * 1.9), -0.1 + 0.5 * 1.9, 1.9]  # fills its limit either way
@@ -164,7 +164,7 @@ def test_rewards_to_come(where):
 @pytest.mark.parametrize("where", ["last_token", "next_token"])
 def test_against_the_other_answers_to_a_prompt(kind, expected, where):
     """The KL in the reward counts; the sum over an answer is the same wherever the score is paid."""
-    rollout, place = grouped(), ScorePlace(where, "trained")
+    rollout, place = grouped(), ScorePosition(where, "trained")
     made = Estimator(kind, 0.5, 2)(paid(place, rollout), rollout, place.states(rollout), rollout.scores)
     for i, length in enumerate([2, 1, 3, 3]):
         assert made[i].tolist() == pytest.approx([expected[i]] * length + [0.0] * (3 - length), abs=1e-5)
@@ -172,7 +172,7 @@ def test_against_the_other_answers_to_a_prompt(kind, expected, where):
 
 def test_neighbours_are_a_group():
     """The same rows as one group of four: means over 0.8, 3.9, 1.7, 1.7 = 8.1 / 4."""
-    rollout, place = grouped(), ScorePlace("last_token", "trained")
+    rollout, place = grouped(), ScorePosition("last_token", "trained")
     made = Estimator("dr_grpo", 1.0, 4)(paid(place, rollout), rollout, place.states(rollout), rollout.scores)
     assert made[:, 0].tolist() == pytest.approx([0.8 - 2.025, 3.9 - 2.025, 1.7 - 2.025, 1.7 - 2.025], abs=1e-6)
 
@@ -181,6 +181,6 @@ def test_an_answer_without_an_action_still_counts_for_the_others():
     """Leave-one-out of scores 1, 5, 1, 1, where the 5 ended at once and its end is no action: the others' mean is 7 / 3."""
     rollout = answers([1, 1, 1, 1], [1.0, 5.0, 1.0, 1.0])
     rollout = replace(rollout, response_mask=torch.tensor([[True], [False], [True], [True]]))
-    place = ScorePlace("last_token", "trained")
+    place = ScorePosition("last_token", "trained")
     made = Estimator("rloo", 1.0, 4)(paid(place, rollout, kl=0.0), rollout, place.states(rollout), rollout.scores)
     torch.testing.assert_close(made[:, 0], torch.tensor([1 - 7 / 3, 0.0, 1 - 7 / 3, 1 - 7 / 3]))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ppo_ds.ppo.batching import concatenated, exchange, microbatches, minibatches
+from ppo_ds.ppo.batching import all_gather_rows, concatenated, microbatches, minibatches
 from ppo_ds.ppo.scoring import score_states, score_tokens, scoring_plan
 from tests.ppo.algo_cases import answers
 
@@ -23,7 +23,7 @@ def real(rows):
 def test_exchange_gives_every_rank_all_rows_in_the_order_of_the_ranks(on_ranks, experience):
     shares = [experience([2, 4], [3, 1], seed=1, finished=[True, False]), experience([1, 1], [5, 2], seed=2)]
     assert (shares[0].prompt_width, shares[0].response_width) == (4, 3) and (shares[1].prompt_width, shares[1].response_width) == (1, 5)
-    everyone = on_ranks(2, lambda world: exchange(shares[world.rank], world))
+    everyone = on_ranks(2, lambda world: all_gather_rows(shares[world.rank], world))
     for rows in everyone:
         assert (len(rows), rows.prompt_width, rows.response_width) == (4, 4, 5)
         assert real(rows) == real(shares[0]) + real(shares[1])
@@ -32,13 +32,13 @@ def test_exchange_gives_every_rank_all_rows_in_the_order_of_the_ranks(on_ranks, 
 
 def test_exchange_of_one_rank_changes_nothing(world, experience):
     rows = experience([2, 4], [3, 1])
-    assert real(exchange(rows, world)) == real(rows)
+    assert real(all_gather_rows(rows, world)) == real(rows)
 
 
 def test_exchange_of_what_is_no_tensor(on_ranks):
     """Raw rows and the parts of the scores, as many on each rank, in the order of the ranks."""
     shares = [answers([2, 1], metadata=({"n": 0}, {"n": 1}), style=[0.5, 1.5]), answers([1, 3], metadata=({"n": 2}, {"n": 3}), style=[2.5, 3.5])]
-    for rows in on_ranks(2, lambda world: exchange(shares[world.rank], world)):
+    for rows in on_ranks(2, lambda world: all_gather_rows(shares[world.rank], world)):
         assert [row["n"] for row in rows.metadata] == [0, 1, 2, 3]
         assert [parts["style"] for parts in rows.components] == [0.5, 1.5, 2.5, 3.5]
         assert rows.response_lengths.tolist() == [2, 1, 1, 3] and rows.limits.tolist() == [3, 3, 4, 4]

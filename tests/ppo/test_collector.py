@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 import torch
 
-from ppo_ds.ppo.collector import DynamicSampler, Sampler, scored
+from ppo_ds.ppo.collector import DynamicRolloutCollector, RolloutCollector, scored
 from ppo_ds.types import Prompts, Rollout, Scores
 
 SAMPLING = object()
@@ -79,7 +79,7 @@ def test_generation_is_over_before_the_reward_reads():
         return reward_for({7})(rollout)
 
     stream = iter([prompts_of([7]), prompts_of([8])])
-    rollout, seen = Sampler(**parts(actor=actor, generator=generator, reward=reward, timer=timer))(stream)
+    rollout, seen = RolloutCollector(**parts(actor=actor, generator=generator, reward=reward, timer=timer))(stream)
     assert rollout.scores.tolist() == [7.0, 7.5] and [row["n"] for row in rollout.metadata] == [7, 7] and seen == {}
     assert next(stream).metadata[0]["n"] == 8  # one step's worth was taken
 
@@ -104,7 +104,7 @@ def dynamic(world, useful, max_rounds=10):
             drawn.append(k)
             yield prompts_of(range(first, first + share))
 
-    sampler = DynamicSampler(group_size=SAMPLES, max_rounds=max_rounds, world=world, **parts(useful))
+    sampler = DynamicRolloutCollector(group_size=SAMPLES, max_rounds=max_rounds, world=world, **parts(useful))
     rollout, seen = sampler(stream())
     return [row["n"] for row in rollout.metadata], rollout, seen, len(drawn)
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from ppo_ds.distributed.heartbeat import LIFE
+from ppo_ds.distributed.heartbeat import HEARTBEAT
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Prompts, Rollout, Scores
@@ -91,15 +91,15 @@ def test_where_it_hangs_can_be_told_and_whose_seconds_these_are(world, tokenizer
             pass
 
     found.actor.generation_mode = generation_mode
-    found.generator = lambda *asked: (places.append(LIFE.place), generator(*asked))[1]
-    found.reward = lambda rollout: (places.append(LIFE.place), reward(rollout))[1]
-    found.check = lambda: places.append(LIFE.place)
-    before = LIFE.place
+    found.generator = lambda *asked: (places.append(HEARTBEAT.place), generator(*asked))[1]
+    found.reward = lambda rollout: (places.append(HEARTBEAT.place), reward(rollout))[1]
+    found.check = lambda: places.append(HEARTBEAT.place)
+    before = HEARTBEAT.place
     with timer(phase) if phase else nullcontext():
-        inside = LIFE.place
+        inside = HEARTBEAT.place
         found()
-        assert LIFE.place == inside
-    assert LIFE.place == (f"after the phase {phase!r}" if phase else before)
+        assert HEARTBEAT.place == inside
+    assert HEARTBEAT.place == (f"after the phase {phase!r}" if phase else before)
     assert places == ["generating, in an evaluation", "in an evaluation", "in the reward, in an evaluation", "in an evaluation"]
     assert set(timer.take()) == {f"time/{phase or 'switch'}", "time/other", "time/step"}
 

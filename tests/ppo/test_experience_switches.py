@@ -8,7 +8,7 @@ import torch
 
 from ppo_ds.build.algorithm import hidden_stops
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.ppo.advantages import Estimator, ScorePlace
+from ppo_ds.ppo.advantages import Estimator, ScorePosition
 from ppo_ds.ppo.experience import Correction, KLCharge, shared_values_of, without_stops
 from ppo_ds.types import CriticExperience
 from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, gae, maker, rounded
@@ -59,7 +59,7 @@ def test_the_score_of_an_answer_whose_end_is_hidden(world):
     common = dict(hidden_stops=(1, 3), kl=NO_CHARGE)
     last, _ = maker(world, **common)(rollout, 0.5)
     assert rounded(last.rewards) == [[1, 0, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0], [0, 0, 4, 0], [0, 0, 0, 0]]
-    place = ScorePlace("next_token", "untrained")
+    place = ScorePosition("next_token", "untrained")
     following, _ = maker(world, **common, place=place, estimator=gae(place=place))(rollout, 0.5)
     assert rounded(following.rewards) == [[0, 1, 0, 0], [0, 0, 2, 0], [0, 0, 3, 0], [0, 0, 4, 0], [5, 0, 0, 0]]
     assert following.value_mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
@@ -70,7 +70,7 @@ def test_the_score_of_an_answer_whose_end_is_hidden(world):
 
 def test_the_largest_advantage_is_one_of_an_action(world):
     """The state after the first answer has an advantage too, 90 - 6, but nobody acts in it."""
-    place = ScorePlace("next_token", "trained")
+    place = ScorePosition("next_token", "trained")
     rollout = answers([2, 3], [90.0, 0.0], tokens=[[88, 89], [1, 2, 3]])
     made, seen = maker(world, kl=NO_CHARGE, place=place, estimator=gae(place=place))(rollout, 0.0)
     assert rounded(made.advantages) == [[2, 1, 0], [-1, -2, -3]]

@@ -14,11 +14,11 @@ from ppo_ds.ops.kl import AdaptiveKLController, ThresholdKLController
 from ppo_ds.ops.running import RunningMoments
 from ppo_ds.ppo import trainer
 from ppo_ds.ppo.failure_dump import Dump
-from ppo_ds.ppo.nan_debug import Row, blame, examine
+from ppo_ds.ppo.nan_debug import Row, blame, locate_nonfinite
 from ppo_ds.tools.replay import Replay
-from ppo_ds.training.health import Ceiling, Health, TooManySkips, Trouble, first_nonfinite
+from ppo_ds.training.health import Health, KLMonitor, NonFiniteStep, TooManySkips, first_nonfinite
 from ppo_ds.training.metrics import MetricSums
-from ppo_ds.training.schedule import Progress
+from ppo_ds.training.schedule import TrainState
 from tests.ppo.algo_cases import NAN, answers, maker, shaper
 from tests.ppo.learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, by_hand, learned, learner, old_around, same
 
@@ -145,7 +145,7 @@ def test_actor_and_critic_skip_together(world, rows, plant, place):
     """One micro-batch each: the third optimizer step of four is as if it had not been."""
     plant(f"nan@{place}:at=3")
     followed, health = [], Health(2)
-    seen, actor, critic = learned(world, rows, average=SimpleNamespace(follow=followed.append), decay=0.5, health=health)
+    seen, actor, critic = learned(world, rows, average=SimpleNamespace(ema_update=followed.append), decay=0.5, health=health)
     same((actor, critic), by_hand(rows, left_out=2))
     assert (actor.steps, critic.steps, len(followed)) == (3, 3, 3) and health.skips == 0  # the fourth was sound
     assert seen["health/skipped_steps"] == 1.0 and math.isnan(seen["policy/grad_norm"]) and math.isnan(seen["value/grad_norm"])
@@ -190,7 +190,7 @@ def test_so_many_in_a_row_end_the_update(world, rows, plant):
 
 @pytest.mark.parametrize(("counted", "ended", "began"), [(4, 6, "; the first of these was in step 4"), (6, 6, ""), (None, 6, "")])
 def test_the_end_says_in_which_earlier_step_skipping_began(monkeypatch, rows, counted, ended, began):
-    trouble = Trouble(("loss of the actor",), rows, torch.arange(len(rows)), None, None, 0.1, False)
+    trouble = NonFiniteStep(("loss of the actor",), rows, torch.arange(len(rows)), None, None, 0.1, False)
     health = Health(3, skips=2 if counted is None else 0)  # None: two of an earlier start
     for step in [counted, counted, ended] if counted else [ended]:
         health.step = step
@@ -202,9 +202,9 @@ def test_the_end_says_in_which_earlier_step_skipping_began(monkeypatch, rows, co
             health.skip(trouble)
         else:
             health.skip(trouble)
-    monkeypatch.setattr(trainer, "last_words", lambda *_: "LINE")
+    monkeypatch.setattr(trainer, "dump_failure", lambda *_: "LINE")
     run = SimpleNamespace(
-        progress=Progress(step=ended - 1), folder=SimpleNamespace(path=Path("run")), learn=None, tokenizer=None, health=health, home=None
+        progress=TrainState(step=ended - 1), folder=SimpleNamespace(path=Path("run")), learn=None, tokenizer=None, health=health, home=None
     )
     said = trainer.Trainer._last_words(run, raised.value)
     assert said == f"LINE; no optimizer step was made 3 times in a row (health.max_skips){began}"
@@ -236,8 +236,8 @@ def test_the_row_and_the_first_tensor_are_found(on_ranks, rows):
         with torch.no_grad():
             actor.module.embed[token] = NAN
         learn = learner(world, actor, critic, value=dict(clip=None))
-        trouble = Trouble(("gradient of the actor",), rows, torch.arange(len(rows)) + 100, None, None, 0.0, False)
-        return examine(learn, rows, 0.0, False), blame(learn, trouble), actor.steps, critic.skipped
+        trouble = NonFiniteStep(("gradient of the actor",), rows, torch.arange(len(rows)) + 100, None, None, 0.0, False)
+        return locate_nonfinite(learn, rows, 0.0, False), blame(learn, trouble), actor.steps, critic.skipped
 
     for found, blamed, steps, skipped in on_ranks(2, work):
         assert [one.place for one in found] == list(range(8)) and steps == 0 and skipped == [False, False]
@@ -261,7 +261,7 @@ def test_a_replay_numbers_rows_as_the_run_did(rows):
 
 def test_what_does_not_come_back_is_said_to_be_so(world, rows):
     learn = learner(world, Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world))
-    found = blame(learn, Trouble(("gradient of the critic",), rows, torch.arange(8), None, None, 0.0, False))
+    found = blame(learn, NonFiniteStep(("gradient of the critic",), rows, torch.arange(8), None, None, 0.0, False))
     assert found.place is None and found.what.startswith("gradient of the critic (not again when the step was repeated")
 
 
@@ -269,10 +269,10 @@ def test_what_does_not_come_back_is_said_to_be_so(world, rows):
 
 
 def test_the_ceiling_speaks_when_the_kl_first_passes_it():
-    ceiling = Ceiling(0.5, stops=False)
+    ceiling = KLMonitor(0.5, stops=False)
     said = [ceiling.exceeded({"kl/k3_token_mean": kl}) is not None for kl in (0.1, 0.5, 0.6, 0.9, 0.2, 0.7, NAN)]
     assert said == [False, False, True, False, False, True, False]
-    assert Ceiling(0.5, stops=True).exceeded({"policy/loss": 9.0}) is None
-    assert Ceiling(None, stops=True).exceeded({"kl/k3_token_mean": 9.0}) is None
-    line = Ceiling(0.5, stops=True).exceeded({"kl/k3_token_mean": 0.625})
+    assert KLMonitor(0.5, stops=True).exceeded({"policy/loss": 9.0}) is None
+    assert KLMonitor(None, stops=True).exceeded({"kl/k3_token_mean": 9.0}) is None
+    line = KLMonitor(0.5, stops=True).exceeded({"kl/k3_token_mean": 0.625})
     assert "kl/k3_token_mean=0.625" in line and "health.max_kl=0.5" in line and "\n" not in line

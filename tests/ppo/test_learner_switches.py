@@ -64,7 +64,7 @@ def test_what_the_last_minibatch_finds_ends_nothing(world, near):
 def test_the_critic_alone(world, rows):
     actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
     followed = []
-    learn = learner(world, actor, critic, target_kl=1e-9, average=SimpleNamespace(follow=followed.append))
+    learn = learner(world, actor, critic, target_kl=1e-9, average=SimpleNamespace(ema_update=followed.append))
     _, seen = learn(rows, 0.0, 3, critic_only=True)
     same([critic], by_hand(rows)[1:])
     same([actor], [TinyPolicy(V, 1)])
@@ -183,7 +183,7 @@ def test_other_texts(on_ranks, rows, ranks, budget):
 
 def test_an_average_follows_each_step_of_the_actor(world, rows):
     class Average:
-        def follow(self, decay):
+        def ema_update(self, decay):
             seen.append((decay, actor.steps))
 
     seen, actor = [], Engine(TinyPolicy(V, 1), world)

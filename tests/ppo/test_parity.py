@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ppo_ds.ppo.parity import BOUNDS, disagreement, parity_gap
-from ppo_ds.rollout.base import Sampling
+from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Prompts, Rollout
 
-SAMPLING = Sampling(
+SAMPLING = SamplingParams(
     max_new_tokens=100, min_new_tokens=20, temperature=0.7, top_p=1.0, top_k=0, stop_token_ids=(1,), stop_strings=()
 )  # fmt: skip
 LENGTHS = [1, 3, 2, 4, 4, 1, 2, 3]
@@ -66,7 +66,7 @@ def test_alike(world):
 
 def test_fewer_prompts_and_shorter_answers_than_the_gate_would_take(world):
     seen = []
-    measured(world, n=3, sampling=Sampling(2, 0, 1.0, 1.0, 0, (), ()), seen=seen)
+    measured(world, n=3, sampling=SamplingParams(2, 0, 1.0, 1.0, 0, (), ()), seen=seen)
     assert [(n, sampling.max_new_tokens) for n, sampling in seen] == [(3, 2)]
 
 

@@ -11,7 +11,7 @@ import torch
 from ppo_ds.build.algorithm import kl_controller
 from ppo_ds.build.trainer import _plan
 from ppo_ds.ppo.trainer import Trainer
-from ppo_ds.training.health import Ceiling, Health
+from ppo_ds.training.health import Health, KLMonitor
 from ppo_ds.types import experience_of
 from tests.ops.golden import assert_no_stale_entries, look_up, outputs
 from tests.ppo.preset_runs import composed
@@ -61,7 +61,7 @@ def coefficients(world, config, kls, n_steps):
         plan=_plan(config, len(kls)),
         folder=MagicMock(),
         health=Health(1),
-        ceiling=Ceiling(None, stops=False),
+        ceiling=KLMonitor(None, stops=False),
         **nothing,
     )
     assert trainer.fit() == "done"

@@ -8,7 +8,7 @@ import pytest
 
 from ppo_ds.errors import UserError
 from ppo_ds.training.health import TooManySkips
-from ppo_ds.training.run_dir import RunFolder
+from ppo_ds.training.run_dir import RunDirectory
 from ppo_ds.training.schedule import EXIT_CODES
 from tests.ppo.trainer_cases import named, stand_ins
 
@@ -86,7 +86,7 @@ def test_a_run_that_was_ended_early_says_how_it_goes_on(loop, how, exported, che
 def test_a_run_that_was_broken_off_shows_no_old_evaluation(world, tokenizer, tmp_path, capsys, exported):
     (tmp_path / "metrics.jsonl").touch()
     rows = [{"prompt": "p", "asked": "p", "response": "r", "score": 1.0}]
-    folder = RunFolder(tmp_path, world=world, tokenizer=tokenizer, title="a run")
+    folder = RunDirectory(tmp_path, world=world, tokenizer=tokenizer, title="a run")
     folder.report({"eval/accuracy": 0.5}, {"eval/accuracy": 0.75}, rows, rows, exported=exported, checkpoint="run/step_1   goes on")
     shown = capsys.readouterr().out
     assert ("Held-out prompts" in shown) == ("Sample answers" in shown) == exported
@@ -171,7 +171,7 @@ def test_numbers_that_go_wrong_take_the_run_back_once_and_then_end_it(loop, monk
         return Path(f"step_{step}")
 
     trainer.learn, checkpoints.save = gives_up, save
-    monkeypatch.setattr("ppo_ds.ppo.trainer.last_words", lambda folder, step, *rest: said.append((folder.name, step)) or "told")
+    monkeypatch.setattr("ppo_ds.ppo.trainer.dump_failure", lambda folder, step, *rest: said.append((folder.name, step)) or "told")
     trainer.folder.path = Path("run")
     assert trainer.fit() == "nonfinite" and EXIT_CODES["nonfinite"] == 1
     assert [event for event in events if str(event).startswith("prompts")] == [f"prompts {n}" for n in (1, 2, 3, 3)]
@@ -182,7 +182,7 @@ def test_numbers_that_go_wrong_take_the_run_back_once_and_then_end_it(loop, monk
 
 def test_without_a_sound_checkpoint_there_is_no_way_back(loop, monkeypatch):
     trainer, events = loop()
-    monkeypatch.setattr("ppo_ds.ppo.trainer.last_words", lambda *_: "told")
+    monkeypatch.setattr("ppo_ds.ppo.trainer.dump_failure", lambda *_: "told")
     trainer.folder.path = Path("run")
 
     def gives_up(rows, kl_coef, seed, critic_only):

@@ -10,8 +10,8 @@ import torch
 from ppo_ds.ops.kl import AdaptiveKLController
 from ppo_ds.ppo.evaluation import Evaluation
 from ppo_ds.ppo.trainer import Trainer
-from ppo_ds.training.health import Ceiling, Health
-from ppo_ds.training.schedule import Plan
+from ppo_ds.training.health import Health, KLMonitor
+from ppo_ds.training.schedule import Schedule
 from ppo_ds.training.timing import PhaseTimer
 from tests.ppo.algo_cases import make_experience
 
@@ -160,10 +160,10 @@ def stand_ins(world, tokenizer):
             stop=SimpleNamespace(agreed=lambda: next(reasons, None), listen=lambda: None, check=lambda: None),
             timer=PhaseTimer(torch.device("cpu")),
             meter=lambda rows, times, metrics: {"perf/rows": float(len(rows))},
-            plan=Plan(**PLAN | plan),
+            plan=Schedule(**PLAN | plan),
             folder=Notes(events),
             health=Health(max_skips=2),
-            ceiling=Ceiling(max_kl, stops=stops),
+            ceiling=KLMonitor(max_kl, stops=stops),
         )
         return trainer, events
 

@@ -122,12 +122,12 @@ def test_a_failure_that_may_pass_is_tried_again(ask, status):
 def test_the_service_says_how_long_to_wait(ask, monkeypatch):
     pauses = []
 
-    class Watch(Event().__class__):
+    class Watchdog(Event().__class__):
         def wait(self, timeout=None):
             pauses.append(timeout)
             return False
 
-    monkeypatch.setattr("ppo_ds.rewards.remote.Event", Watch)
+    monkeypatch.setattr("ppo_ds.rewards.remote.Event", Watchdog)
     asks = ["0.25", "7", "1e9", "Wed, 21 Oct 2015 07:28:00 GMT", "soon", "nan", "-3"]
 
     def reply(number, body):
@@ -360,12 +360,12 @@ def test_after_an_error_nobody_goes_on(ask):
 @pytest.mark.parametrize("slow", [False, True])
 def test_once_the_scores_are_not_wanted_nobody_waits_for_them(tokenizer, slow):
     """Whether it is in a pause or in the middle of an attempt."""
-    came, leave = Event(), Event()
+    came, exit_now = Event(), Event()
 
     def reply(number, body):
         came.set()
         if slow:
-            leave.wait(60)
+            exit_now.wait(60)
         return 500, {"Retry-After": "60"}, b""
 
     spec = {"_target_": "ppo_ds.rewards.remote.RemoteReward", "timeout_seconds": 100.0}
@@ -375,9 +375,9 @@ def test_once_the_scores_are_not_wanted_nobody_waits_for_them(tokenizer, slow):
             start = time.monotonic()
             scores = reward.judge(Answers(({"prompt_text": "p"},) * 3, ("a", "b", "c"), (True,) * 3))
             assert len(scores) == 3 and time.monotonic() - start < 30
-            leave.set()
+            exit_now.set()
     finally:
-        leave.set()
+        exit_now.set()
 
 
 def test_a_judge_is_asked_about_each_answer(tokenizer):

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_ds.models.tiny import character_tokenizer
-from ppo_ds.rollout.base import Sampling
+from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Prompts
 
 
@@ -66,6 +66,6 @@ def prompts():
 def sampling():
     def make(max_new_tokens, **changes):
         neutral = dict(min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=())
-        return Sampling(max_new_tokens, **neutral | changes)
+        return SamplingParams(max_new_tokens, **neutral | changes)
 
     return make

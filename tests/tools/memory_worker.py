@@ -18,7 +18,7 @@ folder = Path(sys.argv[1])
 
 from launch.cli import load_config  # noqa: E402
 from launch.train import prepare_environment  # noqa: E402
-from ppo_ds.distributed.heartbeat import leave  # noqa: E402
+from ppo_ds.distributed.heartbeat import exit_now  # noqa: E402
 
 config = load_config(json.loads((folder / "arguments.json").read_text()))
 prepare_environment(verbose=False)
@@ -65,4 +65,4 @@ roles, build._roles = build._roles, loaded
 trainer = build.build_trainer(config)
 trainer.fit()
 (folder / "peaks.json").write_text(json.dumps({phase: 1024 * peak for phase, peak in peaks.items()}))
-leave(0)
+exit_now(0)

@@ -120,8 +120,8 @@ def test_each_role_takes_what_it_keeps() -> None:
 
 
 def test_an_offloaded_reference_is_on_the_gpu_while_it_is_asked() -> None:
-    away, there = plan("reference.zero.offload_params=true"), plan()
-    one, other = estimate(away, models(away), GPU), estimate(there, models(there), GPU)
+    offloaded, there = plan("reference.zero.offload_params=true"), plan()
+    one, other = estimate(offloaded, models(offloaded), GPU), estimate(there, models(there), GPU)
     assert one.phases["ref_logprobs"] == other.phases["ref_logprobs"]
     assert one.phases["old_logprobs"] == other.phases["old_logprobs"] - 2000
     assert (one.host, other.host) == (2000, 0)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from ppo_ds.distributed.store import Gone
+from ppo_ds.distributed.store import StoreUnavailable
 from ppo_ds.training.stopping import Abandoned, StopRequest
 from ppo_ds.training.timing import PhaseTimer
 
@@ -308,10 +308,10 @@ def test_a_launcher_that_has_ended_is_a_signal(listening, monkeypatch):
 def test_without_the_store_each_rank_goes_by_what_it_sees_itself(listening, monkeypatch):
     class Dead:
         def put(self, name, text):
-            raise Gone
+            raise StoreUnavailable
 
         def get(self, name):
-            raise Gone
+            raise StoreUnavailable
 
     (stop,) = listening(board=Dead())
     stop.look()

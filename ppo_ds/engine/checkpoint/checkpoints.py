@@ -27,13 +27,13 @@ from ppo_ds.engine.checkpoint.files import CheckpointError, is_below, sha256, sy
 from ppo_ds.engine.checkpoint.state import FORMAT, load_model, load_shadow, model_bytes, save_model, save_shadow, shadow_bytes
 from ppo_ds.engine.rng import load_rng, save_rng
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.engine.weight_copy import ShadowWeights
+from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 OLD = ".tmp_old_"
 SHADOW_KEYS = {"ema": "actor.ema.decay", "lagged": "algo.old_policy"}  # what decides whether a run keeps one
-NO_SHADOWS: Mapping[str, ShadowWeights] = {}
+NO_SHADOWS: Mapping[str, WeightCopy] = {}
 REST_BYTES = 1024**2  # of a checkpoint: random states, JSON
 
 
@@ -56,7 +56,7 @@ class Checkpoints:
         state: dict[str, Any],
         *,
         best: bool = False,
-        shadows: Mapping[str, ShadowWeights] = NO_SHADOWS,
+        shadows: Mapping[str, WeightCopy] = NO_SHADOWS,
     ) -> Path:
         """``state`` (JSON) is rank 0's; ``shadows``: those of SHADOW_KEYS that the run keeps.
 
@@ -84,7 +84,7 @@ class Checkpoints:
         together(self.world, lambda: self._point_and_prune(final, best))
         return final
 
-    def expect_room(self, models: Mapping[str, TrainedModel], shadows: Mapping[str, ShadowWeights] = NO_SHADOWS) -> None:
+    def expect_room(self, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy] = NO_SHADOWS) -> None:
         """UserError where the disk has no room for the first checkpoint of this start."""
         shortage = self.world.gather_objects(self._shortage(models, shadows))[0]
         if shortage:
@@ -127,7 +127,7 @@ class Checkpoints:
             raise UserError(f"run.resume: {path} is damaged: {'; '.join(damage[:3])}: use another, or run.resume=auto for the newest good one")
         self._sound.add(path)
 
-    def load(self, path: Path, models: Mapping[str, TrainedModel], shadows: Mapping[str, ShadowWeights] = NO_SHADOWS) -> dict[str, Any]:
+    def load(self, path: Path, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy] = NO_SHADOWS) -> dict[str, Any]:
         """Restore models, shadows and random states; returns the loop's state. A ``path`` that is not from ``latest`` is verified first."""
         if path not in self._sound:
             self.verify(path)
@@ -155,7 +155,7 @@ class Checkpoints:
         found = [path for path in self.root.glob("step_*") if path.is_dir() and path.name.removeprefix("step_").isdigit()]
         return sorted(found, key=_step_of, reverse=True)
 
-    def _prepare(self, aside: Path, models: Mapping[str, TrainedModel], shadows: Mapping[str, ShadowWeights]) -> None:
+    def _prepare(self, aside: Path, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy]) -> None:
         if not self.world.is_main:
             return
         for leftover in self.root.glob(".tmp_*"):  # of a run that was killed while it saved
@@ -165,7 +165,7 @@ class Checkpoints:
             raise OSError(shortage)
         aside.mkdir(parents=True)
 
-    def _shortage(self, models: Mapping[str, TrainedModel], shadows: Mapping[str, ShadowWeights]) -> str | None:
+    def _shortage(self, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy]) -> str | None:
         """What is missing on the disk for one more checkpoint. Not a collective."""
         needed = sum(map(model_bytes, models.values())) + sum(map(shadow_bytes, shadows.values())) + REST_BYTES
         free = shutil.disk_usage(next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())).free

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.files import agree, expect_below, together, write_json, write_tensors
 from ppo_ds.engine.hybrid import GATHER_ELEMENTS
-from ppo_ds.engine.master_weights import PARTS, WEIGHT, Masters
+from ppo_ds.engine.master_weights import PARTS, WEIGHT, MasterWeights
 from ppo_ds.engine.trained import TrainedModel, parameter_counts
-from ppo_ds.engine.weight_copy import ShadowWeights
+from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
 
 FORMAT = 1
@@ -45,7 +45,7 @@ class ShardWriter:
         self._held: dict[str, Tensor] = {}
         self._file = ""  # where they go
 
-    def add(self, name: str, masters: Masters) -> None:
+    def add(self, name: str, masters: MasterWeights) -> None:
         """Collective."""
         if self._bytes >= SHARD_BYTES:
             self._shard, self._bytes = self._shard + 1, 0
@@ -77,19 +77,19 @@ def model_bytes(model: TrainedModel) -> int:
     return 4 * len(PARTS) * trained + sum(buffer.nbytes for buffer in _buffers(model.module).values())
 
 
-def shadow_bytes(shadow: ShadowWeights) -> int:
+def shadow_bytes(shadow: WeightCopy) -> int:
     """The same for ``save_shadow``."""
     return 4 * parameter_counts(shadow.model.module)[0]
 
 
 def save_model(model: TrainedModel, directory: Path) -> list[Path]:
     """Collective. Returns the files that this rank wrote; all are complete when it returns."""
-    masters = Masters(model)
+    masters = MasterWeights(model)
     writer = _write_shards(masters, directory, model.world, PARTS)
     return writer.written + together(model.world, lambda: _write_rest(model, masters, writer.index, directory))
 
 
-def save_shadow(shadow: ShadowWeights, directory: Path) -> list[Path]:
+def save_shadow(shadow: WeightCopy, directory: Path) -> list[Path]:
     """The same for a second set of weights."""
     world = shadow.model.world
     with shadow.exchanged() as masters:
@@ -99,7 +99,7 @@ def save_shadow(shadow: ShadowWeights, directory: Path) -> list[Path]:
     return writer.written + ([about] if world.is_main else [])
 
 
-def _write_shards(masters: Masters, directory: Path, world: World, parts: Sequence[str]) -> ShardWriter:
+def _write_shards(masters: MasterWeights, directory: Path, world: World, parts: Sequence[str]) -> ShardWriter:
     together(world, lambda: directory.mkdir(parents=True, exist_ok=True))
     writer = ShardWriter(directory, world, parts)
     for name in masters.parameters:
@@ -109,7 +109,7 @@ def _write_shards(masters: Masters, directory: Path, world: World, parts: Sequen
     return writer
 
 
-def _write_rest(model: TrainedModel, masters: Masters, index: dict[str, str], directory: Path) -> list[Path]:
+def _write_rest(model: TrainedModel, masters: MasterWeights, index: dict[str, str], directory: Path) -> list[Path]:
     if not model.world.is_main:
         return []
     about = {
@@ -130,7 +130,7 @@ def _write_rest(model: TrainedModel, masters: Masters, index: dict[str, str], di
 
 def load_model(model: TrainedModel, directory: Path) -> None:
     """Collective: put ``model`` where the saved one was, whatever its ZeRO stage and number of ranks. All ranks read ``directory``."""
-    masters = Masters(model)
+    masters = MasterWeights(model)
     about = together(model.world, lambda: _read_about(masters, directory / "model.json"))
     together(model.world, lambda: _expect_settings(model, about.get("settings", {}), directory))  # older files have none
     buffers = together(model.world, lambda: load_file(directory / "buffers.safetensors"))
@@ -144,7 +144,7 @@ def load_model(model: TrainedModel, directory: Path) -> None:
     model.steps = about["steps"]
 
 
-def load_shadow(shadow: ShadowWeights, directory: Path) -> None:
+def load_shadow(shadow: WeightCopy, directory: Path) -> None:
     """Collective: the second set of weights as it was saved. The model's own stay as they are."""
     world = shadow.model.world
     about = together(world, lambda: _read_about(shadow.masters, directory / "shadow.json"))
@@ -152,7 +152,7 @@ def load_shadow(shadow: ShadowWeights, directory: Path) -> None:
         together(world, lambda: _read_masters(masters, about["shards"], directory, [WEIGHT]))
 
 
-def _read_about(masters: Masters, file: Path) -> dict[str, Any]:
+def _read_about(masters: MasterWeights, file: Path) -> dict[str, Any]:
     directory = file.parent
     about = json.loads(file.read_text(encoding="utf-8"))
     if about["format"] != FORMAT:
@@ -179,7 +179,7 @@ def _adapters_hint(names: list[str]) -> str:
     return ", with its lora.rank and lora.targets" if any(".lora_" in name for name in names) else ""
 
 
-def _read_masters(masters: Masters, index: dict[str, str], directory: Path, parts: Sequence[str]) -> None:
+def _read_masters(masters: MasterWeights, index: dict[str, str], directory: Path, parts: Sequence[str]) -> None:
     with ExitStack() as stack:
         shards = {file: stack.enter_context(safe_open(directory / file, framework="pt")) for file in sorted(set(index.values()))}
         for name in masters.parameters:

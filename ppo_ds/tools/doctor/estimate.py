@@ -12,7 +12,7 @@ from typing import Any
 
 from ppo_ds.config.schema import ActorConfig, Config, CriticConfig, rollout_size
 from ppo_ds.engine.hybrid import GATHER_ELEMENTS
-from ppo_ds.engine.memory_budget import Room, choose
+from ppo_ds.engine.memory_budget import MemoryBudget, choose
 from ppo_ds.ops.flops import causal_pairs, forward_flops
 from ppo_ds.ops.linear_logprobs import CPU_BLOCK, GPU_BLOCK, KEPT
 from ppo_ds.ops.memory import (
@@ -224,7 +224,7 @@ class _Sum:
         decode = decoding(shape, tokens=slots * length, length=length, rows=slots, prefill=prefill, waiting=self.rows > slots, each=each)
         asked = min(memory.rollout_tokens, self.rows * self.length)
         idle = sum(e.masters + e.moments + (e.buffers if self._zero(role)[0].stage == 3 else 0) for role, e in self.engines.items())
-        room = Room(
+        room = MemoryBudget(
             free=2**62 if self.place.usable is None else max(0, self.place.usable - rest),
             weights=weights if sharded else 0,
             layer=min(weights, each * REUSE) if sharded else 0,
