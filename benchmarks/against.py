@@ -19,11 +19,20 @@ from benchmarks.workloads import EPOCHS, MINIBATCHES
 from ppo_ds.distributed.threads import own_cores, share, users_bound
 
 HERE = Path(__file__).resolve().parent
-OWN = ("--against", "--trl-python", "--trl-micro-rows", "--pairs", "--threads", "--json")  # options of the comparison, each with a value
+OWN = (
+    "--against",
+    "--trl-python",
+    "--trl-micro-rows",
+    "--pairs",
+    "--threads",
+    "--json",
+)  # options of the comparison, each with a value
 
 
 def compare(args: argparse.Namespace, argv: list[str]) -> int:
-    args.threads = args.threads or share(0, [own_cores()], asked=None, bound=users_bound(os.environ)).each  # one number for both
+    args.threads = (
+        args.threads or share(0, [own_cores()], asked=None, bound=users_bound(os.environ)).each
+    )  # one number for both
     pairs: list[dict[str, Any]] = []
     print(
         f"{'pair':<6}{'ours, s':>10}{'TRL, s':>10}{'samples/s':>11}{'CPU s':>8}{'memory':>8}   answers' mean tokens   (columns 4 to 6: ratios)",
@@ -32,12 +41,17 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
     for i in range(args.pairs):
         pairs.append(_pair(_ours(args, argv, i), _trl(args, i)))
         print(f"{i + 1:<6}{_row(pairs[-1])}", flush=True)
-    summary = {name: _spread([pair[name] for pair in pairs]) for name in ("samples_per_s", "cpu_seconds", "memory")}
+    summary = {
+        name: _spread([pair[name] for pair in pairs]) for name in ("samples_per_s", "cpu_seconds", "memory")
+    }
     print(f"\nsamples/s, ours over TRL's: {_shown(summary['samples_per_s'])}")
     print(f"CPU seconds of a step, TRL's over ours: {_shown(summary['cpu_seconds'])}")
     print(f"peak memory, ours over TRL's: {_shown(summary['memory'])}")
     if args.json:
-        args.json.write_text(json.dumps({"workload": args.workload, "pairs": pairs, "summary": summary}, indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(
+            json.dumps({"workload": args.workload, "pairs": pairs, "summary": summary}, indent=2) + "\n",
+            encoding="utf-8",
+        )
     return 0
 
 
@@ -80,7 +94,9 @@ def trl_arguments(args: argparse.Namespace, result: Path) -> list[str]:
 
 def _ours(args: argparse.Namespace, argv: list[str], i: int) -> dict[str, Any]:
     result = _place(args, f"{i}_ours.json")
-    found = _run([sys.executable, str(HERE / "ppo_step.py"), *own_arguments(args, argv, result)], args, result)
+    found = _run(
+        [sys.executable, str(HERE / "ppo_step.py"), *own_arguments(args, argv, result)], args, result
+    )
     return {
         "step_seconds": [step["time/step"] for step in found["seconds_per_step"]],
         "cpu_seconds": found["cpu_seconds"],
@@ -95,7 +111,11 @@ def _trl(args: argparse.Namespace, i: int) -> dict[str, Any]:
     result = _place(args, f"{i}_trl.json")
     found = _run([args.trl_python, str(HERE / "trl_step.py"), *trl_arguments(args, result)], args, result)
     lengths = found["response_tokens_mean"]
-    return {**found, "response_tokens_mean": sum(lengths) / len(lengths), "memory_gb": found.get("alloc_peak_gb", found["host_rss_gb"])}
+    return {
+        **found,
+        "response_tokens_mean": sum(lengths) / len(lengths),
+        "memory_gb": found.get("alloc_peak_gb", found["host_rss_gb"]),
+    }
 
 
 def _place(args: argparse.Namespace, name: str) -> Path:
@@ -112,7 +132,9 @@ def _run(command: list[str], args: argparse.Namespace, result: Path) -> dict[str
     with log.open("w") as file:
         code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
     if code:
-        raise SystemExit(f"error: {Path(command[1]).name} ended with exit code {code}; what it said is in {log}")
+        raise SystemExit(
+            f"error: {Path(command[1]).name} ended with exit code {code}; what it said is in {log}"
+        )
     return json.loads(result.read_text(encoding="utf-8"))
 
 

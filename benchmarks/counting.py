@@ -29,7 +29,10 @@ class Lengths:
     @property
     def contexts(self) -> int:
         """Cached places that those forwards read, summed over rows."""
-        return sum(causal_pairs([total - 1]) - causal_pairs([prompt]) for prompt, total in zip(self.prompts, self.totals, strict=True))
+        return sum(
+            causal_pairs([total - 1]) - causal_pairs([prompt])
+            for prompt, total in zip(self.prompts, self.totals, strict=True)
+        )
 
 
 @dataclass
@@ -84,11 +87,19 @@ def phase_flops(sizes: Sizes, step: Lengths, epochs: float) -> dict[str, float]:
     }
     if sizes.critic is not None:
         critic = forward_flops(sizes.critic.size, tokens, pairs, places)
-        found |= {"time/values": critic, "time/reward": critic, "time/update_critic": epochs * sizes.critic.forwards * critic}
+        found |= {
+            "time/values": critic,
+            "time/reward": critic,
+            "time/update_critic": epochs * sizes.critic.forwards * critic,
+        }
     return found
 
 
 def decode_traffic(sizes: Sizes, step: Lengths, ranks: int) -> int:
     """Bytes that generation must read, over all ranks: each rank's weights once for each decode step, as if all its rows were decoded together."""
-    weights = decode_bytes(sizes.actor.size, steps=ranks * step.decode_steps, contexts=0, bytes_each=sizes.bytes_each)
-    return weights + decode_bytes(sizes.actor.size, steps=0, contexts=step.contexts, bytes_each=sizes.bytes_each)
+    weights = decode_bytes(
+        sizes.actor.size, steps=ranks * step.decode_steps, contexts=0, bytes_each=sizes.bytes_each
+    )
+    return weights + decode_bytes(
+        sizes.actor.size, steps=0, contexts=step.contexts, bytes_each=sizes.bytes_each
+    )

@@ -27,16 +27,28 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=("fp32", "bf16"), help="of all models; default: the workload's")
     p.add_argument("--threads", type=count, help="of each rank on a CPU; default: its share of the cores")
     p.add_argument("--prompts", type=count, help="of one PPO step, even; default: the workload's")
-    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config, e.g. rollout.backend=hf")
+    p.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any key of the config, e.g. rollout.backend=hf",
+    )
     p.add_argument("--model", help="a model folder or Hub id in the place of random weights")
     p.add_argument("--dry", action="store_true", help="tiny sizes: whether it runs, not how fast")
-    p.add_argument("--folder", type=Path, help="of models, prompts and the run; default: outputs/benchmarks/<workload>")
+    p.add_argument(
+        "--folder", type=Path, help="of models, prompts and the run; default: outputs/benchmarks/<workload>"
+    )
     p.add_argument("--json", type=Path, help="write the figures there too")
     p.add_argument("--no-limits", action="store_true", help="do not measure what the machine can do")
     p.add_argument("--prepare-only", action="store_true", help="write models and prompts, and stop")
-    p.add_argument("--against", choices=("trl",), help="run another trainer in turn with this one, and compare")
+    p.add_argument(
+        "--against", choices=("trl",), help="run another trainer in turn with this one, and compare"
+    )
     p.add_argument("--trl-python", help="the Python of an environment with trl==1.10.0")
-    p.add_argument("--trl-micro-rows", type=count, help="rows of TRL's forward and backward; default: a minibatch")
+    p.add_argument(
+        "--trl-micro-rows", type=count, help="rows of TRL's forward and backward; default: a minibatch"
+    )
     p.add_argument("--pairs", type=count, help=f"of --against (default {PAIRS})")
     p.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's
     return p
@@ -54,8 +66,14 @@ def _problem(args: argparse.Namespace) -> str | None:
     if (args.prompts or 0) % MINIBATCHES:
         return f"--prompts {args.prompts}: an even number is needed, a minibatch is half of them"
     if not args.against:
-        given = [name for name in ("trl_python", "trl_micro_rows", "pairs") if getattr(args, name) is not None]
-        return f"--{given[0].replace('_', '-')} belongs to a comparison: add --against trl, or leave it out" if given else None
+        given = [
+            name for name in ("trl_python", "trl_micro_rows", "pairs") if getattr(args, name) is not None
+        ]
+        return (
+            f"--{given[0].replace('_', '-')} belongs to a comparison: add --against trl, or leave it out"
+            if given
+            else None
+        )
     if not args.trl_python:
         return "--against trl needs --trl-python, the Python of an environment with trl==1.10.0 (docs/performance.md)"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

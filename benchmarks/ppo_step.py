@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks")]
+sys.path[:] = [
+    str(ROOT),
+    *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks"),
+]
 
 from benchmarks.options import folder_of, overrides, parsed, workload_of  # noqa: E402
 from benchmarks.workloads import is_prepared, prepare  # noqa: E402
@@ -45,9 +48,15 @@ def main(argv: list[str]) -> int:
 def prepare_apart(args: argparse.Namespace, argv: list[str]) -> None:
     """In a process of its own, whose memory is not this one's peak."""
     if not is_prepared(workload_of(args), folder_of(args), args.model):
-        alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        alone = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        }
         if subprocess.run([sys.executable, __file__, *argv, "--prepare-only"], env=alone).returncode:
-            raise SystemExit(f"error: models and prompts could not be written to {folder_of(args)}; why is said above")
+            raise SystemExit(
+                f"error: models and prompts could not be written to {folder_of(args)}; why is said above"
+            )
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -90,9 +99,16 @@ def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     trainer.world.barrier()
     if not trainer.world.is_main:
         return {}, False
-    records = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()][1:]
+    records = [
+        json.loads(line)
+        for line in (Path(config.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ][1:]
     steps, cpu = recorder.steps[1:], [b - a for a, b in zip(recorder.cpu[1:], recorder.cpu[2:], strict=False)]
-    found = {"workload": args.workload, "machine": _machine(trainer.world.device), "overrides": overrides(args)} | figures(records, steps, cpu)
+    found = {
+        "workload": args.workload,
+        "machine": _machine(trainer.world.device),
+        "overrides": overrides(args),
+    } | figures(records, steps, cpu)
     if limits is not None:
         epochs = [record["policy/epochs_run"] for record in records]
         found |= distance(found, steps, sizes(trainer), epochs, limits, trainer.world.size)
@@ -115,7 +131,12 @@ def _limits(trainer: Any, config: Any) -> Any:
     hidden = lm.config.hidden_size
     inner = getattr(lm.config, "intermediate_size", 4 * hidden)
     rows = min(config.memory.train_tokens, 2048)
-    return Limits(gemm_flops_per_s(device, lm.dtype, [(rows, hidden, inner), (rows, inner, hidden), (rows, hidden, hidden)]), bytes_per_s(device))
+    return Limits(
+        gemm_flops_per_s(
+            device, lm.dtype, [(rows, hidden, inner), (rows, inner, hidden), (rows, hidden, hidden)]
+        ),
+        bytes_per_s(device),
+    )
 
 
 def _machine(device: Any) -> dict[str, Any]:
@@ -126,7 +147,11 @@ def _machine(device: Any) -> dict[str, Any]:
     from benchmarks.report import machine
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "deepspeed": deepspeed.__version__}
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "deepspeed": deepspeed.__version__,
+    }
     return machine(name, torch.get_num_threads(), versions)
 
 

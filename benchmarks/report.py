@@ -23,10 +23,19 @@ class Limits:
 
 def figures(records: Sequence[Record], steps: Sequence[Lengths], cpu: Sequence[float]) -> dict[str, Any]:
     """Of the measured steps: lines of metrics.jsonl, lengths and CPU seconds, one each. Seconds are medians over steps."""
-    per_step = [{name: value for name, value in record.items() if name.startswith("time/")} for record in records]
-    seconds = {name: median(step.get(name, 0.0) for step in per_step) for name in dict.fromkeys(name for step in per_step for name in step)}
+    per_step = [
+        {name: value for name, value in record.items() if name.startswith("time/")} for record in records
+    ]
+    seconds = {
+        name: median(step.get(name, 0.0) for step in per_step)
+        for name in dict.fromkeys(name for step in per_step for name in step)
+    }
     samples, step_seconds = len(steps[0].prompts), seconds["time/step"]
-    kept = {name: median(r[name] for r in records) for name in records[0] if "pad_frac" in name or name.startswith(("mem/", "perf/"))}
+    kept = {
+        name: median(r[name] for r in records)
+        for name in records[0]
+        if "pad_frac" in name or name.startswith(("mem/", "perf/"))
+    }
     return {
         "steps": len(records),
         "samples_per_step": samples,
@@ -42,7 +51,9 @@ def figures(records: Sequence[Record], steps: Sequence[Lengths], cpu: Sequence[f
     }
 
 
-def distance(found: Record, steps: Sequence[Lengths], sizes: Sizes, epochs: Sequence[float], limits: Limits, ranks: int) -> dict[str, Any]:
+def distance(
+    found: Record, steps: Sequence[Lengths], sizes: Sizes, epochs: Sequence[float], limits: Limits, ranks: int
+) -> dict[str, Any]:
     """How far from the limits: FLOPs that a phase needs over those that the device could have done in its seconds, and bytes for decoding.
 
     ``epochs``: that the updates of each step ran.
@@ -51,18 +62,35 @@ def distance(found: Record, steps: Sequence[Lengths], sizes: Sizes, epochs: Sequ
     flops = [phase_flops(sizes, step, n) for step, n in zip(steps, epochs, strict=True)]
     peak, bandwidth = limits.gemm_flops_per_s * ranks, limits.bytes_per_s * ranks
     phases = [name for name in flops[0] if found["seconds"].get(name, 0) > 0]
-    reached = {name: median(f[name] / t[name] / peak for f, t in zip(flops, times, strict=True)) for name in phases}
-    whole = median(sum(f[name] for name in phases) / t["time/step"] / peak for f, t in zip(flops, times, strict=True))
-    decoded = [decode_traffic(sizes, step, ranks) / t["time/generate"] / bandwidth for step, t in zip(steps, times, strict=True)]
+    reached = {
+        name: median(f[name] / t[name] / peak for f, t in zip(flops, times, strict=True)) for name in phases
+    }
+    whole = median(
+        sum(f[name] for name in phases) / t["time/step"] / peak for f, t in zip(flops, times, strict=True)
+    )
+    decoded = [
+        decode_traffic(sizes, step, ranks) / t["time/generate"] / bandwidth
+        for step, t in zip(steps, times, strict=True)
+    ]
     return {
-        "limits": {"gemm_flops_per_s": limits.gemm_flops_per_s, "bytes_per_s": limits.bytes_per_s, "ranks": ranks},
+        "limits": {
+            "gemm_flops_per_s": limits.gemm_flops_per_s,
+            "bytes_per_s": limits.bytes_per_s,
+            "ranks": ranks,
+        },
         "mfu": {**reached, "time/step": whole},
         "decode_bandwidth_fraction": median(decoded),
     }
 
 
 def machine(device: str, threads: int, versions: Mapping[str, str]) -> dict[str, Any]:
-    return {"device": device, "processor": _processor(), "threads": threads, "python": platform.python_version(), **versions}
+    return {
+        "device": device,
+        "processor": _processor(),
+        "threads": threads,
+        "python": platform.python_version(),
+        **versions,
+    }
 
 
 def _processor() -> str:
@@ -90,12 +118,18 @@ def table(found: Record) -> str:
     ]
     for name in sorted(seconds, key=lambda name: (name == "time/step", -seconds[name])):
         reached = f"{100 * mfu[name]:.1f} %" if name in mfu else ""
-        lines.append(f"{name.removeprefix('time/'):<16}{seconds[name]:>10.3f}{100 * seconds[name] / step:>6.0f} %{reached:>8}")
+        lines.append(
+            f"{name.removeprefix('time/'):<16}{seconds[name]:>10.3f}{100 * seconds[name] / step:>6.0f} %{reached:>8}"
+        )
     rows = {
         "samples/s": found["samples_per_s"],
         "tokens/s": found["tokens_per_s"],
         "new tokens/s": found["new_tokens_per_s"],
-        **{name: value for name, value in found["metrics"].items() if "pad_frac" in name or name.startswith("mem/")},
+        **{
+            name: value
+            for name, value in found["metrics"].items()
+            if "pad_frac" in name or name.startswith("mem/")
+        },
     }
     lines += ["", *(f"{name:<32}{value:>12.3f}" for name, value in rows.items())]
     if "limits" in found:

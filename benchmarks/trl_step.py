@@ -21,7 +21,16 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--folder", type=Path, required=True, help="model/, reward/ and prompts.jsonl")
     parser.add_argument("--steps", type=int, required=True, help="measured steps, after one that is not")
-    for name in ("prompts", "new-tokens", "max-prompt-tokens", "epochs", "minibatches", "micro-rows", "rollout-rows", "threads"):
+    for name in (
+        "prompts",
+        "new-tokens",
+        "max-prompt-tokens",
+        "epochs",
+        "minibatches",
+        "micro-rows",
+        "rollout-rows",
+        "threads",
+    ):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--stop", action="store_true", help="the tokenizer's end token ends an answer")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
@@ -54,9 +63,13 @@ def main(argv: list[str]) -> None:
         lengths = watch_lengths(ppo_trainer, trainer.stop_token_id)  # None without --stop
         taken = count_steps(trainer.optimizer.optimizer)
         trainer.train()
-    seconds, cpu = ([b - a for a, b in zip(ends, ends[1:], strict=False)] for ends in zip(*Clock.ends, strict=True))
+    seconds, cpu = (
+        [b - a for a, b in zip(ends, ends[1:], strict=False)] for ends in zip(*Clock.ends, strict=True)
+    )
     due = (args.steps + 1) * args.epochs * args.minibatches
-    assert len(seconds) == args.steps and taken[0] == due, f"{len(Clock.ends)} PPO steps, {taken[0]} optimizer steps, not {due}"
+    assert len(seconds) == args.steps and taken[0] == due, (
+        f"{len(Clock.ends)} PPO steps, {taken[0]} optimizer steps, not {due}"
+    )
     args.json.write_text(json.dumps(report(args, seconds, cpu, lengths)) + "\n")
 
 
@@ -107,7 +120,10 @@ def build(trainer_class, args: argparse.Namespace, scratch: str, clock):
         train_dataset=Dataset.from_dict({"input_ids": ids}),
         callbacks=[clock],
     )
-    trainer.accelerator.gradient_state.plugin_kwargs |= {"num_steps": accumulation // args.minibatches, "sync_with_dataloader": False}
+    trainer.accelerator.gradient_state.plugin_kwargs |= {
+        "num_steps": accumulation // args.minibatches,
+        "sync_with_dataloader": False,
+    }
     return trainer
 
 
@@ -150,7 +166,11 @@ def report(args: argparse.Namespace, seconds: list[float], cpu: list[float], len
         "samples_per_step": args.prompts,
         "response_tokens_mean": lengths[1:],
         "host_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        "versions": {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "trl": trl.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
     }
     if torch.cuda.is_available():
         found["alloc_peak_gb"] = torch.cuda.max_memory_allocated() / 2**30

@@ -59,7 +59,13 @@ WORKLOADS = {  # W0 is for scaling.py, which needs many samples in little time; 
 def dry(workload: Workload) -> Workload:
     """The same kind of work in seconds: to see whether it runs, not how fast."""
     shape = replace(
-        workload.shape, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64, vocab_size=256
+        workload.shape,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=64,
+        vocab_size=256,
     )
     low, high = workload.prompt_tokens
     return replace(
@@ -87,7 +93,9 @@ def prepare(workload: Workload, folder: Path, given: str | None = None, seed: in
     torch.manual_seed(seed)
     tokenizer = _given(given, folder) if given else _made(workload, folder)
     texts = _prompts(tokenizer, workload, random.Random(seed))
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8"
+    )
     (folder / DONE).write_text(_made_for(workload, given, seed))
 
 
@@ -104,10 +112,15 @@ def _given(path: str, folder: Path) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
-    for name, auto_class, extra in (("model", AutoModelForCausalLM, {}), ("reward", AutoModelForSequenceClassification, {"num_labels": 1})):
+    for name, auto_class, extra in (
+        ("model", AutoModelForCausalLM, {}),
+        ("reward", AutoModelForSequenceClassification, {"num_labels": 1}),
+    ):
         model = auto_class.from_pretrained(path, dtype="auto", **extra)
         if model.config.pad_token_id is None:
-            model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id  # a classifier finds the last token by it
+            model.config.pad_token_id = (
+                tokenizer.pad_token_id or tokenizer.eos_token_id
+            )  # a classifier finds the last token by it
         _save(model, tokenizer, folder / name)
     return tokenizer
 
@@ -146,7 +159,9 @@ def word_tokenizer(vocab_size: int) -> Any:
     words = [PAD, END, UNKNOWN, *(f"w{i}" for i in range(3, vocab_size))]
     vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
     vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, padding_side="left"
+    )
 
 
 def _prompts(tokenizer: Any, workload: Workload, draw: random.Random) -> list[str]:
@@ -155,7 +170,12 @@ def _prompts(tokenizer: Any, workload: Workload, draw: random.Random) -> list[st
     n = workload.prompts
     lengths = [low + round(i * (high - low) / max(1, n - 1)) for i in range(n)]
     draw.shuffle(lengths)
-    return [tokenizer.decode([draw.randrange(3, len(tokenizer) - 3) for _ in range(length)], skip_special_tokens=True) for length in lengths]
+    return [
+        tokenizer.decode(
+            [draw.randrange(3, len(tokenizer) - 3) for _ in range(length)], skip_special_tokens=True
+        )
+        for length in lengths
+    ]
 
 
 def set_stop_probability(model: Any, probability: float, stop_id: int, never_ids: tuple[int, ...]) -> None:

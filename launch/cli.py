@@ -28,7 +28,9 @@ from ppo_ds.errors import UserError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 # What Hydra appends to its complaints; its keys and plus signs are not this program's.
-HYDRAS_ADVICE = re.compile(r"\s*(?:To append|To override|Use \+|You may|Did you mean to override|Either remove|full_key:|object_type|Available)")
+HYDRAS_ADVICE = re.compile(
+    r"\s*(?:To append|To override|Use \+|You may|Did you mean to override|Either remove|full_key:|object_type|Available)"
+)
 USAGE = """\
 deepspeed launch/train.py +experiment=NAME [KEY=VALUE ...] [GROUP=OPTION ...]
 (also: torchrun launch/train.py ..., python launch/train.py ...)
@@ -60,7 +62,14 @@ class _Folders:
         return sorted({file.stem for path in self.paths for file in (path / group).glob("*.yaml")})
 
     def groups(self) -> list[str]:
-        return sorted({folder.name for path in self.paths for folder in path.iterdir() if folder.is_dir() and any(folder.glob("*.yaml"))})
+        return sorted(
+            {
+                folder.name
+                for path in self.paths
+                for folder in path.iterdir()
+                if folder.is_dir() and any(folder.glob("*.yaml"))
+            }
+        )
 
 
 def load_config(argv: list[str], world_size: int | None = None) -> Config:
@@ -100,7 +109,11 @@ def _parser() -> Parser:
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn", default="config")
     parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--local_rank", "--local-rank", help="put there by the deepspeed launcher; the environment says the same")
+    parser.add_argument(
+        "--local_rank",
+        "--local-rank",
+        help="put there by the deepspeed launcher; the environment says the same",
+    )
     return parser
 
 
@@ -110,7 +123,13 @@ def _folders(options: argparse.Namespace) -> _Folders:
     for flag, folder in (("--config-path", options.config_path), ("--config-dir", options.config_dir)):
         if folder is not None and not Path(folder).is_dir():
             raise UserError(f"{flag}={folder}: no such directory")
-    folders = _Folders(tuple(dict.fromkeys(Path(path).resolve() for path in (options.config_path, options.config_dir, CONF) if path)))
+    folders = _Folders(
+        tuple(
+            dict.fromkeys(
+                Path(path).resolve() for path in (options.config_path, options.config_dir, CONF) if path
+            )
+        )
+    )
     name = options.config_name.removesuffix(".yaml")
     if not options.help and not (folders.paths[0] / f"{name}.yaml").is_file():
         raise UserError(f"--config-name={options.config_name}: no {name}.yaml in {folders.paths[0]}")
@@ -133,7 +152,11 @@ def _compose(folders: _Folders, name: str, arguments: list[str]) -> tuple[DictCo
             return compose(name, overrides), problems
     except yaml.YAMLError as error:
         raise UserError(*problems, f"not valid YAML: {' '.join(str(error).split())}") from None
-    except (HydraException, OmegaConfBaseException, OSError) as error:  # OSError: a key that is too long to be looked for as a file
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        OSError,
+    ) as error:  # OSError: a key that is too long to be looked for as a file
         raise UserError(*problems, _reworded(error, arguments)) from None
 
 
@@ -151,9 +174,13 @@ def _parse_all(arguments: list[str]) -> tuple[list[tuple[str, Override]], list[s
     for argument in arguments:
         override = _parse(argument)
         if override is None:
-            problems.append(f"{argument}: not understood; write KEY=VALUE, GROUP=OPTION, +experiment=NAME or ~KEY")
+            problems.append(
+                f"{argument}: not understood; write KEY=VALUE, GROUP=OPTION, +experiment=NAME or ~KEY"
+            )
         elif re.match(r"hydra\b", override[1].key_or_group):
-            problems.append(f"{argument}: there is nothing to set in Hydra, it only composes the config; the run directory is run.dir")
+            problems.append(
+                f"{argument}: there is nothing to set in Hydra, it only composes the config; the run directory is run.dir"
+            )
         else:
             parsed.append(override)
     return parsed, problems
@@ -174,7 +201,9 @@ def _parse(argument: str) -> tuple[str, Override] | None:
     return None
 
 
-def _overrides(parsed: list[tuple[str, Override]], folders: _Folders, in_list: set[str], problems: list[str]) -> list[str]:
+def _overrides(
+    parsed: list[tuple[str, Override]], folders: _Folders, in_list: set[str], problems: list[str]
+) -> list[str]:
     """The arguments as Hydra is to see them: experiments first, so that other groups win over them; then groups, then keys.
 
     Groups get the + that they need or lose the one that they do not; keys are always forced, since unknown ones are the validator's to judge.
@@ -188,7 +217,9 @@ def _overrides(parsed: list[tuple[str, Override]], folders: _Folders, in_list: s
         if group not in folders.groups() and override.package is None:
             keys.append(argument if override.type is OverrideType.DEL else f"++{bare}")
         elif group not in folders.groups():
-            wrong.append(f"{argument}: no such group; the groups are {', '.join(folders.groups())}{did_you_mean(group, folders.groups())}")
+            wrong.append(
+                f"{argument}: no such group; the groups are {', '.join(folders.groups())}{did_you_mean(group, folders.groups())}"
+            )
         elif place == "experiment" and place in chosen:
             wrong.append(f"{argument}: a second experiment; to put one over the other: +experiment=[a,b]")
         else:
@@ -270,7 +301,11 @@ def _broken_interpolations(node: Any, prefix: str = "") -> Iterator[str]:
 
 def _help(folders: _Folders) -> str:
     groups = "\n".join(f"  {group:12}{', '.join(folders.options(group))}" for group in folders.groups())
-    keys = "\n".join(f"  {section:12}{' '.join(_keys(hint))}" for section, hint in get_type_hints(Config).items() if is_dataclass(hint))
+    keys = "\n".join(
+        f"  {section:12}{' '.join(_keys(hint))}"
+        for section, hint in get_type_hints(Config).items()
+        if is_dataclass(hint)
+    )
     keys += "\n  reward      the arguments of the chosen reward"
     return f"{USAGE}\ngroups:\n{groups}\n\nkeys (types, defaults and meanings: ppo_ds/config/schema.py):\n{keys}\n"
 

@@ -70,11 +70,22 @@ def examine(config: Config, per_node: int, nodes: int, memory: int | None) -> in
     from ppo_ds.build.banner import batch_equation
     from ppo_ds.tools.doctor.estimate import Place, estimate
     from ppo_ds.tools.doctor.model_shapes import plan_models
-    from ppo_ds.tools.doctor.report import Report, free_room, in_gib, is_to_be_made, look_at_disk, look_at_host, look_at_inputs, versions
+    from ppo_ds.tools.doctor.report import (
+        Report,
+        free_room,
+        in_gib,
+        is_to_be_made,
+        look_at_disk,
+        look_at_host,
+        look_at_inputs,
+        versions,
+    )
 
     place, report = Place(per_node * nodes, memory), Report()
     where = f"GPU(s) of {in_gib(memory)}" if memory is not None else "rank(s) on CPUs"
-    report.add("for", f"{place.ranks} {where}" + (f", {per_node} on each of {nodes} nodes" if nodes > 1 else ""))
+    report.add(
+        "for", f"{place.ranks} {where}" + (f", {per_node} on each of {nodes} nodes" if nodes > 1 else "")
+    )
     report.add("versions", versions())
     models, found, longest = None, None, None
     unseen = "not estimated: see above"
@@ -97,7 +108,9 @@ def examine(config: Config, per_node: int, nodes: int, memory: int | None) -> in
     return 0 if fits and all(line.ok for line in report.lines) else 1
 
 
-def _memory(config: Config, models: Models, place: Place, per_node: int, longest: int | None, found: Estimate) -> bool:
+def _memory(
+    config: Config, models: Models, place: Place, per_node: int, longest: int | None, found: Estimate
+) -> bool:
     """The table, and what to do. Whether it fits."""
     from ppo_ds.tools.doctor.estimate import CONTEXT, estimate, step_flops
     from ppo_ds.tools.doctor.report import in_gib, ram
@@ -107,19 +120,26 @@ def _memory(config: Config, models: Models, place: Place, per_node: int, longest
     print(_table(found))
     print(f"work       up to {step_flops(config, models, longest) / 1e12:,.3g} TFLOP a step, over all ranks")
     if place.usable is not None and place.usable <= 0:
-        print(f"too much   {in_gib(place.room)} of a GPU is less than the {in_gib(CONTEXT)} that CUDA itself takes: nothing can run there")
+        print(
+            f"too much   {in_gib(place.room)} of a GPU is less than the {in_gib(CONTEXT)} that CUDA itself takes: nothing can run there"
+        )
         return False
     usable = ram() // per_node if place.usable is None else place.usable
     room = f"{in_gib(usable)} " + ("for each rank on this machine" if place.usable is None else "for tensors")
     beside = " beside the imported libraries" if place.usable is None else ""
     if found.peak <= usable:
         more = growth(config, again, usable)
-        print(f"fits       {in_gib(found.peak)}{beside} of {room}" + (f"; alone, there is room for any of: {spelled(more)}" if more else ""))
+        print(
+            f"fits       {in_gib(found.peak)}{beside} of {room}"
+            + (f"; alone, there is room for any of: {spelled(more)}" if more else "")
+        )
         return True
     print(f"too much   {in_gib(found.peak)} in {found.peak_phase}, and there are {room}")
     alone, together, peak = remedies(config, again, usable)
     for settings, left in alone[:MOST_REMEDIES]:
-        print(f"           {spelled(settings)} brings it to {in_gib(left)}{'' if left > usable else ': fits'}")
+        print(
+            f"           {spelled(settings)} brings it to {in_gib(left)}{'' if left > usable else ': fits'}"
+        )
     what = "fits" if peak <= usable else "the least that could be found: more GPUs, a smaller model or LoRA"
     if together and together not in [settings for settings, _ in alone[:MOST_REMEDIES]]:
         print(f"           together {spelled(together)}: {in_gib(peak)}: {what}")
@@ -130,16 +150,31 @@ def _table(found: Estimate) -> str:
     """GiB on each rank: what stays by role, and the peak of each phase."""
 
     def row(name: str, *cells: Any) -> str:
-        return f"  {name:<28}" + "".join(f"{cell:>11}" if isinstance(cell, str) else f"{cell / GIB:>11.2f}" for cell in cells)
+        return f"  {name:<28}" + "".join(
+            f"{cell:>11}" if isinstance(cell, str) else f"{cell / GIB:>11.2f}" for cell in cells
+        )
 
-    lines = ["memory     GiB on each rank", row("what stays", "weights", "masters", "moments", "buffers", "in all")]
+    lines = [
+        "memory     GiB on each rank",
+        row("what stays", "weights", "masters", "moments", "buffers", "in all"),
+    ]
     for role, total in found.resting.items():
         engine = found.engines.get(role)
-        parts = (engine.weights, engine.masters, engine.moments, engine.buffers) if engine else (total, "", "", "")
+        parts = (
+            (engine.weights, engine.masters, engine.moments, engine.buffers)
+            if engine
+            else (total, "", "", "")
+        )
         lines.append(row(role, *parts, total))
     lines += [row("phase", "peak")]
     for phase, peak in found.phases.items():
-        note = f"   {found.generation}" if phase == "generate" else "   the most" if phase == found.peak_phase else ""
+        note = (
+            f"   {found.generation}"
+            if phase == "generate"
+            else "   the most"
+            if phase == found.peak_phase
+            else ""
+        )
         lines.append(row(phase, peak) + note)
     return "\n".join(lines)
 

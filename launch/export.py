@@ -25,7 +25,9 @@ def main(argv: list[str]) -> int:
         from ppo_ds.tools.export import export, find_checkpoint  # torch and transformers: seconds
 
         checkpoint = find_checkpoint(given.source, given.step, given.best)
-        out = export(checkpoint, given.role, given.out, force=given.force, trust_remote_code=given.trust_remote_code)
+        out = export(
+            checkpoint, given.role, given.out, force=given.force, trust_remote_code=given.trust_remote_code
+        )
     except UserError as error:
         return complain(error)
     print(f"{checkpoint.name}, {given.role}: {out}")
@@ -40,13 +42,26 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("source", type=Path, metavar="RUN_DIR_OR_CHECKPOINT")
-    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="default: RUN_DIR/exports/step_NNNNNN/model (or critic, model_ema)")
-    parser.add_argument("--role", choices=["actor", "critic", "ema"], default="actor", help="ema: the running average of the actor")
+    parser.add_argument(
+        "out",
+        type=Path,
+        nargs="?",
+        metavar="OUT",
+        help="default: RUN_DIR/exports/step_NNNNNN/model (or critic, model_ema)",
+    )
+    parser.add_argument(
+        "--role",
+        choices=["actor", "critic", "ema"],
+        default="actor",
+        help="ema: the running average of the actor",
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
     which.add_argument("--step", type=int, metavar="N", help="that of step N")
     parser.add_argument("--force", action="store_true", help="replace OUT, if it is a model folder")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code of models that the run trusted")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the Python code of models that the run trusted"
+    )
     return parser
 
 

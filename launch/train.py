@@ -54,14 +54,18 @@ def main(argv: list[str]) -> int:
     prepare_environment(config.run.verbose)
     from ppo_ds.build.trainer import build_trainer
     from ppo_ds.distributed.watchdog import Watchdog
-    from ppo_ds.training.schedule import EXIT_CODES  # torch, deepspeed and transformers: seconds, so only for a sound config
+    from ppo_ds.training.schedule import (
+        EXIT_CODES,
+    )  # torch, deepspeed and transformers: seconds, so only for a sound config
 
     watch = Watchdog()
     try:
         if config.run.dry_run:
             from ppo_ds.build import dry_run
 
-            config = dry_run.begin(config, int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0")
+            config = dry_run.begin(
+                config, int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+            )
         trainer = build_trainer(config, watch)
     except UserError as error:
         exit_now(watch.fail(complaint(error), str(error), 2, own=True) if watch.started else complain(error))
@@ -79,7 +83,9 @@ def main(argv: list[str]) -> int:
         exit_now(code)
     watch.stop()
     trainer.world.close()
-    exit_now(EXIT_CODES[reason])  # what threads of the libraries do in an orderly end can abort a run that went well
+    exit_now(
+        EXIT_CODES[reason]
+    )  # what threads of the libraries do in an orderly end can abort a run that went well
 
 
 def report(error: BaseException, watch: Watchdog) -> int:
@@ -90,7 +96,9 @@ def report(error: BaseException, watch: Watchdog) -> int:
     line = "; ".join((f"error: {error}", *getattr(error, "__notes__", ())))
     text = censored(line if told else "".join(traceback.format_exception(error)))
     if watch.started:
-        return watch.fail(text, censored(f"{type(error).__name__}: {error}".partition("\n")[0]), code, own=told)
+        return watch.fail(
+            text, censored(f"{type(error).__name__}: {error}".partition("\n")[0]), code, own=told
+        )
     print(text, file=sys.stderr, flush=True)
     return code
 

@@ -22,4 +22,10 @@ class RunError(RuntimeError):
 def _on_one_line(text: str) -> str:
     if len(text) > _LONGEST:  # the key stands at the beginning, the remedy at the end
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
-    return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(
+            c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+        )
+    )

@@ -10,12 +10,20 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$")  # HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, ...
-_SHORTEST = 8  # characters of a variable's value that is looked for: a shorter one could stand anywhere by chance
+_VARIABLE = re.compile(
+    r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$"
+)  # HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, ...
+_SHORTEST = (
+    8  # characters of a variable's value that is looked for: a shorter one could stand anywhere by chance
+)
 _KEY = re.compile(r"(^|_)(api_?key|access_key|secret|passwd|password|authorization)$", re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # https://me:password@host
-_QUERY = re.compile(r"([?&](?:\w*(?:key|token|secret|passw\w*|signature)|sig|auth|code)=)[^&\s]+", re.IGNORECASE)  # of an address
-_TOKEN = re.compile(r"\b(sk-|hf_|gh[pousr]_|wandb_v1_|xox[abp]-|AKIA)[\w-]{16,}|\bBearer\s+[\w.~+/=-]{8,}")  # as services write theirs
+_QUERY = re.compile(
+    r"([?&](?:\w*(?:key|token|secret|passw\w*|signature)|sig|auth|code)=)[^&\s]+", re.IGNORECASE
+)  # of an address
+_TOKEN = re.compile(
+    r"\b(sk-|hf_|gh[pousr]_|wandb_v1_|xox[abp]-|AKIA)[\w-]{16,}|\bBearer\s+[\w.~+/=-]{8,}"
+)  # as services write theirs
 _REMEDY = "the config is written to files and shown; put it into an environment variable (a remote reward's: key_env) and leave it out here"
 
 
@@ -31,7 +39,12 @@ def secrets_in(tree: Any, key: str = "") -> Iterator[str]:
         variables = [name for name, value in _environment() if value in tree]
         if variables:
             yield f"{key}: holds the value of the environment variable {variables[0]}; {_REMEDY}"
-        elif _TOKEN.search(tree) or _USER.search(tree) or ("://" in tree and _QUERY.search(tree)) or (tree and _KEY.search(key.rpartition(".")[2])):
+        elif (
+            _TOKEN.search(tree)
+            or _USER.search(tree)
+            or ("://" in tree and _QUERY.search(tree))
+            or (tree and _KEY.search(key.rpartition(".")[2]))
+        ):
             yield f"{key}: holds what looks like a password or a key; {_REMEDY}"
 
 
@@ -43,4 +56,8 @@ def censored(text: str) -> str:
 
 
 def _environment() -> list[tuple[str, str]]:
-    return [(name, value) for name, value in os.environ.items() if _VARIABLE.search(name) and len(value) >= _SHORTEST]
+    return [
+        (name, value)
+        for name, value in os.environ.items()
+        if _VARIABLE.search(name) and len(value) >= _SHORTEST
+    ]

@@ -41,7 +41,11 @@ class _Rows:
         picked = {}
         for f in fields(self):
             column = getattr(self, f.name)
-            picked[f.name] = column[index.to(column.device)] if isinstance(column, Tensor) else tuple(column[i] for i in index.tolist())
+            picked[f.name] = (
+                column[index.to(column.device)]
+                if isinstance(column, Tensor)
+                else tuple(column[i] for i in index.tolist())
+            )
         return replace(self, **picked)
 
 
@@ -65,12 +69,18 @@ class Sequences(_Rows):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        widths = {"T": self.ids.shape[1], "R": self.response_mask.shape[1], "S": self.response_mask.shape[1] + 1}
+        widths = {
+            "T": self.ids.shape[1],
+            "R": self.response_mask.shape[1],
+            "S": self.response_mask.shape[1] + 1,
+        }
         for f in fields(self):
             width = f.metadata.get("width")
             if width in widths:
                 shape = tuple(getattr(self, f.name).shape)
-                assert shape == (len(self), widths[width]), f"{type(self).__name__}.{f.name} is {shape}, not {(len(self), widths[width])}"
+                assert shape == (len(self), widths[width]), (
+                    f"{type(self).__name__}.{f.name} is {shape}, not {(len(self), widths[width])}"
+                )
 
     @property
     def response_width(self) -> int:
@@ -91,7 +101,14 @@ class Sequences(_Rows):
         return self.attention_mask[:, self.prompt_width :].sum(1)
 
     def to(self, device: torch.device) -> Self:
-        return replace(self, **{f.name: moved(getattr(self, f.name), device) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)})
+        return replace(
+            self,
+            **{
+                f.name: moved(getattr(self, f.name), device)
+                for f in fields(self)
+                if isinstance(getattr(self, f.name), Tensor)
+            },
+        )
 
     def trimmed(self) -> Self:
         """The same rows, cut to their own longest prompt and response (at least one place each)."""
@@ -102,14 +119,20 @@ class Sequences(_Rows):
         left, right = prompt_width - self.prompt_width, response_width - self.response_width
         pads = {"T": (left, right), "R": (0, right), "S": (0, right)}
         changed = {
-            f.name: torch.nn.functional.pad(getattr(self, f.name), pads[f.metadata["width"]]) for f in fields(self) if f.metadata.get("width") in pads
+            f.name: torch.nn.functional.pad(getattr(self, f.name), pads[f.metadata["width"]])
+            for f in fields(self)
+            if f.metadata.get("width") in pads
         }
         return replace(self, **changed)
 
 
 def moved(column: Tensor, device: torch.device) -> Tensor:
     """From the CPU to a GPU the copy is only queued, from memory that the GPU reads by itself; any other memory would have the host wait."""
-    return column.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and column.device.type == "cpu" else column.to(device)
+    return (
+        column.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda" and column.device.type == "cpu"
+        else column.to(device)
+    )
 
 
 @dataclass(frozen=True)
@@ -128,11 +151,15 @@ class Scores:
 
     total: Tensor  # [B] float32
     per_token: Tensor  # [B,R] float32, 0 outside the mask
-    components: dict[str, Tensor]  # name -> [B] float32, logged as reward/component/<name>_mean; {} where there is one part only
+    components: dict[
+        str, Tensor
+    ]  # name -> [B] float32, logged as reward/component/<name>_mean; {} where there is one part only
 
     def __post_init__(self) -> None:
         for name, column in [("per_token", self.per_token), *self.components.items()]:
-            assert len(column) == len(self.total), f"Scores.{name} has {len(column)} rows, not {len(self.total)}"
+            assert len(column) == len(self.total), (
+                f"Scores.{name} has {len(column)} rows, not {len(self.total)}"
+            )
 
 
 class Reward(Protocol):
@@ -171,7 +198,9 @@ class ActorExperience(Experience):
     """Where one optimizer step is all that a rollout gives, it is the first to ask the actor, and this is there only after it."""
 
     logprobs: Tensor = _tensor("R")  # [B,R] log pi(a|s) of the policy that answered, by the training engine
-    old_logprobs: Tensor = _tensor("R")  # [B,R] log pi_old(a|s) of the ratio: the same, or those of a copy that lags behind
+    old_logprobs: Tensor = _tensor(
+        "R"
+    )  # [B,R] log pi_old(a|s) of the ratio: the same, or those of a copy that lags behind
 
 
 @dataclass(frozen=True)
@@ -193,13 +222,20 @@ class CriticExperience(Experience):
 def experience_of(**columns: Tensor) -> Experience:
     """The Experience with these columns: of all those types at once that the columns fill."""
     parts = (ActorExperience, ReferenceExperience, CriticExperience)
-    return _joined(tuple(part for part in parts if {f.name for f in fields(part)} <= columns.keys()) or (Experience,))(**columns)
+    return _joined(
+        tuple(part for part in parts if {f.name for f in fields(part)} <= columns.keys()) or (Experience,)
+    )(**columns)
 
 
 @cache
 def _joined(parts: tuple[type[Experience], ...]) -> type[Experience]:
     """One type for all of them; ``isinstance`` tells what is there."""
-    return make_dataclass("".join(part.__name__.removesuffix("Experience") for part in parts) + "Experience", [], bases=parts, frozen=True)
+    return make_dataclass(
+        "".join(part.__name__.removesuffix("Experience") for part in parts) + "Experience",
+        [],
+        bases=parts,
+        frozen=True,
+    )
 
 
 Metrics = dict[str, float]  # METRIC name -> value: reduced over ranks, masked

@@ -69,7 +69,11 @@ def imports(file: Path, source: str) -> list[tuple[int, str]]:
 
 def uses(source: str) -> list[tuple[int, str]]:
     """(line, dotted name) of every attribute chain: ``torch.distributed.barrier()`` needs no import of its own."""
-    return [(node.lineno, ast.unparse(node)) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    return [
+        (node.lineno, ast.unparse(node))
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+    ]
 
 
 def problems(file: Path, source: str) -> list[str]:
@@ -78,11 +82,18 @@ def problems(file: Path, source: str) -> list[str]:
     for line, name in imports(file, source):
         package, *rest = name.split(".")
         other = rest[0] if package == "ppo_ds" and rest else package
-        if package in ("ppo_ds", "launch") and part != "ppo_ds" and other != part and other not in MAY.get(part, set()):
+        if (
+            package in ("ppo_ds", "launch")
+            and part != "ppo_ds"
+            and other != part
+            and other not in MAY.get(part, set())
+        ):
             found.append(f"{file}:{line}: {part} imports {other}: an arrow that points left")
     if part not in MAY and part != "ppo_ds":
         found.append(f"{file}:1: {part} has no place among the layers")
-    for line, name in imports(file, source) + [use for use in uses(source) if use[1].startswith("torch.distributed")]:
+    for line, name in imports(file, source) + [
+        use for use in uses(source) if use[1].startswith("torch.distributed")
+    ]:
         for heavy, homes in HOMES.items():
             if f"{name}.".startswith(f"{heavy}.") and part not in homes:
                 found.append(f"{file}:{line}: {heavy} outside its home ({', '.join(homes)})")
@@ -90,7 +101,9 @@ def problems(file: Path, source: str) -> list[str]:
 
 
 def python_files() -> list[Path]:
-    return sorted(file.relative_to(ROOT) for folder in ("ppo_ds", "launch") for file in (ROOT / folder).rglob("*.py"))
+    return sorted(
+        file.relative_to(ROOT) for folder in ("ppo_ds", "launch") for file in (ROOT / folder).rglob("*.py")
+    )
 
 
 def test_the_layers_hold():
@@ -100,13 +113,22 @@ def test_the_layers_hold():
 
 
 def test_package_inits_are_empty():
-    assert [str(file) for file in python_files() if file.name == "__init__.py" and (ROOT / file).read_text().strip()] == []
+    assert [
+        str(file)
+        for file in python_files()
+        if file.name == "__init__.py" and (ROOT / file).read_text().strip()
+    ] == []
 
 
 def test_ops_needs_torch_and_the_standard_library_only():
     allowed = sys.stdlib_module_names | {"torch", "ppo_ds"}
     files = [file for file in python_files() if part_of(file) == "ops"]
-    outside = {(str(file), name) for file in files for _, name in imports(file, (ROOT / file).read_text()) if name.split(".")[0] not in allowed}
+    outside = {
+        (str(file), name)
+        for file in files
+        for _, name in imports(file, (ROOT / file).read_text())
+        if name.split(".")[0] not in allowed
+    }
     assert not outside
 
 
@@ -115,7 +137,11 @@ def test_ops_needs_torch_and_the_standard_library_only():
     [
         ("ppo_ds/ops/losses.py", "from ppo_ds.types import Metrics", "ops imports types"),
         ("ppo_ds/types.py", "import ppo_ds.ops.masked", "types imports ops"),
-        ("ppo_ds/models/policy.py", "from ppo_ds.engine.trained import TrainedModel", "models imports engine"),
+        (
+            "ppo_ds/models/policy.py",
+            "from ppo_ds.engine.trained import TrainedModel",
+            "models imports engine",
+        ),
         ("ppo_ds/models/policy.py", "from ..engine.world import World", "models imports engine"),
         ("ppo_ds/models/policy.py", "from ppo_ds import engine", "models imports engine"),
         ("ppo_ds/rewards/model.py", "def f():\n    from ppo_ds.rollout import hf", "rewards imports rollout"),
@@ -127,8 +153,16 @@ def test_ops_needs_torch_and_the_standard_library_only():
         ("ppo_ds/ppo/trainer.py", "import torch.distributed as dist", "torch.distributed outside"),
         ("ppo_ds/ppo/trainer.py", "from torch import distributed", "torch.distributed outside"),
         ("ppo_ds/ppo/trainer.py", "import torch\ntorch.distributed.barrier()", "torch.distributed outside"),
-        ("ppo_ds/data/rows.py", "def f():\n    if True:\n        from transformers import GenerationConfig", "transformers outside"),
-        ("ppo_ds/engine/hybrid.py", "import importlib\nimportlib.import_module('transformers.generation')", "transformers outside"),
+        (
+            "ppo_ds/data/rows.py",
+            "def f():\n    if True:\n        from transformers import GenerationConfig",
+            "transformers outside",
+        ),
+        (
+            "ppo_ds/engine/hybrid.py",
+            "import importlib\nimportlib.import_module('transformers.generation')",
+            "transformers outside",
+        ),
         ("ppo_ds/build/trainer.py", "import wandb", "wandb outside"),
         ("launch/train.py", "from rich.console import Console", "rich outside"),
         ("ppo_ds/config/schema.py", "from omegaconf import MISSING", "omegaconf outside"),
@@ -147,10 +181,19 @@ def test_the_checker_sees(file, source, wrong):
             "ppo_ds/models/policy.py",
             "import transformers, torch\nfrom ppo_ds.ops.logprobs import x\nfrom .loading import y\nfrom peft import LoraConfig",
         ),
-        ("ppo_ds/distributed/world.py", "import deepspeed\nimport torch.distributed as dist\ndist.barrier()\ntorch.distributed.barrier()"),
-        ("ppo_ds/ppo/trainer.py", "from ppo_ds.distributed.world import World\nimport deepspeed_like\nimport richer, datasets2"),
+        (
+            "ppo_ds/distributed/world.py",
+            "import deepspeed\nimport torch.distributed as dist\ndist.barrier()\ntorch.distributed.barrier()",
+        ),
+        (
+            "ppo_ds/ppo/trainer.py",
+            "from ppo_ds.distributed.world import World\nimport deepspeed_like\nimport richer, datasets2",
+        ),
         ("ppo_ds/data/prompts.py", "import datasets\nfrom ppo_ds.models.tokenizer import Tokenizer"),
-        ("launch/train.py", "from hydra import compose\nfrom launch.cli import load_config\nfrom ppo_ds.build.trainer import build_trainer"),
+        (
+            "launch/train.py",
+            "from hydra import compose\nfrom launch.cli import load_config\nfrom ppo_ds.build.trainer import build_trainer",
+        ),
     ],
 )
 def test_the_checker_lets_pass(file, source):

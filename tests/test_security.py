@@ -43,8 +43,12 @@ from ppo_ds.secrets import censored, secrets_in
 ROOT = Path(__file__).parent.parent
 HOW = dict(revision=None, dtype="fp32", trust_remote_code=False, attn_implementation="sdpa")
 MODELS = {
-    "actor": lambda path: load_policy(path, **HOW, gradient_checkpointing=False, temperature=1.0, key="actor.model.path"),
-    "critic": lambda path: load_critic(path, **HOW, gradient_checkpointing=False, zero_head=True, key="critic.model.path"),
+    "actor": lambda path: load_policy(
+        path, **HOW, gradient_checkpointing=False, temperature=1.0, key="actor.model.path"
+    ),
+    "critic": lambda path: load_critic(
+        path, **HOW, gradient_checkpointing=False, zero_head=True, key="critic.model.path"
+    ),
     "reward": lambda path: load_reward_model(path, **HOW, key="reward.model.path"),
 }
 
@@ -119,11 +123,16 @@ def test_weights_that_are_pickles_with_more_in_them(folder, witness, role, how):
     else:
         torch.save({"lm_head.weight": Planted(witness)}, folder / how)
     if how == "shard.bin":
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": how}}))
+        (folder / "pytorch_model.bin.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": how}})
+        )
     with pytest.raises(UserError) as caught:
         MODELS[role](str(folder))
     line, file = line_of(caught), "pytorch_model.bin" if how == "raw" else how
-    assert line.startswith(f"{role}.model.path={folder}: {file} is damaged, or holds more than tensors") and ".safetensors" in line
+    assert (
+        line.startswith(f"{role}.model.path={folder}: {file} is damaged, or holds more than tensors")
+        and ".safetensors" in line
+    )
 
 
 def test_pickles_of_tensors_alone_are_read(folder):
@@ -135,11 +144,25 @@ def test_pickles_of_tensors_alone_are_read(folder):
 
 def test_pickles_beside_what_is_needed_are_left_alone(folder, witness):
     """Optimizer states, training arguments, adapters: whatever lies about in a folder."""
-    for name in ("training_args.bin", "optimizer.pt", "tokenizer.pkl", "vocab.pkl", "adapter_model.bin", "value_head.bin", "scheduler.pt"):
+    for name in (
+        "training_args.bin",
+        "optimizer.pt",
+        "tokenizer.pkl",
+        "vocab.pkl",
+        "adapter_model.bin",
+        "value_head.bin",
+        "scheduler.pt",
+    ):
         torch.save({"x": Planted(witness)}, folder / name)
     for load in (MODELS["actor"], MODELS["critic"], load_tokenizer):
         load(str(folder))
-    config = {"peft_type": "LORA", "base_model_name_or_path": str(folder), "r": 1, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": str(folder),
+        "r": 1,
+        "target_modules": ["q_proj"],
+        "task_type": "CAUSAL_LM",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="adapter_model"):
         MODELS["actor"](str(folder))
@@ -150,10 +173,17 @@ def planted_code(folder: Path, code: str, where: str) -> None:
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate" / "generate.py").write_text(code)
     if where == "tokenizer":
-        changed(folder / "tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["mine.Tok", "mine.Tok"]})
+        changed(
+            folder / "tokenizer_config.json",
+            tokenizer_class="Mine",
+            auto_map={"AutoTokenizer": ["mine.Tok", "mine.Tok"]},
+        )
     else:
         mapped = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
-        changed(folder / "config.json", auto_map={name: "mine.Config" if name == "AutoConfig" else "mine.Model" for name in mapped})
+        changed(
+            folder / "config.json",
+            auto_map={name: "mine.Config" if name == "AutoConfig" else "mine.Model" for name in mapped},
+        )
     if where == "model of its own":
         changed(folder / "config.json", model_type="mine", architectures=["Mine"])
 
@@ -187,7 +217,10 @@ def test_code_beside_a_known_model_is_left_alone(folder, code):
 
 def test_a_folder_does_not_choose_kernels_from_the_hub(folder, monkeypatch):
     loaded = []
-    monkeypatch.setattr("transformers.integrations.hub_kernels.load_and_register_attn_kernel", lambda *given, **_: loaded.append(given))
+    monkeypatch.setattr(
+        "transformers.integrations.hub_kernels.load_and_register_attn_kernel",
+        lambda *given, **_: loaded.append(given),
+    )
     changed(folder / "config.json", attn_implementation="nobody/attention")
     MODELS["actor"](str(folder))
     reads_like(str(folder), load_tokenizer(str(folder)), revision=None, trust_remote_code=False)
@@ -195,19 +228,42 @@ def test_a_folder_does_not_choose_kernels_from_the_hub(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.system('touch WITNESS') }}{% set x.y = 1 %}"]
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('touch WITNESS') }}{% set x.y = 1 %}",
+    ],
 )
 def test_chat_templates_run_in_a_sandbox(folder, witness, template):
-    tokenizer = load_tokenizer(str(folder), chat_template=template.replace("WITNESS", str(witness)), key="actor.model.path")
+    tokenizer = load_tokenizer(
+        str(folder), chat_template=template.replace("WITNESS", str(witness)), key="actor.model.path"
+    )
     with pytest.raises(UserError, match="chat template"):
         tokenizer.render_chat([{"role": "user", "content": "a"}])
 
 
 def test_trust_in_one_model_is_not_trust_in_another():
-    given = ["actor.model.path=a/b", "actor.model.trust_remote_code=true", "critic.init=path", "critic.model.path=c/d", "reference.model.path=e/f"]
-    more = ["data.path=x/y", "reward=function", "reward.path=math:fsum", "rollout.prompts_per_step=1", "sampling.max_new_tokens=1", "run.steps=1"]
+    given = [
+        "actor.model.path=a/b",
+        "actor.model.trust_remote_code=true",
+        "critic.init=path",
+        "critic.model.path=c/d",
+        "reference.model.path=e/f",
+    ]
+    more = [
+        "data.path=x/y",
+        "reward=function",
+        "reward.path=math:fsum",
+        "rollout.prompts_per_step=1",
+        "sampling.max_new_tokens=1",
+        "run.steps=1",
+    ]
     config = load_config([*given, *more], world_size=1)
-    assert config.actor.model.trust_remote_code and not config.critic.model.trust_remote_code and not config.reference.model.trust_remote_code
+    assert (
+        config.actor.model.trust_remote_code
+        and not config.critic.model.trust_remote_code
+        and not config.reference.model.trust_remote_code
+    )
     assert ModelConfig(path="x").trust_remote_code is False and not FrozenZeroConfig().offload_params
     config = load_config([given[0], given[1], *more], world_size=1)
     assert config.reference.model.trust_remote_code  # the same model
@@ -223,7 +279,10 @@ def test_data_sets_are_never_programs(tmp_path, witness, code):
             load_rows(str(tmp_path / name))
     with pytest.raises(UserError, match="no .jsonl, .json, .parquet, .csv file in this folder"):
         load_rows(str(script))
-    told = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(Planted(witness))}
+    told = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": pickle.dumps(Planted(witness)),
+    }
     schema = pyarrow.schema([pyarrow.field("prompt", pyarrow.string(), metadata=told)])
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"]}, schema=schema), tmp_path / "rows.parquet")
     assert list(load_rows(str(tmp_path / "rows.parquet"))) == [{"prompt": "a"}]
@@ -235,7 +294,11 @@ def test_data_sets_are_never_programs(tmp_path, witness, code):
 def listed(folder: Path, **others: Any) -> None:
     """A manifest that fits the files, as whoever plants them would write it."""
     (folder / "manifest.json").unlink(missing_ok=True)
-    files = {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in folder.rglob("*") if f.is_file()}
+    files = {
+        str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": sha256(f)}
+        for f in folder.rglob("*")
+        if f.is_file()
+    }
     (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": files | others}))
 
 
@@ -265,7 +328,9 @@ def test_a_manifest_that_names_files_elsewhere(checkpoint, name):
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     listed(checkpoint, **{name: {"bytes": 0, "sha256": empty}})
     (problem,) = damage_of(checkpoint)
-    assert problem.startswith("manifest.json names ") and problem.endswith("which is no file of the checkpoint")
+    assert problem.startswith("manifest.json names ") and problem.endswith(
+        "which is no file of the checkpoint"
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,14 +355,21 @@ def test_sizes_beyond_all_measure(checkpoint):
     listed(checkpoint, **{"actor/model.json": {"bytes": 10**400, "sha256": "x"}})
     assert damage_of(checkpoint)[0].startswith("actor/model.json has ")
     shard = checkpoint / "actor" / "shard-00000.safetensors"
-    for header in (b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", _header(shape=[2**40, 2**40]), _header(data_offsets=[0, 2**60])):
+    for header in (
+        b"\xff" * 8,
+        (2**40).to_bytes(8, "little") + b"{}",
+        _header(shape=[2**40, 2**40]),
+        _header(data_offsets=[0, 2**60]),
+    ):
         shard.write_bytes(header)
         with pytest.raises(Exception, match="(?i)header|tensor|overflow|offset|size"):
             read_weights(torch.nn.Linear(3, 2, bias=False), checkpoint, "actor")
 
 
 def _header(**changes: Any) -> bytes:
-    text = json.dumps({"weight/weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | changes}).encode()
+    text = json.dumps(
+        {"weight/weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | changes}
+    ).encode()
     return len(text).to_bytes(8, "little") + text + bytes(24)
 
 
@@ -323,7 +395,12 @@ def test_pickles_in_a_checkpoint_are_not_read(checkpoint, witness):
     class World:
         rank = 0
 
-    for name in ("actor/shard-00000.safetensors", "actor/buffers.safetensors", "rng_rank_00000.safetensors", "mp_rank_00_model_states.pt"):
+    for name in (
+        "actor/shard-00000.safetensors",
+        "actor/buffers.safetensors",
+        "rng_rank_00000.safetensors",
+        "mp_rank_00_model_states.pt",
+    ):
         torch.save({"weight/weight": Planted(witness)}, checkpoint / name)
     listed(checkpoint)
     assert damage_of(checkpoint) == []  # whoever plants them writes the manifest too
@@ -345,10 +422,43 @@ ALLOWED = {
     ("ppo_ds/rewards/function.py", "exec_module"): "the same",
     ("ppo_ds/tracking/wandb.py", "subprocess"): "wandb's child: a list of arguments, no shell",
 }
-MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "subprocess", "runpy", "multiprocessing", "code", "pty", "imp", "pkgutil"}
+MODULES = {
+    "pickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "subprocess",
+    "runpy",
+    "multiprocessing",
+    "code",
+    "pty",
+    "imp",
+    "pkgutil",
+}
 ATTRIBUTES = {
-    *("torch.load", "numpy.load", "np.load", "yaml.load", "yaml.full_load", "yaml.unsafe_load", "yaml.load_all", "pandas.read_pickle"),
-    *("os.system", "os.popen", "os.execv", "os.execve", "os.execvp", "os.spawnv", "os.spawnvp", "os.posix_spawn", "os.fork"),
+    *(
+        "torch.load",
+        "numpy.load",
+        "np.load",
+        "yaml.load",
+        "yaml.full_load",
+        "yaml.unsafe_load",
+        "yaml.load_all",
+        "pandas.read_pickle",
+    ),
+    *(
+        "os.system",
+        "os.popen",
+        "os.execv",
+        "os.execve",
+        "os.execvp",
+        "os.spawnv",
+        "os.spawnvp",
+        "os.posix_spawn",
+        "os.fork",
+    ),
     *(
         "import_module",
         "exec_module",
@@ -378,13 +488,19 @@ def dangers(source: str) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names} & MODULES
         elif isinstance(node, ast.ImportFrom):
-            found |= {(node.module or "").split(".")[0]} & MODULES | {alias.name for alias in node.names} & ATTRIBUTES
+            found |= {(node.module or "").split(".")[0]} & MODULES | {
+                alias.name for alias in node.names
+            } & ATTRIBUTES
             found |= {f"{node.module}.{alias.name}" for alias in node.names} & ATTRIBUTES
         elif isinstance(node, ast.Attribute) and node.attr in TAILS:
             found |= {node.attr, ast.unparse(node)} & ATTRIBUTES
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             found |= {node.id} & CALLS
-        elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant) and (node.arg, node.value.value) in SWITCHES:
+        elif (
+            isinstance(node, ast.keyword)
+            and isinstance(node.value, ast.Constant)
+            and (node.arg, node.value.value) in SWITCHES
+        ):
             found.add(f"{node.arg}={node.value.value}")
     return found
 
@@ -406,8 +522,19 @@ def test_whatever_can_run_code_is_known():
             "torch.load(x)",
             "from torch import load",
         ),
-        *("np.load(x, allow_pickle=True)", "f(trust_remote_code=True)", "f(shell=True)", "eval(x)", "g = exec", "yaml.load(x, Loader=L)"),
-        *("import importlib\nimportlib.import_module(x)", "torch.load(x, weights_only=False)", "dist.broadcast_object_list(x)"),
+        *(
+            "np.load(x, allow_pickle=True)",
+            "f(trust_remote_code=True)",
+            "f(shell=True)",
+            "eval(x)",
+            "g = exec",
+            "yaml.load(x, Loader=L)",
+        ),
+        *(
+            "import importlib\nimportlib.import_module(x)",
+            "torch.load(x, weights_only=False)",
+            "dist.broadcast_object_list(x)",
+        ),
     ],
 )
 def test_that_search_sees(source):
@@ -421,11 +548,21 @@ SECRET = "sk-notArealKeyButLong+/0123"
 
 @pytest.fixture
 def keys(monkeypatch):
-    for name, value in {"JUDGE_KEY": SECRET, "HF_TOKEN": "hf_ofNobodyAtAllButLong", "WANDB_API_KEY": "0123456789" * 4}.items():
+    for name, value in {
+        "JUDGE_KEY": SECRET,
+        "HF_TOKEN": "hf_ofNobodyAtAllButLong",
+        "WANDB_API_KEY": "0123456789" * 4,
+    }.items():
         monkeypatch.setenv(name, value)
 
 
-RUN = ["data.path=x/y", "actor.model.path=a/b", "rollout.prompts_per_step=1", "sampling.max_new_tokens=1", "run.steps=1"]
+RUN = [
+    "data.path=x/y",
+    "actor.model.path=a/b",
+    "rollout.prompts_per_step=1",
+    "sampling.max_new_tokens=1",
+    "run.steps=1",
+]
 BY_FUNCTION = ["reward=function", "reward.path=math:fsum"]
 
 
@@ -434,9 +571,19 @@ BY_FUNCTION = ["reward=function", "reward.path=math:fsum"]
     [
         (["reward=remote", "reward.url=https://me:passed@host/score"], "reward.url"),
         (["reward=remote", "reward.url=https://host/score?api_key=passed"], "reward.url"),
-        (["reward=remote", "reward.url=https://host/x", "+reward.options.api_key=passed"], "reward.options.api_key"),
+        (
+            ["reward=remote", "reward.url=https://host/x", "+reward.options.api_key=passed"],
+            "reward.options.api_key",
+        ),
         (["reward=remote", "reward.url=https://host/x", "+reward.api_key=passed"], "reward.api_key"),
-        (["reward=remote", "reward.url=https://host/x", "reward.template='{prompt}{response} ${oc.env:JUDGE_KEY}'"], "reward.template"),
+        (
+            [
+                "reward=remote",
+                "reward.url=https://host/x",
+                "reward.template='{prompt}{response} ${oc.env:JUDGE_KEY}'",
+            ],
+            "reward.template",
+        ),
         (["reward=remote", "reward.url=https://host/x", f"reward.key_env={SECRET}"], "reward.key_env"),
         ([*BY_FUNCTION, "data.split=${oc.env:HF_TOKEN}"], "data.split"),
         ([*BY_FUNCTION, "tracker.wandb.tags=[a,'${oc.env:WANDB_API_KEY}']"], "tracker.wandb.tags[1]"),
@@ -458,8 +605,16 @@ def test_what_is_none_is_left_alone(keys, monkeypatch):
     monkeypatch.setenv("SHORT_KEY", "a/b")
     tree = {
         "run": {"name": "task-force-of-the-year-2024-sk", "dir": "/data/hf_cache/x"},
-        "data": {"chat_template_kwargs": {"bos_token": "<s>", "enable_thinking": False}, "path": "https://host/a?page=2&keys=1"},
-        "reward": {"key_env": "JUDGE_KEY", "column": "answer_key", "url": "http://host:8000/v1", "options": {"max_tokens": 9, "password": ""}},
+        "data": {
+            "chat_template_kwargs": {"bos_token": "<s>", "enable_thinking": False},
+            "path": "https://host/a?page=2&keys=1",
+        },
+        "reward": {
+            "key_env": "JUDGE_KEY",
+            "column": "answer_key",
+            "url": "http://host:8000/v1",
+            "options": {"max_tokens": 9, "password": ""},
+        },
         "actor": {"model": {"path": "a/b", "revision": "0123456789abcdef0123456789abcdef01234567"}},
         "sampling": {"stop": ["</s>", "me@host"], "max_new_tokens": 4},
     }
@@ -474,7 +629,12 @@ def test_lines_are_censored(keys):
 
 def test_an_error_line_does_not_repeat_the_command_lines_key(keys):
     """What is not understood at all never becomes a config that could be searched."""
-    command = [sys.executable, str(ROOT / "launch" / "train.py"), "+experiment=rlhf", "https://me:passed@host/score"]
+    command = [
+        sys.executable,
+        str(ROOT / "launch" / "train.py"),
+        "+experiment=rlhf",
+        "https://me:passed@host/score",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "error: " in done.stderr and "passed" not in done.stderr, done.stderr
 
@@ -484,8 +644,13 @@ def test_an_error_line_does_not_repeat_the_command_lines_key(keys):
 
 @pytest.mark.parametrize("name", ["../x", "/x", "..", "", "a\nb"])
 def test_a_name_is_one_part_of_a_path(name):
-    with pytest.raises(UserError, match="^run.name=.*: must be one name, without /"):  # also where it names no folder: it is a title too
-        load_config([*RUN, *BY_FUNCTION, f"run.name='{name}'", *(["run.dir=/tmp/x"] if name == "/x" else [])], world_size=1)
+    with pytest.raises(
+        UserError, match="^run.name=.*: must be one name, without /"
+    ):  # also where it names no folder: it is a title too
+        load_config(
+            [*RUN, *BY_FUNCTION, f"run.name='{name}'", *(["run.dir=/tmp/x"] if name == "/x" else [])],
+            world_size=1,
+        )
 
 
 def mode(path: Path) -> int:
@@ -500,6 +665,14 @@ def test_a_run_directory_is_its_owners(tmp_path):
         open_run_directory(tmp_path / "shared", {"run": {}}, None)
     finally:
         os.umask(before)
-    assert mode(tmp_path / "outputs" / "mine") == 0o700 and mode(tmp_path / "outputs") == 0o777  # the umask's affair
+    assert (
+        mode(tmp_path / "outputs" / "mine") == 0o700 and mode(tmp_path / "outputs") == 0o777
+    )  # the umask's affair
     assert mode(tmp_path / "shared") == 0o775
-    assert sorted(file.name for file in tmp_path.rglob("*")) == ["config.yaml", "config.yaml", "mine", "outputs", "shared"]
+    assert sorted(file.name for file in tmp_path.rglob("*")) == [
+        "config.yaml",
+        "config.yaml",
+        "mine",
+        "outputs",
+        "shared",
+    ]

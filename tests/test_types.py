@@ -8,7 +8,11 @@ import torch
 from ppo_ds.types import Prompts, Rollout, Scores, Sequences, experience_of
 
 P, R = 4, 3
-IDS = [[91, 92, 11, 12, 21, 22, 93], [31, 32, 33, 34, 41, 94, 95], [96, 97, 98, 51, 61, 62, 63]]  # 9x: rubbish in the padding
+IDS = [
+    [91, 92, 11, 12, 21, 22, 93],
+    [31, 32, 33, 34, 41, 94, 95],
+    [96, 97, 98, 51, 61, 62, 63],
+]  # 9x: rubbish in the padding
 PROMPTS, ANSWERS = [2, 4, 1], [2, 1, 3]  # lengths
 
 
@@ -101,9 +105,19 @@ def test_select_picks_every_column_in_the_order_asked_for():
 
 
 def test_select_of_prompts_and_of_experience():
-    prompts = Prompts(torch.tensor([[0, 5], [6, 7]]), torch.tensor([[False, True], [True, True]]), torch.tensor([3, 4]), ({"a": 1}, {"a": 2}))
+    prompts = Prompts(
+        torch.tensor([[0, 5], [6, 7]]),
+        torch.tensor([[False, True], [True, True]]),
+        torch.tensor([3, 4]),
+        ({"a": 1}, {"a": 2}),
+    )
     other = prompts.select(torch.tensor([1]))
-    assert (other.ids.tolist(), other.mask.tolist(), other.limits.tolist(), other.metadata) == ([[6, 7]], [[True, True]], [4], ({"a": 2},))
+    assert (other.ids.tolist(), other.mask.tolist(), other.limits.tolist(), other.metadata) == (
+        [[6, 7]],
+        [[True, True]],
+        [4],
+        ({"a": 2},),
+    )
     picked = experience().select(torch.tensor([1]))
     assert [int(getattr(picked, name)[0, 0]) for name in ("logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")] == [
         3, 13, 24, 34, 43, 54,
@@ -131,7 +145,10 @@ def test_trimmed_changes_nothing_that_is_attended():
 
 def test_a_column_of_states_has_one_place_more_than_the_responses():
     cut = experience().select(torch.tensor([0, 1])).trimmed()  # answers of 2 and 1 tokens
-    assert cut.values.tolist() == [[20.0, 21.0, 22.0], [24.0, 25.0, 26.0]] and cut.value_mask.tolist() == [[True, True, False], [True, False, False]]
+    assert cut.values.tolist() == [[20.0, 21.0, 22.0], [24.0, 25.0, 26.0]] and cut.value_mask.tolist() == [
+        [True, True, False],
+        [True, False, False],
+    ]
     assert cut.resized(4, 3).returns.tolist() == [[50.0, 51.0, 52.0, 0.0], [54.0, 55.0, 56.0, 0.0]]
     with pytest.raises(AssertionError, match=r"CriticExperience.values is \(2, 2\), not \(2, 3\)"):
         replace(cut, values=cut.advantages)
@@ -141,7 +158,11 @@ def test_rows_without_a_response_keep_one_place():
     mask = torch.tensor([[0, 1, 0, 0]]).bool()
     cut = Sequences(torch.tensor([[8, 9, 8, 8]]), mask, mask[:, 2:]).trimmed()
     assert (cut.prompt_width, cut.response_width) == (1, 1)
-    assert cut.ids.tolist() == [[9, 8]] and cut.attention_mask.tolist() == [[True, False]] and not cut.response_mask.any()
+    assert (
+        cut.ids.tolist() == [[9, 8]]
+        and cut.attention_mask.tolist() == [[True, False]]
+        and not cut.response_mask.any()
+    )
 
 
 def test_attended_but_not_an_action():
@@ -164,7 +185,9 @@ def test_resized_pads_with_places_outside_the_masks():
 def test_rubbish_in_the_padding_stays_outside_the_masks():
     """Through padding and trimming, whatever is stored outside the masks never comes under them."""
     rows = rollout().resized(7, 6).trimmed().resized(5, 4)
-    assert sorted(rows.ids[rows.attention_mask].tolist()) == sorted(token for row in IDS for token in row if token < 90)
+    assert sorted(rows.ids[rows.attention_mask].tolist()) == sorted(
+        token for row in IDS for token in row if token < 90
+    )
     assert 77.0 not in rows.logprobs[rows.response_mask].tolist()
 
 
@@ -177,5 +200,8 @@ def test_resized_there_and_back():
 
 def test_to_moves_tensors_and_keeps_the_rest():
     moved = rollout().to(torch.device("meta"))
-    assert {getattr(moved, name).device.type for name in ("ids", "attention_mask", "response_mask", "finished", "logprobs")} == {"meta"}
+    assert {
+        getattr(moved, name).device.type
+        for name in ("ids", "attention_mask", "response_mask", "finished", "logprobs")
+    } == {"meta"}
     assert moved.metadata == rollout().metadata

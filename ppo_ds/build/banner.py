@@ -30,22 +30,34 @@ def banner(
     """
     actor, critic, reference, algo = config.actor, config.critic, config.reference, config.algo
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    kl = f"{algo.kl.estimator} x {algo.kl.coef:g} ({algo.kl.controller}) in the {algo.kl.place}" if algo.kl.place != "none" else "none"
+    kl = (
+        f"{algo.kl.estimator} x {algo.kl.coef:g} ({algo.kl.controller}) in the {algo.kl.place}"
+        if algo.kl.place != "none"
+        else "none"
+    )
     lines = [
         f"{world.size} rank(s) on {device}; torch {torch.__version__}",
         f"threads    {world.threads}",
         f"actor      {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
-        f"critic     {critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}" if critic_start else f"critic     {_no_critic(config)}",
-        f"reference  {reference.model.path}  {reference.model.dtype}  {_reference_place(config)}" if uses_reference(config) else "reference  none",
+        f"critic     {critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}"
+        if critic_start
+        else f"critic     {_no_critic(config)}",
+        f"reference  {reference.model.path}  {reference.model.dtype}  {_reference_place(config)}"
+        if uses_reference(config)
+        else "reference  none",
         f"reward     {_reward(config.reward)}; KL {kl}",
         f"data       {source.path}: {counted(source.report, 'prompts')}",
         *batch_equation(config, world.size, f", {optimizer_steps} in {steps} steps"),
         f"parity     log-probs of generation and training differ by {gap[0]:.2g} on average, {gap[1]:.2g} at most",
     ]
     if done >= steps:
-        lines.append(f"resumed    {config.run.dir} holds all {done} steps: nothing is left to train; raise run.steps, or choose another run.name")
+        lines.append(
+            f"resumed    {config.run.dir} holds all {done} steps: nothing is left to train; raise run.steps, or choose another run.name"
+        )
     elif done:
-        lines.append(f"resumed    after step {done}, from {config.run.dir}/checkpoints (run.name or run.dir chooses another place)")
+        lines.append(
+            f"resumed    after step {done}, from {config.run.dir}/checkpoints (run.name or run.dir chooses another place)"
+        )
     return "\n".join(lines + notes)
 
 
@@ -69,8 +81,18 @@ def _reward(section: dict[str, Any]) -> str:
     """``FunctionReward path=a:b``, sections within in parentheses."""
     name = [str(section["_target_"]).rpartition(".")[2]] if "_target_" in section else []
     keys = {key: value for key, value in section.items() if key != "_target_"}
-    return " ".join(name + [f"{key}=({_reward(value)})" if isinstance(value, dict) else f"{key}={show(value)}" for key, value in keys.items()])
+    return " ".join(
+        name
+        + [
+            f"{key}=({_reward(value)})" if isinstance(value, dict) else f"{key}={show(value)}"
+            for key, value in keys.items()
+        ]
+    )
 
 
 def _no_critic(config: Config) -> str:
-    return "a value head on the actor" if config.critic.share_trunk else f"none: advantages by {config.algo.advantage.estimator}"
+    return (
+        "a value head on the actor"
+        if config.critic.share_trunk
+        else f"none: advantages by {config.algo.advantage.estimator}"
+    )

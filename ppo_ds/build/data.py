@@ -40,8 +40,16 @@ class Inputs:
 
     def notes(self) -> list[str]:
         """For the start-up banner: what is read beside the prompts, and what became of it."""
-        lines = [f"held out   {self.held_out.path}: {counted(self.held_out.report, 'prompts')}"] if self.held_out else []
-        return lines + ([f"texts      {self.ptx.source.path}: {counted(self.ptx.source.report, 'texts')}"] if self.ptx else [])
+        lines = (
+            [f"held out   {self.held_out.path}: {counted(self.held_out.report, 'prompts')}"]
+            if self.held_out
+            else []
+        )
+        return lines + (
+            [f"texts      {self.ptx.source.path}: {counted(self.ptx.source.report, 'texts')}"]
+            if self.ptx
+            else []
+        )
 
     @property
     def _sources(self) -> list[Source]:
@@ -62,20 +70,31 @@ def counted(report: dict[str, int], what: str) -> str:
         "repeated": "the same as an earlier one",
         "same_id": 'with the "id" of an earlier one',
     }
-    return f"{report['rows']} {what}" + "".join(f", {report[name]} {became}" for name, became in changes.items() if report.get(name))
+    return f"{report['rows']} {what}" + "".join(
+        f", {report[name]} {became}" for name, became in changes.items() if report.get(name)
+    )
 
 
 def read_inputs(config: Config, world: World) -> Inputs:
     tokenizer = build_tokenizer(config)
     source = build_prompts(config, tokenizer)
     held_out = build_held_out(config, tokenizer)
-    return Inputs(tokenizer, source, held_out, build_stream(config, world, source), build_ptx(config, tokenizer))
+    return Inputs(
+        tokenizer, source, held_out, build_stream(config, world, source), build_ptx(config, tokenizer)
+    )
 
 
 def build_tokenizer(config: Config) -> Tokenizer:
     """The actor's."""
     model, data = config.actor.model, config.data
-    return load_tokenizer(model.path, model.revision, model.trust_remote_code, data.chat_template, data.chat_template_kwargs, key="actor.model.path")
+    return load_tokenizer(
+        model.path,
+        model.revision,
+        model.trust_remote_code,
+        data.chat_template,
+        data.chat_template_kwargs,
+        key="actor.model.path",
+    )
 
 
 def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -88,7 +107,9 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
         )
     if given is None:
         return tokenizer.stop_ids
-    beyond = [i for i in given if i >= tokenizer.vocab_size and i not in tokenizer.hf.get_vocab().values()]  # a vocabulary may have gaps
+    beyond = [
+        i for i in given if i >= tokenizer.vocab_size and i not in tokenizer.hf.get_vocab().values()
+    ]  # a vocabulary may have gaps
     if beyond:
         raise UserError(
             f"sampling.stop_token_ids: {beyond[0]} is none: the actor's tokenizer has {tokenizer.vocab_size} tokens; "
@@ -101,9 +122,28 @@ def build_prompts(config: Config, tokenizer: Tokenizer) -> Source:
     """``data.path``, or ``data.mix``: then ``data.max_samples`` is of each set."""
     data = config.data
     if not data.mix:
-        return _prompts(config, tokenizer, data.path, data.split, data.revision, data.prompt_column, data.max_samples, "data.path")
+        return _prompts(
+            config,
+            tokenizer,
+            data.path,
+            data.split,
+            data.revision,
+            data.prompt_column,
+            data.max_samples,
+            "data.path",
+        )
     makers = [
-        partial(_prompts, config, tokenizer, part.path, part.split, part.revision, part.prompt_column, data.max_samples, f"data.mix[{i}].path")
+        partial(
+            _prompts,
+            config,
+            tokenizer,
+            part.path,
+            part.split,
+            part.revision,
+            part.prompt_column,
+            data.max_samples,
+            f"data.mix[{i}].path",
+        )
         for i, part in enumerate(data.mix)
     ]
     return MixedSource(load_all(makers), [part.weight for part in data.mix])
@@ -113,7 +153,16 @@ def build_held_out(config: Config, tokenizer: Tokenizer) -> PromptSource | None:
     data = config.data
     if data.eval_path is None:
         return None
-    return _prompts(config, tokenizer, data.eval_path, data.eval_split, data.revision, data.prompt_column, None, "data.eval_path")
+    return _prompts(
+        config,
+        tokenizer,
+        data.eval_path,
+        data.eval_split,
+        data.revision,
+        data.prompt_column,
+        None,
+        "data.eval_path",
+    )
 
 
 def _prompts(

@@ -41,20 +41,43 @@ def dry_run_config(config: Config, ranks: int) -> Config:
     longest = min(sampling.max_new_tokens, NEW_TOKENS)
     return replace(
         config,
-        run=replace(run, dir=str(folder), steps=STEPS, epochs=None, resume="never", stop_at_step=None, max_minutes=None),
+        run=replace(
+            run,
+            dir=str(folder),
+            steps=STEPS,
+            epochs=None,
+            resume="never",
+            stop_at_step=None,
+            max_minutes=None,
+        ),
         actor=replace(config.actor, model=_tiny(config.actor.model, places)),
         critic=replace(config.critic, model=_tiny(config.critic.model, places)),
         reference=replace(config.reference, model=_tiny(config.reference.model, places)),
         rollout=replace(config.rollout, prompts_per_step=prompts, samples_per_prompt=samples),
-        sampling=replace(sampling, max_new_tokens=longest, min_new_tokens=min(sampling.min_new_tokens, longest)),
-        data=replace(data, max_samples=min(data.max_samples or DATA_ROWS, DATA_ROWS), max_prompt_tokens=_prompt_tokens(config)),
+        sampling=replace(
+            sampling, max_new_tokens=longest, min_new_tokens=min(sampling.min_new_tokens, longest)
+        ),
+        data=replace(
+            data,
+            max_samples=min(data.max_samples or DATA_ROWS, DATA_ROWS),
+            max_prompt_tokens=_prompt_tokens(config),
+        ),
         algo=replace(
             algo,
             minibatch_size=_minibatch(config, prompts * samples),
             lag=min(algo.lag, STEPS),
-            value=replace(algo.value, warmup_steps=min(algo.value.warmup_steps, STEPS - 1), pretrain_rollouts=min(algo.value.pretrain_rollouts, 1)),
-            reward=replace(algo.reward, overlong_buffer=algo.reward.overlong_buffer and min(algo.reward.overlong_buffer, longest)),
-            dynamic_sampling=replace(algo.dynamic_sampling, max_rounds=min(algo.dynamic_sampling.max_rounds, STEPS)),
+            value=replace(
+                algo.value,
+                warmup_steps=min(algo.value.warmup_steps, STEPS - 1),
+                pretrain_rollouts=min(algo.value.pretrain_rollouts, 1),
+            ),
+            reward=replace(
+                algo.reward,
+                overlong_buffer=algo.reward.overlong_buffer and min(algo.reward.overlong_buffer, longest),
+            ),
+            dynamic_sampling=replace(
+                algo.dynamic_sampling, max_rounds=min(algo.dynamic_sampling.max_rounds, STEPS)
+            ),
             ptx=replace(algo.ptx, batch_size=algo.ptx.batch_size and prompts),
         ),
         checkpoint=replace(config.checkpoint, every=STEPS, keep_last=1),
@@ -74,7 +97,11 @@ def _minibatch(config: Config, rollout: int) -> int:
 
 def _prompt_tokens(config: Config) -> int:
     """Shorter prompts cost less, but those that are dropped for their length must not be more than before."""
-    return config.data.max_prompt_tokens if config.data.long_prompts == "drop" else min(config.data.max_prompt_tokens, PROMPT_TOKENS)
+    return (
+        config.data.max_prompt_tokens
+        if config.data.long_prompts == "drop"
+        else min(config.data.max_prompt_tokens, PROMPT_TOKENS)
+    )
 
 
 Model = tuple[str, str | None]  # path, revision
@@ -82,21 +109,33 @@ Model = tuple[str, str | None]  # path, revision
 
 def _models(config: Config) -> dict[Model, dict[str, Any]]:
     """What the run reads models from, each once, and how to load their configs; the first key that names one is the one that errors name."""
-    sections: list[tuple[str, Any]] = [("actor.model", config.actor.model), ("critic.model", config.critic.model)]
+    sections: list[tuple[str, Any]] = [
+        ("actor.model", config.actor.model),
+        ("critic.model", config.critic.model),
+    ]
     sections += [("reference.model", config.reference.model), *reward_models(config.reward)]
     found: dict[Model, dict[str, Any]] = {}
     for key, section in sections:
         model = section if isinstance(section, dict) else asdict(section)
         if model.get("path"):
             trust = bool(model.get("trust_remote_code"))
-            about = {"path": model["path"], "revision": model.get("revision"), "trust_remote_code": trust, "key": f"{key}.path"}
-            found.setdefault((model["path"], model.get("revision")), about | {"language_model": key == "actor.model"})
+            about = {
+                "path": model["path"],
+                "revision": model.get("revision"),
+                "trust_remote_code": trust,
+                "key": f"{key}.path",
+            }
+            found.setdefault(
+                (model["path"], model.get("revision")), about | {"language_model": key == "actor.model"}
+            )
     return found
 
 
 def _tiny(model: Any, places: dict[Model, str]) -> Any:
     path = places.get((model.path, model.revision)) if model.path else model.path
-    return replace(model, path=path, revision=None, dtype="fp32", attn_implementation=_on_cpu(model.attn_implementation))
+    return replace(
+        model, path=path, revision=None, dtype="fp32", attn_implementation=_on_cpu(model.attn_implementation)
+    )
 
 
 def _on_cpu(attention: str) -> str:
@@ -136,7 +175,9 @@ def begin(config: Config, ranks: int, is_main: bool) -> Config:
     folder = folder_of(config)
     if is_main:
         if folder.exists() and not (folder / MARK).exists():
-            raise UserError(f"run.dry_run=true: writes to {folder}, which is there already and holds something else; choose another run.name")
+            raise UserError(
+                f"run.dry_run=true: writes to {folder}, which is there already and holds something else; choose another run.name"
+            )
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / MARK).touch()
@@ -157,5 +198,7 @@ def conclude(trainer: Any, config: Config) -> None:
     assert path is not None, "the dry run has left no checkpoint"
     trainer.resume(path)
     if trainer.world.is_main:
-        print(f"{SHOWN.format(steps=trainer.progress.step, ranks=trainer.world.size)}; {NOT_SHOWN}", flush=True)
+        print(
+            f"{SHOWN.format(steps=trainer.progress.step, ranks=trainer.world.size)}; {NOT_SHOWN}", flush=True
+        )
         shutil.rmtree(str(config.run.dir), ignore_errors=True)

@@ -21,24 +21,36 @@ FASTEST_FIRST = ("static", "hf")  # as measured; paged has been faster nowhere y
 
 
 def build_generator(
-    config: Config, world: World, inputs: Inputs, actor: HybridActor, sampling: SamplingParams, stopped: Callable[[], bool], notes: list[str]
+    config: Config,
+    world: World,
+    inputs: Inputs,
+    actor: HybridActor,
+    sampling: SamplingParams,
+    stopped: Callable[[], bool],
+    notes: list[str],
 ) -> tuple[Generator, Gap]:
     """What decodes until it is ``stopped``, and what the parity gate found of it; ``notes`` is told which and why. A collective; draws random
     numbers."""
     asked, made = config.rollout.backend, _backends(config, inputs, actor, stopped)
     choice = choose(
         FASTEST_FIRST if asked == "auto" else (asked,),
-        refusal=lambda name: _refusal(name, world, actor, sampling, inputs.longest_prompt + sampling.max_new_tokens),
+        refusal=lambda name: _refusal(
+            name, world, actor, sampling, inputs.longest_prompt + sampling.max_new_tokens
+        ),
         gap_of=_gate(config, world, inputs, actor, sampling, made),
         dtype=config.actor.model.dtype,
     )
     notes += [f"warning    rollout.backend=auto passes over {line}" for line in choice.unfit]
     why = "the fastest that agrees with training" if asked == "auto" else f"rollout.backend={asked}"
-    notes.append(f"decode     {choice.backend}: {'; '.join((why, *(f'not {line}' for line in choice.incapable)))}")
+    notes.append(
+        f"decode     {choice.backend}: {'; '.join((why, *(f'not {line}' for line in choice.incapable)))}"
+    )
     return made[choice.backend], choice.gap
 
 
-def _backends(config: Config, inputs: Inputs, actor: HybridActor, stopped: Callable[[], bool]) -> dict[str, Generator]:
+def _backends(
+    config: Config, inputs: Inputs, actor: HybridActor, stopped: Callable[[], bool]
+) -> dict[str, Generator]:
     common = {"tokenizer": inputs.tokenizer, "token_budget": config.memory.rollout_tokens, "stopped": stopped}
     return {
         "static": StaticGenerator(lambda: actor.lm, agree=actor.agree, **common),
@@ -47,19 +59,32 @@ def _backends(config: Config, inputs: Inputs, actor: HybridActor, stopped: Calla
     }
 
 
-def _gate(config: Config, world: World, inputs: Inputs, actor: HybridActor, sampling: SamplingParams, made: dict[str, Generator]) -> Callable[[str], Gap]:
+def _gate(
+    config: Config,
+    world: World,
+    inputs: Inputs,
+    actor: HybridActor,
+    sampling: SamplingParams,
+    made: dict[str, Generator],
+) -> Callable[[str], Gap]:
     """Each prompt twice in a row where a step has several answers to it: a backend may read the prompt of such rows once."""
     each = min(config.rollout.samples_per_prompt, 2)
     few = inputs.source.batch([(world.rank + i // each) % len(inputs.source) for i in range(GATE_PROMPTS)])
 
     def gap(name: str) -> Gap:
-        seed_everything(config.run.seed + world.rank)  # the same tokens at each start, whatever was drawn before
-        return parity_gap(few, actor=actor, generator=made[name], sampling=sampling, token_budget=config.memory.score_tokens)
+        seed_everything(
+            config.run.seed + world.rank
+        )  # the same tokens at each start, whatever was drawn before
+        return parity_gap(
+            few, actor=actor, generator=made[name], sampling=sampling, token_budget=config.memory.score_tokens
+        )
 
     return gap
 
 
-def _refusal(name: str, world: World, actor: HybridActor, sampling: SamplingParams, longest: int) -> str | None:
+def _refusal(
+    name: str, world: World, actor: HybridActor, sampling: SamplingParams, longest: int
+) -> str | None:
     """Why a backend cannot decode this model, or not so, on any rank; None where it can. ``longest``: of the sequences. A collective."""
     if name == "hf":
         return None

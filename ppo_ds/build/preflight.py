@@ -37,7 +37,9 @@ def _expect_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
     if uses_reference(config):
         models["reference.model.path"] = config.reference.model
     for key, model in models.items():
-        found = load_config(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=key)
+        found = load_config(
+            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=key
+        )
         rows = getattr(found.get_text_config(), "vocab_size", None)  # a family may call it otherwise
         if rows is not None and tokenizer.id_bound > rows:
             raise UserError(

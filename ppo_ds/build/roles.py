@@ -71,7 +71,12 @@ def _alpha(lora: LoraConfig) -> float:
 
 
 def _training(
-    role: ActorConfig | CriticConfig, name: str, module: nn.Module, engine_config: dict[str, Any], world: World, optimizer_steps: int
+    role: ActorConfig | CriticConfig,
+    name: str,
+    module: nn.Module,
+    engine_config: dict[str, Any],
+    world: World,
+    optimizer_steps: int,
 ) -> dict[str, Any]:
     """The schedule (and so the metric ``lr``) is that of the adapters where there are some; a value head beside them keeps to optim.lr."""
     optim, adapters = role.optim, set(adapter_parameters(module))
@@ -80,15 +85,25 @@ def _training(
         "world": world,
         "deepspeed_config": engine_config,
         "schedule": LRSchedule(lr, optim.schedule, optim.warmup_ratio, optim.min_lr_ratio, optimizer_steps),
-        "lr_factors": {parameter: optim.lr / lr for parameter in module.parameters() if parameter not in adapters},
+        "lr_factors": {
+            parameter: optim.lr / lr for parameter in module.parameters() if parameter not in adapters
+        },
         "betas": optim.betas,
         "eps": optim.eps,
         "weight_decay": optim.weight_decay,
-        "settings": {f"{name}.lora.rank": role.lora.rank, f"{name}.lora.alpha": _alpha(role.lora)} if adapters else {},
+        "settings": {f"{name}.lora.rank": role.lora.rank, f"{name}.lora.alpha": _alpha(role.lora)}
+        if adapters
+        else {},
     }
 
 
-def _policy(model: ModelConfig | InheritedModelConfig, temperature: float, key: str, checkpointing: bool = False, value_head: bool = False) -> Policy:
+def _policy(
+    model: ModelConfig | InheritedModelConfig,
+    temperature: float,
+    key: str,
+    checkpointing: bool = False,
+    value_head: bool = False,
+) -> Policy:
     return load_policy(
         model.path,
         revision=model.revision,
@@ -138,17 +153,25 @@ def actor_module(config: Config) -> Policy:
     checkpointing, value_head = role.model.gradient_checkpointing, config.critic.share_trunk
     policy = _policy(role.model, config.sampling.temperature, "actor.model.path", checkpointing, value_head)
     if config.algo.aux_coef and policy.balance_coef is None:
-        raise UserError(f"algo.aux_coef={config.algo.aux_coef:g}: {role.model.path} is no mixture of experts and has no loss to balance them")
+        raise UserError(
+            f"algo.aux_coef={config.algo.aux_coef:g}: {role.model.path} is no mixture of experts and has no loss to balance them"
+        )
     _adapt(policy.lm, role.lora, config.run.seed, "actor.lora")
     return policy
 
 
 def build_actor(
-    config: Config, world: World, needs: Needs, optimizer_steps: int, timed: Callable[[str], AbstractContextManager[None]]
+    config: Config,
+    world: World,
+    needs: Needs,
+    optimizer_steps: int,
+    timed: Callable[[str], AbstractContextManager[None]],
 ) -> HybridActor:
     role = config.actor
     engine_config = _engine_config(role, role.model.dtype)
-    policy = _fitting(_loaded(lambda: actor_module(config), engine_config), needs, role.model.path, "actor.model.path")
+    policy = _fitting(
+        _loaded(lambda: actor_module(config), engine_config), needs, role.model.path, "actor.model.path"
+    )
     training = _training(role, "actor", policy, engine_config, world, optimizer_steps)
     return _accepted(lambda: HybridActor(policy, twin=unsharded_twin, timed=timed, **training), role, "actor")
 
@@ -160,7 +183,9 @@ def _accepted(make: Callable[[], T], role: ActorConfig | CriticConfig, name: str
     except (ValueError, AssertionError) as error:
         if not role.deepspeed:
             raise
-        raise UserError(f"{name}.deepspeed={role.deepspeed}: DeepSpeed refuses it: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(
+            f"{name}.deepspeed={role.deepspeed}: DeepSpeed refuses it: {' '.join(str(error).split())[:300]}"
+        ) from error
 
 
 def build_reference(config: Config, world: World, needs: Needs, actor: TrainedModel) -> FrozenModel:
@@ -175,12 +200,16 @@ def build_reference(config: Config, world: World, needs: Needs, actor: TrainedMo
     return _placed(load, role.zero, role.model.dtype, world)[1]
 
 
-def _placed(load: Callable[[], nn.Module], zero: FrozenZeroConfig, dtype: str, world: World) -> tuple[Any, FrozenModel]:
+def _placed(
+    load: Callable[[], nn.Module], zero: FrozenZeroConfig, dtype: str, world: World
+) -> tuple[Any, FrozenModel]:
     engine_config = None
     if zero.stage == 3:
         engine_config = deepspeed_config(stage=3, dtype=dtype, offload_params=zero.offload_params, raw={})
     module = _loaded(load, engine_config)
-    return module, FrozenModel(module, world=world, offload=zero.offload_params, deepspeed_config=engine_config)
+    return module, FrozenModel(
+        module, world=world, offload=zero.offload_params, deepspeed_config=engine_config
+    )
 
 
 class RewardModels:
@@ -189,7 +218,9 @@ class RewardModels:
     def __init__(self, world: World, notes: list[str]):
         """``notes``: for the start-up banner; what is shared is added to them."""
         self._world, self._notes = world, notes
-        self._placed: dict[Hashable, tuple[str, Any, FrozenModel]] = {}  # the first one's key, module, and where it runs
+        self._placed: dict[
+            Hashable, tuple[str, Any, FrozenModel]
+        ] = {}  # the first one's key, module, and where it runs
         self._base: tuple[Hashable, TrainedModel] | None = None
 
     def offer(self, critic: TrainedModel, start: CriticStart, config: Config) -> None:
@@ -199,18 +230,31 @@ class RewardModels:
             with gathered(critic, head):
                 head.keep()
             own = config.critic.model
-            self._base = _identity(load_reward_model, replace(start.reward, dtype=own.dtype, attn_implementation=own.attn_implementation)), critic
+            self._base = (
+                _identity(
+                    load_reward_model,
+                    replace(start.reward, dtype=own.dtype, attn_implementation=own.attn_implementation),
+                ),
+                critic,
+            )
 
-    def __call__(self, load: Callable[..., nn.Module], model: ModelConfig, zero: FrozenZeroConfig, key: str) -> tuple[Any, FrozenModel]:
+    def __call__(
+        self, load: Callable[..., nn.Module], model: ModelConfig, zero: FrozenZeroConfig, key: str
+    ) -> tuple[Any, FrozenModel]:
         """What ``load`` makes of the model, and where it runs. ``key``: who asks, as errors name it."""
         identity = _identity(load, model)
         if self._base is not None and self._base[0] == identity:
             critic = self._base[1]
-            self._notes.append(f"sharing    {key}: the critic without its adapters, with its first head; no weights of its own")
+            self._notes.append(
+                f"sharing    {key}: the critic without its adapters, with its first head; no weights of its own"
+            )
             return critic.module, FrozenBase(critic, as_begun=as_kept)
         place = identity, zero.stage, zero.offload_params
         if place not in self._placed:
-            self._placed[place] = (key, *_placed(lambda: load(**_loading(model), key=key), zero, model.dtype, self._world))
+            self._placed[place] = (
+                key,
+                *_placed(lambda: load(**_loading(model), key=key), zero, model.dtype, self._world),
+            )
             return self._placed[place][1:]
         first, *there = self._placed[place]
         self._notes.append(f"sharing    {key}: the same as {first}, in memory once")
@@ -219,7 +263,10 @@ class RewardModels:
 
 def _loading(model: ModelConfig) -> dict[str, Any]:
     """The arguments of those loaders that make a frozen model."""
-    return {name: getattr(model, name) for name in ("path", "revision", "dtype", "trust_remote_code", "attn_implementation")}
+    return {
+        name: getattr(model, name)
+        for name in ("path", "revision", "dtype", "trust_remote_code", "attn_implementation")
+    }
 
 
 def _identity(load: Callable[..., nn.Module], model: ModelConfig) -> Hashable:
@@ -248,9 +295,16 @@ class CriticStart:
 
 def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
     """``critic.init`` resolved: auto is the reward model where it is a decoder with the actor's vocabulary, else the actor."""
-    init, own, actor, reward = config.critic.init, config.critic.model, config.actor.model, _reward_model(config)
+    init, own, actor, reward = (
+        config.critic.init,
+        config.critic.model,
+        config.actor.model,
+        _reward_model(config),
+    )
     if init in ("auto", "reward"):
-        alike = reward is not None and reads_like(reward.path, tokenizer, revision=reward.revision, trust_remote_code=reward.trust_remote_code)
+        alike = reward is not None and reads_like(
+            reward.path, tokenizer, revision=reward.revision, trust_remote_code=reward.trust_remote_code
+        )
         if init == "reward" and not alike:
             raise UserError(
                 f"critic.init=reward: {reward.path if reward else 'the reward'} is not a decoder with the actor's vocabulary; "
@@ -258,9 +312,18 @@ def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
             )
         init = "reward" if alike else "actor"
     if init == "reward":
-        return CriticStart(reward.path, reward.revision, reward.trust_remote_code, zero_head=False, key="reward.model.path", reward=reward)
+        return CriticStart(
+            reward.path,
+            reward.revision,
+            reward.trust_remote_code,
+            zero_head=False,
+            key="reward.model.path",
+            reward=reward,
+        )
     if init == "actor":
-        return CriticStart(actor.path, actor.revision, actor.trust_remote_code, zero_head=True, key="actor.model.path")
+        return CriticStart(
+            actor.path, actor.revision, actor.trust_remote_code, zero_head=True, key="actor.model.path"
+        )
     return CriticStart(own.path, own.revision, own.trust_remote_code, zero_head=True, key="critic.model.path")
 
 
@@ -283,11 +346,21 @@ def critic_module(config: Config, start: CriticStart) -> ScoreModel:
     return critic
 
 
-def build_critic(config: Config, start: CriticStart, world: World, needs: Needs, optimizer_steps: int) -> TrainedModel:
+def build_critic(
+    config: Config, start: CriticStart, world: World, needs: Needs, optimizer_steps: int
+) -> TrainedModel:
     role = config.critic
     engine_config = _engine_config(role, role.model.dtype)
-    critic = _fitting(_loaded(lambda: critic_module(config, start), engine_config), needs, start.path, start.key)
-    return _accepted(lambda: TrainedModel(critic, **_training(role, "critic", critic, engine_config, world, optimizer_steps)), role, "critic")
+    critic = _fitting(
+        _loaded(lambda: critic_module(config, start), engine_config), needs, start.path, start.key
+    )
+    return _accepted(
+        lambda: TrainedModel(
+            critic, **_training(role, "critic", critic, engine_config, world, optimizer_steps)
+        ),
+        role,
+        "critic",
+    )
 
 
 def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | None) -> list[str]:
@@ -304,7 +377,9 @@ def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | N
     return [line] if line else []
 
 
-def choose_layouts(config: Config, actor: TrainedModel, reference: FrozenModel | None, critic: TrainedModel | None) -> list[str]:
+def choose_layouts(
+    config: Config, actor: TrainedModel, reference: FrozenModel | None, critic: TrainedModel | None
+) -> list[str]:
     """How each model lays out the rows of its forwards; for the start-up banner, those that cannot do as they were told. A collective."""
     models = {"actor": actor, "reference": reference, "critic": critic}
     layout, device, lines = config.memory.layout, actor.world.device, []
@@ -328,10 +403,14 @@ def choose_layouts(config: Config, actor: TrainedModel, reference: FrozenModel |
 
 def adapter_notes(config: Config, actor: TrainedModel, critic: TrainedModel | None) -> list[str]:
     """For the start-up banner: how much of the models is trained, where LoRA is on."""
-    trained = [("actor", config.actor.lora, actor)] + ([("critic", config.critic.lora, critic)] if critic else [])
+    trained = [("actor", config.actor.lora, actor)] + (
+        [("critic", config.critic.lora, critic)] if critic else []
+    )
     lines = []
     for name, lora, model in trained:
         if lora.rank:
             n, m = parameter_counts(model.module)
-            lines.append(f"lora       {name}: rank {lora.rank}, trainable parameters: {n:,} of {m:,} ({n / m:.2%})")
+            lines.append(
+                f"lora       {name}: rank {lora.rank}, trainable parameters: {n:,} of {m:,} ({n / m:.2%})"
+            )
     return lines

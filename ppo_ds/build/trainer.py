@@ -86,7 +86,9 @@ def build_trainer(config: Config, watch: Watchdog | None = None) -> Trainer:
         watch.look_also(stop.look)
     _check_device(config, world)
     run_dir, settings = Path(config.run.dir or ""), resolved(config)
-    checkpoints = Checkpoints(run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last, settings=settings)
+    checkpoints = Checkpoints(
+        run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last, settings=settings
+    )
     start, notes = _start(config.run.resume, checkpoints, settings)
     _on_main(world, lambda: notes.extend(open_run_directory(run_dir, settings, start)))
     if prepare:
@@ -98,7 +100,12 @@ def build_trainer(config: Config, watch: Watchdog | None = None) -> Trainer:
     sampling = _sampling(config, inputs.tokenizer)
     preflight(config, inputs)
     notes += inputs.notes()
-    notes += warnings(config, hides_stops=bool(hidden_stops(config.algo.mask.include_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id)))
+    notes += warnings(
+        config,
+        hides_stops=bool(
+            hidden_stops(config.algo.mask.include_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id)
+        ),
+    )
     if world.device.type == "cpu":
         notes += slow_bf16(config, computes_bf16())
     timer = PhaseTimer(world.device)
@@ -111,7 +118,9 @@ def build_trainer(config: Config, watch: Watchdog | None = None) -> Trainer:
     trainer.expect_room()
     if world.is_main:
         done = trainer.progress.step
-        lines = banner(config, world, inputs.source, roles.critic_path, length.steps, length.actor, gap, done, notes)
+        lines = banner(
+            config, world, inputs.source, roles.critic_path, length.steps, length.actor, gap, done, notes
+        )
         trainer.tracker = _trackers(config, length.steps, done, lines)
     return trainer
 
@@ -183,8 +192,15 @@ def _roles(
     timer: PhaseTimer,
     stopped: Callable[[], bool],
 ) -> Roles:
-    needs = Needs(inputs.tokenizer.id_bound, max(inputs.longest_prompt + config.sampling.max_new_tokens, inputs.longest_text))
-    start = critic_start(config, inputs.tokenizer) if uses_critic(config) and not config.critic.share_trunk else None
+    needs = Needs(
+        inputs.tokenizer.id_bound,
+        max(inputs.longest_prompt + config.sampling.max_new_tokens, inputs.longest_text),
+    )
+    start = (
+        critic_start(config, inputs.tokenizer)
+        if uses_critic(config) and not config.critic.share_trunk
+        else None
+    )
     actor = build_actor(config, world, needs, length.actor, timer)
     reference = build_reference(config, world, needs, actor) if uses_reference(config) else None
     critic = build_critic(config, start, world, needs, length.critic) if start else None
@@ -201,7 +217,10 @@ def _roles(
         notes=notes,
     )
     notes += adapter_notes(config, actor, critic) + choose_layouts(config, actor, reference, critic)
-    ema, lagged = shadow(actor, config.actor.ema.decay is not None), shadow(actor, config.algo.old_policy == "lagged")
+    ema, lagged = (
+        shadow(actor, config.actor.ema.decay is not None),
+        shadow(actor, config.algo.old_policy == "lagged"),
+    )
     notes += plan_generation(config, actor, critic)
     return Roles(actor, reference, reward, critic, start.path if start else None, ema, lagged)
 
@@ -239,10 +258,21 @@ def _trainer(
         sample=_sampler(config, world, roles, generator, sampling, timer, stop),
         make_experience=make_experience,
         make_pretraining=pretraining(make_experience) if config.algo.value.pretrain_rollouts else None,
-        learn=learner(config, world=world, actor=roles.actor, critic=roles.critic, ptx_texts=inputs.ptx, ema=roles.ema, timer=timer, health=health),
+        learn=learner(
+            config,
+            world=world,
+            actor=roles.actor,
+            critic=roles.critic,
+            ptx_texts=inputs.ptx,
+            ema=roles.ema,
+            timer=timer,
+            health=health,
+        ),
         kl=kl,
         parts=_stateful(
-            kl=kl if config.algo.kl.controller != "fixed" else None,  # a fixed coefficient is the config's to say, also after a resume
+            kl=kl
+            if config.algo.kl.controller != "fixed"
+            else None,  # a fixed coefficient is the config's to say, also after a resume
             prompts=inputs.prompts,
             scores=make_experience.shaper,
             reward=roles.reward,
@@ -267,13 +297,40 @@ def _trainer(
 
 def _sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
     s = config.sampling
-    return SamplingParams(s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_p, s.top_k, stop_ids(config, tokenizer), tuple(s.stop))
+    return SamplingParams(
+        s.max_new_tokens,
+        s.min_new_tokens,
+        s.temperature,
+        s.top_p,
+        s.top_k,
+        stop_ids(config, tokenizer),
+        tuple(s.stop),
+    )
 
 
-def _sampler(config: Config, world: World, roles: Roles, generator: Generator, sampling: SamplingParams, timer: PhaseTimer, stop: StopRequest) -> RolloutCollector:
+def _sampler(
+    config: Config,
+    world: World,
+    roles: Roles,
+    generator: Generator,
+    sampling: SamplingParams,
+    timer: PhaseTimer,
+    stop: StopRequest,
+) -> RolloutCollector:
     dynamic, n = config.algo.dynamic_sampling, config.rollout.samples_per_prompt
-    parts = {"actor": roles.actor, "generator": generator, "reward": roles.reward, "sampling": sampling, "timer": timer, "check": stop.check}
-    return DynamicRolloutCollector(group_size=n, max_rounds=dynamic.max_rounds, world=world, **parts) if dynamic.enabled else RolloutCollector(**parts)
+    parts = {
+        "actor": roles.actor,
+        "generator": generator,
+        "reward": roles.reward,
+        "sampling": sampling,
+        "timer": timer,
+        "check": stop.check,
+    }
+    return (
+        DynamicRolloutCollector(group_size=n, max_rounds=dynamic.max_rounds, world=world, **parts)
+        if dynamic.enabled
+        else RolloutCollector(**parts)
+    )
 
 
 def _stateful(**parts: Any) -> dict[str, Stateful]:
@@ -282,13 +339,21 @@ def _stateful(**parts: Any) -> dict[str, Stateful]:
 
 
 def _evaluator(
-    config: Config, world: World, inputs: Inputs, roles: Roles, generator: Generator, sampling: SamplingParams, stop: StopRequest
+    config: Config,
+    world: World,
+    inputs: Inputs,
+    roles: Roles,
+    generator: Generator,
+    sampling: SamplingParams,
+    stop: StopRequest,
 ) -> Evaluator | None:
     if inputs.held_out is None:
         return None
     rows, most = rollout_size(config) // world.size, config.eval.max_prompts
     return Evaluator(
-        eval_batches(inputs.held_out, rank=world.rank, world_size=world.size, rows_per_batch=rows, max_prompts=most),
+        eval_batches(
+            inputs.held_out, rank=world.rank, world_size=world.size, rows_per_batch=rows, max_prompts=most
+        ),
         actor=roles.actor,
         generator=generator,
         reward=roles.reward.evaluate if isinstance(roles.reward, WeightedReward) else roles.reward,
@@ -325,13 +390,23 @@ def _plan(config: Config, steps: int) -> Schedule:
 
 def _trackers(config: Config, steps: int, first_step: int, lines: str) -> Trackers:
     run_dir = Path(config.run.dir or "")
-    console, jsonl = ConsoleTracker(steps, first_step=first_step), JsonlTracker(run_dir, resumed_at=first_step)
+    console, jsonl = (
+        ConsoleTracker(steps, first_step=first_step),
+        JsonlTracker(run_dir, resumed_at=first_step),
+    )
     console.banner(lines, title=f"ppo_ds: {config.run.name}")
     chosen: list[Tracker] = [jsonl, console]
     wandb = config.tracker.wandb
     if wandb.mode != "disabled":
         chosen.append(
-            WandbTracker(run_dir, mode=wandb.mode, project=wandb.project, name=wandb.name or config.run.name, entity=wandb.entity, tags=wandb.tags)
+            WandbTracker(
+                run_dir,
+                mode=wandb.mode,
+                project=wandb.project,
+                name=wandb.name or config.run.name,
+                entity=wandb.entity,
+                tags=wandb.tags,
+            )
         )
     trackers = Trackers(chosen, max_samples=config.tracker.samples, elapsed=jsonl.elapsed)
     trackers.start(resolved(config))

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.config.resume import unknown_names, unusable_start
-from ppo_ds.config.schema import Config, from_tree, has_critic, inherit, reward_models, rollout_size, uses_reference
+from ppo_ds.config.schema import (
+    Config,
+    from_tree,
+    has_critic,
+    inherit,
+    reward_models,
+    rollout_size,
+    uses_reference,
+)
 from ppo_ds.config.typed import dotted_keys, show
 from ppo_ds.errors import UserError
 from ppo_ds.secrets import secrets_in
@@ -77,7 +85,11 @@ def _length(config: Config) -> Iterator[str]:
 
 
 def _batches(config: Config, world_size: int) -> Iterator[str]:
-    prompts, samples, minibatch = config.rollout.prompts_per_step, config.rollout.samples_per_prompt, config.algo.minibatch_size
+    prompts, samples, minibatch = (
+        config.rollout.prompts_per_step,
+        config.rollout.samples_per_prompt,
+        config.algo.minibatch_size,
+    )
     rollout = rollout_size(config)
     if prompts % world_size:
         below = prompts - prompts % world_size
@@ -86,7 +98,10 @@ def _batches(config: Config, world_size: int) -> Iterator[str]:
         world_size = 1  # the minibatch is then judged by the rollout alone
     if minibatch is not None and (rollout % minibatch or minibatch % world_size):
         fitting = [n for n in range(world_size, rollout + 1, world_size) if rollout % n == 0]
-        nearest = [max((n for n in fitting if n < minibatch), default=None), min((n for n in fitting if n > minibatch), default=None)]
+        nearest = [
+            max((n for n in fitting if n < minibatch), default=None),
+            min((n for n in fitting if n > minibatch), default=None),
+        ]
         ranks = f" and be divisible by the number of ranks, {world_size}" if world_size > 1 else ""
         yield (
             f"algo.minibatch_size={minibatch}: must divide the rollout of {rollout} samples (rollout.prompts_per_step={prompts} x "
@@ -131,7 +146,11 @@ def _generation(config: Config) -> Iterator[str]:
     if zero.generate == "layers" and backend == "paged":
         yield "rollout.backend=paged: with actor.zero.generate=layers ranks run forwards in step, and it runs its own; use rollout.backend=auto"
     # a critic's states make way too
-    if zero.offload_states == "always" and zero.offload_optimizer and (config.critic.zero.offload_optimizer or not has_critic(config)):
+    if (
+        zero.offload_states == "always"
+        and zero.offload_optimizer
+        and (config.critic.zero.offload_optimizer or not has_critic(config))
+    ):
         yield "actor.zero.offload_states=always: with actor.zero.offload_optimizer=true the states are on the CPU already; use auto"
 
 
@@ -197,12 +216,19 @@ def _critic(config: Config) -> Iterator[str]:
             yield f"algo.gae.{key}: only used with algo.level=token and algo.advantage.estimator=gae"
     if estimator == "reinforce" and algo.level == "sequence":
         yield "algo.advantage.estimator=reinforce: gives each token its own rewards to come; with it algo.level must be token"
-    for key, steps in (("warmup_steps", algo.value.warmup_steps), ("pretrain_rollouts", algo.value.pretrain_rollouts)):
+    for key, steps in (
+        ("warmup_steps", algo.value.warmup_steps),
+        ("pretrain_rollouts", algo.value.pretrain_rollouts),
+    ):
         if steps and estimator != "gae":
             yield f"algo.value.{key}={steps}: algo.advantage.estimator={estimator} has no critic to train"
         if steps and config.critic.share_trunk:
             yield f"algo.value.{key}={steps}: trains a critic alone, and critic.share_trunk=true has none apart from the actor"
-    if algo.value.warmup_steps and config.run.steps is not None and algo.value.warmup_steps >= config.run.steps:
+    if (
+        algo.value.warmup_steps
+        and config.run.steps is not None
+        and algo.value.warmup_steps >= config.run.steps
+    ):
         yield f"algo.value.warmup_steps={algo.value.warmup_steps}: leaves the actor no step; must be below run.steps={config.run.steps}"
     if config.critic.share_trunk and estimator != "gae":
         yield f"critic.share_trunk=true: algo.advantage.estimator={estimator} has no values to learn"
@@ -215,7 +241,11 @@ def _groups(config: Config) -> Iterator[str]:
     if n > 1:
         return
     for key, value, needs in (
-        ("algo.advantage.estimator", algo.advantage.estimator, algo.advantage.estimator not in ("gae", "reinforce")),
+        (
+            "algo.advantage.estimator",
+            algo.advantage.estimator,
+            algo.advantage.estimator not in ("gae", "reinforce"),
+        ),
         ("algo.advantage.whiten", "group", algo.advantage.whiten == "group"),
         ("algo.dynamic_sampling.enabled", "true", algo.dynamic_sampling.enabled),
     ):
@@ -261,7 +291,11 @@ def _paths(config: Config) -> Iterator[str]:
                 yield f"{key}={path}: no such folder"
             elif not any((folder / name).is_file() for name in MODEL_FILES):
                 yield f"{key}={path}: not a model folder (no config.json in it)"
-    data = {"data.path": config.data.path, "data.eval_path": config.data.eval_path, "data.ptx_path": config.data.ptx_path}
+    data = {
+        "data.path": config.data.path,
+        "data.eval_path": config.data.eval_path,
+        "data.ptx_path": config.data.ptx_path,
+    }
     data |= {f"data.mix[{i}].path": part.path for i, part in enumerate(config.data.mix)}
     for key, path in data.items():
         if path and looks_local(path) and not _prepared(path, config) and not Path(path).exists():
@@ -270,13 +304,20 @@ def _paths(config: Config) -> Iterator[str]:
 
 def looks_local(path: str) -> bool:
     """Whether a path means this machine; a plain `name` or `org/name` that is not here is a Hub id."""
-    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or path.endswith(FILE_ENDINGS) or Path(path).exists()
+    return (
+        path.startswith(("/", ".", "~"))
+        or path.count("/") > 1
+        or path.endswith(FILE_ENDINGS)
+        or Path(path).exists()
+    )
 
 
 def _prepared(path: str, config: Config) -> bool:
     """Whether `prepare` will make it before it is read: everything, or what lies in its `dir` if it has one."""
     made = (config.prepare or {}).get("dir")
-    return config.prepare is not None and (not made or Path(path).absolute().is_relative_to(Path(made).absolute()))
+    return config.prepare is not None and (
+        not made or Path(path).absolute().is_relative_to(Path(made).absolute())
+    )
 
 
 def _run_directory(config: Config) -> Iterator[str]:
@@ -285,7 +326,9 @@ def _run_directory(config: Config) -> Iterator[str]:
         yield f"run.name={show(name)}: must be one name, without / (it is a folder's in outputs/); where the run is written says run.dir"
     if folder.exists() and not folder.is_dir():
         yield f"run.dir={config.run.dir}: is a file; name a directory"
-    elif config.run.resume == "never" and any((folder / used).exists() for used in ("metrics.jsonl", "checkpoints")):
+    elif config.run.resume == "never" and any(
+        (folder / used).exists() for used in ("metrics.jsonl", "checkpoints")
+    ):
         yield f"run.dir={config.run.dir}: has been used already and run.resume=never; choose another run.dir or run.name, or run.resume=auto"
     yield from unknown_names(config)
     yield from unusable_start(config)

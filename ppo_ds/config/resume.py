@@ -22,21 +22,96 @@ from ppo_ds.config.typed import defaults, did_you_mean, dotted_keys, show
 from ppo_ds.errors import UserError
 
 MUTABLE = (
-    *("run.name", "run.dir", "run.resume", "run.may_change", "run.dry_run", "run.stop_at_step", "run.max_minutes", "run.timeout_minutes"),
-    *("run.threads", "run.verbose", "memory.*", "checkpoint.*", "health.*", "tracker.*", "eval.*", "data.eval_*", "actor.ema.evaluate"),
-    *("*.model.trust_remote_code", "*.model.gradient_checkpointing", "*.zero.offload_*", "actor.zero.generate", "reference.zero.*"),
+    *(
+        "run.name",
+        "run.dir",
+        "run.resume",
+        "run.may_change",
+        "run.dry_run",
+        "run.stop_at_step",
+        "run.max_minutes",
+        "run.timeout_minutes",
+    ),
+    *(
+        "run.threads",
+        "run.verbose",
+        "memory.*",
+        "checkpoint.*",
+        "health.*",
+        "tracker.*",
+        "eval.*",
+        "data.eval_*",
+        "actor.ema.evaluate",
+    ),
+    *(
+        "*.model.trust_remote_code",
+        "*.model.gradient_checkpointing",
+        "*.zero.offload_*",
+        "actor.zero.generate",
+        "reference.zero.*",
+    ),
 )
 IMMUTABLE = (
     "run.seed",
-    *("*.model.path", "*.model.revision", "*.model.dtype", "actor.zero.stage", "critic.zero.stage", "*.lora.rank", "*.lora.alpha", "*.lora.targets"),
-    *("actor.ema.decay", "critic.init", "critic.share_trunk", "rollout.prompts_per_step", "rollout.samples_per_prompt", "data.*", "prepare.*"),
-    *("algo.level", "algo.old_policy", "algo.epochs", "algo.minibatch_size", "algo.mask.*", "algo.advantage.*", "algo.policy.kind", "algo.loss.agg"),
-    *("algo.kl.place", "algo.kl.estimator", "algo.kl.controller", "algo.kl.unit", "algo.value.position", "algo.value.next_state"),
+    *(
+        "*.model.path",
+        "*.model.revision",
+        "*.model.dtype",
+        "actor.zero.stage",
+        "critic.zero.stage",
+        "*.lora.rank",
+        "*.lora.alpha",
+        "*.lora.targets",
+    ),
+    *(
+        "actor.ema.decay",
+        "critic.init",
+        "critic.share_trunk",
+        "rollout.prompts_per_step",
+        "rollout.samples_per_prompt",
+        "data.*",
+        "prepare.*",
+    ),
+    *(
+        "algo.level",
+        "algo.old_policy",
+        "algo.epochs",
+        "algo.minibatch_size",
+        "algo.mask.*",
+        "algo.advantage.*",
+        "algo.policy.kind",
+        "algo.loss.agg",
+    ),
+    *(
+        "algo.kl.place",
+        "algo.kl.estimator",
+        "algo.kl.controller",
+        "algo.kl.unit",
+        "algo.value.position",
+        "algo.value.next_state",
+    ),
     *("algo.reward.place", "algo.reward.normalize*", "algo.dynamic_sampling.enabled", "algo.ptx.batch_size"),
     *("reward._target_", "reward.*._target_"),
 )
-OPEN = ("reward", "prepare", "actor.deepspeed", "critic.deepspeed", "data.chat_template_kwargs")  # sections whose keys are not ours
-RECORD = ("config.yaml", "metrics.jsonl", "samples", "summary.json", "curves.png", "model", "model_ema", "adapter", "critic", "wandb.id")
+OPEN = (
+    "reward",
+    "prepare",
+    "actor.deepspeed",
+    "critic.deepspeed",
+    "data.chat_template_kwargs",
+)  # sections whose keys are not ours
+RECORD = (
+    "config.yaml",
+    "metrics.jsonl",
+    "samples",
+    "summary.json",
+    "curves.png",
+    "model",
+    "model_ema",
+    "adapter",
+    "critic",
+    "wandb.id",
+)
 
 Settings = Mapping[str, Any]  # what config.resolved gives, as JSON or YAML gives it back
 Change = tuple[str, Any, Any]  # key, before, now
@@ -74,7 +149,11 @@ def changes(before: Settings, now: Settings) -> list[Change]:
 
 def ranks_line(before: int, now: int) -> list[str]:
     """A line for the start-up where the checkpoint was made by another number of ranks."""
-    return [f"changed    ranks {before} -> {now}: samples are drawn otherwise from here on"] if before != now else []
+    return (
+        [f"changed    ranks {before} -> {now}: samples are drawn otherwise from here on"]
+        if before != now
+        else []
+    )
 
 
 def unusable_start(config: Config) -> Iterator[str]:
@@ -85,7 +164,11 @@ def unusable_start(config: Config) -> Iterator[str]:
     there = _checkpoints_near(path if path.is_dir() else path.parent)
     names = ", ".join(folder.name for folder in there)
     if not path.is_dir():
-        known = f"{there[0].parent} has {names}" if there else "must be auto, never or one like RUN_DIR/checkpoints/step_000010"
+        known = (
+            f"{there[0].parent} has {names}"
+            if there
+            else "must be auto, never or one like RUN_DIR/checkpoints/step_000010"
+        )
         yield f"run.resume={path}: no such checkpoint folder; {known}"
     elif there and not (path / "manifest.json").exists():
         kind = "a folder of checkpoints" if there[0].parent == path else "a run directory"
@@ -95,7 +178,9 @@ def unusable_start(config: Config) -> Iterator[str]:
 def _checkpoints_near(folder: Path) -> list[Path]:
     """Those of a run directory, or of a folder of checkpoints; the newest last."""
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    found = [path for path in root.glob("step_*") if path.is_dir() and path.name.removeprefix("step_").isdigit()]
+    found = [
+        path for path in root.glob("step_*") if path.is_dir() and path.name.removeprefix("step_").isdigit()
+    ]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
@@ -110,7 +195,9 @@ def unknown_names(config: Config) -> Iterator[str]:
 def open_run_directory(run_dir: Path, now: Settings, start: Path | None) -> list[str]:
     """Makes it and writes config.yaml; ``start``: the checkpoint that the run goes on from. Returns lines for the start-up."""
     try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # the owner's alone; one that is there keeps the rights it has
+        run_dir.mkdir(
+            mode=0o700, parents=True, exist_ok=True
+        )  # the owner's alone; one that is there keeps the rights it has
         elsewhere = start is not None and start.parent.resolve() != (run_dir / "checkpoints").resolve()
         lines = _keep_record(run_dir, now, elsewhere) if start is None or elsewhere else []
         draft = run_dir / ".config.yaml.tmp"
@@ -140,7 +227,9 @@ def _keep_record(run_dir: Path, now: Settings, elsewhere: bool) -> list[str]:
         if (run_dir / name).exists():
             (run_dir / name).rename(kept / name)
     settings = f" It was made with other settings: {_told(changed)}" if changed else ""
-    return [f"anew       {run_dir} had {steps} steps that this run does not go on from: their record is in {kept} now.{settings}"]
+    return [
+        f"anew       {run_dir} had {steps} steps that this run does not go on from: their record is in {kept} now.{settings}"
+    ]
 
 
 def _read(file: Path) -> Settings | None:
@@ -159,7 +248,9 @@ def _told(found: list[Change]) -> str:
 def _leaves(tree: Settings, prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in tree.items():
-        found |= _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        found |= (
+            _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        )
     return found
 
 
@@ -168,7 +259,11 @@ def _placed(value: Any, settings: Settings) -> Any:
     home = f"{settings['run'].get('dir')}/"
     if isinstance(value, tuple):
         return list(value)
-    return ("below run.dir", value.removeprefix(home)) if isinstance(value, str) and value.startswith(home) else value
+    return (
+        ("below run.dir", value.removeprefix(home))
+        if isinstance(value, str) and value.startswith(home)
+        else value
+    )
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:

@@ -32,10 +32,16 @@ class RunConfig:
     dir: str | None = None  # where everything is written; null: outputs/<name>
     seed: Natural = 0
     steps: Count | None = None  # PPO steps (one rollout each); or:
-    epochs: Positive | None = None  # passes over the prompts (of a mixture: as many prompts as its sets hold together)
+    epochs: Positive | None = (
+        None  # passes over the prompts (of a mixture: as many prompts as its sets hold together)
+    )
     resume: str = "auto"  # auto: continue or start; never: refuse a used directory; else a checkpoint folder
-    may_change: list[str] = field(default_factory=list)  # keys that may differ from those of the checkpoint, though the result does too then
-    dry_run: bool = False  # the same loop for two steps on the CPU, with tiny random models of the same architectures
+    may_change: list[str] = field(
+        default_factory=list
+    )  # keys that may differ from those of the checkpoint, though the result does too then
+    dry_run: bool = (
+        False  # the same loop for two steps on the CPU, with tiny random models of the same architectures
+    )
     stop_at_step: Count | None = None  # stop early, with the schedules of the whole run
     max_minutes: Positive | None = None  # save and stop after so long
     threads: Count | None = None  # of each rank, on its CPU; null: the machine's cores divided by its ranks
@@ -74,8 +80,12 @@ class ZeroConfig:
 
 @dataclass
 class ActorZeroConfig(ZeroConfig):
-    generate: Literal["auto", "whole", "layers"] = "auto"  # stage 3: weights gathered once for a generation phase, or layer by layer in each forward
-    offload_states: Literal["auto", "always", "never"] = "auto"  # optimizer states to the CPU while generating; auto: where room is short
+    generate: Literal["auto", "whole", "layers"] = (
+        "auto"  # stage 3: weights gathered once for a generation phase, or layer by layer in each forward
+    )
+    offload_states: Literal["auto", "always", "never"] = (
+        "auto"  # optimizer states to the CPU while generating; auto: where room is short
+    )
 
 
 @dataclass
@@ -109,7 +119,9 @@ class LoraConfig:
 
     rank: Natural = 0  # 0: off, all weights are trained
     alpha: Positive | None = None  # the update is alpha / rank times B A; null: 2 x rank
-    targets: list[str] | None = None  # names of the linear layers to adapt (q_proj, ...); null: all but the head
+    targets: list[str] | None = (
+        None  # names of the linear layers to adapt (q_proj, ...); null: all but the head
+    )
     lr: Positive | None = None  # of the adapters; null: optim.lr
 
 
@@ -137,7 +149,9 @@ class CriticConfig:
     zero: ZeroConfig
     optim: CriticOptimConfig
     lora: LoraConfig
-    init: Literal["auto", "reward", "actor", "path"] = "auto"  # auto: the reward model if it is a decoder with the actor's tokenizer, else the actor
+    init: Literal["auto", "reward", "actor", "path"] = (
+        "auto"  # auto: the reward model if it is a decoder with the actor's tokenizer, else the actor
+    )
     share_trunk: bool = False  # a value head on the actor instead of a model of its own; optim, zero and lora are then the actor's
     deepspeed: dict[str, Any] = _empty()
 
@@ -152,7 +166,9 @@ class ReferenceConfig:
 class RolloutConfig:
     prompts_per_step: Count = _required("the prompts of one PPO step, over all ranks")
     samples_per_prompt: Count = 1
-    backend: Literal["auto", "static", "hf", "paged"] = "auto"  # what decodes; auto: static where it can, else hf
+    backend: Literal["auto", "static", "hf", "paged"] = (
+        "auto"  # what decodes; auto: static where it can, else hf
+    )
 
 
 @dataclass
@@ -185,7 +201,9 @@ class DataConfig:
     revision: str | None = None  # of a Hub data set
     prompt_column: str | None = None  # null: prompt, messages or conversations, whichever is there
     system: str | None = None  # a system message put before each chat that has none
-    text_as_chat: bool | None = None  # a text is a user's message, for the chat template; null: where the tokenizer has one; false: as it is
+    text_as_chat: bool | None = (
+        None  # a text is a user's message, for the chat template; null: where the tokenizer has one; false: as it is
+    )
     max_samples: Count | None = None  # of each set where there are several
     max_prompt_tokens: Count = 512
     long_prompts: Literal["truncate_left", "drop"] = "truncate_left"
@@ -215,7 +233,9 @@ class KLConfig:
 
 @dataclass
 class MaskConfig:
-    include_eos: bool | None = True  # the end token is an action; null: unless it is the pad token too (DeepSpeed-Chat)
+    include_eos: bool | None = (
+        True  # the end token is an action; null: unless it is the pad token too (DeepSpeed-Chat)
+    )
 
 
 @dataclass
@@ -223,13 +243,19 @@ class GAEConfig:
     gamma: Fraction = 1.0
     lam: Fraction = 0.95
     lam_critic: Fraction | None = None  # for the returns; null: lam
-    bootstrap_truncated: bool = False  # an answer cut at the length limit is worth V of its last state on top, not 0
+    bootstrap_truncated: bool = (
+        False  # an answer cut at the length limit is worth V of its last state on top, not 0
+    )
 
 
 @dataclass
 class AdvantageConfig:
-    estimator: Literal["gae", "reinforce", "rloo", "grpo", "dr_grpo", "opo"] = "gae"  # gae alone has a critic; at level sequence it is score - V
-    whiten: Literal["batch", "none", "group", "minibatch"] = "batch"  # masked, over all ranks; group: the answers to one prompt
+    estimator: Literal["gae", "reinforce", "rloo", "grpo", "dr_grpo", "opo"] = (
+        "gae"  # gae alone has a critic; at level sequence it is score - V
+    )
+    whiten: Literal["batch", "none", "group", "minibatch"] = (
+        "batch"  # masked, over all ranks; group: the answers to one prompt
+    )
     unbiased: bool = False  # variance over n - 1
 
 
@@ -243,13 +269,19 @@ class PolicyConfig:
 
 @dataclass
 class ValueConfig:
-    position: Literal["token", "prompt_last", "response_last"] | None = None  # null: token; at level sequence prompt_last
+    position: Literal["token", "prompt_last", "response_last"] | None = (
+        None  # null: token; at level sequence prompt_last
+    )
     clip: Positive | None = 0.2  # null: off
     half: bool = True  # 1/2 (V - R)^2
     coef: NonNegative = 1.0
-    next_state: Literal["trained", "untrained", "ignored"] = "trained"  # the state after the end, which reward.place=next_token pays
+    next_state: Literal["trained", "untrained", "ignored"] = (
+        "trained"  # the state after the end, which reward.place=next_token pays
+    )
     warmup_steps: Natural = 0  # PPO steps at the start in which the critic alone learns
-    pretrain_rollouts: Natural = 0  # rollouts before the first step on which the critic alone learns, with lambda 1
+    pretrain_rollouts: Natural = (
+        0  # rollouts before the first step on which the critic alone learns, with lambda 1
+    )
 
 
 @dataclass
@@ -263,18 +295,28 @@ class LossConfig:
     agg: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"] = (
         "token_mean"  # over the whole optimizer step, all ranks
     )
-    norm: Count | None = None  # of token_sum_norm: tokens that one answer counts as; null: sampling.max_new_tokens
+    norm: Count | None = (
+        None  # of token_sum_norm: tokens that one answer counts as; null: sampling.max_new_tokens
+    )
 
 
 @dataclass
 class RewardShapingConfig:
-    place: Literal["last_token", "next_token"] = "last_token"  # of the score; next_token: one after the last action
+    place: Literal["last_token", "next_token"] = (
+        "last_token"  # of the score; next_token: one after the last action
+    )
     clip: Positive | None = 5.0  # scores to [-clip, clip]; null: off
-    normalize: Literal["none", "running", "first"] = "none"  # by mean and std of all scores so far, or of the first rollout's; before the clip
+    normalize: Literal["none", "running", "first"] = (
+        "none"  # by mean and std of all scores so far, or of the first rollout's; before the clip
+    )
     normalize_std: bool = True  # false: only the mean is taken away
-    missing_eos: Literal["subtract", "set", "scale"] | None = None  # what happens to the score of an answer cut at the length limit
+    missing_eos: Literal["subtract", "set", "scale"] | None = (
+        None  # what happens to the score of an answer cut at the length limit
+    )
     missing_eos_value: float = 1.0
-    overlong_buffer: Positive | None = None  # tokens before the limit over which a penalty grows (DAPO); below 1: that share of the limit
+    overlong_buffer: Positive | None = (
+        None  # tokens before the limit over which a penalty grows (DAPO); below 1: that share of the limit
+    )
     overlong_factor: NonNegative = 1.0  # the penalty at the limit
     length_penalty: float = 0.0  # taken off the score for each token
 
@@ -296,7 +338,9 @@ class DynamicSamplingConfig:
     """
 
     enabled: bool = False
-    max_rounds: Count = 10  # of generation in one step; what is still missing then is filled up with such prompts
+    max_rounds: Count = (
+        10  # of generation in one step; what is still missing then is filled up with such prompts
+    )
 
 
 @dataclass
@@ -322,12 +366,20 @@ class AlgoConfig:
     dynamic_sampling: DynamicSamplingConfig
     ptx: PtxConfig
     level: Literal["token", "sequence"] = "token"  # sequence: a whole answer is one action, with one ratio
-    old_policy: Literal["rollout", "lagged"] = "rollout"  # lagged: a copy of the actor from up to `lag` steps ago
+    old_policy: Literal["rollout", "lagged"] = (
+        "rollout"  # lagged: a copy of the actor from up to `lag` steps ago
+    )
     lag: Count = 4  # PPO steps between two copies
-    aux_coef: NonNegative | None = 0.0  # of a mixture of experts' load-balancing loss; null: the model's own, 0 without experts
+    aux_coef: NonNegative | None = (
+        0.0  # of a mixture of experts' load-balancing loss; null: the model's own, 0 without experts
+    )
     epochs: Count = 2  # passes over one rollout
-    target_kl: Positive | None = None  # no more minibatches once the policy is so far from the old one: nats per token (or answer, by level)
-    minibatch_size: Count | None = None  # samples of one optimizer step, over all ranks; null: the whole rollout
+    target_kl: Positive | None = (
+        None  # no more minibatches once the policy is so far from the old one: nats per token (or answer, by level)
+    )
+    minibatch_size: Count | None = (
+        None  # samples of one optimizer step, over all ranks; null: the whole rollout
+    )
 
 
 @dataclass
@@ -340,7 +392,9 @@ class MemoryConfig:
     rollout_tokens: Count = 32768
     score_tokens: Count = 16384
     train_tokens: Count = 8192
-    layout: Literal["auto", "packed", "padded"] = "auto"  # of rows in a forward; auto: packed, where the model's attention can and it pays
+    layout: Literal["auto", "packed", "padded"] = (
+        "auto"  # of rows in a forward; auto: packed, where the model's attention can and it pays
+    )
 
 
 @dataclass
@@ -398,8 +452,12 @@ class Config:
     health: HealthConfig
     tracker: TrackerConfig
     eval: EvalConfig
-    reward: dict[str, Any] = _required("reward=model reward.model.path=... or reward=function reward.path=pkg.mod:fn")
-    prepare: dict[str, Any] | None = None  # a function that makes what the run reads, under its `dir`, before anything is loaded
+    reward: dict[str, Any] = _required(
+        "reward=model reward.model.path=... or reward=function reward.path=pkg.mod:fn"
+    )
+    prepare: dict[str, Any] | None = (
+        None  # a function that makes what the run reads, under its `dir`, before anything is loaded
+    )
 
 
 def from_tree(tree: dict[str, Any]) -> tuple[Config, dict[str, str]]:
@@ -417,7 +475,11 @@ def inherit(config: Config) -> Config:
     actor = replace(config.actor.model, path=_home(config.actor.model.path))
     filled = replace(
         config,
-        run=replace(config.run, dir=_home(config.run.dir or default_dir(config.run.name)), resume=_home(config.run.resume)),
+        run=replace(
+            config.run,
+            dir=_home(config.run.dir or default_dir(config.run.name)),
+            resume=_home(config.run.resume),
+        ),
         actor=replace(config.actor, model=actor),
         critic=replace(config.critic, model=_inherited(config.critic.model, actor, path=None)),
         reference=replace(config.reference, model=_inherited(config.reference.model, actor, path=actor.path)),
@@ -458,7 +520,9 @@ def reference_is_base(config: Config) -> bool:
     """Whether the reference is what the actor's adapters stand on: the actor itself then, without them, and no second copy of the weights."""
     actor, reference = config.actor.model, config.reference.model
     alike = ("path", "revision", "dtype", "attn_implementation")
-    return config.actor.lora.rank > 0 and all(getattr(reference, name) == getattr(actor, name) for name in alike)
+    return config.actor.lora.rank > 0 and all(
+        getattr(reference, name) == getattr(actor, name) for name in alike
+    )
 
 
 def reward_models(section: dict[str, Any], key: str = "reward") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -477,10 +541,17 @@ def value_position(algo: AlgoConfig) -> str:
 
 def _located(data: DataConfig) -> DataConfig:
     mix = [
-        replace(part, path=_home(part.path), split=part.split or data.split, prompt_column=part.prompt_column or data.prompt_column)
+        replace(
+            part,
+            path=_home(part.path),
+            split=part.split or data.split,
+            prompt_column=part.prompt_column or data.prompt_column,
+        )
         for part in data.mix
     ]
-    return replace(data, path=_home(data.path), eval_path=_home(data.eval_path), ptx_path=_home(data.ptx_path), mix=mix)
+    return replace(
+        data, path=_home(data.path), eval_path=_home(data.eval_path), ptx_path=_home(data.ptx_path), mix=mix
+    )
 
 
 def _home(path: str | None) -> str | None:
@@ -489,5 +560,11 @@ def _home(path: str | None) -> str | None:
 
 def _inherited(model: InheritedModelConfig, actor: ModelConfig, path: str | None) -> InheritedModelConfig:
     own = {name: value for name, value in asdict(model).items() if value is not None}
-    same = asdict(actor) if model.path is None else {**asdict(actor), "revision": None, "trust_remote_code": False}  # another model has its own
-    return InheritedModelConfig(**{**same, "path": path, **own, **({"path": _home(model.path)} if model.path else {})})
+    same = (
+        asdict(actor)
+        if model.path is None
+        else {**asdict(actor), "revision": None, "trust_remote_code": False}
+    )  # another model has its own
+    return InheritedModelConfig(
+        **{**same, "path": path, **own, **({"path": _home(model.path)} if model.path else {})}
+    )

@@ -49,11 +49,17 @@ def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
     hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     open_keys = {name: p for name, p in parameters.items() if p.kind is _KEY}
     given = {name: value for name, value in spec.items() if name != "_target_"}
-    problems = [f"{key}.{name}={_shown(name, given[name])}: no such key{_known(name, open_keys, key)}" for name in given if name not in open_keys]
+    problems = [
+        f"{key}.{name}={_shown(name, given[name])}: no such key{_known(name, open_keys, key)}"
+        for name in given
+        if name not in open_keys
+    ]
     arguments = {}
     for name, parameter in open_keys.items():
         hint, required = hints.get(name, Any), parameter.default is inspect.Parameter.empty
-        if name in given or (required and is_dataclass(hint)):  # a section that is not there at all lacks its own required keys
+        if name in given or (
+            required and is_dataclass(hint)
+        ):  # a section that is not there at all lacks its own required keys
             try:
                 arguments[name] = convert(given.get(name, {}), hint, f"{key}.{name}")
             except UserError as error:
@@ -65,7 +71,11 @@ def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
 
     def call(**services: Any) -> Any:
         services = services | {"key": key}
-        wanted = [name for name, p in parameters.items() if p.kind is _SERVICE and (name in services or p.default is inspect.Parameter.empty)]
+        wanted = [
+            name
+            for name, p in parameters.items()
+            if p.kind is _SERVICE and (name in services or p.default is inspect.Parameter.empty)
+        ]
         return target(**_made(arguments, services), **{name: services[name] for name in wanted})
 
     return call
@@ -91,7 +101,9 @@ def _imported(path: Any, key: str) -> Callable[..., Any]:
     try:
         target = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{key}._target_={path}: cannot be imported ({error}); give package.module.name") from error
+        raise UserError(
+            f"{key}._target_={path}: cannot be imported ({error}); give package.module.name"
+        ) from error
     if not callable(target):
         raise UserError(f"{key}._target_={path}: is not callable")
     return target
@@ -103,7 +115,9 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _known(name: str, keys: dict[str, Any], section: str) -> str:
-    close = get_close_matches(name, list(keys), n=1, cutoff=0.6)  # of the bare names: the section that all share would make any two alike
+    close = get_close_matches(
+        name, list(keys), n=1, cutoff=0.6
+    )  # of the bare names: the section that all share would make any two alike
     if close:
         return f"; did you mean {section}.{close[0]}?"
     return f"; its keys are {', '.join(f'{section}.{known}' for known in keys) or 'none'}"

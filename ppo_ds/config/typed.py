@@ -44,7 +44,11 @@ Fraction = Annotated[float, Bound(0, 1)]
 
 def show(value: Any) -> str:
     """A value as it would be typed on the command line, on one line."""
-    text = {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else " ".join(str(value).split())
+    text = (
+        {None: "null", True: "true", False: "false"}[value]
+        if value is None or isinstance(value, bool)
+        else " ".join(str(value).split())
+    )
     return text if len(text) <= 200 else text[:197] + "..."
 
 
@@ -112,7 +116,14 @@ def _convert_union(value: Any, args: tuple[Any, ...], key: str) -> Any:
                 return convert(value, arg, key)
             except UserError as error:
                 lines = error.problems
-    raise UserError(*[f"{line} or null" if type(None) in args and line.startswith(f"{key}=") and ": must be " in line else line for line in lines])
+    raise UserError(
+        *[
+            f"{line} or null"
+            if type(None) in args and line.startswith(f"{key}=") and ": must be " in line
+            else line
+            for line in lines
+        ]
+    )
 
 
 def _convert_container(value: Any, kind: type, args: tuple[Any, ...], key: str) -> Any:
@@ -120,14 +131,24 @@ def _convert_container(value: Any, kind: type, args: tuple[Any, ...], key: str) 
         if not isinstance(value, dict):
             raise UserError(f"{key}={show(value)}: must be a mapping ({key}.<name>=<value>)")
         each_value = args[1] if args else Any
-        return dict(zip(value, _convert_all((item, each_value, f"{key}.{name}") for name, item in value.items()), strict=True))
+        return dict(
+            zip(
+                value,
+                _convert_all((item, each_value, f"{key}.{name}") for name, item in value.items()),
+                strict=True,
+            )
+        )
     if not isinstance(value, (list, tuple)):
         raise UserError(f"{key}={show(value)}: must be a list, as in {key}=[{show(value).strip('[]')}]")
     fixed = kind is tuple and (not args or args[-1] is not ...)
     if fixed and args and len(value) != len(args):
         raise UserError(f"{key}={show(list(value))}: must be a list of {len(args)}")
     each = args if fixed and args else [args[0] if args else Any] * len(value)
-    return kind(_convert_all((item, one, f"{key}[{i}]") for i, (item, one) in enumerate(zip(value, each, strict=True))))
+    return kind(
+        _convert_all(
+            (item, one, f"{key}[{i}]") for i, (item, one) in enumerate(zip(value, each, strict=True))
+        )
+    )
 
 
 def _convert_all(items: Iterable[tuple[Any, Any, str]]) -> list[Any]:
@@ -157,7 +178,9 @@ def read(cls: type[T], tree: Any, key: str, problems: dict[str, str], known: lis
     dot = f"{key}." if key else ""
     for name in tree:
         if name not in hints:
-            problems[f"{dot}{name}"] = f"{dot}{name}={show(tree[name])}: no such key{_suggest(str(name), hints, dot, known)}"
+            problems[f"{dot}{name}"] = (
+                f"{dot}{name}={show(tree[name])}: no such key{_suggest(str(name), hints, dot, known)}"
+            )
     values = {}
     for f in fields(cls):
         full, hint, given = f"{dot}{f.name}", hints[f.name], tree.get(f.name)
@@ -192,7 +215,9 @@ def _stand_in(f: Field, hint: Any) -> Any:
 
 def _suggest(name: str, siblings: Iterable[str], dot: str, known: list[str]) -> str:
     """What may have been meant: the same name deeper down, a name like it beside it, the same name elsewhere; else what there is."""
-    elsewhere = [k for k in known if k.rsplit(".", 1)[-1] == name] or [k for k in known if k.replace(".", "_").endswith(f"_{name}")]
+    elsewhere = [k for k in known if k.rsplit(".", 1)[-1] == name] or [
+        k for k in known if k.replace(".", "_").endswith(f"_{name}")
+    ]
     inside = [k for k in elsewhere if dot and k.startswith(dot)]
     near = [dot + sibling for sibling in get_close_matches(name, list(siblings), n=1, cutoff=0.6)]
     exact = [k for k in known if k.startswith(dot) and k[len(dot) :].replace(".", "_") == name]

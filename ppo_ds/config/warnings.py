@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppo_ds.config.schema import Config, ModelConfig, has_critic, reference_is_base, reward_models, uses_reference, value_position
+from ppo_ds.config.schema import (
+    Config,
+    ModelConfig,
+    has_critic,
+    reference_is_base,
+    reward_models,
+    uses_reference,
+    value_position,
+)
 from ppo_ds.config.typed import show
 
 
@@ -39,7 +47,9 @@ def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
     slow = " ".join(f"{key}.dtype=bf16" for key, dtype in dtypes.items() if dtype == "bf16")
     if computes_bf16 is not False or not slow:
         return []
-    return [f"warning    {slow}: this processor has no instructions for bf16; emulated, it is 3 to 20 times slower than fp32"]
+    return [
+        f"warning    {slow}: this processor has no instructions for bf16; emulated, it is 3 to 20 times slower than fp32"
+    ]
 
 
 def _mistakes(config: Config, hides_stops: bool) -> Iterator[str]:
@@ -57,7 +67,12 @@ def _mistakes(config: Config, hides_stops: bool) -> Iterator[str]:
         yield "entropy.kind=sample has no gradient in expectation (exact has)"
     if algo.reward.place == "next_token" and algo.value.next_state == "ignored":
         yield "value.next_state=ignored loses the score of every answer that ended by itself"
-    if algo.reward.place == "next_token" and algo.value.next_state == "untrained" and algo.advantage.estimator == "gae" and algo.level == "token":
+    if (
+        algo.reward.place == "next_token"
+        and algo.value.next_state == "untrained"
+        and algo.advantage.estimator == "gae"
+        and algo.level == "token"
+    ):
         yield "value.next_state=untrained puts the score on a state whose value nothing trains"
     if hides_stops:
         yield f"mask.include_eos={show(algo.mask.include_eos)}: the end token is no action here, so the decision to stop is not trained"

@@ -9,7 +9,17 @@ from typing import Any, Self
 
 import torch
 
-from ppo_ds.data.messages import Prompt, Reading, asked, chat_of, names_of, prompt_of, reading_for, text_of, with_system
+from ppo_ds.data.messages import (
+    Prompt,
+    Reading,
+    asked,
+    chat_of,
+    names_of,
+    prompt_of,
+    reading_for,
+    text_of,
+    with_system,
+)
 from ppo_ds.data.order import Passes
 from ppo_ds.data.prompts import chunks, encode, size_of
 from ppo_ds.data.rows import load_rows, read_rows
@@ -19,9 +29,7 @@ from ppo_ds.types import Row, Sequences
 
 ANSWER_COLUMNS = ("response", "answer", "completion", "chosen")  # beside "prompt"; the first that a row has
 CHAT_COLUMNS = ("messages", "conversations", "chosen")  # with the answer in it
-_WANTED = (
-    f'needs a column "text", or "prompt" and one of {", ".join(ANSWER_COLUMNS)}, or a chat that ends with the assistant ({", ".join(CHAT_COLUMNS)})'
-)
+_WANTED = f'needs a column "text", or "prompt" and one of {", ".join(ANSWER_COLUMNS)}, or a chat that ends with the assistant ({", ".join(CHAT_COLUMNS)})'
 
 Demonstration = tuple[Prompt | None, str]  # None: no prompt, the whole text is learned
 
@@ -105,7 +113,9 @@ class DemonstrationSource:
     def _encode(self, chunk: list[Demonstration], start: int) -> list[tuple[int, list[int]]]:
         """Each row's number of given tokens, and its ids. The first token of a bare text is given: nothing stands before it."""
         texts = [self._rendered(*each, start + i) for i, each in enumerate(chunk)]
-        heads = encode(self._tokenizer, [head for head, _ in texts], [isinstance(prompt, str) for prompt, _ in chunk])
+        heads = encode(
+            self._tokenizer, [head for head, _ in texts], [isinstance(prompt, str) for prompt, _ in chunk]
+        )
         tails = encode(self._tokenizer, [tail for _, tail in texts], [prompt is None for prompt, _ in chunk])
         made = []
         for i, ((prompt, _), head, tail) in enumerate(zip(chunk, heads, tails, strict=True)):
@@ -120,7 +130,9 @@ class DemonstrationSource:
             return prompt or "", answer
         try:
             head = self._tokenizer.render_chat(prompt)
-            whole = self._tokenizer.render_chat([*prompt, {"role": "assistant", "content": answer}], to_answer=False)
+            whole = self._tokenizer.render_chat(
+                [*prompt, {"role": "assistant", "content": answer}], to_answer=False
+            )
             if not whole.startswith(head):
                 raise UserError(
                     "the chat template renders the prompt otherwise once it is answered, so the answer cannot be told from it; set data.chat_template"
@@ -160,7 +172,10 @@ class DemonstrationSource:
         ``response_mask`` has the tokens to learn; those that are given are attended to, but no actions.
         """
         rows = [self._ids[self._starts[i] : self._starts[i + 1]] for i in indices]
-        lengths, given = torch.tensor([len(row) for row in rows])[:, None], torch.tensor([self._given[i] for i in indices])[:, None]
+        lengths, given = (
+            torch.tensor([len(row) for row in rows])[:, None],
+            torch.tensor([self._given[i] for i in indices])[:, None],
+        )
         places = torch.arange(int(lengths.max()))
         mask = places < lengths
         ids = torch.full(mask.shape, self._tokenizer.pad_id)

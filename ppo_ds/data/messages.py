@@ -40,7 +40,9 @@ class Reading:
     system: str | None = None  # a system message for chats that have none
 
 
-def reading_for(tokenizer: Tokenizer, column: str | None, text_as_chat: bool | None, system: str | None, key: str) -> Reading:
+def reading_for(
+    tokenizer: Tokenizer, column: str | None, text_as_chat: bool | None, system: str | None, key: str
+) -> Reading:
     """How the rows of a data set are read for this tokenizer; ``key``: the path's."""
     if system is not None and not tokenizer.has_chat_template:
         raise UserError(
@@ -62,7 +64,9 @@ def prompt_of(row: Row, reading: Reading) -> Prompt:
         return spoken(text_of(value, f'column "{name}"'), name, reading)
     if isinstance(value, list):
         if row.get("tools"):
-            raise UserError('column "tools": tools are not shown to the policy; write them into the system message and remove or rename the column')
+            raise UserError(
+                'column "tools": tools are not shown to the policy; write them into the system message and remove or rename the column'
+            )
         return with_system(asked(chat_of(value, name), name), reading)
     raise UserError(f'column "{name}" must be a text or a list of messages, not {_kind(value)}')
 
@@ -108,7 +112,9 @@ def _column(row: Row, reading: Reading) -> str:
         raise UserError(f"{key}={column}: no such column; the row has: {names_of(row)}")
     there = [c for c in PROMPT_COLUMNS if c in row]
     if column is None and not there:
-        raise UserError(f"none of the columns {', '.join(PROMPT_COLUMNS)}; set {key} to one that the row has: {names_of(row)}")
+        raise UserError(
+            f"none of the columns {', '.join(PROMPT_COLUMNS)}; set {key} to one that the row has: {names_of(row)}"
+        )
     # a file format with columns has a null where a row has none
     return column or next((c for c in there if row[c] is not None), there[0])
 
@@ -137,7 +143,9 @@ def _message(turn: object, where: str) -> Message:
     elif turn.get("from") is not None:
         role, content = SHAREGPT_ROLES.get(str(turn["from"])), turn.get("value")
         if role is None:
-            raise UserError(f'{where}: "from" is {show(turn["from"])!r}; known are {", ".join(SHAREGPT_ROLES)}')
+            raise UserError(
+                f'{where}: "from" is {show(turn["from"])!r}; known are {", ".join(SHAREGPT_ROLES)}'
+            )
     else:
         raise UserError(f"{where} has neither role and content nor from and value, but: {names_of(turn)}")
     if not isinstance(role, str):
@@ -146,13 +154,18 @@ def _message(turn: object, where: str) -> Message:
         raise UserError(f"{where}: tool_calls are not shown to the policy; write them into the content")
     if not isinstance(content, str):
         raise UserError(f"{where}: the content must be a text, not {_kind(content)}")
-    return {"role": _encodable(role, where), "content": _encodable(content, where)}  # empty texts are usual in system messages
+    return {
+        "role": _encodable(role, where),
+        "content": _encodable(content, where),
+    }  # empty texts are usual in system messages
 
 
 def text_of(value: str, where: str) -> str:
     """The text itself, which must be one."""
     if not value.strip():
-        raise UserError(f"{where} is {'nothing but white space' if value else 'empty'}: fill it in or remove the row")
+        raise UserError(
+            f"{where} is {'nothing but white space' if value else 'empty'}: fill it in or remove the row"
+        )
     return _encodable(value, where)
 
 
@@ -161,7 +174,9 @@ def _encodable(value: str, where: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"{where} is not valid Unicode: half a surrogate pair at character {error.start + 1}") from error
+        raise UserError(
+            f"{where} is not valid Unicode: half a surrogate pair at character {error.start + 1}"
+        ) from error
     return value
 
 

@@ -37,7 +37,10 @@ class MixedSource:
     @property
     def path(self) -> str:
         """For people: "70% a.jsonl + 30% b.jsonl"."""
-        return " + ".join(f"{100 * share:.3g}% {source.path}" for share, source in zip(self.shares, self.sources, strict=True))
+        return " + ".join(
+            f"{100 * share:.3g}% {source.path}"
+            for share, source in zip(self.shares, self.sources, strict=True)
+        )
 
     @property
     def report(self) -> dict[str, int]:

@@ -28,7 +28,9 @@ class Passes:
         number, i = divmod(place, self._n)
         if self._shuffle and number != self._pass:
             self._pass = number
-            self._order = torch.randperm(self._n, generator=torch.Generator().manual_seed(self._seed + number)).tolist()
+            self._order = torch.randperm(
+                self._n, generator=torch.Generator().manual_seed(self._seed + number)
+            ).tolist()
         return self._order[i]
 
 
@@ -63,7 +65,9 @@ class WeightedRoundRobin:
 
     def _next(self) -> None:
         n, total, m = len(self._who) + 1, self._period, max(2 * len(self._weights) - 2, 1)
-        behind = [weight * n - total * taken for weight, taken in zip(self._weights, self._taken, strict=True)]  # turns, times the period
+        behind = [
+            weight * n - total * taken for weight, taken in zip(self._weights, self._taken, strict=True)
+        ]  # turns, times the period
         who = min(
             (i for i, late in enumerate(behind) if m * late >= total),
             key=lambda i: (total * (m - 1) - m * behind[i]) / self._weights[i],

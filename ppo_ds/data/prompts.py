@@ -17,7 +17,10 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.types import Prompts, Row
 
-ROWS, CHARACTERS = 1000, 1_000_000  # tokenised at a time: ids that are not cut yet take some hundred bytes each
+ROWS, CHARACTERS = (
+    1000,
+    1_000_000,
+)  # tokenised at a time: ids that are not cut yet take some hundred bytes each
 ID_COLUMN = "id"
 
 
@@ -61,15 +64,26 @@ class PromptSource:
         self._starts = array("L", [0])  # where each kept prompt's ids begin; last: where they end
         self._ids = array("I")  # the ids of all kept prompts, one after the other
         self._limits = array("L")  # the most new tokens of each kept prompt
-        self._kinds: dict[tuple[str, ...], int] = {}  # roles of a chat, () for a text -> the first kept prompt like that
-        self.report = {"rows": len(prompts), "truncated": 0, "dropped": 0, "lowered": 0, "repeated": 0, "same_id": len(names) - len(set(names))}
+        self._kinds: dict[
+            tuple[str, ...], int
+        ] = {}  # roles of a chat, () for a text -> the first kept prompt like that
+        self.report = {
+            "rows": len(prompts),
+            "truncated": 0,
+            "dropped": 0,
+            "lowered": 0,
+            "repeated": 0,
+            "same_id": len(names) - len(set(names)),
+        }
         for part in chunks([size_of(prompt) for prompt in prompts]):
             for i, ids in enumerate(self._encode(prompts[part], part.start), start=part.start):
                 if self._add(i, ids, max_prompt_tokens, long_prompts):
                     self._limits.append(min(limits[i] or max_new_tokens, max_new_tokens))
                     self.report["lowered"] += (limits[i] or 0) > max_new_tokens
                     self._kinds.setdefault(_roles(prompts[i]), len(self) - 1)
-        self.report["repeated"] = len(self) - len({hash(self._ids[start:end].tobytes()) for start, end in pairwise(self._starts)})
+        self.report["repeated"] = len(self) - len(
+            {hash(self._ids[start:end].tobytes()) for start, end in pairwise(self._starts)}
+        )
         if not len(self):
             raise UserError(
                 f"{key}={path}: all {len(prompts)} prompts are dropped: they have more than data.max_prompt_tokens={max_prompt_tokens} tokens; "
@@ -85,7 +99,9 @@ class PromptSource:
 
     def _encode(self, chunk: list[Prompt], start: int) -> list[list[int]]:
         texts = [self._rendered(prompt, start + i) for i, prompt in enumerate(chunk)]
-        return encode(self._tokenizer, texts, [isinstance(prompt, str) for prompt in chunk])  # a template writes its own special tokens
+        return encode(
+            self._tokenizer, texts, [isinstance(prompt, str) for prompt in chunk]
+        )  # a template writes its own special tokens
 
     def _rendered(self, prompt: Prompt, row: int) -> str:
         if isinstance(prompt, str):
@@ -177,7 +193,9 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], special_tokens: Sequence[
     ids: list[list[int]] = [[]] * len(texts)
     for special in (True, False):
         places = [i for i, wanted in enumerate(special_tokens) if wanted == special]
-        for i, encoded in zip(places, tokenizer.encode_many([texts[i] for i in places], special_tokens=special), strict=True):
+        for i, encoded in zip(
+            places, tokenizer.encode_many([texts[i] for i in places], special_tokens=special), strict=True
+        ):
             ids[i] = encoded
     return ids
 
@@ -262,7 +280,9 @@ class PromptStream:
 
     def __next__(self) -> Prompts:
         first = self._step * self._prompts
-        order = [self._order[place] for place in range(first, first + self._prompts) for _ in range(self._samples)]
+        order = [
+            self._order[place] for place in range(first, first + self._prompts) for _ in range(self._samples)
+        ]
         self._step += 1
         return self._source.batch(order[self._slice])
 
@@ -273,7 +293,9 @@ class PromptStream:
         self._step = state["step"]
 
 
-def eval_batches(source: Source, *, rank: int, world_size: int, rows_per_batch: int, max_prompts: int | None = None) -> list[tuple[Prompts, Tensor]]:
+def eval_batches(
+    source: Source, *, rank: int, world_size: int, rows_per_batch: int, max_prompts: int | None = None
+) -> list[tuple[Prompts, Tensor]]:
     """The first ``max_prompts`` prompts, split over the ranks: per batch of at most ``rows_per_batch`` rows the prompts and weights [b] float32.
 
     Every rank gets the same number of batches of the same sizes, since generating is collective under ZeRO-3. The last prompt is repeated to

@@ -79,7 +79,14 @@ class Rows(Sequence[Row]):
         return part.place(j)
 
 
-def load_rows(path: str, *, split: str = "train", revision: str | None = None, max_rows: int | None = None, key: str = "data.path") -> Rows:
+def load_rows(
+    path: str,
+    *,
+    split: str = "train",
+    revision: str | None = None,
+    max_rows: int | None = None,
+    key: str = "data.path",
+) -> Rows:
     """The first ``max_rows`` rows of a local file, of all data files of a local folder in the order of their names, or of a Hub data set.
 
     ``split`` and ``revision`` are for the Hub only. ``key`` is the config key that errors name.
@@ -109,8 +116,14 @@ def read_rows(rows: Rows, read: Callable[[Row], T], which: Iterable[int] | None 
         except UserError as error:
             places.setdefault(str(error), []).append(rows.place(i))
     if places:
-        problems = [f"{at[0]}: {problem}" + (f" (and {len(at) - 1} more rows)" if len(at) > 1 else "") for problem, at in places.items()]
-        raise UserError(*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []))
+        problems = [
+            f"{at[0]}: {problem}" + (f" (and {len(at) - 1} more rows)" if len(at) > 1 else "")
+            for problem, at in places.items()
+        ]
+        raise UserError(
+            *problems[:_SHOWN],
+            *([f"and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []),
+        )
     return made
 
 
@@ -125,13 +138,17 @@ def _local_files(path: str, key: str) -> list[Path] | None:
 def _data_files(local: Path, path: str, key: str) -> list[Path] | None:
     kinds = ", ".join(_READERS)
     if local.is_dir():
-        files = sorted(file for file in local.iterdir() if file.suffix in _READERS and not file.name.startswith("."))
+        files = sorted(
+            file for file in local.iterdir() if file.suffix in _READERS and not file.name.startswith(".")
+        )
         if not files:
             raise UserError(f"{key}={path}: no {kinds} file in this folder")
         return files
     if local.exists():
         if local.suffix not in _READERS:
-            raise UserError(f"{key}={path}: the name of a data file must end in one of {kinds}; unpack or convert it first")
+            raise UserError(
+                f"{key}={path}: the name of a data file must end in one of {kinds}; unpack or convert it first"
+            )
         return [local]
     if local.suffix in _READERS or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
         raise UserError(f"{key}={path}: no such file or folder")
@@ -141,10 +158,16 @@ def _data_files(local: Path, path: str, key: str) -> list[Path] | None:
 def _from_hub(path: str, split: str, revision: str | None, key: str) -> _Part:
     try:
         return _Part(f"{path}[{split}]", datasets.load_dataset(path, split=split, revision=revision))
-    except ValueError as error:  # an unknown split or a data set of several configurations: the message lists what there is
-        raise UserError(f"{key}={path}, {key.replace('path', 'split')}={split}: {_one_line(error)}") from error
+    except (
+        ValueError
+    ) as error:  # an unknown split or a data set of several configurations: the message lists what there is
+        raise UserError(
+            f"{key}={path}, {key.replace('path', 'split')}={split}: {_one_line(error)}"
+        ) from error
     except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{key}={path}: {_one_line(error)} (give a local file or folder, or a Hub name that can be reached)") from error
+        raise UserError(
+            f"{key}={path}: {_one_line(error)} (give a local file or folder, or a Hub name that can be reached)"
+        ) from error
 
 
 def _from_file(file: Path, n: int | None, key: str) -> _Part:
@@ -175,7 +198,9 @@ def _json_lines(file: Path) -> Iterator[tuple[int, Row]]:
             try:
                 row = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{file}:{number}: not a JSON object on one line: {_one_line(error)}") from error
+                raise UserError(
+                    f"{file}:{number}: not a JSON object on one line: {_one_line(error)}"
+                ) from error
             yield number, _checked_row(row, f"{file}:{number}")
 
 
@@ -202,12 +227,16 @@ def _csv_lines(file: Path) -> Iterator[tuple[int, Row]]:
     try:
         columns = next((values for values in reader if values), [])
         if len(set(columns)) < len(columns):
-            raise UserError(f"{file}:{reader.line_num}: two columns have the same name ({', '.join(columns)}); give each its own")
+            raise UserError(
+                f"{file}:{reader.line_num}: two columns have the same name ({', '.join(columns)}); give each its own"
+            )
         line = reader.line_num + 1
         for values in reader:
             if values:
                 if len(values) != len(columns):
-                    raise UserError(f"{file}:{line}: {len(values)} values for {len(columns)} columns ({', '.join(columns)})")
+                    raise UserError(
+                        f"{file}:{line}: {len(values)} values for {len(columns)} columns ({', '.join(columns)})"
+                    )
                 yield line, dict(zip(columns, values, strict=True))
             line = reader.line_num + 1
     except csv.Error as error:
@@ -219,7 +248,11 @@ def _read_parquet(file: Path, n: int | None) -> _Part:
         table = pyarrow.parquet.read_table(file)
         table.validate(full=True)  # texts that are not UTF-8 would fail where they are read, row by row
         return _Part(str(file), datasets.Dataset(table))
-    except (pyarrow.ArrowException, ValueError, NotImplementedError) as error:  # ValueError: two columns of one name
+    except (
+        pyarrow.ArrowException,
+        ValueError,
+        NotImplementedError,
+    ) as error:  # ValueError: two columns of one name
         raise UserError(f"{file}: not a Parquet file that can be read: {_one_line(error)}") from error
 
 

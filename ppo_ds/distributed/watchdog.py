@@ -29,7 +29,12 @@ WORD = 2.0  # seconds that a rank with an error waits for word of one that faile
 HEARD = 3.0  # seconds at most that ranks stay for the others to hear why: one of them holds the store
 CLOSING = 3.0  # seconds for the record of the run to be closed
 GRACE = 5.0  # seconds on top, for a rank whose threads no longer run
-FAILURE, CLAIM, HEARERS, SILENT = "failure", "failures", "heard", "silent"  # names of notices; of the last, with a rank behind it
+FAILURE, CLAIM, HEARERS, SILENT = (
+    "failure",
+    "failures",
+    "heard",
+    "silent",
+)  # names of notices; of the last, with a rank behind it
 
 
 class Watchdog:
@@ -38,7 +43,9 @@ class Watchdog:
     def __init__(self) -> None:
         self.started = False
         self._limit: float | None = None  # seconds without a sign of life
-        self._silent = 0.0  # such seconds that this thread has witnessed: none while the whole process stood still
+        self._silent = (
+            0.0  # such seconds that this thread has witnessed: none while the whole process stood still
+        )
         self._signs = -1
         self._looked = self._armed = -float("inf")
         self._also: list[Callable[[], None]] = []
@@ -125,7 +132,10 @@ class Watchdog:
         """Where the launcher held it the ranks are orphans now, which save and end by themselves (training/stopping.py)."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             self._wait()  # on the same machine it is seen who has ended
-            self._end("ended, since rank 0 failed (it holds the store that all ranks met at, and no longer answers)", 1)
+            self._end(
+                "ended, since rank 0 failed (it holds the store that all ranks met at, and no longer answers)",
+                1,
+            )
 
     def _wait(self) -> None:
         ended, _, _ = select.select(list(self._mates), [], [], POLL)
@@ -139,7 +149,12 @@ class Watchdog:
             return
         with contextlib.suppress(StoreUnavailable):
             self._notices.count(HEARERS)
-        self._end(self._place(why) if stuck else f"ended, since rank {rank} failed ({why})", code, hearers=self._size, quiet=quiet)
+        self._end(
+            self._place(why) if stuck else f"ended, since rank {rank} failed ({why})",
+            code,
+            hearers=self._size,
+            quiet=quiet,
+        )
 
     def _mate_ended(self, rank: int) -> None:
         """A process is gone. What it had to say it has said before."""
@@ -152,8 +167,16 @@ class Watchdog:
             self._notices.count(HEARERS)
         self._end(f"ended, since rank {rank} failed ({why})", 1, hearers=self._size - 1)
 
-    def _put(self, why: str, code: int, rank: int | None = None, stuck: bool = False, quiet: bool = False) -> None:
-        failure = {"rank": self._rank if rank is None else rank, "why": why, "code": code, "stuck": stuck, "quiet": quiet}
+    def _put(
+        self, why: str, code: int, rank: int | None = None, stuck: bool = False, quiet: bool = False
+    ) -> None:
+        failure = {
+            "rank": self._rank if rank is None else rank,
+            "why": why,
+            "code": code,
+            "stuck": stuck,
+            "quiet": quiet,
+        }
         self._notices.put(FAILURE, json.dumps(failure))
 
     def _await_hearers(self, hearers: int) -> None:
@@ -175,7 +198,9 @@ class Watchdog:
         now = time.monotonic()
         if now - self._armed > GRACE / 2:
             self._arm(limit)
-        self._silent = self._silent + min(now - self._looked, 2 * POLL) if self._signs == HEARTBEAT.signs else 0.0
+        self._silent = (
+            self._silent + min(now - self._looked, 2 * POLL) if self._signs == HEARTBEAT.signs else 0.0
+        )
         self._signs, self._looked = HEARTBEAT.signs, now
         if self._silent > limit:
             self._stuck(limit)
@@ -186,7 +211,9 @@ class Watchdog:
             self._notices.count(f"{SILENT}{self._rank}")
             if self._notices.count(CLAIM) == 1:
                 time.sleep(2 * POLL)
-                alike = self._size > 1 and all(self._notices.count(f"{SILENT}{rank}", 0) for rank in range(self._size))
+                alike = self._size > 1 and all(
+                    self._notices.count(f"{SILENT}{rank}", 0) for rank in range(self._size)
+                )
                 self._put(_silence("any rank" if alike else f"rank {self._rank}", limit), 1, stuck=True)
         except StoreUnavailable:
             self._end(self._place(_silence(f"rank {self._rank}", limit)), 1)
@@ -201,7 +228,7 @@ class Watchdog:
         time.sleep(min(0.2 * self._rank, HEARD))
         stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
         since = time.strftime("%H:%M:%S", time.localtime(HEARTBEAT.since))
-        return f"stuck ({why}); this one is {LIFE.place} since {since}, at\n{''.join(stack).rstrip()}"
+        return f"stuck ({why}); this one is {HEARTBEAT.place} since {since}, at\n{''.join(stack).rstrip()}"
 
 
 def _silence(who: str, limit: float) -> str:
@@ -215,7 +242,9 @@ def local_peers(world: World) -> dict[int, int]:
     found = {}
     for rank, (where, pid) in enumerate(places):
         if rank != world.rank and where == home is not None:
-            with contextlib.suppress(OSError):  # not allowed in some containers; then launchers and timeouts must do
+            with contextlib.suppress(
+                OSError
+            ):  # not allowed in some containers; then launchers and timeouts must do
                 found[os.pidfd_open(pid)] = rank
     return found
 

@@ -119,7 +119,13 @@ def single_process_environment(environment: Mapping[str, str]) -> dict[str, str]
     """What plain ``python`` lacks and a launcher would set; {} under a launcher."""
     if "RANK" in environment:
         return {}
-    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    return {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
 
 
 def connect(timeout_minutes: float, verbose: bool = False, threads: int | None = None) -> World:
@@ -146,14 +152,18 @@ def connect(timeout_minutes: float, verbose: bool = False, threads: int | None =
     if alone:  # any free port will do, and two runs on one machine must not meet
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
         os.environ["MASTER_PORT"] = str(store.port)
-        dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1, timeout=timeout
+        )
     try:
         deepspeed.init_distributed(timeout=timeout, verbose=False)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
         taken = os.environ["MASTER_PORT"]
-        raise UserError(f"MASTER_PORT={taken}: another run on this machine has it; give the launcher a free --master_port") from error
+        raise UserError(
+            f"MASTER_PORT={taken}: another run on this machine has it; give the launcher a free --master_port"
+        ) from error
     rank, size = dist.get_rank(), dist.get_world_size()
     return World(rank, size, local_rank, device, _take_threads(rank, size, threads), Waiting(device), verbose)
 

@@ -22,7 +22,9 @@ from ppo_ds.engine.trained import TrainedModel
 class FrozenModel:
     """Forward without gradients. Use it inside ``resident()``, which brings an offloaded replica to the device and takes it back."""
 
-    def __init__(self, module: nn.Module, *, world: World, offload: bool, deepspeed_config: dict[str, Any] | None):
+    def __init__(
+        self, module: nn.Module, *, world: World, offload: bool, deepspeed_config: dict[str, Any] | None
+    ):
         """``deepspeed_config`` is that of a ZeRO-3 engine; None keeps a whole replica on every rank."""
         module.eval().requires_grad_(False)
         self.device = world.device
@@ -65,7 +67,9 @@ class FrozenBase(FrozenModel):
     No second copy of the weights. Each forward switches off and on for itself, so that the trained model may be called in between.
     """
 
-    def __init__(self, trained: TrainedModel, *, as_begun: Callable[[nn.Module], AbstractContextManager[None]]):
+    def __init__(
+        self, trained: TrainedModel, *, as_begun: Callable[[nn.Module], AbstractContextManager[None]]
+    ):
         """``as_begun``: inside, the module computes what it did before its training."""
         self.model = trained
         self.device = trained.world.device

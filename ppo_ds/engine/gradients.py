@@ -22,15 +22,26 @@ def held(engine: Any) -> list[Tensor]:
     if hasattr(wrapper, "fp32_groups_gradients_flat"):  # BF16_Optimizer: whole on every rank
         return list(wrapper.fp32_groups_gradients_flat)
     if hasattr(wrapper, "averaged_gradients"):
-        return [gradient for group in wrapper.averaged_gradients.values() if group is not None for gradient in group]
-    return [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]  # whole on every rank
+        return [
+            gradient
+            for group in wrapper.averaged_gradients.values()
+            if group is not None
+            for gradient in group
+        ]
+    return [
+        parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None
+    ]  # whole on every rank
 
 
 @torch.no_grad()
 def squared_norm(engine: Any) -> Tensor:
     """0-dim float64 on the engine's device: the sum of squares of what is ``held``. No collective, no waiting for the device."""
     norms = [_norm(gradient).to(engine.device) for gradient in held(engine)]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=engine.device)
+    return (
+        torch.stack(norms).square().sum()
+        if norms
+        else torch.zeros((), dtype=torch.float64, device=engine.device)
+    )
 
 
 def _norm(gradient: Tensor) -> Tensor:
@@ -79,4 +90,6 @@ def scale_can_fall(engine: Any) -> bool:
     """Whether the loss scale is dynamic and above its lowest: then an overflow is how it finds its level, and no sign of bad numbers."""
     scaler = scaler_of(engine)
     dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
-    return bool(dynamic) and scaler.cur_scale > getattr(scaler, "min_scale", getattr(scaler, "min_loss_scale", 1.0))
+    return bool(dynamic) and scaler.cur_scale > getattr(
+        scaler, "min_scale", getattr(scaler, "min_loss_scale", 1.0)
+    )

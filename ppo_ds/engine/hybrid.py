@@ -54,7 +54,9 @@ class HybridActor(TrainedModel):
         self._switched_bytes = 0
         self._depth = 0
 
-    def plan_generation(self, *, generate: str, offload_states: str, decoding_bytes: int, critic: TrainedModel | None) -> str:
+    def plan_generation(
+        self, *, generate: str, offload_states: str, decoding_bytes: int, critic: TrainedModel | None
+    ) -> str:
         """Collective: choose between the ways above, and whether optimizer states make way, once all models are in memory.
 
         Without it weights are gathered whole and nothing moves. ``generate``, ``offload_states``: as in actor.zero. ``decoding_bytes``: of cache and
@@ -70,7 +72,9 @@ class HybridActor(TrainedModel):
             decoding=decoding_bytes,
             idle=-self.world.max_int(-sum(s.bytes + s.bytes_to_come for s in states)),
         )
-        choice = choose(room, generate=generate, offload_states=offload_states, on_gpu=self.world.device.type == "cuda")
+        choice = choose(
+            room, generate=generate, offload_states=offload_states, on_gpu=self.world.device.type == "cuda"
+        )
         if not choice.whole:
             self._twin = None
         self._idle = states if choice.states_away else []
@@ -164,7 +168,9 @@ class HybridActor(TrainedModel):
         self._gather(batch)
 
     def _gather(self, pairs: list[tuple[PlainWeight, nn.Parameter]]) -> None:
-        with deepspeed.zero.GatheredParameters([parameter for sharded, _ in pairs for parameter in sharded.parameters]):
+        with deepspeed.zero.GatheredParameters(
+            [parameter for sharded, _ in pairs for parameter in sharded.parameters]
+        ):
             for sharded, whole in pairs:
                 whole.data = sharded.merged(whole.device)
 

@@ -27,7 +27,10 @@ def layer_by_layer(engine: Any, lm: nn.Module, forward_begins: Callable[[], None
     def end(*_: Any) -> None:
         _notice_external_parameters(lm, False)
 
-    hooks = [lm.register_forward_pre_hook(begin, prepend=True), lm.register_forward_hook(end, always_call=True)]
+    hooks = [
+        lm.register_forward_pre_hook(begin, prepend=True),
+        lm.register_forward_hook(end, always_call=True),
+    ]
     try:
         yield
     finally:

@@ -39,7 +39,9 @@ class MasterWeights:
         self._wrapper = model.engine.optimizer
         self._adamw: torch.optim.Optimizer = model.engine.basic_optimizer
         self._stage3 = model.zero_stage == 3
-        self.parameters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}  # a tied one once
+        self.parameters = {
+            name: p for name, p in model.module.named_parameters() if p.requires_grad
+        }  # a tied one once
         self._whole = self._whole_masters() if model.zero_stage == 0 else None
         self._create_moments()
 
@@ -52,7 +54,11 @@ class MasterWeights:
         if self._whole is not None:
             return self._whole_part(name, part)
         parameter = self.parameters[name]
-        return safe_get_full_fp32_param(parameter) if part == WEIGHT else safe_get_full_optimizer_state(parameter, part)
+        return (
+            safe_get_full_fp32_param(parameter)
+            if part == WEIGHT
+            else safe_get_full_optimizer_state(parameter, part)
+        )
 
     def set(self, name: str, part: str, value: Tensor) -> None:
         """Take this rank's share of ``value``, the whole tensor. Not a collective."""
@@ -61,9 +67,13 @@ class MasterWeights:
             self._whole_part(name, part).copy_(value)
         elif self._stage3:
             share = self._share(value, parameter.ds_tensor.numel())
-            safe_set_local_fp32_param(parameter, share) if part == WEIGHT else safe_set_local_optimizer_state(parameter, share, part)
+            safe_set_local_fp32_param(parameter, share) if part == WEIGHT else safe_set_local_optimizer_state(
+                parameter, share, part
+            )
         else:
-            safe_set_full_fp32_param(parameter, value) if part == WEIGHT else safe_set_full_optimizer_state(parameter, value, part)
+            safe_set_full_fp32_param(parameter, value) if part == WEIGHT else safe_set_full_optimizer_state(
+                parameter, value, part
+            )
 
     @torch.no_grad()
     def refresh(self) -> None:

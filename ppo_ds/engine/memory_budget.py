@@ -58,8 +58,12 @@ def explain(room: MemoryBudget, choice: Choice, *, sharded: bool) -> str:
         how = f"weights gathered once per phase: {in_words(room.weights)}, {decoding}"
     else:
         how = f"weights gathered layer by layer in each forward: up to {in_words(room.layer)} of {in_words(room.weights)}, {decoding}"
-    offloaded = f"; {in_words(room.idle)} of optimizer states and gradient buffers make way" if choice.states_away else ""
-    return f"generation {how}; {in_words(room.free)} free{away}"
+    offloaded = (
+        f"; {in_words(room.idle)} of optimizer states and gradient buffers make way"
+        if choice.states_away
+        else ""
+    )
+    return f"generation {how}; {in_words(room.free)} free{offloaded}"
 
 
 def in_words(size: int) -> str:

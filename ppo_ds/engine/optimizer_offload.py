@@ -68,27 +68,42 @@ class OptimizerOffload:
         if i == len(self._copies):
             self._copies.append(torch.empty(0, dtype=torch.uint8))
         if len(self._copies[i]) != storage.nbytes():
-            self._copies[i] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+            self._copies[i] = torch.empty(
+                storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
+            )
         return self._copies[i]
 
     def _kept(self) -> list[UntypedStorage]:
         """Without what forwards need: where there is no ZeRO, fp32 weights are what the optimizer steps."""
         model, states = self._model, self._model.engine.basic_optimizer.state.values()
-        held = [*optimizer_shares(model), *(x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim())]
+        held = [
+            *optimizer_shares(model),
+            *(x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()),
+        ]
         if model.zero_stage == 3:
             held.append(model.engine.optimizer.grad_partitions_flat_buffer)
-        needed = {x.untyped_storage().data_ptr() for p in model.module.parameters() for x in (p, getattr(p, "ds_tensor", p))}
+        needed = {
+            x.untyped_storage().data_ptr()
+            for p in model.module.parameters()
+            for x in (p, getattr(p, "ds_tensor", p))
+        }
         return [storage for storage in self._on_device(held) if storage.data_ptr() not in needed]
 
     def _buckets(self) -> list[UntypedStorage]:
         if self._model.zero_stage < 3:
             return []
-        return self._on_device(bucket.buffer for bucket in self._model.engine.optimizer.ipg_buckets.values() if bucket.buffer is not None)
+        return self._on_device(
+            bucket.buffer
+            for bucket in self._model.engine.optimizer.ipg_buckets.values()
+            if bucket.buffer is not None
+        )
 
     def _on_device(self, tensors: Iterable[Tensor]) -> list[UntypedStorage]:
         """Each storage once; what is offloaded is elsewhere, or has none."""
         device = self._model.world.device.type
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.device.type == device}
+        storages = {
+            x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.device.type == device
+        }
         return [storage for storage in storages.values() if storage.nbytes()]
 
 

@@ -12,11 +12,19 @@ import torch
 
 GIB = 2**30
 GEMM_SHAPES = {"cpu": ((1024, 1024, 1024),), "cuda": ((4096, 4096, 4096), (8192, 8192, 8192))}
-BUFFER_BYTES = {"cpu": GIB // 8, "cuda": GIB}  # of each of two buffers; beyond the caches that one core or one GPU has to itself
+BUFFER_BYTES = {
+    "cpu": GIB // 8,
+    "cuda": GIB,
+}  # of each of two buffers; beyond the caches that one core or one GPU has to itself
 MIN_TRIES = 3
 
 
-def gemm_flops_per_s(device: torch.device, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]] = (), seconds: float = 0.3) -> float:
+def gemm_flops_per_s(
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Sequence[tuple[int, int, int]] = (),
+    seconds: float = 0.3,
+) -> float:
     """FLOPs a second of the fastest product ``[m,k] @ [n,k].T``, with the threads that this process has: a multiplication and an addition are two.
 
     ``shapes``: (m, k, n) to try beside the device's own, the sizes of a model's layers. ``seconds``: about how long, over all shapes.
@@ -38,7 +46,9 @@ def bytes_per_s(device: torch.device, size: int | None = None, seconds: float = 
 
 def _gemm(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], seconds: float) -> float:
     m, k, n = shape
-    generator = torch.Generator(device).manual_seed(0)  # a GPU is faster with constants than with numbers; the run's random state stays as it is
+    generator = torch.Generator(device).manual_seed(
+        0
+    )  # a GPU is faster with constants than with numbers; the run's random state stays as it is
     x = torch.randn(m, k, device=device, dtype=dtype, generator=generator)
     weight = torch.randn(n, k, device=device, dtype=dtype, generator=generator)
     return 2 * m * k * n / _best_seconds(lambda: torch.nn.functional.linear(x, weight), device, seconds)

@@ -13,5 +13,9 @@ def computes_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         return None
-    flags = [set(line.partition(":")[2].split()) for line in lines if line.split(":")[0].strip() in ("flags", "Features")]
+    flags = [
+        set(line.partition(":")[2].split())
+        for line in lines
+        if line.split(":")[0].strip() in ("flags", "Features")
+    ]
     return any(_BF16 & words for words in flags) if flags else None

@@ -40,14 +40,18 @@ def take_rng(world: World) -> RandomStates:
     }
     if world.device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(world.device)
-    return RandomStates(tensors, {"numpy": [int(position), int(has_gauss), float(gauss)], "python": [version, gauss_next]})
+    return RandomStates(
+        tensors, {"numpy": [int(position), int(has_gauss), float(gauss)], "python": [version, gauss_next]}
+    )
 
 
 def put_rng(states: RandomStates, world: World) -> None:
     position, has_gauss, gauss = states.rest["numpy"]
     version, gauss_next = states.rest["python"]
     torch.set_rng_state(states.tensors["torch"])
-    np.random.set_state(("MT19937", states.tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, gauss))
+    np.random.set_state(
+        ("MT19937", states.tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, gauss)
+    )
     random.setstate((version, tuple(states.tensors["python"].tolist()), gauss_next))
     if world.device.type == "cuda" and "cuda" in states.tensors:
         torch.cuda.set_rng_state(states.tensors["cuda"], world.device)
@@ -79,10 +83,17 @@ def load_rng(directory: Path, world: World) -> None:
     """Where the checkpoint had fewer ranks, this one is seeded anew, from rank 0's state and its own number."""
     path = rng_file(directory, world.rank)
     if not path.exists():
-        _seed_all(int(hashlib.sha256(f"{sha256(rng_file(directory, 0))} {world.rank}".encode()).hexdigest()[:8], 16))
+        _seed_all(
+            int(hashlib.sha256(f"{sha256(rng_file(directory, 0))} {world.rank}".encode()).hexdigest()[:8], 16)
+        )
         return
     with safe_open(path, framework="pt") as file:
-        put_rng(RandomStates({name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["rest"])), world)  # noqa: SIM118
+        put_rng(
+            RandomStates(
+                {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["rest"])
+            ),
+            world,
+        )  # noqa: SIM118
 
 
 def _seed_all(seed: int) -> None:

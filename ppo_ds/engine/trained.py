@@ -48,7 +48,9 @@ class StepInfo:
     loss_scale: float
 
 
-def parameter_groups(module: nn.Module, weight_decay: float, lr_factors: Mapping[nn.Parameter, float] | None = None) -> list[dict[str, Any]]:
+def parameter_groups(
+    module: nn.Module, weight_decay: float, lr_factors: Mapping[nn.Parameter, float] | None = None
+) -> list[dict[str, Any]]:
     """Matrices decay; norms, biases and other vectors do not. ``lr_factors``: what multiplies the schedule's rate, where that is not 1.
 
     The rank is read from ``ds_shape`` where ZeRO-3 has already flattened the parameter.
@@ -97,7 +99,9 @@ class TrainedModel:
         self.schedule = schedule
         self.steps = 0  # optimizer steps so far; those that were skipped do not count, so that the schedule waits for them
         self.swapped = False  # engine/weight_copy.py: the weights are another set's for now
-        self.unsettled: Callable[[], None] | None = None  # what brings the module's weights back, after an exception while they were
+        self.unsettled: Callable[[], None] | None = (
+            None  # what brings the module's weights back, after an exception while they were
+        )
         if deepspeed_config["zero_optimization"]["stage"] < 3:
             module.to(world.device)
         module.train()
@@ -148,7 +152,9 @@ class TrainedModel:
         norm = self.engine.get_global_grad_norm() if plain_norm is None else plain_norm
         skipped = bool(getattr(self.engine.optimizer, "overflow", False))
         self.steps += not skipped
-        return StepInfo(float(norm) if norm is not None and not skipped else math.nan, lr, skipped, self.loss_scale)
+        return StepInfo(
+            float(norm) if norm is not None and not skipped else math.nan, lr, skipped, self.loss_scale
+        )
 
     def skip(self, *, overflow: bool) -> StepInfo:
         """Drop what was accumulated: weights, moments, their counters and the schedule stay as they are. A collective.
@@ -165,7 +171,9 @@ class TrainedModel:
 
     @property
     def loss_scale(self) -> float:
-        return float(getattr(self.engine.optimizer, "cur_scale", getattr(self.engine.optimizer, "loss_scale", 1.0)))
+        return float(
+            getattr(self.engine.optimizer, "cur_scale", getattr(self.engine.optimizer, "loss_scale", 1.0))
+        )
 
     @property
     def finds_its_scale(self) -> bool:
@@ -176,4 +184,6 @@ class TrainedModel:
         """fp32 without ZeRO has no wrapper that reports the norm; its gradients are whole and reduced by now."""
         if self.engine.optimizer is not self.engine.basic_optimizer:
             return None
-        return float(torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None]))
+        return float(
+            torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+        )

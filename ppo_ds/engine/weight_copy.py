@@ -26,7 +26,9 @@ class WeightCopy:
         self.model = model
         self.masters = MasterWeights(model)
         self._shares = [master.clone() for master in self._master_shares()]
-        assert all(share.numel() for share in self._shares), "the masters are not in memory (on NVMe?): there is nothing to copy"
+        assert all(share.numel() for share in self._shares), (
+            "the masters are not in memory (on NVMe?): there is nothing to copy"
+        )
 
     @torch.no_grad()
     def ema_update(self, decay: float) -> None:
@@ -48,7 +50,9 @@ class WeightCopy:
         """
         model = self.model
         assert not model.swapped, "swapped() inside swapped()"
-        assert model.module.training, "swapped() goes around generation_mode(), which has its weights from where it began"
+        assert model.module.training, (
+            "swapped() goes around generation_mode(), which has its weights from where it began"
+        )
         model.settle()
         model.swapped = True
         try:
@@ -74,7 +78,9 @@ class WeightCopy:
     def _exchange(self) -> None:
         """In place: DeepSpeed and torch's optimizer have views of the masters."""
         for share, master in zip(self._shares, self._master_shares(), strict=True):
-            for mine, theirs in zip(share.view(-1).split(CHUNK_ELEMENTS), master.view(-1).split(CHUNK_ELEMENTS), strict=True):
+            for mine, theirs in zip(
+                share.view(-1).split(CHUNK_ELEMENTS), master.view(-1).split(CHUNK_ELEMENTS), strict=True
+            ):
                 kept = mine.clone()
                 mine.copy_(theirs)
                 theirs.copy_(kept)

@@ -15,7 +15,13 @@ def merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
 
 
 def deepspeed_config(
-    *, stage: int, dtype: str, offload_optimizer: bool = False, offload_params: bool = False, grad_clip: float = 0.0, raw: dict[str, Any]
+    *,
+    stage: int,
+    dtype: str,
+    offload_optimizer: bool = False,
+    offload_params: bool = False,
+    grad_clip: float = 0.0,
+    raw: dict[str, Any],
 ) -> dict[str, Any]:
     """The config of one engine.
 

@@ -51,13 +51,20 @@ def prepare(
     ``max_steps`` batches of ``batch_size`` problems.
     """
     arguments = {name: value for name, value in locals().items() if name != "dir"}
-    folder, done = Path(dir), Path(dir) / "prepared.json"  # written last: there is no complete folder without it
+    folder, done = (
+        Path(dir),
+        Path(dir) / "prepared.json",
+    )  # written last: there is no complete folder without it
     if done.exists() and json.loads(done.read_text())["arguments"] == arguments:
         return
     _check(**arguments)
     done.unlink(missing_ok=True)
     rows = problems(max_operand, seed)
-    heldout_rows, validation_rows, demonstrations = rows[:heldout], rows[heldout : heldout + validation], rows[heldout + validation :]
+    heldout_rows, validation_rows, demonstrations = (
+        rows[:heldout],
+        rows[heldout : heldout + validation],
+        rows[heldout + validation :],
+    )
     folder.mkdir(parents=True, exist_ok=True)
     _write_jsonl(folder / "heldout.jsonl", heldout_rows)
     _write_jsonl(folder / "train.jsonl", validation_rows + demonstrations)
@@ -75,22 +82,39 @@ def prepare(
             batch_size=batch_size,
             max_steps=max_steps,
         )
-    _log.info("sums: the warm start took %d steps; %.0f %% right on validation problems", steps, 100 * accuracy)
+    _log.info(
+        "sums: the warm start took %d steps; %.0f %% right on validation problems", steps, 100 * accuracy
+    )
     tiny.save(model, tokenizer, folder / "model")
-    done.write_text(json.dumps({"arguments": arguments, "steps": steps, "validation_accuracy": accuracy}, indent=2) + "\n")
+    done.write_text(
+        json.dumps({"arguments": arguments, "steps": steps, "validation_accuracy": accuracy}, indent=2) + "\n"
+    )
 
 
-def _check(max_operand: int, heldout: int, validation: int, hidden_size: int, heads: int, seed: int, **others: float) -> None:
+def _check(
+    max_operand: int, heldout: int, validation: int, hidden_size: int, heads: int, seed: int, **others: float
+) -> None:
     """UserError for numbers that no task or model can be made of."""
-    sizes = {"max_operand": max_operand, "heldout": heldout, "validation": validation, "hidden_size": hidden_size, "heads": heads, **others}
+    sizes = {
+        "max_operand": max_operand,
+        "heldout": heldout,
+        "validation": validation,
+        "hidden_size": hidden_size,
+        "heads": heads,
+        **others,
+    }
     wrong = [f"prepare.{name}={value}: must be above 0" for name, value in sizes.items() if value <= 0]
     if wrong:
         raise UserError(*wrong)
     sums = (max_operand + 1) ** 2
     if heldout + validation >= sums:
-        wrong.append(f"prepare.max_operand={max_operand}: all its {sums} sums go to heldout={heldout} and validation={validation}; raise it")
+        wrong.append(
+            f"prepare.max_operand={max_operand}: all its {sums} sums go to heldout={heldout} and validation={validation}; raise it"
+        )
     if hidden_size % (2 * heads):
-        wrong.append(f"prepare.hidden_size={hidden_size}: must be a multiple of {2 * heads}, twice prepare.heads={heads}")
+        wrong.append(
+            f"prepare.hidden_size={hidden_size}: must be a multiple of {2 * heads}, twice prepare.heads={heads}"
+        )
     if wrong:
         raise UserError(*wrong)
 
@@ -106,7 +130,10 @@ def problems(max_operand: int, seed: int) -> list[Row]:
 def encode(rows: list[Row], tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
     """Ids and labels [N,T]: prompt, answer, end token, padded on the right; labels only where the answer and its end are."""
     prompts = tokenizer.encode_many([row["prompt"] for row in rows], special_tokens=True)
-    answers = [ids + [tokenizer.stop_ids[0]] for ids in tokenizer.encode_many([row["answer"] for row in rows], special_tokens=False)]
+    answers = [
+        ids + [tokenizer.stop_ids[0]]
+        for ids in tokenizer.encode_many([row["answer"] for row in rows], special_tokens=False)
+    ]
     width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     ids = torch.full((len(rows), width), tokenizer.pad_id)
     labels = torch.full((len(rows), width), _IGNORED)
@@ -134,7 +161,9 @@ def warm_start(
     accuracy = 0.0
     for step, index in enumerate(_batches(len(ids), batch_size, max_steps), start=1):
         logits = model(input_ids=ids[index]).logits[:, :-1]
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels[index][:, 1:].flatten(), ignore_index=_IGNORED)
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[index][:, 1:].flatten(), ignore_index=_IGNORED
+        )
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -52,7 +52,13 @@ def expect_trusted(path: str, trust_remote_code: bool, key: str) -> None:
 
 
 def load_chat_scorer(
-    path: str, *, revision: str | None, dtype: str, trust_remote_code: bool, attn_implementation: str, key: str = "reward.model"
+    path: str,
+    *,
+    revision: str | None,
+    dtype: str,
+    trust_remote_code: bool,
+    attn_implementation: str,
+    key: str = "reward.model",
 ) -> ChatScorer:
     """Frozen, with its own tokenizer. ``key``: the config's section that errors name."""
     expect_trusted(path, trust_remote_code, key)
@@ -73,9 +79,13 @@ def load_chat_scorer(
         raise
     except Exception as error:  # code written for another transformers raises anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise UserError(f"{key}.path={path}: its own code fails with transformers {transformers.__version__}: {reason}") from error
+        raise UserError(
+            f"{key}.path={path}: its own code fails with transformers {transformers.__version__}: {reason}"
+        ) from error
     if not callable(getattr(model, "get_score", None)):
-        raise UserError(f"{key}.path={path}: a {type(model).__name__} has no get_score(tokenizer, chat); for a sequence classifier use reward=model")
+        raise UserError(
+            f"{key}.path={path}: a {type(model).__name__} has no get_score(tokenizer, chat); for a sequence classifier use reward=model"
+        )
     refuse_missing(path, info, key=f"{key}.path")
     return ChatScorer(model.requires_grad_(False).eval(), tokenizer)
 

@@ -33,7 +33,9 @@ class Layout:
     places: Tensor  # [K] into [b*t]: the states before each token of the answers
     labels: Tensor  # [K] those tokens
     cells: Tensor  # [K] into [B*R]: where they are in the micro-batch
-    state_places: Tensor  # [K+B] into [b*t]: the states around the tokens of the answers, those after the last ones too
+    state_places: (
+        Tensor  # [K+B] into [b*t]: the states around the tokens of the answers, those after the last ones too
+    )
     state_cells: Tensor  # [K+B] into [B*(R+1)]
     last_places: Tensor  # [B] into [b*t]: the last token of each row
     rows: int  # B
@@ -48,14 +50,24 @@ class Layout:
 
     def spread(self, values: Tensor) -> Tensor:
         """[K] -> [B,R], 0 beyond the end of each answer."""
-        return values.new_zeros(self.rows * self.width).index_copy(0, self.cells, values).view(self.rows, self.width)
+        return (
+            values.new_zeros(self.rows * self.width)
+            .index_copy(0, self.cells, values)
+            .view(self.rows, self.width)
+        )
 
     def spread_states(self, values: Tensor) -> Tensor:
         """[K+B] -> [B,R+1], 0 beyond the state after each answer's last token."""
-        return values.new_zeros(self.rows * (self.width + 1)).index_copy(0, self.state_cells, values).view(self.rows, self.width + 1)
+        return (
+            values.new_zeros(self.rows * (self.width + 1))
+            .index_copy(0, self.state_cells, values)
+            .view(self.rows, self.width + 1)
+        )
 
 
-def lay_out(ids: Tensor, attention_mask: Tensor, response_width: int, model: nn.Module, *, packed: bool) -> Layout:
+def lay_out(
+    ids: Tensor, attention_mask: Tensor, response_width: int, model: nn.Module, *, packed: bool
+) -> Layout:
     """ids, attention_mask [B,T], on the CPU or on the device of the ``model``; the last ``response_width`` columns are the answers (0: none are told
     apart).
 
@@ -68,9 +80,13 @@ def lay_out(ids: Tensor, attention_mask: Tensor, response_width: int, model: nn.
     lengths, first = mask.sum(1), mask.int().argmax(1)
     prompts = lengths - answered
     assert bool((prompts > 0).all()), "a row without a token before its answer"
-    assert bool((columns - mask.flip(1).int().argmax(1) - first == lengths).all()), "padding between the tokens of a row"
+    assert bool((columns - mask.flip(1).int().argmax(1) - first == lengths).all()), (
+        "padding between the tokens of a row"
+    )
     real = torch.arange(int(lengths.max())) < lengths[:, None]  # [B,n]
-    source = (torch.arange(rows)[:, None] * columns + first[:, None] + torch.arange(real.shape[1])).clamp(max=mask.numel() - 1)  # into [B*T]
+    source = (torch.arange(rows)[:, None] * columns + first[:, None] + torch.arange(real.shape[1])).clamp(
+        max=mask.numel() - 1
+    )  # into [B*T]
     positions = torch.arange(real.shape[1]).expand_as(source)
     if packed:
         source, positions, start = source[real][None], positions[real][None], lengths.cumsum(0) - lengths

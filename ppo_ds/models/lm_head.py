@@ -52,7 +52,12 @@ class ScoringHead(nn.Linear):
             return super().forward(hidden)
         asked, width = self.question, self.out_features
         logprobs, entropy = linear_logprobs_and_entropy(
-            hidden[0], self.weight, self.bias, asked.labels, asked.temperature, with_entropy=asked.with_entropy
+            hidden[0],
+            self.weight,
+            self.bias,
+            asked.labels,
+            asked.temperature,
+            with_entropy=asked.with_entropy,
         )
         if entropy is not None:
             logprobs = torch.cat([logprobs, entropy if asked.entropy_gradient else entropy.detach()])
@@ -88,15 +93,21 @@ def ask(lm: nn.Module, question: Question, arguments: dict[str, Any]) -> Answer:
             head.question = None
     assert len(given) == 1, f"{type(lm).__name__} has called its head {len(given)} times"
     if fused and head.untouched is None:
-        head.untouched = out.logits.shape[-1] == head.out_features and bool((out.logits[0, -1] == _MARK).all())
+        head.untouched = out.logits.shape[-1] == head.out_features and bool(
+            (out.logits[0, -1] == _MARK).all()
+        )
         if not head.untouched:
             return ask(lm, question, arguments)
     logprobs, entropy = (_read if fused else _from_logits)(out.logits, question)
-    return Answer(logprobs, entropy if entropy is None or question.entropy_gradient else entropy.detach(), given[0], out)
+    return Answer(
+        logprobs, entropy if entropy is None or question.entropy_gradient else entropy.detach(), given[0], out
+    )
 
 
 def _from_logits(logits: Tensor, question: Question) -> tuple[Tensor, Tensor | None]:
-    return logprobs_and_entropy_from_logits(logits[0], question.labels, question.temperature, with_entropy=question.with_entropy)
+    return logprobs_and_entropy_from_logits(
+        logits[0], question.labels, question.temperature, with_entropy=question.with_entropy
+    )
 
 
 def _read(rows: Tensor, question: Question) -> tuple[Tensor, Tensor | None]:

@@ -25,7 +25,9 @@ from ppo_ds.errors import UserError
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NOT_REACHED = "couldn't connect"  # transformers', where there is no network
 UNREACHABLE = "no folder of that name, not in the local Hub cache, and the Hub cannot be reached; give a local folder or download the model first"
-_DROPOUT = re.compile(r"dropout|pdrop|layerdrop")  # attention_dropout, resid_pdrop, encoder_layerdrop, classifier_dropout_prob, ...
+_DROPOUT = re.compile(
+    r"dropout|pdrop|layerdrop"
+)  # attention_dropout, resid_pdrop, encoder_layerdrop, classifier_dropout_prob, ...
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -35,13 +37,19 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False, key: str = "model.path") -> PreTrainedConfig:
+def load_config(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False, key: str = "model.path"
+) -> PreTrainedConfig:
     """The Hugging Face config of a local folder or Hub id, with every dropout at 0. ``key`` names ``path`` in error messages."""
     path = _checked(path, key)
     with user_errors(path, key, Exception):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **_hub_only(path, revision))
+        config = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, **_hub_only(path, revision)
+        )
     _remove_dropout(config)
-    config._attn_implementation = None  # what computes the attention the run says: a folder may name code on the Hub here
+    config._attn_implementation = (
+        None  # what computes the attention the run says: a folder may name code on the Hub here
+    )
     return config
 
 
@@ -81,17 +89,28 @@ def weight_names(path: str, revision: str | None = None) -> set[str] | None:
                 return set(json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"])
             with safe_open(file, framework="pt") as weights:
                 return set(weights.keys())
-        except (OSError, ValueError, KeyError, SafetensorError):  # not there; what is damaged is named by whoever loads it
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            SafetensorError,
+        ):  # not there; what is damaged is named by whoever loads it
             continue
     return None
 
 
-def refuse_missing(path: str, info: dict[str, Any], *, allowed: Sequence[str] = (), key: str = "model.path") -> None:
+def refuse_missing(
+    path: str, info: dict[str, Any], *, allowed: Sequence[str] = (), key: str = "model.path"
+) -> None:
     """UserError if a weight outside ``allowed`` was not in the files (transformers fills it with random numbers) or had another shape."""
     missing = sorted(set(info["missing_keys"]) - set(allowed))
     if missing:
-        raise UserError(f"{key}={path}: weights missing from its files would start at random ({_some(missing)}); give a complete model")
-    mismatched = [f"{name} is {list(there)}, not {list(here)}" for name, there, here in sorted(info["mismatched_keys"])]
+        raise UserError(
+            f"{key}={path}: weights missing from its files would start at random ({_some(missing)}); give a complete model"
+        )
+    mismatched = [
+        f"{name} is {list(there)}, not {list(here)}" for name, there, here in sorted(info["mismatched_keys"])
+    ]
     if mismatched:
         raise UserError(f"{key}={path}: its files do not fit its config.json: {_some(mismatched)}")
 
@@ -134,7 +153,11 @@ def user_errors(path: str, key: str, *more: type[Exception]) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise UserError(f"{key}={path}: its weights are damaged ({error}); get the files anew") from error
-    except (UnpicklingError, EOFError, IndexError) as error:  # of torch.load(weights_only=True), which runs nothing
+    except (
+        UnpicklingError,
+        EOFError,
+        IndexError,
+    ) as error:  # of torch.load(weights_only=True), which runs nothing
         raise UserError(
             f"{key}={path}: {_pickled(path)} is damaged, or holds more than tensors, and could run code when it is read (none was run); "
             "get the model with weights in .safetensors files"

@@ -27,7 +27,9 @@ from ppo_ds.errors import UserError
 ADAPTER = "default"  # peft's name for the only one
 
 
-def add_adapters(model: PreTrainedModel, *, rank: int, alpha: float, targets: list[str] | None, seed: int, key: str) -> None:
+def add_adapters(
+    model: PreTrainedModel, *, rank: int, alpha: float, targets: list[str] | None, seed: int, key: str
+) -> None:
     """Freeze ``model`` and adapt the linear layers named by ``targets`` (all of them but the head for None); a score head stays trained, whole.
 
     Under ZeRO-3 the base may be sharded already; the adapters begin whole, with the same values on every rank, and the engine shards them.
@@ -52,7 +54,11 @@ def add_adapters(model: PreTrainedModel, *, rank: int, alpha: float, targets: li
 def _linear_layers(model: PreTrainedModel) -> list[str]:
     """Full names of the linear layers. Heads are left out: a language model's is often tied to its embedding, a critic's is trained whole."""
     heads = [id(model.get_output_embeddings()), id(getattr(model, "score", None))]
-    return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D)) and id(module) not in heads]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and id(module) not in heads
+    ]
 
 
 def _checked(targets: list[str] | None, layers: list[str], key: str) -> list[str]:
@@ -62,7 +68,9 @@ def _checked(targets: list[str] | None, layers: list[str], key: str) -> list[str
     lost = [target for target in targets if not any(f".{layer}".endswith(f".{target}") for layer in layers)]
     if lost or not targets:
         what = f"no linear layer is called {' or '.join(lost)}" if lost else "names no layer"
-        raise UserError(f"{key}.targets={show(targets)}: {what}; this model has {', '.join(names)} (the head is not adapted); null takes them all")
+        raise UserError(
+            f"{key}.targets={show(targets)}: {what}; this model has {', '.join(names)} (the head is not adapted); null takes them all"
+        )
     return targets
 
 
@@ -137,7 +145,9 @@ def save_adapter(model: nn.Module, directory: Path, state: dict[str, Tensor]) ->
     """A folder that ``PeftModel.from_pretrained(base, directory)`` loads; ``state`` is a state dict of ``model``."""
     config: Any = model.peft_config[ADAPTER]
     directory.mkdir(parents=True, exist_ok=True)
-    adapter = get_peft_model_state_dict(model, state_dict=state, adapter_name=ADAPTER, save_embedding_layers=False)
+    adapter = get_peft_model_state_dict(
+        model, state_dict=state, adapter_name=ADAPTER, save_embedding_layers=False
+    )
     tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.items()}
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(directory)

@@ -21,7 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -34,7 +40,9 @@ _GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.
 class Heard:
     """What the attention layers of a packed forward were given."""
 
-    kernel: list[bool] = field(default_factory=list)  # of each that was told where sequences end: whether the kernel takes its heads
+    kernel: list[bool] = field(
+        default_factory=list
+    )  # of each that was told where sequences end: whether the kernel takes its heads
     deaf: list[str] = field(default_factory=list)  # those that were not told, by class
 
     @property
@@ -46,14 +54,21 @@ class Heard:
 
 
 _heard: ContextVar[Heard | None] = ContextVar("_heard", default=None)  # of the packed forward that is running
-_told: ContextVar[bool] = ContextVar("_told", default=False)  # whether the running forward's rows are known: one sequence each, or packed by us
+_told: ContextVar[bool] = ContextVar(
+    "_told", default=False
+)  # whether the running forward's rows are known: one sequence each, or packed by us
 _found_out = masking_utils.find_packed_sequence_indices
 
 
 def packed_arguments(lengths: list[int], device: torch.device) -> dict[str, Any]:
     """What a model is called with: transformers' own names, which its flash attention knows too."""
     ends = moved(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
-    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths), "max_length_k": max(lengths)}
+    return {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
 
 
 @contextmanager
@@ -96,9 +111,13 @@ def ours(model: PreTrainedModel) -> bool:
     return model.config.get_text_config()._attn_implementation == "sdpa"
 
 
-def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
     """query [b,heads,t,d], key and value [b,groups,t,d] -> [b,t,heads,d], and no weights."""
-    ends = kwargs.get("cu_seq_lens_q") if kwargs.get("cache") is None else None  # with a cache they are those of transformers' own paged decoding
+    ends = (
+        kwargs.get("cu_seq_lens_q") if kwargs.get("cache") is None else None
+    )  # with a cache they are those of transformers' own paged decoding
     heard = _heard.get()
     if ends is None:
         if heard is not None:
@@ -125,13 +144,21 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, ends: list[int], scale
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
     parts = zip(*(x.transpose(0, 1)[None].split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    return torch.cat([F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0] for q, k, v in parts], dim=1).transpose(0, 1)
+    return torch.cat(
+        [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0] for q, k, v in parts], dim=1
+    ).transpose(0, 1)
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether flash attention takes these [N,heads,d] as they are."""
     width = query.shape[-1]
-    return _GROUPED and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and width == value.shape[-1] <= 256 and width % 8 == 0
+    return (
+        _GROUPED
+        and query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and width == value.shape[-1] <= 256
+        and width % 8 == 0
+    )
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -144,13 +171,18 @@ def _found(position_ids: Tensor) -> Tensor | None:
 
 AttentionInterface.register("sdpa", attention)
 AttentionMaskInterface.register("sdpa", _mask)
-masking_utils.find_packed_sequence_indices = _found  # there is no argument for it: no position ids would be made there, and asked alike
+masking_utils.find_packed_sequence_indices = (
+    _found  # there is no argument for it: no position ids would be made there, and asked alike
+)
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
     """What of this model keeps sequences from sharing a row; None if they can."""
     config = model.config.get_text_config()
-    if not getattr(model, "_supports_attention_backend", False) or config._attn_implementation not in ("sdpa", "flash_attention_2"):
+    if not getattr(model, "_supports_attention_backend", False) or config._attn_implementation not in (
+        "sdpa",
+        "flash_attention_2",
+    ):
         return f"the attention of {type(model).__name__} ({config._attn_implementation}) cannot be replaced"
     kinds = set(_kinds(config)) - {"full_attention"}
     if kinds or getattr(model, "_is_stateful", False):
@@ -179,4 +211,8 @@ def packs(model: PreTrainedModel, layout: str, device: torch.device) -> bool:
 
 
 def _has_flash(model: PreTrainedModel, device: torch.device) -> bool:
-    return _GROUPED and model.dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(device) >= (8, 0)
+    return (
+        _GROUPED
+        and model.dtype in (torch.float16, torch.bfloat16)
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )

@@ -31,7 +31,9 @@ def try_packed(module: Policy | ScoreModel, forward: Callable[[Tensor, Tensor, i
     mask = torch.ones(2, _SECOND, dtype=torch.bool)
     mask[0, _FIRST:] = False
     states: list[Tensor] = []  # of the second row
-    hook = module.trunk.base_model.register_forward_hook(lambda _module, _inputs, out: states.append(out.last_hidden_state[-1, -_SECOND:].float()))
+    hook = module.trunk.base_model.register_forward_hook(
+        lambda _module, _inputs, out: states.append(out.last_hidden_state[-1, -_SECOND:].float())
+    )
     asked = module.packed
     try:
         with torch.no_grad():
@@ -48,4 +50,7 @@ def try_packed(module: Policy | ScoreModel, forward: Callable[[Tensor, Tensor, i
     padded, packed = states
     gap = float(((packed - padded).norm(dim=1) / padded.norm(dim=1)).median())
     close = gap < (1e-3 if module.trunk.dtype == torch.float32 else 0.1)
-    return Trial(None if close else f"{type(module.trunk).__name__} computes other states where rows are packed", all(heard.kernel))
+    return Trial(
+        None if close else f"{type(module.trunk).__name__} computes other states where rows are packed",
+        all(heard.kernel),
+    )

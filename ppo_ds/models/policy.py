@@ -41,7 +41,9 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
         install(lm)
-        self.value_head = zeroed_head(lm.get_output_embeddings().in_features, lm.dtype) if value_head else None
+        self.value_head = (
+            zeroed_head(lm.get_output_embeddings().in_features, lm.dtype) if value_head else None
+        )
         self.temperature = temperature
         # generate() would fill what we leave open from the model's own file (Qwen2.5-Instruct: top_k 20, repetition penalty);
         # the file's settings are kept aside for the saved model
@@ -77,7 +79,9 @@ class Policy(nn.Module):
         return PolicyOutput(
             layout.spread(answer.logprobs),
             None if answer.entropy is None else layout.spread(answer.entropy),
-            None if self.value_head is None else layout.spread_states(self.value_head(answer.states[layout.state_places]).squeeze(-1)),
+            None
+            if self.value_head is None
+            else layout.spread_states(self.value_head(answer.states[layout.state_places]).squeeze(-1)),
             answer.out.aux_loss if with_aux else None,
         )
 
@@ -187,7 +191,9 @@ def unsharded_twin(lm: nn.Module, device: torch.device) -> nn.Module:
             target._buffers[key] = None if buffer is None else buffer.detach().to(device, copy=True)
         for key, parameter in source._parameters.items():
             if parameter is not None:
-                hollow = nn.Parameter(torch.empty(0, device=device, dtype=parameter.dtype), requires_grad=False)
+                hollow = nn.Parameter(
+                    torch.empty(0, device=device, dtype=parameter.dtype), requires_grad=False
+                )
                 target._parameters[key] = empty.setdefault(id(parameter), hollow)
     twin.eval()
     twin.generation_config = lm.generation_config

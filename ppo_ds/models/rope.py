@@ -15,7 +15,10 @@ def steady_until(config: PreTrainedConfig) -> tuple[str, int] | None:
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds: list[dict[str, Any]] = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some families have one for each kind of layer
+    kinds: list[dict[str, Any]] = [
+        rope,
+        *(part for part in rope.values() if isinstance(part, dict)),
+    ]  # some families have one for each kind of layer
     found = []
     for kind in kinds:
         name = str(kind.get("rope_type", "default"))

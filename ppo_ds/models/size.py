@@ -15,7 +15,12 @@ from ppo_ds.models.lora import add_adapters
 from ppo_ds.ops.flops import Size
 from ppo_ds.ops.memory import Shape, room_to_decode
 
-_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")  # what stands between a head and its logits
+_LOGIT_CHANGES = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+)  # what stands between a head and its logits
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how configs call their number
 
 
@@ -28,7 +33,9 @@ def size_of(model: nn.Module) -> Size:
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     head = output.weight if output is not None else None
     body = sum(_numel(p) for p in model.parameters() if p is not embedding and p is not head)
-    heads = getattr(config, "num_attention_heads", None) or 0  # none: a state-space model, which keeps no keys and values
+    heads = (
+        getattr(config, "num_attention_heads", None) or 0
+    )  # none: a state-space model, which keeps no keys and values
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return Size(
@@ -64,11 +71,21 @@ def decoding_bytes(lm: PreTrainedModel, tokens: int, rows: int) -> int:
 def shape_of(model: PreTrainedModel) -> Shape:
     """Of a transformers model, on the meta device too: what ops/memory.py works out its memory from."""
     config: Any = model.config.get_text_config()
-    size, parameters, names = size_of(model), list(model.parameters()), [name for name, _ in model.named_parameters()]
+    size, parameters, names = (
+        size_of(model),
+        list(model.parameters()),
+        [name for name, _ in model.named_parameters()],
+    )
     trained = [p for p in parameters if p.requires_grad]
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * config.hidden_size
+    inner = (
+        getattr(config, "intermediate_size", None)
+        or getattr(config, "ffn_dim", None)
+        or 4 * config.hidden_size
+    )
     if taken := getattr(config, "num_experts_per_tok", None):
-        inner = taken * (getattr(config, "moe_intermediate_size", None) or inner) + (getattr(config, "shared_expert_intermediate_size", None) or 0)
+        inner = taken * (getattr(config, "moe_intermediate_size", None) or inner) + (
+            getattr(config, "shared_expert_intermediate_size", None) or 0
+        )
     output = model.get_output_embeddings()
     return Shape(
         parameters=sum(_numel(p) for p in parameters),
@@ -115,7 +132,9 @@ def planned_shape(
     auto_class = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = auto_class.from_config(config, trust_remote_code=trust_remote_code, attn_implementation=attention)
+            model = auto_class.from_config(
+                config, trust_remote_code=trust_remote_code, attn_implementation=attention
+            )
             if lora is not None:
                 add_adapters(model, rank=lora[0], alpha=1.0, targets=lora[1], seed=0, key=key)
     except (ValueError, ImportError) as error:

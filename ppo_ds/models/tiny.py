@@ -35,10 +35,16 @@ def character_tokenizer(characters: str) -> Tokenizer:
     vocabulary = Vocabulary(WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNKNOWN))
     vocabulary.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     vocabulary.decoder = decoders.Fuse()  # without it, decoded characters are joined by spaces
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, padding_side="left"))
+    return Tokenizer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=vocabulary, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, padding_side="left"
+        )
+    )
 
 
-def tiny_llama(tokenizer: Tokenizer, *, hidden_size: int, layers: int, heads: int, max_tokens: int) -> nn.Module:
+def tiny_llama(
+    tokenizer: Tokenizer, *, hidden_size: int, layers: int, heads: int, max_tokens: int
+) -> nn.Module:
     """A LlamaForCausalLM in fp32 with random weights (torch's global random state), no tied embeddings and no dropout."""
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
@@ -58,7 +64,9 @@ def tiny_llama(tokenizer: Tokenizer, *, hidden_size: int, layers: int, heads: in
 
 def save(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
     """Weights, config, generation config (its end token) and tokenizer, as ``from_pretrained`` reads them."""
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.stop_ids[0], pad_token_id=tokenizer.pad_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.stop_ids[0], pad_token_id=tokenizer.pad_id
+    )
     model.save_pretrained(folder)
     tokenizer.save(folder)
 
@@ -67,8 +75,21 @@ def save(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
 
 HEAD, MOST_HEADS = 8, 16  # of a head: numbers; queries that share one key head, at most
 _HEADS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
-_WIDTHS = ("hidden_size", "embedding_size", "pooler_hidden_size", "word_embed_proj_dim")  # equal, or made equal
-_INNERS = ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "n_inner", "ffn_hidden_dim")
+_WIDTHS = (
+    "hidden_size",
+    "embedding_size",
+    "pooler_hidden_size",
+    "word_embed_proj_dim",
+)  # equal, or made equal
+_INNERS = (
+    "intermediate_size",
+    "ffn_dim",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "ffn_hidden_size",
+    "n_inner",
+    "ffn_hidden_dim",
+)
 _EXPERT_INNERS = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
 _LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
 _AT_MOST = {  # of what is left, as large as it was and no larger than this
@@ -90,10 +111,17 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
     group = queries // keys
     heads, key_heads = (4, 4) if group == 1 else (group, 1) if group <= MOST_HEADS else (4, 1)
     width = heads * HEAD
-    values = dict.fromkeys(_HEADS, heads) | dict.fromkeys(_WIDTHS, width) | dict.fromkeys(_INNERS, 2 * width) | dict.fromkeys(_EXPERT_INNERS, width)
+    values = (
+        dict.fromkeys(_HEADS, heads)
+        | dict.fromkeys(_WIDTHS, width)
+        | dict.fromkeys(_INNERS, 2 * width)
+        | dict.fromkeys(_EXPERT_INNERS, width)
+    )
     values |= {"num_key_value_heads": key_heads, "head_dim": HEAD, "num_kv_heads": key_heads}
     for name, value in values.items():
-        if getattr(text, name, None) is not None and not isinstance(getattr(type(text), name, None), property):
+        if getattr(text, name, None) is not None and not isinstance(
+            getattr(type(text), name, None), property
+        ):
             setattr(text, name, value)
     for name, most in _AT_MOST.items():
         if isinstance(given := getattr(text, name, None), int) and not isinstance(given, bool):
@@ -126,7 +154,9 @@ def _shorter_rope(config: Any) -> None:
                 part[name] = part[name][: int(HEAD * part.get("partial_rotary_factor", 1.0)) // 2]
 
 
-def save_shrunk(path: str, folder: Path, *, revision: str | None, trust_remote_code: bool, language_model: bool, key: str) -> None:
+def save_shrunk(
+    path: str, folder: Path, *, revision: str | None, trust_remote_code: bool, language_model: bool, key: str
+) -> None:
     """A tiny random model of the architecture of ``path`` with its own tokenizer, in ``folder``. No weights are read; UserError names ``key``.
 
     It is of the class that config.json names, so that a folder without a score head has none here either; a ``language_model`` always is one.
@@ -150,5 +180,7 @@ def save_shrunk(path: str, folder: Path, *, revision: str | None, trust_remote_c
             f"{key}={path}: no tiny model of this architecture could be made ({type(error).__name__}: {reason}); run without run.dry_run"
         ) from error
     model.float().save_pretrained(folder)
-    GenerationConfig(eos_token_id=list(tokenizer.stop_ids), pad_token_id=tokenizer.pad_id).save_pretrained(folder)
+    GenerationConfig(eos_token_id=list(tokenizer.stop_ids), pad_token_id=tokenizer.pad_id).save_pretrained(
+        folder
+    )
     tokenizer.save(folder)

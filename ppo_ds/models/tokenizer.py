@@ -26,7 +26,11 @@ class Tokenizer:
     """Text and chats to ids and back."""
 
     def __init__(
-        self, hf: PreTrainedTokenizerBase, end_ids: tuple[int, ...] = (), chat_template_kwargs: dict[str, Any] | None = None, key: str = "model.path"
+        self,
+        hf: PreTrainedTokenizerBase,
+        end_ids: tuple[int, ...] = (),
+        chat_template_kwargs: dict[str, Any] | None = None,
+        key: str = "model.path",
     ):
         """``end_ids``: end tokens that the model's generation config names beside the tokenizer's own. ``key``: see load_tokenizer."""
         own = () if hf.eos_token_id is None else (hf.eos_token_id,)
@@ -34,7 +38,9 @@ class Tokenizer:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(own + end_ids))
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         if hf.pad_token_id is None and not self.stop_ids:
-            raise UserError(f"{key}={hf.name_or_path}: the tokenizer has neither a pad nor an end token; name one in tokenizer_config.json")
+            raise UserError(
+                f"{key}={hf.name_or_path}: the tokenizer has neither a pad nor an end token; name one in tokenizer_config.json"
+            )
         self.pad_id: int = self.stop_ids[0] if hf.pad_token_id is None else hf.pad_token_id
 
     @property
@@ -55,7 +61,9 @@ class Tokenizer:
         """Uncut, unpadded ids of each text; ``special_tokens``: with those that the tokenizer adds by itself, such as a first BOS."""
         if not texts:
             return []
-        return self.hf(texts, add_special_tokens=special_tokens, padding=False, truncation=False, verbose=False)["input_ids"]
+        return self.hf(
+            texts, add_special_tokens=special_tokens, padding=False, truncation=False, verbose=False
+        )["input_ids"]
 
     def encode_prompt(self, text: str) -> list[int]:
         return self.encode_many([text], special_tokens=True)[0]
@@ -63,7 +71,9 @@ class Tokenizer:
     def render_chat(self, messages: list[Message], to_answer: bool = True) -> str:
         """The chat as text; ``to_answer``: up to where the assistant's next answer begins, else it is complete."""
         if not self.has_chat_template:
-            raise UserError("a chat, but the tokenizer has no chat template; set data.chat_template=<Jinja or file>, or give prompts as text")
+            raise UserError(
+                "a chat, but the tokenizer has no chat template; set data.chat_template=<Jinja or file>, or give prompts as text"
+            )
         try:
             return render(self.hf, messages, add_generation_prompt=to_answer, **self.chat_template_kwargs)
         except TemplateFault as error:
@@ -74,7 +84,9 @@ class Tokenizer:
         return self.encode_many([self.render_chat(messages)], special_tokens=False)[0]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return self.hf.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        return self.hf.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
 
     def save(self, folder: str | Path) -> None:
         self.hf.save_pretrained(folder)
@@ -88,7 +100,9 @@ def render(hf: PreTrainedTokenizerBase, messages: list[Message], **options: Any)
     """A chat as text."""
     try:
         return hf.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:  # a template is a program: beside Jinja's errors it raises what Python's operators do
+    except (
+        Exception
+    ) as error:  # a template is a program: beside Jinja's errors it raises what Python's operators do
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if isinstance(error, jinja2.TemplateSyntaxError):
             raise TemplateFault(f"is not Jinja (line {error.lineno}: {reason})") from error
@@ -127,7 +141,9 @@ def _located(path: str, revision: str | None, key: str) -> tuple[str, str | None
     if folder.is_dir():
         return str(folder), None
     if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
-        raise UserError(f"{key}={path}: no such folder; give a folder with a Hugging Face model and its tokenizer, or a Hub name")
+        raise UserError(
+            f"{key}={path}: no such folder; give a folder with a Hugging Face model and its tokenizer, or a Hub name"
+        )
     return path, revision
 
 
@@ -149,7 +165,9 @@ def _template(given: str) -> str:
         return Path(os.path.expanduser(given)).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"data.chat_template={given}: neither a Jinja template nor a file that can be read ({reason})") from error
+        raise UserError(
+            f"data.chat_template={given}: neither a Jinja template nor a file that can be read ({reason})"
+        ) from error
 
 
 def _generation_end_ids(path: str, revision: str | None, key: str) -> tuple[int, ...]:
@@ -158,7 +176,9 @@ def _generation_end_ids(path: str, revision: str | None, key: str) -> tuple[int,
         ids = GenerationConfig.from_pretrained(path, revision=revision).eos_token_id
     except OSError as error:  # most often there is none
         if (Path(path) / "generation_config.json").exists():
-            raise UserError(f"{key}={path}: generation_config.json cannot be read; mend or remove it") from error
+            raise UserError(
+                f"{key}={path}: generation_config.json cannot be read; mend or remove it"
+            ) from error
         return ()
     if ids is None:
         return ()

@@ -19,7 +19,14 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.layout import Layout, lay_out
-from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype, user_errors, weight_names
+from ppo_ds.models.loading import (
+    from_pretrained,
+    load_config,
+    refuse_missing,
+    torch_dtype,
+    user_errors,
+    weight_names,
+)
 from ppo_ds.models.lora import merged_state, without_adapters
 from ppo_ds.models.packed_attention import laid_out
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
@@ -43,7 +50,9 @@ class ScoreHead(nn.Linear):
     def keep(self) -> None:
         """Remembers its parameters as they are now; under ZeRO-3 they must be gathered. Not in the state dict: they came from a folder."""
         self.register_buffer("kept_weight", self.weight.detach().clone(), persistent=False)
-        self.register_buffer("kept_bias", None if self.bias is None else self.bias.detach().clone(), persistent=False)
+        self.register_buffer(
+            "kept_bias", None if self.bias is None else self.bias.detach().clone(), persistent=False
+        )
 
 
 def zeroed_head(width: int, dtype: torch.dtype) -> ScoreHead:
@@ -67,7 +76,13 @@ class ScoreModel(nn.Module):
         if self.is_decoder and isinstance(model.score, nn.Linear):
             model.score = _computing_in_fp32(model.score)
 
-    def forward(self, ids: Tensor, attention_mask: Tensor, response_width: int | None = None, token_type_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        attention_mask: Tensor,
+        response_width: int | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> Tensor:
         """The only way in for engines, which wrap it. ids, attention_mask [B,T]; fp32 out:
 
         the values [B,R+1] of the states around the response tokens, column t before token t, 0 beyond the last state of a row; or without
@@ -84,8 +99,18 @@ class ScoreModel(nn.Module):
             layout = lay_out(ids, attention_mask, 0, self.model, packed=self.packed)
             return self._head(self._hidden(layout)[layout.last_places])
         device = next(self.model.parameters()).device
-        types = {"token_type_ids": moved(token_type_ids, device)} if self._types and token_type_ids is not None else {}
-        return self.model(input_ids=moved(ids, device), attention_mask=moved(attention_mask.long(), device), **types).logits[:, 0].float()
+        types = (
+            {"token_type_ids": moved(token_type_ids, device)}
+            if self._types and token_type_ids is not None
+            else {}
+        )
+        return (
+            self.model(
+                input_ids=moved(ids, device), attention_mask=moved(attention_mask.long(), device), **types
+            )
+            .logits[:, 0]
+            .float()
+        )
 
     def gradient_checkpointing_enable(self) -> None:
         # the reentrant kind gives no gradients where a block's input needs none, which is the case of the first block
@@ -96,7 +121,12 @@ class ScoreModel(nn.Module):
 
         Adapters are merged into it.
         """
-        self.model.save_pretrained(directory, state_dict=merged_state(self.model, self.model.state_dict() if state_dict is None else state_dict))
+        self.model.save_pretrained(
+            directory,
+            state_dict=merged_state(
+                self.model, self.model.state_dict() if state_dict is None else state_dict
+            ),
+        )
 
     @property
     def trunk(self) -> PreTrainedModel:
@@ -108,7 +138,9 @@ class ScoreModel(nn.Module):
         """The longest text that has a position for each token; None where the architecture sets no limit."""
         for name, module in self.model.named_modules():
             if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-                return module.num_embeddings - module.padding_idx - 1  # RoBERTa counts its positions from the pad id on
+                return (
+                    module.num_embeddings - module.padding_idx - 1
+                )  # RoBERTa counts its positions from the pad id on
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @property
@@ -153,10 +185,19 @@ def load_critic(
 
     A trained score head is kept. A folder without one gets a head of zeros if ``zero_head``, and is refused if not.
     """
-    model, info = _load(path, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation, key=key)
+    model, info = _load(
+        path,
+        revision=revision,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+        key=key,
+    )
     if not hasattr(model, "score") or model.config.is_encoder_decoder:
         kind = type(model).__name__
-        raise UserError(f"{key}={path}: a critic needs a value at every token, which a {kind} has not; take a decoder, such as the actor")
+        raise UserError(
+            f"{key}={path}: a critic needs a value at every token, which a {kind} has not; take a decoder, such as the actor"
+        )
     headless = _HEAD in info["missing_keys"]
     if not zero_head:
         _refuse_headless(path, model, info["missing_keys"], key)
@@ -171,16 +212,31 @@ def load_critic(
 
 
 def load_reward_model(
-    path: str, *, revision: str | None, dtype: str, trust_remote_code: bool, attn_implementation: str, key: str = "reward.model.path"
+    path: str,
+    *,
+    revision: str | None,
+    dtype: str,
+    trust_remote_code: bool,
+    attn_implementation: str,
+    key: str = "reward.model.path",
 ) -> ScoreModel:
     """A frozen reward model: any ``AutoModelForSequenceClassification`` with one label and all of its weights."""
-    model, info = _load(path, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation, key=key)
+    model, info = _load(
+        path,
+        revision=revision,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+        key=key,
+    )
     _refuse_headless(path, model, info["missing_keys"], key)
     refuse_missing(path, info, key=key)
     return ScoreModel(model).requires_grad_(False).eval()
 
 
-def expect_reward_model(path: str, *, revision: str | None, trust_remote_code: bool, key: str = "reward.model.path") -> tuple[int, bool]:
+def expect_reward_model(
+    path: str, *, revision: str | None, trust_remote_code: bool, key: str = "reward.model.path"
+) -> tuple[int, bool]:
     """UserError for what can be seen of a model that is no reward model without reading a weight: its config, and which weights its files have.
 
     Returns the rows of its embedding and whether it is a decoder.
@@ -191,8 +247,15 @@ def expect_reward_model(path: str, *, revision: str | None, trust_remote_code: b
         model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
     names = weight_names(path, revision)
     if names is not None:  # whatever stands before a name: files may have been written by another class
-        _refuse_headless(path, model, [name for name in model.state_dict() if not any(there.endswith(name) for there in names)], key)
-    return model.get_input_embeddings().num_embeddings, hasattr(model, "score") and not config.is_encoder_decoder
+        _refuse_headless(
+            path,
+            model,
+            [name for name in model.state_dict() if not any(there.endswith(name) for there in names)],
+            key,
+        )
+    return model.get_input_embeddings().num_embeddings, hasattr(
+        model, "score"
+    ) and not config.is_encoder_decoder
 
 
 def _refuse_headless(path: str, model: Any, missing: Iterable[str], key: str) -> None:
@@ -200,10 +263,20 @@ def _refuse_headless(path: str, model: Any, missing: Iterable[str], key: str) ->
     missing = sorted(name for name in missing if not name.startswith(f"{model.base_model_prefix}."))
     if missing:
         lost = ", ".join(missing[:3])
-        raise UserError(f"{key}={path}: has no trained score head ({lost} not in its files): give a sequence classifier trained to score")
+        raise UserError(
+            f"{key}={path}: has no trained score head ({lost} not in its files): give a sequence classifier trained to score"
+        )
 
 
-def _load(path: str, *, revision: str | None, dtype: str, trust_remote_code: bool, attn_implementation: str, key: str) -> tuple[Any, dict[str, Any]]:
+def _load(
+    path: str,
+    *,
+    revision: str | None,
+    dtype: str,
+    trust_remote_code: bool,
+    attn_implementation: str,
+    key: str,
+) -> tuple[Any, dict[str, Any]]:
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
     _expect_one_label(config, path, key)
     return from_pretrained(
@@ -222,7 +295,9 @@ def _expect_one_label(config: PreTrainedConfig, path: str, key: str) -> None:
     if config.num_labels == 1:
         return
     if any("Classification" in name for name in config.architectures or []):
-        raise UserError(f"{key}={path}: has {config.num_labels} labels; a score needs a sequence classifier with one (num_labels=1)")
+        raise UserError(
+            f"{key}={path}: has {config.num_labels} labels; a score needs a sequence classifier with one (num_labels=1)"
+        )
     config.num_labels = 1  # a language model's 2 is transformers' default and says nothing; whether a head is there, the weights will tell
 
 
@@ -233,12 +308,21 @@ def _computing_in_fp32(linear: nn.Linear) -> ScoreHead:
     return head
 
 
-def reads_like(path: str, tokenizer: Tokenizer, *, revision: str | None, trust_remote_code: bool, key: str = "reward.model.path") -> bool:
+def reads_like(
+    path: str,
+    tokenizer: Tokenizer,
+    *,
+    revision: str | None,
+    trust_remote_code: bool,
+    key: str = "reward.model.path",
+) -> bool:
     """Whether a model is a decoder with ``tokenizer``'s vocabulary, so that it can start a critic of that tokenizer's actor."""
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
     if not _scores_tokens(config, trust_remote_code):
         return False
-    return load_tokenizer(path, revision, trust_remote_code, key=key).hf.get_vocab() == tokenizer.hf.get_vocab()
+    return (
+        load_tokenizer(path, revision, trust_remote_code, key=key).hf.get_vocab() == tokenizer.hf.get_vocab()
+    )
 
 
 def _scores_tokens(config: PreTrainedConfig, trust_remote_code: bool) -> bool:
@@ -246,7 +330,9 @@ def _scores_tokens(config: PreTrainedConfig, trust_remote_code: bool) -> bool:
     BERT under causal language models too."""
     try:
         with torch.device("meta"):
-            model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
+            model = AutoModelForSequenceClassification.from_config(
+                config, trust_remote_code=trust_remote_code
+            )
     except ValueError:  # the architecture has no sequence classifier
         return False
     return hasattr(model, "score") and not config.is_encoder_decoder

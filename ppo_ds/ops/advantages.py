@@ -45,10 +45,14 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Ten
 def _next_values(values: Tensor, mask: Tensor, bootstrap_value: Tensor | None) -> Tensor:
     """[B,T]: the value at the next place with mask = 1, or the bootstrap value (0) after the last one."""
     width = values.shape[1]
-    after = torch.zeros_like(values[:, 0]) if bootstrap_value is None else widen(bootstrap_value).to(values.dtype)
+    after = (
+        torch.zeros_like(values[:, 0]) if bootstrap_value is None else widen(bootstrap_value).to(values.dtype)
+    )
     places = torch.where(mask.bool(), torch.arange(width, device=values.device), width)
     following = torch.nn.functional.pad(places[:, 1:], (0, 1), value=width)
-    following = following.flip(1).cummin(dim=1).values.flip(1)  # the smallest masked place beyond t; width: none
+    following = (
+        following.flip(1).cummin(dim=1).values.flip(1)
+    )  # the smallest masked place beyond t; width: none
     return torch.cat([values, after[:, None]], dim=1).gather(1, following)
 
 
@@ -80,7 +84,9 @@ def group_advantages(
     """
     if kind == "none":
         return widen(scores).detach()
-    x = scores.double()  # equal scores must differ from their mean by 0, not by a rounding error that eps then magnifies
+    x = (
+        scores.double()
+    )  # equal scores must differ from their mean by 0, not by a rounding error that eps then magnifies
     _, group = torch.unique(group_ids, return_inverse=True)
 
     def group_sum(t: Tensor) -> Tensor:
@@ -89,7 +95,9 @@ def group_advantages(
     count = group_sum(torch.ones_like(x))
     alone = count == 1
     if singleton == "error" and bool(alone.any()):
-        raise ValueError(f"a prompt with one answer has no baseline ({kind}): draw two or more answers per prompt")
+        raise ValueError(
+            f"a prompt with one answer has no baseline ({kind}): draw two or more answers per prompt"
+        )
     others = (count - 1).clamp(min=1)
     centred = x - group_sum(x) / count
     match kind:
@@ -109,14 +117,18 @@ def group_advantages(
 
 
 @torch.no_grad()
-def reinforce_pp_advantages(token_rewards: Tensor, mask: Tensor, gamma: float = 1.0, reduce: Reduce | None = None) -> tuple[Tensor, Tensor]:
+def reinforce_pp_advantages(
+    token_rewards: Tensor, mask: Tensor, gamma: float = 1.0, reduce: Reduce | None = None
+) -> tuple[Tensor, Tensor]:
     """REINFORCE++ (Hu 2025): discounted returns, whitened over all ranks (unbiased), and the returns themselves; [B,T] each."""
     returns = discounted_returns(token_rewards, mask, gamma)
     return masked_whiten(returns, mask, reduce=reduce), returns
 
 
 @torch.no_grad()
-def one_step_advantages(scores: Tensor, values: Tensor, whiten: bool = True, reduce: Reduce | None = None) -> tuple[Tensor, Tensor]:
+def one_step_advantages(
+    scores: Tensor, values: Tensor, whiten: bool = True, reduce: Reduce | None = None
+) -> tuple[Tensor, Tensor]:
     """The whole answer as one action: [B], [B] -> advantages scores - V(prompt), whitened over all ranks (unbiased); returns = scores."""
     scores = widen(scores).detach()
     advantages = scores - widen(values)

@@ -10,7 +10,9 @@ from torch import Tensor
 FORWARD = 64  # tokens that pass through a model in the time that one more forward costs by itself
 
 
-def plan_forwards(lengths: Tensor, token_budget: int, at_least: int = 1, packed: bool = False) -> list[Tensor]:
+def plan_forwards(
+    lengths: Tensor, token_budget: int, at_least: int = 1, packed: bool = False
+) -> list[Tensor]:
     """Lengths [B] of whole rows -> groups of row indices (LongTensor each) that together cover every row once.
 
     ``packed``: rows share a line without padding, and a group costs the sum of its lengths. Otherwise every row is padded to the group's
@@ -33,7 +35,9 @@ def plan_forwards(lengths: Tensor, token_budget: int, at_least: int = 1, packed:
     return _split(groups, at_least, cost)
 
 
-def plan_microbatches(prompt_lengths: Tensor, limits: Tensor, token_budget: int, at_least: int = 1) -> list[Tensor]:
+def plan_microbatches(
+    prompt_lengths: Tensor, limits: Tensor, token_budget: int, at_least: int = 1
+) -> list[Tensor]:
     """The same of rows that are yet to be answered: a group costs rows * (its longest prompt + the most tokens that one of its answers may have)."""
     prompts, answers = prompt_lengths.tolist(), limits.tolist()
     assert 1 <= at_least <= len(prompts), f"{at_least} groups of {len(prompts)} rows"
@@ -46,7 +50,11 @@ def plan_microbatches(prompt_lengths: Tensor, limits: Tensor, token_budget: int,
         else:
             groups.append([row])
             longest_prompt, longest_answer = prompts[row], answers[row]
-    return _split(groups, at_least, lambda rows: len(rows) * (max(prompts[i] for i in rows) + max(answers[i] for i in rows)))
+    return _split(
+        groups,
+        at_least,
+        lambda rows: len(rows) * (max(prompts[i] for i in rows) + max(answers[i] for i in rows)),
+    )
 
 
 def _split(groups: list[list[int]], at_least: int, cost: Callable[[list[int]], int]) -> list[Tensor]:

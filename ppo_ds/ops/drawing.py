@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 
 _BLOCK = 128  # the vocabulary is searched in two levels: blocks, then tokens of one block
-_BELOW_ONE = 1 - 1e-12  # a target below the total: there is always a token to hit, and never one of probability 0
+_BELOW_ONE = (
+    1 - 1e-12
+)  # a target below the total: there is always a token to hit, and never one of probability 0
 
 
 def draw(
-    logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int, top_p: float, barred: tuple[Tensor, Tensor] | None = None
+    logits: Tensor,
+    uniforms: Tensor,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    barred: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """logits [n,V], uniforms [n] float64 in [0,1) -> tokens [n] long and their log-probs [n] float32.
 
@@ -25,7 +33,9 @@ def draw(
     logprobs = torch.log_softmax(scores if temperature == 1.0 else scores / temperature, dim=-1)
     if barred is not None:
         ids, rows = barred
-        scores = scores.index_copy(1, ids, scores.index_select(1, ids).masked_fill_(rows[:, None], -torch.inf))
+        scores = scores.index_copy(
+            1, ids, scores.index_select(1, ids).masked_fill_(rows[:, None], -torch.inf)
+        )
     if top_k == 1:
         tokens = scores.argmax(dim=-1)
     elif barred is None and top_k == 0 and top_p == 1.0:
@@ -62,6 +72,8 @@ def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     target = (uniforms * _BELOW_ONE * running[:, -1])[:, None]
     block = (running <= target).sum(dim=-1, keepdim=True)
     mass = sums.gather(1, block)
-    share = ((target - (running.gather(1, block) - mass)) / mass).clamp_(0.0, _BELOW_ONE)  # where in its block: sums round otherwise than terms
+    share = ((target - (running.gather(1, block) - mass)) / mass).clamp_(
+        0.0, _BELOW_ONE
+    )  # where in its block: sums round otherwise than terms
     inner = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(dim=-1)
     return block[:, 0] * _BLOCK + (inner <= share * inner[:, -1:]).sum(dim=-1)

@@ -29,7 +29,11 @@ def causal_pairs(lengths: Iterable[int]) -> int:
 
 def forward_flops(size: Size, tokens: int, pairs: int, head_places: int) -> int:
     """Of a forward over ``tokens`` real tokens, with ``pairs`` of causal_pairs and the head at ``head_places`` of them."""
-    return 2 * (size.body - size.idle) * tokens + 4 * size.layers * size.width * pairs + 2 * size.head * head_places
+    return (
+        2 * (size.body - size.idle) * tokens
+        + 4 * size.layers * size.width * pairs
+        + 2 * size.head * head_places
+    )
 
 
 def decode_bytes(size: Size, steps: int, contexts: int, bytes_each: int) -> int:

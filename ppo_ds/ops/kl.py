@@ -15,7 +15,9 @@ KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 _MAX_EXPONENT = 20.0
 
 
-def approx_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k1", clamp: float | None = None) -> Tensor:
+def approx_kl(
+    logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k1", clamp: float | None = None
+) -> Tensor:
     """KL(policy || reference) estimated at samples of the policy, elementwise; gradients flow into ``logprobs`` only.
 
     With d = log pi - log pi_ref:  k1 = d;  abs = |d|;  k2 = d^2 / 2;  k3 = exp(-d) - 1 + d.
@@ -68,7 +70,14 @@ class AdaptiveKLController(FixedKLController):
     ``target`` has the unit of what update() is fed with: 6 nats is meant per sequence, not per token.
     """
 
-    def __init__(self, init_kl_coef: float = 0.2, target: float = 6.0, horizon: int = 10000, min_coef: float = 0.0, max_coef: float | None = None):
+    def __init__(
+        self,
+        init_kl_coef: float = 0.2,
+        target: float = 6.0,
+        horizon: int = 10000,
+        min_coef: float = 0.0,
+        max_coef: float | None = None,
+    ):
         super().__init__(init_kl_coef)
         self.target, self.horizon = target, horizon
         self.min_coef, self.max_coef = min_coef, max_coef

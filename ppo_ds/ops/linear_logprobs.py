@@ -89,7 +89,9 @@ class _Sums:
         z = z.sub_(largest.unsqueeze(-1))
         exp = z.exp() if with_entropy else z.exp_()
         if with_entropy:
-            self.weighted = moved.exp() * (self.weighted + moved * self.exp) + z.clamp_(min=_FLOOR).mul_(exp).sum(dim=-1)
+            self.weighted = moved.exp() * (self.weighted + moved * self.exp) + z.clamp_(min=_FLOOR).mul_(
+                exp
+            ).sum(dim=-1)
         self.exp = moved.exp() * self.exp + exp.sum(dim=-1)
         self.largest = largest
         return exp
@@ -100,7 +102,15 @@ class _LinearStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, with_entropy: bool, size: int, keep: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        size: int,
+        keep: bool,
     ) -> tuple[Tensor, Tensor | None]:
         chosen = torch.empty(len(hidden), dtype=widen(hidden[:0]).dtype, device=hidden.device)
         sums, kept = _Sums(chosen), []
@@ -121,12 +131,16 @@ class _LinearStatistics(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """d log p_y / d z_j = [j = y] - p_j;  d H / d z_j = -p_j (log p_j + H);  z = (hidden weight^T + bias) / temperature."""
         hidden, weight, bias, labels, log_norm, entropy, *kept = ctx.saved_tensors
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 8
-        for_logprobs = torch.zeros_like(log_norm) if grad_logprobs is None else grad_logprobs / ctx.temperature
+        for_logprobs = (
+            torch.zeros_like(log_norm) if grad_logprobs is None else grad_logprobs / ctx.temperature
+        )
         for_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
         # rows that nothing is asked of may hold NaN, and 0 * NaN must not reach the model
         idle = for_logprobs == 0 if for_entropy is None else (for_logprobs == 0) & (for_entropy == 0)
@@ -139,7 +153,9 @@ class _LinearStatistics(torch.autograd.Function):
                 p = kept[2 * i] * (kept[2 * i + 1] - log_norm).exp().unsqueeze(-1)
             else:
                 p = _logits(hidden, weight, bias, block, ctx.temperature).sub_(log_norm.unsqueeze(-1)).exp_()
-            d = _logits_gradient(p, *_within(labels, block), for_logprobs, entropy, for_entropy).masked_fill_(idle.unsqueeze(-1), 0.0)
+            d = _logits_gradient(p, *_within(labels, block), for_logprobs, entropy, for_entropy).masked_fill_(
+                idle.unsqueeze(-1), 0.0
+            )
             if grad_bias is not None:
                 grad_bias[block] = d.sum(dim=0)
             d = d.to(hidden.dtype)
@@ -147,14 +163,32 @@ class _LinearStatistics(torch.autograd.Function):
                 grad_hidden += _product(d, weight[block])
             if grad_weight is not None:
                 torch.mm(d.t(), hidden, out=grad_weight[block])
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *(None,) * 5
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            grad_weight,
+            grad_bias,
+            *(None,) * 5,
+        )
 
 
-def _logits_gradient(p: Tensor, inside: Tensor, column: Tensor, for_logprobs: Tensor, entropy: Tensor, for_entropy: Tensor | None) -> Tensor:
+def _logits_gradient(
+    p: Tensor,
+    inside: Tensor,
+    column: Tensor,
+    for_logprobs: Tensor,
+    entropy: Tensor,
+    for_entropy: Tensor | None,
+) -> Tensor:
     """p [K,b], which is used up -> the gradient [K,b] of the logits."""
     if for_entropy is None:
         d = p.mul_(-for_logprobs.unsqueeze(-1))
     else:
-        slope = p.log().clamp_(min=_FLOOR).add_(entropy.unsqueeze(-1)).mul_(for_entropy.unsqueeze(-1)).add_(for_logprobs.unsqueeze(-1))
+        slope = (
+            p.log()
+            .clamp_(min=_FLOOR)
+            .add_(entropy.unsqueeze(-1))
+            .mul_(for_entropy.unsqueeze(-1))
+            .add_(for_logprobs.unsqueeze(-1))
+        )
         d = slope.mul_(p).neg_()
     return d.scatter_add_(-1, column, torch.where(inside, for_logprobs, 0.0).unsqueeze(-1))

@@ -19,18 +19,26 @@ from ppo_ds.ops.masked import masked_sum, widen
 _FLOOR = -1e4  # exp(-1e4) is 0 even in float64: keeps 0 * log 0 from being NaN where a logit is -inf
 
 
-def logprobs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int | None = 1024) -> Tensor:
+def logprobs_from_logits(
+    logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int | None = 1024
+) -> Tensor:
     """log softmax(logits / temperature)[label]: [...,V], [...] -> [...], in nats, float32 (float64 if given float64)."""
     return _RowStatistics.apply(_as_3d(logits), labels, temperature, chunk_size, False)[0].view(labels.shape)
 
 
 def entropy_from_logits(logits: Tensor, temperature: float = 1.0, chunk_size: int | None = 1024) -> Tensor:
     """Entropy of softmax(logits / temperature): [...,V] -> [...], in nats, float32 (float64 if given float64); differentiable."""
-    return _RowStatistics.apply(_as_3d(logits), None, temperature, chunk_size, True)[1].view(logits.shape[:-1])
+    return _RowStatistics.apply(_as_3d(logits), None, temperature, chunk_size, True)[1].view(
+        logits.shape[:-1]
+    )
 
 
 def logprobs_and_entropy_from_logits(
-    logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int | None = 1024, with_entropy: bool = True
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    chunk_size: int | None = 1024,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Both of the above in one pass over the logits; the entropy is None if it is not asked for."""
     logprobs, entropy = _RowStatistics.apply(_as_3d(logits), labels, temperature, chunk_size, with_entropy)
@@ -71,7 +79,12 @@ class _RowStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor | None, temperature: float, chunk_size: int | None, with_entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor | None,
+        temperature: float,
+        chunk_size: int | None,
+        with_entropy: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         shape = logits.shape[:2]
         labels = None if labels is None else labels.reshape(shape)
@@ -94,7 +107,9 @@ class _RowStatistics(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None, None]:
         """d log p_y / d z_j = [j = y] - p_j;  d H / d z_j = -p_j (log p_j + H);  z = logits / temperature."""
         logits, labels, log_norm, entropy = ctx.saved_tensors
         if grad_logprobs is None and grad_entropy is None:
@@ -103,7 +118,11 @@ class _RowStatistics(torch.autograd.Function):
         for block in _blocks(*logits.shape[:2], ctx.chunk_size):
             log_p = _shifted(logits[block], ctx.temperature).sub_(log_norm[block].unsqueeze(-1))
             p = log_p.exp()
-            d = log_p.zero_() if grad_entropy is None else _entropy_factor(log_p, entropy[block], grad_entropy[block])
+            d = (
+                log_p.zero_()
+                if grad_entropy is None
+                else _entropy_factor(log_p, entropy[block], grad_entropy[block])
+            )
             idle = torch.ones_like(log_norm[block], dtype=torch.bool)
             if grad_logprobs is not None:
                 g = grad_logprobs[block].unsqueeze(-1)

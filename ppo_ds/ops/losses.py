@@ -38,14 +38,20 @@ class BatchTotals:
     norm: float | None = None
 
 
-def batch_totals(masks: Iterable[Tensor], reduce: Reduce | None = None, dp_size: int = 1, norm: float | None = None) -> BatchTotals:
+def batch_totals(
+    masks: Iterable[Tensor], reduce: Reduce | None = None, dp_size: int = 1, norm: float | None = None
+) -> BatchTotals:
     """Count this rank's masks [B,T] of one optimizer step and add up over ranks."""
-    counts = torch.stack([torch.stack([_count(mask), _rows(mask).sum()]).double() for mask in masks]).sum(dim=0)
+    counts = torch.stack([torch.stack([_count(mask), _rows(mask).sum()]).double() for mask in masks]).sum(
+        dim=0
+    )
     tokens, sequences = (reduce(counts) if reduce else counts).tolist()
     return BatchTotals(tokens, sequences, dp_size, norm)
 
 
-def aggregate(loss: Tensor, mask: Tensor, mode: LossAgg = "token_mean", totals: BatchTotals | None = None) -> Tensor:
+def aggregate(
+    loss: Tensor, mask: Tensor, mode: LossAgg = "token_mean", totals: BatchTotals | None = None
+) -> Tensor:
     """loss [B,T] -> 0-dim.
 
     token_mean           sum / tokens
@@ -74,7 +80,9 @@ def _rows(mask: Tensor) -> Tensor:
 
 def _numerator(loss: Tensor, mask: Tensor, mode: LossAgg) -> Tensor:
     if mode == "seq_mean_token_mean":
-        return masked_mean(loss, mask, dim=-1, eps=1e-8).sum()  # OpenRLHF's and verl's eps: nothing in float32, the same digits in float64
+        return masked_mean(
+            loss, mask, dim=-1, eps=1e-8
+        ).sum()  # OpenRLHF's and verl's eps: nothing in float32, the same digits in float64
     return masked_sum(loss, mask)
 
 
@@ -85,7 +93,9 @@ def _divisor(mode: LossAgg, totals: BatchTotals) -> float:
         case "seq_mean_token_mean" | "seq_mean_token_sum":
             return totals.sequences
         case "token_sum_norm":
-            assert totals.norm is not None, "token_sum_norm needs BatchTotals.norm: a micro-batch's own width depends on the split"
+            assert totals.norm is not None, (
+                "token_sum_norm needs BatchTotals.norm: a micro-batch's own width depends on the split"
+            )
             return totals.norm
     raise _unknown(mode)
 
@@ -105,7 +115,9 @@ def _weight(mask: Tensor, mode: LossAgg, totals: BatchTotals | None) -> Tensor:
 
 
 def _unknown(mode: str) -> ValueError:
-    return ValueError(f"unknown aggregation {mode!r}: token_mean, seq_mean_token_mean, seq_mean_token_sum or token_sum_norm")
+    return ValueError(
+        f"unknown aggregation {mode!r}: token_mean, seq_mean_token_mean, seq_mean_token_sum or token_sum_norm"
+    )
 
 
 def policy_loss(
@@ -160,7 +172,9 @@ def policy_loss(
             raise ValueError(f"unknown policy loss {kind!r}: ppo, gspo, cispo or reinforce")
     if is_weights is not None:
         loss = loss * keep(is_weights.detach(), mask)
-    old_to_new = approx_kl(-log_ratio.detach(), torch.zeros_like(log_ratio), "k3")  # samples of old: d = log old - log new
+    old_to_new = approx_kl(
+        -log_ratio.detach(), torch.zeros_like(log_ratio), "k3"
+    )  # samples of old: d = log old - log new
     metrics = {
         "policy/loss": _part(loss, mask, agg, totals),
         "policy/clipfrac": _mean_parts(clipped, mask),
@@ -187,7 +201,9 @@ def _log_ratio(differences: Tensor, mask: Tensor, ratio: Ratio, clamp: float) ->
     return log_ratio.clamp(-clamp, clamp).expand_as(differences)
 
 
-def _clipped_objective(r: Tensor, advantages: Tensor, bounds: tuple[float, float], dual_clip: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _clipped_objective(
+    r: Tensor, advantages: Tensor, bounds: tuple[float, float], dual_clip: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """PPO's pessimistic objective per token, and where either clip binds."""
     plain, bounded = -advantages * r, -advantages * r.clamp(*bounds)
     loss = torch.maximum(plain, bounded)
@@ -201,7 +217,9 @@ def _clipped_objective(r: Tensor, advantages: Tensor, bounds: tuple[float, float
 
 
 @torch.no_grad()
-def rollout_is_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: ISWeights, low: float, high: float) -> Tensor:
+def rollout_is_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: ISWeights, low: float, high: float
+) -> Tensor:
     """Weights [B,T] that correct for a sampling engine whose log-probs differ from the training engine's; 0 where mask = 0.
 
     With w = exp(old - rollout) per token:  tis: w limited to [low, high].  icepop: w where it lies in [low, high], else 0.
@@ -257,7 +275,9 @@ def value_loss(
     return aggregate(loss, mask, agg, totals), metrics
 
 
-def entropy_loss(entropy: Tensor, mask: Tensor, agg: LossAgg = "token_mean", totals: BatchTotals | None = None) -> Tensor:
+def entropy_loss(
+    entropy: Tensor, mask: Tensor, agg: LossAgg = "token_mean", totals: BatchTotals | None = None
+) -> Tensor:
     """The mean entropy [B,T] -> 0-dim; a bonus is subtracted by the caller: loss - coef * entropy_loss."""
     return aggregate(entropy, mask, agg, totals)
 
@@ -295,4 +315,6 @@ def _explained_variance_parts(values: Tensor, returns: Tensor, mask: Tensor) -> 
     """[5]: count, sum of returns, of their squares, sum of errors (returns - values), of their squares."""
     returns = returns.double()
     errors = keep(returns - values, mask)
-    return torch.stack([_count(mask).double(), returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()])
+    return torch.stack(
+        [_count(mask).double(), returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
+    )

@@ -37,7 +37,9 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None, eps: float = 0.
 
 
 @torch.no_grad()
-def masked_mean_var(x: Tensor, mask: Tensor, unbiased: bool = True, reduce: Reduce | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def masked_mean_var(
+    x: Tensor, mask: Tensor, unbiased: bool = True, reduce: Reduce | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, variance and count (0-dim) of the places with mask = 1 on all ranks; detached.
 
     Two passes (the squares are those of differences from the global mean), both summed and reduced in float64: E[x^2] - E[x]^2
@@ -55,7 +57,14 @@ def masked_mean_var(x: Tensor, mask: Tensor, unbiased: bool = True, reduce: Redu
 
 
 @torch.no_grad()
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, unbiased: bool = True, eps: float = 1e-8, reduce: Reduce | None = None) -> Tensor:
+def masked_whiten(
+    x: Tensor,
+    mask: Tensor,
+    shift_mean: bool = True,
+    unbiased: bool = True,
+    eps: float = 1e-8,
+    reduce: Reduce | None = None,
+) -> Tensor:
     """(x - mean) / sqrt(var + eps) with the statistics of all ranks; 0 where mask = 0; detached.
 
     shift_mean=False keeps the mean, as in TRL (a shift of rewards would be a bonus per token, that is, for length).

@@ -25,7 +25,9 @@ class Shape:
     trained: int  # of them: all, or adapters and a score head
     largest: int  # numbers in the largest tensor that is trained
     tensor: int  # and in the largest of all
-    head: int  # of the head of a language model, also where it is the input embedding's own; 0 for a classifier
+    head: (
+        int  # of the head of a language model, also where it is the input embedding's own; 0 for a classifier
+    )
     tied: bool
     vocabulary: int
     layers: int
@@ -44,7 +46,9 @@ class Shape:
     def size(self) -> Size:
         """As ops/flops.py counts by."""
         embeddings = self.vocabulary * self.hidden * (1 if self.tied or not self.head else 2)
-        return Size(self.parameters - embeddings, self.head, self.layers, self.width, self.kv_width, self.idle)
+        return Size(
+            self.parameters - embeddings, self.head, self.layers, self.width, self.kv_width, self.idle
+        )
 
 
 @dataclass(frozen=True)
@@ -84,30 +88,79 @@ def trained_engine(
     Stage 0 in 16 bits runs as stage 1 (engine/zero.py).
     """
     n, all_of_it, share = shape.trained, shape.parameters, -(-shape.trained // ranks)
-    flat, at_once = min(n, bucket), min(n, BUCKET)  # what ZeRO copies to reduce it; and DeepSpeed without it, whatever the bucket
+    flat, at_once = (
+        min(n, bucket),
+        min(n, BUCKET),
+    )  # what ZeRO copies to reduce it; and DeepSpeed without it, whatever the bucket
     whole = each * all_of_it
     if stage == 0 and each == FP32:
         engine = Engine(whole, 0, 2 * FP32 * n, 0, 0, FP32 * n, FP32 * at_once, 0, 0)
     elif stage < 2 and each < FP32 and not scaled:  # gradients are added up in a whole fp32 copy that stays
-        engine = Engine(whole, FP32 * share, 2 * FP32 * share, FP32 * n, 0, 0, each * n + FP32 * at_once, 0, 0)
+        engine = Engine(
+            whole, FP32 * share, 2 * FP32 * share, FP32 * n, 0, 0, each * n + FP32 * at_once, 0, 0
+        )
     elif stage < 2:
         gradients = FP32 * n + (0 if each == FP32 else each * n)
-        engine = Engine(whole, FP32 * share, 2 * FP32 * share, 0, FP32 * bucket, gradients, FP32 * (flat + share), FP32 * share, 0)
+        engine = Engine(
+            whole,
+            FP32 * share,
+            2 * FP32 * share,
+            0,
+            FP32 * bucket,
+            gradients,
+            FP32 * (flat + share),
+            FP32 * share,
+            0,
+        )
     elif stage == 2:
-        engine = Engine(whole, FP32 * share, 2 * FP32 * share, 0, each * bucket, FP32 * share, each * (flat + share), FP32 * share, 0)
+        engine = Engine(
+            whole,
+            FP32 * share,
+            2 * FP32 * share,
+            0,
+            each * bucket,
+            FP32 * share,
+            each * (flat + share),
+            FP32 * share,
+            0,
+        )
     else:
         live = each * min(all_of_it, REUSE // 2 + PREFETCH + shape.tensor)
         weights = each * -(-all_of_it // ranks)
-        engine = Engine(weights, FP32 * share, 2 * FP32 * share, FP32 * share + each * bucket, 0, 0, each * flat, FP32 * share, live)
-    return _offloaded(engine, shape, stage, each, share, offload_optimizer, offload_params) if separate_host else engine
+        engine = Engine(
+            weights,
+            FP32 * share,
+            2 * FP32 * share,
+            FP32 * share + each * bucket,
+            0,
+            0,
+            each * flat,
+            FP32 * share,
+            live,
+        )
+    return (
+        _offloaded(engine, shape, stage, each, share, offload_optimizer, offload_params)
+        if separate_host
+        else engine
+    )
 
 
-def _offloaded(engine: Engine, shape: Shape, stage: int, each: int, share: int, optimizer: bool, params: bool) -> Engine:
+def _offloaded(
+    engine: Engine, shape: Shape, stage: int, each: int, share: int, optimizer: bool, params: bool
+) -> Engine:
     """States and this rank's gradients in CPU memory; what a backward and a gather need stays on the device."""
     if optimizer:
         host = engine.masters + engine.moments + (FP32 + each) * share
         buffers = engine.buffers - FP32 * share if stage == 3 else each * shape.largest
-        engine = replace(engine, masters=0, moments=0, buffers=buffers, gradients=0 if stage > 1 else engine.gradients, step=0, host=host)
+        engine = replace(
+            engine,
+            masters=0,
+            moments=0,
+            buffers=buffers,
+            gradients=0 if stage > 1 else engine.gradients,
+            step=0,
+            host=host,
+        )
     if params:
         engine = replace(engine, weights=0, host=engine.host + engine.weights)
     return engine
@@ -115,10 +168,14 @@ def _offloaded(engine: Engine, shape: Shape, stage: int, each: int, share: int, 
 
 def kept_by_layers(shape: Shape, tokens: int, length: int, each: int, checkpointing: bool) -> int:
     """Activations that a forward over ``tokens`` places, in rows of ``length``, leaves for its backward; the head's not among them."""
-    norm = (3 if each == FP32 else 4 / each + 2) * shape.hidden  # the input in fp32, the normalised state, that times the weight
+    norm = (
+        3 if each == FP32 else 4 / each + 2
+    ) * shape.hidden  # the input in fp32, the normalised state, that times the weight
     if shape.trained < shape.parameters:
         norm -= shape.hidden  # a frozen weight asks for no normalised state
-    attention = 2 * shape.width + 2 * shape.kv_width + shape.width * FP32 / each / 64  # queries, keys, values, what comes out; sums of rows
+    attention = (
+        2 * shape.width + 2 * shape.kv_width + shape.width * FP32 / each / 64
+    )  # queries, keys, values, what comes out; sums of rows
     if not shape.fused:
         attention += shape.heads * length * (2 + FP32 / each)
     if shape.head_norms:
@@ -129,7 +186,9 @@ def kept_by_layers(shape: Shape, tokens: int, length: int, each: int, checkpoint
     if not checkpointing:
         return int(tokens * each * (shape.layers * layer + ends))
     # the inputs of all layers, all of one that is computed again, and what its backward makes on the way
-    return int(tokens * each * (shape.layers * shape.hidden + layer + ends)) + passing(shape, tokens, length, each)
+    return int(tokens * each * (shape.layers * shape.hidden + layer + ends)) + passing(
+        shape, tokens, length, each
+    )
 
 
 def passing(shape: Shape, tokens: int, length: int, each: int) -> int:
@@ -162,7 +221,9 @@ def cache(shape: Shape, tokens: int, each: int) -> int:
     return 2 * shape.layers * shape.kv_width * each * tokens
 
 
-def decoding(shape: Shape, *, tokens: int, length: int, rows: int, prefill: int, waiting: bool, each: int) -> int:
+def decoding(
+    shape: Shape, *, tokens: int, length: int, rows: int, prefill: int, waiting: bool, each: int
+) -> int:
     """The static backend's: ``rows`` answers side by side, ``tokens`` places with their prompts in rows of ``length``.
 
     ``prefill`` places of prompts are read in one forward, whose keys and values are then copied. The first time that is before there is a cache;
@@ -170,7 +231,9 @@ def decoding(shape: Shape, *, tokens: int, length: int, rows: int, prefill: int,
     """
     slots, read = cache(shape, tokens, each), cache(shape, prefill, each)
     reading = read + passing(shape, prefill, length, each)
-    return max(slots + rows * shape.vocabulary * (each + 3 * FP32), slots + (reading if waiting else read), reading)
+    return max(
+        slots + rows * shape.vocabulary * (each + 3 * FP32), slots + (reading if waiting else read), reading
+    )
 
 
 def room_to_decode(shape: Shape, tokens: int, rows: int, each: int) -> int:

@@ -40,7 +40,9 @@ def shape_scores(
         assert finished is not None, "missing_eos needs finished"
         scores = torch.where(finished.bool(), scores, _cut_off(scores, missing_eos, missing_eos_value))
     if overlong_buffer is not None:
-        assert lengths is not None and max_new_tokens is not None, "overlong_buffer needs lengths and max_new_tokens"
+        assert lengths is not None and max_new_tokens is not None, (
+            "overlong_buffer needs lengths and max_new_tokens"
+        )
         excess = (lengths - (max_new_tokens - overlong_buffer)).to(scores.dtype) / overlong_buffer
         scores = scores - overlong_factor * excess.clamp(0, 1)
     if normalizer is not None:

@@ -23,7 +23,9 @@ class RunningMoments:
         """Add this rank's x [B]; nothing where any rank's is not finite. A collective where ``reduce`` is one."""
         total = reduce or (lambda t: t)
         x = x.detach().double()
-        count, summed = total(torch.stack([torch.tensor(float(len(x)), dtype=x.dtype, device=x.device), x.sum()])).tolist()
+        count, summed = total(
+            torch.stack([torch.tensor(float(len(x)), dtype=x.dtype, device=x.device), x.sum()])
+        ).tolist()
         if count == 0 or not math.isfinite(summed):  # one NaN in a running mean is there for ever
             return
         mean = summed / count

@@ -15,7 +15,10 @@ from ppo_ds.ops.masked import keep
 
 
 def response_mask(
-    response_ids: Tensor, stop_token_ids: Sequence[int], lengths: Tensor | None = None, include_eos: bool = True
+    response_ids: Tensor,
+    stop_token_ids: Sequence[int],
+    lengths: Tensor | None = None,
+    include_eos: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Which response tokens are actions of the policy.
 
@@ -25,7 +28,9 @@ def response_mask(
     """
     width = response_ids.shape[1]
     places = torch.arange(width, device=response_ids.device)
-    generated = torch.full_like(response_ids[:, :1], width) if lengths is None else lengths.to(places.device)[:, None]
+    generated = (
+        torch.full_like(response_ids[:, :1], width) if lengths is None else lengths.to(places.device)[:, None]
+    )
     stops = torch.isin(response_ids, response_ids.new_tensor(list(stop_token_ids))) & (places < generated)
     finished = stops.any(dim=1)
     first_stop = torch.where(stops, places, width).amin(dim=1)
@@ -36,7 +41,11 @@ def response_mask(
 
 def response_slice(x: Tensor, prompt_width: int, response_width: int) -> Tensor:
     """x [B,P+T,...] of logits or values -> [B,T,...]: places P-1 .. P+T-2, the states before each response token. A view."""
-    assert prompt_width >= 1 and x.shape[1] >= prompt_width + response_width - 1, (tuple(x.shape), prompt_width, response_width)
+    assert prompt_width >= 1 and x.shape[1] >= prompt_width + response_width - 1, (
+        tuple(x.shape),
+        prompt_width,
+        response_width,
+    )
     return x[:, prompt_width - 1 : prompt_width - 1 + response_width]
 
 

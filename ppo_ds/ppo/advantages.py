@@ -42,12 +42,20 @@ class ScorePosition:
         """[B,S] bool: the states whose value is learned."""
         return self.states(rollout) if self.next_state == "trained" else padded(rollout.response_mask)
 
-    def rewards(self, scores: Tensor, rollout: Rollout, kl: Tensor, kl_coef: float, token_scores: Tensor) -> Tensor:
+    def rewards(
+        self, scores: Tensor, rollout: Rollout, kl: Tensor, kl_coef: float, token_scores: Tensor
+    ) -> Tensor:
         """scores [B], kl and token_scores [B,R] -> [B,S]."""
         states, kl, token_scores = self.states(rollout), padded(kl), padded(token_scores)
         rewards = token_rewards(scores, states, kl, kl_coef, token_scores=token_scores)
-        if self.place == "next_token" and self.next_state == "ignored":  # paid where no state is, if there is such a place
-            return torch.where(self._has_room(rollout), token_rewards(scores, states, kl, kl_coef, "next_token", token_scores), rewards)
+        if (
+            self.place == "next_token" and self.next_state == "ignored"
+        ):  # paid where no state is, if there is such a place
+            return torch.where(
+                self._has_room(rollout),
+                token_rewards(scores, states, kl, kl_coef, "next_token", token_scores),
+                rewards,
+            )
         return rewards
 
     @staticmethod
@@ -73,7 +81,13 @@ class Whitening:
         if self.level == "token":
             return normalize_advantages(advantages, mask, "batch", unbiased=self.unbiased, reduce=reduce)
         answers = mask.any(dim=1, keepdim=True)
-        whole = normalize_advantages(masked_mean(advantages, mask, dim=1)[:, None], answers, "batch", unbiased=self.unbiased, reduce=reduce)
+        whole = normalize_advantages(
+            masked_mean(advantages, mask, dim=1)[:, None],
+            answers,
+            "batch",
+            unbiased=self.unbiased,
+            reduce=reduce,
+        )
         return broadcast_sequence(whole[:, 0], mask)
 
     def in_rollout(self, advantages: Tensor, mask: Tensor, group_size: int, reduce: Reduce) -> Tensor:
@@ -143,12 +157,20 @@ class CriticEstimator:
             return self._one_step(rewards.masked_fill(~states, 0.0).sum(1), values, rollout)
         ends = values.gather(1, rollout.response_lengths[:, None])[:, 0]  # V after the last token
         bootstrap = ends.masked_fill(rollout.finished, 0.0) if self.bootstrap_truncated else None
-        advantages, returns = compute_gae(rewards, values, states, self.gamma, self.lam, bootstrap, self.lam_critic)
-        return Values(advantages[:, :-1].masked_fill(~rollout.response_mask, 0.0), returns, self.place.trained(rollout))
+        advantages, returns = compute_gae(
+            rewards, values, states, self.gamma, self.lam, bootstrap, self.lam_critic
+        )
+        return Values(
+            advantages[:, :-1].masked_fill(~rollout.response_mask, 0.0), returns, self.place.trained(rollout)
+        )
 
     def _one_step(self, totals: Tensor, values: Tensor, rollout: Rollout) -> Values:
         mask = rollout.response_mask
-        column = torch.zeros(len(mask), dtype=torch.long) if self.position == "prompt_last" else rollout.response_lengths
+        column = (
+            torch.zeros(len(mask), dtype=torch.long)
+            if self.position == "prompt_last"
+            else rollout.response_lengths
+        )
         chosen = (torch.arange(values.shape[1]) == column[:, None]) & mask.any(dim=1, keepdim=True)
         advantages = totals - values.masked_fill(~chosen, 0.0).sum(1)
         return Values(broadcast_sequence(advantages, mask), broadcast_sequence(totals, chosen), chosen)

@@ -37,16 +37,25 @@ def concatenated(parts: list[S]) -> S:
     prompt, response = max(part.prompt_width for part in parts), max(part.response_width for part in parts)
     wide = [part.resized(prompt, response) for part in parts]
     columns = {f.name: [getattr(part, f.name) for part in wide] for f in fields(wide[0])}
-    return replace(wide[0], **{name: torch.cat(c) if isinstance(c[0], Tensor) else sum(c, ()) for name, c in columns.items()})
+    return replace(
+        wide[0],
+        **{name: torch.cat(c) if isinstance(c[0], Tensor) else sum(c, ()) for name, c in columns.items()},
+    )
 
 
 def minibatches(n_rows: int, epochs: int, minibatch_size: int, generator: torch.Generator) -> list[Tensor]:
     """Row indices of each optimizer step: every epoch is a new permutation of all rows, cut into equal parts."""
     assert n_rows % minibatch_size == 0, f"{n_rows} rows do not make minibatches of {minibatch_size}"
-    return [rows for _ in range(epochs) for rows in torch.randperm(n_rows, generator=generator).split(minibatch_size)]
+    return [
+        rows
+        for _ in range(epochs)
+        for rows in torch.randperm(n_rows, generator=generator).split(minibatch_size)
+    ]
 
 
-def microbatch_rows(minibatch: Sequences, token_budget: int, world: World, packed: bool = False) -> list[Tensor]:
+def microbatch_rows(
+    minibatch: Sequences, token_budget: int, world: World, packed: bool = False
+) -> list[Tensor]:
     """This rank's share of a minibatch, as the rows of each forward: at most ``token_budget`` tokens in one, as many of them on every rank.
 
     ``packed``: see scoring_plan.
@@ -60,4 +69,6 @@ def microbatch_rows(minibatch: Sequences, token_budget: int, world: World, packe
 
 def microbatches(minibatch: S, token_budget: int, world: World, packed: bool = False) -> list[S]:
     """The same as rows cut to their own longest."""
-    return [minibatch.select(rows).trimmed() for rows in microbatch_rows(minibatch, token_budget, world, packed)]
+    return [
+        minibatch.select(rows).trimmed() for rows in microbatch_rows(minibatch, token_budget, world, packed)
+    ]

@@ -24,16 +24,36 @@ def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
     total = scores.total.cpu().float()
     if fault("score"):
         total = total.clone().index_fill_(0, torch.tensor([0]), math.nan)
-    components = tuple({name: float(column[i]) for name, column in scores.components.items()} for i in range(len(rollout)))
-    return ScoredRollout(**columns, scores=total, token_scores=scores.per_token.cpu().float(), components=components)
+    components = tuple(
+        {name: float(column[i]) for name, column in scores.components.items()} for i in range(len(rollout))
+    )
+    return ScoredRollout(
+        **columns, scores=total, token_scores=scores.per_token.cpu().float(), components=components
+    )
 
 
 class RolloutCollector:
     """Prompts in, judged answers out, on every rank its own."""
 
-    def __init__(self, *, actor: HybridActor, generator: Generator, reward: Reward, sampling: SamplingParams, timer: PhaseTimer, check: Callable[[], None]):
+    def __init__(
+        self,
+        *,
+        actor: HybridActor,
+        generator: Generator,
+        reward: Reward,
+        sampling: SamplingParams,
+        timer: PhaseTimer,
+        check: Callable[[], None],
+    ):
         """``check``: a collective that raises, on all ranks, where what was generated or judged is not to be used (stopping.py)."""
-        self.actor, self.generator, self.reward, self.sampling, self.timer, self.check = actor, generator, reward, sampling, timer, check
+        self.actor, self.generator, self.reward, self.sampling, self.timer, self.check = (
+            actor,
+            generator,
+            reward,
+            sampling,
+            timer,
+            check,
+        )
 
     def __call__(self, prompts: Iterator[Prompts]) -> tuple[ScoredRollout, Metrics]:
         """Takes one step's worth of ``prompts``. A collective."""
@@ -77,7 +97,9 @@ class DynamicRolloutCollector(RolloutCollector):
         return mine, {
             "rollout/rounds": float(len(rounds)),
             "rollout/useful_group_frac": useful / self._groups(everything),
-            "rollout/dropped_tokens": float(everything.response_lengths.sum() - everything.response_lengths[rows].sum()),
+            "rollout/dropped_tokens": float(
+                everything.response_lengths.sum() - everything.response_lengths[rows].sum()
+            ),
         }
 
     def _groups(self, rollout: ScoredRollout) -> int:

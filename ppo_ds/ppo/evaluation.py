@@ -71,7 +71,9 @@ class Evaluator:
     def _evaluation(self) -> Evaluation:
         sums = MetricSums()
         rows: list[dict[str, Any]] = []
-        with self.actor.generation_mode():  # once for all of them: a switch may gather weights and move states
+        with (
+            self.actor.generation_mode()
+        ):  # once for all of them: a switch may gather weights and move states
             rollouts = [self._answers(prompts) for prompts, _ in self.batches]
         for rollout, (_, weights) in zip(rollouts, self.batches, strict=True):
             with _doing("in the reward"):

@@ -90,7 +90,9 @@ class ExperienceMaker:
     token_budget: int
     packed: bool  # the models take rows without padding
     hidden_stops: tuple[int, ...]  # end tokens that are no actions
-    old_policy: Callable[[], AbstractContextManager[None]] | None  # inside, the actor is the lagging copy; None: it is the old policy itself
+    old_policy: (
+        Callable[[], AbstractContextManager[None]] | None
+    )  # inside, the actor is the lagging copy; None: it is the old policy itself
     shaper: ScoreShaper
     kl: KLCharge
     place: ScorePosition
@@ -122,15 +124,28 @@ class ExperienceMaker:
             weights=weights,
             scores=rollout.scores,
         )
-        totals = rewards.masked_fill(~states, 0.0).sum(1)  # what is paid where no state is (zysNLP's code) is lost
-        seen = self._seen(rollout, shaped != unclipped, totals, -charge.masked_fill(~states[:, :-1], 0.0).sum(1), weights, raw)
+        totals = rewards.masked_fill(~states, 0.0).sum(
+            1
+        )  # what is paid where no state is (zysNLP's code) is lost
+        seen = self._seen(
+            rollout,
+            shaped != unclipped,
+            totals,
+            -charge.masked_fill(~states[:, :-1], 0.0).sum(1),
+            weights,
+            raw,
+        )
         return all_gather_rows(made, self.world), seen
 
     @torch.no_grad()
     def kl_now(self, experience: ActorExperience) -> Metrics:
         """k1 of the actor to the reference per token, as the rollout had it and as the actor is by now. ``experience`` is that of all ranks."""
-        mine = experience.select(torch.arange(len(experience)).chunk(self.world.size)[self.world.rank]).trimmed()
-        logprobs = self._over(scoring_plan(mine, self.token_budget, self.world, self.packed), mine, logprobs_of(self.actor))
+        mine = experience.select(
+            torch.arange(len(experience)).chunk(self.world.size)[self.world.rank]
+        ).trimmed()
+        logprobs = self._over(
+            scoring_plan(mine, self.token_budget, self.world, self.packed), mine, logprobs_of(self.actor)
+        )
         sums = MetricSums()
         sums.add_mean("kl/before_update", mine.logprobs - mine.ref_logprobs, mine.response_mask)
         sums.add_mean("kl/after_update", logprobs - mine.ref_logprobs, mine.response_mask)
@@ -145,10 +160,14 @@ class ExperienceMaker:
                 logprobs, values = score_both(both_of(self.actor), rollout, plan)
                 said = {"logprobs": logprobs, "values": values}
             else:
-                said = {"logprobs": self._over(plan, rollout, logprobs_of(self.actor))}  # log pi_old(a|s), training engine, dropout 0
+                said = {
+                    "logprobs": self._over(plan, rollout, logprobs_of(self.actor))
+                }  # log pi_old(a|s), training engine, dropout 0
             if fault("logprob"):
                 said["logprobs"][0, 0] = math.nan
-            return said | {"old_logprobs": self._lagged_logprobs(rollout, plan) if self.old_policy else said["logprobs"]}
+            return said | {
+                "old_logprobs": self._lagged_logprobs(rollout, plan) if self.old_policy else said["logprobs"]
+            }
 
     def _lagged_logprobs(self, rollout: ScoredRollout, plan: list[Tensor]) -> Tensor:
         with self.old_policy():
@@ -175,7 +194,12 @@ class ExperienceMaker:
             return score_states(self.values, rollout, plan)
 
     def _judged(
-        self, said: dict[str, Tensor], rewards: Tensor, shaped: Tensor, rollout: ScoredRollout, plan: list[Tensor]
+        self,
+        said: dict[str, Tensor],
+        rewards: Tensor,
+        shaped: Tensor,
+        rollout: ScoredRollout,
+        plan: list[Tensor],
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The columns that tell how good the answers were, and the advantages [B,R] before they are whitened."""
         mask = rollout.response_mask
@@ -196,10 +220,18 @@ class ExperienceMaker:
         how = self.correction
         if how.kind == "none":
             return torch.ones(rollout.response_mask.shape)
-        return rollout_is_weights(said["logprobs"], rollout.logprobs, rollout.response_mask, how.kind, how.low, how.high)
+        return rollout_is_weights(
+            said["logprobs"], rollout.logprobs, rollout.response_mask, how.kind, how.low, how.high
+        )
 
     def _seen(
-        self, rollout: ScoredRollout, clipped: Tensor, totals: Tensor, kl_penalties: Tensor, weights: Tensor, raw_advantages: Tensor
+        self,
+        rollout: ScoredRollout,
+        clipped: Tensor,
+        totals: Tensor,
+        kl_penalties: Tensor,
+        weights: Tensor,
+        raw_advantages: Tensor,
     ) -> Metrics:
         """What the experience itself no longer tells: the parts of the rewards, advantages before whitening.
 
@@ -211,12 +243,16 @@ class ExperienceMaker:
         sums.add_mean("reward/total_mean", totals)
         sums.add_mean("reward/kl_penalty_mean", kl_penalties)
         for name in rollout.components[0]:
-            sums.add_mean(f"reward/component/{name}_mean", torch.tensor([parts[name] for parts in rollout.components]))
+            sums.add_mean(
+                f"reward/component/{name}_mean", torch.tensor([parts[name] for parts in rollout.components])
+            )
         if self.correction.kind != "none":
             sums.add_mean("parity/weight_mean", weights, mask)
         sums.add_spread("adv", raw_advantages, mask)
         sums.add_max("adv/max_abs", raw_advantages.abs().max())
         return sums.reduced(self.world)
 
-    def _over(self, plan: list[Tensor], sequences: Sequences, forward: Callable[[Sequences], Tensor]) -> Tensor:
+    def _over(
+        self, plan: list[Tensor], sequences: Sequences, forward: Callable[[Sequences], Tensor]
+    ) -> Tensor:
         return score_tokens(forward, sequences, plan)

@@ -28,12 +28,16 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
         "rollout/resp_len_max": lengths.max(),
         "rollout/stop_frac": experience.finished.double().mean(),
         "rollout/truncated_frac": (~experience.finished).double().mean(),
-        "rollout/empty_frac": (lengths <= experience.finished).double().mean(),  # an end token at once, or nothing
+        "rollout/empty_frac": (lengths <= experience.finished)
+        .double()
+        .mean(),  # an end token at once, or nothing
         "rollout/pad_frac": 1 - experience.attention_mask.sum() / places,
         "rollout/unique_frac": _unique(experience) / len(experience),
     }
     if samples_per_prompt > 1:  # one answer alone has no spread
-        numbers["rollout/zero_std_group_frac"] = (scores.view(-1, samples_per_prompt).std(1, unbiased=False) == 0).double().mean()
+        numbers["rollout/zero_std_group_frac"] = (
+            (scores.view(-1, samples_per_prompt).std(1, unbiased=False) == 0).double().mean()
+        )
     if isinstance(experience, ActorExperience):
         numbers |= _parity(experience)
     if isinstance(experience, CriticExperience):
@@ -63,7 +67,10 @@ def _kl(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
 def _parity(experience: ActorExperience) -> dict[str, Tensor]:
     """How far apart generation and training saw the same tokens."""
     gap = (experience.decode_logprobs - experience.logprobs).abs().masked_fill(~experience.response_mask, 0.0)
-    return {"parity/logp_abs_diff_mean": masked_mean(gap.double(), experience.response_mask), "parity/logp_abs_diff_max": gap.max()}
+    return {
+        "parity/logp_abs_diff_mean": masked_mean(gap.double(), experience.response_mask),
+        "parity/logp_abs_diff_max": gap.max(),
+    }
 
 
 def _values(experience: CriticExperience) -> dict[str, Tensor]:
@@ -77,7 +84,11 @@ def _values(experience: CriticExperience) -> dict[str, Tensor]:
 
 
 def _unique(experience: Experience) -> int:
-    rows = zip(experience.ids[:, experience.prompt_width :].tolist(), experience.response_lengths.tolist(), strict=True)
+    rows = zip(
+        experience.ids[:, experience.prompt_width :].tolist(),
+        experience.response_lengths.tolist(),
+        strict=True,
+    )
     return len({tuple(ids[:length]) for ids, length in rows})
 
 
@@ -87,7 +98,9 @@ def sample_rows(experience: Experience, tokenizer: Tokenizer, limit: int) -> lis
     kl = [None] * len(experience) if log_ratio is None else log_ratio.sum(1).tolist()
     rows = []
     for i in range(len(experience) if limit < 0 else min(limit, len(experience))):
-        prompt = experience.ids[i, : experience.prompt_width][experience.attention_mask[i, : experience.prompt_width]]
+        prompt = experience.ids[i, : experience.prompt_width][
+            experience.attention_mask[i, : experience.prompt_width]
+        ]
         answer = experience.ids[i, experience.prompt_width :][: experience.response_lengths[i]]
         rows.append(
             {
@@ -97,7 +110,9 @@ def sample_rows(experience: Experience, tokenizer: Tokenizer, limit: int) -> lis
                 "kl": kl[i],
                 "length": len(answer),
                 "finish": "stop" if experience.finished[i] else "length",
-                "ended_by": tokenizer.decode(answer[-1:].tolist(), skip_special_tokens=False) if experience.finished[i] else None,
+                "ended_by": tokenizer.decode(answer[-1:].tolist(), skip_special_tokens=False)
+                if experience.finished[i]
+                else None,
             }
         )
     return rows

@@ -51,7 +51,9 @@ class Dump:
         return self.rows[place]["row_of_the_rollout"]
 
 
-def dump_failure(folder: Path, step: int, trouble: NonFiniteStep, learner: Learner, tokenizer: Tokenizer, config: Path) -> str:
+def dump_failure(
+    folder: Path, step: int, trouble: NonFiniteStep, learner: Learner, tokenizer: Tokenizer, config: Path
+) -> str:
     """Finds out what went wrong first, writes the dump ``folder``, and tells both in one line. A collective."""
     blamed = blame(learner, trouble)
     rows = finite(sample_rows(trouble.minibatch, tokenizer, -1))
@@ -67,7 +69,15 @@ def dump_failure(folder: Path, step: int, trouble: NonFiniteStep, learner: Learn
     return f"{line}; it is all in {folder}, and python launch/replay.py {folder} makes the step once more"
 
 
-def write_dump(folder: Path, step: int, trouble: NonFiniteStep, blamed: Blame, rows: list[dict[str, Any]], learner: Learner, config: Path) -> None:
+def write_dump(
+    folder: Path,
+    step: int,
+    trouble: NonFiniteStep,
+    blamed: Blame,
+    rows: list[dict[str, Any]],
+    learner: Learner,
+    config: Path,
+) -> None:
     """Raises CheckpointError, on all ranks, where it cannot be written. A collective."""
     world = learner.world
 
@@ -82,9 +92,16 @@ def write_dump(folder: Path, step: int, trouble: NonFiniteStep, blamed: Blame, r
         if world.is_main:
             columns = {f.name: getattr(trouble.minibatch, f.name) for f in fields(trouble.minibatch)}
             write_tensors(folder / "update.safetensors", columns)
-            about = {"step": step, **asdict(blamed), "kl_coef": trouble.kl_coef, "critic_only": trouble.critic_only}
+            about = {
+                "step": step,
+                **asdict(blamed),
+                "kl_coef": trouble.kl_coef,
+                "critic_only": trouble.critic_only,
+            }
             places = trouble.places.tolist()
-            about["rows"] = [{"row_of_the_rollout": place, **row} for place, row in zip(places, rows, strict=True)]
+            about["rows"] = [
+                {"row_of_the_rollout": place, **row} for place, row in zip(places, rows, strict=True)
+            ]
             write_json(folder / "update.json", {"format": FORMAT, "world_size": world.size, **about})
 
     together(world, begin)
@@ -99,8 +116,12 @@ def read_dump(folder: Path) -> Dump:
         about = json.loads((folder / "update.json").read_text(encoding="utf-8"))
         columns = load_file(folder / "update.safetensors")
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: no whole dump: {error}; give a folder run.dir/dumps/step_NNNNNN") from error
+        raise UserError(
+            f"{folder}: no whole dump: {error}; give a folder run.dir/dumps/step_NNNNNN"
+        ) from error
     if about.get("format") != FORMAT:
-        raise UserError(f"{folder}: has format {about.get('format')}, this version reads {FORMAT}: use the version that wrote it")
+        raise UserError(
+            f"{folder}: has format {about.get('format')}, this version reads {FORMAT}: use the version that wrote it"
+        )
     names = {f.name for f in fields(Dump)} - {"minibatch"}
     return Dump(**{name: about[name] for name in names}, minibatch=experience_of(**columns))

@@ -31,7 +31,11 @@ from ppo_ds.types import ActorExperience, CriticExperience, Experience, Metrics,
 
 Loss = Callable[[], tuple[Tensor, Parts]]
 ROLES = {"actor": "policy", "critic": "value"}  # what the metrics of each model begin with
-UNKNOWN = ("policy/loss", "value/loss", "value/explained_var")  # of a rollout that nothing was learned from; what else is missing nobody reads
+UNKNOWN = (
+    "policy/loss",
+    "value/loss",
+    "value/explained_var",
+)  # of a rollout that nothing was learned from; what else is missing nobody reads
 
 
 @dataclass(frozen=True)
@@ -86,16 +90,22 @@ class Learner:
     health: Health
     seen: MetricSums = field(init=False)
     steps: dict[str, list[StepInfo]] = field(init=False)
-    read: list[Tensor] = field(init=False)  # log-probs [b,R'] of each micro-batch, where the update is the first to ask for them
+    read: list[Tensor] = field(
+        init=False
+    )  # log-probs [b,R'] of each micro-batch, where the update is the first to ask for them
 
-    def __call__(self, experience: Experience, kl_coef: float, seed: int, critic_only: bool = False) -> tuple[Experience, Metrics]:
+    def __call__(
+        self, experience: Experience, kl_coef: float, seed: int, critic_only: bool = False
+    ) -> tuple[Experience, Metrics]:
         """``epochs`` passes over all rows; ``seed`` orders them, alike on every rank. A collective.
 
         The experience comes back with the log-probs that the update has read, where it was made without.
         """
         self.seen, self.steps, self.read = MetricSums(), {"policy": [], "value": []}, []
         done, moved = 0, 0.0
-        order = minibatches(len(experience), self.epochs, self.minibatch_size, torch.Generator().manual_seed(seed))
+        order = minibatches(
+            len(experience), self.epochs, self.minibatch_size, torch.Generator().manual_seed(seed)
+        )
         if (found := first_nonfinite(experience)) is not None:
             return experience, self._left_out(experience, *found, order, kl_coef, critic_only)
         for rows in order:
@@ -109,19 +119,34 @@ class Learner:
             self._note_padding(micros)
             moved = self._update(Update(minibatch, rows, micros, kl_coef, critic_only))
             done += 1
-        passes = {"policy/epochs_run": done * self.epochs / len(order), "policy/early_stopped": float(done < len(order))}
+        passes = {
+            "policy/epochs_run": done * self.epochs / len(order),
+            "policy/early_stopped": float(done < len(order)),
+        }
         if self.read:
-            assert len(order) == 1, "the log-probs of a second optimizer step are no longer those of the old policy"
+            assert len(order) == 1, (
+                "the log-probs of a second optimizer step are no longer those of the old policy"
+            )
             experience = self._completed(experience, [rows[part] for part in plan])
         return experience, self.seen.reduced(self.world) | describe_steps(self.steps) | passes
 
-    def _left_out(self, experience: Experience, what: str, row: int, order: list[Tensor], kl_coef: float, critic_only: bool) -> Metrics:
+    def _left_out(
+        self,
+        experience: Experience,
+        what: str,
+        row: int,
+        order: list[Tensor],
+        kl_coef: float,
+        critic_only: bool,
+    ) -> Metrics:
         """No optimizer step learns from a rollout of which anything is not finite: whitening and returns carry it to other rows."""
         for name, (model, _) in self.losses(Update(experience, order[0], [], kl_coef, critic_only)).items():
             self.steps[ROLES[name]] += [model.nothing()] * len(order)
         rows = next(rows for rows in order if row in rows)
         rank = row * self.world.size // len(experience)  # exchange.py lays them out in the order of the ranks
-        self.health.skip(Update(experience.select(rows), rows, [], kl_coef, critic_only).trouble([what], row, rank))
+        self.health.skip(
+            Update(experience.select(rows), rows, [], kl_coef, critic_only).trouble([what], row, rank)
+        )
         unknown = {name: math.nan for name in UNKNOWN if self.steps[name.partition("/")[0]]}
         return unknown | describe_steps(self.steps) | {"policy/epochs_run": 0.0, "policy/early_stopped": 0.0}
 
@@ -134,7 +159,9 @@ class Learner:
     def _completed(self, experience: Experience, plan: list[Tensor]) -> Experience:
         """With the log-probs that the one update read, those of all ranks."""
         answered = experience.attention_mask[:, experience.prompt_width :]
-        logprobs = self.world.sum(spread(self.read, plan, torch.zeros(answered.shape)).masked_fill(~answered, 0.0))
+        logprobs = self.world.sum(
+            spread(self.read, plan, torch.zeros(answered.shape)).masked_fill(~answered, 0.0)
+        )
         columns = {f.name: getattr(experience, f.name) for f in fields(experience)}
         return experience_of(**columns, logprobs=logprobs, old_logprobs=logprobs)
 
@@ -151,7 +178,9 @@ class Learner:
             self.steps[ROLES[each.name]].append(info)
         if bad:
             lowered = all(each.model.finds_its_scale for each in pending if each.name in overflows)
-            self.health.skip(update.trouble(bad), forgiven=lowered and not any(what.startswith("loss") for what in bad))
+            self.health.skip(
+                update.trouble(bad), forgiven=lowered and not any(what.startswith("loss") for what in bad)
+            )
         else:
             self.health.sound()
             if self.average is not None and not update.critic_only:
@@ -164,10 +193,16 @@ class Learner:
         totals, value_totals = self._totals(update.rows.response_mask), self._value_totals(update.rows)
         made: dict[str, tuple[TrainedModel, list[Loss]]] = {}
         if not update.critic_only:
-            policy = [partial(self._policy_loss, micro, totals, value_totals, update.kl_coef) for micro in update.micros]
+            policy = [
+                partial(self._policy_loss, micro, totals, value_totals, update.kl_coef)
+                for micro in update.micros
+            ]
             made["actor"] = self.actor, policy
         if self.critic is not None:
-            made["critic"] = self.critic, [partial(self._value_loss, micro, value_totals) for micro in update.micros]
+            made["critic"] = (
+                self.critic,
+                [partial(self._value_loss, micro, value_totals) for micro in update.micros],
+            )
         return made
 
     def _backward(self, update: Update) -> list[Pending]:
@@ -176,7 +211,9 @@ class Learner:
         for name, (model, losses) in self.losses(update).items():
             with self.timer(f"update_{name}"):
                 # PPO's own come last: ZeRO reduces in the last backward, which must reach every weight, a value head too
-                found, loss = self._accumulate(model, (self._ptx_losses() if name == "actor" else []) + losses)
+                found, loss = self._accumulate(
+                    model, (self._ptx_losses() if name == "actor" else []) + losses
+                )
             pending.append(Pending(name, model, loss, found[-len(losses) :]))
         return pending
 
@@ -198,7 +235,9 @@ class Learner:
             mine += list(sum(parts["policy/approx_kl"] for parts in pending[0].parts))
         numbers = self.world.sum(torch.stack([number.double().to(self.world.device) for number in mine]))
         sound = numbers.float().isfinite().tolist()  # DeepSpeed takes the norm in fp32
-        losses, gradients = [[each.name for each, good in zip(pending, sound[i::2], strict=False) if not good] for i in (0, 1)]
+        losses, gradients = [
+            [each.name for each, good in zip(pending, sound[i::2], strict=False) if not good] for i in (0, 1)
+        ]
         bad = [f"loss of the {name}" for name in losses] + [f"gradient of the {name}" for name in gradients]
         moved, count = numbers[-2:].tolist() if asked else (0.0, 1.0)
         return bad, gradients, moved / max(count, 1.0)
@@ -213,7 +252,9 @@ class Learner:
 
     # -- the loss of one micro-batch ----------------------------------------------------------------------------------------------------------
 
-    def _policy_loss(self, micro: Experience, totals: BatchTotals, value_totals: BatchTotals | None, kl_coef: float) -> tuple[Tensor, Parts]:
+    def _policy_loss(
+        self, micro: Experience, totals: BatchTotals, value_totals: BatchTotals | None, kl_coef: float
+    ) -> tuple[Tensor, Parts]:
         out = self.actor(
             micro.ids,
             micro.attention_mask,
@@ -228,7 +269,9 @@ class Learner:
         loss, parts = self.policy(out, micro, totals, kl_coef)
         if out.values is None:
             return spoiled(loss, "actor"), parts
-        value, value_parts = self.value(out.values, micro, value_totals)  # a shared trunk: one forward, one backward
+        value, value_parts = self.value(
+            out.values, micro, value_totals
+        )  # a shared trunk: one forward, one backward
         return spoiled(loss + value, "actor"), parts | value_parts
 
     def _value_loss(self, micro: CriticExperience, totals: BatchTotals) -> tuple[Tensor, Parts]:
@@ -241,7 +284,10 @@ class Learner:
             return []
         texts = next(self.ptx_texts)
         totals = batch_totals([texts.response_mask], dp_size=self.world.size)
-        return [partial(self._ptx_loss, micro, totals) for micro in microbatches(texts, self.token_budget, self.world, self.packed)]
+        return [
+            partial(self._ptx_loss, micro, totals)
+            for micro in microbatches(texts, self.token_budget, self.world, self.packed)
+        ]
 
     def _ptx_loss(self, micro: Sequences, totals: BatchTotals) -> tuple[Tensor, Parts]:
         out = self.actor(micro.ids, micro.attention_mask, micro.response_width, temperature=1.0)
@@ -263,6 +309,8 @@ def describe_steps(steps: dict[str, list[StepInfo]]) -> Metrics:
             numbers[f"{role}/grad_norm"] = sum(info.grad_norm for info in infos) / len(infos)
             numbers[f"{role}/lr"] = infos[-1].lr
     taken = [info for infos in steps.values() for info in infos]
-    numbers["health/skipped_steps"] = float(max(sum(info.skipped for info in infos) for infos in steps.values()))  # they skip together
+    numbers["health/skipped_steps"] = float(
+        max(sum(info.skipped for info in infos) for infos in steps.values())
+    )  # they skip together
     numbers["health/loss_scale"] = (steps["policy"] or taken)[-1].loss_scale
     return numbers

@@ -35,7 +35,9 @@ class PolicyObjective:
     kl_estimator: str
     aux_coef: float
 
-    def __call__(self, out: PolicyOutput, micro: Experience, totals: BatchTotals, kl_coef: float) -> tuple[Tensor, Parts]:
+    def __call__(
+        self, out: PolicyOutput, micro: Experience, totals: BatchTotals, kl_coef: float
+    ) -> tuple[Tensor, Parts]:
         mask, logprobs = micro.response_mask, out.logprobs
         # with one optimizer step for the rollout the old policy is the one that is about to learn: its ratio is 1, and has a gradient
         old = micro.old_logprobs if isinstance(micro, ActorExperience) else logprobs.detach()
@@ -61,8 +63,17 @@ class PolicyObjective:
             loss = loss - self.entropy_coef * entropy_loss(entropy, mask, agg=per_answer, totals=totals)
         if self.kl_in_loss:
             if kl_coef:  # else 0 times a KL that is not finite
-                loss = loss + kl_coef * kl_loss(logprobs, micro.ref_logprobs, mask, estimator=self.kl_estimator, agg=per_answer, totals=totals)
-            seen["policy/kl_loss"] = token_sum(approx_kl(logprobs, micro.ref_logprobs, self.kl_estimator), mask)
+                loss = loss + kl_coef * kl_loss(
+                    logprobs,
+                    micro.ref_logprobs,
+                    mask,
+                    estimator=self.kl_estimator,
+                    agg=per_answer,
+                    totals=totals,
+                )
+            seen["policy/kl_loss"] = token_sum(
+                approx_kl(logprobs, micro.ref_logprobs, self.kl_estimator), mask
+            )
         if self.aux_coef:
             # a mean over the tokens of this forward: its share in the mean over the optimizer step
             tokens = mask.sum()
@@ -83,7 +94,16 @@ class ValueObjective:
 
     def __call__(self, values: Tensor, micro: CriticExperience, totals: BatchTotals) -> tuple[Tensor, Parts]:
         """values [b,S]."""
-        loss, seen = value_loss(values, micro.values, micro.returns, micro.value_mask, clip=self.clip, half=self.half, agg=self.agg, totals=totals)
+        loss, seen = value_loss(
+            values,
+            micro.values,
+            micro.returns,
+            micro.value_mask,
+            clip=self.clip,
+            half=self.half,
+            agg=self.agg,
+            totals=totals,
+        )
         return self.coef * loss, seen
 
 

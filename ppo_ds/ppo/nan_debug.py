@@ -23,7 +23,9 @@ class Row:
 
     place: int  # in the minibatch
     rank: int
-    losses: dict[str, float] = field(default_factory=dict)  # by model: the row's part of the loss of the optimizer step
+    losses: dict[str, float] = field(
+        default_factory=dict
+    )  # by model: the row's part of the loss of the optimizer step
     first: str | None = None  # of all its tensors, the first that was not finite
 
 
@@ -62,7 +64,11 @@ def blame(learner: Learner, trouble: NonFiniteStep) -> Blame:
     for row in locate_nonfinite(learner, trouble.minibatch, trouble.kl_coef, trouble.critic_only):
         if row.first is not None:
             return Blame(row.first, row.rank, row.place)
-    return Blame(f"{' and '.join(trouble.what)} (not again when the step was repeated: the hardware's fault, or a kernel's?)", None, None)
+    return Blame(
+        f"{' and '.join(trouble.what)} (not again when the step was repeated: the hardware's fault, or a kernel's?)",
+        None,
+        None,
+    )
 
 
 @contextmanager
@@ -74,10 +80,16 @@ def _watching(module: nn.Module, name: str) -> Iterator[list[str]]:
             if not path:
                 hooks.callback(part.register_forward_hook(partial(_look_at_answer, seen, name)).remove)
             elif not any(part.children()):
-                hooks.callback(part.register_forward_hook(partial(_look_at_output, seen, f"output of {name}.{path}")).remove)
+                hooks.callback(
+                    part.register_forward_hook(
+                        partial(_look_at_output, seen, f"output of {name}.{path}")
+                    ).remove
+                )
         for path, parameter in module.named_parameters():
             if parameter.requires_grad:
-                hooks.callback(parameter.register_hook(partial(_look, seen, f"gradient of {name}.{path}")).remove)
+                hooks.callback(
+                    parameter.register_hook(partial(_look, seen, f"gradient of {name}.{path}")).remove
+                )
         yield seen
 
 
@@ -94,7 +106,11 @@ def _look_at_output(seen: list[str], what: str, module: nn.Module, given: Any, o
 
 def _look_at_answer(seen: list[str], name: str, module: nn.Module, given: Any, output: Any) -> None:
     """Log-probs or values of the one row, all of them attended."""
-    what, numbers = (f"value of state {{}} of the {name}", output) if isinstance(output, Tensor) else ("log-prob of token {}", output.logprobs)
+    what, numbers = (
+        (f"value of state {{}} of the {name}", output)
+        if isinstance(output, Tensor)
+        else ("log-prob of token {}", output.logprobs)
+    )
     broken = (~numbers.detach().isfinite()).nonzero()
     if len(broken):
         seen.append(what.format(int(broken[0, -1])))

@@ -32,7 +32,9 @@ class ParityError(RuntimeError):
 
 
 @torch.no_grad()
-def parity_gap(prompts: Prompts, *, actor: HybridActor, generator: Generator, sampling: SamplingParams, token_budget: int) -> Gap:
+def parity_gap(
+    prompts: Prompts, *, actor: HybridActor, generator: Generator, sampling: SamplingParams, token_budget: int
+) -> Gap:
     """What ``generator`` says of the tokens that it draws, against what the training engine says of them, over all ranks. A collective."""
     few = prompts.select(torch.arange(min(GATE_PROMPTS, len(prompts))))
     short = replace(sampling, max_new_tokens=min(GATE_TOKENS, sampling.max_new_tokens), min_new_tokens=0)

@@ -19,7 +19,9 @@ class Penalties:
 
     missing_eos: str | None  # subtract | set | scale
     missing_eos_value: float
-    overlong_buffer: float | None  # tokens before the limit over which the penalty grows to overlong_factor; below 1: that share of the limit
+    overlong_buffer: (
+        float | None
+    )  # tokens before the limit over which the penalty grows to overlong_factor; below 1: that share of the limit
     overlong_factor: float
     per_token: float
 
@@ -27,7 +29,11 @@ class Penalties:
         """[B] -> [B]."""
         lengths, buffer = rollout.response_lengths, self.overlong_buffer
         if buffer is not None:
-            buffer = (buffer * rollout.limits).ceil().clamp(min=1) if buffer < 1 else rollout.limits.clamp(max=buffer)
+            buffer = (
+                (buffer * rollout.limits).ceil().clamp(min=1)
+                if buffer < 1
+                else rollout.limits.clamp(max=buffer)
+            )
         return shape_scores(
             scores - self.per_token * lengths,
             finished=rollout.finished,
@@ -41,7 +47,11 @@ class Penalties:
 
     def replaced(self, scores: Tensor, rollout: Rollout) -> Tensor:
         """[B] -> [B], scores ready but for the clip."""
-        return torch.where(rollout.finished, scores, self.missing_eos_value) if self.missing_eos == "set" else scores
+        return (
+            torch.where(rollout.finished, scores, self.missing_eos_value)
+            if self.missing_eos == "set"
+            else scores
+        )
 
 
 @dataclass

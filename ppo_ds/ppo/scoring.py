@@ -38,10 +38,14 @@ def score_states(forward: Callable[[Sequences], Tensor], sequences: Sequences, p
     return _states(_over(forward, sequences, plan), sequences, plan)
 
 
-def score_both(forward: Callable[[Sequences], tuple[Tensor, Tensor]], sequences: Sequences, plan: list[Tensor]) -> tuple[Tensor, Tensor]:
+def score_both(
+    forward: Callable[[Sequences], tuple[Tensor, Tensor]], sequences: Sequences, plan: list[Tensor]
+) -> tuple[Tensor, Tensor]:
     """Tokens and states of a model whose one forward gives both."""
     found = _over(forward, sequences, plan)
-    return _tokens([tokens for tokens, _ in found], sequences, plan), _states([states for _, states in found], sequences, plan)
+    return _tokens([tokens for tokens, _ in found], sequences, plan), _states(
+        [states for _, states in found], sequences, plan
+    )
 
 
 @torch.no_grad()
@@ -62,6 +66,8 @@ def _states(found: list[Tensor], sequences: Sequences, plan: list[Tensor]) -> Te
 def spread(found: list[Tensor], plan: list[Tensor], out: Tensor) -> Tensor:
     """Writes what was ``found`` [b,R'] of the rows of each forward into ``out`` [B,R]. It leaves the device in one piece, after the last forward."""
     everything = torch.cat([columns.detach().float().flatten() for columns in found]).cpu()
-    for rows, columns, piece in zip(plan, found, everything.split([columns.numel() for columns in found]), strict=True):
+    for rows, columns, piece in zip(
+        plan, found, everything.split([columns.numel() for columns in found]), strict=True
+    ):
         out[rows, : columns.shape[1]] = piece.view(columns.shape)
     return out

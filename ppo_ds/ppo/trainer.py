@@ -53,7 +53,9 @@ class Trainer:
     parts: Mapping[str, Stateful]  # prompts among them, and a controller that steers
     ema: WeightCopy | None
     lagged: WeightCopy | None  # the old policy, where it lags behind
-    eval_weights: Callable[[], AbstractContextManager[None]]  # inside, the actor has the weights that evaluation is about
+    eval_weights: Callable[
+        [], AbstractContextManager[None]
+    ]  # inside, the actor has the weights that evaluation is about
     evaluator: Evaluator | None
     tokenizer: Tokenizer
     tracker: Trackers
@@ -68,10 +70,16 @@ class Trainer:
     progress: TrainState = field(init=False, default_factory=TrainState)
     reason: str = field(init=False, default="done")
     saved_step: int | None = field(init=False, default=None)
-    home: Path | None = field(init=False, default=None)  # the checkpoint that this run has made last, or has begun from
-    ended_by: str | None = field(init=False, default=None)  # in words, where numbers that went wrong have ended the run
+    home: Path | None = field(
+        init=False, default=None
+    )  # the checkpoint that this run has made last, or has begun from
+    ended_by: str | None = field(
+        init=False, default=None
+    )  # in words, where numbers that went wrong have ended the run
     latest_eval_score: float | None = field(init=False, default=None)
-    pretrained: Metrics = field(init=False, default_factory=dict)  # how the critic's pretraining ended, for the first step's line
+    pretrained: Metrics = field(
+        init=False, default_factory=dict
+    )  # how the critic's pretraining ended, for the first step's line
 
     def fit(self) -> str:
         """Train to the end, or to where a signal or a limit ends it; returns why it ended, a key of EXIT_CODES."""
@@ -96,10 +104,16 @@ class Trainer:
             kl_coef = self.kl.value
             experience, seen = self.make_experience(rollout, kl_coef)
             self.stop.check()  # the last: a step that has begun to learn is finished
-        experience, learned = self.learn(experience, kl_coef, seed=self._seed(step), critic_only=step < self.plan.critic_warmup)
+        experience, learned = self.learn(
+            experience, kl_coef, seed=self._seed(step), critic_only=step < self.plan.critic_warmup
+        )
         self._count(experience)
-        metrics = self._describe(experience, kl_coef) | sampled | seen | learned | self._after_update(experience)
-        self.kl.update(metrics.get(self.plan.kl_metric, math.nan), len(experience))  # without a reference the coefficient is nobody's
+        metrics = (
+            self._describe(experience, kl_coef) | sampled | seen | learned | self._after_update(experience)
+        )
+        self.kl.update(
+            metrics.get(self.plan.kl_metric, math.nan), len(experience)
+        )  # without a reference the coefficient is nobody's
         self._log(experience, metrics, self._evaluate())
         self._warn(metrics)
         self._save()
@@ -150,7 +164,9 @@ class Trainer:
             rollout, _ = self.sample(self.prompts)
             experience, _ = self.make_pretraining(rollout, self.kl.value)
             _, learned = self.learn(experience, self.kl.value, seed=self._seed(500_000 + i), critic_only=True)
-            self.pretrained = {f"value/pretrain_{name}": learned[f"value/{name}"] for name in ("loss", "explained_var")}
+            self.pretrained = {
+                f"value/pretrain_{name}": learned[f"value/{name}"] for name in ("loss", "explained_var")
+            }
         self._costs()  # not part of the first step
 
     def _after_update(self, experience: Experience) -> Metrics:
@@ -158,8 +174,12 @@ class Trainer:
         if self.lagged is not None and is_due(self.progress.step, self.plan.lag):
             self.lagged.copy()
         found, self.pretrained = self.pretrained, {}
-        known = isinstance(experience, ActorExperience)  # not where the update was to be the first to ask, and was not made
-        return found | (self.make_experience.kl_now(experience) if self.plan.kl_after_update and known else {})
+        known = isinstance(
+            experience, ActorExperience
+        )  # not where the update was to be the first to ask, and was not made
+        return found | (
+            self.make_experience.kl_now(experience) if self.plan.kl_after_update and known else {}
+        )
 
     def _describe(self, experience: Experience, kl_coef: float) -> Metrics:
         shown = describe(experience, kl_coef=kl_coef, samples_per_prompt=self.plan.samples_per_prompt)
@@ -179,7 +199,10 @@ class Trainer:
             try:
                 self._go_back(self.home, error)
             except UserError as damaged:
-                self.reason, self.ended_by = "nonfinite", f"{self._last_words(error)}; there is no way back: {damaged}"
+                self.reason, self.ended_by = (
+                    "nonfinite",
+                    f"{self._last_words(error)}; there is no way back: {damaged}",
+                )
 
     def _go_back(self, home: Path, error: TooManySkips) -> None:
         step, rollbacks = self.progress.step, self.progress.rollbacks
@@ -197,7 +220,14 @@ class Trainer:
 
     def _last_words(self, error: TooManySkips) -> str:
         step, path = self.progress.step + 1, self.folder.path
-        line = dump_failure(path / "dumps" / f"step_{step:06d}", step, error.trouble, self.learn, self.tokenizer, path / "config.yaml")
+        line = dump_failure(
+            path / "dumps" / f"step_{step:06d}",
+            step,
+            error.trouble,
+            self.learn,
+            self.tokenizer,
+            path / "config.yaml",
+        )
         before = f"after going back to {self.home} " if self.progress.rollbacks else ""
         since = self.health.since
         began = f"; the first of these was in step {since}" if since is not None and since < step else ""
@@ -207,7 +237,9 @@ class Trainer:
         """Of optimizer steps that were skipped, and of the KL, which may end the run."""
         lines = []
         if reasons := self.health.take():
-            lines.append(f"{metrics['health/skipped_steps']:.0f} optimizer step(s) skipped, not finite: {', '.join(reasons)}")
+            lines.append(
+                f"{metrics['health/skipped_steps']:.0f} optimizer step(s) skipped, not finite: {', '.join(reasons)}"
+            )
         if (line := self.ceiling.exceeded(metrics)) is not None:
             lines.append(line)
             if self.ceiling.stops:
@@ -256,18 +288,26 @@ class Trainer:
     def _log(self, experience: Experience, metrics: Metrics, evaluated: Metrics | None) -> None:
         progress = self.progress
         costs = self._costs()
-        counts = {"episodes": progress.episodes, "tokens": progress.tokens, "health/rollbacks": float(progress.rollbacks)}
+        counts = {
+            "episodes": progress.episodes,
+            "tokens": progress.tokens,
+            "health/rollbacks": float(progress.rollbacks),
+        }
         line = counts | metrics | (evaluated or {}) | costs | self.meter(experience, costs, metrics)
         self.tracker.log(progress.step, line)
         progress.unevaluated = dict(line) if evaluated is None else None
         if self.world.is_main:
-            self.tracker.samples(progress.step, sample_rows(experience, self.tokenizer, self.plan.sample_rows))
+            self.tracker.samples(
+                progress.step, sample_rows(experience, self.tokenizer, self.plan.sample_rows)
+            )
         self.latest_eval_score = (evaluated or {}).get("eval/score_mean")
 
     def _costs(self) -> Metrics:
         """Since the last call: time/*, how far the ranks are apart, and how much was gathered or moved for generation. A collective."""
         times = self.timer.take()
-        return times | spread(self.world, times["time/step"]) | {"perf/switch_gb": self.actor.take_switched_gb()}
+        return (
+            times | spread(self.world, times["time/step"]) | {"perf/switch_gb": self.actor.take_switched_gb()}
+        )
 
     def _save(self, last: bool = False) -> None:
         step, plan = self.progress.step, self.plan
@@ -281,7 +321,9 @@ class Trainer:
         due = step > 0 and (is_due(step, plan.checkpoint_every) or (last and plan.checkpoint_every != 0))
         if (due or best) and self.saved_step != step:
             with self.timer("checkpoint"):
-                self.home = self.checkpoints.save(step, self._models(), self.state_dict(), best=best, shadows=self._shadows())
+                self.home = self.checkpoints.save(
+                    step, self._models(), self.state_dict(), best=best, shadows=self._shadows()
+                )
             self.saved_step = step
 
     def _finish(self) -> str:
@@ -291,10 +333,21 @@ class Trainer:
         if wanted:
             self.folder.export(self.actor, self.critic, self.ema)
         progress = self.progress
-        self.tracker.finish({"exit_reason": self.reason} | ({"error": self.ended_by} if self.ended_by else {}) | progress.held_out())
+        self.tracker.finish(
+            {"exit_reason": self.reason}
+            | ({"error": self.ended_by} if self.ended_by else {})
+            | progress.held_out()
+        )
         if self.world.is_main:
             again = f"{self.home}   {GOES_ON[self.reason]}" if self.home and self.reason in GOES_ON else None
-            self.folder.report(progress.first_eval, progress.last_eval, progress.first_rows, progress.last_rows, exported=wanted, checkpoint=again)
+            self.folder.report(
+                progress.first_eval,
+                progress.last_eval,
+                progress.first_rows,
+                progress.last_rows,
+                exported=wanted,
+                checkpoint=again,
+            )
             if self.ended_by:
                 log.error("error: %s", self.ended_by)
         return self.reason
@@ -306,13 +359,20 @@ class Trainer:
     # -- state ----------------------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"progress": asdict(self.progress), **{name: part.state_dict() for name, part in self.parts.items()}}
+        return {
+            "progress": asdict(self.progress),
+            **{name: part.state_dict() for name, part in self.parts.items()},
+        }
 
     def _models(self) -> dict[str, TrainedModel]:
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
     def _shadows(self) -> dict[str, WeightCopy]:
-        return {name: shadow for name, shadow in (("ema", self.ema), ("lagged", self.lagged)) if shadow is not None}
+        return {
+            name: shadow
+            for name, shadow in (("ema", self.ema), ("lagged", self.lagged))
+            if shadow is not None
+        }
 
     def expect_room(self) -> None:
         """UserError where a checkpoint is due in what is left to do, and the disk has no room for it."""
@@ -336,4 +396,8 @@ class Trainer:
         self.progress = TrainState(**state["progress"])
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
-        self.health.skips, self.health.step, self.health.since = self.progress.skips, self.progress.step + 1, None
+        self.health.skips, self.health.step, self.health.since = (
+            self.progress.skips,
+            self.progress.step + 1,
+            None,
+        )

@@ -21,7 +21,11 @@ from ppo_ds.types import Row
 # How much comes of it. A bare `off` is false to YAML.
 Audit = Literal["off", "report", "strict", False]
 
-_TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}  # of the largest score, at least of 1: other shapes take other kernels
+_TOLERANCE = {
+    "fp32": 1e-3,
+    "fp16": 1e-2,
+    "bf16": 5e-2,
+}  # of the largest score, at least of 1: other shapes take other kernels
 _EQUAL = 1e-5  # likewise: a head of zeros, whatever the dtype
 
 
@@ -34,8 +38,12 @@ class Dialogue:
 
     def row(self, tokenizer: Tokenizer) -> Row:
         """As a row of a data set; ``tokenizer``: the actor's."""
-        messages: list[Message] = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(self.turns)]
-        prompt = tokenizer.render_chat(messages) if tokenizer.has_chat_template else "\n".join(self.turns) + "\n"
+        messages: list[Message] = [
+            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(self.turns)
+        ]
+        prompt = (
+            tokenizer.render_chat(messages) if tokenizer.has_chat_template else "\n".join(self.turns) + "\n"
+        )
         return {"prompt_text": prompt, "messages": messages}
 
 
@@ -43,7 +51,11 @@ DIALOGUES = (
     Dialogue(("What is the capital of France?",), "The capital of France is Paris."),
     Dialogue(("水在标准大气压下的沸点是多少摄氏度？",), "在标准大气压下，水的沸点是100摄氏度。"),
     Dialogue(
-        ("I have two apples.", "Nice! What would you like to know about them?", "I buy three more. How many apples do I have now?"),
+        (
+            "I have two apples.",
+            "Nice! What would you like to know about them?",
+            "I buy three more. How many apples do I have now?",
+        ),
         "You now have five apples, since 2 + 3 = 5.",
     ),
     Dialogue(
@@ -52,7 +64,8 @@ DIALOGUES = (
         "long ones. So blue light reaches our eyes from every direction of the sky, while the other colours mostly pass straight through.",
     ),
     Dialogue(
-        ("你好！我想学做菜。", "你好！你想先学哪一道菜？", "番茄炒蛋需要哪些主要食材？"), "主要食材是番茄和鸡蛋，另外准备少许盐、糖、葱花和食用油。"
+        ("你好！我想学做菜。", "你好！你想先学哪一道菜？", "番茄炒蛋需要哪些主要食材？"),
+        "主要食材是番茄和鸡蛋，另外准备少许盐、糖、葱花和食用油。",
     ),
     Dialogue(("Translate into English: guten Morgen",), "Good morning."),
 )
@@ -68,13 +81,19 @@ class Probes:
 
     def each(self) -> list[tuple[Row, str]]:
         """All fitting answers first, then all empty ones, then the others'."""
-        return [*zip(self.rows, self.fitting, strict=True), *((row, "") for row in self.rows), *zip(self.rows, self.others, strict=True)]
+        return [
+            *zip(self.rows, self.fitting, strict=True),
+            *((row, "") for row in self.rows),
+            *zip(self.rows, self.others, strict=True),
+        ]
 
 
 def probes(tokenizer: Tokenizer) -> Probes:
     """``tokenizer``: the actor's."""
     answers = tuple(dialogue.answer for dialogue in DIALOGUES)
-    return Probes(tuple(dialogue.row(tokenizer) for dialogue in DIALOGUES), answers, answers[1:] + answers[:1])
+    return Probes(
+        tuple(dialogue.row(tokenizer) for dialogue in DIALOGUES), answers, answers[1:] + answers[:1]
+    )
 
 
 @dataclass
@@ -88,9 +107,13 @@ class Findings:
         """Whether the scores of different texts can be compared at all."""
         if not scores.isfinite().all():
             bad = int((~scores.isfinite()).sum())
-            self.failures.append(f"{bad} of its {len(scores)} scores are no finite numbers{'' if dtype == 'fp32' else '; try dtype fp32'}")
+            self.failures.append(
+                f"{bad} of its {len(scores)} scores are no finite numbers{'' if dtype == 'fp32' else '; try dtype fp32'}"
+            )
         elif scores.max() - scores.min() <= _EQUAL * scores.abs().max().clamp(min=1.0):
-            self.failures.append(f"its scores of {len(scores)} different texts are all {scores[0]:.3g}: it teaches nothing")
+            self.failures.append(
+                f"its scores of {len(scores)} different texts are all {scores[0]:.3g}: it teaches nothing"
+            )
         return bool(scores.isfinite().all())
 
     def alone(self, alone: Tensor, together: Tensor, dtype: str, remedy: str) -> bool:
@@ -98,14 +121,17 @@ class Findings:
         gap = (alone - together).abs().max()
         if gap <= _tolerance(together, dtype):
             return True
-        self.failures.append(f"a text alone scores up to {gap:.2g} off from the same text among others: {remedy}")
+        self.failures.append(
+            f"a text alone scores up to {gap:.2g} off from the same text among others: {remedy}"
+        )
         return False
 
     def plausible(self, scores: Tensor) -> None:
         """Scores in the order of Probes.each()."""
         fitting, empty, others = scores.chunk(3)
         above = " and ".join(
-            f"above {name} in {int((fitting > other).sum())} of {len(fitting)}" for name, other in (("an empty one", empty), ("another's", others))
+            f"above {name} in {int((fitting > other).sum())} of {len(fitting)}"
+            for name, other in (("an empty one", empty), ("another's", others))
         )
         self.remarks.append(f"a fitting answer scores {above} dialogues")
 
@@ -134,13 +160,22 @@ def audit_classifier(
     _padding(found, (score(texts, True) - together).abs().max(), is_decoder, tolerance)
     if eos_id is not None:
         toggled = score([_toggled(text, eos_id, max_tokens) for text in fitting], False)
-        _end_token(found, (toggled - together[: len(fitting)]).abs().max(), [text.ids[-1] == eos_id for text in fitting], tolerance)
+        _end_token(
+            found,
+            (toggled - together[: len(fitting)]).abs().max(),
+            [text.ids[-1] == eos_id for text in fitting],
+            tolerance,
+        )
     found.plausible(together)
     return found
 
 
 def audit_chats(
-    score: Callable[[list[list[Message]], bool], Tensor], *, tokenizer: Tokenizer, dtype: str, has_batches: bool
+    score: Callable[[list[list[Message]], bool], Tensor],
+    *,
+    tokenizer: Tokenizer,
+    dtype: str,
+    has_batches: bool,
 ) -> tuple[Findings, bool]:
     """``score(chats, batched)``: [B], by get_scores or by get_score. ``tokenizer``: the actor's. Also: whether get_scores may be used."""
     found, probe = Findings(), probes(tokenizer)
@@ -149,7 +184,12 @@ def audit_chats(
     scores = score(chats, has_batches)
     if not found.numbers(scores, dtype):
         return found, has_batches
-    agreed = has_batches and found.alone(score(fitting, False), scores[: len(fitting)], dtype, "get_scores is not used, but get_score one by one")
+    agreed = has_batches and found.alone(
+        score(fitting, False),
+        scores[: len(fitting)],
+        dtype,
+        "get_scores is not used, but get_score one by one",
+    )
     found.plausible(scores if agreed or not has_batches else score(chats, False))
     return found, agreed
 
@@ -160,7 +200,9 @@ def _padding(found: Findings, gap: Tensor, is_decoder: bool, tolerance: Tensor) 
         return
     line = f"padded on the left its scores differ by up to {gap:.2g}"
     if is_decoder:
-        found.failures.append(f"{line}: rewards are padded on the right, but a critic that starts from it reads prompts padded on the left")
+        found.failures.append(
+            f"{line}: rewards are padded on the right, but a critic that starts from it reads prompts padded on the left"
+        )
     else:
         found.remarks.append(f"{line}, which does no harm: texts are padded on the right")
 
@@ -170,7 +212,9 @@ def _end_token(found: Findings, gap: Tensor, ends: Sequence[bool], tolerance: Te
     the end token is the pad token too."""
     have = "end with it" if all(ends) else "end without it" if not any(ends) else "end with it in part"
     if gap <= tolerance and all(ends):
-        found.remarks.append("its texts end with the end token, which changes no score: the place before it may be what it reads")
+        found.remarks.append(
+            "its texts end with the end token, which changes no score: the place before it may be what it reads"
+        )
     else:
         found.remarks.append(f"the end token moves a score by up to {gap:.2g}; its texts {have}")
 
@@ -180,18 +224,24 @@ def _toggled(text: Text, eos_id: int, max_tokens: int | None) -> Text:
     if text.ids[-1] == eos_id:
         return Text(text.ids[:-1], None if text.types is None else text.types[:-1])
     first = 0 if max_tokens is None else max(0, len(text) + 1 - max_tokens)
-    return Text([*text.ids, eos_id][first:], None if text.types is None else [*text.types, text.types[-1]][first:])
+    return Text(
+        [*text.ids, eos_id][first:], None if text.types is None else [*text.types, text.types[-1]][first:]
+    )
 
 
 def _tolerance(scores: Tensor, dtype: str) -> Tensor:
     return _TOLERANCE[dtype] * scores.abs().max().clamp(min=1.0)
 
 
-def conclude(found: Findings, audit: Audit, *, name: str, key: str, notes: list[str], agree: Callable[[int], int]) -> None:
+def conclude(
+    found: Findings, audit: Audit, *, name: str, key: str, notes: list[str], agree: Callable[[int], int]
+) -> None:
     """Lines for the banner, or with ``strict`` UserError on every rank where any rank saw a failure. ``name``: the model's key and path."""
     if agree(len(found.failures)) and audit == "strict":
         lines = found.failures or ["another rank found it wanting"]
-        raise UserError(*[f"{name}: {line} ({key}.audit=strict; report goes on with a warning)" for line in lines])
+        raise UserError(
+            *[f"{name}: {line} ({key}.audit=strict; report goes on with a warning)" for line in lines]
+        )
     notes += [f"warning    {name}: {line}" for line in found.failures]
     if found.remarks:
         notes.append(f"audit      {name}: {'; '.join(found.remarks)}")

@@ -29,7 +29,11 @@ class Answers:
     @classmethod
     def of(cls, rollout: Rollout, tokenizer: Tokenizer) -> Answers:
         """``tokenizer``: the actor's."""
-        return cls(tuple(rollout.metadata), tuple(decoded_responses(rollout, tokenizer)), tuple(rollout.finished.tolist()))
+        return cls(
+            tuple(rollout.metadata),
+            tuple(decoded_responses(rollout, tokenizer)),
+            tuple(rollout.finished.tolist()),
+        )
 
     def inside(self, tag: str) -> Answers:
         """The same rows, each with what stands between its first <tag> and </tag>: a finished text, and an empty one where they are not there."""
@@ -68,7 +72,9 @@ def expect_writable(tags: Iterable[str], tokenizer: Tokenizer, key: str) -> None
     for tag in tags:
         back = tokenizer.decode(tokenizer.encode_many([tag], special_tokens=False)[0])
         if tag not in back:
-            raise UserError(f"{key}: the actor's tokenizer reads {tag} back as {shown(back)}; it must be a token that is not special, or other text")
+            raise UserError(
+                f"{key}: the actor's tokenizer reads {tag} back as {shown(back)}; it must be a token that is not special, or other text"
+            )
 
 
 def both_tags(name: str | None) -> list[str]:
@@ -86,7 +92,10 @@ def text_inside(text: str, tag: str) -> str | None:
 def decoded_responses(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
     """The B answers as text, without special tokens: the tokens under the response mask, whatever their ids are."""
     ids = rollout.ids[:, rollout.prompt_width :]
-    return [tokenizer.decode(row[mask].tolist()) for row, mask in zip(ids, rollout.response_mask.bool(), strict=True)]
+    return [
+        tokenizer.decode(row[mask].tolist())
+        for row, mask in zip(ids, rollout.response_mask.bool(), strict=True)
+    ]
 
 
 def sequence_scores(total: Tensor, rollout: Rollout) -> Scores:

@@ -24,7 +24,9 @@ import httpx
 from ppo_ds.errors import UserError
 
 _LONGEST_PAUSE = 60.0  # seconds, whatever Retry-After asks for
-_SHORTEST_KEY = 8  # of those that are looked for in what a judge says; shorter ones are stand-ins for none ("EMPTY")
+_SHORTEST_KEY = (
+    8  # of those that are looked for in what a judge says; shorter ones are stand-ins for none ("EMPTY")
+)
 _QUOTED = 200  # characters of a reply that an error shows
 _SECRET = re.compile(r"key|token|secret|passw|signature|^(sig|auth|code)$", re.IGNORECASE)
 
@@ -38,9 +40,13 @@ class Address:
         except (httpx.InvalidURL, TypeError, ValueError):
             raise UserError(f"{key}: is no address; give one such as http://localhost:8000/score") from None
         if url.userinfo or any(_SECRET.search(name) for name in url.params):
-            raise UserError(f"{key}: holds a password or a key; put it into an environment variable and name that in {_beside(key, 'key_env')}")
+            raise UserError(
+                f"{key}: holds a password or a key; put it into an environment variable and name that in {_beside(key, 'key_env')}"
+            )
         if url.scheme not in ("http", "https") or not url.host:
-            quoted = "" if "@" in value else f"={value}"  # me:password@host has no scheme, and so no user either
+            quoted = (
+                "" if "@" in value else f"={value}"
+            )  # me:password@host has no scheme, and so no user either
             raise UserError(f"{key}{quoted}: must begin with http:// or https:// and a host")
         return str(url)
 
@@ -50,12 +56,18 @@ class KeyName:
 
     def read(self, value: Any, key: str) -> str:
         if not isinstance(value, str) or not re.fullmatch(r"[A-Z_][A-Z0-9_]*", value):
-            raise UserError(f"{key}: must be the name of an environment variable, in capitals, never the secret itself")
+            raise UserError(
+                f"{key}: must be the name of an environment variable, in capitals, never the secret itself"
+            )
         secret = os.environ.get(value, "").strip()
         if not secret:
-            raise UserError(f"{key}={value}: no such environment variable, or an empty one; set it where the run starts")
+            raise UserError(
+                f"{key}={value}: no such environment variable, or an empty one; set it where the run starts"
+            )
         if not (secret.isascii() and secret.isprintable() and " " not in secret):
-            raise UserError(f"{key}={value}: what this variable holds cannot be sent as a key: it has blanks, line breaks or letters beyond ASCII")
+            raise UserError(
+                f"{key}={value}: what this variable holds cannot be sent as a key: it has blanks, line breaks or letters beyond ASCII"
+            )
         return value
 
 
@@ -105,17 +117,39 @@ class _Deadline:
     def _shut(self) -> None:
         if self.passed and self._socket is not None:
             with suppress(OSError):  # closed by the other side or by httpx meanwhile
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # of a TLS socket too, which another thread is reading
+                socket.socket.shutdown(
+                    self._socket, socket.SHUT_RDWR
+                )  # of a TLS socket too, which another thread is reading
 
 
 class Endpoint:
     """``url`` and ``key_env`` as Address and KeyName leave them. One attempt may take ``timeout_seconds``; there are ``retries`` more."""
 
-    def __init__(self, url: str, key_env: str | None, *, timeout_seconds: float, retries: int, backoff_seconds: float, max_response_mb: float):
+    def __init__(
+        self,
+        url: str,
+        key_env: str | None,
+        *,
+        timeout_seconds: float,
+        retries: int,
+        backoff_seconds: float,
+        max_response_mb: float,
+    ):
         self._url = httpx.URL(url)
         self._secret = os.environ[key_env].strip() if key_env else None
-        written = [] if self._secret is None else [self._secret, json.dumps(self._secret)[1:-1], quote(self._secret), quote(self._secret, safe="")]
-        self._forms = sorted({form for text in written for form in (text, text.replace("/", "\\/"))}, key=len, reverse=True)
+        written = (
+            []
+            if self._secret is None
+            else [
+                self._secret,
+                json.dumps(self._secret)[1:-1],
+                quote(self._secret),
+                quote(self._secret, safe=""),
+            ]
+        )
+        self._forms = sorted(
+            {form for text in written for form in (text, text.replace("/", "\\/"))}, key=len, reverse=True
+        )
         self._timeout, self._retries, self._backoff = timeout_seconds, retries, backoff_seconds
         self._max_bytes = int(max_response_mb * 2**20)
         self._jitter = random.Random()  # its own: a run's random state must not hang on the weather
@@ -126,9 +160,16 @@ class Endpoint:
         return str(self._url.copy_with(query=None, fragment=None))
 
     def client(self, connections: int) -> httpx.Client:
-        for library in ("httpx", "httpcore"):  # they log addresses with their queries, and headers, in which a service may repeat the key
+        for library in (
+            "httpx",
+            "httpcore",
+        ):  # they log addresses with their queries, and headers, in which a service may repeat the key
             logging.getLogger(library).setLevel(logging.WARNING)
-        headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
+        headers = {
+            "Content-Type": "application/json",
+            "Accept": "application/json",
+            "Accept-Encoding": "identity",
+        }
         if self._secret:
             headers["Authorization"] = f"Bearer {self._secret}"
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)  # see _Deadline
@@ -141,31 +182,48 @@ class Endpoint:
             try:
                 return self._attempt(client, payload)
             except _Failure as failure:
-                if failure.pause is None or attempt > self._retries or stopped.wait(self._pause(failure.pause, attempt)):
+                if (
+                    failure.pause is None
+                    or attempt > self._retries
+                    or stopped.wait(self._pause(failure.pause, attempt))
+                ):
                     raise ServiceError(f"{failure}; asked {attempt} time(s)") from None
             attempt += 1
 
     def _pause(self, asked: float, attempt: int) -> float:
         """Doubled each time, and not the same for all who wait."""
-        return min(_LONGEST_PAUSE, max(asked, self._backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.0)))
+        return min(
+            _LONGEST_PAUSE, max(asked, self._backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.0))
+        )
 
     def _attempt(self, client: httpx.Client, payload: bytes) -> Any:
         late = _Failure(f"no answer within {self._timeout:g} s", pause=0.0)
         with _Deadline(self._timeout) as deadline:
             try:
-                with client.stream("POST", self._url, content=payload, extensions={"trace": deadline.watch}) as response:
+                with client.stream(
+                    "POST", self._url, content=payload, extensions={"trace": deadline.watch}
+                ) as response:
                     body, whole = self._body(response)
             except httpx.TimeoutException:
                 raise late from None
             except httpx.TransportError as error:
-                raise late if deadline.passed else _Failure(self._clean(f"{type(error).__name__}: {error}"), pause=0.0) from None
+                raise (
+                    late
+                    if deadline.passed
+                    else _Failure(self._clean(f"{type(error).__name__}: {error}"), pause=0.0)
+                ) from None
         if deadline.passed:  # a reply of no stated length looks complete where it was cut off
             raise late
         status, text = response.status_code, body.decode("utf-8", "replace")
         if status == 429 or status >= 500:
-            raise _Failure(self._clean(f"answered {status}: {text}"), _asked_pause(response.headers.get("Retry-After", "")))
+            raise _Failure(
+                self._clean(f"answered {status}: {text}"),
+                _asked_pause(response.headers.get("Retry-After", "")),
+            )
         if 300 <= status < 400:
-            raise _Failure(f"answered {status}, which sends to {self._goal(response)}; redirects are not followed")
+            raise _Failure(
+                f"answered {status}, which sends to {self._goal(response)}; redirects are not followed"
+            )
         if status >= 400:
             raise _Failure(self._clean(f"answered {status}: {text}"))
         if not whole:

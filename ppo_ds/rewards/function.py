@@ -44,17 +44,24 @@ class FunctionReward(TextReward):
             with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
                 result = self._function(list(prompts), list(answers.texts), deepcopy(list(answers.rows)))
         except BaseException as error:  # sys.exit() too
-            error.add_note(f"in {self._name}, scoring {len(prompts)} answers; row 0 has the prompt {shown(prompts[0])}")
+            error.add_note(
+                f"in {self._name}, scoring {len(prompts)} answers; row 0 has the prompt {shown(prompts[0])}"
+            )
             raise
         return torch.tensor(self._floats(result, prompts), dtype=torch.float32, device="cpu")
 
     def _floats(self, result: Any, prompts: list[str]) -> list[float]:
         values = result.tolist() if hasattr(result, "tolist") else result  # numpy arrays and tensors
         if not isinstance(values, (list, tuple)):
-            raise RewardError(f"{self._name} returned {_described(result)}; it must return a list of {len(prompts)} floats")
+            raise RewardError(
+                f"{self._name} returned {_described(result)}; it must return a list of {len(prompts)} floats"
+            )
         if len(values) != len(prompts):
             raise RewardError(f"{self._name} returned {len(values)} scores for {len(prompts)} responses")
-        return [self._float(value, row, prompt) for row, (value, prompt) in enumerate(zip(values, prompts, strict=True))]
+        return [
+            self._float(value, row, prompt)
+            for row, (value, prompt) in enumerate(zip(values, prompts, strict=True))
+        ]
 
     def _float(self, value: Any, row: int, prompt: str) -> float:
         try:
@@ -63,7 +70,9 @@ class FunctionReward(TextReward):
             number = None
         if not isinstance(number, Real) or not abs(number) <= _LARGEST:  # nan is not <= anything
             place = f"row {row}, prompt {shown(prompt)}"
-            raise RewardError(f"{self._name} returned {_described(value)} for {place}; a score must be a finite number")
+            raise RewardError(
+                f"{self._name} returned {_described(value)} for {place}; a score must be a finite number"
+            )
         return float(number)
 
 
@@ -76,9 +85,13 @@ def load_function(path: str, key: str = "reward.path") -> Callable[..., Any]:
     try:
         function = reduce(getattr, name.split("."), module)
     except AttributeError:
-        raise UserError(f"{key}={path}: {place} has no {name}; its functions are: {_functions(module)}") from None
+        raise UserError(
+            f"{key}={path}: {place} has no {name}; its functions are: {_functions(module)}"
+        ) from None
     if isinstance(function, type) or not callable(function):
-        raise UserError(f"{key}={path}: {_described(function)} is not a function; give one that takes (prompts, responses, rows)")
+        raise UserError(
+            f"{key}={path}: {_described(function)} is not a function; give one that takes (prompts, responses, rows)"
+        )
     if inspect.iscoroutinefunction(function):
         raise UserError(f"{key}={path}: is an async function; give a plain one")
     _expect_three_arguments(function, path, key)
@@ -128,13 +141,21 @@ def _importable(folder: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and "importlib" not in f.filename]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if f.filename != __file__ and "importlib" not in f.filename
+    ]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
 
 
 def _functions(module: ModuleType) -> str:
-    own = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+    own = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
     return ", ".join(own) or "none"
 
 
@@ -146,7 +167,9 @@ def _expect_three_arguments(function: Callable[..., Any], path: str, key: str) -
     try:
         signature.bind([], [], [])
     except TypeError as error:
-        raise UserError(f"{key}={path}: is called as fn(prompts, responses, rows), but takes {signature}: {error}") from None
+        raise UserError(
+            f"{key}={path}: is called as fn(prompts, responses, rows), but takes {signature}: {error}"
+        ) from None
 
 
 def _described(value: Any) -> str:

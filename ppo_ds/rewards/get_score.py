@@ -29,13 +29,25 @@ class Scorer(Protocol):
     def __call__(self, chats: list[Chat], batched: bool) -> Tensor: ...
 
 
-Place = Callable[[Callable[..., ChatScorer], ModelConfig, FrozenZeroConfig, str], tuple[ChatScorer, Scorer]]  # roles.py, RewardModels
+Place = Callable[
+    [Callable[..., ChatScorer], ModelConfig, FrozenZeroConfig, str], tuple[ChatScorer, Scorer]
+]  # roles.py, RewardModels
 
 
 class GetScoreReward(TextReward):
     """Scores the row's messages (or its prompt as the user's one message) and the answer. Ranks do not wait for each other."""
 
-    def __init__(self, score: Scorer, length: Callable[[Chat], int], *, tokenizer: Tokenizer, token_budget: int, batched: bool, key: str, name: str):
+    def __init__(
+        self,
+        score: Scorer,
+        length: Callable[[Chat], int],
+        *,
+        tokenizer: Tokenizer,
+        token_budget: int,
+        batched: bool,
+        key: str,
+        name: str,
+    ):
         """``length``: of a chat in tokens. ``token_budget``: of one get_scores, padding counted. ``batched``: by get_scores, else one by one.
 
         ``name``: the model as errors name it.
@@ -46,11 +58,15 @@ class GetScoreReward(TextReward):
         self._key, self._name = key, name
 
     def judge(self, answers: Answers) -> Tensor:
-        scores = self.score([_chat(row, text) for row, text in zip(answers.rows, answers.texts, strict=True)], self._batched)
+        scores = self.score(
+            [_chat(row, text) for row, text in zip(answers.rows, answers.texts, strict=True)], self._batched
+        )
         if not scores.isfinite().all():
             row = int((~scores.isfinite()).nonzero()[0])
             response = shown(answers.texts[row])
-            raise RewardError(f"the reward model scored {scores[row]} for row {row}, response {response}; try {self._key}.model.dtype=fp32")
+            raise RewardError(
+                f"the reward model scored {scores[row]} for row {row}, response {response}; try {self._key}.model.dtype=fp32"
+            )
         return scores
 
     def score(self, chats: list[Chat], batched: bool) -> Tensor:
@@ -72,7 +88,9 @@ class GetScoreReward(TextReward):
             raise
         except Exception as error:  # foreign code raises anything
             called = "get_scores" if batched else "get_score"
-            raise RewardError(f"{self._name}: its {called} fails: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}") from error
+            raise RewardError(
+                f"{self._name}: its {called} fails: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"
+            ) from error
 
 
 def get_score_reward(
@@ -100,13 +118,23 @@ def get_score_reward(
     name = f"{key}.model.path={model.path}"
 
     def made(batched: bool) -> GetScoreReward:
-        return GetScoreReward(scorer, module.length, tokenizer=tokenizer, token_budget=score_tokens, batched=batched, key=key, name=name)
+        return GetScoreReward(
+            scorer,
+            module.length,
+            tokenizer=tokenizer,
+            token_budget=score_tokens,
+            batched=batched,
+            key=key,
+            name=name,
+        )
 
     reward = made(module.scores_batches)
     if audit not in ("report", "strict"):
         return reward
     try:
-        found, usable = audit_chats(reward.score, tokenizer=tokenizer, dtype=model.dtype, has_batches=module.scores_batches)
+        found, usable = audit_chats(
+            reward.score, tokenizer=tokenizer, dtype=model.dtype, has_batches=module.scores_batches
+        )
     except RewardError as error:  # before training it is the user's to mend
         raise UserError(str(error)) from error
     conclude(found, audit, name=name, key=key, notes=[] if notes is None else notes, agree=agree)

@@ -34,7 +34,9 @@ class Scorer(Protocol):
     def __call__(self, ids: Tensor, attention_mask: Tensor, *, token_type_ids: Tensor | None) -> Tensor: ...
 
 
-Place = Callable[[Callable[..., ScoreModel], ModelConfig, FrozenZeroConfig, str], tuple[ScoreModel, Scorer]]  # roles.py, RewardModels
+Place = Callable[
+    [Callable[..., ScoreModel], ModelConfig, FrozenZeroConfig, str], tuple[ScoreModel, Scorer]
+]  # roles.py, RewardModels
 
 
 class ModelReward(TextReward):
@@ -58,11 +60,15 @@ class ModelReward(TextReward):
         self._token_budget, self._agree = token_budget, agree
 
     def judge(self, answers: Answers) -> Tensor:
-        scores = self.score([self._encode(*each) for each in zip(answers.rows, answers.texts, answers.finished, strict=True)])
+        scores = self.score(
+            [self._encode(*each) for each in zip(answers.rows, answers.texts, answers.finished, strict=True)]
+        )
         if not scores.isfinite().all():
             row = int((~scores.isfinite()).nonzero()[0])
             response = shown(answers.texts[row])
-            raise RewardError(f"the reward model scored {scores[row]} for row {row}, response {response}; try {self._key}.model.dtype=fp32")
+            raise RewardError(
+                f"the reward model scored {scores[row]} for row {row}, response {response}; try {self._key}.model.dtype=fp32"
+            )
         return scores
 
     def score(self, texts: list[Text], left: bool | None = None) -> Tensor:
@@ -70,17 +76,25 @@ class ModelReward(TextReward):
         scores, plan = torch.zeros(len(texts)), self._plan(texts, sparing=left is None)
         with self._score.resident():
             found = [self._forward([texts[i] for i in rows.tolist()], bool(left)) for rows in plan]
-            scores[torch.cat(plan)] = torch.cat(found).cpu()  # once: the host waits for the last forward alone
+            scores[torch.cat(plan)] = torch.cat(
+                found
+            ).cpu()  # once: the host waits for the last forward alone
         return scores
 
     def _plan(self, texts: list[Text], sparing: bool) -> list[Tensor]:
         """Rows of each forward, as many forwards on every rank: a sharded model gathers its weights inside them."""
         lengths = torch.tensor([len(text) for text in texts])
-        plan = partial(plan_forwards, lengths) if sparing else partial(plan_microbatches, lengths, torch.zeros_like(lengths))
+        plan = (
+            partial(plan_forwards, lengths)
+            if sparing
+            else partial(plan_microbatches, lengths, torch.zeros_like(lengths))
+        )
         return plan(self._token_budget, at_least=self._agree(len(plan(self._token_budget))))
 
     def _forward(self, texts: list[Text], left: bool) -> Tensor:
-        ids, mask, types = (left_padded if left else right_padded)(texts, self._pad_id, torch.device("cpu"))  # the model takes them over
+        ids, mask, types = (left_padded if left else right_padded)(
+            texts, self._pad_id, torch.device("cpu")
+        )  # the model takes them over
         with torch.no_grad():
             return self._score(ids, mask, token_type_ids=types)
 
@@ -112,8 +126,17 @@ def model_reward(
     _expect_ids(own, module.vocab_size, path, key)
     template = _chosen(template, own, module.is_decoder)
     limit = _limit(max_tokens, own, module, key)
-    encode = TextEncoder(own, template, limit, append_eos, key, actors_vocabulary=own.hf.get_vocab() == tokenizer.hf.get_vocab())
-    reward = ModelReward(score, encode, tokenizer=tokenizer, pad_id=own.pad_id, token_budget=score_tokens, agree=agree, key=key)
+    encode = TextEncoder(
+        own,
+        template,
+        limit,
+        append_eos,
+        key,
+        actors_vocabulary=own.hf.get_vocab() == tokenizer.hf.get_vocab(),
+    )
+    reward = ModelReward(
+        score, encode, tokenizer=tokenizer, pad_id=own.pad_id, token_budget=score_tokens, agree=agree, key=key
+    )
     if audit in ("report", "strict"):
         try:
             found = audit_classifier(
@@ -127,7 +150,14 @@ def model_reward(
             )
         except RewardError as error:  # before training it is the user's to mend
             raise UserError(str(error)) from error
-        conclude(found, audit, name=f"{key}.model.path={path}", key=key, notes=[] if notes is None else notes, agree=agree)
+        conclude(
+            found,
+            audit,
+            name=f"{key}.model.path={path}",
+            key=key,
+            notes=[] if notes is None else notes,
+            agree=agree,
+        )
     return reward
 
 
@@ -144,7 +174,9 @@ def expect_readable(
     """
     path = model.path
     own = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
-    vocab_size, is_decoder = expect_reward_model(path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=f"{key}.model.path")
+    vocab_size, is_decoder = expect_reward_model(
+        path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=f"{key}.model.path"
+    )
     _expect_ids(own, vocab_size, path, key)
     encode = TextEncoder(own, _chosen(template, own, is_decoder), None, append_eos, key)
     for place, row in examples:
@@ -156,10 +188,14 @@ def expect_readable(
 
 def _expect_ids(own: Tokenizer, vocab_size: int, path: str, key: str) -> None:
     if own.id_bound > vocab_size:
-        raise UserError(f"{key}.model.path={path}: its tokenizer has ids up to {own.id_bound - 1}, its embedding only {vocab_size} rows")
+        raise UserError(
+            f"{key}.model.path={path}: its tokenizer has ids up to {own.id_bound - 1}, its embedding only {vocab_size} rows"
+        )
 
 
-def _chosen(template: Literal["auto", "chat", "pair", "concat"], own: Tokenizer, is_decoder: bool) -> Template:
+def _chosen(
+    template: Literal["auto", "chat", "pair", "concat"], own: Tokenizer, is_decoder: bool
+) -> Template:
     if template == "auto":
         return "chat" if own.has_chat_template else "concat" if is_decoder else "pair"
     return template

@@ -129,4 +129,8 @@ def _raised(base: float, exponent: int) -> float:
 
 
 def _float(digits: str, power: str | None = None) -> float:
-    return float(f"{digits.replace(',', '')}e{(power or '0').replace('−', '-')}") if len(digits) <= _LONGEST else float("inf")
+    return (
+        float(f"{digits.replace(',', '')}e{(power or '0').replace('−', '-')}")
+        if len(digits) <= _LONGEST
+        else float("inf")
+    )

@@ -83,7 +83,11 @@ class ScoringService:
     def requests(self, answers: Answers) -> list[Request]:
         items = [self._item(row, text) for row, text in zip(answers.rows, answers.texts, strict=True)]
         starts = range(0, len(items), self.batch_size)
-        return [Request(start, len(part), {"items": part}) for start in starts if (part := items[start : start + self.batch_size])]
+        return [
+            Request(start, len(part), {"items": part})
+            for start in starts
+            if (part := items[start : start + self.batch_size])
+        ]
 
     def _item(self, row: Row, text: str) -> dict[str, Any]:
         item = {"prompt": row["prompt_text"], "response": text}
@@ -117,10 +121,16 @@ class Judge:
     def requests(self, answers: Answers) -> list[Request]:
         texts = [self._asked(row, text) for row, text in zip(answers.rows, answers.texts, strict=True)]
         chats = [[{"role": "user", "content": text}] for text in texts]
-        return [Request(i, 1, {"model": self.model, "messages": chat} | self.options) for i, chat in enumerate(chats)]
+        return [
+            Request(i, 1, {"model": self.model, "messages": chat} | self.options)
+            for i, chat in enumerate(chats)
+        ]
 
     def _asked(self, row: Row, text: str) -> str:
-        filled = {"{prompt}": _told(row), "{response}": text}  # in one pass: a prompt may itself speak of {response}
+        filled = {
+            "{prompt}": _told(row),
+            "{response}": text,
+        }  # in one pass: a prompt may itself speak of {response}
         return re.sub(r"\{prompt\}|\{response\}", lambda found: filled[found[0]], self.template)
 
     def scores(self, reply: Any, count: int) -> list[float]:
@@ -136,7 +146,10 @@ class Judge:
         if not _is_score(score):
             raise Unusable(f"the judge gave no score: {shown(str(words))}", again=True)
         if not self.lowest <= score <= self.highest:
-            raise Unusable(f"the judge gave {score:g}, no score from {self.lowest:g} to {self.highest:g}: {shown(words)}", again=True)
+            raise Unusable(
+                f"the judge gave {score:g}, no score from {self.lowest:g} to {self.highest:g}: {shown(words)}",
+                again=True,
+            )
         return [score]
 
 
@@ -185,7 +198,12 @@ class RemoteReward(TextReward):
         else:
             self._wire = _judge(model, template, pattern, options, lowest, highest, key)
         self._endpoint = Endpoint(
-            url, key_env, timeout_seconds=timeout_seconds, retries=retries, backoff_seconds=backoff_seconds, max_response_mb=max_response_mb
+            url,
+            key_env,
+            timeout_seconds=timeout_seconds,
+            retries=retries,
+            backoff_seconds=backoff_seconds,
+            max_response_mb=max_response_mb,
         )
         self._name = f"{key}.url={self._endpoint.shown}"
         self._parse_retries, self._concurrency, self._stopped = parse_retries, concurrency, stopped
@@ -195,7 +213,10 @@ class RemoteReward(TextReward):
         payloads = [self._payload(request, answers) for request in requests]
         with self._endpoint.client(self._concurrency) as client:
             pool = ThreadPoolExecutor(self._concurrency)
-            parts = [pool.submit(self._asked, client, *each, answers, over) for each in zip(requests, payloads, strict=True)]
+            parts = [
+                pool.submit(self._asked, client, *each, answers, over)
+                for each in zip(requests, payloads, strict=True)
+            ]
             try:
                 scores = [score for part in _results(parts, self._stopped) for score in part]
             finally:
@@ -209,7 +230,9 @@ class RemoteReward(TextReward):
         except (TypeError, ValueError) as error:
             raise self._error(f"what is to be sent is no JSON ({error})", request, answers) from error
 
-    def _asked(self, client: httpx.Client, request: Request, payload: bytes, answers: Answers, over: Event) -> Sequence[float]:
+    def _asked(
+        self, client: httpx.Client, request: Request, payload: bytes, answers: Answers, over: Event
+    ) -> Sequence[float]:
         for asked in range(1, self._parse_retries + 2):
             try:
                 return self._wire.scores(self._endpoint.post(client, payload, over), request.count)
@@ -222,8 +245,14 @@ class RemoteReward(TextReward):
         raise last
 
     def _error(self, what: str, request: Request, answers: Answers) -> RewardError:
-        rows = f"row {request.first}" if request.count == 1 else f"rows {request.first} to {request.first + request.count - 1}"
-        return RewardError(f"{self._name}: {what} ({rows}, prompt {shown(answers.rows[request.first]['prompt_text'])})")
+        rows = (
+            f"row {request.first}"
+            if request.count == 1
+            else f"rows {request.first} to {request.first + request.count - 1}"
+        )
+        return RewardError(
+            f"{self._name}: {what} ({rows}, prompt {shown(answers.rows[request.first]['prompt_text'])})"
+        )
 
 
 def _results(parts: list[Future[Sequence[float]]], stopped: Callable[[], bool]) -> list[Sequence[float]]:
@@ -239,22 +268,39 @@ def _results(parts: list[Future[Sequence[float]]], stopped: Callable[[], bool]) 
 
 def _service(model: str | None, batch_size: int, send_rows: bool, key: str) -> ScoringService:
     if model is not None:
-        raise UserError(f"{key}.model={model}: a scoring service has no model; for a language model as judge set {key}.protocol=openai")
+        raise UserError(
+            f"{key}.model={model}: a scoring service has no model; for a language model as judge set {key}.protocol=openai"
+        )
     return ScoringService(batch_size, send_rows)
 
 
 def _judge(
-    model: str | None, template: str, pattern: str, options: dict[str, Any] | None, lowest: float | None, highest: float | None, key: str
+    model: str | None,
+    template: str,
+    pattern: str,
+    options: dict[str, Any] | None,
+    lowest: float | None,
+    highest: float | None,
+    key: str,
 ) -> Judge:
     if model is None:
         raise UserError(f"{key}.model is missing: the judge's name, as its service calls it")
     absent = [place for place in ("{prompt}", "{response}") if place not in template]
     if absent:
-        raise UserError(f"{key}.template: has no {' and no '.join(absent)}, so the judge would not see what it judges")
+        raise UserError(
+            f"{key}.template: has no {' and no '.join(absent)}, so the judge would not see what it judges"
+        )
     low, high = -math.inf if lowest is None else lowest, math.inf if highest is None else highest
     if low >= high:
         raise UserError(f"{key}.lowest={low:g}: must be below {key}.highest={high:g}")
-    return Judge(model, template, _compiled(pattern, key), {"temperature": 0} if options is None else options, low, high)
+    return Judge(
+        model,
+        template,
+        _compiled(pattern, key),
+        {"temperature": 0} if options is None else options,
+        low,
+        high,
+    )
 
 
 def _compiled(pattern: str, key: str) -> re.Pattern[str]:
@@ -263,7 +309,9 @@ def _compiled(pattern: str, key: str) -> re.Pattern[str]:
     except re.error as error:
         raise UserError(f"{key}.pattern={pattern}: is no regular expression: {error}") from None
     if compiled.groups != 1:
-        raise UserError(f"{key}.pattern={pattern}: has {compiled.groups} groups; it needs one, around the score")
+        raise UserError(
+            f"{key}.pattern={pattern}: has {compiled.groups} groups; it needs one, around the score"
+        )
     return compiled
 
 
@@ -278,4 +326,6 @@ def _told(row: Row) -> str:
 
 
 def _is_score(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= _LARGEST  # nan is not <= anything
+    return (
+        isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= _LARGEST
+    )  # nan is not <= anything

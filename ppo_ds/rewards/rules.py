@@ -61,7 +61,10 @@ class Rule(TextReward):
 
     def judge(self, answers: Answers) -> Tensor:
         read = answers.inside(self._inside) if self._inside else answers
-        return torch.tensor([self.rate(text, row) for text, row in zip(read.texts, read.rows, strict=True)], dtype=torch.float32)
+        return torch.tensor(
+            [self.rate(text, row) for text, row in zip(read.texts, read.rows, strict=True)],
+            dtype=torch.float32,
+        )
 
     @abstractmethod
     def rate(self, text: str, row: Row) -> float:
@@ -89,13 +92,18 @@ class FormatReward(Rule):
         key: str = "reward",
     ):
         super().__init__(None, tokenizer, key)
-        self._pattern_score, self._patterns = pattern_score, [re.compile(pattern, re.DOTALL) for pattern in patterns]
+        self._pattern_score, self._patterns = (
+            pattern_score,
+            [re.compile(pattern, re.DOTALL) for pattern in patterns],
+        )
         self._tag_score, self._tags = tag_score, tags
         expect_writable(tags, tokenizer, f"{key}.tags")
 
     def rate(self, text: str, row: Row) -> float:
         formed = any(pattern.match(text) for pattern in self._patterns)
-        return self._pattern_score * formed + self._tag_score * sum(text.count(tag) == 1 for tag in self._tags)
+        return self._pattern_score * formed + self._tag_score * sum(
+            text.count(tag) == 1 for tag in self._tags
+        )
 
 
 class ExactMatchReward(Rule):
@@ -168,7 +176,9 @@ class NumericReward(Rule):
         number = reference_number(reference)
         if number is None or not math.isfinite(number.value):
             place = f"{self._key}.column={self._column}"
-            raise RewardError(f"{place}: no number in the reference {shown(reference)} that is all of it; mend it, or name another column")
+            raise RewardError(
+                f"{place}: no number in the reference {shown(reference)} that is all of it; mend it, or name another column"
+            )
         return number
 
 
@@ -215,7 +225,9 @@ class LengthReward(Rule):
     ):
         super().__init__(inside, tokenizer, key)
         if longest is None and shortest == 0:
-            raise UserError(f"{key}.longest is missing: the most {unit} that an answer should have (or {key}.shortest)")
+            raise UserError(
+                f"{key}.longest is missing: the most {unit} that an answer should have (or {key}.shortest)"
+            )
         if longest is not None and longest < shortest:
             raise UserError(f"{key}.longest={longest}: must be at least {key}.shortest={shortest}")
         self._shortest, self._longest, self._ramp, self._unit = shortest, longest, ramp, unit
@@ -264,19 +276,28 @@ def units(text: str, unit: str, tokenizer: Tokenizer) -> Sequence[Any]:
 def references(row: Row, column: str, key: str) -> list[str]:
     """What the row has in ``column``, as texts: one, or those of a list. RewardError where there is nothing to compare with."""
     if column not in row:
-        raise RewardError(f"{key}.column={column}: no such column in the rows; they have {', '.join(row)}; set {key}.column")
+        raise RewardError(
+            f"{key}.column={column}: no such column in the rows; they have {', '.join(row)}; set {key}.column"
+        )
     value = row[column]
-    found = [_reference(one, f"{key}.column={column}") for one in (value if isinstance(value, (list, tuple)) else [value])]
+    found = [
+        _reference(one, f"{key}.column={column}")
+        for one in (value if isinstance(value, (list, tuple)) else [value])
+    ]
     if not found or not all(text.strip() for text in found):
         place = f" for prompt {shown(row['prompt_text'])}" if "prompt_text" in row else ""
-        raise RewardError(f"{key}.column={column}: the reference is empty{place}; give each row one, or set {key}.column")
+        raise RewardError(
+            f"{key}.column={column}: the reference is empty{place}; give each row one, or set {key}.column"
+        )
     return found
 
 
 def _reference(value: Any, place: str) -> str:
     """One reference as text. A file format may have made 5 into 5.0, as Parquet does with whole numbers where a row has none."""
     if isinstance(value, bool) or not (value is None or isinstance(value, (str, int, float))):
-        raise RewardError(f"{place}: the reference {shown(str(value))} is neither a text nor a number; mend it, or name another column")
+        raise RewardError(
+            f"{place}: the reference {shown(str(value))} is neither a text nor a number; mend it, or name another column"
+        )
     if value is None or value != value:  # nan: a gap
         return ""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

@@ -56,7 +56,9 @@ class TextEncoder:
         self._max_tokens = max_tokens
         self._append_eos = append_eos
         if template == "chat" and not tokenizer.has_chat_template:
-            raise UserError(f"{key}.template=chat: the reward model's tokenizer has no chat template; use auto, pair or concat")
+            raise UserError(
+                f"{key}.template=chat: the reward model's tokenizer has no chat template; use auto, pair or concat"
+            )
         if append_eos and self._hf.eos_token_id is None:
             raise UserError(f"{key}.append_eos=true: the reward model's tokenizer has no end token")
 
@@ -71,7 +73,9 @@ class TextEncoder:
         text = f"{_spoken(row)}\n{response}" if foreign else row["prompt_text"] + response
         # a chat that was rendered with the same beginning already has it
         has_bos = self._hf.bos_token is not None and text.startswith(self._hf.bos_token)
-        return self._single(text, special_tokens=not has_bos, end=finished if self._append_eos is None else self._append_eos)
+        return self._single(
+            text, special_tokens=not has_bos, end=finished if self._append_eos is None else self._append_eos
+        )
 
     def _rendered(self, messages: list[Message]) -> str:
         try:
@@ -82,7 +86,9 @@ class TextEncoder:
             ) from error
 
     def _single(self, text: str, *, special_tokens: bool, end: bool) -> Text:
-        encoded = self._hf(text, add_special_tokens=special_tokens, **self._cut("longest_first", room_for=int(end)))
+        encoded = self._hf(
+            text, add_special_tokens=special_tokens, **self._cut("longest_first", room_for=int(end))
+        )
         ids, types = encoded["input_ids"], encoded.get("token_type_ids")
         eos = self._hf.eos_token_id
         if end and eos is not None and ids[-1:] != [eos]:
@@ -90,7 +96,9 @@ class TextEncoder:
         return Text(ids, types)
 
     def _pair(self, prompt: str, response: str) -> Text:
-        answer = len(self._hf(response, add_special_tokens=False, verbose=False)["input_ids"]) + self._hf.num_special_tokens_to_add(pair=True)
+        answer = len(
+            self._hf(response, add_special_tokens=False, verbose=False)["input_ids"]
+        ) + self._hf.num_special_tokens_to_add(pair=True)
         fits = self._max_tokens is None or answer < self._max_tokens  # and some of the prompt
         # as lists: of a lone empty answer the tokenizer would make a single text, without the second segment
         encoded = self._hf([prompt], [response], **self._cut("only_first" if fits else "longest_first"))
@@ -109,7 +117,9 @@ def _spoken(row: Row) -> str:
     return "\n".join(message["content"] for message in messages) if messages else row["prompt_text"]
 
 
-def right_padded(texts: list[Text], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+def right_padded(
+    texts: list[Text], pad_id: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """ids [b,T], attention mask [b,T] from the lengths, token types [b,T] or None."""
     lengths = torch.tensor([len(text) for text in texts])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]

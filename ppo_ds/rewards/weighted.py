@@ -15,7 +15,16 @@ from ppo_ds.config.typed import Positive
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.running import RunningMoments
-from ppo_ds.rewards.base import Answers, RewardError, TextReward, both_tags, expect_writable, sequence_scores, shown, text_inside
+from ppo_ds.rewards.base import (
+    Answers,
+    RewardError,
+    TextReward,
+    both_tags,
+    expect_writable,
+    sequence_scores,
+    shown,
+    text_inside,
+)
 from ppo_ds.rewards.rules import Tag
 from ppo_ds.types import Reward, Rollout, Row, Scores
 
@@ -26,9 +35,13 @@ class Part:
 
     reward: Annotated[Reward, NESTED]  # a section with a `_target_` of its own
     weight: float = 1.0  # 0: computed and logged only
-    normalize: Literal["none", "running"] = "none"  # by mean and std of all its scores so far, this batch included, over all ranks
+    normalize: Literal["none", "running"] = (
+        "none"  # by mean and std of all its scores so far, this batch included, over all ranks
+    )
     clip: Positive | None = None  # to [-clip, clip], after normalising; null: off
-    inside: Tag | None = None  # the reward reads only what stands between <tag> and </tag>; an empty text where there is none
+    inside: Tag | None = (
+        None  # the reward reads only what stands between <tag> and </tag>; an empty text where there is none
+    )
 
 
 class _Some:
@@ -47,12 +60,23 @@ class WeightedReward:
     scores are added with the weight and nothing else.
     """
 
-    def __init__(self, parts: Annotated[dict[str, Part], _Some()], *, tokenizer: Tokenizer, reduce: Callable[[Tensor], Tensor], key: str = "reward"):
+    def __init__(
+        self,
+        parts: Annotated[dict[str, Part], _Some()],
+        *,
+        tokenizer: Tokenizer,
+        reduce: Callable[[Tensor], Tensor],
+        key: str = "reward",
+    ):
         """``reduce``: sums a tensor over all ranks."""
         self._parts, self._tokenizer, self._reduce, self._key = parts, tokenizer, reduce, f"{key}.parts"
-        self._moments = {name: RunningMoments() for name, part in parts.items() if part.normalize == "running"}
+        self._moments = {
+            name: RunningMoments() for name, part in parts.items() if part.normalize == "running"
+        }
         if not any(part.weight for part in parts.values()):
-            raise UserError(f"{self._key}: every weight is 0: nothing would be rewarded; give one part another weight")
+            raise UserError(
+                f"{self._key}: every weight is 0: nothing would be rewarded; give one part another weight"
+            )
         wrong = [line for name, part in parts.items() for line in _unfit(part, f"{self._key}.{name}")]
         if wrong:
             raise UserError(*wrong)
@@ -81,7 +105,9 @@ class WeightedReward:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["moments"].keys() != self._moments.keys():
             before, now = (", ".join(sorted(names)) or "none" for names in (state["moments"], self._moments))
-            raise UserError(f"{self._key}: normalised with running moments are {now}, in the checkpoint {before}; resume with the same ones")
+            raise UserError(
+                f"{self._key}: normalised with running moments are {now}, in the checkpoint {before}; resume with the same ones"
+            )
         for name, moments in self._moments.items():
             moments.load_state_dict(state["moments"][name])
 
@@ -121,11 +147,15 @@ def _given(part: Part, rollout: Rollout, answers: Answers) -> Scores:
     if not isinstance(part.reward, TextReward):
         given = part.reward(rollout)
     else:  # reads what has been decoded once for all parts
-        given = sequence_scores(part.reward.judge(answers.inside(part.inside) if part.inside else answers), rollout)
+        given = sequence_scores(
+            part.reward.judge(answers.inside(part.inside) if part.inside else answers), rollout
+        )
     bad = ~(given.total.isfinite() & given.per_token.isfinite().all(1))  # a weight of 0 would not hide it
     if bad.any():
         row = int(bad.nonzero()[0])
-        raise RewardError(f"a score is not finite: {given.total[row]} for row {row}, prompt {shown(answers.rows[row]['prompt_text'])}")
+        raise RewardError(
+            f"a score is not finite: {given.total[row]} for row {row}, prompt {shown(answers.rows[row]['prompt_text'])}"
+        )
     return given
 
 
@@ -159,7 +189,9 @@ class AnswerMix(TextReward):
     ):
         super().__init__(tokenizer)
         if not isinstance(reward, TextReward):
-            raise UserError(f"{key}.reward: {type(reward).__name__} does not read text alone; put the mix of whole and answer around its parts")
+            raise UserError(
+                f"{key}.reward: {type(reward).__name__} does not read text alone; put the mix of whole and answer around its parts"
+            )
         expect_writable(both_tags(tag), tokenizer, f"{key}.tag={tag}")
         self._reward, self._whole, self._answer, self._clip, self._tag = reward, whole, answer, clip, tag
 
@@ -167,8 +199,12 @@ class AnswerMix(TextReward):
         self._reward.expect(row)
 
     def judge(self, answers: Answers) -> Tensor:
-        whole, answer = (self._clipped(self._reward.judge(read)) for read in (answers, answers.inside(self._tag)))
-        found = torch.tensor([text_inside(text, self._tag) is not None for text in answers.texts], dtype=torch.bool)
+        whole, answer = (
+            self._clipped(self._reward.judge(read)) for read in (answers, answers.inside(self._tag))
+        )
+        found = torch.tensor(
+            [text_inside(text, self._tag) is not None for text in answers.texts], dtype=torch.bool
+        )
         return torch.where(found, self._whole * whole + self._answer * answer, whole)
 
     def _clipped(self, scores: Tensor) -> Tensor:

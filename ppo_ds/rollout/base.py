@@ -51,7 +51,13 @@ def limits_of(prompts: Prompts, sampling: SamplingParams) -> Tensor:
 
 
 def finish(
-    prompts: Prompts, responses: Tensor, logprobs: Tensor, *, sampling: SamplingParams, pad_id: int, decode: Callable[[Sequence[int]], str]
+    prompts: Prompts,
+    responses: Tensor,
+    logprobs: Tensor,
+    *,
+    sampling: SamplingParams,
+    pad_id: int,
+    decode: Callable[[Sequence[int]], str],
 ) -> Rollout:
     """Cut raw continuations at their first stop, or at their limit.
 
@@ -63,7 +69,10 @@ def finish(
     ends = limits.clamp(max=responses.shape[1]).to(responses.device)
     complete = torch.zeros_like(ends, dtype=torch.bool)
     if sampling.stop_strings:
-        stops = torch.tensor([stop_string_length(row.tolist(), sampling.stop_strings, decode) for row in responses], device=ends.device)
+        stops = torch.tensor(
+            [stop_string_length(row.tolist(), sampling.stop_strings, decode) for row in responses],
+            device=ends.device,
+        )
         complete, ends = stops <= ends, torch.minimum(stops, ends)
     mask, _, finished = response_mask(responses, sampling.stop_token_ids, lengths=ends)
     return Rollout(

@@ -33,7 +33,9 @@ class _SlotLayer(CacheLayerMixin):
         self.values = value_states.new_zeros(*shape, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """[n,H,1,d] each -> all columns in use of the first n slots [n,H,columns,d]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

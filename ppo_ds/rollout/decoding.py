@@ -21,12 +21,16 @@ class Decoder:
         self.device = next(lm.parameters()).device
         self.cache = SlotCache(lm.config.get_text_config(decoder=True).num_hidden_layers, slots, length)
         self._columns = torch.arange(length, device=self.device)
-        self._extra = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(lm.forward).parameters else {})
+        self._extra = {"use_cache": True} | (
+            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(lm.forward).parameters else {}
+        )
 
     @torch.no_grad()
     def prefill(self, ids: Tensor) -> Prefix:
         """Right-padded ids [c,P] -> keys and values of every layer. With causal attention no token sees the padding after it."""
-        cache = DynamicCache()  # made without the config: windows that are longer than any sequence are not cut
+        cache = (
+            DynamicCache()
+        )  # made without the config: windows that are longer than any sequence are not cut
         positions = torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1)
         self.lm(input_ids=ids.to(self.device), position_ids=positions, past_key_values=cache, **self._extra)
         return [(layer.keys, layer.values) for layer in cache.layers]
@@ -38,9 +42,15 @@ class Decoder:
         # added to the attention scores as it is: with four dimensions transformers makes none of its own. In the dtype of the scores,
         # since a boolean one would be turned into that in every layer
         hidden = self._columns[:columns] > positions[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self.lm.dtype, device=self.device).masked_fill_(hidden, torch.finfo(self.lm.dtype).min)
+        mask = torch.zeros(hidden.shape, dtype=self.lm.dtype, device=self.device).masked_fill_(
+            hidden, torch.finfo(self.lm.dtype).min
+        )
         out = self.lm(
-            input_ids=tokens[:, None], position_ids=positions[:, None], attention_mask=mask[:, None, None], past_key_values=self.cache, **self._extra
+            input_ids=tokens[:, None],
+            position_ids=positions[:, None],
+            attention_mask=mask[:, None, None],
+            past_key_values=self.cache,
+            **self._extra,
         )
         return out.logits[:, -1]
 
@@ -104,6 +114,11 @@ def _tried(lm: nn.Module, length: int) -> str | None:
         ends = torch.tensor([5, 3], device=decoder.device)
         for back in (2, 1):
             logits = decoder.logits(ids[slots, ends - back], ends - back, columns=decoder.cache.length)
-    wanted = torch.stack([lm(input_ids=ids[i : i + 1, :end], use_cache=False).logits[0, -1] for i, end in enumerate((5, 3))])
-    gap, bound = float((logits - wanted).abs().max()), (1e-3 if lm.dtype == torch.float32 else 5e-2) * max(1.0, float(wanted.abs().max()))
+    wanted = torch.stack(
+        [lm(input_ids=ids[i : i + 1, :end], use_cache=False).logits[0, -1] for i, end in enumerate((5, 3))]
+    )
+    gap, bound = (
+        float((logits - wanted).abs().max()),
+        (1e-3 if lm.dtype == torch.float32 else 5e-2) * max(1.0, float(wanted.abs().max())),
+    )
     return None if gap <= bound else f"logits of tokens taken one by one are off by {gap:.3g}"

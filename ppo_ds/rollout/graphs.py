@@ -48,7 +48,9 @@ class CudaRecorder:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # thread_local: what other threads (NCCL's watchdog) ask of the device meanwhile spoils nothing
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+            ):
                 step()
         finally:
             torch.cuda.set_stream(stream)  # torch (2.13) stays on the recording's where a recording fails

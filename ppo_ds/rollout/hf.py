@@ -41,7 +41,9 @@ class HFGenerator:
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         lm = self.lm()
         device = next(lm.parameters()).device
-        decode = partial(self.tokenizer.decode, skip_special_tokens=False)  # a special token's text can be a stop string too
+        decode = partial(
+            self.tokenizer.decode, skip_special_tokens=False
+        )  # a special token's text can be a stop string too
         lengths, limits = prompts.mask.sum(1), limits_of(prompts, sampling)
         shape = (len(prompts), int(limits.max()))
         responses, logprobs = torch.full(shape, self.tokenizer.pad_id), torch.zeros(shape)
@@ -67,10 +69,16 @@ class HFGenerator:
             )
             responses[rows, : new.shape[1]] = new.cpu()
             logprobs[rows, : new.shape[1]] = new_logprobs.cpu()
-        rollout = finish(prompts, responses, logprobs, sampling=sampling, pad_id=self.tokenizer.pad_id, decode=decode)
+        rollout = finish(
+            prompts, responses, logprobs, sampling=sampling, pad_id=self.tokenizer.pad_id, decode=decode
+        )
         return rollout.trimmed()
 
     def _plan(self, lengths: Tensor, limits: Tensor) -> list[Tensor]:
         """Rows of each chunk: as many chunks on every rank, where they go in step."""
         chunks = plan_microbatches(lengths, limits, self.token_budget)
-        return chunks if self.agree is None else plan_microbatches(lengths, limits, self.token_budget, at_least=self.agree(len(chunks)))
+        return (
+            chunks
+            if self.agree is None
+            else plan_microbatches(lengths, limits, self.token_budget, at_least=self.agree(len(chunks)))
+        )

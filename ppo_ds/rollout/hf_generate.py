@@ -124,7 +124,11 @@ def generate(
     recorder = _Recorder(temperature)
     processors = LogitsProcessorList([recorder])
     if min_new_tokens and stop_token_ids:
-        processors.append(MinNewTokensLengthLogitsProcessor(ids.shape[1], min_new_tokens, list(stop_token_ids), device=ids.device))
+        processors.append(
+            MinNewTokensLengthLogitsProcessor(
+                ids.shape[1], min_new_tokens, list(stop_token_ids), device=ids.device
+            )
+        )
     greedy = top_k == 1
     warpers = {} if greedy else {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     config = GenerationConfig(
@@ -137,7 +141,9 @@ def generate(
         use_cache=True,
         **warpers,
     )
-    ends: list[StoppingCriteria] = [_RowLimits(ids.shape[1], limits.to(ids.device))] if limits.min() < limits.max() else []
+    ends: list[StoppingCriteria] = (
+        [_RowLimits(ids.shape[1], limits.to(ids.device))] if limits.min() < limits.max() else []
+    )
     if stopped is not None:
         ends.append(_Stopped(stopped))
     if stop_strings:

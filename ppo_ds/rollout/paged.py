@@ -19,8 +19,14 @@ def unsupported(sampling: SamplingParams) -> str | None:
     wrong = [
         line
         for line, is_set in (
-            (f"sampling.stop={list(sampling.stop_strings)} (it ends answers at token ids only: sampling.stop_token_ids)", sampling.stop_strings),
-            (f"sampling.min_new_tokens={sampling.min_new_tokens} (it cannot hold end tokens back)", sampling.min_new_tokens),
+            (
+                f"sampling.stop={list(sampling.stop_strings)} (it ends answers at token ids only: sampling.stop_token_ids)",
+                sampling.stop_strings,
+            ),
+            (
+                f"sampling.min_new_tokens={sampling.min_new_tokens} (it cannot hold end tokens back)",
+                sampling.min_new_tokens,
+            ),
             (f"sampling.top_k={sampling.top_k} ({part})", sampling.top_k > 1),
             (f"sampling.top_p={sampling.top_p:g} ({part})", sampling.top_p < 1 and sampling.top_k != 1),
         )
@@ -32,7 +38,14 @@ def unsupported(sampling: SamplingParams) -> str | None:
 class PagedGenerator:
     """Decodes all of a rank's prompts at once, as far as a cache of ``token_budget`` tokens allows; the others wait their turn."""
 
-    def __init__(self, lm: Callable[[], nn.Module], *, tokenizer: Any, token_budget: int, stopped: Callable[[], bool] = never):
+    def __init__(
+        self,
+        lm: Callable[[], nn.Module],
+        *,
+        tokenizer: Any,
+        token_budget: int,
+        stopped: Callable[[], bool] = never,
+    ):
         """``lm`` gives the model to decode with: it is asked inside generation mode only.
 
         ``stopped``: whether the answers are no longer wanted; see Generator. Asked at every answer, and every second.
@@ -61,4 +74,6 @@ class PagedGenerator:
         for row, (new, new_logprobs) in enumerate(answers):
             responses[row, : len(new)] = torch.tensor(new)
             logprobs[row, : len(new)] = torch.tensor(new_logprobs)
-        return finish(prompts, responses, logprobs, sampling=sampling, pad_id=pad_id, decode=self.tokenizer.decode).trimmed()
+        return finish(
+            prompts, responses, logprobs, sampling=sampling, pad_id=pad_id, decode=self.tokenizer.decode
+        ).trimmed()

@@ -76,15 +76,21 @@ def generate_paged(
     if on_gpu:
         torch.cuda.empty_cache()  # transformers counts what torch holds in reserve as taken
     with torch.random.fork_rng(devices=on_gpu):
-        manager = lm.init_continuous_batching(config, paged_config([len(p) for p in prompts], limits, cache_tokens, seed))
-        config.do_sample = not greedy  # read at the start: the likeliest token then, its log-prob still at the temperature
+        manager = lm.init_continuous_batching(
+            config, paged_config([len(p) for p in prompts], limits, cache_tokens, seed)
+        )
+        config.do_sample = (
+            not greedy
+        )  # read at the start: the likeliest token then, its log-prob still at the temperature
         for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
             manager.add_request(prompt, request_id=str(row), max_new_tokens=limit)
         answers = _answers(manager, len(prompts), stopped)
     return [answers.get(str(row), ([], [])) for row in range(len(prompts))]
 
 
-def paged_config(lengths: Sequence[int], limits: Sequence[int], cache_tokens: int, seed: int) -> ContinuousBatchingConfig:
+def paged_config(
+    lengths: Sequence[int], limits: Sequence[int], cache_tokens: int, seed: int
+) -> ContinuousBatchingConfig:
     """As many pages as ``cache_tokens`` are, but one row's at least and no more than all rows can fill."""
     pages = [math.ceil((length + limit) / PAGE_TOKENS) for length, limit in zip(lengths, limits, strict=True)]
     held = min(max(cache_tokens // PAGE_TOKENS, *pages), sum(pages))
@@ -92,14 +98,18 @@ def paged_config(lengths: Sequence[int], limits: Sequence[int], cache_tokens: in
         page_size=PAGE_TOKENS,
         num_blocks=held,
         max_batch_tokens=FORWARD_TOKENS,
-        safety_margin=0.0 if held == sum(pages) else None,  # pages kept free for rows to grow into: not needed where all rows fit
+        safety_margin=0.0
+        if held == sum(pages)
+        else None,  # pages kept free for rows to grow into: not needed where all rows fit
         return_logprobs=True,
         seed=seed,
         auto_switch_to_flash=False,  # attention is actor.model.attn_implementation's to say
     )
 
 
-def _answers(manager: Any, count: int, stopped: Callable[[], bool]) -> dict[str, tuple[list[int], list[float]]]:
+def _answers(
+    manager: Any, count: int, stopped: Callable[[], bool]
+) -> dict[str, tuple[list[int], list[float]]]:
     """Runs the manager until ``count`` answers are there, by request id, or it is ``stopped``. On return its thread has ended, its cache is freed."""
     answers: dict[str, tuple[list[int], list[float]]] = {}
     failed: list[str] = []
@@ -122,5 +132,7 @@ def _answers(manager: Any, count: int, stopped: Callable[[], bool]) -> dict[str,
         raise fatal
     if len(answers) < count and not stopped():
         reason = "; ".join(failed) or "no reason given"
-        raise RuntimeError(f"transformers' continuous batching ended with {len(answers)} of {count} answers: {reason}")
+        raise RuntimeError(
+            f"transformers' continuous batching ended with {len(answers)} of {count} answers: {reason}"
+        )
     return answers

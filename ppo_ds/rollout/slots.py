@@ -22,10 +22,14 @@ class Slots:
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
         self.limits = torch.cat([limits, limits.new_ones(1)]).to(device)
         self.uniforms = torch.cat([uniforms, uniforms.new_zeros(1, width)])
-        self.answers = torch.zeros(rows + 1, width, dtype=torch.long, device=device)  # the last row takes what slots without an answer draw
+        self.answers = torch.zeros(
+            rows + 1, width, dtype=torch.long, device=device
+        )  # the last row takes what slots without an answer draw
         self.logprobs = torch.zeros(rows + 1, width, dtype=torch.float32, device=device)
         # what is fed next and where, how many tokens were drawn, whose answer it is (B: nobody's), whether it goes on
-        self.tokens, self.positions, self.counts, self.rows = torch.zeros(4, slots, dtype=torch.long, device=device)
+        self.tokens, self.positions, self.counts, self.rows = torch.zeros(
+            4, slots, dtype=torch.long, device=device
+        )
         self.rows += rows
         self.alive = torch.zeros(slots, dtype=torch.bool, device=device)
 
@@ -45,7 +49,12 @@ class Slots:
 
     def step(self, n: int, forward: Callable[[Tensor, Tensor], Tensor]) -> None:
         """One more token for each of the first n slots. ``forward``: tokens [n], positions [n] -> logits [n,V]."""
-        tokens, positions, counts, alive = self.tokens[:n], self.positions[:n], self.counts[:n], self.alive[:n]
+        tokens, positions, counts, alive = (
+            self.tokens[:n],
+            self.positions[:n],
+            self.counts[:n],
+            self.alive[:n],
+        )
         rows = torch.where(alive, self.rows[:n], len(self.limits) - 1)
         places = rows * self.answers.shape[1] + counts * alive
         s, barred = self.sampling, None

@@ -28,7 +28,9 @@ from ppo_ds.types import Prompts, Rollout
 
 COLUMNS = 8  # columns of the cache come into use in steps of this, since kernels like whole vectors
 GRAPH_COLUMNS = 64  # the same where each shape costs a recording
-PREFILL_TOKENS = 8192  # enough to keep a GPU busy; prompts read beside each other stand in memory twice for a moment
+PREFILL_TOKENS = (
+    8192  # enough to keep a GPU busy; prompts read beside each other stand in memory twice for a moment
+)
 
 
 class StaticGenerator:
@@ -57,13 +59,17 @@ class StaticGenerator:
         self.agree = agree
         self.look_every = look_every
         self.stopped = stopped
-        self.graphs_work = agree is None  # weights that come and go have no addresses to record; nor is tried again what failed once
+        self.graphs_work = (
+            agree is None
+        )  # weights that come and go have no addresses to record; nor is tried again what failed once
         self._recorder: Recorder | None = None
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         lm = self.lm()
         device, limits = next(lm.parameters()).device, limits_of(prompts, sampling)
-        decode = partial(self.tokenizer.decode, skip_special_tokens=False)  # a special token's text can be a stop string too
+        decode = partial(
+            self.tokenizer.decode, skip_special_tokens=False
+        )  # a special token's text can be a stop string too
         uniforms = torch.rand(len(prompts), int(limits.max()), dtype=torch.float64, device=device)
         responses, logprobs = torch.zeros(uniforms.shape, dtype=torch.long), torch.zeros(uniforms.shape)
         with own_masks(lm):
@@ -83,8 +89,13 @@ class StaticGenerator:
                 run.decode_all()
                 self.graphs_work &= run.graphs.failure is None
                 width = run.slots.answers.shape[1]
-                responses[rows, :width], logprobs[rows, :width] = run.slots.answers[:-1].cpu(), run.slots.logprobs[:-1].cpu()
-        return finish(prompts, responses, logprobs, sampling=sampling, pad_id=self.tokenizer.pad_id, decode=decode).trimmed()
+                responses[rows, :width], logprobs[rows, :width] = (
+                    run.slots.answers[:-1].cpu(),
+                    run.slots.logprobs[:-1].cpu(),
+                )
+        return finish(
+            prompts, responses, logprobs, sampling=sampling, pad_id=self.tokenizer.pad_id, decode=decode
+        ).trimmed()
 
     def _graphs(self, device: torch.device) -> Graphs:
         if self._recorder is None:
@@ -99,7 +110,9 @@ class StaticGenerator:
         longest = int(totals.max())
         if self.agree is not None or self.token_budget // longest >= len(totals):
             return [torch.arange(len(totals))]
-        sizes = (longest / totals).log2().div(2).floor()  # within a band nobody is four times as long as another
+        sizes = (
+            (longest / totals).log2().div(2).floor()
+        )  # within a band nobody is four times as long as another
         return [(sizes == size).nonzero()[:, 0] for size in sizes.unique()]
 
 
@@ -169,7 +182,9 @@ class _Run:
         self.live: list[_Answer] = []  # those in the first slots
         self.queue = deque(waiting(prompts))
         self.unbegun = len(prompts)
-        self.kept: Prefix | None = None  # of the first prompt of the queue, where some of its answers have begun
+        self.kept: Prefix | None = (
+            None  # of the first prompt of the queue, where some of its answers have begun
+        )
         self.prefill_tokens = min(token_budget, PREFILL_TOKENS)
 
         on_gpu = self.device.type == "cuda"
@@ -178,8 +193,12 @@ class _Run:
         self.stopped = stopped
         self.graphs = graphs
         self.look_every = look_every or (16 if on_gpu else 1)
-        self.padding = 512 if on_gpu else 64  # tokens that take as long as reading the weights once more, roughly
-        self.stops = _StopStrings(sampling.stop_strings, decode, self.look_every) if sampling.stop_strings else None
+        self.padding = (
+            512 if on_gpu else 64
+        )  # tokens that take as long as reading the weights once more, roughly
+        self.stops = (
+            _StopStrings(sampling.stop_strings, decode, self.look_every) if sampling.stop_strings else None
+        )
 
     def decode_all(self) -> None:
         """Ranks in step agree before each kind of forward; those that have nothing left run along with a dummy."""
@@ -210,7 +229,9 @@ class _Run:
         chunk = self._next_prompts() if self._wants_prompts() else []
         if chunk or self.in_step:
             # all but the last token, which is the first step's; a prompt of one token is read for the sake of one rule for all
-            read = [group.ids[: max(1, len(group.ids) - 1)] for group in chunk] or [torch.zeros(1, dtype=torch.long)]
+            read = [group.ids[: max(1, len(group.ids) - 1)] for group in chunk] or [
+                torch.zeros(1, dtype=torch.long)
+            ]
             prefix = self.decoder.prefill(torch.nn.utils.rnn.pad_sequence(read, batch_first=True))
             self._begin(prefix, chunk)
 
@@ -242,13 +263,21 @@ class _Run:
             sources += [source] * n
             tokens += [int(group.ids[-1])] * n
             if group.rows:
-                self.kept = [(keys[source : source + 1].clone(), values[source : source + 1].clone()) for keys, values in prefix]
+                self.kept = [
+                    (keys[source : source + 1].clone(), values[source : source + 1].clone())
+                    for keys, values in prefix
+                ]
             else:
                 self.queue.popleft()
         if new:
             slots = self._tensor(range(first, first + len(new)))
             self.decoder.cache.fill(prefix, self._tensor(sources), slots)
-            self.slots.put(slots, self._tensor([a.row for a in new]), self._tensor(tokens), self._tensor([a.start for a in new]))
+            self.slots.put(
+                slots,
+                self._tensor([a.row for a in new]),
+                self._tensor(tokens),
+                self._tensor([a.start for a in new]),
+            )
         self.live += new
         self.unbegun -= len(new)
 
@@ -261,7 +290,9 @@ class _Run:
         assert steps > 0, "an answer goes on beyond its limit"
         n = self._width(max(1, len(self.live)))
         used = max((a.position for a in self.live), default=0) + steps
-        self.columns = min(_rounded(used, GRAPH_COLUMNS if self.graphs.recorder else COLUMNS), self.decoder.cache.length)
+        self.columns = min(
+            _rounded(used, GRAPH_COLUMNS if self.graphs.recorder else COLUMNS), self.decoder.cache.length
+        )
         step = partial(self.slots.step, n, partial(self.decoder.logits, columns=self.columns))
         for _ in range(steps):
             self.graphs.run((n, self.columns), step)
@@ -315,9 +346,13 @@ class _StopStrings:
             return []
         counts = torch.tensor([live[slot].position - live[slot].start for slot in slots])
         places = (counts[:, None] - torch.arange(self.window, 0, -1)).clamp(min=0).to(answers.device)
-        tails = answers[torch.tensor([live[slot].row for slot in slots], device=answers.device)[:, None], places].tolist()
+        tails = answers[
+            torch.tensor([live[slot].row for slot in slots], device=answers.device)[:, None], places
+        ].tolist()
         texts = [self.decode(tail[-count:]) for tail, count in zip(tails, counts.tolist(), strict=True)]
-        return [slot for slot, text in zip(slots, texts, strict=True) if any(stop in text for stop in self.stops)]
+        return [
+            slot for slot, text in zip(slots, texts, strict=True) if any(stop in text for stop in self.stops)
+        ]
 
 
 def _rounded(columns: int, step: int) -> int:

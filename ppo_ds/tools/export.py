@@ -23,7 +23,11 @@ from ppo_ds.engine.checkpoint.reading import read_weights
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 
-FOLDERS = {"actor": "model", "critic": "critic", "ema": "model_ema"}  # how a run calls what it exports at its end
+FOLDERS = {
+    "actor": "model",
+    "critic": "critic",
+    "ema": "model_ema",
+}  # how a run calls what it exports at its end
 
 
 def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> Path:
@@ -33,16 +37,24 @@ def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> 
     path = path.resolve()
     if (path / "state.json").exists() or (path / "manifest.json").exists():
         if best or step is not None:
-            raise UserError(f"{path}: is one checkpoint; --best and --step choose among those of a run directory")
+            raise UserError(
+                f"{path}: is one checkpoint; --best and --step choose among those of a run directory"
+            )
         return path
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = sorted(int(folder.name.removeprefix("step_")) for folder in root.glob("step_*") if folder.name.removeprefix("step_").isdigit())
+    steps = sorted(
+        int(folder.name.removeprefix("step_"))
+        for folder in root.glob("step_*")
+        if folder.name.removeprefix("step_").isdigit()
+    )
     if not steps:
         raise UserError(f"{path}: no checkpoint in it")
     there = f"there are: {', '.join(map(str, steps))}"
     if best:
         if not (root / "best").is_file():
-            raise UserError(f"--best: {root} has no best one (checkpoint.keep_best=false, or no evaluation yet); {there}")
+            raise UserError(
+                f"--best: {root} has no best one (checkpoint.keep_best=false, or no evaluation yet); {there}"
+            )
         name = (root / "best").read_text(encoding="utf-8").strip()
         step = next((step for step in steps if name == f"step_{step:06d}"), -1)
     if step is not None and step not in steps:
@@ -50,7 +62,14 @@ def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> 
     return root / f"step_{steps[-1] if step is None else step:06d}"
 
 
-def export(checkpoint: Path, role: str, out: Path | None = None, *, force: bool = False, trust_remote_code: bool = False) -> Path:
+def export(
+    checkpoint: Path,
+    role: str,
+    out: Path | None = None,
+    *,
+    force: bool = False,
+    trust_remote_code: bool = False,
+) -> Path:
     """Write ``role`` (of FOLDERS) to ``out``, the adapter to ``out/adapter``; returns the folder. It is there complete, or not at all."""
     out = (out or checkpoint.parent.parent / "exports" / checkpoint.name / FOLDERS[role]).resolve()
     _expect_free(out, force)
@@ -59,7 +78,12 @@ def export(checkpoint: Path, role: str, out: Path | None = None, *, force: bool 
         _refuse_remote_code(config, checkpoint)
     tokenizer, module = _as_begun(config, role, checkpoint)
     try:
-        read_weights(module, checkpoint, "critic" if role == "critic" else "actor", shadow="ema" if role == "ema" else None)
+        read_weights(
+            module,
+            checkpoint,
+            "critic" if role == "critic" else "actor",
+            shadow="ema" if role == "ema" else None,
+        )
     except FileNotFoundError as error:
         raise UserError(f"{checkpoint}: was pruned by its run while it was read; take a newer one") from error
     aside = out.with_name(f".tmp_{out.name}")
@@ -84,21 +108,29 @@ def _expect_free(out: Path, force: bool) -> None:
     if not force:
         raise UserError(f"{out}: exists; name another folder, or --force replaces it")
     if not (out / "config.json").is_file():
-        raise UserError(f"{out}: exists and is no model folder (no config.json in it), and --force replaces no other")
+        raise UserError(
+            f"{out}: exists and is no model folder (no config.json in it), and --force replaces no other"
+        )
 
 
 def _config(checkpoint: Path, role: str) -> Config:
     """The settings that it was made with, once all of its files are found to be sound and ``role`` among them."""
     damage = damage_of(checkpoint)
     if damage:
-        raise UserError(f"{checkpoint}: is damaged, or was pruned meanwhile: {'; '.join(damage[:3])}; take another one with --step")
+        raise UserError(
+            f"{checkpoint}: is damaged, or was pruned meanwhile: {'; '.join(damage[:3])}; take another one with --step"
+        )
     about = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     held = [*about["models"], *about["shadows"]]
     if role not in held:
-        raise UserError(f"--role={role}: {checkpoint} has no such weights; it holds {', '.join(name for name in held if name in FOLDERS)}")
+        raise UserError(
+            f"--role={role}: {checkpoint} has no such weights; it holds {', '.join(name for name in held if name in FOLDERS)}"
+        )
     settings = about.get("settings")
     if settings is None:
-        raise UserError(f"{checkpoint}: an older version made it and kept no settings in it; resume the run, and export its next checkpoint")
+        raise UserError(
+            f"{checkpoint}: an older version made it and kept no settings in it; resume the run, and export its next checkpoint"
+        )
     config, wrong = from_tree(_here(settings, f"{settings['run']['dir']}/", f"{checkpoint.parent.parent}/"))
     if wrong:
         raise UserError(*(f"{checkpoint / 'state.json'}: {line}" for line in wrong.values()))
@@ -115,7 +147,9 @@ def _here(value: Any, before: str, now: str) -> Any:
 def _refuse_remote_code(config: Config, checkpoint: Path) -> None:
     """The settings came with the checkpoint, which may be somebody else's: the trust that stands there is not that of who exports."""
     for key in (name for name, model in _models(config) if model.get("trust_remote_code")):
-        raise UserError(f"{checkpoint}: {key}.trust_remote_code=true runs Python code of {key}.path; read it, then repeat with --trust-remote-code")
+        raise UserError(
+            f"{checkpoint}: {key}.trust_remote_code=true runs Python code of {key}.path; read it, then repeat with --trust-remote-code"
+        )
 
 
 def _models(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -128,6 +162,8 @@ def _as_begun(config: Config, role: str, checkpoint: Path) -> tuple[Tokenizer, A
     """The tokenizer, and the module as its engine was given it."""
     try:
         tokenizer = build_tokenizer(config)
-        return tokenizer, critic_module(config, critic_start(config, tokenizer)) if role == "critic" else actor_module(config)
+        return tokenizer, critic_module(
+            config, critic_start(config, tokenizer)
+        ) if role == "critic" else actor_module(config)
     except UserError as error:
         raise UserError(*(f"{checkpoint}: {line}" for line in error.problems)) from error

@@ -40,11 +40,22 @@ def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
     for role, model in {"actor": actor, "critic": critic}.items():
         if model is not None:
             load_model(model, folder / role)
-    learn = learner(config, world=world, actor=actor, critic=critic, ptx_texts=None, ema=None, timer=timer, health=Health(1))
+    learn = learner(
+        config,
+        world=world,
+        actor=actor,
+        critic=critic,
+        ptx_texts=None,
+        ema=None,
+        timer=timer,
+        health=Health(1),
+    )
     rows = locate_nonfinite(learn, dump.minibatch, dump.kl_coef, dump.critic_only)
     found = first_nonfinite(dump.minibatch)
     world.close()
-    return Replay(dump, None if found is None else f"{found[0]}, row {dump.row(found[1])} of the rollout", rows)
+    return Replay(
+        dump, None if found is None else f"{found[0]}, row {dump.row(found[1])} of the rollout", rows
+    )
 
 
 def _config(folder: Path, trust_remote_code: bool) -> Config:

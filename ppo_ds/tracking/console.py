@@ -9,7 +9,14 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from ppo_ds.tracking.tracker import Record
 
@@ -20,7 +27,14 @@ def open_console(stream: TextIO | None = None) -> Console:
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")  # an answer in Chinese must not end a run whose log is ASCII
     terminal = stream.isatty()
-    return Console(file=stream, highlight=False, emoji=False, force_terminal=terminal, no_color=not terminal, width=None if terminal else 120)
+    return Console(
+        file=stream,
+        highlight=False,
+        emoji=False,
+        force_terminal=terminal,
+        no_color=not terminal,
+        width=None if terminal else 120,
+    )
 
 
 class ConsoleTracker:
@@ -47,7 +61,11 @@ class ConsoleTracker:
     def banner(self, text: str, *, title: str = "ppo_ds") -> None:
         """The start-up lines: who runs on what, and the batch equation."""
         if self.console.is_terminal:
-            self.console.print(Panel(escape(text.strip()), title=title, title_align="left", border_style="cyan", padding=(0, 1)))
+            self.console.print(
+                Panel(
+                    escape(text.strip()), title=title, title_align="left", border_style="cyan", padding=(0, 1)
+                )
+            )
         else:
             self.console.print(f"{title}\n{text.strip()}", markup=False, soft_wrap=True)
 
@@ -70,7 +88,9 @@ class ConsoleTracker:
         if self.console.is_terminal:
             self._progress.stop()
             atexit.unregister(self._progress.stop)
-        self.console.print(f"{summary.get('exit_reason', 'done')} after {seconds(summary.get('wall_s'))}", markup=False)
+        self.console.print(
+            f"{summary.get('exit_reason', 'done')} after {seconds(summary.get('wall_s'))}", markup=False
+        )
         self.console.file.flush()
 
 

@@ -53,7 +53,9 @@ class JsonlTracker:
 
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
         prefix = "" if split == "train" else f"{split}_"
-        _write_whole(self._samples_dir / f"{prefix}step_{step:06d}.jsonl", "".join(_line(row) for row in rows))
+        _write_whole(
+            self._samples_dir / f"{prefix}step_{step:06d}.jsonl", "".join(_line(row) for row in rows)
+        )
 
     def rewind(self, step: int) -> None:
         self._file.close()
@@ -62,7 +64,9 @@ class JsonlTracker:
     def finish(self, summary: dict[str, Any]) -> None:
         """``summary.json``: what the caller says, the number of steps, and the metrics of the last one."""
         last = {key: value for key, value in self._last.items() if key not in ("step", "time")}
-        text = json.dumps({**summary, "steps": self._last["step"], **last}, indent=2, ensure_ascii=False, default=str)
+        text = json.dumps(
+            {**summary, "steps": self._last["step"], **last}, indent=2, ensure_ascii=False, default=str
+        )
         _write_whole(self.run_dir / "summary.json", text + "\n")
         self._file.close()
 

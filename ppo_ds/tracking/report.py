@@ -37,18 +37,36 @@ class Panel:
 PANELS = (
     Panel("Reward", "score", {"reward/score_mean": "mean ± std over the answers"}, band="reward/score_std"),
     Panel("Held-out accuracy", "right answers", {"eval/accuracy": "accuracy"}, percent=True),
-    Panel("Held-out score", "score", {"eval/score_mean": "mean ± std over the answers"}, band="eval/score_std"),
+    Panel(
+        "Held-out score", "score", {"eval/score_mean": "mean ± std over the answers"}, band="eval/score_std"
+    ),
     Panel("KL to the reference", "nats per answer", {"kl/ref_seq_mean": "KL", "kl/target": "target"}),
     Panel("Policy loss", "loss", {"policy/loss": "loss"}),
     Panel("Value loss", "loss", {"value/loss": "loss"}, from_zero=True),
-    Panel("Response length", "tokens", {"rollout/resp_len_mean": "mean", "rollout/resp_len_max": "longest"}, from_zero=True),
+    Panel(
+        "Response length",
+        "tokens",
+        {"rollout/resp_len_mean": "mean", "rollout/resp_len_max": "longest"},
+        from_zero=True,
+    ),
 )
 
 
-def plot_curves(metrics_jsonl: str | os.PathLike, png: str | os.PathLike, *, title: str = "", before: Mapping[str, float] | None = None) -> bool:
+def plot_curves(
+    metrics_jsonl: str | os.PathLike,
+    png: str | os.PathLike,
+    *,
+    title: str = "",
+    before: Mapping[str, float] | None = None,
+) -> bool:
     """Draws every panel that has a number in ``metrics_jsonl``, and ``before`` as step 0. False, and no file, where none has."""
     records = [{**(before or {}), "step": 0}, *read_metrics(metrics_jsonl)]
-    curves = {name: points for panel in PANELS for name in (*panel.metrics, panel.band) if (points := _points(records, name))[0]}
+    curves = {
+        name: points
+        for panel in PANELS
+        for name in (*panel.metrics, panel.band)
+        if (points := _points(records, name))[0]
+    }
     panels = [panel for panel in PANELS if curves.keys() & panel.metrics.keys()]
     if "eval/accuracy" in curves:  # says the same as the score, and says it better
         panels = [panel for panel in panels if panel.title != "Held-out score"]
@@ -56,7 +74,9 @@ def plot_curves(metrics_jsonl: str | os.PathLike, png: str | os.PathLike, *, tit
         return False
     columns = 2 if len(panels) in (2, 4) else min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.6 * columns, 3.2 * rows + (0.5 if title else 0)), dpi=130, layout="constrained")
+    figure = Figure(
+        figsize=(4.6 * columns, 3.2 * rows + (0.5 if title else 0)), dpi=130, layout="constrained"
+    )
     FigureCanvasAgg(figure)  # draws into memory: no display is ever asked for
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
     last = max(steps[-1] for steps, _ in curves.values())
@@ -65,7 +85,9 @@ def plot_curves(metrics_jsonl: str | os.PathLike, png: str | os.PathLike, *, tit
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, index + 1)
         _draw(axes, panel, curves)
-        axes.set_xlim(first - margin, last + margin)  # the same in all: what is measured seldom is read beside what is measured often
+        axes.set_xlim(
+            first - margin, last + margin
+        )  # the same in all: what is measured seldom is read beside what is measured often
     if title:
         figure.suptitle(title, fontsize=13, fontweight="bold")
     figure.savefig(png)
@@ -73,7 +95,9 @@ def plot_curves(metrics_jsonl: str | os.PathLike, png: str | os.PathLike, *, tit
 
 
 def _points(records: list[dict[str, Any]], name: str) -> Points:
-    found = [(record["step"], record[name]) for record in records if isinstance(record.get(name), int | float)]
+    found = [
+        (record["step"], record[name]) for record in records if isinstance(record.get(name), int | float)
+    ]
     return [step for step, _ in found], [value for _, value in found]
 
 
@@ -83,8 +107,16 @@ def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
         _curve(axes, curves[name], colour, panel.metrics[name], dashed=name == "kl/target")
     if panel.band in curves:
         spread = dict(zip(*curves[panel.band], strict=True))
-        middle = [(step, value, spread[step]) for step, value in zip(*curves[drawn[0]], strict=True) if step in spread]
-        steps, low, high = [s for s, _, _ in middle], [v - d for _, v, d in middle], [v + d for _, v, d in middle]
+        middle = [
+            (step, value, spread[step])
+            for step, value in zip(*curves[drawn[0]], strict=True)
+            if step in spread
+        ]
+        steps, low, high = (
+            [s for s, _, _ in middle],
+            [v - d for _, v, d in middle],
+            [v + d for _, v, d in middle],
+        )
         axes.fill_between(steps, low, high, color=COLOURS[0], alpha=0.13, linewidth=0)
     axes.set_title(panel.title, fontsize=11, fontweight="bold", loc="left")
     axes.set_xlabel("step", fontsize=9)
@@ -173,5 +205,7 @@ def _score(value: float | None, percent: bool) -> str:
 
 def _short(text: str, limit: int = 240) -> str:
     """Fit for a cell: the beginning, without control characters."""
-    text = "".join(character if character.isprintable() or character == "\n" else " " for character in text.strip())
+    text = "".join(
+        character if character.isprintable() or character == "\n" else " " for character in text.strip()
+    )
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -24,7 +24,9 @@ from typing import Any
 from ppo_ds.tracking.tracker import Record
 
 CHILD = Path(__file__).with_name("wandb_child.py")
-GONE = "created and deleted"  # how the server says that a run of this id was deleted; the id cannot be had again
+GONE = (
+    "created and deleted"  # how the server says that a run of this id was deleted; the id cannot be had again
+)
 BACKLOG = 10_000  # messages that may wait for the child before it is taken for stuck
 
 
@@ -70,7 +72,9 @@ class WandbTracker:
                 print(f"wandb: {mode}; {answer['started']}", flush=True)
                 self._id_file.write_text(run_id + "\n")
                 return
-            _warn(f"{mode} failed ({answer['failed']}); going on {'offline' if mode == 'online' else 'without it'}")
+            _warn(
+                f"{mode} failed ({answer['failed']}); going on {'offline' if mode == 'online' else 'without it'}"
+            )
 
     def _kept_id(self) -> str | None:
         """That of before; None where there is none, or no whole one. It becomes a part of file names."""
@@ -79,7 +83,14 @@ class WandbTracker:
 
     def _launched(self, mode: str, run_id: str, config: dict[str, Any]) -> dict[str, Any]:
         """What came of a child, which is kept where it has started."""
-        options = {**self._options, "mode": mode, "id": run_id, "dir": str(self.run_dir), "init_timeout": self._start_timeout, "config": config}
+        options = {
+            **self._options,
+            "mode": mode,
+            "id": run_id,
+            "dir": str(self.run_dir),
+            "init_timeout": self._start_timeout,
+            "config": config,
+        }
         child = _Child(options, log=self.run_dir / "wandb.log")
         answer = child.answer(self._start_timeout + 15)  # wandb's own limit comes first: it knows why
         if "started" in answer:
@@ -108,7 +119,9 @@ class WandbTracker:
             kept = f"metrics.jsonl and samples/ have all of it, {self.run_dir / 'wandb'} most of it, which wandb sync uploads"
             _warn(f"not all was sent ({answer['failed']}); {kept}")
         elif answer["refused"]:
-            _warn(f"did not take {answer['refused']} message(s) (see {self.run_dir / 'wandb.log'}); metrics.jsonl and samples/ have them")
+            _warn(
+                f"did not take {answer['refused']} message(s) (see {self.run_dir / 'wandb.log'}); metrics.jsonl and samples/ have them"
+            )
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._child is not None and not self._child.send(message):
@@ -166,10 +179,15 @@ class _Child:
         self._process.wait()
 
     def _write(self) -> None:
-        with suppress(BrokenPipeError), self._process.stdin as pipe:  # a broken pipe: the child is dead, as send() says from then on
+        with (
+            suppress(BrokenPipeError),
+            self._process.stdin as pipe,
+        ):  # a broken pipe: the child is dead, as send() says from then on
             while True:
                 text = json.dumps(self._outbox.get(), default=str, ensure_ascii=False)
-                pipe.write(text.encode(errors="replace") + b"\n")  # half a surrogate pair, as a row may have, would end the child
+                pipe.write(
+                    text.encode(errors="replace") + b"\n"
+                )  # half a surrogate pair, as a row may have, would end the child
                 pipe.flush()
 
     def _read(self) -> None:

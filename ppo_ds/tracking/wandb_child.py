@@ -33,7 +33,10 @@ def main() -> None:
     except Exception as problem:  # whatever it is, the trainer goes on without wandb
         _answer(answers, failed=_reason(problem))
         return
-    _answer(answers, started=run.url if options["mode"] == "online" else f"to upload: wandb sync {run.settings.sync_dir}")
+    _answer(
+        answers,
+        started=run.url if options["mode"] == "online" else f"to upload: wandb sync {run.settings.sync_dir}",
+    )
     finished, refused = _serve(run)
     if finished is None:
         threading.Timer(ORPHAN_TIMEOUT, os._exit, [1]).start()
@@ -83,19 +86,27 @@ def _pass_on(run: Any, tables: dict[str, Any], message: dict[str, Any]) -> None:
         _log_samples(run, tables, **message)
 
 
-def _log_samples(run: Any, tables: dict[str, Any], samples: list[dict[str, Any]], split: str, step: int) -> None:
+def _log_samples(
+    run: Any, tables: dict[str, Any], samples: list[dict[str, Any]], split: str, step: int
+) -> None:
     """A table that grows: INCREMENTAL uploads the new rows only, not all of them each time."""
     import wandb
 
     if split not in tables:
-        tables[split] = wandb.Table(columns=["step", *samples[0]], log_mode="INCREMENTAL", allow_mixed_types=True)
+        tables[split] = wandb.Table(
+            columns=["step", *samples[0]], log_mode="INCREMENTAL", allow_mixed_types=True
+        )
     for row in samples:
         tables[split].add_data(step, *(_cell(row.get(column)) for column in tables[split].columns[1:]))
     run.log({f"samples/{split}": tables[split], "step": step})
 
 
 def _cell(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | float) else json.dumps(value, ensure_ascii=False)
+    return (
+        value
+        if value is None or isinstance(value, str | int | float)
+        else json.dumps(value, ensure_ascii=False)
+    )
 
 
 def _reason(problem: Exception) -> str:

@@ -101,7 +101,9 @@ def first_nonfinite(experience: Experience) -> tuple[str, int] | None:
     """What of an experience is not finite, and in which row: the first number of the first such column, where its mask says that it counts."""
     actions = experience.response_mask
     masks = {
-        **dict.fromkeys(("decode_logprobs", "logprobs", "old_logprobs", "ref_logprobs", "weights", "advantages"), actions),
+        **dict.fromkeys(
+            ("decode_logprobs", "logprobs", "old_logprobs", "ref_logprobs", "weights", "advantages"), actions
+        ),
         "scores": torch.ones_like(experience.scores, dtype=torch.bool),
         "rewards": pad(actions, (0, 1)),
     }

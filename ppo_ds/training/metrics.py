@@ -53,14 +53,18 @@ class MetricSums:
         maxima = {name: part for name, part in self._parts.items() if part.dim() == 0}
         out: Metrics = {}
         if sums:
-            pieces = world.sum(_joined(sums, torch.cat, world)).cpu().split([len(part) for part in sums.values()])
+            pieces = (
+                world.sum(_joined(sums, torch.cat, world)).cpu().split([len(part) for part in sums.values()])
+            )
             out |= {name: _number(piece) for name, piece in zip(sums, pieces, strict=True)}
         if maxima:
             out |= dict(zip(maxima, world.max(_joined(maxima, torch.stack, world)).tolist(), strict=True))
         for name in [n for n in out if n.endswith(_SQUARES)]:
             mean = name.removesuffix(_SQUARES)
             variance = out.pop(name) - out[mean] ** 2
-            out[mean.removesuffix("mean") + "std"] = math.nan if math.isnan(variance) else max(0.0, variance) ** 0.5
+            out[mean.removesuffix("mean") + "std"] = (
+                math.nan if math.isnan(variance) else max(0.0, variance) ** 0.5
+            )
         return out
 
 

@@ -15,7 +15,9 @@ from ppo_ds.models.size import size_of
 from ppo_ds.ops.flops import Size, causal_pairs, decode_bytes, forward_flops
 from ppo_ds.types import Experience, Metrics
 
-CPU_BUFFER = 2**26  # bytes; two of them stay below what the first optimizer step adds to all but toy models, and so below the peak of mem/*
+CPU_BUFFER = (
+    2**26
+)  # bytes; two of them stay below what the first optimizer step adds to all but toy models, and so below the peak of mem/*
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,11 @@ class Meter:
 
     def __call__(self, experience: Experience, times: Metrics, metrics: Metrics) -> Metrics:
         """``experience`` of all ranks, ``times`` of the step, ``metrics`` of sampling and learning. A collective."""
-        return throughput(experience, times, metrics, self.world.size) | self._distance(experience, times, metrics) | memory(self.world)
+        return (
+            throughput(experience, times, metrics, self.world.size)
+            | self._distance(experience, times, metrics)
+            | memory(self.world)
+        )
 
     def _distance(self, experience: Experience, times: Metrics, metrics: Metrics) -> Metrics:
         """perf/mfu_*: FLOPs that the updates cannot do without over those that the machine could have done in their time; texts of algo.ptx left out.
@@ -71,21 +77,35 @@ class Meter:
         that memory could have given while answers were generated.
         """
         lengths = experience.attention_mask.sum(1).tolist()
-        work = {"tokens": sum(lengths), "pairs": causal_pairs(lengths), "head_places": int(experience.response_lengths.sum())}
+        work = {
+            "tokens": sum(lengths),
+            "pairs": causal_pairs(lengths),
+            "head_places": int(experience.response_lengths.sum()),
+        }
         roles = {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
         found = {}
         for name, role in roles.items():
             if seconds := times.get(f"time/update_{name}"):
                 flops = role.forwards * metrics["policy/epochs_run"] * forward_flops(role.size, **work)
                 found[f"perf/mfu_{name}"] = flops / seconds / self.capacity.flops
-        return found | {"perf/hbm_frac_decode": self._decoded(experience, metrics) / times["time/generate"] / self.capacity.bytes}
+        return found | {
+            "perf/hbm_frac_decode": self._decoded(experience, metrics)
+            / times["time/generate"]
+            / self.capacity.bytes
+        }
 
     def _decoded(self, experience: Experience, metrics: Metrics) -> float:
         """Bytes, over all ranks. Of rounds that dynamic sampling has dropped the tokens alone are known: taken to be as dear as the others."""
         prompts, responses = experience.prompt_lengths.tolist(), experience.response_lengths.tolist()
         steps = max(*responses, 1) - 1  # the first token comes from the prompt's forward
-        contexts = sum(causal_pairs([p + r - 1]) - causal_pairs([p]) for p, r in zip(prompts, responses, strict=True) if r)
-        read = decode_bytes(self.actor.size, steps=steps * self.world.size, contexts=contexts, bytes_each=self.weight_bytes)
+        contexts = sum(
+            causal_pairs([p + r - 1]) - causal_pairs([p])
+            for p, r in zip(prompts, responses, strict=True)
+            if r
+        )
+        read = decode_bytes(
+            self.actor.size, steps=steps * self.world.size, contexts=contexts, bytes_each=self.weight_bytes
+        )
         return read * generated(experience, metrics) / max(sum(responses), 1)
 
 
@@ -128,4 +148,6 @@ def memory(world: World) -> Metrics:
     if world.device.type == "cuda":
         peaks["mem/alloc_peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
         peaks["mem/reserved_peak_gb"] = torch.cuda.max_memory_reserved() / 2**30
-    return dict(zip(peaks, world.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist(), strict=True))
+    return dict(
+        zip(peaks, world.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist(), strict=True)
+    )

@@ -45,7 +45,14 @@ class RunDirectory:
     def _save(self, model: TrainedModel, folder: Path, prefix: str, save: Callable[..., None]) -> None:
         weights = consolidated(model)
         if weights is not None:
-            save(folder, {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)})
+            save(
+                folder,
+                {
+                    name.removeprefix(prefix): weight
+                    for name, weight in weights.items()
+                    if name.startswith(prefix)
+                },
+            )
             self.tokenizer.save(folder)
 
     def report(
@@ -63,13 +70,20 @@ class RunDirectory:
         No tables where nothing was ``exported``: the run was broken off, and its last evaluation is of some step before.
         ``checkpoint``: where, and how it goes on.
         """
-        drawn = plot_curves(self.path / "metrics.jsonl", self.path / "curves.png", title=self.title, before=before)
+        drawn = plot_curves(
+            self.path / "metrics.jsonl", self.path / "curves.png", title=self.title, before=before
+        )
         names = ("accuracy", "score_mean", "resp_len_mean")
         measured = [name for name in names if exported and before and after and f"eval/{name}" in before]
         scores = {name: (before.get(f"eval/{name}"), after.get(f"eval/{name}")) for name in measured}
         answers = {row["prompt"]: row for row in rows_after}
         samples = [
-            {"prompt": row["asked"], "before": row["response"], "after": now["response"], "score": now["score"]}
+            {
+                "prompt": row["asked"],
+                "before": row["response"],
+                "after": now["response"],
+                "score": now["score"],
+            }
             for row in rows_before
             if exported and (now := answers.get(row["prompt"]))
         ]

@@ -92,8 +92,12 @@ class StopRequest:
                 if number in SIGNALS:
                     return self._said(number)
         if launchers() != self._launchers:
-            return f"the launcher of rank {self.world.rank} has ended"  # nobody is left who could send a signal
-        with suppress(StoreUnavailable):  # who held the store has ended: its launcher with it, or it fails the next collective
+            return (
+                f"the launcher of rank {self.world.rank} has ended"  # nobody is left who could send a signal
+            )
+        with suppress(
+            StoreUnavailable
+        ):  # who held the store has ended: its launcher with it, or it fails the next collective
             return self.notices.get(NOTICE)
         return None
 
@@ -101,7 +105,10 @@ class StopRequest:
         with suppress(StoreUnavailable):  # as above
             self.notices.put(NOTICE, why)
         if self.world.is_main:
-            log.warning("stopping: %s; a step whose update has not begun is abandoned, and repeated by the next start", why)
+            log.warning(
+                "stopping: %s; a step whose update has not begun is abandoned, and repeated by the next start",
+                why,
+            )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """In the main thread, and no more than noted: the thread that looks tells of it."""

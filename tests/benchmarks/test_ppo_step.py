@@ -25,9 +25,28 @@ STEPS, PASSES = 1, 3
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmark")
-    command = [sys.executable, "benchmarks/ppo_step.py", "W2", "--dry", "--threads", "1", "--steps", str(STEPS), "--set", f"algo.epochs={PASSES}"]
+    command = [
+        sys.executable,
+        "benchmarks/ppo_step.py",
+        "W2",
+        "--dry",
+        "--threads",
+        "1",
+        "--steps",
+        str(STEPS),
+        "--set",
+        f"algo.epochs={PASSES}",
+    ]
     done = subprocess.run(
-        [*command, "--folder", str(folder), "--json", str(folder / "out.json"), "--set", "rollout.backend=hf"],
+        [
+            *command,
+            "--folder",
+            str(folder),
+            "--json",
+            str(folder / "out.json"),
+            "--set",
+            "rollout.backend=hf",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -38,8 +57,16 @@ def found(tmp_path_factory):
 
 
 def test_every_figure_is_a_number(found):
-    numbers = [found[name] for name in ("samples_per_s", "tokens_per_s", "new_tokens_per_s", "decode_bandwidth_fraction")]
-    numbers += [*found["seconds"].values(), *found["mfu"].values(), *found["metrics"].values(), *found["limits"].values()]
+    numbers = [
+        found[name]
+        for name in ("samples_per_s", "tokens_per_s", "new_tokens_per_s", "decode_bandwidth_fraction")
+    ]
+    numbers += [
+        *found["seconds"].values(),
+        *found["mfu"].values(),
+        *found["metrics"].values(),
+        *found["limits"].values(),
+    ]
     assert all(math.isfinite(number) for number in numbers)
     assert min(found["limits"].values()) > 0
     assert all(0 < share < 1 for share in found["mfu"].values())
@@ -58,7 +85,9 @@ def test_updates_are_counted_with_the_passes_that_were_set(found):
 
 def test_phases_sum_to_the_step(found):
     for step in found["seconds_per_step"]:
-        assert sum(seconds for name, seconds in step.items() if name != "time/step") == pytest.approx(step["time/step"], abs=1e-6)
+        assert sum(seconds for name, seconds in step.items() if name != "time/step") == pytest.approx(
+            step["time/step"], abs=1e-6
+        )
 
 
 def test_rates_times_seconds_are_counts(found):
@@ -93,7 +122,9 @@ ACTOR = Size(body=100, head=10, layers=1, width=2, kv_width=2)
 
 
 def test_flops_of_a_step_by_hand():
-    critic = Learning(Size(body=101, head=0, layers=1, width=2, kv_width=2), forwards=2)  # its weights are frozen
+    critic = Learning(
+        Size(body=101, head=0, layers=1, width=2, kv_width=2), forwards=2
+    )  # its weights are frozen
     sizes = Sizes(actor=Learning(ACTOR, forwards=3), critic=critic, bytes_each=4)
     found = phase_flops(sizes, Lengths(prompts=[2], responses=[1]), epochs=2)
     # a forward of the actor: 3 tokens x 200, 6 pairs x 8, the head at one place 20: 668; of the critic: 3 x 202 + 48 = 654
@@ -107,11 +138,20 @@ def test_flops_of_a_step_by_hand():
 def test_bytes_of_decoding_by_hand():
     sizes = Sizes(actor=Learning(ACTOR, 3), critic=None, bytes_each=2)
     # three steps on each of two ranks read 110 weights; 15 places of 4 numbers; two bytes each
-    assert decode_traffic(sizes, Lengths(prompts=[3, 2], responses=[4, 1]), ranks=2) == 2 * (2 * 3 * 110 + 15 * 4)
+    assert decode_traffic(sizes, Lengths(prompts=[3, 2], responses=[4, 1]), ranks=2) == 2 * (
+        2 * 3 * 110 + 15 * 4
+    )
 
 
 def record(step: float, generate: float) -> dict[str, float]:
-    return {"time/step": step, "time/generate": generate, "time/other": step - generate, "mem/host_rss_gb": 1.0, "rollout/pad_frac": 0.25, "step": 1}
+    return {
+        "time/step": step,
+        "time/generate": generate,
+        "time/other": step - generate,
+        "mem/host_rss_gb": 1.0,
+        "rollout/pad_frac": 0.25,
+        "step": 1,
+    }
 
 
 def test_figures_are_medians_over_steps():
@@ -126,8 +166,13 @@ def test_distance_to_the_limits():
     sizes = Sizes(actor=Learning(ACTOR, 3), critic=None, bytes_each=2)
     steps = [Lengths([2], [1])]
     found = figures([record(4.0, 2.0)], steps, cpu=[4.0])
-    reached = distance(found, steps, sizes, epochs=[2.0], limits=Limits(gemm_flops_per_s=444.0, bytes_per_s=1000.0), ranks=1)
-    assert reached["mfu"] == {"time/generate": 0.5, "time/step": 0.25}  # 444 FLOPs in 2 of 4 seconds; phases that did not run need none
+    reached = distance(
+        found, steps, sizes, epochs=[2.0], limits=Limits(gemm_flops_per_s=444.0, bytes_per_s=1000.0), ranks=1
+    )
+    assert reached["mfu"] == {
+        "time/generate": 0.5,
+        "time/step": 0.25,
+    }  # 444 FLOPs in 2 of 4 seconds; phases that did not run need none
     assert reached["decode_bandwidth_fraction"] == 0.0  # one token an answer comes from the prompt's forward
     assert "50.0 %" in table(found | reached | {"workload": "W0", "machine": {}})
 
@@ -136,9 +181,18 @@ def test_updates_count_the_passes_that_ran():
     """Two steps of one sample: a pass is 3 x 668 = 2004 FLOPs. Three passes and, stopped early, half a one, of 4008 in a second."""
     sizes = Sizes(actor=Learning(ACTOR, 3), critic=None, bytes_each=2)
     steps = [Lengths([2], [1])] * 2
-    records = [{"time/step": 4.0, "time/generate": 1.0, "time/update_actor": seconds} for seconds in (3.0, 1.0)]
+    records = [
+        {"time/step": 4.0, "time/generate": 1.0, "time/update_actor": seconds} for seconds in (3.0, 1.0)
+    ]
     found = figures(records, steps, cpu=[1.0, 1.0])
-    reached = distance(found, steps, sizes, epochs=[3.0, 0.5], limits=Limits(gemm_flops_per_s=4008.0, bytes_per_s=1000.0), ranks=1)
+    reached = distance(
+        found,
+        steps,
+        sizes,
+        epochs=[3.0, 0.5],
+        limits=Limits(gemm_flops_per_s=4008.0, bytes_per_s=1000.0),
+        ranks=1,
+    )
     assert reached["mfu"]["time/update_actor"] == pytest.approx((0.5 + 0.25) / 2)
 
 
@@ -153,7 +207,20 @@ def test_ratios_of_a_pair():
 
 
 def test_the_options_of_a_comparison_do_not_reach_its_runs():
-    argv = ["W2", "--against", "trl", "--threads", "1", "--trl-python=x", "--pairs", "5", "--set", "zero=stage2", "--json", "a"]
+    argv = [
+        "W2",
+        "--against",
+        "trl",
+        "--threads",
+        "1",
+        "--trl-python=x",
+        "--pairs",
+        "5",
+        "--set",
+        "zero=stage2",
+        "--json",
+        "a",
+    ]
     assert against.without(argv, against.OWN) == ["W2", "--set", "zero=stage2"]
 
 
@@ -161,7 +228,10 @@ def test_both_sides_get_the_threads_of_the_parent():
     argv = ["W2", "--against", "trl", "--trl-python", "x", "--threads=7"]
     args = parsed(argv)
     args.threads = 3  # as it was worked out
-    ours, trl = parsed(against.own_arguments(args, argv, Path("a"))), trl_step.parsed(against.trl_arguments(args, Path("b")))
+    ours, trl = (
+        parsed(against.own_arguments(args, argv, Path("a"))),
+        trl_step.parsed(against.trl_arguments(args, Path("b"))),
+    )
     assert (ours.threads, trl.threads) == (3, 3)
 
 
@@ -185,8 +255,21 @@ def test_trl_answers_end_at_the_stop_token_it_has():
 def test_trl_gets_the_same_work():
     args = parsed(["W2", "--threads", "1", "--steps", "4", "--folder", "work"])
     asked = trl_step.parsed(against.trl_arguments(args, Path("out.json")))
-    assert (asked.prompts, asked.new_tokens, asked.epochs, asked.minibatches, asked.micro_rows, asked.rollout_rows) == (32, 256, 2, 2, 16, 32)
-    assert (asked.steps, asked.threads, asked.stop, asked.dtype, asked.folder) == (4, 1, True, "fp32", Path("work"))
+    assert (
+        asked.prompts,
+        asked.new_tokens,
+        asked.epochs,
+        asked.minibatches,
+        asked.micro_rows,
+        asked.rollout_rows,
+    ) == (32, 256, 2, 2, 16, 32)
+    assert (asked.steps, asked.threads, asked.stop, asked.dtype, asked.folder) == (
+        4,
+        1,
+        True,
+        "fp32",
+        Path("work"),
+    )
 
 
 def test_a_comparison_without_trl_says_what_it_needs(capsys):

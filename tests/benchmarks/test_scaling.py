@@ -6,7 +6,10 @@ from benchmarks.scaling import parsed, table
 
 
 def test_ratios_are_to_the_first_case_round_by_round() -> None:
-    lines = table("t", [((1, 32), [(1.0, 2.0), (4.0, 2.0), (2.0, 2.0)]), ((2, 64), [(2.0, 3.0), (4.0, 1.0), (1.0, 2.0)])])
+    lines = table(
+        "t",
+        [((1, 32), [(1.0, 2.0), (4.0, 2.0), (2.0, 2.0)]), ((2, 64), [(2.0, 3.0), (4.0, 1.0), (1.0, 2.0)])],
+    )
     assert lines[:2] == ["", "t"]
     assert lines[3].split() == ["1", "32", "2.0000", "1.0000", "to", "4.0000", "1.00", "2.0000", "1.00"]
     # 2/1, 4/4 and 1/2; CPU 3/2, 1/2 and 2/2

@@ -35,7 +35,9 @@ def test_answers_of_generate_are_geometric(folder):
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     torch.manual_seed(0)
     prompts = torch.randint(3, 256, (400, 4))
-    drawn = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=256)[:, 4:]
+    drawn = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=256
+    )[:, 4:]
     stops = drawn == STOP
     lengths = ((stops.cumsum(1) - stops.long()) == 0).sum(1).float()  # the stop counts
     # a geometric mean of 48 cut at 256: 48 (1 - (47/48)^256) = 47.78, deviation 45.8; 400 draws: 2.29, and four of them
@@ -57,7 +59,11 @@ def test_prompts_have_their_lengths_and_are_read_as_they_were_drawn(folder):
 def test_the_reward_model_is_a_classifier_of_the_same_shape(folder):
     reward = AutoModelForSequenceClassification.from_pretrained(folder / "reward")
     assert reward.config.num_labels == 1
-    assert (reward.config.hidden_size, reward.config.num_hidden_layers, reward.config.pad_token_id) == (32, 2, 0)
+    assert (reward.config.hidden_size, reward.config.num_hidden_layers, reward.config.pad_token_id) == (
+        32,
+        2,
+        0,
+    )
 
 
 def test_a_folder_is_kept_for_the_same_work_only(folder):
@@ -70,7 +76,9 @@ def test_a_folder_is_kept_for_the_same_work_only(folder):
 
 def test_given_weights_keep_their_tokenizer(folder, tmp_path):
     prepare(WORK, tmp_path, given=str(folder / "model"))
-    kept, made = (AutoModelForCausalLM.from_pretrained(place / "model").state_dict() for place in (tmp_path, folder))
+    kept, made = (
+        AutoModelForCausalLM.from_pretrained(place / "model").state_dict() for place in (tmp_path, folder)
+    )
     assert all(torch.equal(kept[name], made[name]) for name in made)
     reward = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
     assert reward.config.num_labels == 1

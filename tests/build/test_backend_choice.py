@@ -28,19 +28,34 @@ def chosen():
 
 def test_the_first_that_agrees_with_training(chosen):
     choice, tried = chosen(static=GOOD, hf=(0.0, 0.0))
-    assert (choice.backend, choice.gap, choice.incapable, choice.unfit) == ("static", GOOD, (), ()) and tried == ["static"]
+    assert (choice.backend, choice.gap, choice.incapable, choice.unfit) == (
+        "static",
+        GOOD,
+        (),
+        (),
+    ) and tried == ["static"]
 
 
 def test_one_that_cannot_is_not_tried_and_says_why(chosen):
     choice, tried = chosen(static="no cache to write into", hf=GOOD)
-    assert choice.backend == "hf" and choice.incapable == ("static: no cache to write into",) and choice.unfit == () and tried == ["hf"]
+    assert (
+        choice.backend == "hf"
+        and choice.incapable == ("static: no cache to write into",)
+        and choice.unfit == ()
+        and tried == ["hf"]
+    )
 
 
 def test_one_that_is_out_of_bounds_is_passed_over_with_its_gap(chosen):
     choice, tried = chosen(static=BAD, hf=GOOD)
-    assert choice.backend == "hf" and choice.gap == GOOD and choice.incapable == () and tried == ["static", "hf"]
+    assert (
+        choice.backend == "hf" and choice.gap == GOOD and choice.incapable == () and tried == ["static", "hf"]
+    )
     (line,) = choice.unfit
-    assert line.startswith("static: ") and "differ by 0.5 nats on average (at most 2), allowed for fp32 is 0.001" in line
+    assert (
+        line.startswith("static: ")
+        and "differ by 0.5 nats on average (at most 2), allowed for fp32 is 0.001" in line
+    )
 
 
 def test_nan_is_out_of_bounds(chosen):

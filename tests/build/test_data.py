@@ -19,11 +19,19 @@ def test_the_tokens_that_end_an_answer(given, ids):
 
 def test_what_became_of_the_rows_is_said():
     report = {"rows": 9, "truncated": 0, "dropped": 2, "lowered": 0, "repeated": 3, "same_id": 1}
-    assert counted(report, "prompts") == '9 prompts, 2 dropped, 3 the same as an earlier one, 1 with the "id" of an earlier one'
+    assert (
+        counted(report, "prompts")
+        == '9 prompts, 2 dropped, 3 the same as an earlier one, 1 with the "id" of an earlier one'
+    )
     assert counted({"rows": 5, "truncated": 1, "dropped": 0}, "texts") == "5 texts, 1 cut"
     held_out = SimpleNamespace(path="held.jsonl", report=report | {"dropped": 0, "repeated": 0, "same_id": 0})
-    texts = SimpleNamespace(source=SimpleNamespace(path="texts.jsonl", report={"rows": 5, "truncated": 1, "dropped": 0}))
-    assert Inputs(None, None, held_out, None, texts).notes() == ["held out   held.jsonl: 9 prompts", "texts      texts.jsonl: 5 texts, 1 cut"]
+    texts = SimpleNamespace(
+        source=SimpleNamespace(path="texts.jsonl", report={"rows": 5, "truncated": 1, "dropped": 0})
+    )
+    assert Inputs(None, None, held_out, None, texts).notes() == [
+        "held out   held.jsonl: 9 prompts",
+        "texts      texts.jsonl: 5 texts, 1 cut",
+    ]
     assert Inputs(None, None, None, None, None).notes() == []
 
 
@@ -32,4 +40,7 @@ def test_a_stop_id_that_is_no_token(given):
     with pytest.raises(UserError) as error:
         stop_ids(compose(*MINIMAL, f"sampling.stop_token_ids={given}"), TOKENIZER)
     (line,) = error.value.problems
-    assert line == "sampling.stop_token_ids: 4 is none: the actor's tokenizer has 4 tokens; leave it out, or null takes the model's own ends"
+    assert (
+        line
+        == "sampling.stop_token_ids: 4 is none: the actor's tokenizer has 4 tokens; leave it out, or null takes the model's own ends"
+    )

@@ -19,7 +19,9 @@ from tests.config.commands import MINIMAL, complaints, compose
 
 composed = cache(compose)
 KINDS = {StaticGenerator: "static", HFGenerator: "hf", PagedGenerator: "paged"}
-LM = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4))
+LM = LlamaForCausalLM(
+    LlamaConfig(vocab_size=16, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
+)
 
 
 class Actor:
@@ -63,11 +65,23 @@ def built(monkeypatch):
 
         monkeypatch.setattr(generators, "parity_gap", gap)
         generator, _ = generators.build_generator(
-            composed(*MINIMAL, "memory.rollout_tokens=77", "memory.score_tokens=66", "actor.model.dtype=fp32", *arguments),
+            composed(
+                *MINIMAL,
+                "memory.rollout_tokens=77",
+                "memory.score_tokens=66",
+                "actor.model.dtype=fp32",
+                *arguments,
+            ),
             SimpleNamespace(rank=1, gather_objects=lambda item: [item, *other_ranks]),
             SimpleNamespace(tokenizer="tokenizer", source=Source(), longest_prompt=20),
             Actor(in_step),
-            SamplingParams(8, **dict(min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=()) | knobs),
+            SamplingParams(
+                8,
+                **dict(
+                    min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=()
+                )
+                | knobs,
+            ),
             lambda: False,
             notes,
         )
@@ -79,21 +93,36 @@ def built(monkeypatch):
 
 def test_auto_takes_static(built):
     backend, notes, tried = built()
-    assert backend == "static" and notes == ["decode     static: the fastest that agrees with training"] and len(tried) == 1
+    assert (
+        backend == "static"
+        and notes == ["decode     static: the fastest that agrees with training"]
+        and len(tried) == 1
+    )
 
 
 def test_auto_says_loudly_that_static_disagrees(built):
     backend, (warning, line), tried = built(gaps={"static": (0.25, 1.5)})
     assert backend == "hf" and [name for name, *_ in tried] == ["static", "hf"]
-    assert warning.startswith("warning    rollout.backend=auto passes over static: generation and training disagree") and "0.25 nats" in warning
+    assert (
+        warning.startswith(
+            "warning    rollout.backend=auto passes over static: generation and training disagree"
+        )
+        and "0.25 nats" in warning
+    )
     assert line == "decode     hf: the fastest that agrees with training"
 
 
 def test_auto_says_why_static_cannot(built, monkeypatch):
-    monkeypatch.setattr(generators, "can_decode", lambda lm, longest: f"a window shorter than {longest} tokens" if lm is LM else None)
+    monkeypatch.setattr(
+        generators,
+        "can_decode",
+        lambda lm, longest: f"a window shorter than {longest} tokens" if lm is LM else None,
+    )
     backend, notes, tried = built()
     assert backend == "hf" and [name for name, *_ in tried] == ["hf"]
-    assert notes == ["decode     hf: the fastest that agrees with training; not static: a window shorter than 28 tokens"]
+    assert notes == [
+        "decode     hf: the fastest that agrees with training; not static: a window shorter than 28 tokens"
+    ]
 
 
 def test_what_one_rank_cannot_no_rank_does(built):
@@ -102,7 +131,10 @@ def test_what_one_rank_cannot_no_rank_does(built):
 
 @pytest.mark.parametrize("backend", ["static", "hf", "paged"])
 def test_a_named_backend(built, backend):
-    assert built(f"rollout.backend={backend}")[:2] == (backend, [f"decode     {backend}: rollout.backend={backend}"])
+    assert built(f"rollout.backend={backend}")[:2] == (
+        backend,
+        [f"decode     {backend}: rollout.backend={backend}"],
+    )
     with pytest.raises(ParityError, match=f"differ by 2 nats.*rollout.backend={backend}"):
         built(f"rollout.backend={backend}", gaps={backend: (2.0, 3.0)})
 
@@ -112,12 +144,17 @@ def test_what_paged_cannot_do_is_one_line(built):
         (dict(stop_strings=("END",)), False, r"sampling.stop=\['END'\].*sampling.stop_token_ids"),
         ({}, True, "actor.zero.generate=layers"),
     ):
-        with pytest.raises(UserError, match=rf"^rollout.backend=paged: .*{wrong}.*; use rollout.backend=auto$") as error:
+        with pytest.raises(
+            UserError, match=rf"^rollout.backend=paged: .*{wrong}.*; use rollout.backend=auto$"
+        ) as error:
             built("rollout.backend=paged", in_step=in_step, **knobs)
         assert len(error.value.problems) == 1
 
 
-@pytest.mark.parametrize(("samples", "prompts"), [(1, [1, 2, 3, 4, 0, 1, 2, 3]), (2, [1, 1, 2, 2, 3, 3, 4, 4]), (8, [1, 1, 2, 2, 3, 3, 4, 4])])
+@pytest.mark.parametrize(
+    ("samples", "prompts"),
+    [(1, [1, 2, 3, 4, 0, 1, 2, 3]), (2, [1, 1, 2, 2, 3, 3, 4, 4]), (8, [1, 1, 2, 2, 3, 3, 4, 4])],
+)
 def test_the_gate_sees_answers_to_one_prompt_side_by_side_where_steps_do(built, samples, prompts):
     """On rank 1, which starts with prompt 1."""
     ((_, few, _),) = built(f"rollout.samples_per_prompt={samples}")[2]
@@ -135,4 +172,6 @@ def test_the_gate_draws_the_same_numbers_at_each_start(built):
 
 
 def test_no_other_backend():
-    assert complaints(*MINIMAL, "rollout.backend=vllm") == ["rollout.backend=vllm: must be one of auto, static, hf, paged"]
+    assert complaints(*MINIMAL, "rollout.backend=vllm") == [
+        "rollout.backend=vllm: must be one of auto, static, hf, paged"
+    ]

@@ -10,10 +10,28 @@ from ppo_ds.build.roles import choose_layouts
 from ppo_ds.models import packed_attention as attention
 from ppo_ds.models.policy import Policy
 
-SMALL = dict(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, pad_token_id=0)
-EXPERTS = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, first_k_dense_replace=1, n_group=1, topk_group=1)
+SMALL = dict(
+    vocab_size=20,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=8,
+    pad_token_id=0,
+)
+EXPERTS = dict(
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+)
 RANKS = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
-LLAMA, WINDOW, NEMOTRON = LlamaConfig(**SMALL), MistralConfig(**SMALL, sliding_window=4), NemotronConfig(**SMALL, num_key_value_heads=2, head_dim=8)
+LLAMA, WINDOW, NEMOTRON = (
+    LlamaConfig(**SMALL),
+    MistralConfig(**SMALL, sliding_window=4),
+    NemotronConfig(**SMALL, num_key_value_heads=2, head_dim=8),
+)
 WIDE_KEYS = DeepseekV3Config(**SMALL, **EXPERTS, **RANKS)  # of 16, and values of 8
 
 
@@ -57,7 +75,10 @@ def test_each_model_decides_for_itself(layout, llama):
 
 def test_on_a_gpu_what_has_a_kernel_is_packed(gpu):
     actor, reference = Role(LLAMA, **gpu), Role(WIDE_KEYS, **gpu)
-    assert chosen("auto", actor, reference) == [] and (actor.module.packed, reference.module.packed) == (True, False)
+    assert chosen("auto", actor, reference) == [] and (actor.module.packed, reference.module.packed) == (
+        True,
+        False,
+    )
     assert (actor.calls, reference.calls) == (2, 2)
 
 
@@ -72,13 +93,22 @@ def test_layers_that_are_not_told_where_sequences_end_are_found_out(gpu, layout)
     """Nemotron's drop the arguments on the way, though its class says that its attention can be replaced."""
     actor = Role(NEMOTRON, **gpu)
     deaf = "NemotronAttention was not told where the sequences of a packed row end"
-    assert chosen(layout, actor) == [f"warning    memory.layout={layout}: the actor's rows are padded: {deaf}"]
-    assert not actor.module.packed and torch.isfinite(actor(torch.ones(2, 4).long(), torch.ones(2, 4).bool(), 2).logprobs).all()
+    assert chosen(layout, actor) == [
+        f"warning    memory.layout={layout}: the actor's rows are padded: {deaf}"
+    ]
+    assert (
+        not actor.module.packed
+        and torch.isfinite(actor(torch.ones(2, 4).long(), torch.ones(2, 4).bool(), 2).logprobs).all()
+    )
 
 
 def test_rows_that_read_each_other_are_found_out(monkeypatch):
     """An attention that is told and does not listen."""
-    monkeypatch.setattr(attention, "one_by_one", lambda q, k, v, ends, scale, by=attention.one_by_one: by(q, k, v, [0, ends[-1]], scale))
+    monkeypatch.setattr(
+        attention,
+        "one_by_one",
+        lambda q, k, v, ends, scale, by=attention.one_by_one: by(q, k, v, [0, ends[-1]], scale),
+    )
     actor = Role(LlamaConfig(**SMALL, initializer_range=0.3))
     assert chosen("packed", actor) == [
         "warning    memory.layout=packed: the actor's rows are padded: LlamaForCausalLM computes other states where rows are packed"

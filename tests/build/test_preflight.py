@@ -33,7 +33,9 @@ def folder(tmp_path):
         tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz")
         tokenizer.hf.chat_template = template
         tokenizer.save(tmp_path / name)
-        size = dict(vocab_size=TOKENS, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        size = dict(
+            vocab_size=TOKENS, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+        )
         LlamaConfig(**size | config).save_pretrained(tmp_path / name)
         if weights:
             save_file({weight: torch.zeros(1) for weight in weights}, tmp_path / name / "model.safetensors")
@@ -43,7 +45,11 @@ def folder(tmp_path):
 
 
 def scorer(folder, name="rm", **changes):
-    options = dict(num_labels=1, architectures=["LlamaForSequenceClassification"], weights=("model.embed_tokens.weight", "score.weight"))
+    options = dict(
+        num_labels=1,
+        architectures=["LlamaForSequenceClassification"],
+        weights=("model.embed_tokens.weight", "score.weight"),
+    )
     return folder(name, **options | changes)
 
 
@@ -79,7 +85,9 @@ def test_what_is_sound_passes(check, folder):
 
 
 def test_a_language_model_is_no_reward_model(check, folder):
-    causal = folder("lm", architectures=["LlamaForCausalLM"], weights=("model.embed_tokens.weight", "lm_head.weight"))
+    causal = folder(
+        "lm", architectures=["LlamaForCausalLM"], weights=("model.embed_tokens.weight", "lm_head.weight")
+    )
     assert check("reward=model", f"reward.model.path={causal}") == [
         "reward.model.path=lm: has no trained score head (score.weight not in its files): give a sequence classifier trained to score"
     ]
@@ -87,8 +95,14 @@ def test_a_language_model_is_no_reward_model(check, folder):
 
 def test_weights_in_several_files(check, folder, tmp_path):
     path = Path(scorer(folder, weights=()))
-    for names, fine in ((("score.weight",), True), (("wrapped.score.weight",), True), (("lm_head.weight",), False)):
-        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: "model-1.safetensors" for name in names}}))
+    for names, fine in (
+        (("score.weight",), True),
+        (("wrapped.score.weight",), True),
+        (("lm_head.weight",), False),
+    ):
+        (path / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {name: "model-1.safetensors" for name in names}})
+        )
         assert (check("reward=model", f"reward.model.path={path}") == []) is fine
 
 
@@ -106,7 +120,9 @@ def test_ids_beyond_an_embedding(check, folder):
     small = folder("small", vocab_size=TOKENS - 1)
     beyond = f"the actor's tokenizer has ids up to {TOKENS - 1}, this model's embedding only {TOKENS - 1} rows; they do not belong together"
     assert check("reward=length", "reward.longest=3", actor=small) == [f"actor.model.path=small: {beyond}"]
-    assert check("reward=length", "reward.longest=3", f"reference.model.path={small}") == [f"reference.model.path=small: {beyond}"]
+    assert check("reward=length", "reward.longest=3", f"reference.model.path={small}") == [
+        f"reference.model.path=small: {beyond}"
+    ]
     assert check("reward=model", f"reward.model.path={scorer(folder, vocab_size=TOKENS - 1)}") == [
         f"reward.model.path=rm: its tokenizer has ids up to {TOKENS - 1}, its embedding only {TOKENS - 1} rows"
     ]
@@ -117,7 +133,9 @@ def test_an_end_beyond_the_embedding(check, folder):
     actor = folder("odd")
     (Path(actor) / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 151645]}))
     (line,) = check("reward=length", "reward.longest=3", actor=actor)
-    assert line.startswith(f"actor.model.path=odd: the actor's tokenizer has ids up to 151645, this model's embedding only {TOKENS} rows")
+    assert line.startswith(
+        f"actor.model.path=odd: the actor's tokenizer has ids up to 151645, this model's embedding only {TOKENS} rows"
+    )
 
 
 CHATS = [
@@ -134,16 +152,27 @@ def test_the_reward_models_own_chat_template_is_tried_on_each_order_of_roles(che
         "x.jsonl:2: reward.template=chat: the reward model's chat template refuses a chat with the roles system, user, assistant "
         "(TemplateError: no system here); set reward.template=pair or reward.template=concat"
     ]
-    assert check("reward=model", f"reward.model.path={path}", "reward.template=concat", rows=CHATS, actor=actor) == []
+    assert (
+        check("reward=model", f"reward.model.path={path}", "reward.template=concat", rows=CHATS, actor=actor)
+        == []
+    )
     broken = scorer(folder, "broken", template="{% for %}")
     (line,) = check("reward=model", f"reward.model.path={broken}", rows=CHATS, actor=actor)
-    assert line.startswith("x.jsonl:1: reward.template=chat: the reward model's chat template is not Jinja (line 1: ")
+    assert line.startswith(
+        "x.jsonl:1: reward.template=chat: the reward model's chat template is not Jinja (line 1: "
+    )
 
 
 def test_held_out_rows_are_tried_too(check, folder, tmp_path):
     (tmp_path / "held.jsonl").write_text(json.dumps(CHATS[1]))
     actor, path = folder("chatty", template=CHATTY), scorer(folder, template=TEMPLATE)
-    (line,) = check("reward=model", f"reward.model.path={path}", f"data.eval_path={tmp_path}/held.jsonl", rows=CHATS[:1] * 2, actor=actor)
+    (line,) = check(
+        "reward=model",
+        f"reward.model.path={path}",
+        f"data.eval_path={tmp_path}/held.jsonl",
+        rows=CHATS[:1] * 2,
+        actor=actor,
+    )
     assert line.startswith("held.jsonl:1: reward.template=chat: ")
 
 
@@ -182,18 +211,26 @@ def test_the_parts_of_a_mixture(check, folder):
     assert check(*PARTS, model, rows=[{"prompt": "a", "answer": "x"}] * 2)[0].startswith(
         "x.jsonl:1: reward.parts.a.reward.column=answer: no number in"
     )
-    assert check(*PARTS, model) == ["reward.parts.b.reward.model.path=rm: has 3 labels; a score needs a sequence classifier with one (num_labels=1)"]
-    assert check(*PARTS[:2], rows=[{"prompt": "a"}] * 2)[0].startswith("x.jsonl:1: reward.parts.a.reward.column=answer: no such column in the rows")
+    assert check(*PARTS, model) == [
+        "reward.parts.b.reward.model.path=rm: has 3 labels; a score needs a sequence classifier with one (num_labels=1)"
+    ]
+    assert check(*PARTS[:2], rows=[{"prompt": "a"}] * 2)[0].startswith(
+        "x.jsonl:1: reward.parts.a.reward.column=answer: no such column in the rows"
+    )
 
 
 def test_a_function_that_is_not_there(check, folder, tmp_path):
     function = ["reward@reward.parts.a.reward=function", f"reward.parts.a.reward.path={tmp_path}/no.py:score"]
     model = f"reward.parts.b.reward.model.path={scorer(folder)}"
-    assert check("reward=weighted", *function, PARTS[2], model) == ["reward.parts.a.reward.path=no.py:score: no such file: no.py"]
+    assert check("reward=weighted", *function, PARTS[2], model) == [
+        "reward.parts.a.reward.path=no.py:score: no such file: no.py"
+    ]
 
 
 def test_a_function_is_imported_once(check, tmp_path):
-    (tmp_path / "mine.py").write_text("import sys\nsys.times_seen = getattr(sys, 'times_seen', 0) + 1\ndef score(p, r, rows): return [0.0] * len(p)")
+    (tmp_path / "mine.py").write_text(
+        "import sys\nsys.times_seen = getattr(sys, 'times_seen', 0) + 1\ndef score(p, r, rows): return [0.0] * len(p)"
+    )
     for _ in range(2):
         assert check("reward=function", f"reward.path={tmp_path}/mine.py:score") == []
     assert sys.times_seen == 1
@@ -201,23 +238,40 @@ def test_a_function_is_imported_once(check, tmp_path):
 
 def test_code_of_its_own_that_nobody_has_allowed(check):
     (line,) = check("reward=get_score", "reward.model.path=org/rm")
-    assert line.startswith("reward.model.trust_remote_code=false: get_score is Python code from the files of org/rm; read that code, then set")
+    assert line.startswith(
+        "reward.model.trust_remote_code=false: get_score is Python code from the files of org/rm; read that code, then set"
+    )
 
 
-@pytest.mark.parametrize(("stops", "fine"), [([], False), (["sampling.stop_token_ids=[]"], True), (["sampling.stop=[x]"], True)])
+@pytest.mark.parametrize(
+    ("stops", "fine"), [([], False), (["sampling.stop_token_ids=[]"], True), (["sampling.stop=[x]"], True)]
+)
 def test_a_tokenizer_without_an_end(check, folder, stops, fine):
     from ppo_ds.build.data import build_tokenizer, stop_ids
 
     actor = Path(folder("endless"))
     file = actor / "tokenizer_config.json"
-    file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != "eos_token"}))
+    file.write_text(
+        json.dumps(
+            {name: value for name, value in json.loads(file.read_text()).items() if name != "eos_token"}
+        )
+    )
     config = compose(
-        f"actor.model.path={actor}", "data.path=x", "rollout.prompts_per_step=2", "sampling.max_new_tokens=4", "run.steps=1", "reward=numeric", *stops
+        f"actor.model.path={actor}",
+        "data.path=x",
+        "rollout.prompts_per_step=2",
+        "sampling.max_new_tokens=4",
+        "run.steps=1",
+        "reward=numeric",
+        *stops,
     )
     if fine:
         assert stop_ids(config, build_tokenizer(config)) == ()
         return
-    with pytest.raises(UserError, match="^actor.model.path=.*names an end token: no answer would end by itself; give sampling.stop_token_ids or"):
+    with pytest.raises(
+        UserError,
+        match="^actor.model.path=.*names an end token: no answer would end by itself; give sampling.stop_token_ids or",
+    ):
         stop_ids(config, build_tokenizer(config))
 
 
@@ -227,9 +281,19 @@ def test_files_of_real_classifiers_have_their_heads(tmp_path):
 
     from ppo_ds.models.value import expect_reward_model
 
-    small = dict(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=1)
+    small = dict(
+        vocab_size=30,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        num_labels=1,
+    )
     families = [LlamaConfig(**small), GPT2Config(vocab_size=30, n_embd=8, n_layer=1, n_head=2, num_labels=1)]
     families += [BertConfig(**small), RobertaConfig(**small), DebertaV2Config(**small)]
     for i, config in enumerate(families):
         AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / str(i))
-        assert expect_reward_model(str(tmp_path / str(i)), revision=None, trust_remote_code=False) == (30, i < 2)
+        assert expect_reward_model(str(tmp_path / str(i)), revision=None, trust_remote_code=False) == (
+            30,
+            i < 2,
+        )

@@ -4,7 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from ppo_ds.build.algorithm import eval_weights, experience_maker, hidden_stops, kl_controller, learner, pretraining
+from ppo_ds.build.algorithm import (
+    eval_weights,
+    experience_maker,
+    hidden_stops,
+    kl_controller,
+    learner,
+    pretraining,
+)
 from ppo_ds.build.trainer import _plan
 from ppo_ds.training.health import Health
 from ppo_ds.training.timing import PhaseTimer
@@ -18,9 +25,26 @@ def made(world, *overrides, critic=CRITIC, ema=None, ptx_texts=None):
     config = composed("standard", *overrides)
     timer = PhaseTimer(world.device)
     maker = experience_maker(
-        config, world=world, actor=ACTOR, reference=None, critic=critic, lagged=None, stop_token_ids=(2, 3), pad_id=3, timer=timer
+        config,
+        world=world,
+        actor=ACTOR,
+        reference=None,
+        critic=critic,
+        lagged=None,
+        stop_token_ids=(2, 3),
+        pad_id=3,
+        timer=timer,
     )
-    return maker, learner(config, world=world, actor=ACTOR, critic=critic, ptx_texts=ptx_texts, ema=ema, timer=timer, health=Health(1))
+    return maker, learner(
+        config,
+        world=world,
+        actor=ACTOR,
+        critic=critic,
+        ptx_texts=ptx_texts,
+        ema=ema,
+        timer=timer,
+        health=Health(1),
+    )
 
 
 def at(owner, path):
@@ -109,22 +133,49 @@ def test_what_two_keys_make(world):
 
 
 def test_pretraining_has_the_rewards_to_come(world):
-    found = pretraining(made(world, "algo.gae.lam_critic=0.5", "algo.gae.bootstrap_truncated=true")[0]).estimator
+    found = pretraining(
+        made(world, "algo.gae.lam_critic=0.5", "algo.gae.bootstrap_truncated=true")[0]
+    ).estimator
     assert (found.lam, found.lam_critic, found.bootstrap_truncated) == (1.0, None, False)
 
 
 def test_the_controllers():
     bounds = ("algo.kl.target=3", "algo.kl.min_coef=0.01", "algo.kl.max_coef=0.9")
-    adaptive = kl_controller(composed("standard", "algo.kl.controller=adaptive", "algo.kl.horizon=999", *bounds))
-    assert (adaptive.value, adaptive.target, adaptive.horizon, adaptive.min_coef, adaptive.max_coef) == (0.05, 3.0, 999.0, 0.01, 0.9)
+    adaptive = kl_controller(
+        composed("standard", "algo.kl.controller=adaptive", "algo.kl.horizon=999", *bounds)
+    )
+    assert (adaptive.value, adaptive.target, adaptive.horizon, adaptive.min_coef, adaptive.max_coef) == (
+        0.05,
+        3.0,
+        999.0,
+        0.01,
+        0.9,
+    )
     threshold = kl_controller(composed("standard", "algo.kl.controller=threshold", *bounds))
-    assert (threshold.value, threshold.target, threshold.min_coef, threshold.max_coef) == (0.05, 3.0, 0.01, 0.9)
+    assert (threshold.value, threshold.target, threshold.min_coef, threshold.max_coef) == (
+        0.05,
+        3.0,
+        0.01,
+        0.9,
+    )
 
 
 def test_the_plan():
-    switches = ("algo.value.warmup_steps=1", "algo.value.pretrain_rollouts=3", "algo.lag=2", "algo.kl.after_update=true", "algo.kl.unit=token")
+    switches = (
+        "algo.value.warmup_steps=1",
+        "algo.value.pretrain_rollouts=3",
+        "algo.lag=2",
+        "algo.kl.after_update=true",
+        "algo.kl.unit=token",
+    )
     plan = _plan(composed("standard", *switches, "run.steps=9"), 9)
-    assert (plan.critic_warmup, plan.critic_pretraining, plan.lag, plan.kl_after_update, plan.kl_metric) == (1, 3, 2, True, "kl/ref_token_mean")
+    assert (plan.critic_warmup, plan.critic_pretraining, plan.lag, plan.kl_after_update, plan.kl_metric) == (
+        1,
+        3,
+        2,
+        True,
+        "kl/ref_token_mean",
+    )
 
 
 def test_evaluation_by_the_average_where_asked_for():

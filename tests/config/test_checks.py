@@ -25,49 +25,98 @@ def test_steps_or_epochs_but_not_both() -> None:
     assert compose(*MINIMAL, "run.steps=null", "run.epochs=0.5").run.epochs == 0.5
 
 
-@pytest.mark.parametrize(("prompts", "ranks", "fits"), [(18, 4, "16 or 20"), (3, 4, "4"), (17, 8, "16 or 24")])
-def test_prompts_that_the_ranks_cannot_share_name_the_nearest_that_fit(prompts: int, ranks: int, fits: str) -> None:
+@pytest.mark.parametrize(
+    ("prompts", "ranks", "fits"), [(18, 4, "16 or 20"), (3, 4, "4"), (17, 8, "16 or 24")]
+)
+def test_prompts_that_the_ranks_cannot_share_name_the_nearest_that_fit(
+    prompts: int, ranks: int, fits: str
+) -> None:
     line = found(f"rollout.prompts_per_step={prompts}", ranks=ranks)
-    assert line == f"rollout.prompts_per_step={prompts}: must be divisible by the number of ranks, {ranks}; nearest that fit: {fits}"
+    assert (
+        line
+        == f"rollout.prompts_per_step={prompts}: must be divisible by the number of ranks, {ranks}; nearest that fit: {fits}"
+    )
 
 
 @pytest.mark.parametrize(
     ("minibatch", "samples", "ranks", "fits"),
-    [(6, 1, 2, "4 or 8"), (3, 1, 1, "2 or 4"), (5, 3, 1, "4 or 6"), (2, 1, 4, "4"), (12, 3, 8, "8 or 16"), (40, 1, 1, "16"), (10, 1, 2, "8 or 16")],
+    [
+        (6, 1, 2, "4 or 8"),
+        (3, 1, 1, "2 or 4"),
+        (5, 3, 1, "4 or 6"),
+        (2, 1, 4, "4"),
+        (12, 3, 8, "8 or 16"),
+        (40, 1, 1, "16"),
+        (10, 1, 2, "8 or 16"),
+    ],
 )
-def test_minibatches_that_do_not_fit_name_the_nearest_that_do(minibatch: int, samples: int, ranks: int, fits: str) -> None:
+def test_minibatches_that_do_not_fit_name_the_nearest_that_do(
+    minibatch: int, samples: int, ranks: int, fits: str
+) -> None:
     line = found(f"algo.minibatch_size={minibatch}", f"rollout.samples_per_prompt={samples}", ranks=ranks)
-    assert line.startswith(f"algo.minibatch_size={minibatch}: must divide the rollout of {16 * samples} samples")
+    assert line.startswith(
+        f"algo.minibatch_size={minibatch}: must divide the rollout of {16 * samples} samples"
+    )
     assert line.endswith(f"nearest that fit: {fits}")
 
 
 @pytest.mark.parametrize(
     ("argument", "line"),
     [
-        ("actor.zero={stage:0,offload_optimizer:true}", "actor.zero.offload_optimizer=true: needs actor.zero.stage 1, 2 or 3, which is 0"),
-        ("critic.zero.offload_params=true", "critic.zero.offload_params=true: needs critic.zero.stage 3, which is 2"),
+        (
+            "actor.zero={stage:0,offload_optimizer:true}",
+            "actor.zero.offload_optimizer=true: needs actor.zero.stage 1, 2 or 3, which is 0",
+        ),
+        (
+            "critic.zero.offload_params=true",
+            "critic.zero.offload_params=true: needs critic.zero.stage 3, which is 2",
+        ),
         ("actor.zero.generate=layers", "actor.zero.generate=layers: needs actor.zero.stage 3, which is 2"),
         ("actor.zero.generate=whole", "actor.zero.generate=whole: needs actor.zero.stage 3, which is 2"),
         ("reference.zero.stage=2", "reference.zero.stage=2: must be one of 0, 3"),
         ("critic.lora.lr=1e-4", "critic.lora.lr=0.0001: only used with critic.lora.rank above 0"),
-        ("actor.lora.targets=[q_proj]", "actor.lora.targets=['q_proj']: only used with actor.lora.rank above 0"),
+        (
+            "actor.lora.targets=[q_proj]",
+            "actor.lora.targets=['q_proj']: only used with actor.lora.rank above 0",
+        ),
         ("actor.lora.rank=-1", "actor.lora.rank=-1: must be at least 0"),
         ("critic.init=path", "critic.model.path is missing: critic.init=path starts the critic from it"),
-        ("critic.model.path=org/critic", "critic.model.path=org/critic: only used with critic.init=path, which is auto"),
+        (
+            "critic.model.path=org/critic",
+            "critic.model.path=org/critic: only used with critic.init=path, which is auto",
+        ),
         ("critic.init=reward", "critic.init=reward: needs a reward that is a model"),
-        ("+actor.deepspeed.optimizer={type:Adam}", "actor.deepspeed.optimizer={'type': 'Adam'}: is not DeepSpeed's to set here; use actor.optim"),
-        ("+critic.deepspeed.train_batch_size=7", "critic.deepspeed.train_batch_size=7: is not DeepSpeed's to set here"),
-        ("+actor.deepspeed.zero_optimization.stage=3", "actor.deepspeed.zero_optimization.stage=3: use actor.zero.stage"),
+        (
+            "+actor.deepspeed.optimizer={type:Adam}",
+            "actor.deepspeed.optimizer={'type': 'Adam'}: is not DeepSpeed's to set here; use actor.optim",
+        ),
+        (
+            "+critic.deepspeed.train_batch_size=7",
+            "critic.deepspeed.train_batch_size=7: is not DeepSpeed's to set here",
+        ),
+        (
+            "+actor.deepspeed.zero_optimization.stage=3",
+            "actor.deepspeed.zero_optimization.stage=3: use actor.zero.stage",
+        ),
         ("eval.every=5", "eval.every=5: needs held-out prompts in data.eval_path"),
-        ("checkpoint.keep_best=true", "checkpoint.keep_best=true: the best is chosen by evaluation; set eval.every"),
+        (
+            "checkpoint.keep_best=true",
+            "checkpoint.keep_best=true: the best is chosen by evaluation; set eval.every",
+        ),
         ("sampling.min_new_tokens=9", "sampling.min_new_tokens=9: must be at most sampling.max_new_tokens=8"),
-        ("sampling={min_new_tokens:2,stop:[x]}", "sampling.min_new_tokens=2: holds end tokens back, but not the texts of sampling.stop; leave one"),
+        (
+            "sampling={min_new_tokens:2,stop:[x]}",
+            "sampling.min_new_tokens=2: holds end tokens back, but not the texts of sampling.stop; leave one",
+        ),
         ("sampling.temperature=0", "sampling.temperature=0: must be above 0"),
         ("sampling.top_p=0", "sampling.top_p=0: must be above 0"),
         ("sampling.stop=['']", "sampling.stop: must not hold an empty text"),
         ("algo.gae.lam=1.5", "algo.gae.lam=1.5: must be at least 0 and at most 1"),
         ("algo.policy.dual_clip=0.5", "algo.policy.dual_clip=0.5: must be above 1"),
-        ("algo.kl.controller=threshold", "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef"),
+        (
+            "algo.kl.controller=threshold",
+            "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef",
+        ),
         ("algo.kl.estimator=k1+", "algo.kl.estimator=k1+: has a gradient of its own"),
         ("algo.epochs=true", "algo.epochs=true: must be a whole number"),
         ("tracker.samples=-2", "tracker.samples=-2: must be at least -1"),
@@ -85,7 +134,11 @@ def test_a_reference_with_settings_of_its_own_is_not_the_base_of_the_actors_adap
         assert not reference_is_base(compose(*MINIMAL, "actor.lora.rank=4", f"reference.model.{own}")), own
 
 
-ADAPTIVE, SHARED, PAIRS = "algo.kl.controller=adaptive", "critic.share_trunk=true", "rollout.samples_per_prompt=2"
+ADAPTIVE, SHARED, PAIRS = (
+    "algo.kl.controller=adaptive",
+    "critic.share_trunk=true",
+    "rollout.samples_per_prompt=2",
+)
 SEQUENCE, GRPO, PTX = "algo.level=sequence", "algo.advantage.estimator=grpo", "data.ptx_path=org/texts"
 
 
@@ -93,39 +146,105 @@ SEQUENCE, GRPO, PTX = "algo.level=sequence", "algo.advantage.estimator=grpo", "d
     ("arguments", "line"),
     [
         ([ADAPTIVE, "algo.kl.coef=0"], "algo.kl.coef=0: algo.kl.controller=adaptive multiplies it"),
-        ([ADAPTIVE, "algo.kl.max_coef=0.01"], "algo.kl.coef=0.05: must lie between algo.kl.min_coef=0 and algo.kl.max_coef=0.01"),
-        (["algo.kl.controller=threshold", "algo.kl.min_coef=0.1", "algo.kl.max_coef=1"], "algo.kl.coef=0.05: must lie between algo.kl.min_coef=0.1"),
-        (["health.max_kl=2", "algo.kl.place=none"], "health.max_kl=2: without a reference there is no KL to watch"),
-        ([ADAPTIVE, "algo.kl.place=none"], "algo.kl.controller=adaptive: steers a coefficient that algo.kl.place=none does not use"),
-        (["algo.kl.estimator=k3+"], "algo.kl.estimator=k3+: has a gradient of its own and is for algo.kl.place=loss; in the reward use k3"),
+        (
+            [ADAPTIVE, "algo.kl.max_coef=0.01"],
+            "algo.kl.coef=0.05: must lie between algo.kl.min_coef=0 and algo.kl.max_coef=0.01",
+        ),
+        (
+            ["algo.kl.controller=threshold", "algo.kl.min_coef=0.1", "algo.kl.max_coef=1"],
+            "algo.kl.coef=0.05: must lie between algo.kl.min_coef=0.1",
+        ),
+        (
+            ["health.max_kl=2", "algo.kl.place=none"],
+            "health.max_kl=2: without a reference there is no KL to watch",
+        ),
+        (
+            [ADAPTIVE, "algo.kl.place=none"],
+            "algo.kl.controller=adaptive: steers a coefficient that algo.kl.place=none does not use",
+        ),
+        (
+            ["algo.kl.estimator=k3+"],
+            "algo.kl.estimator=k3+: has a gradient of its own and is for algo.kl.place=loss; in the reward use k3",
+        ),
         (["algo.policy.dual_clip=1"], "algo.policy.dual_clip=1: must be above 1"),
         (["algo.policy.clip_low=1"], "algo.policy.clip_low=1: must be below 1"),
-        (["algo.policy.kind=gspo", SEQUENCE], "algo.policy.kind=gspo: has a ratio of its own for whole answers"),
-        (["algo.loss.norm=100"], "algo.loss.norm=100: only used with algo.loss.agg=token_sum_norm, which is token_mean"),
+        (
+            ["algo.policy.kind=gspo", SEQUENCE],
+            "algo.policy.kind=gspo: has a ratio of its own for whole answers",
+        ),
+        (
+            ["algo.loss.norm=100"],
+            "algo.loss.norm=100: only used with algo.loss.agg=token_sum_norm, which is token_mean",
+        ),
         ([ADAPTIVE, "algo.kl.min_coef=0.1"], "algo.kl.coef=0.05: must be at least algo.kl.min_coef=0.1"),
-        (["algo.correction.kind=tis", "algo.level=sequence"], "algo.correction.kind=tis: weighs tokens; with it algo.level must be token"),
+        (
+            ["algo.correction.kind=tis", "algo.level=sequence"],
+            "algo.correction.kind=tis: weighs tokens; with it algo.level must be token",
+        ),
         ([ADAPTIVE, "algo.kl.horizon=0.1"], "algo.kl.horizon=0.1: one step of"),
         (["actor.ema.decay=1"], "actor.ema.decay=1: an average that never moves"),
         (["algo.ptx.batch_size=2"], "algo.ptx.batch_size=2: only used with algo.ptx.coef above 0"),
-        (["algo.advantage.estimator=reinforce", "critic.lora.rank=2"], "critic.lora.rank=2: there is no critic of its own to adapt"),
-        (["algo.advantage.estimator=reinforce", "algo.gae.lam_critic=0.5"], "algo.gae.lam_critic=0.5: only used with algo.level=token"),
-        (["algo.level=sequence", "algo.gae.bootstrap_truncated=true"], "algo.gae.bootstrap_truncated=true: only used with algo.level=token"),
+        (
+            ["algo.advantage.estimator=reinforce", "critic.lora.rank=2"],
+            "critic.lora.rank=2: there is no critic of its own to adapt",
+        ),
+        (
+            ["algo.advantage.estimator=reinforce", "algo.gae.lam_critic=0.5"],
+            "algo.gae.lam_critic=0.5: only used with algo.level=token",
+        ),
+        (
+            ["algo.level=sequence", "algo.gae.bootstrap_truncated=true"],
+            "algo.gae.bootstrap_truncated=true: only used with algo.level=token",
+        ),
         (["algo.correction.low=3"], "algo.correction.low=3: must be at most algo.correction.high=2"),
-        (["algo.reward.overlong_buffer=9"], "algo.reward.overlong_buffer=9: must be at most sampling.max_new_tokens=8"),
+        (
+            ["algo.reward.overlong_buffer=9"],
+            "algo.reward.overlong_buffer=9: must be at most sampling.max_new_tokens=8",
+        ),
         (["actor.ema.evaluate=true"], "actor.ema.evaluate=true: needs an average; set actor.ema.decay"),
-        (["algo.value.position=prompt_last"], "algo.value.position=prompt_last: with algo.level=token it must be token"),
-        ([SEQUENCE, "algo.value.position=token"], "algo.value.position=token: with algo.level=sequence it must be prompt_last or response_last"),
-        ([SEQUENCE, "algo.advantage.estimator=reinforce"], "algo.advantage.estimator=reinforce: gives each token its own rewards to come"),
-        ([GRPO, PAIRS, "algo.value.warmup_steps=1"], "algo.value.warmup_steps=1: algo.advantage.estimator=grpo has no critic to train"),
-        ([GRPO, PAIRS, "algo.value.pretrain_rollouts=3"], "algo.value.pretrain_rollouts=3: algo.advantage.estimator=grpo has no critic to train"),
-        ([SHARED, "algo.value.warmup_steps=1"], "algo.value.warmup_steps=1: trains a critic alone, and critic.share_trunk=true has none"),
+        (
+            ["algo.value.position=prompt_last"],
+            "algo.value.position=prompt_last: with algo.level=token it must be token",
+        ),
+        (
+            [SEQUENCE, "algo.value.position=token"],
+            "algo.value.position=token: with algo.level=sequence it must be prompt_last or response_last",
+        ),
+        (
+            [SEQUENCE, "algo.advantage.estimator=reinforce"],
+            "algo.advantage.estimator=reinforce: gives each token its own rewards to come",
+        ),
+        (
+            [GRPO, PAIRS, "algo.value.warmup_steps=1"],
+            "algo.value.warmup_steps=1: algo.advantage.estimator=grpo has no critic to train",
+        ),
+        (
+            [GRPO, PAIRS, "algo.value.pretrain_rollouts=3"],
+            "algo.value.pretrain_rollouts=3: algo.advantage.estimator=grpo has no critic to train",
+        ),
+        (
+            [SHARED, "algo.value.warmup_steps=1"],
+            "algo.value.warmup_steps=1: trains a critic alone, and critic.share_trunk=true has none",
+        ),
         ([SHARED, "algo.value.pretrain_rollouts=3"], "algo.value.pretrain_rollouts=3: trains a critic alone"),
-        (["algo.value.warmup_steps=2"], "algo.value.warmup_steps=2: leaves the actor no step; must be below run.steps=2"),
-        ([SHARED, GRPO, PAIRS], "critic.share_trunk=true: algo.advantage.estimator=grpo has no values to learn"),
+        (
+            ["algo.value.warmup_steps=2"],
+            "algo.value.warmup_steps=2: leaves the actor no step; must be below run.steps=2",
+        ),
+        (
+            [SHARED, GRPO, PAIRS],
+            "critic.share_trunk=true: algo.advantage.estimator=grpo has no values to learn",
+        ),
         ([SHARED, "actor.lora.rank=4"], "critic.share_trunk=true: not together with actor.lora.rank"),
-        ([GRPO], "algo.advantage.estimator=grpo: compares the answers to one prompt; set rollout.samples_per_prompt, which is 1, to 2 or more"),
+        (
+            [GRPO],
+            "algo.advantage.estimator=grpo: compares the answers to one prompt; set rollout.samples_per_prompt, which is 1, to 2 or more",
+        ),
         (["algo.advantage.whiten=group"], "algo.advantage.whiten=group: compares the answers to one prompt"),
-        (["algo.dynamic_sampling.enabled=true"], "algo.dynamic_sampling.enabled=true: compares the answers to one prompt"),
+        (
+            ["algo.dynamic_sampling.enabled=true"],
+            "algo.dynamic_sampling.enabled=true: compares the answers to one prompt",
+        ),
         (["data.mix=[{path:org/a},{path:org/b}]"], "data.path=org/prompts: data.mix is set too"),
         (["data.path=null"], "data.path is missing: a Hub data set or a JSONL"),
         (["algo.ptx.coef=27.8"], "algo.ptx.coef=27.8: needs texts in data.ptx_path"),
@@ -148,7 +267,11 @@ def test_what_an_algorithm_does_not_go_with(arguments: list[str], line: str) -> 
         [SEQUENCE, "algo.value.position=response_last"],
         [SEQUENCE, GRPO, PAIRS],
         ["algo.value.warmup_steps=1", "algo.value.pretrain_rollouts=3"],
-        ["algo.value.warmup_steps=5", "run.steps=null", "run.epochs=2"],  # how many steps that makes is known with the data
+        [
+            "algo.value.warmup_steps=5",
+            "run.steps=null",
+            "run.epochs=2",
+        ],  # how many steps that makes is known with the data
         ["algo.advantage.estimator=reinforce"],
         [GRPO, PAIRS, "algo.dynamic_sampling.enabled=true", "algo.advantage.whiten=group"],
         ["data.path=null", "data.mix=[{path:org/a},{path:org/b}]"],
@@ -162,13 +285,18 @@ def test_what_it_does_go_with(arguments: list[str]) -> None:
 
 def test_layers_need_a_backend_that_runs_in_step() -> None:
     layers = "actor.zero={stage:3,generate:layers}"
-    assert found(layers, "rollout.backend=paged").startswith("rollout.backend=paged: with actor.zero.generate=layers ranks run forwards in step")
+    assert found(layers, "rollout.backend=paged").startswith(
+        "rollout.backend=paged: with actor.zero.generate=layers ranks run forwards in step"
+    )
     for fits in ("static", "hf", "auto"):
         compose(*MINIMAL, layers, f"rollout.backend={fits}")
 
 
 def test_states_that_are_on_the_cpu_already_do_not_make_way() -> None:
-    moved, offloaded = "actor.zero={offload_states:always,offload_optimizer:true}", "critic.zero.offload_optimizer=true"
+    moved, offloaded = (
+        "actor.zero={offload_states:always,offload_optimizer:true}",
+        "critic.zero.offload_optimizer=true",
+    )
     line = "actor.zero.offload_states=always: with actor.zero.offload_optimizer=true the states are on the CPU already"
     for without_critic in ([offloaded], [SHARED], [GRPO, PAIRS]):
         assert found(moved, *without_critic).startswith(line)
@@ -184,7 +312,14 @@ def test_the_ranks_share_the_texts_beside_ppo() -> None:
 
 
 def test_several_problems_are_reported_together() -> None:
-    lines = complaints(*MINIMAL, "algo.epoch=3", "actor.optim.lr=fast", "algo.minibatch_size=5", "data.path=/nowhere/a.jsonl", "sampling.top_p=2")
+    lines = complaints(
+        *MINIMAL,
+        "algo.epoch=3",
+        "actor.optim.lr=fast",
+        "algo.minibatch_size=5",
+        "data.path=/nowhere/a.jsonl",
+        "sampling.top_p=2",
+    )
     assert [line.split(":")[0].split("=")[0] for line in lines] == [
         "actor.optim.lr",
         "sampling.top_p",
@@ -195,17 +330,26 @@ def test_several_problems_are_reported_together() -> None:
 
 
 def test_nothing_is_concluded_from_a_value_that_is_wrong_itself() -> None:
-    assert found("rollout.prompts_per_step=many", "algo.minibatch_size=5") == "rollout.prompts_per_step=many: must be a whole number"
+    assert (
+        found("rollout.prompts_per_step=many", "algo.minibatch_size=5")
+        == "rollout.prompts_per_step=many: must be a whole number"
+    )
 
 
 def test_a_misplaced_key_does_not_hide_that_the_right_one_is_missing() -> None:
-    assert [line.split(":")[0] for line in complaints(*MINIMAL[:-1], "steps=4")] == ["steps=4", "run.steps is missing"]
+    assert [line.split(":")[0] for line in complaints(*MINIMAL[:-1], "steps=4")] == [
+        "steps=4",
+        "run.steps is missing",
+    ]
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./model", "../model", "~/no-such-model", "a/b/c"])
 def test_a_model_that_looks_local_must_be_there(path: str) -> None:
     assert ": no such folder" in found(f"actor.model.path={path}")
-    assert found(f"reward.parts.q.reward.model.path={path}") == f"reward.parts.q.reward.model.path={path}: no such folder"
+    assert (
+        found(f"reward.parts.q.reward.model.path={path}")
+        == f"reward.parts.q.reward.model.path={path}: no such folder"
+    )
 
 
 @pytest.mark.parametrize("path", ["gpt2", "org/name"])
@@ -250,7 +394,9 @@ def test_every_path_is_looked_at(tmp_path: Path) -> None:
 
 def test_what_prepare_makes_need_not_be_there_yet(tmp_path: Path) -> None:
     prepare = ("++prepare._target_=pkg.make", f"++prepare.dir={tmp_path}/start")
-    compose(*MINIMAL, *prepare, f"actor.model.path={tmp_path}/start/model", f"data.path={tmp_path}/start/a.jsonl")
+    compose(
+        *MINIMAL, *prepare, f"actor.model.path={tmp_path}/start/model", f"data.path={tmp_path}/start/a.jsonl"
+    )
     assert "no such file" in found(*prepare, f"data.path={tmp_path}/other.jsonl")
 
 
@@ -270,20 +416,38 @@ def test_a_start_that_is_no_checkpoint_is_told_which_are_near(tmp_path: Path) ->
         (root / step / "manifest.json").touch()
     (root / "step_000007.old").mkdir()
     names, newest = "step_000004, step_000006, step_1000000", root / "step_1000000"
-    assert found(f"run.resume={run}") == f"run.resume={run}: is a run directory, not a checkpoint; it has {names}: give {newest}"
-    assert found(f"run.resume={root}") == f"run.resume={root}: is a folder of checkpoints, not a checkpoint; it has {names}: give {newest}"
+    assert (
+        found(f"run.resume={run}")
+        == f"run.resume={run}: is a run directory, not a checkpoint; it has {names}: give {newest}"
+    )
+    assert (
+        found(f"run.resume={root}")
+        == f"run.resume={root}: is a folder of checkpoints, not a checkpoint; it has {names}: give {newest}"
+    )
     for missing in (root / "step_000005", run / "step_000005"):
-        assert found(f"run.resume={missing}") == f"run.resume={missing}: no such checkpoint folder; {root} has {names}"
+        assert (
+            found(f"run.resume={missing}")
+            == f"run.resume={missing}: no such checkpoint folder; {root} has {names}"
+        )
     assert compose(*MINIMAL, f"run.resume={root}/step_000006").run.resume == f"{root}/step_000006"
 
 
 def test_what_is_left_open_follows_from_other_keys() -> None:
     config = compose(
-        *MINIMAL, "actor.model.dtype=fp32", "actor.model.revision=main", "rollout.samples_per_prompt=2", "run.name=mine", "critic.model.dtype=bf16"
+        *MINIMAL,
+        "actor.model.dtype=fp32",
+        "actor.model.revision=main",
+        "rollout.samples_per_prompt=2",
+        "run.name=mine",
+        "critic.model.dtype=bf16",
     )
     assert config.run.dir == "outputs/mine" and config.tracker.wandb.name == "mine"
     assert config.algo.minibatch_size == 32
-    assert (config.reference.model.path, config.reference.model.dtype, config.reference.model.revision) == ("org/actor", "fp32", "main")
+    assert (config.reference.model.path, config.reference.model.dtype, config.reference.model.revision) == (
+        "org/actor",
+        "fp32",
+        "main",
+    )
     assert (config.critic.model.path, config.critic.model.dtype) == (None, "bf16")
     other = compose(*MINIMAL, "actor.model.revision=main", "reference.model.path=org/other")
     assert (other.reference.model.path, other.reference.model.revision) == ("org/other", None)

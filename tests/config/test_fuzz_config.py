@@ -35,13 +35,24 @@ TARGETS = [
 ]  # fmt: skip
 
 texts = st.one_of(
-    st.text(max_size=12), st.sampled_from(["auto", "1e-6", "null", "nan", "~nobody/x", "${run.name}", "${", "a\nb: c", "/", ".", "", "x" * 300])
+    st.text(max_size=12),
+    st.sampled_from(
+        ["auto", "1e-6", "null", "nan", "~nobody/x", "${run.name}", "${", "a\nb: c", "/", ".", "", "x" * 300]
+    ),
 )
-leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.integers(-3, 40), st.floats(), st.floats(0, 2), texts)
-values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=4)
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-3, 40), st.floats(), st.floats(0, 2), texts
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=4,
+)
 keys = st.one_of(st.sampled_from(KEYS), st.sampled_from(KEYS).map(lambda key: f"{key}.x"), texts)
 rewards = st.dictionaries(
-    st.sampled_from(["_target_", "path", "model", "parts", "column", "patterns", "url", "options"]), values, max_size=4
+    st.sampled_from(["_target_", "path", "model", "parts", "column", "patterns", "url", "options"]),
+    values,
+    max_size=4,
 ).flatmap(lambda section: st.sampled_from(TARGETS).map(lambda target: {**section, "_target_": target}))
 
 
@@ -60,7 +71,9 @@ def expect_lines(error: UserError, *given: str) -> None:
     assert error.problems
     for line in error.problems:
         assert line.isprintable() and line.strip(), line
-        heads = [UserError(argument.lstrip("+~").partition("=")[0][:40]).problems[0] for argument in given]  # with what does not print escaped
+        heads = [
+            UserError(argument.lstrip("+~").partition("=")[0][:40]).problems[0] for argument in given
+        ]  # with what does not print escaped
         assert NAMED.search(line) or "--" in line or any(head in line for head in heads), line
 
 
@@ -71,7 +84,11 @@ def expect_the_same_again(config: Config, ranks: int) -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
-@given(st.lists(st.tuples(keys, values), min_size=1, max_size=3), rewards | st.just(TREE["reward"]), st.integers(1, 9))
+@given(
+    st.lists(st.tuples(keys, values), min_size=1, max_size=3),
+    rewards | st.just(TREE["reward"]),
+    st.integers(1, 9),
+)
 def test_any_tree(changes: list[tuple[str, Any]], reward: dict[str, Any], ranks: int) -> None:
     tree = copy.deepcopy(TREE) | {"reward": reward}
     for key, value in changes:
@@ -86,9 +103,21 @@ def test_any_tree(changes: list[tuple[str, Any]], reward: dict[str, Any], ranks:
 
 
 arguments = st.one_of(
-    st.tuples(st.sampled_from(["", "+", "++", "~", "--", "-"]), keys, st.sampled_from(["=", "", "==", "= ", ":"]), values.map(str)).map("".join),
-    st.tuples(st.sampled_from(["algo", "reward", "tracker", "zero", "+experiment", "model@actor.model", "x@y"]), texts).map("=".join),
-    st.sampled_from(MINIMAL).flatmap(lambda good: st.integers(0, len(good)).flatmap(lambda i: texts.map(lambda t: good[:i] + t + good[i + 1 :]))),
+    st.tuples(
+        st.sampled_from(["", "+", "++", "~", "--", "-"]),
+        keys,
+        st.sampled_from(["=", "", "==", "= ", ":"]),
+        values.map(str),
+    ).map("".join),
+    st.tuples(
+        st.sampled_from(["algo", "reward", "tracker", "zero", "+experiment", "model@actor.model", "x@y"]),
+        texts,
+    ).map("=".join),
+    st.sampled_from(MINIMAL).flatmap(
+        lambda good: st.integers(0, len(good)).flatmap(
+            lambda i: texts.map(lambda t: good[:i] + t + good[i + 1 :])
+        )
+    ),
     texts,
 )
 

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import yaml
 
-from ppo_ds.config.resume import IMMUTABLE, MUTABLE, changes, judge, open_run_directory, ranks_line, unknown_names
+from ppo_ds.config.resume import (
+    IMMUTABLE,
+    MUTABLE,
+    changes,
+    judge,
+    open_run_directory,
+    ranks_line,
+    unknown_names,
+)
 from ppo_ds.config.schema import Config, resolved
 from ppo_ds.config.typed import dotted_keys
 from ppo_ds.errors import UserError
@@ -60,21 +68,47 @@ def test_another_number_of_ranks_is_named_in_both_directions() -> None:
         ("actor.zero.stage=2", "actor.zero.stage=3", "actor.zero.stage", "2", "3"),
         ("critic.zero.stage=1", "critic.zero.stage=0", "critic.zero.stage", "1", "0"),
         ("actor.model.path=org/a", "actor.model.path=org/b", "actor.model.path", "org/a", "org/b"),
-        ("reference.model.path=org/a", "reference.model.path=org/b", "reference.model.path", "org/a", "org/b"),
+        (
+            "reference.model.path=org/a",
+            "reference.model.path=org/b",
+            "reference.model.path",
+            "org/a",
+            "org/b",
+        ),
         ("actor.lora.rank=4", "actor.lora.rank=8", "actor.lora.rank", "4", "8"),
         ("critic.init=auto", "critic.init=actor", "critic.init", "auto", "actor"),
-        ("rollout.prompts_per_step=16", "rollout.prompts_per_step=32", "rollout.prompts_per_step", "16", "32"),
+        (
+            "rollout.prompts_per_step=16",
+            "rollout.prompts_per_step=32",
+            "rollout.prompts_per_step",
+            "16",
+            "32",
+        ),
         ("algo.minibatch_size=16", "algo.minibatch_size=8", "algo.minibatch_size", "16", "8"),
         ("algo.epochs=2", "algo.epochs=1", "algo.epochs", "2", "1"),
         ("run.seed=0", "run.seed=1", "run.seed", "0", "1"),
         ("data.path=org/a", "data.path=org/b", "data.path", "org/a", "org/b"),
         ("data.max_prompt_tokens=512", "data.max_prompt_tokens=256", "data.max_prompt_tokens", "512", "256"),
         ("algo.kl.estimator=k1", "algo.kl.estimator=k2", "algo.kl.estimator", "k1", "k2"),
-        ("algo.reward.normalize=none", "algo.reward.normalize=running", "algo.reward.normalize", "none", "running"),
-        ("algo.advantage.estimator=gae", "algo.advantage.estimator=reinforce", "algo.advantage.estimator", "gae", "reinforce"),
+        (
+            "algo.reward.normalize=none",
+            "algo.reward.normalize=running",
+            "algo.reward.normalize",
+            "none",
+            "running",
+        ),
+        (
+            "algo.advantage.estimator=gae",
+            "algo.advantage.estimator=reinforce",
+            "algo.advantage.estimator",
+            "gae",
+            "reinforce",
+        ),
     ],
 )
-def test_what_matters_is_refused_with_both_values_and_the_remedies(before: str, now: str, key: str, old: str, new: str) -> None:
+def test_what_matters_is_refused_with_both_values_and_the_remedies(
+    before: str, now: str, key: str, old: str, new: str
+) -> None:
     with pytest.raises(UserError) as refused:
         judge(stored(before), settings(now), CHECKPOINT)
     (line,) = refused.value.problems
@@ -88,7 +122,11 @@ def test_what_matters_is_refused_with_both_values_and_the_remedies(before: str, 
 def test_a_dtype_is_the_critics_and_the_references_too() -> None:
     with pytest.raises(UserError) as refused:
         judge(stored(), resolved(compose(*MINIMAL, "actor.model.dtype=fp32")), CHECKPOINT)
-    assert [line.partition("=")[0] for line in refused.value.problems] == ["actor.model.dtype", "critic.model.dtype", "reference.model.dtype"]
+    assert [line.partition("=")[0] for line in refused.value.problems] == [
+        "actor.model.dtype",
+        "critic.model.dtype",
+        "reference.model.dtype",
+    ]
 
 
 def test_every_refused_key_is_named_and_a_section_may_be_allowed() -> None:
@@ -98,12 +136,20 @@ def test_every_refused_key_is_named_and_a_section_may_be_allowed() -> None:
     assert [line.partition("=")[0] for line in refused.value.problems] == ["data.path", "data.shuffle"]
     assert all("run.may_change=[run.seed,data." in line for line in refused.value.problems)
     (line,) = judge(stored(), settings(*other, "run.may_change=[run.seed,data]"), CHECKPOINT)
-    assert line == "changed    by leave of run.may_change: run.seed 0 -> 3; data.path org/prompts -> org/b; data.shuffle true -> false"
+    assert (
+        line
+        == "changed    by leave of run.may_change: run.seed 0 -> 3; data.path org/prompts -> org/b; data.shuffle true -> false"
+    )
 
 
 def test_what_may_change_is_named() -> None:
     now = settings(
-        "actor.optim.lr=2.0e-6", "algo.kl.coef=0.1", "run.steps=7", "sampling.temperature=0.7", "reward.batch=4", "actor.zero.offload_optimizer=true"
+        "actor.optim.lr=2.0e-6",
+        "algo.kl.coef=0.1",
+        "run.steps=7",
+        "sampling.temperature=0.7",
+        "reward.batch=4",
+        "actor.zero.offload_optimizer=true",
     )
     assert judge(stored("reward.path=pkg.mod:score"), now, CHECKPOINT) == [
         "changed    since the checkpoint: run.steps 2 -> 7; actor.optim.lr 1e-06 -> 2e-06; sampling.temperature 1.0 -> 0.7; "
@@ -130,7 +176,12 @@ def test_what_changes_no_number_changes_silently() -> None:
             "health.max_skips=1",
             "eval.greedy=false",
         ),
-        *("tracker.samples=0", "tracker.wandb.mode=offline", "actor.zero.offload_optimizer=true", "reference.zero.stage=3"),
+        *(
+            "tracker.samples=0",
+            "tracker.wandb.mode=offline",
+            "actor.zero.offload_optimizer=true",
+            "reference.zero.stage=3",
+        ),
         *("actor.model.gradient_checkpointing=true", "data.eval_path=org/heldout", "run.may_change=[data]"),
     )
     assert judge(stored(), now, CHECKPOINT) == []
@@ -139,24 +190,53 @@ def test_what_changes_no_number_changes_silently() -> None:
 def test_paths_below_the_run_directory_move_with_it() -> None:
     made = ("actor.model.path", "data.path")
     before = stored("run.dir=outputs/a", *(f"{key}=outputs/a/start/x" for key in made))
-    assert judge(before, settings("run.dir=outputs/b", *(f"{key}=outputs/b/start/x" for key in made)), CHECKPOINT) == []
+    assert (
+        judge(
+            before, settings("run.dir=outputs/b", *(f"{key}=outputs/b/start/x" for key in made)), CHECKPOINT
+        )
+        == []
+    )
     with pytest.raises(UserError, match="data.path=outputs/b/start/y"):
-        judge(before, settings("run.dir=outputs/b", "actor.model.path=outputs/b/start/x", "data.path=outputs/b/start/y"), CHECKPOINT)
+        judge(
+            before,
+            settings(
+                "run.dir=outputs/b", "actor.model.path=outputs/b/start/x", "data.path=outputs/b/start/y"
+            ),
+            CHECKPOINT,
+        )
 
 
 def test_a_key_that_is_younger_than_the_checkpoint_had_its_default() -> None:
     before = stored()
     del before["data"]["shuffle"], before["algo"]["target_kl"]
     assert judge(before, settings(), CHECKPOINT) == []
-    assert [change[0] for change in changes(before, settings("data.shuffle=false", "algo.target_kl=1"))] == ["data.shuffle", "algo.target_kl"]
+    assert [change[0] for change in changes(before, settings("data.shuffle=false", "algo.target_kl=1"))] == [
+        "data.shuffle",
+        "algo.target_kl",
+    ]
 
 
 def test_the_kind_of_reward_stays_wherever_it_stands() -> None:
-    before = {**stored(), "reward": {"_target_": "a.Mix", "parts": {"x": {"weight": 1.0, "reward": {"_target_": "a.B", "model": {"path": "p"}}}}}}
-    now = {**settings(), "reward": {"_target_": "a.Mix", "parts": {"x": {"weight": 2.0, "reward": {"_target_": "a.C", "model": {"path": "q"}}}}}}
+    before = {
+        **stored(),
+        "reward": {
+            "_target_": "a.Mix",
+            "parts": {"x": {"weight": 1.0, "reward": {"_target_": "a.B", "model": {"path": "p"}}}},
+        },
+    }
+    now = {
+        **settings(),
+        "reward": {
+            "_target_": "a.Mix",
+            "parts": {"x": {"weight": 2.0, "reward": {"_target_": "a.C", "model": {"path": "q"}}}},
+        },
+    }
     with pytest.raises(UserError) as refused:
         judge(before, now, CHECKPOINT)
-    assert [line.partition("=")[0] for line in refused.value.problems] == ["reward.parts.x.reward._target_", "reward.parts.x.reward.model.path"]
+    assert [line.partition("=")[0] for line in refused.value.problems] == [
+        "reward.parts.x.reward._target_",
+        "reward.parts.x.reward.model.path",
+    ]
 
 
 def test_each_pattern_means_a_key() -> None:
@@ -168,7 +248,9 @@ def test_each_pattern_means_a_key() -> None:
 def test_names_in_may_change_are_keys() -> None:
     (line,) = complaints(*MINIMAL, "run.may_change=[data.path,actor.zero.stag]")
     assert line == "run.may_change=actor.zero.stag: no such key; did you mean actor.zero.stage?"
-    config = compose(*MINIMAL, "run.may_change=[data,actor.zero.stage,reward.anything,prepare.dir,actor.deepspeed.x]")
+    config = compose(
+        *MINIMAL, "run.may_change=[data,actor.zero.stage,reward.anything,prepare.dir,actor.deepspeed.x]"
+    )
     assert list(unknown_names(config)) == []
 
 
@@ -206,8 +288,17 @@ def test_the_same_run_again_makes_its_steps_again(tmp_path: Path) -> None:
 def test_the_record_of_other_settings_is_kept_and_named(tmp_path: Path) -> None:
     used(tmp_path, "actor.optim.lr=1.0e-6")
     (line,) = opened(tmp_path, "actor.optim.lr=2.0e-6")
-    assert "had 3 steps" in line and str(tmp_path / "earlier_1") in line and "actor.optim.lr 1e-06 -> 2e-06" in line
-    assert sorted(file.name for file in (tmp_path / "earlier_1").iterdir()) == ["config.yaml", "metrics.jsonl", "samples", "wandb.id"]
+    assert (
+        "had 3 steps" in line
+        and str(tmp_path / "earlier_1") in line
+        and "actor.optim.lr 1e-06 -> 2e-06" in line
+    )
+    assert sorted(file.name for file in (tmp_path / "earlier_1").iterdir()) == [
+        "config.yaml",
+        "metrics.jsonl",
+        "samples",
+        "wandb.id",
+    ]
     assert len((tmp_path / "earlier_1" / "metrics.jsonl").read_text().splitlines()) == 3
     assert not (tmp_path / "metrics.jsonl").exists() and not (tmp_path / "samples").exists()
 

@@ -21,7 +21,15 @@ class Engine:
 
 
 class Machine:
-    def __init__(self, path: str, batch: Annotated[int, Bound(1)] = 8, ratio: Fraction | None = None, *, tokenizer, world=None):
+    def __init__(
+        self,
+        path: str,
+        batch: Annotated[int, Bound(1)] = 8,
+        ratio: Fraction | None = None,
+        *,
+        tokenizer,
+        world=None,
+    ):
         self.given = (path, batch, ratio, tokenizer, world)
 
 
@@ -46,7 +54,13 @@ class Train:
         tokenizer,
         key="",
     ):
-        self.first, self.others, self.named, self.spare, self.services = first, others, named, spare, (tokenizer, key)
+        self.first, self.others, self.named, self.spare, self.services = (
+            first,
+            others,
+            named,
+            spare,
+            (tokenizer, key),
+        )
 
 
 def plain(path):
@@ -82,13 +96,21 @@ def test_keys_are_typed_and_defaults_stay_the_callables_own():
 
 
 def test_only_services_that_are_named_are_injected():
-    assert bind(spec("Machine", path="x", batch=2), "reward")(tokenizer="t", world="w", device="d").given == ("x", 2, None, "t", "w")
+    assert bind(spec("Machine", path="x", batch=2), "reward")(tokenizer="t", world="w", device="d").given == (
+        "x",
+        2,
+        None,
+        "t",
+        "w",
+    )
     assert bind(spec("plain", path="y"), "reward")(tokenizer="t") == "y"
 
 
 def test_the_sections_own_name_is_a_service():
     assert bind(spec("named", path="x"), "reward.parts.a")() == ("x", "reward.parts.a")
-    refused(spec("named", path="x", key="mine"), "reward.key=...: no such key")  # not repeated: it may be a secret
+    refused(
+        spec("named", path="x", key="mine"), "reward.key=...: no such key"
+    )  # not repeated: it may be a secret
 
 
 def test_a_service_with_a_default_may_be_absent():
@@ -97,7 +119,10 @@ def test_a_service_with_a_default_may_be_absent():
 
 
 def test_a_service_cannot_be_set_from_the_config():
-    refused(spec("Machine", path="x", tokenizer="mine"), "reward.tokenizer=mine: no such key; its keys are reward.path, reward.batch, reward.ratio")
+    refused(
+        spec("Machine", path="x", tokenizer="mine"),
+        "reward.tokenizer=mine: no such key; its keys are reward.path, reward.batch, reward.ratio",
+    )
 
 
 def test_unknown_key_with_a_suggestion_and_without():
@@ -128,12 +153,24 @@ def test_wrong_type(keys, line):
 
 
 def test_all_problems_come_together():
-    refused(spec("Machine", batch="many", size=1), "reward.size=1: no such key", "reward.path is missing", "reward.batch=many: must be")
+    refused(
+        spec("Machine", batch="many", size=1),
+        "reward.size=1: no such key",
+        "reward.path is missing",
+        "reward.batch=many: must be",
+    )
 
 
 def test_dataclass_arguments_are_read_as_sections():
-    refused(spec("powered", engine={"fuel": "oil"}), "reward.engine.power is missing", "reward.engine.fuel=oil: must be one of gas, coal")
-    refused(spec("powered", engine={"power": 1, "fule": "gas"}), "reward.engine.fule=gas: no such key; did you mean reward.engine.fuel?")
+    refused(
+        spec("powered", engine={"fuel": "oil"}),
+        "reward.engine.power is missing",
+        "reward.engine.fuel=oil: must be one of gas, coal",
+    )
+    refused(
+        spec("powered", engine={"power": 1, "fule": "gas"}),
+        "reward.engine.fule=gas: no such key; did you mean reward.engine.fuel?",
+    )
 
 
 def test_a_section_that_is_not_there_lacks_its_own_required_keys():
@@ -151,8 +188,17 @@ def test_nested_sections_are_made_with_the_same_services_and_know_their_keys():
         "reward",
     )(tokenizer="t")
     assert train.services == ("t", "reward") and train.spare is None
-    assert (train.first.services, train.first.first) == (("t", "reward.first"), ("deep", "reward.first.first"))
-    assert train.others[0] == ("one", "reward.others[0]") and train.others[1].given == ("two", 2, None, "t", None)
+    assert (train.first.services, train.first.first) == (
+        ("t", "reward.first"),
+        ("deep", "reward.first.first"),
+    )
+    assert train.others[0] == ("one", "reward.others[0]") and train.others[1].given == (
+        "two",
+        2,
+        None,
+        "t",
+        None,
+    )
     assert train.named == {"x": Trailer(("three", "reward.named.x.pulled"), 2.0)}
 
 

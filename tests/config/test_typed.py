@@ -75,7 +75,11 @@ def test_converts(value: Any, annotation: Any, expected: Any) -> None:
         ({"a": "x"}, dict[str, float], "k.a=x: must be a number"),
         ({"path": "x", "dept": 2}, Inner, "k.dept=2: no such key; did you mean k.depth?"),
         ({}, Inner, "k.path is missing"),
-        ("org/name", Inner, "k=org/name: must be a section with keys path, depth, mode; did you mean k.path=org/name?"),
+        (
+            "org/name",
+            Inner,
+            "k=org/name: must be a section with keys path, depth, mode; did you mean k.path=org/name?",
+        ),
     ],
 )
 def test_refuses_with_one_line(value: Any, annotation: Any, line: str) -> None:
@@ -107,7 +111,12 @@ def test_all_that_is_wrong_in_a_list_or_a_mapping_is_found_at_once() -> None:
 
 def test_did_you_mean_looks_deeper_then_beside_then_elsewhere() -> None:
     problems: dict[str, str] = {}
-    read(Outer, {"depth": 1, "inner": {"path": "x", "pth": 1, "tags": []}, "inner_mode": "a", "zzz": 1}, "", problems)
+    read(
+        Outer,
+        {"depth": 1, "inner": {"path": "x", "pth": 1, "tags": []}, "inner_mode": "a", "zzz": 1},
+        "",
+        problems,
+    )
     assert problems["depth"].endswith("did you mean inner.depth?")
     assert problems["inner.pth"].endswith("did you mean inner.path?")
     assert problems["inner.tags"].endswith("did you mean tags?")

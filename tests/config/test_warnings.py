@@ -19,17 +19,38 @@ def said(*arguments: str) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "mistake"),
     [
-        ([LOSS], "kl.estimator=k1 as a loss has no gradient in expectation"),  # k1 is the default, for the reward
+        (
+            [LOSS],
+            "kl.estimator=k1 as a loss has no gradient in expectation",
+        ),  # k1 is the default, for the reward
         ([LOSS, "algo.kl.estimator=abs"], "kl.estimator=abs as a loss is not the gradient of any KL"),
-        ([SEQUENCE, "algo.value.position=response_last"], "value.position=response_last is V(prompt, answer): no baseline"),
-        (["algo.old_policy=lagged", "algo.lag=3"], "old_policy=lagged: a copy that is up to 2 updates old did not draw the answers"),
+        (
+            [SEQUENCE, "algo.value.position=response_last"],
+            "value.position=response_last is V(prompt, answer): no baseline",
+        ),
+        (
+            ["algo.old_policy=lagged", "algo.lag=3"],
+            "old_policy=lagged: a copy that is up to 2 updates old did not draw the answers",
+        ),
         (["algo.entropy={coef:0.01,kind:sample}"], "entropy.kind=sample has no gradient in expectation"),
-        ([NEXT, "algo.value.next_state=ignored"], "value.next_state=ignored loses the score of every answer that ended by itself"),
+        (
+            [NEXT, "algo.value.next_state=ignored"],
+            "value.next_state=ignored loses the score of every answer that ended by itself",
+        ),
         ([NEXT, "algo.value.next_state=ignored", SEQUENCE], "value.next_state=ignored loses the score"),
         ([NEXT, "algo.value.next_state=ignored", *RLOO], "value.next_state=ignored loses the score"),
-        ([NEXT, "algo.value.next_state=untrained"], "value.next_state=untrained puts the score on a state whose value nothing trains"),
-        (["algo.mask.include_eos=false"], "mask.include_eos=false: the end token is no action here, so the decision to stop is not trained"),
-        (["algo.gae={gamma:0.5,lam:0.9}"], "gae.gamma=0.5 x gae.lam=0.9: credit for the score dies within a few tokens"),
+        (
+            [NEXT, "algo.value.next_state=untrained"],
+            "value.next_state=untrained puts the score on a state whose value nothing trains",
+        ),
+        (
+            ["algo.mask.include_eos=false"],
+            "mask.include_eos=false: the end token is no action here, so the decision to stop is not trained",
+        ),
+        (
+            ["algo.gae={gamma:0.5,lam:0.9}"],
+            "gae.gamma=0.5 x gae.lam=0.9: credit for the score dies within a few tokens",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -66,11 +87,19 @@ def test_nothing_is_said_of_what_is_sound(arguments: list[str]) -> None:
 
 def test_several_mistakes_are_one_line() -> None:
     (line,) = said(LOSS, "algo.mask.include_eos=false", "algo.old_policy=lagged")
-    assert [part.split("=")[0].split()[-1] for part in line.split("; ")] == ["kl.estimator", "old_policy", "mask.include_eos"]
+    assert [part.split("=")[0].split()[-1] for part in line.split("; ")] == [
+        "kl.estimator",
+        "old_policy",
+        "mask.include_eos",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("argument", "named"), [("sampling.top_k=50", "top_k=50 sampling.top_p=1:"), ("sampling.top_p=0.9", "top_k=0 sampling.top_p=0.9:")]
+    ("argument", "named"),
+    [
+        ("sampling.top_k=50", "top_k=50 sampling.top_p=1:"),
+        ("sampling.top_p=0.9", "top_k=0 sampling.top_p=0.9:"),
+    ],
 )
 def test_a_narrowed_sampler_has_a_line_of_its_own(argument: str, named: str) -> None:
     (line,) = said(argument)
@@ -97,7 +126,9 @@ def test_bf16_that_the_processor_emulates_is_named() -> None:
     ]
     whole = compose(*MINIMAL, "actor.model.dtype=bf16")
     (line,) = slow_bf16(whole, computes_bf16=False)
-    assert line.startswith("warning    actor.model.dtype=bf16 critic.model.dtype=bf16 reference.model.dtype=bf16: ")
+    assert line.startswith(
+        "warning    actor.model.dtype=bf16 critic.model.dtype=bf16 reference.model.dtype=bf16: "
+    )
     assert slow_bf16(whole, computes_bf16=True) == slow_bf16(whole, computes_bf16=None) == []
     assert slow_bf16(compose(*MINIMAL, "actor.model.dtype=fp32"), computes_bf16=False) == []
 
@@ -111,7 +142,10 @@ def test_bf16_that_the_processor_emulates_is_named() -> None:
         (["algo.kl.place=none", "algo.kl.after_update=true"], ["actor", "critic", "reference"]),
         (["reward=model", "reward.model.path=org/reward"], ["actor", "critic", "reference", "reward"]),
         (["actor.model.dtype=fp32", "reward=model", "reward.model.path=org/reward"], ["reward"]),
-        (["actor.model.dtype=fp32", "reward=minimind", "reward.parts.model.reward.model.path=org/r"], ["reward.parts.model.reward"]),
+        (
+            ["actor.model.dtype=fp32", "reward=minimind", "reward.parts.model.reward.model.path=org/r"],
+            ["reward.parts.model.reward"],
+        ),
         (["reward=internlm2_reward"], ["actor", "critic", "reference"]),  # fp16 by its own file
     ],
     ids=lambda value: " ".join(value),

@@ -18,12 +18,16 @@ def make_tokenizer(pad="<pad>", template=TEMPLATE, adds_bos=False):
 
     ``adds_bos``: texts begin with <eos>, as GPT-like models have it.
     """
-    vocab = {token: i for i, token in enumerate(["<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocab = {
+        token: i for i, token in enumerate(["<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     if adds_bos:
-        backend.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<eos> $A", special_tokens=[("<eos>", 0)]
+        )
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token=pad)
     hf.chat_template = template
     return Tokenizer(hf)
@@ -57,6 +61,8 @@ def source(jsonl, tokenizer):
 
     def make(*prompts, **options):
         rows = [{"prompt": p, "n": i} if isinstance(p, str) else p for i, p in enumerate(prompts)]
-        return PromptSource(jsonl(*rows), **{"tokenizer": tokenizer, "max_new_tokens": 9, "text_as_chat": False, **options})
+        return PromptSource(
+            jsonl(*rows), **{"tokenizer": tokenizer, "max_new_tokens": 9, "text_as_chat": False, **options}
+        )
 
     return make

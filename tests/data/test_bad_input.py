@@ -66,7 +66,9 @@ def test_what_is_refused(tmp_path, tokenizer, name, content, line):
 
 
 def test_problems_of_rows_come_together_and_not_all_of_them(tmp_path, tokenizer):
-    (tmp_path / "x.jsonl").write_bytes(lines(*[{"prompt": ""}] * 3, *({"messages": [USER] * n + [0]} for n in range(9))))
+    (tmp_path / "x.jsonl").write_bytes(
+        lines(*[{"prompt": ""}] * 3, *({"messages": [USER] * n + [0]} for n in range(9)))
+    )
     found = said(tmp_path / "x.jsonl", tokenizer)
     assert found[0] == 'x.jsonl:1: column "prompt" is empty: fill it in or remove the row (and 2 more rows)'
     assert found[1].startswith('x.jsonl:4: column "messages", message 1')
@@ -76,7 +78,10 @@ def test_problems_of_rows_come_together_and_not_all_of_them(tmp_path, tokenizer)
 def test_parquet_that_lies_about_its_texts(tmp_path, tokenizer):
     offsets = pyarrow.array([0, 2], type=pyarrow.int32()).buffers()[1]
     pyarrow.parquet.write_table(
-        pyarrow.table({"prompt": pyarrow.StringArray.from_buffers(1, offsets, pyarrow.py_buffer(b"\xff\xfe"))}), tmp_path / "x.parquet"
+        pyarrow.table(
+            {"prompt": pyarrow.StringArray.from_buffers(1, offsets, pyarrow.py_buffer(b"\xff\xfe"))}
+        ),
+        tmp_path / "x.parquet",
     )
     (found,) = said(tmp_path / "x.parquet", tokenizer)
     assert found.startswith("x.parquet: not a Parquet file that can be read: ") and "UTF8" in found
@@ -85,10 +90,16 @@ def test_parquet_that_lies_about_its_texts(tmp_path, tokenizer):
 def test_a_file_format_that_fills_gaps_with_nulls(tmp_path, tokenizer):
     """Rows with a text and rows with a chat: in Parquet each has both columns."""
     pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([{"prompt": "a", "messages": None}, {"prompt": None, "messages": [USER | {"name": None}]}]), tmp_path / "x.parquet"
+        pyarrow.Table.from_pylist(
+            [{"prompt": "a", "messages": None}, {"prompt": None, "messages": [USER | {"name": None}]}]
+        ),
+        tmp_path / "x.parquet",
     )
     made = PromptSource(str(tmp_path / "x.parquet"), tokenizer=tokenizer, max_new_tokens=9)
-    assert [row["prompt_text"] for row in made.batch([0, 1]).metadata] == ["<user>a<eos><assistant>", "<user>hi<eos><assistant>"]
+    assert [row["prompt_text"] for row in made.batch([0, 1]).metadata] == [
+        "<user>a<eos><assistant>",
+        "<user>hi<eos><assistant>",
+    ]
 
 
 @pytest.mark.parametrize("call", ["open", "iterdir"])
@@ -105,7 +116,9 @@ def test_a_file_or_folder_that_may_not_be_read(tmp_path, tokenizer, monkeypatch,
         PromptSource(str(path), tokenizer=tokenizer, max_new_tokens=9)
 
 
-@pytest.mark.parametrize("path", ["x" * 300 + ".jsonl", "~nobody-here/x.jsonl", "a\0b.jsonl", "a\nb.jsonl", "https://host/x.jsonl"])
+@pytest.mark.parametrize(
+    "path", ["x" * 300 + ".jsonl", "~nobody-here/x.jsonl", "a\0b.jsonl", "a\nb.jsonl", "https://host/x.jsonl"]
+)
 def test_paths_that_are_none(tokenizer, path):
     with pytest.raises(UserError, match="^data.path=.*(no such file|File name too long)") as caught:
         PromptSource(path, tokenizer=tokenizer, max_new_tokens=9)
@@ -113,20 +126,35 @@ def test_paths_that_are_none(tokenizer, path):
 
 
 @pytest.mark.parametrize(
-    "text", ["\x00", "a\x00\x01\x1b[31m\x7f", "a\u2028b\u2029c", "\ufeffa", "\u202eabc\u202c", "e\u0301 \U0001f468\u200d\U0001f469", "\u200b"]
+    "text",
+    [
+        "\x00",
+        "a\x00\x01\x1b[31m\x7f",
+        "a\u2028b\u2029c",
+        "\ufeffa",
+        "\u202eabc\u202c",
+        "e\u0301 \U0001f468\u200d\U0001f469",
+        "\u200b",
+    ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_odd_characters_arrive_as_they_are(tmp_path, byte_tokenizer, text, kind):
     content = lines({"prompt": text}) if kind == "jsonl" else f'prompt\n"{text}"\n'.encode()
     (tmp_path / f"x.{kind}").write_bytes(content)
-    made = PromptSource(str(tmp_path / f"x.{kind}"), tokenizer=byte_tokenizer(template=None), max_new_tokens=9)
+    made = PromptSource(
+        str(tmp_path / f"x.{kind}"), tokenizer=byte_tokenizer(template=None), max_new_tokens=9
+    )
     batch = made.batch([0])
     assert batch.metadata[0]["prompt_text"] == text == made._tokenizer.decode(batch.ids[0].tolist())
 
 
 def test_what_is_kept_twice_is_counted(source):
     made = source(
-        {"prompt": "a", "id": 1}, {"prompt": "a", "id": 2}, {"prompt": "b", "id": 2}, {"prompt": "c", "id": "2"}, {"prompt": "d", "id": None}
+        {"prompt": "a", "id": 1},
+        {"prompt": "a", "id": 2},
+        {"prompt": "b", "id": 2},
+        {"prompt": "c", "id": "2"},
+        {"prompt": "d", "id": None},
     )
     assert (len(made), made.report["repeated"], made.report["same_id"]) == (5, 1, 2)
 
@@ -161,7 +189,14 @@ def test_long_prompts_are_tokenised_a_few_at_a_time(sizes, parts):
 
 def test_one_example_for_each_order_of_roles(source):
     answer, system = {"role": "assistant", "content": "yo"}, {"role": "system", "content": "s"}
-    made = source("text", {"messages": [USER]}, {"messages": [USER, answer, USER]}, {"messages": [USER, answer]}, {"messages": [system, USER]}, "b")
+    made = source(
+        "text",
+        {"messages": [USER]},
+        {"messages": [USER, answer, USER]},
+        {"messages": [USER, answer]},
+        {"messages": [system, USER]},
+        "b",
+    )
     assert [(place.rpartition(":")[2], row["prompt_text"]) for place, row in made.examples()] == [
         ("1", "text"),
         ("2", "<user>hi<eos><assistant>"),
@@ -171,7 +206,13 @@ def test_one_example_for_each_order_of_roles(source):
 
 
 def test_rows_that_cannot_be_judged_are_named_unless_they_are_dropped(source):
-    made = source({"prompt": "a", "n": 1}, {"prompt": "long", "n": 2}, {"prompt": "c", "n": 3}, max_prompt_tokens=2, long_prompts="drop")
+    made = source(
+        {"prompt": "a", "n": 1},
+        {"prompt": "long", "n": 2},
+        {"prompt": "c", "n": 3},
+        max_prompt_tokens=2,
+        long_prompts="drop",
+    )
 
     def judged(row):
         if row["n"] > 1:

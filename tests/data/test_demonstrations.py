@@ -34,7 +34,12 @@ def learned(batch, tokenizer):
     pairs = []
     for ids, mask, response in zip(batch.ids, batch.attention_mask, batch.response_mask, strict=True):
         taught = torch.cat([torch.tensor([False]), response])
-        pairs.append(tuple(tokenizer.decode(ids[each].tolist(), skip_special_tokens=False) for each in (mask & ~taught, taught)))
+        pairs.append(
+            tuple(
+                tokenizer.decode(ids[each].tolist(), skip_special_tokens=False)
+                for each in (mask & ~taught, taught)
+            )
+        )
     return pairs
 
 
@@ -47,9 +52,19 @@ def test_all_of_a_text_is_learned_but_its_first_token(source):
 
 
 def test_of_an_answer_to_a_text_the_answer_and_its_end_are_learned(source):
-    rows = [{"prompt": "ab", "response": "cd"}, {"prompt": "abc", "answer": "d"}, {"prompt": "a", "completion": "b"}, {"prompt": "a", "chosen": "c"}]
+    rows = [
+        {"prompt": "ab", "response": "cd"},
+        {"prompt": "abc", "answer": "d"},
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a", "chosen": "c"},
+    ]
     batch = source(*rows, text_as_chat=False).batch([0, 1, 2, 3])
-    assert batch.ids.tolist() == [[A, B, C, D, EOS], [A, B, C, D, EOS], [A, B, EOS, PAD, PAD], [A, C, EOS, PAD, PAD]]
+    assert batch.ids.tolist() == [
+        [A, B, C, D, EOS],
+        [A, B, C, D, EOS],
+        [A, B, EOS, PAD, PAD],
+        [A, C, EOS, PAD, PAD],
+    ]
     assert batch.response_mask.int().tolist() == [[0, 1, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
     assert batch.attention_mask.sum(1).tolist() == [5, 5, 3, 3]
 
@@ -72,25 +87,33 @@ GIVEN = "<user>hi<eos><assistant>"
 def test_of_a_chat_the_last_answer_and_its_end_are_learned(source, tokenizer, row):
     batch = source(row).batch([0])
     assert learned(batch, tokenizer) == [(GIVEN, "yo<eos>")]
-    assert batch.ids[0, : len(GIVEN) - 4].tolist() == tokenizer.encode_chat([USER])  # as in generation; <eos> is one token of five characters
+    assert batch.ids[0, : len(GIVEN) - 4].tolist() == tokenizer.encode_chat(
+        [USER]
+    )  # as in generation; <eos> is one token of five characters
 
 
 def test_earlier_answers_are_given_and_a_system_message_is_put_in(source, tokenizer):
     batch = source({"messages": [USER, {**ANSWER, "content": "no"}, USER, ANSWER]}, system="s").batch([0])
-    assert learned(batch, tokenizer) == [("<system>s<eos><user>hi<eos><assistant>no<eos><user>hi<eos><assistant>", "yo<eos>")]
+    assert learned(batch, tokenizer) == [
+        ("<system>s<eos><user>hi<eos><assistant>no<eos><user>hi<eos><assistant>", "yo<eos>")
+    ]
 
 
 def test_what_a_template_writes_after_the_end_token_is_not_learned(source, byte_tokenizer):
     line = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     tokenizer = byte_tokenizer(template=line)
-    assert learned(source({"messages": [USER, ANSWER]}, tokenizer=tokenizer).batch([0]), tokenizer) == [("user:hi<eos>\nassistant:", "yo<eos>")]
+    assert learned(source({"messages": [USER, ANSWER]}, tokenizer=tokenizer).batch([0]), tokenizer) == [
+        ("user:hi<eos>\nassistant:", "yo<eos>")
+    ]
 
 
 def test_a_template_without_an_end_token_gets_one(source, byte_tokenizer):
     tokenizer = byte_tokenizer(
         template="{% for m in messages %}{{ m['role'] }}:{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    assert learned(source({"messages": [USER, ANSWER]}, tokenizer=tokenizer).batch([0]), tokenizer) == [("user:hi assistant:", "yo <eos>")]
+    assert learned(source({"messages": [USER, ANSWER]}, tokenizer=tokenizer).batch([0]), tokenizer) == [
+        ("user:hi assistant:", "yo <eos>")
+    ]
 
 
 def test_a_text_keeps_the_end_tokens_within_it_and_gets_no_second_one(source):
@@ -99,7 +122,9 @@ def test_a_text_keeps_the_end_tokens_within_it_and_gets_no_second_one(source):
 
 
 def test_texts_get_the_tokenizers_own_first_token_and_answers_do_not(source, byte_tokenizer):
-    made = source("a", {"prompt": "a", "response": "b"}, text_as_chat=False, tokenizer=byte_tokenizer(adds_bos=True))
+    made = source(
+        "a", {"prompt": "a", "response": "b"}, text_as_chat=False, tokenizer=byte_tokenizer(adds_bos=True)
+    )
     batch = made.batch([0, 1])
     assert batch.ids.tolist() == [[EOS, A, EOS, PAD], [EOS, A, B, EOS]]
     assert batch.response_mask.int().tolist() == [[1, 1, 0], [0, 1, 1]]
@@ -108,11 +133,19 @@ def test_texts_get_the_tokenizers_own_first_token_and_answers_do_not(source, byt
 def test_pad_is_eos(source, byte_tokenizer):
     batch = source("abc", "a", tokenizer=byte_tokenizer(pad=None)).batch([0, 1])
     assert batch.ids.tolist() == [[A, B, C, EOS], [A, EOS, EOS, EOS]]
-    assert batch.attention_mask[1].tolist() == [True, True, False, False] and batch.response_mask[1].tolist() == [True, False, False]
+    assert batch.attention_mask[1].tolist() == [True, True, False, False] and batch.response_mask[
+        1
+    ].tolist() == [True, False, False]
 
 
 def test_long_rows_are_cut_on_the_right_and_dropped_where_no_answer_is_left(source):
-    rows = ["abcd", "ab", {"prompt": "ab", "response": "cde"}, {"prompt": "abc", "response": "d"}, {"prompt": "abcde", "response": "d"}]
+    rows = [
+        "abcd",
+        "ab",
+        {"prompt": "ab", "response": "cde"},
+        {"prompt": "abc", "response": "d"},
+        {"prompt": "abcde", "response": "d"},
+    ]
     made = source(*rows, max_tokens=3, text_as_chat=False)
     assert made.report == {"rows": 5, "truncated": 2, "dropped": 2} and len(made) == 3 and made.longest == 3
     batch = made.batch([0, 1, 2])
@@ -121,19 +154,28 @@ def test_long_rows_are_cut_on_the_right_and_dropped_where_no_answer_is_left(sour
 
 
 def test_dropping_everything_is_an_error(source):
-    with pytest.raises(UserError, match="data.ptx_path=.*: all 1 rows are dropped: their answers begin after data.ptx_max_tokens=2"):
+    with pytest.raises(
+        UserError,
+        match="data.ptx_path=.*: all 1 rows are dropped: their answers begin after data.ptx_max_tokens=2",
+    ):
         source({"prompt": "ab", "response": "c"}, max_tokens=2, text_as_chat=False)
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a"}, 'nothing to learn: needs a column "text", or "prompt" and one of response, answer, .*; the row has: prompt'),
+        (
+            {"prompt": "a"},
+            'nothing to learn: needs a column "text", or "prompt" and one of response, answer, .*; the row has: prompt',
+        ),
         ({"prompt": "a", "response": 5}, 'column "response" must be a text, not int'),
         ({"prompt": "a", "response": ""}, 'column "response" is empty'),
         ({"prompt": 5, "response": "a"}, 'column "prompt" must be a text or a list of messages, not int'),
         ({"text": ["a"]}, 'column "text" must be a text, not list'),
-        ({"messages": [USER]}, 'column "messages": nothing to learn: the last message must be the assistant\'s'),
+        (
+            {"messages": [USER]},
+            'column "messages": nothing to learn: the last message must be the assistant\'s',
+        ),
         ({"messages": [ANSWER]}, 'column "messages": nothing to answer'),
         ({"messages": []}, 'column "messages": nothing to learn'),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, 'column "messages" is empty'),
@@ -147,7 +189,9 @@ def test_bad_rows_are_named(source, row, message):
 
 def test_a_template_that_renders_an_answered_prompt_otherwise(source, byte_tokenizer):
     thinking = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
-    with pytest.raises(UserError, match=r"data.jsonl:1: the chat template renders the prompt otherwise once it is answered"):
+    with pytest.raises(
+        UserError, match=r"data.jsonl:1: the chat template renders the prompt otherwise once it is answered"
+    ):
         source({"messages": [USER, ANSWER]}, tokenizer=byte_tokenizer(template=thinking))
 
 
@@ -160,7 +204,10 @@ def test_chats_need_a_template(source, byte_tokenizer):
 
 
 def take(stream, steps):
-    return [[row[mask].tolist() for row, mask in zip(batch.ids, batch.attention_mask, strict=True)] for batch in islice(stream, steps)]
+    return [
+        [row[mask].tolist() for row, mask in zip(batch.ids, batch.attention_mask, strict=True)]
+        for batch in islice(stream, steps)
+    ]
 
 
 def test_every_pass_has_every_row_once_in_its_own_order(source):
@@ -182,7 +229,8 @@ def test_resume(source):
 
 def test_fewer_texts_than_a_batch(source):
     with pytest.raises(
-        UserError, match=r"data.ptx_path=.*: 2 texts are fewer than one optimizer step takes \(algo.ptx.batch_size=3\); set .* at most 2"
+        UserError,
+        match=r"data.ptx_path=.*: 2 texts are fewer than one optimizer step takes \(algo.ptx.batch_size=3\); set .* at most 2",
     ):
         DemonstrationStream(source("a", "b"), batch_size=3)
 
@@ -196,11 +244,19 @@ def test_batches_go_through_microbatches(source):
         def __init__(self, rank):
             self.rank = rank
 
-    batch = next(DemonstrationStream(source("abcde", "a", {"prompt": "abc", "response": "d"}, "ab", text_as_chat=False), batch_size=4))
+    batch = next(
+        DemonstrationStream(
+            source("abcde", "a", {"prompt": "abc", "response": "d"}, "ab", text_as_chat=False), batch_size=4
+        )
+    )
     assert batch.prompt_lengths.tolist() == [1] * 4
     parts = [microbatches(batch, 7, World(rank)) for rank in range(2)]
-    assert len(parts[0]) == len(parts[1]) and all(part.ids.numel() <= 7 and part.prompt_width == 1 for part in sum(parts, []))
-    actions = sorted(token for part in sum(parts, []) for token in part.ids[:, 1:][part.response_mask].tolist())
+    assert len(parts[0]) == len(parts[1]) and all(
+        part.ids.numel() <= 7 and part.prompt_width == 1 for part in sum(parts, [])
+    )
+    actions = sorted(
+        token for part in sum(parts, []) for token in part.ids[:, 1:][part.response_mask].tolist()
+    )
     assert actions == sorted([B, C, D, E, EOS] + [EOS] + [D, EOS] + [B, EOS])
 
 

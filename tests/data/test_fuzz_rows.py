@@ -19,10 +19,16 @@ CHATTY, PLAIN = make_tokenizer(), make_tokenizer(template=None)
 OPTIONS = dict(max_new_tokens=9, max_prompt_tokens=10**6)
 
 texts = st.one_of(
-    st.text(max_size=20), st.text(st.characters(categories=["Cc", "Cf", "Cs", "Zl", "Zs"]), max_size=4), st.sampled_from(["hi", "<eos>", "<pad>"])
+    st.text(max_size=20),
+    st.text(st.characters(categories=["Cc", "Cf", "Cs", "Zl", "Zs"]), max_size=4),
+    st.sampled_from(["hi", "<eos>", "<pad>"]),
 )
 leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), texts)
-values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=6)
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
 roles = st.sampled_from(["user", "assistant", "system", "tool"])
 messages = st.one_of(
     st.fixed_dictionaries({"role": roles, "content": texts}, optional={"name": texts}),
@@ -34,17 +40,23 @@ wild = st.dictionaries(
     st.one_of(texts, values, st.lists(messages, max_size=4)),
 )
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(str.strip)
-extras = st.fixed_dictionaries({}, optional={"id": leaves, "answer": values, "max_new_tokens": st.integers(1, 20), "tools": st.just([])})
-chats = st.lists(st.fixed_dictionaries({"role": roles, "content": words}), max_size=3).map(lambda turns: [*turns, {"role": "user", "content": "?"}])
-good = st.tuples(st.one_of(words.map(lambda text: {"prompt": text}), chats.map(lambda chat: {"messages": chat})), extras).map(
-    lambda parts: parts[0] | parts[1]
+extras = st.fixed_dictionaries(
+    {}, optional={"id": leaves, "answer": values, "max_new_tokens": st.integers(1, 20), "tools": st.just([])}
 )
+chats = st.lists(st.fixed_dictionaries({"role": roles, "content": words}), max_size=3).map(
+    lambda turns: [*turns, {"role": "user", "content": "?"}]
+)
+good = st.tuples(
+    st.one_of(words.map(lambda text: {"prompt": text}), chats.map(lambda chat: {"messages": chat})), extras
+).map(lambda parts: parts[0] | parts[1])
 files = st.sampled_from([
     ("x.jsonl", b'{"prompt": "one"}\n\n{"messages": [{"role": "user", "content": "two"}]}\n'),
     ("x.json", b'[{"prompt": "one"},\n {"prompt": "two", "n": [1, null]}]'),
     ("x.csv", b'prompt,n\none,1\n"t""w\no",2\n'),
 ])  # fmt: skip
-noise = st.one_of(st.binary(max_size=3), st.text('[]{}":,\n\r\\ pu\ufeff\x00\u2028', max_size=5).map(str.encode))
+noise = st.one_of(
+    st.binary(max_size=3), st.text('[]{}":,\n\r\\ pu\ufeff\x00\u2028', max_size=5).map(str.encode)
+)
 spliced = st.tuples(files, st.integers(0, 90), st.integers(0, 3), noise).map(
     lambda drawn: (drawn[0][0], drawn[0][1][: drawn[1]] + drawn[3] + drawn[0][1][drawn[1] + drawn[2] :])
 )
@@ -62,7 +74,10 @@ def read(name: str, content: bytes, tokenizer=CHATTY) -> PromptSource | None:
             for line in error.problems:
                 assert line.isprintable(), line
                 place = re.escape(str(file))
-                assert re.match(rf"{place}(:\d+| row \d+)?: |data\.path={place}: the data set is empty$|and \d+ more problems?$", line), line
+                assert re.match(
+                    rf"{place}(:\d+| row \d+)?: |data\.path={place}: the data set is empty$|and \d+ more problems?$",
+                    line,
+                ), line
             return None
 
 
@@ -90,7 +105,11 @@ def test_any_bytes(file: tuple[str, bytes]) -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
-@given(st.lists(good, min_size=1, max_size=3) | st.lists(good | wild, min_size=1, max_size=3), st.booleans(), st.sampled_from(["jsonl", "json"]))
+@given(
+    st.lists(good, min_size=1, max_size=3) | st.lists(good | wild, min_size=1, max_size=3),
+    st.booleans(),
+    st.sampled_from(["jsonl", "json"]),
+)
 def test_any_rows(given: list[dict], chatty: bool, kind: str) -> None:
     text = json.dumps(given) if kind == "json" else "\n".join(map(json.dumps, given))
     source = read(f"x.{kind}", text.encode(), CHATTY if chatty else PLAIN)
@@ -116,10 +135,21 @@ def test_any_text_arrives_as_it_was(prompts: list[str], kind: str) -> None:
 def test_very_long_prompts(tmp_path, long_prompts):
     """Three of 100,000 characters, cut on the left or dropped, and counted. Tokenised a few at a time: see test_prompts.py."""
     file = tmp_path / "x.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ["b" * 99_999 + "c"] * 3 + ["ok"]))
-    source = PromptSource(str(file), tokenizer=PLAIN, max_new_tokens=9, max_prompt_tokens=8, long_prompts=long_prompts)
+    file.write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in ["b" * 99_999 + "c"] * 3 + ["ok"])
+    )
+    source = PromptSource(
+        str(file), tokenizer=PLAIN, max_new_tokens=9, max_prompt_tokens=8, long_prompts=long_prompts
+    )
     cut = long_prompts == "truncate_left"
-    assert source.report == {"rows": 4, "truncated": 3 * cut, "dropped": 3 * (not cut), "lowered": 0, "repeated": 2 * cut, "same_id": 0}
+    assert source.report == {
+        "rows": 4,
+        "truncated": 3 * cut,
+        "dropped": 3 * (not cut),
+        "lowered": 0,
+        "repeated": 2 * cut,
+        "same_id": 0,
+    }
     kept = [
         PLAIN.decode(ids[mask].tolist())
         for prompts in [source.batch(range(len(source)))]

@@ -21,13 +21,27 @@ SYSTEM = {"role": "system", "content": ""}
         ({"messages": [USER, USER]}, None, [USER, USER]),
         ({"messages": [{**USER, "name": "Ann", "from": None}]}, None, [USER]),
         (
-            {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+            {
+                "conversations": [
+                    {"from": "system", "value": "s"},
+                    {"from": "human", "value": "hi"},
+                    {"from": "gpt", "value": "yo"},
+                ]
+            },
             None,
             [{"role": "system", "content": "s"}, USER],
         ),
-        ({"conversations": [{"from": "gpt", "value": "yo"}, {"from": "human", "value": "hi"}]}, None, [ANSWER, USER]),
+        (
+            {"conversations": [{"from": "gpt", "value": "yo"}, {"from": "human", "value": "hi"}]},
+            None,
+            [ANSWER, USER],
+        ),
         ({"conversations": [USER, ANSWER]}, None, [USER]),
-        ({"messages": [USER, ANSWER, {"role": "tool", "content": "4"}]}, None, [USER, ANSWER, {"role": "tool", "content": "4"}]),
+        (
+            {"messages": [USER, ANSWER, {"role": "tool", "content": "4"}]},
+            None,
+            [USER, ANSWER, {"role": "tool", "content": "4"}],
+        ),
     ],
 )
 def test_prompt_of(row, column, prompt):
@@ -41,12 +55,24 @@ def test_prompt_of(row, column, prompt):
         ({"prompt": 5}, None, 'column "prompt" must be a text or a list of messages, not int'),
         ({"prompt": ""}, None, 'column "prompt" is empty'),
         ({"prompt": "a\ud800"}, None, "half a surrogate pair at character 2"),
-        ({"question": "a", "answer": "b"}, None, "set data.prompt_column to one that the row has: question, answer"),
+        (
+            {"question": "a", "answer": "b"},
+            None,
+            "set data.prompt_column to one that the row has: question, answer",
+        ),
         ({"question": "a"}, "query", "data.prompt_column=query: no such column; the row has: question"),
         ({"messages": []}, None, "nothing to answer"),
         ({"messages": [ANSWER]}, None, "nothing to answer"),
-        ({"messages": [USER, {"role": "user", "content": ""}]}, None, 'column "messages", message 2 is empty'),
-        ({"messages": [{"role": "user", "content": None}]}, None, "message 1: the content must be a text, not null"),
+        (
+            {"messages": [USER, {"role": "user", "content": ""}]},
+            None,
+            'column "messages", message 2 is empty',
+        ),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            None,
+            "message 1: the content must be a text, not null",
+        ),
         ({"messages": [{"role": "user"}]}, None, "message 1: the content must be a text, not null"),
         ({"messages": [{"role": 1, "content": "a"}]}, None, "message 1: the role must be a text, not int"),
         ({"messages": ["hi"]}, None, "message 1 must be an object with role and content, not str"),
@@ -81,7 +107,10 @@ def test_a_system_message_for_chats_that_have_none(row, prompt):
 
 
 def test_a_text_that_stays_one_has_no_place_for_a_system_message():
-    with pytest.raises(UserError, match='column "prompt" is a text that stays as it is, without a place for data.system; leave out data.system or'):
+    with pytest.raises(
+        UserError,
+        match='column "prompt" is a text that stays as it is, without a place for data.system; leave out data.system or',
+    ):
         prompt_of({"prompt": "hi"}, Reading(system="be brief"))
 
 
@@ -91,6 +120,9 @@ def test_an_empty_system_message_is_one():
 
 
 def test_the_key_of_the_column_is_that_of_the_set():
-    for row, message in (({"q": "a"}, r"data.mix\[1\].prompt_column=x: no such column"), ({}, r"set data.mix\[1\].prompt_column to one")):
+    for row, message in (
+        ({"q": "a"}, r"data.mix\[1\].prompt_column=x: no such column"),
+        ({}, r"set data.mix\[1\].prompt_column to one"),
+    ):
         with pytest.raises(UserError, match=message):
             prompt_of(row, Reading("x" if row else None, "data.mix[1].prompt_column"))

@@ -16,7 +16,10 @@ def part(jsonl, tokenizer):
 
     def make(name, n, **options):
         rows = [{"prompt": f"{name}{i}"} for i in range(n)]
-        return PromptSource(jsonl(*rows, name=f"{name}.jsonl"), **{"tokenizer": tokenizer, "max_new_tokens": 9, "text_as_chat": False, **options})
+        return PromptSource(
+            jsonl(*rows, name=f"{name}.jsonl"),
+            **{"tokenizer": tokenizer, "max_new_tokens": 9, "text_as_chat": False, **options},
+        )
 
     return make
 
@@ -48,12 +51,20 @@ def test_a_batch_of_several_sets(mixed):
 
 def test_every_row_says_which_set_it_is_from(mixed):
     rows = mixed([2, 3], [1, 1]).batch([0, 1, 2, 4]).metadata
-    assert [row["data_source"].rpartition("/")[2] for row in rows] == ["a.jsonl", "a.jsonl", "b.jsonl", "b.jsonl"]
+    assert [row["data_source"].rpartition("/")[2] for row in rows] == [
+        "a.jsonl",
+        "a.jsonl",
+        "b.jsonl",
+        "b.jsonl",
+    ]
 
 
 def test_rows_that_cannot_be_judged_are_named_in_each_set(mixed):
     source = mixed([2, 3], [1, 1])
-    assert [(place.rpartition("/")[2], row["prompt_text"]) for place, row in source.examples()] == [("a.jsonl:1", "a0"), ("b.jsonl:1", "b0")]
+    assert [(place.rpartition("/")[2], row["prompt_text"]) for place, row in source.examples()] == [
+        ("a.jsonl:1", "a0"),
+        ("b.jsonl:1", "b0"),
+    ]
 
     def judged(row):
         if row["prompt"] in ("a1", "b0", "b2"):
@@ -61,7 +72,10 @@ def test_rows_that_cannot_be_judged_are_named_in_each_set(mixed):
 
     with pytest.raises(UserError) as caught:
         source.expect(judged)
-    assert [line.rpartition("/")[2] for line in caught.value.problems] == ["a.jsonl:2: no answer", "b.jsonl:1: no answer (and 1 more rows)"]
+    assert [line.rpartition("/")[2] for line in caught.value.problems] == [
+        "a.jsonl:2: no answer",
+        "b.jsonl:1: no answer (and 1 more rows)",
+    ]
 
 
 def test_each_step_has_the_shares(mixed):
@@ -106,7 +120,9 @@ def test_a_mixture_of_one_set_is_that_set(part):
 def test_ranks_put_together_are_the_single_rank(mixed, world_size):
     source, options = mixed([5, 12], [0.7, 0.3]), {"prompts_per_step": 8, "samples_per_prompt": 2, "seed": 5}
     alone = take(PromptStream(source, **options), 6)
-    ranks = [take(PromptStream(source, rank=r, world_size=world_size, **options), 6) for r in range(world_size)]
+    ranks = [
+        take(PromptStream(source, rank=r, world_size=world_size, **options), 6) for r in range(world_size)
+    ]
     assert [sum((rank[step] for rank in ranks), []) for step in range(6)] == alone
     assert all(step[0::2] == step[1::2] for step in alone)  # p1, p1, p2, p2
 
@@ -122,12 +138,21 @@ def test_resume_from_the_step_alone(part, mixed):
 def test_what_is_shown_of_a_mixture(part):
     sources = [part("a", 3, max_prompt_tokens=1), part("b", 4)]
     source = MixedSource(sources, [3, 1])
-    assert source.shares == [0.75, 0.25] and source.report == {"rows": 7, "truncated": 3, "dropped": 0, "lowered": 0, "repeated": 0, "same_id": 0}
+    assert source.shares == [0.75, 0.25] and source.report == {
+        "rows": 7,
+        "truncated": 3,
+        "dropped": 0,
+        "lowered": 0,
+        "repeated": 0,
+        "same_id": 0,
+    }
     assert source.path == f"75% {sources[0].path} + 25% {sources[1].path}"
 
 
 def test_fewer_prompts_than_a_step(mixed):
-    with pytest.raises(UserError, match=r"data.mix=50% .*a.jsonl \+ 50% .*b.jsonl: 5 prompts are fewer than one step takes"):
+    with pytest.raises(
+        UserError, match=r"data.mix=50% .*a.jsonl \+ 50% .*b.jsonl: 5 prompts are fewer than one step takes"
+    ):
         PromptStream(mixed([2, 3], [1, 1]), prompts_per_step=6)
 
 
@@ -138,12 +163,24 @@ def test_the_first_prompts_of_a_mixture_can_be_evaluated(mixed):
 
 def test_all_that_is_wrong_with_the_sets(jsonl, tokenizer, part):
     def make(i, path, **options):
-        return lambda: PromptSource(path, tokenizer=tokenizer, max_new_tokens=9, key=f"data.mix[{i}].path", **options)
+        return lambda: PromptSource(
+            path, tokenizer=tokenizer, max_new_tokens=9, key=f"data.mix[{i}].path", **options
+        )
 
     bad = jsonl({"prompt": "a"}, {"prompt": 5}, name="bad.jsonl")
     with pytest.raises(UserError) as caught:
-        load_all([make(0, "missing.jsonl"), make(1, part("a", 2).path), make(2, bad), make(3, part("b", 2).path, prompt_column="q")])
+        load_all(
+            [
+                make(0, "missing.jsonl"),
+                make(1, part("a", 2).path),
+                make(2, bad),
+                make(3, part("b", 2).path, prompt_column="q"),
+            ]
+        )
     first, second, third = caught.value.problems
     assert first == "data.mix[0].path=missing.jsonl: no such file or folder"
     assert "bad.jsonl:2:" in second and "b.jsonl:1: data.mix[3].prompt_column=q: no such column" in third
-    assert [len(source) for source in load_all([make(0, part("a", 2).path), make(1, part("b", 3).path)])] == [2, 3]
+    assert [len(source) for source in load_all([make(0, part("a", 2).path), make(1, part("b", 3).path)])] == [
+        2,
+        3,
+    ]

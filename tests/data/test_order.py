@@ -7,7 +7,16 @@ import pytest
 
 from ppo_ds.data.order import Interleaved, Passes, WeightedRoundRobin
 
-WEIGHTS = [[1], [1, 1], [7, 2, 1], [0.7, 0.3], [0.1, 0.2, 0.3], [5, 1, 1, 1, 1, 1], [1, 1000], [23, 1, 1, 1, 1, 1, 1, 23, 23, 1, 1, 1, 1, 1, 1]]
+WEIGHTS = [
+    [1],
+    [1, 1],
+    [7, 2, 1],
+    [0.7, 0.3],
+    [0.1, 0.2, 0.3],
+    [5, 1, 1, 1, 1, 1],
+    [1, 1000],
+    [23, 1, 1, 1, 1, 1, 1, 23, 23, 1, 1, 1, 1, 1, 1],
+]
 
 
 def first(order, n):
@@ -62,20 +71,30 @@ def test_a_window_of_any_place_and_length_has_the_shares():
         for length in (1, 7, 10, 64):
             count = Counter(who[start : start + length])
             assert all(abs(count[i] - length * share) < 2 for i, share in enumerate(shares))
-    assert all(Counter(who[start : start + 10]) == {0: 6, 1: 3, 2: 1} for start in range(0, 190, 10))  # whole periods are exact
+    assert all(
+        Counter(who[start : start + 10]) == {0: 6, 1: 3, 2: 1} for start in range(0, 190, 10)
+    )  # whole periods are exact
 
 
 @pytest.mark.parametrize("weights", [[7, 2, 1], [0.25, 0.5], [0.123, 0.5]])
 def test_any_turn_can_be_asked_for(weights):
     turns = first(WeightedRoundRobin(weights), 3000)
-    assert [WeightedRoundRobin(weights)[place] for place in (2999, 1234, 40, 0)] == [turns[place] for place in (2999, 1234, 40, 0)]
+    assert [WeightedRoundRobin(weights)[place] for place in (2999, 1234, 40, 0)] == [
+        turns[place] for place in (2999, 1234, 40, 0)
+    ]
 
 
 def test_turns_have_no_seed_and_equal_weights_no_scale():
-    assert first(WeightedRoundRobin([1, 3]), 100) == first(WeightedRoundRobin([0.25, 0.75]), 100) == first(WeightedRoundRobin([5, 15]), 100)
+    assert (
+        first(WeightedRoundRobin([1, 3]), 100)
+        == first(WeightedRoundRobin([0.25, 0.75]), 100)
+        == first(WeightedRoundRobin([5, 15]), 100)
+    )
 
 
 def test_interleaved_orders_are_gone_through_one_by_one():
     """Weights 2 and 1: ABA ABA ..., A of 3 things at 0, 1, 2, B of 2 things behind them at 3, 4."""
-    order = Interleaved(WeightedRoundRobin([2, 1]), [Passes(3, 0, shuffle=False), Passes(2, 0, shuffle=False)], [0, 3])
+    order = Interleaved(
+        WeightedRoundRobin([2, 1]), [Passes(3, 0, shuffle=False), Passes(2, 0, shuffle=False)], [0, 3]
+    )
     assert first(order, 12) == [0, 3, 1, 2, 4, 0, 1, 3, 2, 0, 4, 1]

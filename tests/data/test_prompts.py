@@ -29,7 +29,12 @@ def test_left_padding(source):
     # ids 0 and 1 are <eos> and <pad>, then the alphabet from "!" (33) on: "a" is 97 - 33 + 2 = 66
     prompts = source("abc", "a", "bb").batch([0, 1, 2, 1])
     assert prompts.ids.tolist() == [[66, 67, 68], [1, 1, 66], [1, 67, 67], [1, 1, 66]]
-    assert prompts.mask.tolist() == [[True, True, True], [False, False, True], [False, True, True], [False, False, True]]
+    assert prompts.mask.tolist() == [
+        [True, True, True],
+        [False, False, True],
+        [False, True, True],
+        [False, False, True],
+    ]
     assert prompts.ids.dtype == torch.int64 and prompts.mask.dtype == torch.bool
 
 
@@ -43,11 +48,16 @@ def test_pad_is_eos_and_inner_end_tokens_stay_attended(source, byte_tokenizer):
 def test_metadata_is_the_raw_row_and_the_prompt(source):
     row = {"prompt": "a", "answer": {"n": 1}, "prompt_text": "mine", "messages": [USER, ANSWER]}
     made = source(row)
-    assert made.batch([0]).metadata == ({"data_source": made.path, "prompt": "a", "answer": {"n": 1}, "prompt_text": "a"},)
+    assert made.batch([0]).metadata == (
+        {"data_source": made.path, "prompt": "a", "answer": {"n": 1}, "prompt_text": "a"},
+    )
 
 
 def test_a_row_that_says_where_it_is_from_keeps_that(source):
-    assert source({"prompt": "a", "data_source": "openai/gsm8k"}).batch([0]).metadata[0]["data_source"] == "openai/gsm8k"
+    assert (
+        source({"prompt": "a", "data_source": "openai/gsm8k"}).batch([0]).metadata[0]["data_source"]
+        == "openai/gsm8k"
+    )
 
 
 UNUSUAL = {
@@ -64,14 +74,25 @@ UNUSUAL = {
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_unusual_columns_reach_the_reward_unchanged(tmp_path, tokenizer, kind):
     """Two prompts with three answers each: p1, p1, p1, p2, p2, p2, each with all of its row."""
-    rows = [{"prompt": "a", **UNUSUAL}, {"prompt": "b", **UNUSUAL, "tests": None, "number": None, "nothing": None}]
+    rows = [
+        {"prompt": "a", **UNUSUAL},
+        {"prompt": "b", **UNUSUAL, "tests": None, "number": None, "nothing": None},
+    ]
     if kind == "jsonl":
         (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
-    made = PromptSource(str(tmp_path / f"x.{kind}"), tokenizer=tokenizer, max_new_tokens=9, text_as_chat=False)
+    made = PromptSource(
+        str(tmp_path / f"x.{kind}"), tokenizer=tokenizer, max_new_tokens=9, text_as_chat=False
+    )
     for rank in range(2):
-        (batch,) = [next(PromptStream(made, prompts_per_step=2, samples_per_prompt=3, rank=rank, world_size=2, shuffle=False))]
+        (batch,) = [
+            next(
+                PromptStream(
+                    made, prompts_per_step=2, samples_per_prompt=3, rank=rank, world_size=2, shuffle=False
+                )
+            )
+        ]
         expected = [dict(rows[rank], prompt_text="ab"[rank], data_source=made.path)] * 3
         assert [{name: row[name] for name in expected[0]} for row in batch.metadata] == expected
         assert all(set(row) == set(expected[0]) for row in batch.metadata)
@@ -89,22 +110,44 @@ def test_chat(source, tokenizer):
 def test_a_text_is_what_a_user_says_where_there_is_a_chat_template(source, byte_tokenizer):
     made = source("hi", text_as_chat=None).batch([0]).metadata[0]
     assert made["messages"] == [USER] and made["prompt_text"] == "<user>hi<eos><assistant>"
-    assert source("hi", text_as_chat=None, tokenizer=byte_tokenizer(template=None)).batch([0]).metadata[0]["prompt_text"] == "hi"
+    assert (
+        source("hi", text_as_chat=None, tokenizer=byte_tokenizer(template=None))
+        .batch([0])
+        .metadata[0]["prompt_text"]
+        == "hi"
+    )
 
 
 def test_only_texts_get_the_tokenizers_own_special_tokens(source, byte_tokenizer):
     template = "{{ eos_token }}{{ messages[0]['content'] }}"
-    made = source("a", {"messages": [{"role": "user", "content": "b"}]}, tokenizer=byte_tokenizer(template=template, adds_bos=True))
+    made = source(
+        "a",
+        {"messages": [{"role": "user", "content": "b"}]},
+        tokenizer=byte_tokenizer(template=template, adds_bos=True),
+    )
     assert ids_of(made.batch([0, 1])) == [[0, 66], [0, 67]]
 
 
 def test_texts_and_chats_in_one_file(source):
-    rows = [{"prompt": "a"}, {"messages": [USER]}, {"prompt": "b"}, {"conversations": [{"from": "human", "value": "c"}]}]
-    assert texts(source(*rows).batch(range(4))) == ["a", "<user>hi<eos><assistant>", "b", "<user>c<eos><assistant>"]
+    rows = [
+        {"prompt": "a"},
+        {"messages": [USER]},
+        {"prompt": "b"},
+        {"conversations": [{"from": "human", "value": "c"}]},
+    ]
+    assert texts(source(*rows).batch(range(4))) == [
+        "a",
+        "<user>hi<eos><assistant>",
+        "b",
+        "<user>c<eos><assistant>",
+    ]
 
 
 def test_more_rows_than_a_chunk_stay_in_order(source, tokenizer):
-    rows = [{"prompt": f"{i}"} if i % 3 else {"prompt": [{"role": "user", "content": f"{i}"}]} for i in range(2500)]
+    rows = [
+        {"prompt": f"{i}"} if i % 3 else {"prompt": [{"role": "user", "content": f"{i}"}]}
+        for i in range(2500)
+    ]
     made = source(*rows)
     for i in (0, 1, 999, 1000, 1001, 2001, 2499):
         text = f"<user>{i}<eos><assistant>" if i % 3 == 0 else f"{i}"
@@ -113,25 +156,40 @@ def test_more_rows_than_a_chunk_stay_in_order(source, tokenizer):
 
 
 def test_truncation_keeps_the_end(source, tokenizer):
-    made = source("abcde", {"messages": [{"role": "user", "content": "x" * 50}]}, "ok", max_prompt_tokens=len("<assistant>") + 3)
+    made = source(
+        "abcde",
+        {"messages": [{"role": "user", "content": "x" * 50}]},
+        "ok",
+        max_prompt_tokens=len("<assistant>") + 3,
+    )
     assert made.report == {"rows": 3, "truncated": 1, "dropped": 0, "lowered": 0, "repeated": 0, "same_id": 0}
     prompts = made.batch([0, 1])
-    assert [tokenizer.decode(ids, skip_special_tokens=False) for ids in ids_of(prompts)] == ["abcde", "xx<eos><assistant>"]
+    assert [tokenizer.decode(ids, skip_special_tokens=False) for ids in ids_of(prompts)] == [
+        "abcde",
+        "xx<eos><assistant>",
+    ]
     assert texts(prompts)[1] == "<user>" + "x" * 50 + "<eos><assistant>"
 
 
 def test_drop(source):
     made = source("abc", "abcd", "ab", "abcde", max_prompt_tokens=3, long_prompts="drop")
-    assert made.report == {"rows": 4, "truncated": 0, "dropped": 2, "lowered": 0, "repeated": 0, "same_id": 0} and len(made) == 2
+    assert (
+        made.report == {"rows": 4, "truncated": 0, "dropped": 2, "lowered": 0, "repeated": 0, "same_id": 0}
+        and len(made) == 2
+    )
     assert [(row["n"], row["prompt_text"]) for row in made.batch([1, 0]).metadata] == [(2, "ab"), (0, "abc")]
 
 
 def test_dropping_everything_is_an_error(source):
-    with pytest.raises(UserError, match="all 2 prompts are dropped: they have more than data.max_prompt_tokens=1 tokens"):
+    with pytest.raises(
+        UserError, match="all 2 prompts are dropped: they have more than data.max_prompt_tokens=1 tokens"
+    ):
         source("ab", "cd", max_prompt_tokens=1, long_prompts="drop")
 
 
-@pytest.mark.parametrize("text", ["naïve 中文 \U0001f600 e\u0301 \u200f", "\x00\x01\t\r\n\x7f\u2028\u0085", "word " * 20_000])
+@pytest.mark.parametrize(
+    "text", ["naïve 中文 \U0001f600 e\u0301 \u200f", "\x00\x01\t\r\n\x7f\u2028\u0085", "word " * 20_000]
+)
 def test_texts_survive(source, tokenizer, text):
     prompts = source(text, "a", max_prompt_tokens=200_000).batch([1, 0])
     assert tokenizer.decode(ids_of(prompts)[1]) == text == prompts.metadata[1]["prompt_text"]
@@ -139,7 +197,14 @@ def test_texts_survive(source, tokenizer, text):
 
 
 def test_bad_rows_are_named_by_line_and_column(source):
-    rows = [{"prompt": "ok"}, {"prompt": None}, {"prompt": ""}, {"prompt": 5}, {"question": "a"}, {"prompt": "ok"}]
+    rows = [
+        {"prompt": "ok"},
+        {"prompt": None},
+        {"prompt": ""},
+        {"prompt": 5},
+        {"question": "a"},
+        {"prompt": "ok"},
+    ]
     with pytest.raises(UserError) as caught:
         source(*rows)
     problems = caught.value.problems
@@ -166,13 +231,24 @@ def test_chats_need_a_template(source, byte_tokenizer):
 
 
 def test_a_row_that_the_template_refuses(source, byte_tokenizer):
-    picky = byte_tokenizer(template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x")
-    with pytest.raises(UserError, match=r"data.jsonl:2: the chat template refuses a chat with the roles system, user \(TemplateError: no system\)"):
-        source({"messages": [USER]}, {"messages": [{"role": "system", "content": "s"}, USER]}, tokenizer=picky)
+    picky = byte_tokenizer(
+        template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
+    )
+    with pytest.raises(
+        UserError,
+        match=r"data.jsonl:2: the chat template refuses a chat with the roles system, user \(TemplateError: no system\)",
+    ):
+        source(
+            {"messages": [USER]}, {"messages": [{"role": "system", "content": "s"}, USER]}, tokenizer=picky
+        )
 
 
 def test_a_system_message(source, byte_tokenizer):
-    rows = ["hi", {"messages": [USER, ANSWER, USER]}, {"messages": [{"role": "system", "content": "own"}, USER]}]
+    rows = [
+        "hi",
+        {"messages": [USER, ANSWER, USER]},
+        {"messages": [{"role": "system", "content": "own"}, USER]},
+    ]
     made = source(*rows, system="be brief", text_as_chat=None)
     batch = made.batch([0, 1, 2])
     assert texts(batch) == [
@@ -180,17 +256,31 @@ def test_a_system_message(source, byte_tokenizer):
         "<system>be brief<eos><user>hi<eos><assistant>yo<eos><user>hi<eos><assistant>",
         "<system>own<eos><user>hi<eos><assistant>",
     ]
-    assert batch.metadata[0]["messages"] == [{"role": "system", "content": "be brief"}, USER]  # what a reward model is shown
+    assert batch.metadata[0]["messages"] == [
+        {"role": "system", "content": "be brief"},
+        USER,
+    ]  # what a reward model is shown
     assert ids_of(batch)[0] == byte_tokenizer().encode_chat(batch.metadata[0]["messages"])
 
 
 def test_a_system_message_needs_a_template_that_takes_it(source, byte_tokenizer):
-    with pytest.raises(UserError, match="data.system='be brief': the tokenizer has no chat template to put it in; set data.chat_template, or"):
+    with pytest.raises(
+        UserError,
+        match="data.system='be brief': the tokenizer has no chat template to put it in; set data.chat_template, or",
+    ):
         source("hi", system="be brief", tokenizer=byte_tokenizer(template=None))
-    with pytest.raises(UserError, match=r"data.jsonl:1: column \"prompt\" is a text that stays as it is, .* data.text_as_chat=false"):
+    with pytest.raises(
+        UserError,
+        match=r"data.jsonl:1: column \"prompt\" is a text that stays as it is, .* data.text_as_chat=false",
+    ):
         source("hi", system="be brief", text_as_chat=False)
-    picky = byte_tokenizer(template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x")
-    with pytest.raises(UserError, match=r"data.jsonl:1: the chat template refuses a chat with the roles system, user \(TemplateError: no system\)"):
+    picky = byte_tokenizer(
+        template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
+    )
+    with pytest.raises(
+        UserError,
+        match=r"data.jsonl:1: the chat template refuses a chat with the roles system, user \(TemplateError: no system\)",
+    ):
         source({"messages": [USER]}, system="be brief", tokenizer=picky)
 
 
@@ -200,15 +290,30 @@ def test_a_prompt_without_tokens(source, byte_tokenizer):
 
 
 def test_each_answer_has_the_limit_of_its_row_or_of_the_run(source):
-    rows = [{"prompt": "a"}, {"prompt": "b", "max_new_tokens": 3}, {"prompt": "c", "max_new_tokens": None}, {"prompt": "d", "max_new_tokens": 7}]
-    made = source(*rows, {"prompt": "e", "max_new_tokens": 8.0}, {"prompt": "f", "max_new_tokens": 9e9}, max_new_tokens=7)
+    rows = [
+        {"prompt": "a"},
+        {"prompt": "b", "max_new_tokens": 3},
+        {"prompt": "c", "max_new_tokens": None},
+        {"prompt": "d", "max_new_tokens": 7},
+    ]
+    made = source(
+        *rows,
+        {"prompt": "e", "max_new_tokens": 8.0},
+        {"prompt": "f", "max_new_tokens": 9e9},
+        max_new_tokens=7,
+    )
     prompts = made.batch([5, 4, 3, 2, 1, 1, 0])
     assert prompts.limits.tolist() == [7, 7, 7, 7, 3, 3, 7] and prompts.limits.dtype == torch.int64
     assert made.report["lowered"] == 2 and prompts.metadata[4]["max_new_tokens"] == 3
 
 
 def test_limits_stay_with_their_prompts_where_others_are_dropped(source):
-    rows = [{"prompt": "abc", "max_new_tokens": 20}, {"prompt": "a", "max_new_tokens": 2}, {"prompt": "abc"}, {"prompt": "b", "max_new_tokens": 4}]
+    rows = [
+        {"prompt": "abc", "max_new_tokens": 20},
+        {"prompt": "a", "max_new_tokens": 2},
+        {"prompt": "abc"},
+        {"prompt": "b", "max_new_tokens": 4},
+    ]
     made = source(*rows, max_prompt_tokens=2, long_prompts="drop")
     assert made.batch([0, 1]).limits.tolist() == [2, 4] and made.report == {
         "rows": 4,
@@ -228,7 +333,9 @@ def test_limits_of_a_csv_file_are_text(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, "many", True, [3], "nan", "inf", 10**400])
 def test_a_limit_that_is_no_count(source, value):
-    with pytest.raises(UserError, match=r'data.jsonl:2: column "max_new_tokens" must be a whole number of at least 1, not '):
+    with pytest.raises(
+        UserError, match=r'data.jsonl:2: column "max_new_tokens" must be a whole number of at least 1, not '
+    ):
         source("a", {"prompt": "b", "max_new_tokens": value})
 
 
@@ -296,7 +403,10 @@ def test_resume_with_another_number_of_ranks(source):
 
 
 def test_fewer_prompts_than_a_step(source):
-    with pytest.raises(UserError, match=r"data.path=.*data.jsonl: 3 prompts are fewer than one step takes \(rollout.prompts_per_step=4\)"):
+    with pytest.raises(
+        UserError,
+        match=r"data.path=.*data.jsonl: 3 prompts are fewer than one step takes \(rollout.prompts_per_step=4\)",
+    ):
         PromptStream(source("a", "b", "c"), prompts_per_step=4)
     assert len(next(PromptStream(source("a", "b", "c"), prompts_per_step=3))) == 3
 
@@ -309,13 +419,25 @@ def test_rows_that_cannot_be_split(source):
 # ---- evaluation
 
 
-@pytest.mark.parametrize(("n", "world_size", "rows", "limit"), [(7, 1, 3, None), (7, 2, 3, None), (7, 4, 1, None), (2, 4, 8, None), (9, 3, 2, 5)])
+@pytest.mark.parametrize(
+    ("n", "world_size", "rows", "limit"),
+    [(7, 1, 3, None), (7, 2, 3, None), (7, 4, 1, None), (2, 4, 8, None), (9, 3, 2, 5)],
+)
 def test_eval_counts_every_prompt_once_and_ranks_run_alike(source, n, world_size, rows, limit):
     made = source(*letters(n))
-    ranks = [eval_batches(made, rank=r, world_size=world_size, rows_per_batch=rows, max_prompts=limit) for r in range(world_size)]
+    ranks = [
+        eval_batches(made, rank=r, world_size=world_size, rows_per_batch=rows, max_prompts=limit)
+        for r in range(world_size)
+    ]
     shapes = [[len(prompts) for prompts, _ in batches] for batches in ranks]
     assert all(shape == shapes[0] for shape in shapes) and max(shapes[0]) <= rows
-    counted = [text for batches in ranks for prompts, weights in batches for text, w in zip(texts(prompts), weights.tolist(), strict=True) if w == 1]
+    counted = [
+        text
+        for batches in ranks
+        for prompts, weights in batches
+        for text, w in zip(texts(prompts), weights.tolist(), strict=True)
+        if w == 1
+    ]
     assert counted == letters(n)[:limit]
     assert {w for batches in ranks for _, weights in batches for w in weights.tolist()} <= {0.0, 1.0}
 

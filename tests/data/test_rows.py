@@ -10,12 +10,17 @@ import pytest
 from ppo_ds.data.rows import _from_hub, load_rows
 from ppo_ds.errors import UserError
 
-ROWS = [{"prompt": 'one\ntwo, "three"', "answer": "1"}, {"prompt": "naïve \u2028 \U0001f600 \x01", "answer": "2"}]
+ROWS = [
+    {"prompt": 'one\ntwo, "three"', "answer": "1"},
+    {"prompt": "naïve \u2028 \U0001f600 \x01", "answer": "2"},
+]
 
 
 def write_all(folder):
     """The same rows in every format."""
-    (folder / "a.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS), encoding="utf-8")
+    (folder / "a.jsonl").write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS), encoding="utf-8"
+    )
     (folder / "b.json").write_text(json.dumps(ROWS, indent=1), encoding="utf-8")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "c.parquet")
     quoted = [",".join('"' + value.replace('"', '""') + '"' for value in row.values()) for row in ROWS]
@@ -75,8 +80,16 @@ def test_max_rows_reads_no_further(jsonl):
     [
         ("x.jsonl", b'{"prompt": "a"}\n{"prompt": "b"\n', "x.jsonl:2: not a JSON object on one line"),
         ("x.jsonl", b'{"prompt": "a"}\n\n{"promp', "x.jsonl:3: not a JSON object on one line"),
-        ("x.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "x.jsonl:2: not a JSON object on one line: 'utf-8'"),
-        ("x.jsonl", b'{"prompt": "a"}\n["b"]\n', "x.jsonl:2: a row must be a JSON object with named columns, not list"),
+        (
+            "x.jsonl",
+            b'{"prompt": "a"}\n{"prompt": "\xff"}\n',
+            "x.jsonl:2: not a JSON object on one line: 'utf-8'",
+        ),
+        (
+            "x.jsonl",
+            b'{"prompt": "a"}\n["b"]\n',
+            "x.jsonl:2: a row must be a JSON object with named columns, not list",
+        ),
         ("x.json", b'[{"prompt": "a"},\n 5]', "x.json row 2: a row must be a JSON object"),
         ("x.json", b'[{"prompt": "a"},\n {"prompt"]', "x.json:2: not JSON"),
         ("x.json", b'{\n "prompt": "a"}', "x.json:1: not a JSON object on one line"),
@@ -124,7 +137,9 @@ def test_local_files_leave_nothing_in_a_cache_where_ranks_could_meet(tmp_path):
     (tmp_path / "cache").mkdir()
     write_all(tmp_path / "data")
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        assert pool.starmap(_load_here, [(str(tmp_path / "data"), str(tmp_path / "cache"))] * 2) == [(8, [])] * 2
+        assert (
+            pool.starmap(_load_here, [(str(tmp_path / "data"), str(tmp_path / "cache"))] * 2) == [(8, [])] * 2
+        )
 
 
 @pytest.fixture
@@ -162,6 +177,10 @@ def test_hub_out_of_reach(monkeypatch):
 
 def test_hub_rows_come_through_load_rows(monkeypatch):
     rows = datasets.Dataset.from_list(ROWS)
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, split, revision: {("org/name", "dev", "v1"): rows}[path, split, revision])
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda path, split, revision: {("org/name", "dev", "v1"): rows}[path, split, revision],
+    )
     loaded = load_rows("org/name", split="dev", revision="v1", max_rows=1)
     assert list(loaded) == ROWS[:1] and loaded.place(0) == "org/name[dev] row 1"

@@ -55,7 +55,11 @@ def test_errors(monkeypatch):
 @pytest.mark.parametrize(("asked", "code"), [("kill@a", -9), ("stop@a", -15)])
 def test_signals(asked, code):
     environment = {"PPO_DS_FAULT": asked, "PYTHONPATH": ":".join(sys.path)}
-    ended = subprocess.run([sys.executable, "-c", "from ppo_ds.distributed.faults import fault; fault('a')"], env=environment, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", "from ppo_ds.distributed.faults import fault; fault('a')"],
+        env=environment,
+        check=False,
+    )
     assert ended.returncode == code
 
 

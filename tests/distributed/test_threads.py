@@ -16,9 +16,14 @@ def machine(ranks: int, cores: int, name: str = "a", quota: float = math.inf) ->
     return [Cores(name, frozenset(range(cores)), quota)] * ranks
 
 
-@pytest.mark.parametrize(("ranks", "cores", "each"), [(1, 2, 2), (2, 2, 1), (3, 2, 1), (8, 96, 12), (3, 6, 2), (3, 8, 2), (7, 64, 9)])
+@pytest.mark.parametrize(
+    ("ranks", "cores", "each"),
+    [(1, 2, 2), (2, 2, 1), (3, 2, 1), (8, 96, 12), (3, 6, 2), (3, 8, 2), (7, 64, 9)],
+)
 def test_cores_are_divided_by_ranks_and_nobody_goes_without(ranks: int, cores: int, each: int) -> None:
-    assert [share(rank, machine(ranks, cores), None) for rank in range(ranks)] == [Threads(each, cores, ranks)] * ranks
+    assert [share(rank, machine(ranks, cores), None) for rank in range(ranks)] == [
+        Threads(each, cores, ranks)
+    ] * ranks
 
 
 def test_each_machine_counts_its_own_ranks() -> None:
@@ -30,7 +35,10 @@ def test_each_machine_counts_its_own_ranks() -> None:
 def test_ranks_that_a_launcher_has_bound_to_cores_keep_all_of_those() -> None:
     bound = [Cores("a", frozenset(range(4)), math.inf), Cores("a", frozenset(range(4, 8)), math.inf)]
     assert [share(rank, bound, None) for rank in range(2)] == [Threads(4, 8, 2)] * 2
-    partly = [Cores("a", frozenset({0, 1, 2, 3}), math.inf), Cores("a", frozenset({2, 3}), math.inf)]  # 1 + 1 + 1/2 + 1/2, and 1/2 + 1/2
+    partly = [
+        Cores("a", frozenset({0, 1, 2, 3}), math.inf),
+        Cores("a", frozenset({2, 3}), math.inf),
+    ]  # 1 + 1 + 1/2 + 1/2, and 1/2 + 1/2
     assert [share(rank, partly, None).each for rank in range(2)] == [3, 1]
 
 

@@ -50,7 +50,9 @@ def clock(monkeypatch):
     def sleep(seconds):
         now[0] += seconds
 
-    monkeypatch.setattr(module, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0], "sleep": sleep}))
+    monkeypatch.setattr(
+        module, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0], "sleep": sleep})
+    )
     return now
 
 
@@ -98,7 +100,9 @@ def test_no_rank_is_blamed_where_all_are_as_silent(watch, clock):
     watch._notices.count("silent0")  # rank 0 has found the same of itself
     watch.guard(0.1, lambda why: None)
     looks(watch, clock, 14)
-    assert json.loads(watch._notices.texts["failure"])["why"].startswith("no sign of life from any rank for 6 s; run.timeout_minutes=0.1 ")
+    assert json.loads(watch._notices.texts["failure"])["why"].startswith(
+        "no sign of life from any rank for 6 s; run.timeout_minutes=0.1 "
+    )
 
 
 def test_each_sign_starts_the_silence_anew(watch, clock):

@@ -57,7 +57,11 @@ class Tiny(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         self.seen += 1
-        return self.head(self.out(self.drop(self.norm(torch.tanh(self.hidden(self.embed(ids))))))) * self.scalar * self.frozen.sum()
+        return (
+            self.head(self.out(self.drop(self.norm(torch.tanh(self.hidden(self.embed(ids)))))))
+            * self.scalar
+            * self.frozen.sum()
+        )
 
 
 def allow_fp16_on_cpu() -> None:
@@ -66,13 +70,22 @@ def allow_fp16_on_cpu() -> None:
 
 
 def make(
-    world: World, stage: int, dtype: str, *, raw: dict[str, Any] | None = None, offload: bool = False, seed: int = 0, dropout: float = 0.1
+    world: World,
+    stage: int,
+    dtype: str,
+    *,
+    raw: dict[str, Any] | None = None,
+    offload: bool = False,
+    seed: int = 0,
+    dropout: float = 0.1,
 ) -> TrainedModel:
     torch.manual_seed(seed)
     return TrainedModel(
         Tiny(dropout).to(DTYPES[dtype]),
         world=world,
-        deepspeed_config=deepspeed_config(stage=stage, dtype=dtype, offload_optimizer=offload, grad_clip=1.0, raw=raw or {}),
+        deepspeed_config=deepspeed_config(
+            stage=stage, dtype=dtype, offload_optimizer=offload, grad_clip=1.0, raw=raw or {}
+        ),
         schedule=LRSchedule(1e-2, "cosine", 0.1, 0.1, 12),
         betas=(0.9, 0.95),
         eps=1e-8,
@@ -88,7 +101,9 @@ def train(model: TrainedModel, steps: range) -> list[StepInfo]:
         halves = ids.chunk(model.world.size)[model.world.rank].chunk(2)
         for i, rows in enumerate(halves):
             logits = model(rows).float()
-            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+            loss = nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"
+            )
             model.backward(loss / 32 * model.world.size, last=i == len(halves) - 1)
         infos.append(model.step())
     return infos
@@ -96,7 +111,9 @@ def train(model: TrainedModel, steps: range) -> list[StepInfo]:
 
 def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
     """To the bit; True on the ranks that have nothing to compare."""
-    return a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
+    return (
+        a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
+    )
 
 
 def forget_moments(model: TrainedModel) -> None:
@@ -115,7 +132,14 @@ def forget_rng(model: TrainedModel) -> None:
 
 
 def exact(
-    world: World, root: Path, stage: int, dtype: str, *, offload: bool, forget: Callable[[TrainedModel], None] | None = None, **raw: Any
+    world: World,
+    root: Path,
+    stage: int,
+    dtype: str,
+    *,
+    offload: bool,
+    forget: Callable[[TrainedModel], None] | None = None,
+    **raw: Any,
 ) -> Case:
     """5 steps, save, 5 more; against a new engine with other weights that loads and goes on for 5."""
     kind = {"raw": raw, "offload": offload}
@@ -171,7 +195,9 @@ def write_reference(world: World, root: Path) -> None:
         weights = consolidated(model)
         rest = train(model, range(5, 10))
         if weights is not None:
-            save_file({name: tensor.clone() for name, tensor in weights.items()}, directory / "weights.safetensors")
+            save_file(
+                {name: tensor.clone() for name, tensor in weights.items()}, directory / "weights.safetensors"
+            )
             (directory / "rest.json").write_text(json.dumps([[info.grad_norm, info.lr] for info in rest]))
 
 
@@ -186,9 +212,16 @@ def read_references(world: World, root: Path) -> Iterator[Case]:
             equal = same(load_file(directory / "weights.safetensors"), consolidated(model))
             rest = train(model, range(5, 10))
             expected = json.loads((directory / "rest.json").read_text())
-            gap = max(abs(info.grad_norm - norm) / norm for info, (norm, _) in zip(rest, expected, strict=True))
+            gap = max(
+                abs(info.grad_norm - norm) / norm for info, (norm, _) in zip(rest, expected, strict=True)
+            )
             same_lr = [info.lr for info in rest] == [lr for _, lr in expected]
-            yield {"case": f"{directory.name} -> {world.size}-{own_stage}", "weights": equal, "gap": gap, "lr": same_lr}
+            yield {
+                "case": f"{directory.name} -> {world.size}-{own_stage}",
+                "weights": equal,
+                "gap": gap,
+                "lr": same_lr,
+            }
 
 
 def draws() -> list[float]:
@@ -198,7 +231,10 @@ def draws() -> list[float]:
 def whole_run(world: World, root: Path) -> Case:
     """Both models and the loop's state; one rank's disk is full in the second save; back to the first."""
     checkpoints = Checkpoints(root / "run", world=world, keep_last=2)
-    models = {"actor": make(world, 3, "bf16", raw={"zero_optimization": NOT_PERSISTENT}), "critic": make(world, 2, "fp32", seed=5)}
+    models = {
+        "actor": make(world, 3, "bf16", raw={"zero_optimization": NOT_PERSISTENT}),
+        "critic": make(world, 2, "fp32", seed=5),
+    }
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(7 + world.rank)
     draws()
@@ -220,11 +256,16 @@ def whole_run(world: World, root: Path) -> Case:
     world.barrier()
 
     left = sorted(file.name for file in checkpoints.root.iterdir())
-    fresh = {"actor": make(world, 3, "bf16", raw={"zero_optimization": NOT_PERSISTENT}, seed=9), "critic": make(world, 2, "fp32", seed=9)}
+    fresh = {
+        "actor": make(world, 3, "bf16", raw={"zero_optimization": NOT_PERSISTENT}, seed=9),
+        "critic": make(world, 2, "fp32", seed=9),
+    }
     latest = checkpoints.latest()
     assert latest is not None
     state = checkpoints.load(latest, fresh)
-    tensors = {role: sum(file.stat().st_size for file in (path / role).glob("*.safetensors")) for role in models}
+    tensors = {
+        role: sum(file.stat().st_size for file in (path / role).glob("*.safetensors")) for role in models
+    }
     return {
         "case": "whole run",
         "bytes": [(tensors[role], model_bytes(model)) for role, model in models.items()],
@@ -247,8 +288,10 @@ def ties(world: World) -> Case:
         "case": "ties",
         "keys": weights is None or list(weights) == list(module.state_dict()),
         "tied": weights is None or weights["head.weight"] is weights["embed.weight"],
-        "dtypes": weights is None or {t.dtype for name, t in weights.items() if name != "seen"} == {torch.bfloat16},
-        "shapes": weights is None or all(weights[name].shape == t.shape for name, t in module.state_dict().items()),
+        "dtypes": weights is None
+        or {t.dtype for name, t in weights.items() if name != "seen"} == {torch.bfloat16},
+        "shapes": weights is None
+        or all(weights[name].shape == t.shape for name, t in module.state_dict().items()),
     }
 
 
@@ -295,11 +338,20 @@ def be_a_rank(root: Path, mode: str) -> None:
     found = []
     for case in read_references(world, root) if mode == "references" else cases(world, root, mode):
         others = world.gather_objects(case)
-        found.append(case | {key: all(other[key] for other in others) for key, value in case.items() if isinstance(value, bool)})
+        found.append(
+            case
+            | {
+                key: all(other[key] for other in others)
+                for key, value in case.items()
+                if isinstance(value, bool)
+            }
+        )
     if world.is_main:
         (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
     world.close()
-    os._exit(0)  # what is left of dozens of engines can abort the interpreter at its end ("terminate called without an active exception")
+    os._exit(
+        0
+    )  # what is left of dozens of engines can abort the interpreter at its end ("terminate called without an active exception")
 
 
 if __name__ == "__main__":

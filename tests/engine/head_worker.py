@@ -36,7 +36,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def load(folder: Path, dtype: str = "fp32", checkpointing: bool = False, lora: bool = False, value_head: bool = False) -> Policy:
+def load(
+    folder: Path,
+    dtype: str = "fp32",
+    checkpointing: bool = False,
+    lora: bool = False,
+    value_head: bool = False,
+) -> Policy:
     policy = load_policy(
         str(folder), revision=None, dtype=dtype, trust_remote_code=False, attn_implementation="eager", gradient_checkpointing=checkpointing,
         temperature=0.7, value_head=value_head, key="actor.model.path",
@@ -52,7 +58,15 @@ def trained(world: World, folder: Path, stage: int, dtype: str = "fp32", **optio
     with sharded_loading(config) if stage == 3 else nullcontext():
         policy = load(folder, dtype, **options)
     schedule = LRSchedule(1e-2, "constant", 0.0, 0.0, STEPS)
-    return TrainedModel(policy, world=world, deepspeed_config=config, schedule=schedule, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
+    return TrainedModel(
+        policy,
+        world=world,
+        deepspeed_config=config,
+        schedule=schedule,
+        betas=(0.9, 0.95),
+        eps=1e-6,
+        weight_decay=0.0,
+    )
 
 
 def step(model: TrainedModel) -> float:

@@ -35,7 +35,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Case = dict[str, Any]
 
 
-def config(root: Path, stage: int, dtype: str = "fp32", *, other_reference: bool = False, checkpointing: bool = False, **zero: bool) -> Config:
+def config(
+    root: Path,
+    stage: int,
+    dtype: str = "fp32",
+    *,
+    other_reference: bool = False,
+    checkpointing: bool = False,
+    **zero: bool,
+) -> Config:
     role = {
         "zero": {"stage": stage, **zero},
         "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {},
@@ -44,9 +52,15 @@ def config(root: Path, stage: int, dtype: str = "fp32", *, other_reference: bool
     }
     tree = {
         "run": {"steps": 1, "seed": 3},
-        "actor": {**role, "model": {"path": str(root / "actor"), "dtype": dtype, "gradient_checkpointing": checkpointing}},
+        "actor": {
+            **role,
+            "model": {"path": str(root / "actor"), "dtype": dtype, "gradient_checkpointing": checkpointing},
+        },
         "critic": role,
-        "reference": {"model": {"path": str(root / "other")} if other_reference else {}, "zero": {"stage": 3 if stage == 3 else 0}},
+        "reference": {
+            "model": {"path": str(root / "other")} if other_reference else {},
+            "zero": {"stage": 3 if stage == 3 else 0},
+        },
         "rollout": {"prompts_per_step": 2},
         "sampling": {"max_new_tokens": R},
         "data": {"path": "none.jsonl"},
@@ -102,7 +116,9 @@ def train(model: TrainedModel, steps: range) -> list[StepInfo]:
 
 def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
     """To the bit; True on the ranks that have nothing to compare."""
-    return a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
+    return (
+        a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
+    )
 
 
 @torch.no_grad()
@@ -135,8 +151,12 @@ def decoded_gap(actor: HybridActor) -> float:
     """Between the logits of the model that decodes and those of the engine; its log-probs stand for them."""
     ids, mask = batch(0, actor.world)
     with actor.generation_mode():
-        logits = actor.lm(input_ids=ids, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits[:, -R - 1 : -1]
-    decoded = logits.float().log_softmax(-1).gather(2, ids[:, -R:, None])[..., 0].masked_fill(~mask[:, -R:], 0.0)
+        logits = actor.lm(
+            input_ids=ids, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+        ).logits[:, -R - 1 : -1]
+    decoded = (
+        logits.float().log_softmax(-1).gather(2, ids[:, -R:, None])[..., 0].masked_fill(~mask[:, -R:], 0.0)
+    )
     return float((decoded - logprobs(actor)).abs().max())
 
 
@@ -150,8 +170,13 @@ def exported_gaps(actor: HybridActor, folder: Path, base: Path) -> dict[str, flo
     actor.module.save(folder / "model", weights)
     actor.module.save_adapter(folder / "adapter", weights)
     merged = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    on_base = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder / "adapter")
-    gaps = {name: plain_logprobs(lm, actor.world) - expected for name, lm in (("model", merged), ("adapter", on_base))}
+    on_base = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder / "adapter"
+    )
+    gaps = {
+        name: plain_logprobs(lm, actor.world) - expected
+        for name, lm in (("model", merged), ("adapter", on_base))
+    }
     return {name: float(gap.abs().max()) for name, gap in gaps.items()}
 
 
@@ -168,18 +193,28 @@ def trained_actor(world: World, root: Path, stage: int, dtype: str = "fp32", **h
     if first is not None and last is not None:
         adapters = {name: x for name, x in last.items() if ".lora_" in name}
         found |= {
-            "base untouched": all(torch.equal(first[name], x) for name, x in last.items() if name not in adapters),
-            "all adapters changed": len(adapters) == 28 and not any(torch.equal(first[name], x) for name, x in adapters.items()),
-            "B starts at 0, A does not": all(bool((first[name] == 0).all()) == (".lora_B." in name) for name in adapters),
+            "base untouched": all(
+                torch.equal(first[name], x) for name, x in last.items() if name not in adapters
+            ),
+            "all adapters changed": len(adapters) == 28
+            and not any(torch.equal(first[name], x) for name, x in adapters.items()),
+            "B starts at 0, A does not": all(
+                bool((first[name] == 0).all()) == (".lora_B." in name) for name in adapters
+            ),
         }
         save_file(
-            {f"{when}/{name}": state[name].clone() for when, state in (("first", first), ("last", last)) for name in adapters},
+            {
+                f"{when}/{name}": state[name].clone()
+                for when, state in (("first", first), ("last", last))
+                for name in adapters
+            },
             root / f"{label}.safetensors",
         )
     found |= {
         "shared": isinstance(reference, FrozenBase),
         "reference stays": torch.equal(start, stays),
-        "adapters on again": torch.equal(logprobs(actor), trained) and adapters_after_a_failure(reference, actor),
+        "adapters on again": torch.equal(logprobs(actor), trained)
+        and adapters_after_a_failure(reference, actor),
         "gap to the base": float((stays - plain_logprobs(base, world)).abs().max()),
         "moved": float((trained - stays).abs().max()),
         "decoded gap": decoded_gap(actor),
@@ -199,7 +234,11 @@ def another_reference(world: World, root: Path) -> Case:
     ids, mask = batch(0, world)
     found = reference(ids, mask, R).logprobs.masked_fill(~mask[:, -R:], 0.0)
     actor.engine.destroy()
-    return {"case": "another reference", "own": type(reference) is FrozenModel, "gap": float((found - plain_logprobs(other, world)).abs().max())}
+    return {
+        "case": "another reference",
+        "own": type(reference) is FrozenModel,
+        "gap": float((found - plain_logprobs(other, world)).abs().max()),
+    }
 
 
 def trained_critic(world: World, root: Path, stage: int) -> Case:
@@ -209,19 +248,37 @@ def trained_critic(world: World, root: Path, stage: int) -> Case:
     for step in range(5):
         lrs += [info.lr for info in train(critic, range(step, step + 1))]
         state = consolidated(critic) or {}
-        moves.append({kind: max((float(x.abs().max()) for name, x in state.items() if kind in name), default=0.0) for kind in ("score", "lora_B")})
+        moves.append(
+            {
+                kind: max((float(x.abs().max()) for name, x in state.items() if kind in name), default=0.0)
+                for kind in ("score", "lora_B")
+            }
+        )
     ids, mask = batch(0, world)
     mask[:] = True
     with torch.no_grad():
         values = critic(ids, mask, R)
     gap = None
     if state:
-        critic.module.save(root / "exported" / f"critic {world.size} {stage}", {name.removeprefix("model."): x for name, x in state.items()})
-        plain = AutoModelForSequenceClassification.from_pretrained(root / "exported" / f"critic {world.size} {stage}", dtype=torch.float32)
+        critic.module.save(
+            root / "exported" / f"critic {world.size} {stage}",
+            {name.removeprefix("model."): x for name, x in state.items()},
+        )
+        plain = AutoModelForSequenceClassification.from_pretrained(
+            root / "exported" / f"critic {world.size} {stage}", dtype=torch.float32
+        )
         with torch.no_grad():
-            gap = float((plain.score(plain.model(ids).last_hidden_state)[:, -R - 1 :, 0] - values).abs().max())
+            gap = float(
+                (plain.score(plain.model(ids).last_hidden_state)[:, -R - 1 :, 0] - values).abs().max()
+            )
     critic.engine.destroy()
-    return {"case": f"critic {world.size} zero{stage}", "moves": moves, "lrs": lrs, "gap": gap, "values": float(values.abs().max())}
+    return {
+        "case": f"critic {world.size} zero{stage}",
+        "moves": moves,
+        "lrs": lrs,
+        "gap": gap,
+        "values": float(values.abs().max()),
+    }
 
 
 def resumed(world: World, root: Path, stage: int, dtype: str, role: str) -> Case:
@@ -244,7 +301,9 @@ def resumed(world: World, root: Path, stage: int, dtype: str, role: str) -> Case
         "loaded": same(saved, loaded),
         "steps": whole == rest,
         "weights": same(finished, consolidated(again)) and (saved is None or not same(saved, finished)),
-        "only what is trained": all(".lora_" in name or name == "model.score.weight" for name in MasterWeights(again).parameters),
+        "only what is trained": all(
+            ".lora_" in name or name == "model.score.weight" for name in MasterWeights(again).parameters
+        ),
     }
     for one in (model, again):
         one.engine.destroy()
@@ -257,7 +316,9 @@ def refused(world: World, root: Path) -> Case:
 
     def actor(**lora: Any) -> HybridActor:
         settings = config(root, 0)
-        return actor_of(replace(settings, actor=replace(settings.actor, lora=replace(settings.actor.lora, **lora))), world)
+        return actor_of(
+            replace(settings, actor=replace(settings.actor, lora=replace(settings.actor.lora, **lora))), world
+        )
 
     def complaint(**lora: Any) -> str:
         model = actor(**lora)
@@ -281,7 +342,9 @@ def refused(world: World, root: Path) -> Case:
         "targets": complaint(targets=["q_proj"]),
     }
     file = directory / "model.json"
-    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "settings"}))
+    file.write_text(
+        json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "settings"})
+    )
     return found | {"older": complaint(alpha=64.0), "older rank": complaint(rank=4)}
 
 
@@ -310,12 +373,21 @@ def main() -> None:
     found = []
     for case in cases(world, root):
         others = world.gather_objects(case)
-        found.append(case | {key: all(other[key] for other in others if key in other) for key, value in case.items() if isinstance(value, bool)})
+        found.append(
+            case
+            | {
+                key: all(other[key] for other in others if key in other)
+                for key, value in case.items()
+                if isinstance(value, bool)
+            }
+        )
         gc.collect()
     if world.is_main:
         (root / f"{world.size}.json").write_text(json.dumps(found))
     world.close()
-    os._exit(0)  # what is left of dozens of engines can abort the interpreter at its end ("terminate called without an active exception")
+    os._exit(
+        0
+    )  # what is left of dozens of engines can abort the interpreter at its end ("terminate called without an active exception")
 
 
 if __name__ == "__main__":

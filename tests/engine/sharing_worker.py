@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from ppo_ds.build.roles import CLASSIFIER, CriticStart, Needs, RewardModels, build_actor, build_critic, build_reference
+from ppo_ds.build.roles import (
+    CLASSIFIER,
+    CriticStart,
+    Needs,
+    RewardModels,
+    build_actor,
+    build_critic,
+    build_reference,
+)
 from ppo_ds.config.schema import Config, FrozenZeroConfig, ModelConfig, from_tree, inherit
 from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.checkpoint.state import consolidated, load_model, save_model
@@ -77,7 +85,9 @@ def by_transformers(folder: Path, dtype: torch.dtype) -> Tensor:
     """One unpadded text at a time."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype)
     model.config.pad_token_id = None
-    return torch.stack([model(input_ids=ids[mask][None]).logits[0, 0].float() for ids, mask in zip(*batch(), strict=True)])
+    return torch.stack(
+        [model(input_ids=ids[mask][None]).logits[0, 0].float() for ids, mask in zip(*batch(), strict=True)]
+    )
 
 
 def train(critic: TrainedModel, steps: int) -> None:
@@ -113,11 +123,21 @@ def shared_reward(world: World, root: Path, stage: int, dtype: str, lora: int = 
         "shared": isinstance(scorer, FrozenBase),
         "taken": taken,
         "model": sum(p.nbytes for p in load_reward_model(**loading(model)).parameters()),
-        "gap": float((first - by_transformers(root / "reward", getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype]))).abs().max()),
+        "gap": float(
+            (
+                first
+                - by_transformers(
+                    root / "reward", getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype])
+                )
+            )
+            .abs()
+            .max()
+        ),
         "stays": torch.equal(first, last),
         "spread": float(first.std()),
         "moved": float(moved),
-        "critic undisturbed": torch.equal(critic(*batch(), R).detach(), trained) and after_a_failure(scorer, critic, trained),
+        "critic undisturbed": torch.equal(critic(*batch(), R).detach(), trained)
+        and after_a_failure(scorer, critic, trained),
         "notes": notes[:1],
     }
     state = consolidated(critic) or {}
@@ -126,7 +146,9 @@ def shared_reward(world: World, root: Path, stage: int, dtype: str, lora: int = 
         save_model(critic, root / "saved" / str(found["case"]))
         again, scorer, _ = build()
         load_model(again, root / "saved" / str(found["case"]))
-        found["resumed"] = torch.equal(scored(scorer), first) and torch.equal(again(*batch(), R).detach(), trained)
+        found["resumed"] = torch.equal(scored(scorer), first) and torch.equal(
+            again(*batch(), R).detach(), trained
+        )
         again.engine.destroy()
     critic.engine.destroy()
     return found
@@ -144,7 +166,9 @@ def after_a_failure(scorer: FrozenModel, critic: TrainedModel, trained: Tensor) 
 
 
 def loading(model: ModelConfig) -> dict[str, Any]:
-    return dict(path=model.path, revision=None, dtype=model.dtype, trust_remote_code=False, attn_implementation="sdpa")
+    return dict(
+        path=model.path, revision=None, dtype=model.dtype, trust_remote_code=False, attn_implementation="sdpa"
+    )
 
 
 def reference_of_adapters(world: World, root: Path, reference: str) -> Case:
@@ -153,7 +177,11 @@ def reference_of_adapters(world: World, root: Path, reference: str) -> Case:
     actor = build_actor(settings, world, NEEDS, 4, lambda _: nullcontext())
     before = storages()
     kept = build_reference(settings, world, NEEDS, actor)
-    found = {"case": f"reference {reference}", "taken": taken_since(before), "shared": isinstance(kept, FrozenBase)}
+    found = {
+        "case": f"reference {reference}",
+        "taken": taken_since(before),
+        "shared": isinstance(kept, FrozenBase),
+    }
     found["actor"] = sum(p.nbytes for name, p in actor.module.named_parameters() if ".lora_" not in name)
     actor.engine.destroy()
     return found
@@ -163,7 +191,11 @@ def main() -> None:
     root, world = Path(sys.argv[1]), connect(5)
     found = [reference_of_adapters(world, root, reference) for reference in ("actor", "other")]
     found += [shared_reward(world, root, stage, "fp32") for stage in range(4)]
-    found += [shared_reward(world, root, 2, "bf16"), shared_reward(world, root, 3, "bf16"), shared_reward(world, root, 0, "fp32", lora=0)]
+    found += [
+        shared_reward(world, root, 2, "bf16"),
+        shared_reward(world, root, 3, "bf16"),
+        shared_reward(world, root, 0, "fp32", lora=0),
+    ]
     if world.is_main:
         (root / "found.json").write_text(json.dumps({case["case"]: case for case in found}))
     world.close()

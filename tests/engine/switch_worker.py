@@ -32,9 +32,21 @@ from ppo_ds.types import Prompts, Rollout
 
 V, ROWS, EOS = 23, 4, 2
 HANG = 200  # seconds, after which it says where it hangs and ends
-GREEDY = SamplingParams(max_new_tokens=9, min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=1, stop_token_ids=(EOS,), stop_strings=())
+GREEDY = SamplingParams(
+    max_new_tokens=9,
+    min_new_tokens=0,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=1,
+    stop_token_ids=(EOS,),
+    stop_strings=(),
+)
 # "tied" also keeps every parameter gathered between forwards, as DeepSpeed does with small ones
-KINDS: dict[str, dict[str, Any]] = {"plain": {}, "tied": {"tied": True, "threshold": 10**6}, "adapters": {"lora": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tied": True, "threshold": 10**6},
+    "adapters": {"lora": True},
+}
 Case = dict[str, Any]
 
 
@@ -63,7 +75,14 @@ class Interrupted(Exception):
 
 
 def make(
-    world: World, stage: int, dtype: torch.dtype = torch.float32, *, lora: bool = False, tied: bool = False, threshold: int = 0, borrow: bool = False
+    world: World,
+    stage: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    lora: bool = False,
+    tied: bool = False,
+    threshold: int = 0,
+    borrow: bool = False,
 ) -> HybridActor:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -84,7 +103,12 @@ def make(
             stage=stage,
             dtype="fp32" if dtype == torch.float32 else "bf16",
             grad_clip=1.0,
-            raw={"zero_optimization": {"stage3_param_persistence_threshold": threshold, "reduce_bucket_size": 5000}},
+            raw={
+                "zero_optimization": {
+                    "stage3_param_persistence_threshold": threshold,
+                    "reduce_bucket_size": 5000,
+                }
+            },
         ),
         schedule=LRSchedule(3e-2, "constant", 0.0, 0.0, 10),
         betas=(0.9, 0.95),
@@ -93,8 +117,12 @@ def make(
     )
 
 
-def plan(actor: HybridActor, generate: str, offload_states: str = "never", critic: TrainedModel | None = None) -> str:
-    return actor.plan_generation(generate=generate, offload_states=offload_states, decoding_bytes=0, critic=critic)
+def plan(
+    actor: HybridActor, generate: str, offload_states: str = "never", critic: TrainedModel | None = None
+) -> str:
+    return actor.plan_generation(
+        generate=generate, offload_states=offload_states, decoding_bytes=0, critic=critic
+    )
 
 
 def prompts(world: World, seed: int) -> Prompts:
@@ -116,7 +144,9 @@ def answered(actor: HybridActor, seed: int, token_budget: int = 30) -> Rollout:
 def train(actor: TrainedModel) -> StepInfo:
     """One optimizer step of two micro-batches, on rows that have nothing to do with what was generated."""
     draw = torch.Generator().manual_seed(7 + actor.steps)
-    ids = torch.randint(3, V, (4 * actor.world.size, 8), generator=draw).chunk(actor.world.size)[actor.world.rank]
+    ids = torch.randint(3, V, (4 * actor.world.size, 8), generator=draw).chunk(actor.world.size)[
+        actor.world.rank
+    ]
     for i, rows in enumerate(ids.chunk(2)):
         out = actor(rows, torch.ones_like(rows), 5)
         actor.backward(-(out.logprobs * torch.sin(rows[:, -5:].float())).sum() / 40, last=i == 1)
@@ -125,18 +155,25 @@ def train(actor: TrainedModel) -> StepInfo:
 
 def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
     """To the bit; True on the ranks that have nothing to compare."""
-    return a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
+    return (
+        a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
+    )
 
 
 def everything(model: TrainedModel) -> dict[str, Tensor]:
     """Weights, and this rank's part of what the optimizer keeps."""
     states = model.engine.basic_optimizer.state.values()
-    kept = [*optimizer_shares(model), *(x for state in states for x in state.values() if isinstance(x, Tensor))]
+    kept = [
+        *optimizer_shares(model),
+        *(x for state in states for x in state.values() if isinstance(x, Tensor)),
+    ]
     return {str(i): x.detach().clone() for i, x in enumerate(kept)} | (consolidated(model) or {})
 
 
 def sharded_again(actor: HybridActor) -> bool:
-    return actor.module.training and all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE and p.numel() == 0 for p in actor.module.parameters())
+    return actor.module.training and all(
+        p.ds_status == ZeroParamStatus.NOT_AVAILABLE and p.numel() == 0 for p in actor.module.parameters()
+    )
 
 
 def forwards_of(actor: HybridActor) -> list[int]:
@@ -156,14 +193,18 @@ def ways(world: World, kind: str) -> Case:
     steps, answers, released, ahead, forwards = [], [], True, True, forwards_of(layers)
     for step in range(5):
         pair = [answered(actor, step) for actor in (whole, layers)]
-        ahead &= layers.engine.optimizer.parameter_offload.get_param_coordinator().is_complete_trace()  # by which it prefetches
+        ahead &= (
+            layers.engine.optimizer.parameter_offload.get_param_coordinator().is_complete_trace()
+        )  # by which it prefetches
         released &= sharded_again(layers)
         answers.append(pair)
         steps.append([train(actor) for actor in (whole, layers, never)])
     return {
         "case": kind,
         "in step": layers.in_step and not whole.in_step,
-        "tokens": all(torch.equal(a.ids, b.ids) and torch.equal(a.response_mask, b.response_mask) for a, b in answers),
+        "tokens": all(
+            torch.equal(a.ids, b.ids) and torch.equal(a.response_mask, b.response_mask) for a, b in answers
+        ),
         "gap": max(float((a.logprobs - b.logprobs).abs().max()) for a, b in answers),
         "lengths": world.gather_objects([int(a.response_mask.sum(1).max()) for a, _ in answers]),
         "moved": not torch.equal(answers[0][0].logprobs[:, 0], answers[-1][0].logprobs[:, 0]),
@@ -172,7 +213,8 @@ def ways(world: World, kind: str) -> Case:
         "released": released,
         "steps": all(a == b == c for a, b, c in steps),
         "weights": same(everything(whole), everything(never)) and same(everything(layers), everything(never)),
-        "gathered": layers.take_switched_gb() == (forwards[0] - 10) * layers._weight_bytes / 2**30 and layers.take_switched_gb() == 0,
+        "gathered": layers.take_switched_gb() == (forwards[0] - 10) * layers._weight_bytes / 2**30
+        and layers.take_switched_gb() == 0,
         "gathered once": whole.take_switched_gb() == 5 * whole._weight_bytes / 2**30,
     }
 
@@ -185,7 +227,11 @@ def borrowed(world: World) -> Case:
     released = sharded_again(actor)
     with torch.no_grad():
         logprobs = actor(rollout.ids, rollout.attention_mask, rollout.response_mask.shape[1]).logprobs
-    return {"case": "borrowed", "gap": float((logprobs - rollout.logprobs)[rollout.response_mask].abs().max()), "released": released}
+    return {
+        "case": "borrowed",
+        "gap": float((logprobs - rollout.logprobs)[rollout.response_mask].abs().max()),
+        "released": released,
+    }
 
 
 def uneven_chunks(world: World) -> Case:
@@ -193,7 +239,9 @@ def uneven_chunks(world: World) -> Case:
     actor, alone = make(world, 3), make(world, 3)
     plan(actor, "layers"), plan(alone, "whole")
     forwards, free = forwards_of(actor), forwards_of(alone)
-    pairs = [(answered(actor, seed, token_budget=12), answered(alone, seed, token_budget=12)) for seed in range(2)]
+    pairs = [
+        (answered(actor, seed, token_budget=12), answered(alone, seed, token_budget=12)) for seed in range(2)
+    ]
     return {
         "case": "uneven",
         "tokens": all(torch.equal(a.ids, b.ids) for a, b in pairs),
@@ -236,10 +284,19 @@ def states_away(world: World, stage: int, dtype: torch.dtype) -> Case:
         before = [everything(model) for model in (actor, critic)]
         try:
             with actor.generation_mode():
-                kept = [x for m in (actor, critic) for state in m.engine.basic_optimizer.state.values() for x in state.values()]
+                kept = [
+                    x
+                    for m in (actor, critic)
+                    for state in m.engine.basic_optimizer.state.values()
+                    for x in state.values()
+                ]
                 empty &= all(x.untyped_storage().nbytes() == 0 for x in kept if x.dim())
                 if stage > 0:
-                    empty &= all(x.untyped_storage().nbytes() == 0 for m in (actor, critic) for x in optimizer_shares(m))
+                    empty &= all(
+                        x.untyped_storage().nbytes() == 0
+                        for m in (actor, critic)
+                        for x in optimizer_shares(m)
+                    )
                 answered(actor, step)
                 if step == 2:
                     raise Interrupted
@@ -265,13 +322,21 @@ def left_over(world: World, generate: str) -> Case:
     made: list[StorageWeakRef] = []
 
     def watch(module: Any, inputs: Any, output: Any) -> None:
-        made.extend(StorageWeakRef(x.untyped_storage()) for layer in output.past_key_values.layers for x in (layer.keys, layer.values))
+        made.extend(
+            StorageWeakRef(x.untyped_storage())
+            for layer in output.past_key_values.layers
+            for x in (layer.keys, layer.values)
+        )
 
     (actor._twin or actor.module.lm).register_forward_hook(watch)
     gc.collect()
     gc.disable()
     with actor.generation_mode():
-        weights = [StorageWeakRef(p.untyped_storage()) for p in actor.lm.parameters()] if generate == "whole" else []
+        weights = (
+            [StorageWeakRef(p.untyped_storage()) for p in actor.lm.parameters()]
+            if generate == "whole"
+            else []
+        )
         inside = sum(not ref.expired() for ref in weights)
         answered(actor, 0)
     alive = sum(not ref.expired() for ref in made + weights)
@@ -298,7 +363,14 @@ def main() -> None:
     found = []
     for case in cases(world):
         others = world.gather_objects(case)
-        found.append(case | {key: all(other[key] for other in others) for key, value in case.items() if isinstance(value, bool)})
+        found.append(
+            case
+            | {
+                key: all(other[key] for other in others)
+                for key, value in case.items()
+                if isinstance(value, bool)
+            }
+        )
     if world.is_main:
         (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
     world.close()

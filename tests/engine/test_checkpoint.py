@@ -30,14 +30,32 @@ ROOT = WORKER.parents[2]
 
 
 def environment() -> dict[str, str]:
-    quiet = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    quiet = {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     return {**os.environ, **quiet}
 
 
 def launch(ranks: int, directory: Path, mode: str, worker: Path) -> list[dict[str, Any]]:
     """What ``worker`` found under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), str(worker), str(directory), mode]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+        str(worker),
+        str(directory),
+        mode,
+    ]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return json.loads((directory / f"{mode}-{ranks}.json").read_text())
 
@@ -46,9 +64,20 @@ def forked(directory: Path, *modes: str) -> list[list[dict[str, Any]]]:
     """What this file's own worker found in each of the modes, RANKS:MODE, one after the other."""
     with (directory / "log").open("w") as log:
         command = [sys.executable, str(WORKER), str(directory), *modes]
-        done = subprocess.run(command, env=environment(), stdout=log, stderr=log, timeout=600, check=False, start_new_session=True)
+        done = subprocess.run(
+            command,
+            env=environment(),
+            stdout=log,
+            stderr=log,
+            timeout=600,
+            check=False,
+            start_new_session=True,
+        )
     assert done.returncode == 0, (directory / "log").read_text()[-6000:]
-    return [json.loads((directory / f"{mode}-{ranks}.json").read_text()) for ranks, _, mode in (launched.partition(":") for launched in modes)]
+    return [
+        json.loads((directory / f"{mode}-{ranks}.json").read_text())
+        for ranks, _, mode in (launched.partition(":") for launched in modes)
+    ]
 
 
 def assert_exact(cases: list[dict[str, Any]]) -> None:
@@ -61,7 +90,13 @@ def assert_exact(cases: list[dict[str, Any]]) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """1 rank, 2 ranks, and once more 1, which reads what 2 have written."""
-    return dict(zip(("one", "two", "back"), forked(tmp_path_factory.mktemp("checkpoints"), "1:all", "2:all", "1:references"), strict=True))
+    return dict(
+        zip(
+            ("one", "two", "back"),
+            forked(tmp_path_factory.mktemp("checkpoints"), "1:all", "2:all", "1:references"),
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
@@ -93,7 +128,9 @@ def test_consolidated_weights_have_the_keys_and_ties_of_the_module(found: dict) 
         assert case["keys"] and case["tied"] and case["dtypes"] and case["shapes"], case
 
 
-def test_a_full_disk_on_one_rank_is_one_error_on_all_and_the_checkpoint_before_it_is_whole(found: dict) -> None:
+def test_a_full_disk_on_one_rank_is_one_error_on_all_and_the_checkpoint_before_it_is_whole(
+    found: dict,
+) -> None:
     (case,) = [case for case in found["two"] if case["case"] == "whole run"]
     assert len(case["full"]) == 2 and len(set(case["full"])) == 1, case
     assert "rank 1" in case["full"][0] and "step_000006 was not written" in case["full"][0], case
@@ -101,7 +138,9 @@ def test_a_full_disk_on_one_rank_is_one_error_on_all_and_the_checkpoint_before_i
     assert case["latest"] and case["weights"] and case["steps"], case
     assert case["draws"] and case["draws_differ"], case
     assert all(0 <= written - foretold < 10_000 for written, foretold in case["bytes"]), case["bytes"]
-    assert case["state"]["kl"] == 0.1 and math.isnan(case["state"]["nan"]) and case["state"]["names"] == ["a"], case
+    assert (
+        case["state"]["kl"] == 0.1 and math.isnan(case["state"]["nan"]) and case["state"]["names"] == ["a"]
+    ), case
 
 
 @pytest.mark.slow
@@ -170,14 +209,18 @@ def truncate(path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["state.json", "rng_rank_00000.safetensors", "manifest.json"])
 @pytest.mark.parametrize("harm", [flip, truncate, Path.unlink])
-def test_damage_is_named_and_the_one_before_is_used(checkpoints: Checkpoints, file: str, harm: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_is_named_and_the_one_before_is_used(
+    checkpoints: Checkpoints, file: str, harm: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     before, damaged = checkpoints.save(1, {}, {}), checkpoints.save(2, {}, {})
     harm(damaged / file)
     with caplog.at_level(logging.WARNING):
         assert checkpoints.latest() == before
     (message,) = caplog.messages
     assert "step_000002" in message
-    assert file in message or (file == "manifest.json" and harm is flip)  # a hash that was flipped there blames its file
+    assert file in message or (
+        file == "manifest.json" and harm is flip
+    )  # a hash that was flipped there blames its file
     with pytest.raises(UserError, match="run.resume: .*step_000002 is damaged"):
         checkpoints.load(damaged, {})
     checkpoints.verify(before)
@@ -189,7 +232,9 @@ def test_damage_is_named_and_the_one_before_is_used(checkpoints: Checkpoints, fi
 
 def test_a_path_that_is_not_there(checkpoints: Checkpoints) -> None:
     checkpoints.save(3, {}, {})
-    with pytest.raises(UserError, match="run.resume: no such folder: .*step_9; checkpoints in .*: step_000003"):
+    with pytest.raises(
+        UserError, match="run.resume: no such folder: .*step_9; checkpoints in .*: step_000003"
+    ):
         checkpoints.load(checkpoints.root / "step_9", {})
 
 
@@ -205,7 +250,9 @@ def test_leftovers_of_a_killed_save_are_ignored_and_removed(checkpoints: Checkpo
     assert names(checkpoints) == ["latest", "step_000002", "step_000003"]
 
 
-def test_going_back_drops_the_abandoned_future(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+def test_going_back_drops_the_abandoned_future(
+    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
     first = checkpoints.save(1, {}, {})
     checkpoints.save(5, {}, {}, best=True)
     with caplog.at_level(logging.WARNING):
@@ -236,7 +283,9 @@ def test_where_all_are_damaged_is_no_place_to_begin_anew(checkpoints: Checkpoint
     with pytest.raises(UserError) as error:
         checkpoints.latest()
     (line,) = error.value.problems
-    assert line.startswith(f"run.resume=auto: no checkpoint in {checkpoints.root} is whole: step_000002 (state.json has")
+    assert line.startswith(
+        f"run.resume=auto: no checkpoint in {checkpoints.root} is whole: step_000002 (state.json has"
+    )
     assert "step_000001 (state.json has" in line and "another run.dir" in line
 
 
@@ -261,26 +310,40 @@ class Disk:
     free: int
 
 
-def test_too_little_room_is_said_before_anything_is_written(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_room_is_said_before_anything_is_written(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = checkpoints.save(1, {}, {})
     checkpoints.expect_room({})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(free=500_000))
     monkeypatch.setattr(checkpoint_module, "save_rng", None)  # nothing is written
     with pytest.raises(CheckpointError) as error:
         checkpoints.save(2, {}, {})
-    for part in ("step_000002 was not written", "it takes 0.00105 GB, 0.0005 GB are free in", "checkpoint.keep_last", "run.dir"):
+    for part in (
+        "step_000002 was not written",
+        "it takes 0.00105 GB, 0.0005 GB are free in",
+        "checkpoint.keep_last",
+        "run.dir",
+    ):
         assert part in str(error.value), part
     assert names(checkpoints) == ["latest", "step_000001"] and checkpoints.latest() == before
-    with pytest.raises(UserError, match=f"run.dir={checkpoints.root.parent}: no room for a checkpoint: it takes 0.00105 GB, 0.0005 GB are free"):
+    with pytest.raises(
+        UserError,
+        match=f"run.dir={checkpoints.root.parent}: no room for a checkpoint: it takes 0.00105 GB, 0.0005 GB are free",
+    ):
         checkpoints.expect_room({})
 
 
 @pytest.mark.parametrize(("kib", "state"), [(8, {}), (100, {"long": "x" * 200_000})])
-def test_a_disk_that_is_really_full(tmp_path: Path, kib: int, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_really_full(
+    tmp_path: Path, kib: int, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Full in the middle of a tensor file, and of a JSON file: another program has taken what was free."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, check=False
+    ).returncode:
         pytest.skip("cannot mount a small disk here")
     try:
         checkpoints = Checkpoints(disk / "checkpoints", world=OneRank(), keep_last=2)
@@ -288,7 +351,10 @@ def test_a_disk_that_is_really_full(tmp_path: Path, kib: int, state: dict[str, A
         before = checkpoints.save(1, {}, {"at": 1})
         free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
         (disk / "others").write_bytes(bytes(free - kib * 1024))
-        with pytest.raises(CheckpointError, match="step_000002 was not written, older checkpoints are as they were: .*(?i:no space left on device)"):
+        with pytest.raises(
+            CheckpointError,
+            match="step_000002 was not written, older checkpoints are as they were: .*(?i:no space left on device)",
+        ):
             checkpoints.save(2, {}, state)
         assert names(checkpoints) == ["latest", "step_000001"]
         (disk / "others").unlink()
@@ -305,7 +371,14 @@ def test_what_was_not_pruned_goes_at_the_next_start(tmp_path: Path) -> None:
     (generous.root / "step_000004" / "state.json").unlink()  # the newest is no use
     again = Checkpoints(tmp_path / "checkpoints", world=OneRank(), keep_last=1)
     latest = again.latest()
-    assert latest is not None and names(again) == ["best", "latest", "step_000001", "step_000002", "step_000003", "step_000004"]
+    assert latest is not None and names(again) == [
+        "best",
+        "latest",
+        "step_000001",
+        "step_000002",
+        "step_000003",
+        "step_000004",
+    ]
     again.load(latest, {})
     assert names(again) == ["best", "latest", "step_000001", "step_000003", "step_000004"]
 
@@ -321,7 +394,13 @@ def test_other_models_than_saved(checkpoints: Checkpoints) -> None:
 
 
 def draws() -> list[float]:
-    return [torch.rand(()).item(), float(np.random.normal()), float(np.random.normal()), random.random(), random.gauss(0, 1)]
+    return [
+        torch.rand(()).item(),
+        float(np.random.normal()),
+        float(np.random.normal()),
+        random.random(),
+        random.gauss(0, 1),
+    ]
 
 
 def test_random_states_come_back(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ SIZES = dict(
 FOLDERS = {
     "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False),
     "tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "biased": lambda: GPTJConfig(vocab_size=V, n_embd=8, n_layer=2, n_head=2, rotary_dim=2, initializer_range=0.3),
+    "biased": lambda: GPTJConfig(
+        vocab_size=V, n_embd=8, n_layer=2, n_head=2, rotary_dim=2, initializer_range=0.3
+    ),
     "capped": lambda: Gemma2Config(**SIZES, head_dim=4, final_logit_softcapping=3.0),
 }
 
@@ -38,7 +40,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 def test_steps_under_zero_3_are_those_of_whole_weights(found: dict[str, dict[str, Any]], kind: str) -> None:
     case = found[kind]
     relative, rounding = (0.05, 0.02) if "bf16" in kind else (2e-5, 2e-5)
-    assert len(case["norms"]) == STEPS and all(a == pytest.approx(b, rel=relative) for a, b in case["norms"]), case
+    assert len(case["norms"]) == STEPS and all(
+        a == pytest.approx(b, rel=relative) for a, b in case["norms"]
+    ), case
     assert case["gap"] < rounding < case["moved"] / 2 and case["released"], case
 
 

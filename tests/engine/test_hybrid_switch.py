@@ -45,7 +45,9 @@ def test_ranks_with_answers_of_other_lengths_stay_in_step(found: dict, kind: str
 
 def test_and_so_they_do_where_they_would_plan_other_numbers_of_chunks(found: dict) -> None:
     case = found["uneven"]
-    assert case["tokens"] and case["forwards"][0] == case["forwards"][1] and case["free"][0] != case["free"][1], case
+    assert (
+        case["tokens"] and case["forwards"][0] == case["forwards"][1] and case["free"][0] != case["free"][1]
+    ), case
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,8 +64,12 @@ def test_an_exception_in_a_layer_leaves_nothing_gathered_and_nothing_else_change
     assert found["interrupted"]["found"] and found["interrupted"]["weights"], found["interrupted"]
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "torch.float32"), (2, "torch.bfloat16"), (3, "torch.float32")])
-def test_optimizer_states_leave_for_generation_and_come_back_to_the_bit(found: dict, stage: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "torch.float32"), (2, "torch.bfloat16"), (3, "torch.float32")]
+)
+def test_optimizer_states_leave_for_generation_and_come_back_to_the_bit(
+    found: dict, stage: int, dtype: str
+) -> None:
     case = found[f"states {stage} {dtype}"]
     assert case["empty"] and case["full"] and case["steps"] and case["weights"], case
     assert "of optimizer states and gradient buffers make way" in case["line"] and case["gb"] > 0, case
@@ -84,35 +90,60 @@ def test_neither_twin_nor_cache_is_in_memory_when_training_starts(found: dict, g
         (6, 3, 5, True, Choice(whole=True, states_away=False)),  # 9 of 9
         (6, 4, 5, True, Choice(whole=True, states_away=True)),  # 10 of 9, and 5 that can move
         (6, 4, 5, False, Choice(whole=False, states_away=False)),  # on a CPU nothing is won by moving
-        (12, 3, 5, True, Choice(whole=False, states_away=False)),  # 15 of 14; one layer and 3 fit without moving
+        (
+            12,
+            3,
+            5,
+            True,
+            Choice(whole=False, states_away=False),
+        ),  # 15 of 14; one layer and 3 fit without moving
         (12, 8, 5, True, Choice(whole=False, states_away=True)),  # layers, and still 10 of 9
         (6, 4, 0, True, Choice(whole=False, states_away=False)),  # no states, as with offload_optimizer
     ],
 )
 def test_auto(weights: int, decoding: int, idle: int, on_gpu: bool, expected: Choice) -> None:
-    room = MemoryBudget(free=10 * GIB, weights=weights * GIB, layer=2 * GIB, decoding=decoding * GIB, idle=idle * GIB)
+    room = MemoryBudget(
+        free=10 * GIB, weights=weights * GIB, layer=2 * GIB, decoding=decoding * GIB, idle=idle * GIB
+    )
     assert choose(room, generate="auto", offload_states="auto", on_gpu=on_gpu) == expected
 
 
 def test_what_is_asked_for_is_done() -> None:
-    tight, wide = (MemoryBudget(free=free * GIB, weights=6 * GIB, layer=2 * GIB, decoding=3 * GIB, idle=GIB) for free in (1, 100))
+    tight, wide = (
+        MemoryBudget(free=free * GIB, weights=6 * GIB, layer=2 * GIB, decoding=3 * GIB, idle=GIB)
+        for free in (1, 100)
+    )
     for room in (tight, wide):
-        assert choose(room, generate="whole", offload_states="never", on_gpu=True) == Choice(whole=True, states_away=False)
-        assert choose(room, generate="layers", offload_states="always", on_gpu=False) == Choice(whole=False, states_away=True)
-    assert choose(tight, generate="auto", offload_states="never", on_gpu=True) == Choice(whole=False, states_away=False)
-    assert choose(tight, generate="whole", offload_states="auto", on_gpu=True) == Choice(whole=True, states_away=True)
+        assert choose(room, generate="whole", offload_states="never", on_gpu=True) == Choice(
+            whole=True, states_away=False
+        )
+        assert choose(room, generate="layers", offload_states="always", on_gpu=False) == Choice(
+            whole=False, states_away=True
+        )
+    assert choose(tight, generate="auto", offload_states="never", on_gpu=True) == Choice(
+        whole=False, states_away=False
+    )
+    assert choose(tight, generate="whole", offload_states="auto", on_gpu=True) == Choice(
+        whole=True, states_away=True
+    )
 
 
 def test_weights_that_are_whole_anyway_need_no_room_of_their_own() -> None:
     plain = MemoryBudget(free=10 * GIB, weights=0, layer=0, decoding=5 * GIB, idle=3 * GIB)
-    assert choose(plain, generate="auto", offload_states="auto", on_gpu=True) == Choice(whole=True, states_away=False)
+    assert choose(plain, generate="auto", offload_states="auto", on_gpu=True) == Choice(
+        whole=True, states_away=False
+    )
     assert explain(plain, Choice(whole=True, states_away=False), sharded=False) == ""
     full = MemoryBudget(free=4 * GIB, weights=0, layer=0, decoding=5 * GIB, idle=3 * GIB)
-    assert choose(full, generate="auto", offload_states="auto", on_gpu=True) == Choice(whole=True, states_away=True)
+    assert choose(full, generate="auto", offload_states="auto", on_gpu=True) == Choice(
+        whole=True, states_away=True
+    )
 
 
 def test_the_arithmetic_is_told() -> None:
-    room = MemoryBudget(free=int(14.2 * GIB), weights=int(0.9 * GIB), layer=50 * 2**20, decoding=GIB // 2, idle=int(3.1 * GIB))
+    room = MemoryBudget(
+        free=int(14.2 * GIB), weights=int(0.9 * GIB), layer=50 * 2**20, decoding=GIB // 2, idle=int(3.1 * GIB)
+    )
     assert explain(room, Choice(whole=True, states_away=False), sharded=True) == (
         "generation weights gathered once per phase: 0.9 GiB, 0.5 GiB for cache and activations; 14.2 GiB free"
     )
@@ -122,7 +153,9 @@ def test_the_arithmetic_is_told() -> None:
     )
 
 
-def test_free_memory_is_a_share_of_the_machines_and_on_a_gpu_counts_what_torch_holds_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_a_share_of_the_machines_and_on_a_gpu_counts_what_torch_holds_unused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1001))
     assert free_bytes(SimpleNamespace(device=torch.device("cpu"), threads=SimpleNamespace(ranks=4))) == 250
     for name, found in (("mem_get_info", (70, 100)), ("memory_reserved", 20), ("memory_allocated", 15)):
@@ -131,7 +164,13 @@ def test_free_memory_is_a_share_of_the_machines_and_on_a_gpu_counts_what_torch_h
 
 
 def test_decoding_takes_cache_activations_and_logits() -> None:
-    shape = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape = {
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     lm = LlamaForCausalLM(LlamaConfig(vocab_size=23, **shape))
     # in fp32 a place has 2 layers x a key and a value of 4 numbers, and 4 x 8 + 3 x 12 activations; a row 23 logits, four times
     assert decoding_bytes(lm, tokens=10, rows=3) == 10 * (64 + 272) + 3 * 368

@@ -25,9 +25,21 @@ Case = dict[str, Any]
 
 def make_models(root: Path) -> None:
     """Tied embeddings; weights of a decent scale, so that a small change of them shows."""
-    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    sizes = dict(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     config = LlamaConfig(
-        vocab_size=V, **sizes, initializer_range=0.2, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None
+        vocab_size=V,
+        **sizes,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
     )
     for seed, name in enumerate(("actor", "other")):
         torch.manual_seed(seed)
@@ -45,7 +57,16 @@ def launch(ranks: int, root: Path) -> list[Case]:
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), str(WORKER), str(root)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+        str(WORKER),
+        str(root),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return json.loads((root / f"{ranks}.json").read_text())
@@ -85,7 +106,9 @@ def test_adapters_alone_are_trained(found: dict[str, Case], label: str) -> None:
 
 
 @pytest.mark.parametrize("label", FP32 + BF16)
-def test_the_reference_is_the_base_of_the_actor_and_the_adapters_are_on_again(found: dict[str, Case], label: str) -> None:
+def test_the_reference_is_the_base_of_the_actor_and_the_adapters_are_on_again(
+    found: dict[str, Case], label: str
+) -> None:
     case, rounding = found[label], 0.1 if "bf16" in label else 1e-5
     assert case["shared"] and case["reference starts as the actor"] and case["reference stays"], case
     assert case["gap to the base"] < rounding < 0.3 < case["moved"], case
@@ -118,12 +141,19 @@ def plain_training(root: Path, first: dict[str, Tensor]) -> tuple[list[float], d
     """In plain torch, from the same adapters: one process, all rows at once. Gradient norms of 5 steps, and the adapters after them."""
     lm = AutoModelForCausalLM.from_pretrained(root / "actor").requires_grad_(False)
     adapters = {}
-    for name in [name.removeprefix("lm.").removesuffix(".lora_A.default.weight") for name in first if ".lora_A." in name]:
+    for name in [
+        name.removeprefix("lm.").removesuffix(".lora_A.default.weight")
+        for name in first
+        if ".lora_A." in name
+    ]:
         down, up = (first[f"lm.{name}.lora_{matrix}.default.weight"] for matrix in "AB")
         adapters[name] = PlainLora(down, up)
         parametrize.register_parametrization(lm.get_submodule(name), "weight", adapters[name])
     parameters = [p for adapter in adapters.values() for p in adapter.parameters()]
-    adamw, norms = torch.optim.AdamW(parameters, lr=LORA_LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1), []
+    adamw, norms = (
+        torch.optim.AdamW(parameters, lr=LORA_LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+        [],
+    )
     for step in range(5):
         ids = torch.randint(0, V, (ROWS, P + R), generator=torch.Generator().manual_seed(100 + step))
         loss = torch.zeros(())
@@ -131,23 +161,36 @@ def plain_training(root: Path, first: dict[str, Tensor]) -> tuple[list[float], d
             kept = ids[row, row % P : P + R - row % 4]
             n = R - row % 4
             table = lm(input_ids=kept[None]).logits[0].log_softmax(-1)
-            loss = loss - (table[-n - 1 : -1].gather(1, kept[-n:, None])[:, 0] * torch.sin(kept[-n:].float())).sum()
+            loss = (
+                loss
+                - (table[-n - 1 : -1].gather(1, kept[-n:, None])[:, 0] * torch.sin(kept[-n:].float())).sum()
+            )
         (loss / (ROWS * R)).backward()
         norms.append(float(nn.utils.clip_grad_norm_(parameters, 1.0)))
         adamw.step()
         adamw.zero_grad()
-    last = {f"lm.{name}.lora_{matrix}.default.weight": p for name, a in adapters.items() for matrix, p in (("A", a.down), ("B", a.up))}
+    last = {
+        f"lm.{name}.lora_{matrix}.default.weight": p
+        for name, a in adapters.items()
+        for matrix, p in (("A", a.down), ("B", a.up))
+    }
     return norms, last
 
 
 @pytest.fixture(scope="module")
 def plain(found: dict[str, Case], root: Path) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
-    first = {name.removeprefix("first/"): x for name, x in load_file(root / "1 zero0 fp32.safetensors").items() if name.startswith("first/")}
+    first = {
+        name.removeprefix("first/"): x
+        for name, x in load_file(root / "1 zero0 fp32.safetensors").items()
+        if name.startswith("first/")
+    }
     return first, *plain_training(root, first)
 
 
 @pytest.mark.parametrize("label", FP32)
-def test_every_stage_and_number_of_ranks_trains_as_plain_torch_does(found: dict[str, Case], root: Path, plain: Any, label: str) -> None:
+def test_every_stage_and_number_of_ranks_trains_as_plain_torch_does(
+    found: dict[str, Case], root: Path, plain: Any, label: str
+) -> None:
     first, norms, last = plain
     tensors = load_file(root / f"{label}.safetensors")
     assert len(first) == len(last) == 28 and len(tensors) == 56
@@ -177,7 +220,9 @@ def test_a_saved_critic_is_the_trained_one(found: dict[str, Case], stage: int) -
     assert case["gap"] < 1e-5 < 1e-3 < case["values"], case
 
 
-@pytest.mark.parametrize("label", ["1 zero0 fp32 actor", "2 zero2 bf16 actor", "2 zero3 bf16 actor", "2 zero3 fp32 critic"])
+@pytest.mark.parametrize(
+    "label", ["1 zero0 fp32 actor", "2 zero2 bf16 actor", "2 zero3 bf16 actor", "2 zero3 fp32 critic"]
+)
 def test_a_resumed_run_goes_on_to_the_bit(found: dict[str, Case], label: str) -> None:
     case = found[f"resumed {label}"]
     assert case["loaded"] and case["steps"] and case["weights"] and case["only what is trained"], case
@@ -189,4 +234,6 @@ def test_other_adapters_are_refused(found: dict[str, Case], root: Path) -> None:
     assert case["alpha"] == start + "was made with actor.lora.alpha=4, this run has 64: keep it"
     assert case["rank"] == start + "was made with actor.lora.rank=2, this run has 4: keep it"
     for name in ("targets", "older rank"):
-        assert case[name].startswith(start + "is of another model: ") and case[name].endswith("with its lora.rank and lora.targets"), case[name]
+        assert case[name].startswith(start + "is of another model: ") and case[name].endswith(
+            "with its lora.rank and lora.targets"
+        ), case[name]

@@ -26,7 +26,9 @@ def test_the_fastest_shape_is_the_limit(monkeypatch):
 
 def test_a_copy_reads_and_writes_each_byte(monkeypatch):
     seconds_of(monkeypatch, 0.25)
-    assert limits.bytes_per_s(CPU, size=8192) == 65536.0  # 2 x 8192 / 0.25; the product with a vector, which only reads, is half of that
+    assert (
+        limits.bytes_per_s(CPU, size=8192) == 65536.0
+    )  # 2 x 8192 / 0.25; the product with a vector, which only reads, is half of that
 
 
 def test_limits_of_this_machine_are_plausible():

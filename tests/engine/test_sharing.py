@@ -17,7 +17,14 @@ from tests.engine.sharing_worker import V
 
 WORKER = Path(__file__).with_name("sharing_worker.py")
 ROOT = WORKER.parents[2]
-SIZES = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.4)
+SIZES = dict(
+    vocab_size=V,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    initializer_range=0.4,
+)
 CASES = ["zero0 fp32", "zero1 fp32", "zero2 fp32", "zero3 fp32", "zero2 bf16", "zero3 bf16"]
 
 
@@ -28,8 +35,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         torch.manual_seed(seed)
         LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(root / name)
     LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).save_pretrained(root / "reward")
-    quiet = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(WORKER), str(root)]
+    quiet = {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(WORKER),
+        str(root),
+    ]
     environment = os.environ | quiet | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
@@ -46,11 +67,15 @@ def test_a_reference_takes_nothing_beside_an_actor_with_adapters(found: dict[str
 def test_a_critic_with_adapters_is_its_reward_model_too(found: dict[str, dict[str, Any]], label: str) -> None:
     case = found[f"reward {label}"]
     assert case["shared"] and case["taken"] == 0
-    assert case["notes"] == ["sharing    reward.model.path: the critic without its adapters, with its first head; no weights of its own"]
+    assert case["notes"] == [
+        "sharing    reward.model.path: the critic without its adapters, with its first head; no weights of its own"
+    ]
 
 
 @pytest.mark.parametrize("label", CASES)
-def test_it_scores_as_the_folder_does_however_far_the_critic_has_come(found: dict[str, dict[str, Any]], label: str) -> None:
+def test_it_scores_as_the_folder_does_however_far_the_critic_has_come(
+    found: dict[str, dict[str, Any]], label: str
+) -> None:
     case = found[f"reward {label}"]
     rounding = 0.1 if "bf16" in label else 1e-4
     assert case["gap"] < rounding < 0.3 < case["moved"] and case["spread"] > 0.3, case
@@ -58,7 +83,9 @@ def test_it_scores_as_the_folder_does_however_far_the_critic_has_come(found: dic
 
 
 @pytest.mark.parametrize("label", CASES)
-def test_a_resumed_critic_is_still_the_reward_model_it_began_as(found: dict[str, dict[str, Any]], label: str) -> None:
+def test_a_resumed_critic_is_still_the_reward_model_it_began_as(
+    found: dict[str, dict[str, Any]], label: str
+) -> None:
     assert found[f"reward {label}"]["resumed"] and found[f"reward {label}"]["only what was there"]
 
 

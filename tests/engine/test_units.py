@@ -20,13 +20,19 @@ def rates(kind, total, warmup=0.0, low=0.0, lr=1.0):
 
 
 def test_warm_up_climbs_to_the_full_rate_and_never_starts_at_zero():
-    assert rates("constant", 10, warmup=0.3, lr=8.0) == pytest.approx([2, 4, 6, 8, 8, 8, 8, 8, 8, 8])  # 3 steps of warm-up: 1/4, 2/4, 3/4
+    assert rates("constant", 10, warmup=0.3, lr=8.0) == pytest.approx(
+        [2, 4, 6, 8, 8, 8, 8, 8, 8, 8]
+    )  # 3 steps of warm-up: 1/4, 2/4, 3/4
     assert rates("constant", 10, warmup=0.21, lr=8.0)[:4] == pytest.approx([2, 4, 6, 8])  # rounded up
-    assert rates("constant", 100, warmup=0.07, lr=8.0)[:8] == pytest.approx([1, 2, 3, 4, 5, 6, 7, 8])  # 7 steps, though 0.07 * 100 > 7
+    assert rates("constant", 100, warmup=0.07, lr=8.0)[:8] == pytest.approx(
+        [1, 2, 3, 4, 5, 6, 7, 8]
+    )  # 7 steps, though 0.07 * 100 > 7
 
 
 def test_cosine():
-    assert rates("cosine", 5) == pytest.approx([1, 0.853553, 0.5, 0.146447, 0], abs=1e-6)  # (1 + cos(pi k/4)) / 2
+    assert rates("cosine", 5) == pytest.approx(
+        [1, 0.853553, 0.5, 0.146447, 0], abs=1e-6
+    )  # (1 + cos(pi k/4)) / 2
     assert rates("cosine", 5, low=0.1) == pytest.approx([1, 0.868198, 0.55, 0.231802, 0.1], abs=1e-6)
     assert rates("cosine", 10, warmup=0.5, low=0.1)[5:] == pytest.approx(rates("cosine", 5, low=0.1))
 
@@ -45,7 +51,9 @@ def test_constant():
 @pytest.mark.parametrize("total", [1, 2, 3, 100])
 def test_the_first_step_always_moves_and_no_rate_is_out_of_range(kind, warmup, total):
     seen = rates(kind, total, warmup, low=0.1, lr=5.0)
-    assert seen[0] > 0 and all(0.1 * 5 <= rate <= 5 or step < warmup * total for step, rate in enumerate(seen))
+    assert seen[0] > 0 and all(
+        0.1 * 5 <= rate <= 5 or step < warmup * total for step, rate in enumerate(seen)
+    )
     peak = seen.index(max(seen))
     assert seen[: peak + 1] == sorted(seen[: peak + 1]) and seen[peak:] == sorted(seen[peak:], reverse=True)
 
@@ -74,23 +82,41 @@ def test_dtypes():
 
 
 def test_offload():
-    zero = deepspeed_config(stage=3, dtype="bf16", offload_optimizer=True, offload_params=True, raw={})["zero_optimization"]
+    zero = deepspeed_config(stage=3, dtype="bf16", offload_optimizer=True, offload_params=True, raw={})[
+        "zero_optimization"
+    ]
     assert zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
     only_one = deepspeed_config(stage=3, dtype="bf16", offload_params=True, raw={})["zero_optimization"]
     assert "offload_param" in only_one and "offload_optimizer" not in only_one
 
 
 def test_raw_json_is_laid_over_everything():
-    raw = {"zero_optimization": {"overlap_comm": True, "stage": 1}, "gradient_clipping": 2.0, "wall_clock_breakdown": True, "bf16": {"x": 1}}
+    raw = {
+        "zero_optimization": {"overlap_comm": True, "stage": 1},
+        "gradient_clipping": 2.0,
+        "wall_clock_breakdown": True,
+        "bf16": {"x": 1},
+    }
     before = copy.deepcopy(raw)
     config = deepspeed_config(stage=2, dtype="bf16", offload_optimizer=True, grad_clip=1.0, raw=raw)
-    assert config["zero_optimization"] == {"stage": 1, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
-    assert (config["gradient_clipping"], config["wall_clock_breakdown"], config["bf16"]) == (2.0, True, {"enabled": True, "x": 1})
+    assert config["zero_optimization"] == {
+        "stage": 1,
+        "overlap_comm": True,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    }
+    assert (config["gradient_clipping"], config["wall_clock_breakdown"], config["bf16"]) == (
+        2.0,
+        True,
+        {"enabled": True, "x": 1},
+    )
     assert raw == before
 
 
 def test_merged():
-    base, override = {"a": {"b": 1, "c": {"d": 2}}, "e": 3, "f": {"g": 4}}, {"a": {"c": {"d": 5, "h": 6}}, "f": 7, "i": {"j": 8}}
+    base, override = (
+        {"a": {"b": 1, "c": {"d": 2}}, "e": 3, "f": {"g": 4}},
+        {"a": {"c": {"d": 5, "h": 6}}, "f": 7, "i": {"j": 8}},
+    )
     kept = copy.deepcopy((base, override))
     assert merged(base, override) == {"a": {"b": 1, "c": {"d": 5, "h": 6}}, "e": 3, "f": 7, "i": {"j": 8}}
     assert merged(base, {"e": {"k": 1}})["e"] == {"k": 1} and merged(base, {}) == base
@@ -104,7 +130,14 @@ def test_merged():
     "config",
     [
         GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2),
-        LlamaConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, attention_bias=True),
+        LlamaConfig(
+            vocab_size=20,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=8,
+            attention_bias=True,
+        ),
     ],
     ids=["gpt2", "llama"],
 )
@@ -114,7 +147,10 @@ def test_norms_and_biases_do_not_decay(config):
     decayed, kept = parameter_groups(model, 0.1)
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     plain = {names[id(p)] for p in kept["params"]}
-    assert plain == {name for name in names.values() if name.endswith("bias") or "norm" in name or "ln_" in name} and plain
+    assert (
+        plain == {name for name in names.values() if name.endswith("bias") or "norm" in name or "ln_" in name}
+        and plain
+    )
     assert {names[id(p)] for p in decayed["params"]} == set(names.values()) - plain
 
 
@@ -138,9 +174,16 @@ def test_parameters_with_a_rate_of_their_own_are_groups_of_their_own():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     first, second = model
     groups = parameter_groups(model, 0.1, {first.weight: 0.5, first.bias: 0.5, second.weight: 1.0})
-    found = [(group["lr_factor"], group["weight_decay"], [id(p) for p in group["params"]]) for group in groups]
+    found = [
+        (group["lr_factor"], group["weight_decay"], [id(p) for p in group["params"]]) for group in groups
+    ]
     assert sorted(found) == sorted(
-        [(0.5, 0.1, [id(first.weight)]), (0.5, 0.0, [id(first.bias)]), (1.0, 0.1, [id(second.weight)]), (1.0, 0.0, [id(second.bias)])]
+        [
+            (0.5, 0.1, [id(first.weight)]),
+            (0.5, 0.0, [id(first.bias)]),
+            (1.0, 0.1, [id(second.weight)]),
+            (1.0, 0.0, [id(second.bias)]),
+        ]
     )
     first.requires_grad_(False)
     assert parameter_counts(model) == (3 * 2 + 2, 2 * 3 + 3 + 3 * 2 + 2)

@@ -34,7 +34,9 @@ def of_all_kinds(found: dict, ranks: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("ranks", ["one", "two"])
 def test_the_average_is_the_one_of_the_whole_weights_in_float64(found: dict, ranks: str) -> None:
     for case in of_all_kinds(found, ranks):
-        assert case["gap"] < 1e-6 and case["moved"] > 1e-2, case  # one rounding of weights below 4 in each of five steps; against the last weights
+        assert case["gap"] < 1e-6 and case["moved"] > 1e-2, (
+            case
+        )  # one rounding of weights below 4 in each of five steps; against the last weights
         assert case["lagged"], case
 
 
@@ -64,7 +66,9 @@ def test_other_numbers_of_ranks_and_other_stages_read_the_same(found: dict) -> N
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
-def test_an_exception_inside_leaves_the_model_as_it_was_also_on_one_rank_alone(found: dict, ranks: str) -> None:
+def test_an_exception_inside_leaves_the_model_as_it_was_also_on_one_rank_alone(
+    found: dict, ranks: str
+) -> None:
     cases = [case for case in found[ranks] if "interrupted" in case["case"]]
     assert len(cases) == 3
     assert all(case["found"] for case in cases), cases
@@ -82,12 +86,22 @@ def test_generation_inside_is_with_the_shadow_and_afterwards_with_the_model(foun
     ("name", "key"),
     [("ema", "actor.ema.decay"), ("lagged", "algo.old_policy")],
 )
-def test_a_checkpoint_that_lacks_one_or_has_one_too_many(tmp_path: Path, name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_ds.engine.checkpoint.checkpoints.save_shadow", lambda shadow, directory: directory.mkdir() or [])
+def test_a_checkpoint_that_lacks_one_or_has_one_too_many(
+    tmp_path: Path, name: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "ppo_ds.engine.checkpoint.checkpoints.save_shadow", lambda shadow, directory: directory.mkdir() or []
+    )
     monkeypatch.setattr("ppo_ds.engine.checkpoint.checkpoints.shadow_bytes", lambda shadow: 0)
     checkpoints = Checkpoints(tmp_path, world=OneRank(), keep_last=2)
     with_it, without = checkpoints.save(1, {}, {}, shadows={name: None}), checkpoints.save(2, {}, {})
-    with pytest.raises(UserError, match=f"^run.resume: .*step_000001 holds {name} weights, this run keeps none: keep {key} as it was$"):
+    with pytest.raises(
+        UserError,
+        match=f"^run.resume: .*step_000001 holds {name} weights, this run keeps none: keep {key} as it was$",
+    ):
         checkpoints.load(with_it, {})
-    with pytest.raises(UserError, match=f"^run.resume: .*step_000002 holds no {name} weights, this run keeps them: keep {key} as it was$"):
+    with pytest.raises(
+        UserError,
+        match=f"^run.resume: .*step_000002 holds no {name} weights, this run keeps them: keep {key} as it was$",
+    ):
         checkpoints.load(without, {}, {name: None})

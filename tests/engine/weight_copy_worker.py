@@ -52,7 +52,12 @@ def weights(model: TrainedModel) -> Weights:
 
 def moments(model: TrainedModel) -> Weights:
     masters = MasterWeights(model)
-    return {f"{part}/{name}": masters.get(name, part).clone() for name in masters.parameters for part in PARTS if part != WEIGHT}
+    return {
+        f"{part}/{name}": masters.get(name, part).clone()
+        for name in masters.parameters
+        for part in PARTS
+        if part != WEIGHT
+    }
 
 
 def module_weights(model: TrainedModel) -> Weights:
@@ -61,13 +66,17 @@ def module_weights(model: TrainedModel) -> Weights:
 
 
 def everything(model: TrainedModel) -> Weights:
-    return weights(model) | moments(model) | {f"module/{name}": x for name, x in module_weights(model).items()}
+    return (
+        weights(model) | moments(model) | {f"module/{name}": x for name, x in module_weights(model).items()}
+    )
 
 
 def shares(model: TrainedModel) -> list[Tensor]:
     """What this rank's optimizer steps, as bits, padding included."""
     optimizer = model.engine.optimizer
-    flats = getattr(optimizer, "fp32_partitioned_groups_flat", None) or [flat for group in optimizer.param_groups for flat in group["params"]]
+    flats = getattr(optimizer, "fp32_partitioned_groups_flat", None) or [
+        flat for group in optimizer.param_groups for flat in group["params"]
+    ]
     return [flat.detach().clone().view(torch.int32) for flat in flats]
 
 
@@ -133,8 +142,16 @@ def followed(world: World, root: Path, stage: int, dtype: str, *, offload: bool 
     before, bits, outside = everything(model), shares(model), logits(model)
     with ema.swapped():
         inside, in_module, there = weights(model), module_weights(model), logits(model)
-        no_training = refused(model.step) and refused(lambda: model.backward(torch.zeros(()), last=True)) and refused(lambda: enter(lagged))
-    back = same(before, everything(model)) and same_bits(bits, shares(model)) and torch.equal(outside, logits(model))
+        no_training = (
+            refused(model.step)
+            and refused(lambda: model.backward(torch.zeros(()), last=True))
+            and refused(lambda: enter(lagged))
+        )
+    back = (
+        same(before, everything(model))
+        and same_bits(bits, shares(model))
+        and torch.equal(outside, logits(model))
+    )
     cast = {name: w.to(DTYPES[dtype]) for name, w in inside.items()}
 
     checkpoints = Checkpoints(root / "followed" / f"{world.size} {label}", world=world, keep_last=1)
@@ -158,7 +175,9 @@ def followed(world: World, root: Path, stage: int, dtype: str, *, offload: bool 
         "gap": gap(inside, expected),
         "moved": gap(inside, now),
         "module": all(torch.equal(in_module[name], cast[name]) for name in cast) if world.is_main else True,
-        "forward": torch.allclose(there, plain_logits(cast, DTYPES[dtype]), atol=1e-6 if dtype == "fp32" else 1e-2),
+        "forward": torch.allclose(
+            there, plain_logits(cast, DTYPES[dtype]), atol=1e-6 if dtype == "fp32" else 1e-2
+        ),
         "other forward": float((there - outside).abs().max()),
         "back": back,
         "no training": no_training,
@@ -204,7 +223,13 @@ def generated(world: World, stage: int, dtype: str, only: str) -> Case:
     """Greedy generation's logits outside, inside and after; the parameters whose name contains ``only`` are trained."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=13, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0
+        vocab_size=13,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        pad_token_id=0,
     )
     policy = Policy(LlamaForCausalLM(config).to(DTYPES[dtype]), temperature=1.0)
     for name, parameter in policy.named_parameters():
@@ -214,7 +239,9 @@ def generated(world: World, stage: int, dtype: str, only: str) -> Case:
         twin=unsharded_twin,
         timed=lambda _: nullcontext(),
         world=world,
-        deepspeed_config=deepspeed_config(stage=stage, dtype=dtype, raw={"zero_optimization": NOT_PERSISTENT}),
+        deepspeed_config=deepspeed_config(
+            stage=stage, dtype=dtype, raw={"zero_optimization": NOT_PERSISTENT}
+        ),
         schedule=LRSchedule(0.1, "constant", 0.0, 0.0, 10),
         betas=(0.9, 0.95),
         eps=1e-8,
@@ -298,7 +325,14 @@ def main() -> None:
     found = []
     for case in read_references(world, root, "again") if mode == "references" else cases(world, root):
         others = world.gather_objects(case)
-        found.append(case | {key: all(other[key] for other in others) for key, value in case.items() if isinstance(value, bool)})
+        found.append(
+            case
+            | {
+                key: all(other[key] for other in others)
+                for key, value in case.items()
+                if isinstance(value, bool)
+            }
+        )
     if mode != "references" and world.size == 2:
         for stage, dtype in ((0, "fp32"), (2, "bf16"), (3, "bf16")):
             write_reference(world, root, stage, dtype)

@@ -36,11 +36,15 @@ def test_every_sum_is_in_just_one_file_and_right(folder: Path) -> None:
     assert all(eval(row["prompt"].rstrip("=")) == int(row["answer"]) for row in train + heldout)
 
 
-def test_the_warm_start_learns_from_neither_heldout_nor_validation_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_start_learns_from_neither_heldout_nor_validation_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[str, list[str]] = {}
     tokenizer = tiny.character_tokenizer(sums.CHARACTERS)
 
-    def spy(model: torch.nn.Module, demonstrations: tuple, validation: tuple, **settings: float) -> tuple[int, float]:
+    def spy(
+        model: torch.nn.Module, demonstrations: tuple, validation: tuple, **settings: float
+    ) -> tuple[int, float]:
         seen["demonstrations"] = [tokenizer.decode(ids) for ids in demonstrations[0].tolist()]
         seen["validation"] = [tokenizer.decode(ids) for ids in validation[0].tolist()]
         return 1, 0.5
@@ -51,7 +55,9 @@ def test_the_warm_start_learns_from_neither_heldout_nor_validation_problems(tmp_
     train = {row["prompt"] + row["answer"] for row in _rows(tmp_path / "train.jsonl")}
     demonstrations, validation = set(seen["demonstrations"]), set(seen["validation"])
     assert (len(demonstrations), len(validation), len(heldout)) == (60, 20, 20)
-    assert demonstrations | validation == train and not (demonstrations & validation) and not (train & heldout)
+    assert (
+        demonstrations | validation == train and not (demonstrations & validation) and not (train & heldout)
+    )
 
 
 def test_the_seed_decides_the_split() -> None:
@@ -78,13 +84,17 @@ def test_the_saved_model_has_the_accuracy_it_was_stopped_at(folder: Path) -> Non
     scores = []
     for row in _rows(folder / "train.jsonl")[:20]:
         ids = torch.tensor([tokenizer.encode_prompt(row["prompt"])])
-        answer = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)[0, ids.shape[1] :]
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)[
+            0, ids.shape[1] :
+        ]
         scores += sums.reward([row["prompt"]], [tokenizer.decode(answer.tolist())], [row])
     assert sum(scores) / 20 == pytest.approx(prepared["validation_accuracy"])
     assert prepared["validation_accuracy"] >= SMALL["target_accuracy"]
 
 
-def test_the_same_arguments_give_the_same_model_and_leave_the_random_state(folder: Path, tmp_path: Path) -> None:
+def test_the_same_arguments_give_the_same_model_and_leave_the_random_state(
+    folder: Path, tmp_path: Path
+) -> None:
     torch.manual_seed(11)
     expected = torch.rand(1)
     torch.manual_seed(11)
@@ -113,20 +123,34 @@ def test_a_failed_attempt_leaves_no_folder_that_looks_complete(tmp_path: Path) -
     with pytest.raises(UserError):
         sums.prepare(str(tmp_path), 4, **(SMALL | {"target_accuracy": 1.0, "max_steps": 5}))
     sums.prepare(str(tmp_path), 3, **SMALL)
-    assert [row["prompt"] for row in _rows(tmp_path / "heldout.jsonl")] == [row["prompt"] for row in sums.problems(9, seed=3)[:20]]
+    assert [row["prompt"] for row in _rows(tmp_path / "heldout.jsonl")] == [
+        row["prompt"] for row in sums.problems(9, seed=3)[:20]
+    ]
 
 
 def test_encode_puts_the_loss_on_the_answer_and_its_end_only() -> None:
     tokenizer = tiny.character_tokenizer(sums.CHARACTERS)
-    ids, labels = sums.encode([{"prompt": "1+2=", "answer": "3"}, {"prompt": "10+2=", "answer": "12"}], tokenizer)
+    ids, labels = sums.encode(
+        [{"prompt": "1+2=", "answer": "3"}, {"prompt": "10+2=", "answer": "12"}], tokenizer
+    )
     # pad 0, end 1, unknown 2, digit d -> 3 + d, "+" -> 13, "=" -> 14
     assert ids.tolist() == [[4, 13, 5, 14, 6, 1, 0, 0], [4, 3, 13, 5, 14, 4, 5, 1]]
-    assert labels.tolist() == [[-100, -100, -100, -100, 6, 1, -100, -100], [-100, -100, -100, -100, -100, 4, 5, 1]]
+    assert labels.tolist() == [
+        [-100, -100, -100, -100, 6, 1, -100, -100],
+        [-100, -100, -100, -100, -100, 4, 5, 1],
+    ]
 
 
 def test_reward_is_one_for_the_right_text_only() -> None:
     answers = ["46", " 46 ", "46+", "4", "", "046"]
-    assert sums.reward(["12+34="] * 6, answers, [{"prompt": "12+34=", "answer": "46"}] * 6) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert sums.reward(["12+34="] * 6, answers, [{"prompt": "12+34=", "answer": "46"}] * 6) == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -134,11 +158,16 @@ def test_reward_is_one_for_the_right_text_only() -> None:
     [
         ({"max_operand": 5}, "prepare.max_operand=5: all its 36 sums go to heldout=20 and validation=20"),
         ({"hidden_size": 30, "heads": 4}, "prepare.hidden_size=30: must be a multiple of 8"),
-        ({"validation": 0, "layers": -1}, "prepare.validation=0: must be above 0\nprepare.layers=-1: must be above 0"),
+        (
+            {"validation": 0, "layers": -1},
+            "prepare.validation=0: must be above 0\nprepare.layers=-1: must be above 0",
+        ),
         ({"target_accuracy": 1.0, "max_steps": 5}, "prepare.target_accuracy=1.0: not reached in 5"),
     ],
 )
-def test_numbers_that_cannot_be_met_are_the_users_to_mend(tmp_path: Path, changed: dict[str, float], said: str) -> None:
+def test_numbers_that_cannot_be_met_are_the_users_to_mend(
+    tmp_path: Path, changed: dict[str, float], said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         sums.prepare(str(tmp_path), 0, **(SMALL | changed))
     assert not (tmp_path / "prepared.json").exists()

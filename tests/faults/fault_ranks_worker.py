@@ -47,7 +47,9 @@ class Loop:
                     self._work(phase)
                 self.world.max_int(step)
             with (self.folder / f"spread{self.world.rank}").open("a") as file:
-                file.write(f"{self.spread(self.world, self.timer.take()['time/step'])['health/rank_time_spread_s']}\n")
+                file.write(
+                    f"{self.spread(self.world, self.timer.take()['time/step'])['health/rank_time_spread_s']}\n"
+                )
         return "done"
 
     def _work(self, phase: str) -> None:
@@ -82,7 +84,9 @@ def run(folder: Path, case: str) -> None:
     wiring = ModuleType("build")
     wiring.build_trainer = lambda config, watch: build(folder, case, minutes, watch)  # type: ignore[attr-defined]
     sys.modules["ppo_ds.build.trainer"] = wiring
-    train.load_config = lambda argv: SimpleNamespace(run=SimpleNamespace(verbose=False, dry_run=False, timeout_minutes=minutes))
+    train.load_config = lambda argv: SimpleNamespace(
+        run=SimpleNamespace(verbose=False, dry_run=False, timeout_minutes=minutes)
+    )
     train.main([])
 
 
@@ -105,7 +109,10 @@ def forked(folder: Path, case: str, environment: dict[str, str]) -> dict[str, An
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     ours = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    pids = [fork(folder, case, environment | ours | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    pids = [
+        fork(folder, case, environment | ours | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
     codes, until = dict.fromkeys(pids), time.monotonic() + HANG
     while None in codes.values():
         if time.monotonic() > until:

@@ -44,8 +44,18 @@ class Ranks:
         self._folder, self._runs = folder, 0
 
     def __enter__(self) -> Ranks:
-        clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-        quiet = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+        clean = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        }
+        quiet = {
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "ignore",
+            "CUDA_VISIBLE_DEVICES": "",
+            "DS_ACCELERATOR": "cpu",
+            "HF_HUB_OFFLINE": "1",
+        }
         self._server = subprocess.Popen(
             [sys.executable, __file__],
             env=clean | quiet | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
@@ -66,13 +76,17 @@ class Ranks:
         self._runs += 1
         log = self._folder / f"run_{self._runs:02d}.log"
         more = environment | ({"PPO_DS_FAULT": fault} if fault else {})
-        return Run(self._ask(do="start", ranks=ranks, arguments=arguments, environment=more, log=str(log)), log)
+        return Run(
+            self._ask(do="start", ranks=ranks, arguments=arguments, environment=more, log=str(log)), log
+        )
 
     def wait(self, run: Run) -> list[int]:
         """Exit codes by rank; minus the signal's number where one ended it."""
         return self._ask(do="wait", pids=run.pids)
 
-    def run(self, ranks: int, arguments: list[str], *, fault: str | None = None, **environment: str) -> tuple[list[int], str]:
+    def run(
+        self, ranks: int, arguments: list[str], *, fault: str | None = None, **environment: str
+    ) -> tuple[list[int], str]:
         """Exit codes, and all that was printed."""
         run = self.start(ranks, arguments, fault=fault, **environment)
         return self.wait(run), run.output()
@@ -124,7 +138,9 @@ def _start(main: Any, ranks: int, arguments: list[str], environment: dict[str, s
     return pids
 
 
-def _be(rank: int, ranks: int, port: int, main: Any, arguments: list[str], environment: dict[str, str], log: str) -> None:
+def _be(
+    rank: int, ranks: int, port: int, main: Any, arguments: list[str], environment: dict[str, str], log: str
+) -> None:
     """Never returns."""
     code = 70
     try:
@@ -132,7 +148,14 @@ def _be(rank: int, ranks: int, port: int, main: Any, arguments: list[str], envir
         for stream in (1, 2):
             os.dup2(output, stream)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        places = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         os.environ.update({**{name: str(value) for name, value in places.items()}, **environment})
         code = main(arguments)
     except BaseException:

@@ -30,7 +30,9 @@ from tests.engine.checkpoint_worker import NOT_PERSISTENT, allow_fp16_on_cpu, ma
 from tests.faults.worlds_worker import HANG, config, on_ranks
 
 BAD = 2  # the optimizer step with the NaN, from 0, of eight
-CASES: dict[str, tuple[int, str, str]] = {  # ZeRO stage, dtype, where the NaN is planted: ZeRO-0 in 16 bits is stage 1
+CASES: dict[
+    str, tuple[int, str, str]
+] = {  # ZeRO stage, dtype, where the NaN is planted: ZeRO-0 in 16 bits is stage 1
     "zero0": (0, "fp32", "loss.actor"),
     "zero1": (1, "fp32", "loss.critic"),
     "zero2": (2, "fp32", "grad.actor"),
@@ -40,7 +42,9 @@ CASES: dict[str, tuple[int, str, str]] = {  # ZeRO stage, dtype, where the NaN i
     "zero3 bf16": (3, "bf16", "loss.critic"),
 }
 OFFLOADED = "zero2 bf16"
-ENGINES: dict[str, tuple[int, str, bool]] = {  # stage, dtype, optimizer offloaded: what the CPU's trainer does not have
+ENGINES: dict[
+    str, tuple[int, str, bool]
+] = {  # stage, dtype, optimizer offloaded: what the CPU's trainer does not have
     "1 bf16 offloaded": (1, "bf16", True),
     "1 fp16": (1, "fp16", False),
     "2 fp16 offloaded": (2, "fp16", True),
@@ -116,12 +120,17 @@ def engines(root: Path) -> None:
         if dtype == "fp16":
             raw["fp16"] = {"initial_scale_power": 6, "hysteresis": 1}
         ways = {way: engine(world, stage, dtype, offload, raw, way) for way in ("left out", "nan", "dropped")}
-        found[name] = {way: {"same": same(ways["left out"][0], weights), "said": said} for way, (weights, said) in ways.items()}
+        found[name] = {
+            way: {"same": same(ways["left out"][0], weights), "said": said}
+            for way, (weights, said) in ways.items()
+        }
     if world.is_main:
         (root / "engines.json").write_text(json.dumps(found))
 
 
-def engine(world: World, stage: int, dtype: str, offload: bool, raw: dict[str, Any], way: str) -> tuple[Any, Any]:
+def engine(
+    world: World, stage: int, dtype: str, offload: bool, raw: dict[str, Any], way: str
+) -> tuple[Any, Any]:
     """Six optimizer steps; the third is left out, or has a NaN on the last rank, or is sound and dropped."""
     model, said = make(world, stage, dtype, raw=raw, offload=offload, dropout=0.0), []
     for step in range(6):
@@ -129,11 +138,17 @@ def engine(world: World, stage: int, dtype: str, offload: bool, raw: dict[str, A
             continue
         accumulate(model, step, nan=step == BAD and way == "nan")
         finite = math.isfinite(world.sum(model.squared_gradient().float()))
-        info = model.skip(overflow=not finite) if not finite or (step == BAD and way == "dropped") else model.step()
+        info = (
+            model.skip(overflow=not finite)
+            if not finite or (step == BAD and way == "dropped")
+            else model.step()
+        )
         said.append([info.skipped, info.loss_scale, model.steps])
     weights = consolidated(model)
     model.engine.destroy()
-    return weights and {key: value for key, value in weights.items() if key != "seen"}, said  # that counts forwards
+    return weights and {
+        key: value for key, value in weights.items() if key != "seen"
+    }, said  # that counts forwards
 
 
 def accumulate(model: TrainedModel, step: int, nan: bool) -> None:
@@ -141,7 +156,11 @@ def accumulate(model: TrainedModel, step: int, nan: bool) -> None:
     halves = ids.chunk(model.world.size)[model.world.rank].chunk(2)
     for i, rows in enumerate(halves):
         logits = model(rows).float()
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum") / 32 * model.world.size
+        loss = (
+            nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+            / 32
+            * model.world.size
+        )
         bad = nan and i == 0 and model.world.rank == model.world.size - 1
         model.backward(loss * math.nan if bad else loss, last=i == len(halves) - 1)
 

@@ -26,7 +26,9 @@ from ppo_ds.tracking.jsonl import read_metrics
 from tests.faults.forked import Ranks, Run
 from tests.invariant import invariant_assets
 
-UNCOMPARED = re.compile(r"(time|perf|mem)/|time$|health/rank_time_spread_s")  # what may differ between equal runs
+UNCOMPARED = re.compile(
+    r"(time|perf|mem)/|time$|health/rank_time_spread_s"
+)  # what may differ between equal runs
 STEPS = 18
 NOISY = '''
 """Draws from every generator that a reward may draw from: whatever is left out of a checkpoint changes the scores."""
@@ -94,7 +96,9 @@ WHOLE = ("data.eval_path=DATA", "eval.every=4", "eval.max_prompts=2", "eval.gree
 
 
 def whole(lab: Lab, run: str, *more: str) -> list[str]:
-    return lab.arguments(run, *(argument.replace("DATA", str(lab.root / "prompts.jsonl")) for argument in WHOLE), *more)
+    return lab.arguments(
+        run, *(argument.replace("DATA", str(lab.root / "prompts.jsonl")) for argument in WHOLE), *more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -118,25 +122,44 @@ def content(checkpoint: Path) -> dict[str, Any]:
     files = {str(file.relative_to(checkpoint)): file for file in checkpoint.rglob("*") if file.is_file()}
     state = json.loads(files.pop("state.json").read_text())
     del files["manifest.json"], state["settings"]
-    return {**{name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}, "state.json": without_times(state)}
+    return {
+        **{name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
+        "state.json": without_times(state),
+    }
 
 
 def without_times(tree: Any) -> Any:
-    return {k: without_times(v) for k, v in tree.items() if not UNCOMPARED.match(k)} if isinstance(tree, dict) else tree
+    return (
+        {k: without_times(v) for k, v in tree.items() if not UNCOMPARED.match(k)}
+        if isinstance(tree, dict)
+        else tree
+    )
 
 
 def assert_equal_ends(run: Path, other: Path, step: int = STEPS) -> None:
     """Weights, moments, random states, counters and controllers after the last step, every metric of every step, and what was exported."""
-    assert content(run / "checkpoints" / f"step_{step:06d}") == content(other / "checkpoints" / f"step_{step:06d}")
+    assert content(run / "checkpoints" / f"step_{step:06d}") == content(
+        other / "checkpoints" / f"step_{step:06d}"
+    )
     assert metrics(run) == metrics(other)
-    assert (run / "model" / "model.safetensors").read_bytes() == (other / "model" / "model.safetensors").read_bytes()
+    assert (run / "model" / "model.safetensors").read_bytes() == (
+        other / "model" / "model.safetensors"
+    ).read_bytes()
 
 
 def names(run: Path) -> list[str]:
     """The folders of checkpoints by their numbers, the leftovers of a save, and where the pointers point."""
     found = sorted(path.name for path in (run / "checkpoints").iterdir())
-    pointers = [f"{name} -> {int((run / 'checkpoints' / name).read_text()[5:])}" for name in ("best", "latest") if name in found]
-    return [str(int(name[5:])) if name.startswith("step_") else name for name in found if name not in ("best", "latest")] + pointers
+    pointers = [
+        f"{name} -> {int((run / 'checkpoints' / name).read_text()[5:])}"
+        for name in ("best", "latest")
+        if name in found
+    ]
+    return [
+        str(int(name[5:])) if name.startswith("step_") else name
+        for name in found
+        if name not in ("best", "latest")
+    ] + pointers
 
 
 def resumed_after(output: str) -> int:
@@ -168,8 +191,14 @@ def test_kills_and_a_full_disk_at_every_place_of_a_save_change_nothing(lab: Lab,
         assert names(run) == left, fault
         if "full@" in fault:
             errors = [line for line in output.splitlines() if "error: " in line.lower()]
-            assert len(errors) == 1 and errors[0].startswith("error: ") and "step_000005 was not written" in errors[0], output
-            assert "rank 1: [Errno 28] No space left on device" in errors[0] and "Traceback" not in output, output
+            assert (
+                len(errors) == 1
+                and errors[0].startswith("error: ")
+                and "step_000005 was not written" in errors[0]
+            ), output
+            assert "rank 1: [Errno 28] No space left on device" in errors[0] and "Traceback" not in output, (
+                output
+            )
     codes, output = lab.ranks.run(2, whole(lab, "struck"))
     assert codes == [0, 0] and resumed_after(output) == 4, output
     assert_equal_ends(run, undisturbed)
@@ -189,7 +218,10 @@ def test_seven_random_kills_end_in_the_same_bits(lab: Lab, undisturbed: Path) ->
             os.kill(pid, signal.SIGKILL)
         assert was_killed(lab.ranks.wait(started)), started.output()
         done = steps(run)
-        assert done == list(range(1, len(done) + 1)) and len(done) in (newest(run), newest(run) + 1), (newest(run), done)
+        assert done == list(range(1, len(done) + 1)) and len(done) in (newest(run), newest(run) + 1), (
+            newest(run),
+            done,
+        )
         assert len(done) < STEPS, "the run was over before it could be killed"
     codes, output = lab.ranks.run(2, whole(lab, "killed"))
     assert codes == [0, 0] and resumed_after(output) > 0, output
@@ -240,7 +272,11 @@ def test_what_cannot_be_continued_is_refused_in_a_line_before_anything_is_loaded
     written, (first, second) = (run / "config.yaml").read_text(), sorted((run / "checkpoints").glob("step_*"))
 
     line = refusal(lab, settings("actor.zero.stage=1"))
-    assert "actor.zero.stage=1" in line and f"{second} was made with 2" in line and "run.may_change=[actor.zero.stage]" in line
+    assert (
+        "actor.zero.stage=1" in line
+        and f"{second} was made with 2" in line
+        and "run.may_change=[actor.zero.stage]" in line
+    )
     (second / "actor" / "shard-00000.safetensors").write_bytes(b"")
     line = refusal(lab, settings(f"run.resume={second}"))
     assert f"run.resume: {second} is damaged: actor/shard-00000.safetensors has 0 bytes" in line
@@ -253,13 +289,17 @@ def test_what_cannot_be_continued_is_refused_in_a_line_before_anything_is_loaded
 # -- k steps, a stop, and the rest ----------------------------------------------------------------------------------------------------------
 
 SHORT, STOPPED = 6, 3
-SHARDED = tuple(f"{role}.deepspeed.zero_optimization.stage3_param_persistence_threshold=0" for role in ("actor", "critic"))
+SHARDED = tuple(
+    f"{role}.deepspeed.zero_optimization.stage3_param_persistence_threshold=0" for role in ("actor", "critic")
+)
 LAGGED = ("algo.old_policy=lagged", "algo.lag=2", "algo.ptx.coef=0.5", "algo.ptx.batch_size=2", "data.ptx_path=TEXTS", "data.path=null",
           "data.mix=[{path:DATA,weight:2},{path:OTHERS}]")  # fmt: skip
 GROUPS = ("algo.advantage.estimator=grpo", "algo.advantage.whiten=none", "rollout.samples_per_prompt=2", "algo.dynamic_sampling.enabled=true",
           "algo.dynamic_sampling.max_rounds=2", "critic.init=auto", "critic.model.path=null")  # fmt: skip
 LORA = ("actor.lora.rank=4", "critic.lora.rank=4")
-EVERYWHERE = [(ranks, stage, dtype) for ranks in (1, 2) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")]
+EVERYWHERE = [
+    (ranks, stage, dtype) for ranks in (1, 2) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")
+]
 # what each of them trains beside; those that stand here run in every test run, the others over night
 MORE = {
     (1, 0, "fp32"): LAGGED,
@@ -278,7 +318,12 @@ def short(lab: Lab, run: str, stage: int, dtype: str, *more: str) -> list[str]:
     files = {"DATA": "prompts.jsonl", "OTHERS": "others.jsonl", "TEXTS": "texts.jsonl"}
     for name, file in files.items():
         more = tuple(argument.replace(name, str(lab.root / file)) for argument in more)
-    size = (f"run.steps={SHORT}", f"checkpoint.every={STOPPED}", f"actor.zero.stage={stage}", f"critic.zero.stage={stage}")
+    size = (
+        f"run.steps={SHORT}",
+        f"checkpoint.every={STOPPED}",
+        f"actor.zero.stage={stage}",
+        f"critic.zero.stage={stage}",
+    )
     return lab.arguments(run, *size, f"actor.model.dtype={dtype}", "reference.model.dtype=fp32", *more)
 
 
@@ -290,12 +335,20 @@ def together(lab: Lab, started: list[Run]) -> None:
 def assert_goes_on(lab: Lab, cases: list[tuple[int, int, str]]) -> None:
     """Each run whole, and stopped after some steps and continued by the same command. All of a kind at once where they have one rank."""
     (lab.root / "others.jsonl").write_text(
-        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("dab", "cafe", "joke", "pima", "hen", "gap", "nil", "oak"))
+        "".join(
+            json.dumps({"prompt": prompt}) + "\n"
+            for prompt in ("dab", "cafe", "joke", "pima", "hen", "gap", "nil", "oak")
+        )
     )
-    (lab.root / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abcd", "bead", "chief", "lemon", "gold")))
+    (lab.root / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("abcd", "bead", "chief", "lemon", "gold"))
+    )
     for overrides in ([], [f"run.stop_at_step={STOPPED}"], [f"run.stop_at_step={SHORT}"]):
         names = ["whole" if not overrides else "parts"] * len(cases)
-        commands = [short(lab, f"{name} {case}", *case[1:], *MORE.get(case, SHARDED), *overrides) for name, case in zip(names, cases, strict=True)]
+        commands = [
+            short(lab, f"{name} {case}", *case[1:], *MORE.get(case, SHARDED), *overrides)
+            for name, case in zip(names, cases, strict=True)
+        ]
         for at_once in [commands] if cases[0][0] == 1 else [[command] for command in commands]:
             together(lab, [lab.ranks.start(cases[0][0], command) for command in at_once])
     for case in cases:
@@ -381,7 +434,10 @@ def spoiled(lab: Lab, checkpoint: Path, part: str) -> Path:
     shutil.copytree(checkpoint, copy)
     name = PARTS[part](copy)
     manifest = json.loads((copy / "manifest.json").read_text())
-    manifest["files"][name] = {"bytes": (copy / name).stat().st_size, "sha256": hashlib.sha256((copy / name).read_bytes()).hexdigest()}
+    manifest["files"][name] = {
+        "bytes": (copy / name).stat().st_size,
+        "sha256": hashlib.sha256((copy / name).read_bytes()).hexdigest(),
+    }
     (copy / "manifest.json").write_text(json.dumps(manifest))
     return copy
 
@@ -395,8 +451,17 @@ def test_each_part_of_a_checkpoint_is_needed_for_it(lab: Lab) -> None:
     origin = lab.root / "origin" / "checkpoints" / f"step_{SHORT:06d}"
     start = lab.root / "origin" / "checkpoints" / f"step_{STOPPED:06d}"
     starts = {"nothing": start} | {part: spoiled(lab, start, part) for part in PARTS}
-    together(lab, [lab.ranks.start(1, arguments(f"without {part}", f"run.resume={path}")) for part, path in starts.items()])
+    together(
+        lab,
+        [
+            lab.ranks.start(1, arguments(f"without {part}", f"run.resume={path}"))
+            for part, path in starts.items()
+        ],
+    )
     for part in starts:
         run = lab.root / f"without {part}"
-        same = content(run / "checkpoints" / origin.name) == content(origin) and metrics(run) == metrics(lab.root / "origin")[STOPPED:]
+        same = (
+            content(run / "checkpoints" / origin.name) == content(origin)
+            and metrics(run) == metrics(lab.root / "origin")[STOPPED:]
+        )
         assert same == (part == "nothing"), part

@@ -47,7 +47,9 @@ def worked(root: Path) -> Path:
 def tensors(folder: Path) -> dict[str, Tensor]:
     """Weights and moments of actor and critic, and the running average."""
     files = [file for file in sorted(folder.rglob("*.safetensors")) if not file.name.startswith("rng")]
-    return {f"{file.parent.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+    return {
+        f"{file.parent.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()
+    }
 
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
@@ -61,17 +63,26 @@ def test_one_nan_is_as_if_the_minibatch_had_not_been(worked: Path, case: str) ->
     faulted, left_out = worked / case / "faulted", worked / case / "left_out"
     assert differing(tensors(faulted), tensors(left_out)) == []
     assert all(tensor.isfinite().all() for tensor in tensors(faulted).values())
-    assert len(differing(tensors(faulted), tensors(worked / case / "run" / "checkpoints" / "step_000001"))) > 100  # something was learned
+    assert (
+        len(differing(tensors(faulted), tensors(worked / case / "run" / "checkpoints" / "step_000001"))) > 100
+    )  # something was learned
     for role in ("actor", "critic"):
-        ours, theirs = (json.loads((folder / role / "model.json").read_text()) for folder in (faulted, left_out))
-        assert ours["steps"] == theirs["steps"] == 7 and set(ours["adam_steps"].values()) == set(theirs["adam_steps"].values()) == {7}
+        ours, theirs = (
+            json.loads((folder / role / "model.json").read_text()) for folder in (faulted, left_out)
+        )
+        assert ours["steps"] == theirs["steps"] == 7 and set(ours["adam_steps"].values()) == set(
+            theirs["adam_steps"].values()
+        ) == {7}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_both_ranks_and_both_models_say_the_same_of_it(worked: Path, case: str) -> None:
     (first, second), other = json.loads((worked / case / "faulted" / "said.json").read_text())
     assert [first["health/skipped_steps"], second["health/skipped_steps"]] == [1.0, 0.0]
-    assert first["policy/grad_norm"] != first["policy/grad_norm"] and first["value/grad_norm"] != first["value/grad_norm"]  # NaN: one is not known
+    assert (
+        first["policy/grad_norm"] != first["policy/grad_norm"]
+        and first["value/grad_norm"] != first["value/grad_norm"]
+    )  # NaN: one is not known
     assert second["policy/grad_norm"] == other[1]["policy/grad_norm"] > 0 and second == other[1]
     clean = json.loads((worked / case / "left_out" / "said.json").read_text())[0][1]
     assert second == clean
@@ -79,7 +90,11 @@ def test_both_ranks_and_both_models_say_the_same_of_it(worked: Path, case: str) 
 
 def test_without_the_guard_every_weight_would_be_nan(worked: Path) -> None:
     """The negative control, in fp32 without ZeRO: DeepSpeed itself does not look there."""
-    weights = [tensor for name, tensor in tensors(worked / "zero0" / "unguarded").items() if name.startswith("actor/weight/")]
+    weights = [
+        tensor
+        for name, tensor in tensors(worked / "zero0" / "unguarded").items()
+        if name.startswith("actor/weight/")
+    ]
     assert len(weights) == 21 and all(tensor.isnan().all() for tensor in weights)
 
 
@@ -119,7 +134,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def compared(folder: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in line.items() if not name.startswith(UNCOMPARED)} for line in lines(folder)]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(UNCOMPARED)}
+        for line in lines(folder)
+    ]
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -131,7 +149,9 @@ def errors(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("error:")]
 
 
-def test_too_many_in_a_row_and_the_run_goes_back_once_as_if_nothing_had_been(root: Path, ranks: Ranks) -> None:
+def test_too_many_in_a_row_and_the_run_goes_back_once_as_if_nothing_had_been(
+    root: Path, ranks: Ranks
+) -> None:
     codes, output = ranks.run(2, command(root, "clean"))
     assert codes == [0, 0], output
     codes, output = ranks.run(2, command(root, "back"), fault="nan@grad.critic:rank=0:at=5:times=2")
@@ -146,51 +166,89 @@ def test_too_many_in_a_row_and_the_run_goes_back_once_as_if_nothing_had_been(roo
 
 
 def test_nan_for_ever_ends_the_run_with_one_line_and_a_dump(root: Path, ranks: Ranks) -> None:
-    codes, output = ranks.run(2, command(root, "ever", "run.steps=6"), fault="nan@loss.actor:rank=1:at=5:times=0")
+    codes, output = ranks.run(
+        2, command(root, "ever", "run.steps=6"), fault="nan@loss.actor:rank=1:at=5:times=0"
+    )
     assert codes == [1, 1], output
     (line,) = errors(output)
     dump = root / "ever" / "dumps" / "step_000003"
     about = json.loads((dump / "update.json").read_text())
     blamed = about["rows"][about["place"]]
     assert about["what"] == "loss of the actor" and about["rank"] == 1 and len(about["rows"]) == 4
-    wanted = ("step 3:", "loss of the actor, on rank 1", f"in row {blamed['row_of_the_rollout']} of the rollout", repr(blamed["prompt"]), str(dump))
+    wanted = (
+        "step 3:",
+        "loss of the actor, on rank 1",
+        f"in row {blamed['row_of_the_rollout']} of the rollout",
+        repr(blamed["prompt"]),
+        str(dump),
+    )
     assert [part for part in wanted if part not in line] == [], line
     assert output.count(", once; the next time") == 1
-    assert [entry["step"] for entry in lines(root / "ever")] == [1, 2] and checkpoints(root / "ever") == ["step_000001", "step_000002"]
+    assert [entry["step"] for entry in lines(root / "ever")] == [1, 2] and checkpoints(root / "ever") == [
+        "step_000001",
+        "step_000002",
+    ]
     summary = json.loads((root / "ever" / "summary.json").read_text())
     assert summary["exit_reason"] == "nonfinite" and "loss of the actor" in summary["error"]
     for role in ("actor", "critic"):  # the weights that the step would have started from
-        assert differing(tensors(dump / role), tensors(root / "ever" / "checkpoints" / "step_000002" / role)) == []
+        assert (
+            differing(tensors(dump / role), tensors(root / "ever" / "checkpoints" / "step_000002" / role))
+            == []
+        )
 
 
-def test_a_rollout_with_a_bad_score_or_log_prob_is_left_out_and_poisons_nothing(root: Path, ranks: Ranks) -> None:
+def test_a_rollout_with_a_bad_score_or_log_prob_is_left_out_and_poisons_nothing(
+    root: Path, ranks: Ranks
+) -> None:
     faults = "nan@score:rank=1:at=2 nan@logprob:rank=0:at=3"
-    codes, output = ranks.run(2, command(root, "left out", "run.steps=4", "health.max_skips=3", "health.max_kl=1e-9"), fault=faults)
+    codes, output = ranks.run(
+        2, command(root, "left out", "run.steps=4", "health.max_skips=3", "health.max_kl=1e-9"), fault=faults
+    )
     assert codes == [0, 0] and errors(output) == [], output
     found = lines(root / "left out")
     assert [line["health/skipped_steps"] for line in found] == [0.0, 2.0, 2.0, 0.0]
     assert [line["health/nonfinite"] > 0 for line in found] == [False, True, True, False]
-    assert found[1]["reward/score_mean"] is None and found[1]["policy/loss"] is None and found[1]["kl/k3_token_mean"] is not None
+    assert (
+        found[1]["reward/score_mean"] is None
+        and found[1]["policy/loss"] is None
+        and found[1]["kl/k3_token_mean"] is not None
+    )
     assert found[2]["reward/score_mean"] is not None and found[2]["kl/k3_token_mean"] is None
-    assert "step 2: 2 optimizer step(s) skipped, not finite: score" in output and "not finite: log-prob of token 0" in output
-    assert output.count("is above health.max_kl") == 2  # after the first update, and again after a step whose KL was not known
+    assert (
+        "step 2: 2 optimizer step(s) skipped, not finite: score" in output
+        and "not finite: log-prob of token 0" in output
+    )
+    assert (
+        output.count("is above health.max_kl") == 2
+    )  # after the first update, and again after a step whose KL was not known
     # nothing learned in between: the policy of step 4 is as far from the reference as that of step 2 was, in what is left of its rollouts
     before, after = (root / "left out" / "checkpoints" / f"step_00000{step}" for step in (1, 4))
     assert checkpoints(root / "left out") == [before.name, after.name]  # none while numbers are bad
     state = json.loads((after / "state.json").read_text())["state"]
-    assert state["scores"]["count"] == 24 and all(value == value for value in state["scores"].values())  # of four rollouts of eight
+    assert state["scores"]["count"] == 24 and all(
+        value == value for value in state["scores"].values()
+    )  # of four rollouts of eight
     assert all(tensor.isfinite().all() for tensor in tensors(after).values())
     assert len(differing(tensors(before / "actor"), tensors(after / "actor"))) > 50
     assert json.loads((after / "actor" / "model.json").read_text())["steps"] == 4
 
 
 def test_a_kl_above_its_ceiling_stops_the_run_after_saving(root: Path, ranks: Ranks) -> None:
-    codes, output = ranks.run(2, command(root, "kl", "checkpoint.every=null", "health.max_kl=1e-9", "health.on_kl=stop"))
+    codes, output = ranks.run(
+        2, command(root, "kl", "checkpoint.every=null", "health.max_kl=1e-9", "health.on_kl=stop")
+    )
     assert codes == [1, 1], output
     (line,) = errors(output)
     kl = lines(root / "kl")[-1]["kl/k3_token_mean"]
-    assert kl > 1e-9 and f"kl/k3_token_mean={kl:.4g}" in line and "health.max_kl=1e-09" in line and "actor.optim.lr" in line
-    assert [entry["step"] for entry in lines(root / "kl")] == [1, 2] and checkpoints(root / "kl") == ["step_000002"]
+    assert (
+        kl > 1e-9
+        and f"kl/k3_token_mean={kl:.4g}" in line
+        and "health.max_kl=1e-09" in line
+        and "actor.optim.lr" in line
+    )
+    assert [entry["step"] for entry in lines(root / "kl")] == [1, 2] and checkpoints(root / "kl") == [
+        "step_000002"
+    ]
     assert json.loads((root / "kl" / "summary.json").read_text())["exit_reason"] == "max_kl"
 
 
@@ -214,23 +272,45 @@ def test_data_that_break_the_model_are_named_and_replayed(root: Path, ranks: Ran
     """No fault is planted: the gradient of one row is not finite on any machine."""
     prompts = [*invariant_assets.PROMPTS[:7], "kid#nap"]
     (root / "broken.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    more = (f"actor.model.path={overflowing(root)}", f"data.path={root / 'broken.jsonl'}", "algo.minibatch_size=8", "health.max_skips=1")
+    more = (
+        f"actor.model.path={overflowing(root)}",
+        f"data.path={root / 'broken.jsonl'}",
+        "algo.minibatch_size=8",
+        "health.max_skips=1",
+    )
     codes, output = ranks.run(2, command(root, "data", *more))
     assert codes == [1, 1], output
     (line,) = errors(output)
     dump = root / "data" / "dumps" / "step_000001"
     about = json.loads((dump / "update.json").read_text())
-    broken = (load_file(dump / "update.safetensors")["ids"] == UNKNOWN_TOKEN).any(dim=1).nonzero()[:, 0].tolist()
-    assert about["what"].startswith("gradient of actor.lm.model.layers.1.") and about["place"] == broken[0], line
+    broken = (
+        (load_file(dump / "update.safetensors")["ids"] == UNKNOWN_TOKEN).any(dim=1).nonzero()[:, 0].tolist()
+    )
+    assert about["what"].startswith("gradient of actor.lm.model.layers.1.") and about["place"] == broken[0], (
+        line
+    )
     assert about["what"] in line and repr(about["rows"][broken[0]]["prompt"]) in line
 
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run([sys.executable, str(REPLAY), str(dump)], env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        [sys.executable, str(REPLAY), str(dump)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [line for line in done.stdout.splitlines() if line.startswith("row ")]
     assert len(rows) == 8 and [i for i, row in enumerate(rows) if "first not finite: -" not in row] == broken
     numbers = [row["row_of_the_rollout"] for row in about["rows"]]
     assert [int(row.split()[1]) for row in rows] == numbers and sorted(numbers) == list(range(8))
     assert f"in row {numbers[broken[0]]} of the rollout" in line
-    assert f"first tensor that is not finite: {about['what']}, row {numbers[broken[0]]} of the rollout" in done.stdout
-    assert f"then: {about['what']} (rank {about['rank']}, row {numbers[broken[0]]} of the rollout)" in done.stdout
+    assert (
+        f"first tensor that is not finite: {about['what']}, row {numbers[broken[0]]} of the rollout"
+        in done.stdout
+    )
+    assert (
+        f"then: {about['what']} (rank {about['rank']}, row {numbers[broken[0]]} of the rollout)"
+        in done.stdout
+    )

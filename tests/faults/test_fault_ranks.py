@@ -38,7 +38,9 @@ class Ended:
 def server():
     command = [sys.executable, str(WORKER), "serve"]
     ours = environment() | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=ours, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=ours, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     yield process
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -50,7 +52,9 @@ def run(server, tmp_path):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         surroundings = {"TIMEOUT_MINUTES": str(minutes)} | ({"PPO_DS_FAULT": fault} if fault else {})
-        server.stdin.write(json.dumps({"folder": str(folder), "case": case, "environment": surroundings}) + "\n")
+        server.stdin.write(
+            json.dumps({"folder": str(folder), "case": case, "environment": surroundings}) + "\n"
+        )
         server.stdin.flush()
         answer = json.loads(server.stdout.readline())
         text = (folder / "output").read_text() if (folder / "output").exists() else ""
@@ -67,7 +71,9 @@ def test_good_runs_return_0_and_say_nothing_fifteen_times_out_of_fifteen(run):
 
 def test_a_straggler_shows_in_the_spread_of_the_ranks_own_seconds(run):
     ended = run(fault="slow@reward:rank=1:at=2:seconds=1")
-    found = [[float(line) for line in (ended.folder / f"spread{rank}").read_text().split()] for rank in range(2)]
+    found = [
+        [float(line) for line in (ended.folder / f"spread{rank}").read_text().split()] for rank in range(2)
+    ]
     assert ended.codes == [0, 0] and found[0] == found[1] and len(found[0]) == 3
     assert found[0][1] > 0.5  # the other rank waited meanwhile, and its step was just as long
     assert min(found[0]) >= 0
@@ -78,7 +84,10 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback_first(run, rank):
     ended = run(fault=f"raise@reward:at=2:rank={rank}")
     assert ended.codes == [1, 1] and ended.seconds < SOON
     assert ended.lines[:2] == [f"rank {rank} failed:", "Traceback (most recent call last):"], ended.text
-    assert ended.lines[-2:] == ["RuntimeError: fault at reward", f"rank {1 - rank}: ended, since rank {rank} failed (RuntimeError: fault at reward)"]
+    assert ended.lines[-2:] == [
+        "RuntimeError: fault at reward",
+        f"rank {1 - rank}: ended, since rank {rank} failed (RuntimeError: fault at reward)",
+    ]
     assert ended.text.count("Traceback") == 1 and "in _work" in ended.text
     # the record of the run, which rank 0 keeps, is closed either way
     assert "fault at reward" in (ended.folder / "record0").read_text()
@@ -87,7 +96,9 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback_first(run, rank):
 def test_the_same_exception_on_all_ranks_is_told_once(run):
     ended = run(fault="raise@update")
     assert ended.codes == [1, 1]
-    assert ended.text.count("Traceback") == 1 and ended.text.count("RuntimeError: fault at update") == 2, ended.text
+    assert ended.text.count("Traceback") == 1 and ended.text.count("RuntimeError: fault at update") == 2, (
+        ended.text
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -96,14 +107,19 @@ def test_a_killed_rank_is_named_by_the_others_which_leave(run, rank):
     ended = run(fault=f"kill@generate:rank={rank}")
     assert ended.codes[rank] == -signal.SIGKILL and ended.codes[1 - rank] == 1 and ended.seconds < SOON
     (line,) = ended.lines
-    assert line.startswith(f"rank {1 - rank}: ended, since rank {rank} failed (its process has ended without a word"), ended.text
+    assert line.startswith(
+        f"rank {1 - rank}: ended, since rank {rank} failed (its process has ended without a word"
+    ), ended.text
 
 
 def test_a_mistake_that_one_rank_finds_is_told_once_and_is_exit_code_2_on_all(run):
     for case in ("mistake on one", "mistake on all"):
         ended = run(case)
         assert ended.codes == [2, 2] and ended.seconds < SOON
-        assert ended.lines == ["error: data.path=x.jsonl:7: no prompt", "error: reward.path=y: no such file"], case
+        assert ended.lines == [
+            "error: data.path=x.jsonl:7: no prompt",
+            "error: reward.path=y: no such file",
+        ], case
 
 
 def told_by_the_stuck(text):
@@ -118,7 +134,9 @@ def test_a_stuck_rank_ends_all_with_phase_and_stack_of_each(run):
     assert ended.codes == [1, 1] and 3 < ended.seconds < SOON
     first, second = told_by_the_stuck(ended.text)
     why = "no sign of life from any rank for 3 s; run.timeout_minutes=0.05 is the limit: raise it if this was only slow"
-    assert first.startswith(f" ({why}); this one is after the phase 'update' since ")  # it waits for rank 1, and has been as silent
+    assert first.startswith(
+        f" ({why}); this one is after the phase 'update' since "
+    )  # it waits for rank 1, and has been as silent
     assert "in fit\n" in first and "all_reduce" in first  # it waits there for the other
     assert "this one is in the phase 'update' since " in second
     assert "in _work\n" in second and "in fault\n" in second and "all_reduce" not in second
@@ -139,7 +157,13 @@ def test_a_rank_that_never_gives_up_the_interpreter_shows_where_it_is_too(run):
 def launched(arguments, cwd, **more):
     """(exit code, output) of a launcher; asserts that none of its processes is left."""
     process = subprocess.Popen(
-        arguments, cwd=cwd, env=environment() | more, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        arguments,
+        cwd=cwd,
+        env=environment() | more,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=TIMEOUT)  # ends once all that write to the pipe have ended
@@ -154,24 +178,43 @@ def launched(arguments, cwd, **more):
 
 
 def test_a_mistake_that_one_rank_finds_is_the_launchers_exit_code(tmp_path):
-    start = [*LAUNCHERS["deepspeed"], "--master_port", str(free_port()), str(WORKER), str(tmp_path), "mistake on one"]
+    start = [
+        *LAUNCHERS["deepspeed"],
+        "--master_port",
+        str(free_port()),
+        str(WORKER),
+        str(tmp_path),
+        "mistake on one",
+    ]
     code, output = launched(start, tmp_path)
-    assert code == 2 and output.count("error: data.path=x.jsonl:7: no prompt") == 1 and "Traceback" not in output, output
+    assert (
+        code == 2 and output.count("error: data.path=x.jsonl:7: no prompt") == 1 and "Traceback" not in output
+    ), output
 
 
 def test_the_trainer_with_a_rank_that_hangs(tmp_path):
     stuck = {"PPO_DS_FAULT": "hang@reward:rank=1"}
-    code, output = launched(command("deepspeed", *SMALL, "run.steps=1", "run.timeout_minutes=0.2"), tmp_path, **stuck)
+    code, output = launched(
+        command("deepspeed", *SMALL, "run.steps=1", "run.timeout_minutes=0.2"), tmp_path, **stuck
+    )
     assert code == 1 and "Traceback" not in output, output
     rank_0, rank_1 = told_by_the_stuck(output)
     assert "this one is after the phase 'reward' since" in rank_0 and "all_reduce" in rank_0
-    assert "this one is in the phase 'reward' since" in rank_1 and "in _judged\n" in rank_1 and "all_reduce" not in rank_1
+    assert (
+        "this one is in the phase 'reward' since" in rank_1
+        and "in _judged\n" in rank_1
+        and "all_reduce" not in rank_1
+    )
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"] == "error"
 
 
 def test_the_trainer_with_a_rank_that_the_kernel_kills(tmp_path):
-    code, output = launched(command("torchrun", *SMALL, "run.steps=1"), tmp_path, PPO_DS_FAULT="kill@reward:rank=0")
+    code, output = launched(
+        command("torchrun", *SMALL, "run.steps=1"), tmp_path, PPO_DS_FAULT="kill@reward:rank=0"
+    )
     assert code == 1, output
     told = [line for line in output.splitlines() if line.startswith("rank ")]
-    assert len(told) == 1 and told[0].startswith("rank 1: ended, since rank 0 failed (its process has ended without a word"), output
+    assert len(told) == 1 and told[0].startswith(
+        "rank 1: ended, since rank 0 failed (its process has ended without a word"
+    ), output
     assert "Connection closed by peer" not in output  # gloo's, which says nothing of why

@@ -35,7 +35,9 @@ def bare(home: Path, path: str = f"{BIN}:/usr/bin:/bin") -> dict[str, str]:
 
 def start(command: list[str], cwd: Path, env: dict[str, str]) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=cwd, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, cwd=cwd, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
 
 
 def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
@@ -65,12 +67,25 @@ def test_ranks_that_come_one_by_one_without_a_compiler_and_with_little_shared_me
     os.mkdir(path)
     for tool in ("sleep", "ls", "mount"):
         os.symlink(shutil.which(tool), f"{path}/{tool}")
-    assert shutil.which("cc", path=path) is shutil.which("gcc", path=path) is shutil.which("ninja", path=path) is None
-    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "PORT1": str(free_port()), "PORT2": str(free_port())}
+    assert (
+        shutil.which("cc", path=path)
+        is shutil.which("gcc", path=path)
+        is shutil.which("ninja", path=path)
+        is None
+    )
+    ranks = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "PORT1": str(free_port()),
+        "PORT2": str(free_port()),
+    }
     cache = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
     shell = [shutil.which("sh"), "-c", TWICE, "sh", sys.executable, TRAIN, *SMALL]
     namespace, small = own_mounts()
-    ((code, output),) = ended(start([*namespace, *shell], tmp_path, bare(tmp_path, path) | ranks | cache | small))
+    ((code, output),) = ended(
+        start([*namespace, *shell], tmp_path, bare(tmp_path, path) | ranks | cache | small)
+    )
     assert code == 0, output
     assert steps(tmp_path / "run") == [1, 2]  # one folder, in which the second run went on
     assert not (tmp_path / "extensions").exists() and not list(tmp_path.rglob("*.so"))  # nothing was compiled
@@ -80,7 +95,13 @@ def test_ranks_that_come_one_by_one_without_a_compiler_and_with_little_shared_me
 def own_mounts() -> tuple[list[str], dict[str, str]]:
     """A command around another that gives it mounts of its own, where that is allowed."""
     unshare = shutil.which("unshare")
-    allowed = unshare and subprocess.run([unshare, "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True).returncode == 0
+    allowed = (
+        unshare
+        and subprocess.run(
+            [unshare, "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True
+        ).returncode
+        == 0
+    )
     return ([unshare, "-m"], {"SMALL_SHM": "64m"}) if allowed else ([], {})
 
 
@@ -89,19 +110,41 @@ def test_two_nodes_on_one_machine(tmp_path):
     port = str(free_port())
     nodes = []
     for rank in (0, 1):
-        launcher = [str(BIN / "deepspeed"), "-q", "--hostfile", "hosts", "--no_ssh", "--node_rank", str(rank), "--master_addr", "127.0.0.1"]
-        nodes.append(start([*launcher, "--master_port", port, TRAIN, *SMALL, "run.steps=1"], tmp_path, environment()))
+        launcher = [
+            str(BIN / "deepspeed"),
+            "-q",
+            "--hostfile",
+            "hosts",
+            "--no_ssh",
+            "--node_rank",
+            str(rank),
+            "--master_addr",
+            "127.0.0.1",
+        ]
+        nodes.append(
+            start([*launcher, "--master_port", port, TRAIN, *SMALL, "run.steps=1"], tmp_path, environment())
+        )
     (first, said), (second, _) = ended(*nodes)
     assert first == second == 0, said
     assert steps(tmp_path / "run") == [1]
-    assert json.loads((tmp_path / "run" / "checkpoints" / "step_000001" / "state.json").read_text())["world_size"] == 2
+    assert (
+        json.loads((tmp_path / "run" / "checkpoints" / "step_000001" / "state.json").read_text())[
+            "world_size"
+        ]
+        == 2
+    )
 
 
 def test_a_sweep_is_refused_under_several_ranks(tmp_path):
     """Every rank would run every job of it."""
     env = environment() | {"WORLD_SIZE": "2", "RANK": "0"}
     done = subprocess.run(
-        [sys.executable, TRAIN, "-m", *SMALL, "run.seed=1,2"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT
+        [sys.executable, TRAIN, "-m", *SMALL, "run.seed=1,2"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     (line,) = done.stderr.splitlines()

@@ -72,7 +72,16 @@ def launched(case: tuple[str, str, signal.Signals], folder: Path) -> Outcome:
     port = ["--master_port", str(free_port())] if launcher == "deepspeed" else []
     with log.open("w") as output:
         process = subprocess.Popen(
-            ["bash", "-c", "trap '' USR1; exec \"$@\"", "bash", *LAUNCHERS[launcher], *port, str(WORKER), str(folder)],
+            [
+                "bash",
+                "-c",
+                "trap '' USR1; exec \"$@\"",
+                "bash",
+                *LAUNCHERS[launcher],
+                *port,
+                str(WORKER),
+                str(folder),
+            ],
             cwd=folder,
             env=environment() | {"MARK": mark, "OMP_NUM_THREADS": "1"},
             stdout=output,
@@ -80,7 +89,10 @@ def launched(case: tuple[str, str, signal.Signals], folder: Path) -> Outcome:
             start_new_session=True,
         )
     try:
-        wait_for(lambda: all((folder / f"ready{rank}").exists() for rank in (0, 1)) or process.poll() is not None, f"{case}: no start")
+        wait_for(
+            lambda: all((folder / f"ready{rank}").exists() for rank in (0, 1)) or process.poll() is not None,
+            f"{case}: no start",
+        )
         assert process.poll() is None, log.read_text()
         if whom == GROUP:
             os.killpg(process.pid, number)
@@ -88,8 +100,15 @@ def launched(case: tuple[str, str, signal.Signals], folder: Path) -> Outcome:
             _, parent, *_ = json.loads((folder / "ready0").read_text())
             os.kill(process.pid if whom == COMMAND else parent, number)
         sent = time.monotonic()
-        wait_for(lambda: process.poll() is not None and not marked(mark), f"{case}: {marked(mark)} are left\n{log.read_text()}", 2 * SOON)
-        told = [json.loads(file.read_text()) if file.exists() else False for file in (folder / "left0", folder / "left1")]
+        wait_for(
+            lambda: process.poll() is not None and not marked(mark),
+            f"{case}: {marked(mark)} are left\n{log.read_text()}",
+            2 * SOON,
+        )
+        told = [
+            json.loads(file.read_text()) if file.exists() else False
+            for file in (folder / "left0", folder / "left1")
+        ]
         return Outcome(told, time.monotonic() - sent, log.read_text())
     finally:
         for pid in marked(mark):
@@ -110,7 +129,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple, A
 def test_all_ranks_hear_of_it_and_nobody_is_left(outcomes: dict[tuple, Any], case: tuple) -> None:
     outcome = outcomes[case].result()
     assert outcome.told == [True, True] and outcome.seconds < SOON, outcome.output
-    assert f'{WORKER.name}", line' not in outcome.output, outcome.output  # launchers have tracebacks of their own, of signals
+    assert f'{WORKER.name}", line' not in outcome.output, (
+        outcome.output
+    )  # launchers have tracebacks of their own, of signals
 
 
 # -- the trainer ----------------------------------------------------------------------------------------------------------------------------
@@ -164,7 +185,9 @@ def arguments(root: Path, name: str, *more: str) -> list[str]:
 
 def lines(run_dir: Path) -> list[dict[str, float]]:
     found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith(UNCOMPARED)} for line in found]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(UNCOMPARED)} for line in found
+    ]
 
 
 def latest(run_dir: Path) -> int:
@@ -188,7 +211,9 @@ def undisturbed(root: Path, ranks: Ranks) -> Path:
     return root / "undisturbed"
 
 
-def test_stopped_in_every_phase_it_ends_with_the_weights_of_an_undisturbed_run(root: Path, ranks: Ranks, undisturbed: Path) -> None:
+def test_stopped_in_every_phase_it_ends_with_the_weights_of_an_undisturbed_run(
+    root: Path, ranks: Ranks, undisturbed: Path
+) -> None:
     run_dir, told = root / "stopped", []
     for stop in (
         f"{IN_GENERATION}=2",  # of the second step; the first call was the evaluation's before the training
@@ -199,8 +224,16 @@ def test_stopped_in_every_phase_it_ends_with_the_weights_of_an_undisturbed_run(r
     ):
         codes, output = ranks.run(2, arguments(root, "stopped"), STOP=stop)
         assert codes == ([143, 143] if stop else [0, 0]), output
-        told.append((reason(run_dir), latest(run_dir), len(lines(run_dir)), "eval/score_mean" in lines(run_dir)[-1]))
-    assert told == [("signal", 1, 1, False), ("signal", 2, 2, False), ("signal", 2, 2, True), ("signal", 3, 3, False), ("done", 4, 4, True)]
+        told.append(
+            (reason(run_dir), latest(run_dir), len(lines(run_dir)), "eval/score_mean" in lines(run_dir)[-1])
+        )
+    assert told == [
+        ("signal", 1, 1, False),
+        ("signal", 2, 2, False),
+        ("signal", 2, 2, True),
+        ("signal", 3, 3, False),
+        ("done", 4, 4, True),
+    ]
     assert lines(run_dir) == lines(undisturbed)
     assert files(run_dir, 4) == files(undisturbed, 4)
 
@@ -214,12 +247,22 @@ def test_with_zero_3_layer_by_layer_ranks_leave_generation_in_step(root: Path, r
     codes, output = ranks.run(2, arguments(root, "layers", *how), STOP=f"{IN_GENERATION}=1")
     assert codes == [143, 143] and latest(root / "layers") == 1, output
     assert ranks.run(2, arguments(root, "layers", *how))[0] == [0, 0]
-    assert files(root / "layers", 2) == files(root / "whole", 2) and lines(root / "layers") == lines(root / "whole")
+    assert files(root / "layers", 2) == files(root / "whole", 2) and lines(root / "layers") == lines(
+        root / "whole"
+    )
 
 
 def test_a_rank_that_waits_for_another_which_decodes_has_it_stop(root: Path, ranks: Ranks) -> None:
     """SIGTERM to rank 0, twice, while rank 1 needs minutes for its answers to the second step's prompts."""
-    run_dir, how = root / "waiting", ("sampling.max_new_tokens=30", "sampling.min_new_tokens=30", "data.eval_path=null", "eval.every=null")
+    run_dir, how = (
+        root / "waiting",
+        (
+            "sampling.max_new_tokens=30",
+            "sampling.min_new_tokens=30",
+            "data.eval_path=null",
+            "eval.every=null",
+        ),
+    )
     run = ranks.start(2, arguments(root, "waiting", *how), STOP="slow@generate.step:times=0:seconds=4=1")
     try:
         wait_for(lambda: (run_dir / "metrics.jsonl").exists() and lines(run_dir), "no first step")

@@ -28,7 +28,10 @@ EVERY = pytest.mark.parametrize("case", CASES)
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("worlds")
     invariant_assets.make(root)
-    rows = [{"prompt": prompt, "max_new_tokens": 10 if i % 4 < 2 else 1} for i, prompt in enumerate(2 * invariant_assets.PROMPTS)]
+    rows = [
+        {"prompt": prompt, "max_new_tokens": 10 if i % 4 < 2 else 1}
+        for i, prompt in enumerate(2 * invariant_assets.PROMPTS)
+    ]
     (root / "uneven.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:16]))
     work(WORKER, root, PATIENCE)
     return root
@@ -36,13 +39,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps(run_dir: Path) -> list[dict[str, float]]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if not name.startswith(UNCOMPARED)} for line in lines]
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(UNCOMPARED)}
+        for line in lines
+    ]
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     """Weights and moments of all models of a checkpoint, second sets and buffers too."""
     files = [file for file in sorted(folder.rglob("*.safetensors")) if not file.name.startswith("rng")]
-    return {f"{file.parent.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+    return {
+        f"{file.parent.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()
+    }
 
 
 def counters(folder: Path) -> dict[str, Any]:
@@ -50,7 +58,9 @@ def counters(folder: Path) -> dict[str, Any]:
     found = {"loop": json.loads((folder / "state.json").read_text())["state"]}
     for file in folder.glob("*/model.json"):
         about = json.loads(file.read_text())
-        found[file.parent.name] = {name: about[name] for name in ("steps", "adam_steps", "loss_scaler", "settings")}
+        found[file.parent.name] = {
+            name: about[name] for name in ("steps", "adam_steps", "loss_scaler", "settings")
+        }
     return found
 
 
@@ -64,11 +74,15 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 def test_weights_moments_and_counters_go_from_two_ranks_to_one_and_back(root: Path, case: str) -> None:
     saved = checkpoint(root / "two" / case)
     found = tensors(saved)
-    assert any(name.startswith("actor/exp_avg_sq/") for name in found) and any(name.startswith("critic/exp_avg/") for name in found)
+    assert any(name.startswith("actor/exp_avg_sq/") for name in found) and any(
+        name.startswith("critic/exp_avg/") for name in found
+    )
     assert any(name.startswith("ema/") for name in found) == ("ema" in CASES[case].get("actor", {}))
     state = counters(saved)
     assert state["actor"]["steps"] == SAVED and set(state["actor"]["adam_steps"].values()) == {SAVED}
-    assert state["loop"]["progress"]["episodes"] == 8 * SAVED and {"kl", "prompts", "scores"} <= set(state["loop"])
+    assert state["loop"]["progress"]["episodes"] == 8 * SAVED and {"kl", "prompts", "scores"} <= set(
+        state["loop"]
+    )
     for where in ("one", "back"):
         assert_same(found, tensors(checkpoint(root / where / case)))
         assert counters(checkpoint(root / where / case)) == state
@@ -90,7 +104,11 @@ def test_the_run_ends_as_if_it_had_never_left(root: Path, case: str) -> None:
 def test_one_rank_trains_on(root: Path, case: str) -> None:
     lines = steps(root / "one" / case)
     assert [line["step"] for line in lines] == [3, 4] and [line["episodes"] for line in lines] == [24, 32]
-    assert all(math.isfinite(line[name]) for line in lines for name in ("policy/loss", "value/loss", "policy/grad_norm"))
+    assert all(
+        math.isfinite(line[name])
+        for line in lines
+        for name in ("policy/loss", "value/loss", "policy/grad_norm")
+    )
     for line, stayed in zip(lines, steps(root / "two" / case)[SAVED:], strict=True):
         exact = CASES[case].get("dtype") is None
         for name in ("reward/score_mean", "value/loss", "policy/grad_norm") if exact else ():
@@ -103,14 +121,23 @@ def test_the_learning_rate_goes_on_by_the_schedule(root: Path, case: str) -> Non
     expected = [5e-4, 1e-3, 5.5e-4, 1e-4]
     for where, since in (("two", 0), ("one", SAVED), ("back", SAVED)):
         for name in ("policy/lr", "value/lr"):
-            assert [line[name] for line in steps(root / where / case)] == pytest.approx(expected[since:]), where
+            assert [line[name] for line in steps(root / where / case)] == pytest.approx(expected[since:]), (
+                where
+            )
 
 
 def test_shards_of_two_ranks_become_whole_weights_of_one(root: Path) -> None:
     saved = tensors(checkpoint(root / "two" / "zero3"))
     for role in ("actor", "critic"):
         weights = load_file(root / "one" / f"{role}_without_zero.safetensors")
-        assert_same({name.removeprefix(f"{role}/weight/"): x for name, x in saved.items() if name.startswith(f"{role}/weight/")}, weights)
+        assert_same(
+            {
+                name.removeprefix(f"{role}/weight/"): x
+                for name, x in saved.items()
+                if name.startswith(f"{role}/weight/")
+            },
+            weights,
+        )
 
 
 @EVERY
@@ -119,9 +146,19 @@ def test_the_first_step_changes_every_trained_tensor(root: Path, case: str) -> N
     what = CASES[case]
     dtype = torch.bfloat16 if what.get("dtype") else torch.float32
     first, second = (tensors(root / "two" / case / "checkpoints" / f"step_00000{step}") for step in (1, 2))
-    for role, folder, prefix in (("actor", what.get("model", "actor"), "lm."), ("critic", "scorer", "model.")):
-        begun = {prefix + name: x.to(dtype).float() for name, x in load_file(root / folder / "model.safetensors").items()}
-        trained = {name.removeprefix(f"{role}/weight/"): x for name, x in first.items() if name.startswith(f"{role}/weight/")}
+    for role, folder, prefix in (
+        ("actor", what.get("model", "actor"), "lm."),
+        ("critic", "scorer", "model."),
+    ):
+        begun = {
+            prefix + name: x.to(dtype).float()
+            for name, x in load_file(root / folder / "model.safetensors").items()
+        }
+        trained = {
+            name.removeprefix(f"{role}/weight/"): x
+            for name, x in first.items()
+            if name.startswith(f"{role}/weight/")
+        }
         assert len(trained) > 5
         for name, weight in trained.items():
             if ".lora_A." in name:
@@ -134,7 +171,11 @@ def test_the_first_step_changes_every_trained_tensor(root: Path, case: str) -> N
 
 
 def files(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+    found: dict[str, Any] = {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
     for name in [name for name in found if name.endswith("adapter_config.json")]:
         found[name] = json.loads(found[name])
         found[name]["target_modules"].sort()  # peft writes a set
@@ -149,7 +190,9 @@ def export_to(out: Path, *arguments: str) -> Path:
 @EVERY
 def test_an_export_is_the_folder_that_the_run_left(root: Path, tmp_path: Path, case: str) -> None:
     run_dir = root / "two" / case
-    left = files(run_dir / "model") | {f"adapter/{name}": content for name, content in files(run_dir / "adapter").items()}
+    left = files(run_dir / "model") | {
+        f"adapter/{name}": content for name, content in files(run_dir / "adapter").items()
+    }
     assert ("adapter/adapter_model.safetensors" in left) == (case == "lora")
     assert files(export_to(tmp_path / "actor", str(run_dir))) == left
     assert files(export_to(tmp_path / "critic", str(run_dir), "--role=critic")) == files(run_dir / "critic")
@@ -158,11 +201,15 @@ def test_an_export_is_the_folder_that_the_run_left(root: Path, tmp_path: Path, c
 
 
 @EVERY
-def test_an_earlier_step_is_another_model_and_has_the_weights_of_its_masters(root: Path, tmp_path: Path, case: str) -> None:
+def test_an_earlier_step_is_another_model_and_has_the_weights_of_its_masters(
+    root: Path, tmp_path: Path, case: str
+) -> None:
     run_dir = root / "two" / case
     early = export_to(tmp_path / "early", str(run_dir), "--step=2")
     assert files(early)["model.safetensors"] != files(run_dir / "model")["model.safetensors"]
-    assert files(early) == files(export_to(tmp_path / "same", str(checkpoint(root / "one" / case))))  # wherever it was saved
+    assert files(early) == files(
+        export_to(tmp_path / "same", str(checkpoint(root / "one" / case)))
+    )  # wherever it was saved
     masters = tensors(checkpoint(run_dir))
     for name, weight in load_file(early / "model.safetensors").items():
         master = masters.get(f"actor/weight/lm.{name}")
@@ -175,18 +222,27 @@ def test_an_earlier_step_is_another_model_and_has_the_weights_of_its_masters(roo
 def test_an_exported_bf16_model_computes_its_positions_in_fp32(root: Path, tmp_path: Path, case: str) -> None:
     exact = AutoModelForCausalLM.from_pretrained(root / "actor").model.rotary_emb.inv_freq
     lm = AutoModelForCausalLM.from_pretrained(export_to(tmp_path / "model", str(root / "two" / case)))
-    assert lm.dtype == torch.bfloat16 and (lm.lm_head.weight is lm.model.embed_tokens.weight) == (CASES[case].get("model") == "tied")
-    assert lm.model.rotary_emb.inv_freq.dtype == torch.float32 and torch.equal(lm.model.rotary_emb.inv_freq, exact)
+    assert lm.dtype == torch.bfloat16 and (lm.lm_head.weight is lm.model.embed_tokens.weight) == (
+        CASES[case].get("model") == "tied"
+    )
+    assert lm.model.rotary_emb.inv_freq.dtype == torch.float32 and torch.equal(
+        lm.model.rotary_emb.inv_freq, exact
+    )
 
 
 # -- answers of very different lengths ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", UNEVEN)
-def test_a_rank_whose_answers_are_short_waits_for_the_other_and_learns_the_same(root: Path, case: str) -> None:
+def test_a_rank_whose_answers_are_short_waits_for_the_other_and_learns_the_same(
+    root: Path, case: str
+) -> None:
     """ZeRO-3 on two ranks, against one rank without ZeRO."""
     alone, both = steps(root / "one" / "uneven"), steps(root / "two" / case)
-    rows = [json.loads(line) for line in (root / "two" / case / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (root / "two" / case / "samples" / "step_000001.jsonl").read_text().splitlines()
+    ]
     assert [row["length"] for row in rows] == [10, 10, 10, 10, 1, 1, 1, 1]
     assert len(both) == 2
     for line, other in zip(alone, both, strict=True):
@@ -194,6 +250,8 @@ def test_a_rank_whose_answers_are_short_waits_for_the_other_and_learns_the_same(
         for name in ("reward/score_mean", "policy/loss", "value/loss", "policy/grad_norm", "value/grad_norm"):
             assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
     for role in ("model", "critic"):
-        mine, theirs = (load_file(root / where / role / "model.safetensors") for where in ("one/uneven", f"two/{case}"))
+        mine, theirs = (
+            load_file(root / where / role / "model.safetensors") for where in ("one/uneven", f"two/{case}")
+        )
         for name, weight in mine.items():
             torch.testing.assert_close(weight, theirs[name], rtol=0, atol=2e-5, msg=name)

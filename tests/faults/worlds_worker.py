@@ -40,7 +40,10 @@ CASES: dict[str, Tree] = {  # ZeRO 0 to 3, fp32 and bf16, tied and untied, a run
     "zero3": {"stage": 3},
     "lora": {"stage": 3, "dtype": "bf16", "actor": {**ADAPTED, "ema": {"decay": 0.9}}, "critic": ADAPTED},
 }
-UNEVEN: dict[str, Tree] = {"uneven": {"generate": "whole"}, "uneven layers": {"generate": "layers"}}  # on ZeRO-3
+UNEVEN: dict[str, Tree] = {
+    "uneven": {"generate": "whole"},
+    "uneven layers": {"generate": "layers"},
+}  # on ZeRO-3
 
 
 def main() -> None:
@@ -74,7 +77,9 @@ def take_over(root: Path) -> None:
 
     def load(trainer: Trainer) -> None:
         """Another stage too."""
-        trainer.checkpoints.load(checkpoint(root / "two" / "zero3"), {"actor": trainer.actor, "critic": trainer.critic})
+        trainer.checkpoints.load(
+            checkpoint(root / "two" / "zero3"), {"actor": trainer.actor, "critic": trainer.critic}
+        )
         for role, model in (("actor", trainer.actor), ("critic", trainer.critic)):
             weights = consolidated(model)
             assert weights is not None
@@ -98,7 +103,9 @@ def save_again(trainer: Trainer) -> None:
     trainer._save(last=True)
 
 
-def run(name: str, run_dir: Path, tree: Tree, before: Callable[[Trainer], None] | None = None, fit: bool = True) -> None:
+def run(
+    name: str, run_dir: Path, tree: Tree, before: Callable[[Trainer], None] | None = None, fit: bool = True
+) -> None:
     faulthandler.dump_traceback_later(HANG, exit=True)
     size = int(os.environ["WORLD_SIZE"])
     print("==", name, "on", size, flush=True)
@@ -116,24 +123,51 @@ def run(name: str, run_dir: Path, tree: Tree, before: Callable[[Trainer], None] 
 
 
 def config(
-    root: Path, *, stage: int, dtype: str = "fp32", model: str = "actor", actor: Tree | None = None, critic: Tree | None = None, resume: Any = None
+    root: Path,
+    *,
+    stage: int,
+    dtype: str = "fp32",
+    model: str = "actor",
+    actor: Tree | None = None,
+    critic: Tree | None = None,
+    resume: Any = None,
 ) -> Tree:
     """Four PPO steps of one optimizer step each; parts of the loop have states too. Greedy: ranks that come and go draw nothing."""
     zero = {"zero": {"stage": stage}, "optim": {"lr": 1e-3, "warmup_ratio": 0.25}}
-    raw = {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}} if stage == 3 else {}
+    raw = (
+        {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}} if stage == 3 else {}
+    )
     own = actor or {}
     return {
-        "run": {"steps": 4, "seed": 1, "timeout_minutes": 2, "resume": str(checkpoint(resume)) if resume else "never"},
-        "actor": {**zero, **raw, **own, "zero": zero["zero"] | own.get("zero", {}), "model": {"path": str(root / model), "dtype": dtype}},
+        "run": {
+            "steps": 4,
+            "seed": 1,
+            "timeout_minutes": 2,
+            "resume": str(checkpoint(resume)) if resume else "never",
+        },
+        "actor": {
+            **zero,
+            **raw,
+            **own,
+            "zero": zero["zero"] | own.get("zero", {}),
+            "model": {"path": str(root / model), "dtype": dtype},
+        },
         "critic": {**zero, **raw, **(critic or {}), "init": "path", "model": {"path": str(root / "scorer")}},
         "reference": {"zero": {"stage": 3 if stage == 3 else 0}},
         "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2},
         "sampling": {"max_new_tokens": 10, "top_k": 1, "stop_token_ids": invariant_assets.STOPS},
         "data": {"path": str(root / "prompts.jsonl")},
-        "algo": {"epochs": 1, "kl": {"coef": 0.1, "controller": "adaptive"}, "reward": {"normalize": "running"}},
+        "algo": {
+            "epochs": 1,
+            "kl": {"coef": 0.1, "controller": "adaptive"},
+            "reward": {"normalize": "running"},
+        },
         "memory": {"rollout_tokens": 200, "score_tokens": 150, "train_tokens": 100},
         "checkpoint": {"every": 1, "keep_last": 9},
-        "reward": {"_target_": "ppo_ds.rewards.function.FunctionReward", "path": f"{invariant_assets.__file__}:score"},
+        "reward": {
+            "_target_": "ppo_ds.rewards.function.FunctionReward",
+            "path": f"{invariant_assets.__file__}:score",
+        },
     }
 
 
@@ -167,7 +201,12 @@ def fork(work: Callable[[], None], rank: int, size: int, port: int) -> int:
     child = os.fork()
     if child:
         return child
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     code = 1
     try:

@@ -21,8 +21,17 @@ TIMEOUT = 600  # a hang fails; nothing here takes a tenth of it on an idle machi
 
 def environment() -> dict[str, str]:
     """As it is, without a GPU, a network, or what a launcher around the tests may have set."""
-    mine = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    return mine | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    mine = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    return mine | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
 
 
 def command(launcher: str, *overrides: str) -> list[str]:
@@ -39,4 +48,11 @@ def free_port() -> int:
 
 
 def launch(launcher: str, *overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(launcher, *overrides), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
+    return subprocess.run(
+        command(launcher, *overrides),
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )

@@ -40,17 +40,34 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 @pytest.mark.parametrize(
     ("name", "config", "heads", "kinds"),
     [
-        ("LlamaForCausalLM", LlamaConfig(num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=16), (4, 1), 1),
+        (
+            "LlamaForCausalLM",
+            LlamaConfig(num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=16),
+            (4, 1),
+            1,
+        ),
         ("LlamaForCausalLM", LlamaConfig(num_attention_heads=32, num_hidden_layers=1), (4, 4), 1),
         ("Qwen2ForCausalLM", Qwen2Config(num_attention_heads=14, num_key_value_heads=2), (7, 1), 1),
         ("Gemma2ForCausalLM", Gemma2Config(num_attention_heads=8, num_key_value_heads=4), (2, 1), 2),
         ("Qwen3MoeForCausalLM", Qwen3MoeConfig(num_attention_heads=32, num_key_value_heads=4), (8, 1), 1),
-        ("Phi3ForCausalLM", Phi3Config(rope_parameters=LONGROPE, max_position_embeddings=131072, pad_token_id=0), (4, 4), 1),
+        (
+            "Phi3ForCausalLM",
+            Phi3Config(rope_parameters=LONGROPE, max_position_embeddings=131072, pad_token_id=0),
+            (4, 4),
+            1,
+        ),
         ("GPT2LMHeadModel", GPT2Config(), (4, None), 1),
-        ("DebertaV2ForSequenceClassification", DebertaV2Config(relative_attention=True, num_labels=1, pooler_hidden_size=1024), (4, None), 1),
+        (
+            "DebertaV2ForSequenceClassification",
+            DebertaV2Config(relative_attention=True, num_labels=1, pooler_hidden_size=1024),
+            (4, None),
+            1,
+        ),
     ],
 )
-def test_a_small_model_of_any_family_runs(name: str, config: PreTrainedConfig, heads: tuple[int, int | None], kinds: int) -> None:
+def test_a_small_model_of_any_family_runs(
+    name: str, config: PreTrainedConfig, heads: tuple[int, int | None], kinds: int
+) -> None:
     before = config.to_dict()
     config.vocab_size = 500  # that of the test's own
     small: Any = tiny.shrunk(config)
@@ -60,22 +77,39 @@ def test_a_small_model_of_any_family_runs(name: str, config: PreTrainedConfig, h
     out = model(input_ids=torch.arange(2, 26).view(2, 12)).logits
     assert out.isfinite().all() and sum(p.numel() for p in model.parameters()) < 300_000
     assert (small.num_attention_heads, getattr(small, "num_key_value_heads", None)) == heads
-    assert small.num_hidden_layers == min(2, before.get("num_hidden_layers", before.get("n_layer"))) and small.vocab_size == 500
+    assert (
+        small.num_hidden_layers == min(2, before.get("num_hidden_layers", before.get("n_layer")))
+        and small.vocab_size == 500
+    )
     assert len(set(getattr(small, "layer_types", None) or ["one"])) == kinds
     assert config.hidden_size == before.get("hidden_size", before.get("n_embd"))  # the given one is as it was
 
 
-GIVEN = ("actor.model.path=org/actor", "reward=function", "reward.path=pkg.mod:score", "data.path=org/prompts", "run.steps=500")
+GIVEN = (
+    "actor.model.path=org/actor",
+    "reward=function",
+    "reward.path=pkg.mod:score",
+    "data.path=org/prompts",
+    "run.steps=500",
+)
 
 
 def composed(*arguments: str, ranks: int = 1) -> Config:
-    return load_config([*GIVEN, "rollout.prompts_per_step=240", "sampling.max_new_tokens=256", *arguments], world_size=ranks)
+    return load_config(
+        [*GIVEN, "rollout.prompts_per_step=240", "sampling.max_new_tokens=256", *arguments], world_size=ranks
+    )
 
 
 @pytest.mark.parametrize("algo", sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml")))
 def test_a_sound_config_is_sound_when_it_is_small(algo: str) -> None:
     ranks = 3
-    config = composed(f"algo={algo}", "rollout.samples_per_prompt=8", "algo.minibatch_size=480", "run.max_minutes=9", ranks=ranks)
+    config = composed(
+        f"algo={algo}",
+        "rollout.samples_per_prompt=8",
+        "algo.minibatch_size=480",
+        "run.max_minutes=9",
+        ranks=ranks,
+    )
     small = dry_run_config(config, ranks)
     assert list(problems(small, ranks)) == []
     assert rollout_size(small) == 2 * (small.algo.minibatch_size or 0) == 6 * 4
@@ -106,7 +140,9 @@ def test_what_no_dry_run_has_made_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_had_is_named(tmp_path: Path) -> None:
-    wanted = dry_run_config(replace(composed(), run=replace(composed().run, dir=str(tmp_path / "run"))), 1).prepare
+    wanted = dry_run_config(
+        replace(composed(), run=replace(composed().run, dir=str(tmp_path / "run"))), 1
+    ).prepare
     assert wanted is not None
     (tmp_path / "empty").mkdir()
     model = wanted["models"][0] | {"path": str(tmp_path / "empty")}
@@ -119,7 +155,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models of some size by their config alone: a dry run reads no weights, so there are none."""
     folder = tmp_path_factory.mktemp("dry")
     tokenizer = tiny.character_tokenizer("abcdefgh ")
-    common: dict[str, Any] = dict(num_hidden_layers=12, num_attention_heads=14, num_key_value_heads=2, hidden_size=896, intermediate_size=4864)
+    common: dict[str, Any] = dict(
+        num_hidden_layers=12,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        hidden_size=896,
+        intermediate_size=4864,
+    )
     common |= dict(vocab_size=tokenizer.vocab_size, pad_token_id=0, eos_token_id=1, bos_token_id=None)
     for name, config, kind in (
         ("model", Qwen2Config(**common, tie_word_embeddings=True), Qwen2ForCausalLM),
@@ -128,15 +170,28 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config.architectures = [kind.__name__]
         config.save_pretrained(folder / name)
         tokenizer.save(folder / name)
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "abc" * n}) + "\n" for n in range(1, 33)))
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": "abc" * n}) + "\n" for n in range(1, 33))
+    )
     return folder
 
 
 @pytest.mark.slow
 def test_a_dry_run_on_two_ranks(start: Path) -> None:
-    places = (f"actor.model.path={start}/model", f"data.path={start}/prompts.jsonl", f"reward.model.path={start}/reward")
+    places = (
+        f"actor.model.path={start}/model",
+        f"data.path={start}/prompts.jsonl",
+        f"reward.model.path={start}/reward",
+    )
     stages = ("actor.zero.stage=3", "critic.zero.stage=2", "actor.lora.rank=4", "actor.model.dtype=fp16")
-    size = ("rollout.prompts_per_step=32", "sampling.max_new_tokens=200", "run.steps=900", "run.resume=never", "run.name=mine", "tracker=wandb")
+    size = (
+        "rollout.prompts_per_step=32",
+        "sampling.max_new_tokens=200",
+        "run.steps=900",
+        "run.resume=never",
+        "run.name=mine",
+        "tracker=wandb",
+    )
     done = launch("deepspeed", "run.dry_run=true", "reward=model", *places, *stages, *size, cwd=start)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("dry run: ")]

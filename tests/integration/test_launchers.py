@@ -39,7 +39,10 @@ def test_it_continues_where_it_stopped_and_may_change_the_number_of_ranks(tmp_pa
     first = launch("deepspeed", *SMALL, "run.steps=4", "run.stop_at_step=2", cwd=tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"] == "stop_at_step"
-    assert "checkpoint  run/checkpoints/step_000002   the same command without run.stop_at_step goes on" in first.stdout
+    assert (
+        "checkpoint  run/checkpoints/step_000002   the same command without run.stop_at_step goes on"
+        in first.stdout
+    )
     second = launch("python", *SMALL, "run.steps=4", cwd=tmp_path)
     assert second.returncode == 0, second.stdout + second.stderr
     assert second.stdout.count("ranks 2 -> 1: samples are drawn otherwise") == 1
@@ -47,23 +50,34 @@ def test_it_continues_where_it_stopped_and_may_change_the_number_of_ranks(tmp_pa
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[2]["kl/ref_seq_mean"] != 0  # the actor is not the reference any more
     assert [line["episodes"] for line in lines] == [16, 32, 48, 64]
-    assert json.loads((tmp_path / "run" / "checkpoints" / "step_000004" / "state.json").read_text())["world_size"] == 1
+    assert (
+        json.loads((tmp_path / "run" / "checkpoints" / "step_000004" / "state.json").read_text())[
+            "world_size"
+        ]
+        == 1
+    )
 
 
 def test_the_written_config_runs_again(tmp_path):
     assert launch("python", *SMALL, "run.steps=1", cwd=tmp_path).returncode == 0
     again = launch("python", "--config-path", "run", "--config-name", "config", "run.dir=again", cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
-    first, second = (yaml.safe_load((tmp_path / name / "config.yaml").read_text()) for name in ("run", "again"))
+    first, second = (
+        yaml.safe_load((tmp_path / name / "config.yaml").read_text()) for name in ("run", "again")
+    )
     assert first.pop("run") | {"dir": "again"} == second.pop("run") and first == second
     same = ("reward/score_mean", "policy/loss", "value/loss", "policy/grad_norm")
-    assert [metrics(tmp_path / "run")[0][name] for name in same] == [metrics(tmp_path / "again")[0][name] for name in same]
+    assert [metrics(tmp_path / "run")[0][name] for name in same] == [
+        metrics(tmp_path / "again")[0][name] for name in same
+    ]
 
 
 def test_a_mistake_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
     done = launch("deepspeed", *SMALL, "actor.optim.lrr=1", "rollout.prompts_per_step=15", cwd=tmp_path)
     errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]
-    assert done.returncode == 2 and len(errors) == 3, done.stdout + done.stderr  # 15 prompts make no minibatch of 8 either
+    assert done.returncode == 2 and len(errors) == 3, (
+        done.stdout + done.stderr
+    )  # 15 prompts make no minibatch of 8 either
     assert "actor.optim.lrr=1" in errors[0] and "actor.optim.lr" in errors[0]
     assert "rollout.prompts_per_step=15" in errors[1] and "14 or 16" in errors[1]
     assert "Traceback" not in done.stdout + done.stderr
@@ -79,7 +93,9 @@ def test_a_mistake_in_the_data_is_found_before_any_weight_is_loaded(tmp_path):
 
 
 def test_a_reward_that_raises_ends_all_ranks_with_its_own_traceback(tmp_path):
-    (tmp_path / "broken.py").write_text("def score(prompts, responses, rows):\n    return [1 / 0 for _ in prompts]\n")
+    (tmp_path / "broken.py").write_text(
+        "def score(prompts, responses, rows):\n    return [1 / 0 for _ in prompts]\n"
+    )
     done = launch("deepspeed", *SMALL, "run.steps=1", "reward.path=broken.py:score", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ZeroDivisionError" in done.stderr and "broken.py" in done.stderr
@@ -87,7 +103,12 @@ def test_a_reward_that_raises_ends_all_ranks_with_its_own_traceback(tmp_path):
 
 def test_a_signal_ends_it_with_a_checkpoint(tmp_path):
     process = subprocess.Popen(
-        command("python", *SMALL, "run.steps=100000"), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command("python", *SMALL, "run.steps=100000"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         deadline = time.monotonic() + TIMEOUT
@@ -111,7 +132,12 @@ def test_wandb_offline_without_key_or_network(tmp_path):
 
 
 def test_ranks_whose_launcher_was_killed_save_and_end(tmp_path):
-    process = subprocess.Popen(command("deepspeed", *SMALL, "run.steps=100000"), cwd=tmp_path, env=environment(), start_new_session=True)
+    process = subprocess.Popen(
+        command("deepspeed", *SMALL, "run.steps=100000"),
+        cwd=tmp_path,
+        env=environment(),
+        start_new_session=True,
+    )
     run = tmp_path / "run"
     try:
         wait_for(lambda: (run / "samples" / "step_000002.jsonl").exists(), process)
@@ -139,7 +165,11 @@ def kill_session(process):
 def test_a_mistake_in_the_raw_json_is_the_users(tmp_path):
     given = launch("python", *SMALL, "actor.deepspeed.zero_optimization.stagee=3", cwd=tmp_path)
     assert given.returncode == 2 and "Traceback" not in given.stderr, given.stderr
-    assert [line for line in given.stderr.splitlines() if line.startswith("error: actor.deepspeed=") and "stagee" in line]
+    assert [
+        line
+        for line in given.stderr.splitlines()
+        if line.startswith("error: actor.deepspeed=") and "stagee" in line
+    ]
 
 
 def test_a_model_too_short_for_the_answers_is_refused_before_training(tmp_path):

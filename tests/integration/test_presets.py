@@ -36,8 +36,18 @@ def start(tmp_path_factory):
 
 
 def arguments(start: Path, run_dir: Path, *more: str) -> list[str]:
-    paths = (f"prepare.dir={start}", f"actor.model.path={start}/model", f"data.path={start}/train.jsonl", f"data.eval_path={start}/heldout.jsonl")
-    task = ("prepare.max_operand=9", "prepare.heldout=8", "prepare.validation=10", "prepare.target_accuracy=0.1")
+    paths = (
+        f"prepare.dir={start}",
+        f"actor.model.path={start}/model",
+        f"data.path={start}/train.jsonl",
+        f"data.eval_path={start}/heldout.jsonl",
+    )
+    task = (
+        "prepare.max_operand=9",
+        "prepare.heldout=8",
+        "prepare.validation=10",
+        "prepare.target_accuracy=0.1",
+    )
     size = (
         f"run.steps={STEPS}",
         "rollout.prompts_per_step=8",
@@ -61,9 +71,18 @@ def together(root: Path, cases: dict[str, list[str]]) -> str:
     """Runs the cases on two ranks, in one process group."""
     (root / "cases.json").write_text(json.dumps(cases))
     worker = Path(__file__).with_name("preset_worker.py")
-    command = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", str(worker), str(root / "cases.json")]
+    command = [
+        str(BIN / "torchrun"),
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(worker),
+        str(root / "cases.json"),
+    ]
     with (root / "log").open("w") as log:  # a file: pipes of a hanging child would keep us waiting
-        done = subprocess.run(command, env=environment(), stdout=log, stderr=subprocess.STDOUT, timeout=PATIENCE, check=False)
+        done = subprocess.run(
+            command, env=environment(), stdout=log, stderr=subprocess.STDOUT, timeout=PATIENCE, check=False
+        )
     text = (root / "log").read_text()
     assert done.returncode == 0, text[-6000:]
     return text
@@ -80,13 +99,17 @@ def test_a_few_steps_on_two_ranks(runs, preset):
     lines = metrics(root / preset)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
-        assert all(value is not None and math.isfinite(value) for value in line.values()), {k: v for k, v in line.items() if v is None}
+        assert all(value is not None and math.isfinite(value) for value in line.values()), {
+            k: v for k, v in line.items() if v is None
+        }
     assert lines[0]["parity/ratio_first_minibatch_max"] == pytest.approx(1, abs=1e-4)
     if preset in WITHOUT_KL:
         assert not any(name.startswith("kl/ref") for line in lines for name in line)
     else:
         assert lines[0]["kl/ref_seq_mean"] == pytest.approx(0, abs=1e-5)
-    assert (lines[0]["policy/grad_norm"] > 0) == (preset != "zysnlp_strict")  # which loses every score: nothing is there to learn from
+    assert (lines[0]["policy/grad_norm"] > 0) == (
+        preset != "zysnlp_strict"
+    )  # which loses every score: nothing is there to learn from
     assert (root / preset / "model" / "config.json").exists()
 
 
@@ -103,7 +126,9 @@ def test_without_a_critic_there_is_no_trace_of_one(runs, preset):
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_kept_mistake_is_one_warning_with_its_reason(runs, preset):
-    warnings = [line for line in section(runs[1], preset).splitlines() if line.strip(" │").startswith("warning")]
+    warnings = [
+        line for line in section(runs[1], preset).splitlines() if line.strip(" │").startswith("warning")
+    ]
     if preset not in WARNED:
         assert warnings == []
         return
@@ -118,7 +143,10 @@ def section(output: str, preset: str) -> str:
 
 # -- over night -------------------------------------------------------------------------------------------------------------------------------
 
-GROUPS = ["rollout.prompts_per_step=64", "rollout.samples_per_prompt=8"]  # answers to one prompt are compared with each other
+GROUPS = [
+    "rollout.prompts_per_step=64",
+    "rollout.samples_per_prompt=8",
+]  # answers to one prompt are compared with each other
 # What a training of the quickstart's whole length takes beside the preset's name; as in docs/algorithms.md.
 LEARNING = {
     "standard": [],
@@ -151,7 +179,15 @@ def test_every_preset_is_trained_over_night():
 @pytest.mark.parametrize("preset", LEARNING)
 def test_held_out_accuracy_rises_by_15_points(preset, tmp_path):
     size = ["algo.minibatch_size=128"] if not any("minibatch" in key for key in LEARNING[preset]) else []
-    done = launch("deepspeed", "+experiment=quickstart", f"algo={preset}", *size, *LEARNING[preset], f"run.dir={tmp_path}/run", cwd=tmp_path)
+    done = launch(
+        "deepspeed",
+        "+experiment=quickstart",
+        f"algo={preset}",
+        *size,
+        *LEARNING[preset],
+        f"run.dir={tmp_path}/run",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["heldout_accuracy_after"] - summary["heldout_accuracy_before"] >= 0.15

@@ -51,14 +51,19 @@ def test_every_step_is_recorded_and_on_policy(run):
 def test_the_saved_model_is_the_one_that_was_measured(run):
     """Loaded the plain way and decoded by transformers alone, it gets as many held-out sums right as the run says."""
     folder = run[0]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "model"), AutoTokenizer.from_pretrained(folder / "model")
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder / "model"),
+        AutoTokenizer.from_pretrained(folder / "model"),
+    )
     rows = [json.loads(line) for line in (folder / "start" / "heldout.jsonl").read_text().splitlines()]
     right = 0.0
     for row in rows[:100]:
         ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
         with torch.no_grad():
             out = model.generate(ids, max_new_tokens=8, do_sample=False)
-        right += reward([row["prompt"]], [tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)], [row])[0]
+        right += reward(
+            [row["prompt"]], [tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)], [row]
+        )[0]
     after = json.loads((folder / "summary.json").read_text())["heldout_accuracy_after"]
     assert right / 100 == pytest.approx(after, abs=0.12)  # 100 of the 400 problems: three standard errors
 

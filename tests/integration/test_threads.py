@@ -19,17 +19,32 @@ def found(launcher: str, folder: Path, **settings: str) -> list[dict[str, object
     """What each rank says. ``settings``: on top of an environment in which nobody has said anything about threads."""
     clean = {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}
     start = [WORKER if part.endswith("train.py") else part for part in command(launcher)]
-    done = subprocess.run(start, env=clean | settings | {"FOUND": str(folder)}, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(
+        start,
+        env=clean | settings | {"FOUND": str(folder)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
 
 
-@pytest.mark.parametrize(("launcher", "settings"), [("deepspeed", {}), ("torchrun", {}), ("python", {}), ("python", {"OMP_NUM_THREADS": "1"})])
-def test_ranks_share_the_cores_whatever_the_launcher_sets(launcher: str, settings: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "settings"),
+    [("deepspeed", {}), ("torchrun", {}), ("python", {}), ("python", {"OMP_NUM_THREADS": "1"})],
+)
+def test_ranks_share_the_cores_whatever_the_launcher_sets(
+    launcher: str, settings: dict[str, str], tmp_path: Path
+) -> None:
     """A user's own number is a bound."""
     ranks = 1 if launcher == "python" else 2
     each = 1 if settings else max(1, CORES // ranks)
-    assert found(launcher, tmp_path, **settings) == [{"torch": each, "children": str(each), "cores": CORES, "ranks": ranks}] * ranks
+    assert (
+        found(launcher, tmp_path, **settings)
+        == [{"torch": each, "children": str(each), "cores": CORES, "ranks": ranks}] * ranks
+    )
 
 
 def test_run_threads_is_the_key_that_asks_for_another_number(tmp_path: Path) -> None:

@@ -18,6 +18,11 @@ import torch  # noqa: E402
 from ppo_ds.distributed.world import connect  # noqa: E402
 
 world = connect(timeout_minutes=5, threads=int(os.environ["ASKED"]) if "ASKED" in os.environ else None)
-found = {"torch": torch.get_num_threads(), "children": os.environ["OMP_NUM_THREADS"], "cores": world.threads.cores, "ranks": world.threads.ranks}
+found = {
+    "torch": torch.get_num_threads(),
+    "children": os.environ["OMP_NUM_THREADS"],
+    "cores": world.threads.cores,
+    "ranks": world.threads.ranks,
+}
 Path(os.environ["FOUND"], f"{world.rank}.json").write_text(json.dumps(found))
 world.close()

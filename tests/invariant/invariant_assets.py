@@ -13,13 +13,33 @@ from ppo_ds.models import tiny
 from ppo_ds.types import Row
 
 CHARACTERS = "abcdefghijklmnop"
-STOPS = [1, 3, 4]  # the end token, "a" and "b": with three of 19 an answer of one token and one that is never finished are both common
-PROMPTS = ["a", "abcdefghijklmnopabcdefgh", "bad", "feed", "cab", "kidnap", "ho", "jailbaiking", "longpalmopal", "pop", "mad", "hidegamble"]
+STOPS = [
+    1,
+    3,
+    4,
+]  # the end token, "a" and "b": with three of 19 an answer of one token and one that is never finished are both common
+PROMPTS = [
+    "a",
+    "abcdefghijklmnopabcdefgh",
+    "bad",
+    "feed",
+    "cab",
+    "kidnap",
+    "ho",
+    "jailbaiking",
+    "longpalmopal",
+    "pop",
+    "mad",
+    "hidegamble",
+]
 
 
 def score(prompts: list[str], responses: list[str], rows: list[Row]) -> list[float]:
     """Likes "e" and "i", and answers as long as the prompt."""
-    return [0.5 * sum(map(r.count, "ei")) - 0.1 * abs(len(p) - len(r)) for p, r in zip(prompts, responses, strict=True)]
+    return [
+        0.5 * sum(map(r.count, "ei")) - 0.1 * abs(len(p) - len(r))
+        for p, r in zip(prompts, responses, strict=True)
+    ]
 
 
 @torch.no_grad()

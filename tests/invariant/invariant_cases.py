@@ -11,15 +11,31 @@ ROW_BY_ROW = {"memory": {"score_tokens": 1, "train_tokens": 1}}  # each row is a
 AT_ONCE = {"memory": {"score_tokens": 10**6, "train_tokens": 10**6}}
 PACKED = {"memory": {"layout": "packed"}}
 CHECKPOINTED = {"actor": {"model": {"gradient_checkpointing": True}}}  # the critic inherits it
-OTHER_AGGREGATION = {"algo": {"loss": {"agg": "seq_mean_token_mean"}, "kl": {"place": "loss", "estimator": "k3"}, "advantage": {"whiten": "none"}}}
+OTHER_AGGREGATION = {
+    "algo": {
+        "loss": {"agg": "seq_mean_token_mean"},
+        "kl": {"place": "loss", "estimator": "k3"},
+        "advantage": {"whiten": "none"},
+    }
+}
 GREEDY = {"sampling": {"top_k": 1}}
-HF, PAGED = {"rollout": {"backend": "hf"}}, {"rollout": {"backend": "paged"}}  # what is not said is auto, which takes static
+HF, PAGED = (
+    {"rollout": {"backend": "hf"}},
+    {"rollout": {"backend": "paged"}},
+)  # what is not said is auto, which takes static
 LAYERS = {"actor": {"zero": {"generate": "layers", "offload_states": "always"}}}
-SAME_PROMPT = {"data": {"path": f"{ASSETS}/same.jsonl"}, "rollout": {"samples_per_prompt": 1}, "sampling": {"stop_token_ids": []}}
+SAME_PROMPT = {
+    "data": {"path": f"{ASSETS}/same.jsonl"},
+    "rollout": {"samples_per_prompt": 1},
+    "sampling": {"stop_token_ids": []},
+}
 TIED = {"actor": {"model": {"path": f"{ASSETS}/tied"}}}
 OTHER_REFERENCE = {"reference": {"model": {"path": f"{ASSETS}/other"}}}
 MODEL_REWARD = {
-    "reward": {"_target_": "ppo_ds.rewards.model.model_reward", "model": {"path": f"{ASSETS}/scorer", "dtype": "fp32"}},
+    "reward": {
+        "_target_": "ppo_ds.rewards.model.model_reward",
+        "model": {"path": f"{ASSETS}/scorer", "dtype": "fp32"},
+    },
     "critic": {"init": "auto", "model": {"path": None}},
 }
 SHARDED_REWARD = {"reward": {**MODEL_REWARD["reward"], "zero": {"stage": 3}}}
@@ -31,7 +47,10 @@ LORA = {"actor": {"lora": {"rank": 4, "lr": 3e-3}}, "critic": {"lora": {"rank": 
 CALM = {"actor": {"optim": {"eps": 1e-5}}, "critic": {"optim": {"eps": 1e-5, "lr": 2e-4}}}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     # two answers to each prompt, no critic
-    "grpo": {"algo": {"advantage": {"estimator": "grpo", "whiten": "none"}}, "critic": {"init": "auto", "model": {"path": None}}},
+    "grpo": {
+        "algo": {"advantage": {"estimator": "grpo", "whiten": "none"}},
+        "critic": {"init": "auto", "model": {"path": None}},
+    },
     "whole answers": {"algo": {"level": "sequence", "value": {"position": "prompt_last"}}},
     "one trunk": {"critic": {"share_trunk": True}},
     "kl in the loss": {"algo": {"kl": {"place": "loss", "estimator": "k2"}}},
@@ -41,7 +60,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 def algorithms(*stages: int) -> list[Case]:
     """Four optimizer steps of each, against another reference so that there is a KL from the first step on."""
     common = merged(merged(CALM, OTHER_REFERENCE), ONE_STEP)
-    return [case(f"zero{stage} {name}", staged(stage), common, how) for name, how in ALGORITHMS.items() for stage in stages]
+    return [
+        case(f"zero{stage} {name}", staged(stage), common, how)
+        for name, how in ALGORITHMS.items()
+        for stage in stages
+    ]
 
 
 def frozen(stage: int, **zero: Any) -> dict[str, Any]:
@@ -91,18 +114,30 @@ ON_TWO_RANKS: list[Case] = [
     *interrupted("zero3 static", staged(3)),
     *interrupted("zero0 hf", staged(0), HF),
     *interrupted("zero2 paged", staged(2), PAGED),
-    *[case(f"zero{stage} same prompt", staged(stage), SAME_PROMPT, ONE_STEP, generate="sample") for stage in (0, 3)],
+    *[
+        case(f"zero{stage} same prompt", staged(stage), SAME_PROMPT, ONE_STEP, generate="sample")
+        for stage in (0, 3)
+    ],
     case("replicated reference", staged(0), OTHER_REFERENCE, frozen(0), ONE_STEP),
     case("offloaded reference", staged(0), OTHER_REFERENCE, frozen(0, offload_params=True), ONE_STEP),
     case("sharded reference", staged(0), OTHER_REFERENCE, frozen(3), ONE_STEP),
-    case("sharded and offloaded reference", staged(0), OTHER_REFERENCE, frozen(3, offload_params=True), ONE_STEP),
+    case(
+        "sharded and offloaded reference",
+        staged(0),
+        OTHER_REFERENCE,
+        frozen(3, offload_params=True),
+        ONE_STEP,
+    ),
     case("zero3 critic from reward", staged(3), MODEL_REWARD, SHARDED_REWARD, ONE_STEP),
     *[case(f"zero{stage} critic from actor", staged(stage), FROM_ACTOR, ONE_STEP) for stage in (0, 3)],
     *[case(f"zero{stage} lora", staged(stage), LORA) for stage in (0, 1, 2, 3)],
     case("zero3 lora checkpointed", staged(3), LORA, CHECKPOINTED),
     case("zero2 lora row by row", staged(2, offload_optimizer=True), LORA, ROW_BY_ROW),
     *algorithms(0, 3),
-    *[case(mistake, staged(2), AT_ONCE if mistake == "no exchange" else {}, mistake=mistake) for mistake in MISTAKES],
+    *[
+        case(mistake, staged(2), AT_ONCE if mistake == "no exchange" else {}, mistake=mistake)
+        for mistake in MISTAKES
+    ],
 ]
 
 MORE_ON_TWO_RANKS: list[Case] = [

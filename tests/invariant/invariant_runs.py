@@ -21,7 +21,9 @@ ROOT = WORKER.parents[2]
 PATIENCE = 1500  # seconds of one launch; a case that hangs ends by itself long before
 UNCOMPARED = ("time/", "perf/", "mem/", "health/rank_time_spread_s")  # what may differ between equal runs
 ASSETS = "ASSETS"  # in a case: the folder of the models and prompts
-NOT_PERSISTENT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # tiny weights are sharded too
+NOT_PERSISTENT = {
+    "zero_optimization": {"stage3_param_persistence_threshold": 0}
+}  # tiny weights are sharded too
 Case = dict[str, Any]
 
 
@@ -52,7 +54,10 @@ def base() -> dict[str, Any]:
         "memory": {"rollout_tokens": 200, "score_tokens": 150, "train_tokens": 100},
         "checkpoint": {"every": 0},
         "tracker": {"samples": -1},
-        "reward": {"_target_": "ppo_ds.rewards.function.FunctionReward", "path": f"{invariant_assets.__file__}:score"},
+        "reward": {
+            "_target_": "ppo_ds.rewards.function.FunctionReward",
+            "path": f"{invariant_assets.__file__}:score",
+        },
     }
 
 
@@ -61,7 +66,11 @@ def staged(stage: int, dtype: str = "fp32", reference: int | None = None, **zero
     raw = NOT_PERSISTENT if stage == 3 else {}
     role = {"zero": {"stage": stage, **zero}, "deepspeed": raw}
     reference = (3 if stage == 3 else 0) if reference is None else reference
-    return {"actor": merged(role, {"model": {"dtype": dtype}}), "critic": role, "reference": {"zero": {"stage": reference}}}
+    return {
+        "actor": merged(role, {"model": {"dtype": dtype}}),
+        "critic": role,
+        "reference": {"zero": {"stage": reference}},
+    }
 
 
 def case(label: str, *overlays: dict[str, Any], **switches: str) -> Case:
@@ -82,7 +91,10 @@ class Run:
     def steps(self) -> list[dict[str, float]]:
         """The metrics of each PPO step that must not depend on how it was computed."""
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if k != "time" and not k.startswith(UNCOMPARED)} for line in lines]
+        return [
+            {k: v for k, v in json.loads(line).items() if k != "time" and not k.startswith(UNCOMPARED)}
+            for line in lines
+        ]
 
     @cached_property
     def found(self) -> dict[str, Any]:
@@ -93,14 +105,21 @@ class Run:
         return load_file(self.folder / "tensors.safetensors")
 
     def weights(self, role: str) -> dict[str, Tensor]:
-        return {name.partition("/")[2]: x.float() for name, x in self.tensors.items() if name.startswith(f"{role}/")}
+        return {
+            name.partition("/")[2]: x.float()
+            for name, x in self.tensors.items()
+            if name.startswith(f"{role}/")
+        }
 
     def experience(self, when: str) -> dict[str, Tensor]:
         """``when``: of the first step or the last."""
         return {name.partition("/")[2]: x for name, x in self.tensors.items() if name.startswith(f"{when}/")}
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / f"samples/step_{step:06d}.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / f"samples/step_{step:06d}.jsonl").read_text().splitlines()
+        ]
 
 
 @dataclass
@@ -127,8 +146,22 @@ class Launches:
             "DS_ACCELERATOR": "cpu",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), str(WORKER), str(self.root), name]
-        with (self.root / f"{name}.log").open("w") as log:  # a file: pipes of a hanging child would keep us waiting
-            done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=PATIENCE, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(ranks),
+            str(WORKER),
+            str(self.root),
+            name,
+        ]
+        with (self.root / f"{name}.log").open(
+            "w"
+        ) as log:  # a file: pipes of a hanging child would keep us waiting
+            done = subprocess.run(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=PATIENCE, check=False
+            )
         assert done.returncode == 0, (self.root / f"{name}.log").read_text()[-6000:]
         self.runs |= {f"{name}/{entry['label']}": Run(self.root / name / entry["label"]) for entry in cases}

@@ -45,7 +45,11 @@ class Recorder:
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         rollout = self.generate(prompts, sampling)
-        self.tensors |= {f"{self.calls}/{f.name}": getattr(rollout, f.name) for f in fields(rollout) if f.name != "metadata"}
+        self.tensors |= {
+            f"{self.calls}/{f.name}": getattr(rollout, f.name)
+            for f in fields(rollout)
+            if f.name != "metadata"
+        }
         self.calls += 1
         save_file({name: x.contiguous() for name, x in self.tensors.items()}, self.file)
         return rollout
@@ -59,14 +63,18 @@ class Replayer:
         self.calls = 0
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
-        columns = {name.partition("/")[2]: x for name, x in self.tensors.items() if name.startswith(f"{self.calls}/")}
+        columns = {
+            name.partition("/")[2]: x for name, x in self.tensors.items() if name.startswith(f"{self.calls}/")
+        }
         self.calls += 1
         mine = {name: x.chunk(self.world.size)[self.world.rank] for name, x in columns.items()}
         rollout = Rollout(**mine, metadata=prompts.metadata).trimmed()
         for i in range(len(prompts)):
             recorded, given = rollout.ids[i, : rollout.prompt_width], prompts.ids[i]
             kept = rollout.attention_mask[i, : rollout.prompt_width]
-            assert recorded[kept].tolist() == given[prompts.mask[i]].tolist(), f"another prompt than the recorded one in row {i}"
+            assert recorded[kept].tolist() == given[prompts.mask[i]].tolist(), (
+                f"another prompt than the recorded one in row {i}"
+            )
         return rollout
 
 
@@ -88,7 +96,12 @@ class Disturber(Replayer):
             self.generate(prompts, sampling)
         still_inside = self.state()
         self.generate(prompts, sampling)
-        self.seen.append({"filled": inside["filled"] and still_inside["filled"], "eval": not inside["training"] and not still_inside["training"]})
+        self.seen.append(
+            {
+                "filled": inside["filled"] and still_inside["filled"],
+                "eval": not inside["training"] and not still_inside["training"],
+            }
+        )
         return super().__call__(prompts, sampling)
 
     def interrupt(self, prompts: Prompts, sampling: SamplingParams) -> None:
@@ -101,7 +114,13 @@ class Disturber(Replayer):
             except Interrupted:
                 pass
             outside = self.state()
-            self.seen.append({"emptied": not outside["filled"], "train": outside["training"], "released": outside["released"]})
+            self.seen.append(
+                {
+                    "emptied": not outside["filled"],
+                    "train": outside["training"],
+                    "released": outside["released"],
+                }
+            )
             try:
                 self.actor.lm  # noqa: B018
             except AssertionError:
@@ -183,7 +202,9 @@ def views_of_the_actor(trainer: Trainer, experience: Experience) -> dict[str, Te
     """What the trained models say of the last rollout: log-probs and values of all states by the engines, logits by the decoding model."""
     ids, mask = experience.ids, experience.attention_mask
     with trainer.actor.generation_mode():
-        logits = trainer.actor.lm(input_ids=ids, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+        logits = trainer.actor.lm(
+            input_ids=ids, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+        ).logits
     out = trainer.actor(ids, mask, experience.response_width)
     values = out.values if trainer.critic is None else trainer.critic(ids, mask, experience.response_width)
     seen = {"trained_logprobs": out.logprobs, "trained_logits": logits.float()}
@@ -232,7 +253,12 @@ def run(case: Case, root: Path, out: Path) -> None:
     found["seen"] = set_generator(trainer, case.get("generate", "replay"), root / "rollouts.safetensors")
     with made(case.get("mistake")):
         found["reason"] = trainer.fit()
-    found |= {"norms": norms, "layer_runs": layer_runs, "forwards": world.gather_objects(forwards[0]), "seen": world.gather_objects(found["seen"])}
+    found |= {
+        "norms": norms,
+        "layer_runs": layer_runs,
+        "forwards": world.gather_objects(forwards[0]),
+        "seen": world.gather_objects(found["seen"]),
+    }
     tensors = views_of_the_actor(trainer, experiences[-1])
     for role, model in trained(trainer).items():
         weights = consolidated(model) or {}
@@ -240,7 +266,9 @@ def run(case: Case, root: Path, out: Path) -> None:
     for when, experience in (("first", experiences[0]), ("last", experiences[-1])):
         tensors |= {f"{when}/{f.name}": getattr(experience, f.name).clone() for f in fields(experience)}
     if world.is_main:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "tensors.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, out / "tensors.safetensors"
+        )
         (out / "found.json").write_text(json.dumps(found))
     for model in trained(trainer).values():
         model.engine.destroy()

@@ -32,7 +32,9 @@ def rows_instead_of_tokens(masks: Any, dp_size: int, norm: float) -> Any:
 
 def own_rows_only(experience: Experience, world: World) -> Experience:
     """The widths agree, but this rank's rows stand in for those of the others."""
-    wide = experience.resized(world.max_int(experience.prompt_width), world.max_int(experience.response_width))
+    wide = experience.resized(
+        world.max_int(experience.prompt_width), world.max_int(experience.response_width)
+    )
     return wide.select(torch.arange(len(wide)).repeat(world.size))
 
 
@@ -40,7 +42,9 @@ def whitened_alone(raw: Any, mask: Any, how: str, unbiased: bool, reduce: Any) -
     return normalize(raw, mask, how, unbiased=unbiased)
 
 
-def first_again_instead_of_last(minibatch: Experience, token_budget: int, world: World, packed: bool) -> list[Tensor]:
+def first_again_instead_of_last(
+    minibatch: Experience, token_budget: int, world: World, packed: bool
+) -> list[Tensor]:
     right = microbatch_rows(minibatch, token_budget, world, packed)
     return [*right[:-1], right[0]] if world.rank else right
 

@@ -25,8 +25,17 @@ def recorded(file: Path) -> list[list[Row]]:
     """The rows of each PPO step."""
     tensors = load_file(file)
     steps = sorted({int(name.partition("/")[0]) for name in tensors})
-    columns = [{name.partition("/")[2]: x for name, x in tensors.items() if name.startswith(f"{step}/")} for step in steps]
-    return [[(ids[kept], int(n)) for ids, kept, n in zip(c["ids"], c["attention_mask"], c["response_mask"].sum(1), strict=True)] for c in columns]
+    columns = [
+        {name.partition("/")[2]: x for name, x in tensors.items() if name.startswith(f"{step}/")}
+        for step in steps
+    ]
+    return [
+        [
+            (ids[kept], int(n))
+            for ids, kept, n in zip(c["ids"], c["attention_mask"], c["response_mask"].sum(1), strict=True)
+        ]
+        for c in columns
+    ]
 
 
 def language_model(folder: Path) -> nn.Module:
@@ -71,7 +80,10 @@ def learning_rate(step: int) -> float:
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    matrices, vectors = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() <= 1]
+    matrices, vectors = (
+        [p for p in model.parameters() if p.dim() > 1],
+        [p for p in model.parameters() if p.dim() <= 1],
+    )
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
 
@@ -95,7 +107,11 @@ def minibatches(rows: int, step: int) -> Iterator[list[int]]:
 
 def train(root: Path, score: Callable[[list[int], list[int]], float]) -> dict[str, list[float] | nn.Module]:
     """Over the recorded rollouts: gradient norms of all optimizer steps, and the trained models. ``score(prompt ids, answer ids)``."""
-    actor, reference, critic = language_model(root / "actor"), language_model(root / "actor"), score_model(root / "scorer")
+    actor, reference, critic = (
+        language_model(root / "actor"),
+        language_model(root / "actor"),
+        score_model(root / "scorer"),
+    )
     actor_adamw, critic_adamw = optimizer(actor), optimizer(critic)
     norms: dict[str, list[float]] = {"actor": [], "critic": []}
     for ppo_step, rows in enumerate(recorded(root / "rollouts.safetensors")):
@@ -105,7 +121,9 @@ def train(root: Path, score: Callable[[list[int], list[int]], float]) -> dict[st
             raw = []
             for row, lp, v in zip(rows, old, old_values, strict=True):
                 rewards = -KL_COEF * (lp - logprobs(reference, row)[0])
-                rewards[-1] += max(-5.0, min(5.0, score(row[0][: -row[1]].tolist(), row[0][-row[1] :].tolist())))
+                rewards[-1] += max(
+                    -5.0, min(5.0, score(row[0][: -row[1]].tolist(), row[0][-row[1] :].tolist()))
+                )
                 raw.append(gae(rewards, v))
             returns = [a + v for a, v in zip(raw, old_values, strict=True)]
             every = torch.cat(raw)
@@ -116,11 +134,16 @@ def train(root: Path, score: Callable[[list[int], list[int]], float]) -> dict[st
             for i in minibatch:
                 lp, entropy = logprobs(actor, rows[i])
                 ratio = (lp - old[i]).exp()
-                surrogate = torch.minimum(ratio * advantages[i], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[i])
+                surrogate = torch.minimum(
+                    ratio * advantages[i], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[i]
+                )
                 policy_loss = policy_loss - (surrogate + ENTROPY_COEF * entropy).sum() / tokens
                 v = values(critic, rows[i])
                 near = old_values[i] + (v - old_values[i]).clamp(-CLIP, CLIP)
-                value_loss = value_loss + 0.5 * torch.maximum((v - returns[i]) ** 2, (near - returns[i]) ** 2).sum() / tokens
+                value_loss = (
+                    value_loss
+                    + 0.5 * torch.maximum((v - returns[i]) ** 2, (near - returns[i]) ** 2).sum() / tokens
+                )
             step = len(norms["actor"])
             norms["actor"].append(apply(actor, actor_adamw, policy_loss, step))
             norms["critic"].append(apply(critic, critic_adamw, value_loss, step))

@@ -10,7 +10,11 @@ from tests.invariant.invariant_runs import Launches, Run
 
 def answers(run: Run) -> list[tuple[str, str, int, str]]:
     """All answers of all steps, in order."""
-    return [(row["prompt"], row["response"], row["length"], row["finish"]) for step in (1, 2, 3) for row in run.samples(step)]
+    return [
+        (row["prompt"], row["response"], row["length"], row["finish"])
+        for step in (1, 2, 3)
+        for row in run.samples(step)
+    ]
 
 
 GREEDY = (
@@ -21,7 +25,9 @@ GREEDY = (
 
 def test_greedy_answers_depend_on_neither_backends_nor_ranks_nor_stages_nor_chunks(runs: Launches) -> None:
     expected = answers(runs[GREEDY[0]])
-    assert len(expected) == 48 and len(set(expected)) > 12  # prompts change between steps, and so do answers as the policy learns
+    assert (
+        len(expected) == 48 and len(set(expected)) > 12
+    )  # prompts change between steps, and so do answers as the policy learns
     for name in GREEDY:
         assert answers(runs[name]) == expected, name
 
@@ -38,7 +44,10 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(runs: Launches, name: str)
     assert len(whole.steps) == 3 and whole.steps[1:] == resumed.steps
     assert [whole.samples(step) for step in (2, 3)] == [resumed.samples(step) for step in (2, 3)]
     assert whole.samples(2) != whole.samples(3)
-    for name in ("trained_logits", *(name for name in whole.tensors if name.startswith(("actor/", "critic/", "last/")))):
+    for name in (
+        "trained_logits",
+        *(name for name in whole.tensors if name.startswith(("actor/", "critic/", "last/"))),
+    ):
         assert torch.equal(whole.tensors[name], resumed.tensors[name]), name
 
 
@@ -73,7 +82,9 @@ def assert_undisturbed(plain: Run, disturbed: Run) -> None:
     for rank in disturbed.found["seen"]:
         # each step: left by an exception on all ranks, then on one alone; then entered again inside itself
         assert len(rank) == 9 and all(all(state.values()) for state in rank), rank
-        assert [sorted(state) for state in rank[:3]] == 2 * [["emptied", "refused outside", "released", "train"]] + [["eval", "filled"]]
+        assert [sorted(state) for state in rank[:3]] == 2 * [
+            ["emptied", "refused outside", "released", "train"]
+        ] + [["eval", "filled"]]
 
 
 def test_an_exception_inside_leaves_nothing_behind(runs: Launches) -> None:

@@ -11,7 +11,11 @@ from tests.invariant import plain_ppo
 from tests.invariant.invariant_runs import Launches
 from tests.invariant.test_training import assert_checkpointed, gaps
 
-ON_TWO = [*(f"2/zero{stage} lora" for stage in range(4)), "2/zero3 lora checkpointed", "2/zero2 lora row by row"]
+ON_TWO = [
+    *(f"2/zero{stage} lora" for stage in range(4)),
+    "2/zero3 lora checkpointed",
+    "2/zero2 lora row by row",
+]
 EVERY = pytest.mark.parametrize("name", ["1/zero0 lora", *ON_TWO])
 
 
@@ -32,14 +36,22 @@ def test_a_run_starts_as_one_without_adapters_at_a_kl_of_exactly_0(runs: Launche
     steps = runs[name].steps
     assert steps[0]["kl/ref_token_max"] == 0 < 1e-2 < abs(steps[2]["kl/ref_seq_mean"])
     assert [step["parity/ratio_first_minibatch_max"] for step in steps] == pytest.approx([1, 1, 1], abs=1e-5)
-    assert steps[0]["policy/lr"] == pytest.approx(3 * steps[0]["value/lr"])  # the actor's adapters have a rate of their own
+    assert steps[0]["policy/lr"] == pytest.approx(
+        3 * steps[0]["value/lr"]
+    )  # the actor's adapters have a rate of their own
 
 
 @EVERY
 def test_the_reference_stays_the_base(runs: Launches, name: str) -> None:
     """Of the last rollout: by plain transformers, from the folder that the run started from."""
     experience, lm = runs[name].experience("last"), plain_ppo.language_model(runs.root / "actor")
-    kept = zip(experience["ids"], experience["attention_mask"], experience["response_mask"], experience["ref_logprobs"], strict=True)
+    kept = zip(
+        experience["ids"],
+        experience["attention_mask"],
+        experience["response_mask"],
+        experience["ref_logprobs"],
+        strict=True,
+    )
     with torch.no_grad():
         for ids, attended, answered, found in kept:
             expected = plain_ppo.logprobs(lm, (ids[attended], int(answered.sum())))[0]
@@ -51,8 +63,13 @@ def test_the_reference_stays_the_base(runs: Launches, name: str) -> None:
 def test_the_base_keeps_every_bit(runs: Launches, name: str) -> None:
     for role, prefix, folder in (("actor", "lm.", "actor"), ("critic", "model.", "scorer")):
         start = load_file(runs.root / folder / "model.safetensors")
-        trained = {key.removeprefix(prefix).replace(".base_layer.", "."): x for key, x in runs[name].weights(role).items()}
-        assert {key for key, x in start.items() if not torch.equal(trained[key], x)} == ({"score.weight"} if role == "critic" else set())
+        trained = {
+            key.removeprefix(prefix).replace(".base_layer.", "."): x
+            for key, x in runs[name].weights(role).items()
+        }
+        assert {key for key, x in start.items() if not torch.equal(trained[key], x)} == (
+            {"score.weight"} if role == "critic" else set()
+        )
         ups = [x for key, x in trained.items() if ".lora_B." in key]
         assert len(ups) == 14 and all(x.abs().max() > 1e-3 for x in ups)
 
@@ -62,9 +79,15 @@ def test_the_base_keeps_every_bit(runs: Launches, name: str) -> None:
 def test_a_run_leaves_the_merged_model_and_the_adapter(runs: Launches, name: str) -> None:
     run, experience = runs[name], runs[name].experience("last")
     on_base = PeftModel.from_pretrained(plain_ppo.language_model(runs.root / "actor"), run.folder / "adapter")
-    merged, critic = plain_ppo.language_model(run.folder / "model"), plain_ppo.score_model(run.folder / "critic")
+    merged, critic = (
+        plain_ppo.language_model(run.folder / "model"),
+        plain_ppo.score_model(run.folder / "critic"),
+    )
     for row in range(4):
-        ids, n = experience["ids"][row][experience["attention_mask"][row]], int(experience["response_mask"][row].sum())
+        ids, n = (
+            experience["ids"][row][experience["attention_mask"][row]],
+            int(experience["response_mask"][row].sum()),
+        )
         trained, values = (run.tensors[what][row][:n] for what in ("trained_logprobs", "trained_values"))
         for lm in (merged, on_base):
             torch.testing.assert_close(plain_ppo.logprobs(lm, (ids, n))[0], trained, rtol=0, atol=1e-5)

@@ -13,7 +13,9 @@ from tests.invariant.invariant_runs import Launches, Run
 
 def rows(experience: dict[str, Tensor]) -> list[plain_ppo.Row]:
     """Without padding."""
-    kept = zip(experience["ids"], experience["attention_mask"], experience["response_mask"].sum(1), strict=True)
+    kept = zip(
+        experience["ids"], experience["attention_mask"], experience["response_mask"].sum(1), strict=True
+    )
     return [(ids[mask], int(n)) for ids, mask, n in kept]
 
 
@@ -36,7 +38,9 @@ def test_a_reference_gives_the_same_log_probs_wherever_it_is(runs: Launches, whe
     other = plain_ppo.language_model(runs.root / "other")
     expected = [plain_ppo.logprobs(other, row)[0] for row in rows(experience)]
     assert_rows_close(experience["ref_logprobs"], experience["response_mask"], expected)
-    assert (experience["ref_logprobs"] - experience["logprobs"]).abs().max() > 1  # another model than the actor, so that this says something
+    assert (
+        experience["ref_logprobs"] - experience["logprobs"]
+    ).abs().max() > 1  # another model than the actor, so that this says something
 
 
 @pytest.mark.parametrize("name", ["1/zero0", "2/zero3"])
@@ -49,7 +53,12 @@ def test_a_critic_from_a_reward_model_starts_with_its_scores(runs: Launches, nam
     assert_rows_close(experience["values"], states(experience), expected)
     assert experience["values"].abs().max() > 0.1
     if name == "2/zero3":  # and the reward model, sharded too, scores as the replica on one rank does
-        torch.testing.assert_close(experience["scores"], runs["1/zero0 critic from reward"].experience("first")["scores"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            experience["scores"],
+            runs["1/zero0 critic from reward"].experience("first")["scores"],
+            rtol=0,
+            atol=1e-5,
+        )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -57,7 +66,9 @@ def test_a_critic_from_the_actor_starts_at_zero_and_learns(runs: Launches, stage
     run = runs[f"2/zero{stage} critic from actor"]
     assert torch.equal(run.experience("first")["values"], torch.zeros_like(run.experience("first")["values"]))
     assert run.tensors["trained_values"].abs().max() > 1e-3
-    assert run.found["norms"]["critic"] == pytest.approx(runs["2/zero0 critic from actor"].found["norms"]["critic"], rel=1e-5)
+    assert run.found["norms"]["critic"] == pytest.approx(
+        runs["2/zero0 critic from actor"].found["norms"]["critic"], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["2/zero0 bf16", "2/zero3 bf16", "2/zero3 tied bf16", "2/zero3"])
@@ -84,17 +95,28 @@ def check_export(run: Run, tied: bool, dtype: torch.dtype) -> None:
         assert torch.equal(weight.float(), weights[f"lm.{name}"]), name
     experience = run.experience("last")
     ids, mask, n = experience["ids"], experience["attention_mask"], experience["response_mask"].shape[1]
-    logits = lm(input_ids=ids, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits.float()
+    logits = lm(
+        input_ids=ids, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+    ).logits.float()
     assert logits[mask].std() > 0.5
-    torch.testing.assert_close(logits[mask], run.tensors["trained_logits"][mask], rtol=0, atol=1e-5 if dtype is torch.float32 else 2e-2)
+    torch.testing.assert_close(
+        logits[mask],
+        run.tensors["trained_logits"][mask],
+        rtol=0,
+        atol=1e-5 if dtype is torch.float32 else 2e-2,
+    )
     logprobs = logits[:, -n - 1 : -1].log_softmax(-1).gather(2, ids[:, -n:, None])[..., 0]
     kept = experience["response_mask"]
-    bound = 1e-5 if dtype is torch.float32 else 0.1  # bf16: the head runs over other rows there, and rounds otherwise
+    bound = (
+        1e-5 if dtype is torch.float32 else 0.1
+    )  # bf16: the head runs over other rows there, and rounds otherwise
     torch.testing.assert_close(logprobs[kept], run.tensors["trained_logprobs"][kept], rtol=0, atol=bound)
 
 
 def check_exported_critic(run: Run, dtype: torch.dtype) -> None:
-    model, info = AutoModelForSequenceClassification.from_pretrained(run.folder / "critic", output_loading_info=True)
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        run.folder / "critic", output_loading_info=True
+    )
     assert not any(info.values()), info
     assert model.dtype == dtype and model.config.num_labels == 1
     weights = run.weights("critic")

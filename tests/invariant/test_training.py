@@ -27,7 +27,13 @@ ON_TWO = [
     "zero3 packed",
     "zero2 offloaded",
 ]
-MORE = ["zero1 row by row", *(f"zero{stage} at once" for stage in (0, 1, 2)), "zero1 offloaded", "zero3 offloaded", "zero3 all offloaded"]
+MORE = [
+    "zero1 row by row",
+    *(f"zero{stage} at once" for stage in (0, 1, 2)),
+    "zero1 offloaded",
+    "zero3 offloaded",
+    "zero3 all offloaded",
+]
 
 
 def gaps(a: Run, b: Run, weights_within: float = WEIGHTS) -> list[str]:
@@ -42,11 +48,17 @@ def gaps(a: Run, b: Run, weights_within: float = WEIGHTS) -> list[str]:
                 found.append(f"step {step}: {name} {x} {other[name]}")
     for role, norms in a.found["norms"].items():
         pairs = enumerate(zip(norms, b.found["norms"][role], strict=True))
-        found += [f"optimizer step {i}: {role} norm {x} {y}" for i, (x, y) in pairs if not math.isclose(x, y, rel_tol=RELATIVE)]
+        found += [
+            f"optimizer step {i}: {role} norm {x} {y}"
+            for i, (x, y) in pairs
+            if not math.isclose(x, y, rel_tol=RELATIVE)
+        ]
         weights, others = a.weights(role), b.weights(role)
         assert weights.keys() == others.keys()
         moved = {name: float((weight - others[name]).abs().max()) for name, weight in weights.items()}
-        found += [f"{role} weight {name} by {gap}" for name, gap in moved.items() if not gap <= weights_within]
+        found += [
+            f"{role} weight {name} by {gap}" for name, gap in moved.items() if not gap <= weights_within
+        ]
     return found
 
 
@@ -57,7 +69,9 @@ def test_the_rollouts_are_as_uneven_as_they_should_be(runs: Launches) -> None:
         assert {n for _, n in rows} >= {1, 10}  # answers of one token, and of the longest that is allowed
     run = runs["1/zero0"]
     assert all(0 < step["rollout/truncated_frac"] < 1 for step in run.steps)
-    assert all(step["policy/clipfrac"] > 0 and step["policy/grad_norm"] > 1 for step in run.steps)  # both kinds of clipping are at work
+    assert all(
+        step["policy/clipfrac"] > 0 and step["policy/grad_norm"] > 1 for step in run.steps
+    )  # both kinds of clipping are at work
     assert len(run.found["norms"]["actor"]) == len(run.found["norms"]["critic"]) == 12
 
 
@@ -70,10 +84,15 @@ def test_training_equals_ppo_in_plain_torch(runs: Launches) -> None:
     expected = plain_ppo.train(runs.root, score)
     for name in ("1/zero0", "2/zero0", "2/zero3"):
         for role, prefix in (("actor", "lm."), ("critic", "model.")):
-            assert runs[name].found["norms"][role] == pytest.approx(expected["norms"][role], rel=RELATIVE), (name, role)
+            assert runs[name].found["norms"][role] == pytest.approx(expected["norms"][role], rel=RELATIVE), (
+                name,
+                role,
+            )
             weights = runs[name].weights(role)
             for key, weight in expected[role].state_dict().items():
-                torch.testing.assert_close(weights[prefix + key], weight, rtol=0, atol=WEIGHTS, msg=f"{name} {role} {key}")
+                torch.testing.assert_close(
+                    weights[prefix + key], weight, rtol=0, atol=WEIGHTS, msg=f"{name} {role} {key}"
+                )
 
 
 @pytest.mark.parametrize("name", [f"1/{label}" for label in ON_ONE] + [f"2/{label}" for label in ON_TWO])
@@ -86,7 +105,11 @@ def test_what_is_packed_has_no_padding(runs: Launches) -> None:
     for name in ("1/zero0", "1/zero0 packed", "2/zero3 packed"):
         lines = (runs[name].folder / "metrics.jsonl").read_text().splitlines()
         shares[name] = [json.loads(line)["perf/pad_frac_update"] for line in lines]
-    assert all(share > 0 for share in shares["1/zero0"]) and not any(shares["1/zero0 packed"]) and not any(shares["2/zero3 packed"])
+    assert (
+        all(share > 0 for share in shares["1/zero0"])
+        and not any(shares["1/zero0 packed"])
+        and not any(shares["2/zero3 packed"])
+    )
 
 
 @pytest.mark.slow
@@ -121,7 +144,9 @@ def test_other_losses_do_not_depend_on_ranks_either(runs: Launches) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_other_losses_on_the_other_stages(more_runs: Launches, stage: int) -> None:
-    assert gaps(more_runs["1/zero0 other aggregation"], more_runs[f"more/zero{stage} other aggregation"]) == []
+    assert (
+        gaps(more_runs["1/zero0 other aggregation"], more_runs[f"more/zero{stage} other aggregation"]) == []
+    )
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -134,13 +159,19 @@ def test_the_other_algorithms_are_at_work(runs: Launches) -> None:
     steps = {name: runs[f"1/zero0 {name}"].steps[0] for name in ALGORITHMS}
     has_values = {name: "value/loss" in step for name, step in steps.items()}
     assert has_values == {"grpo": False, "whole answers": True, "one trunk": True, "kl in the loss": True}
-    assert {name: "critic" in runs[f"1/zero0 {name}"].found["norms"] for name in steps} == has_values | {"one trunk": False}
+    assert {name: "critic" in runs[f"1/zero0 {name}"].found["norms"] for name in steps} == has_values | {
+        "one trunk": False
+    }
     assert steps["kl in the loss"]["policy/kl_loss"] > 0.1 and steps["grpo"]["reward/kl_penalty_mean"] != 0
     assert all(len(runs[f"1/zero0 {name}"].found["norms"]["actor"]) == 4 for name in steps)
     one = runs["2/zero3 one trunk"]
-    assert one.experience("first")["values"].abs().max() == 0 < 1e-3 < one.tensors["trained_values"].abs().max()
+    assert (
+        one.experience("first")["values"].abs().max() == 0 < 1e-3 < one.tensors["trained_values"].abs().max()
+    )
     whole = runs["1/zero0 whole answers"].experience("first")
-    assert torch.equal(whole["value_mask"].nonzero()[:, 1], torch.zeros(16, dtype=torch.long))  # V(prompt) alone
+    assert torch.equal(
+        whole["value_mask"].nonzero()[:, 1], torch.zeros(16, dtype=torch.long)
+    )  # V(prompt) alone
 
 
 @pytest.mark.parametrize("name", ["2/zero0 tied", "2/zero3 tied"])
@@ -162,13 +193,19 @@ def test_these_comparisons_notice(runs: Launches, mistake: str) -> None:
     assert max(abs(x / y - 1) for x, y in zip(norms, others, strict=True)) > 0.01  # by far
 
 
-FP32 = [f"1/{label}" for label in ("zero0", *ON_ONE)] + [f"2/{label}" for label in ON_TWO] + ["2/zero3 checkpointed", "2/zero3 tied"]
+FP32 = (
+    [f"1/{label}" for label in ("zero0", *ON_ONE)]
+    + [f"2/{label}" for label in ON_TWO]
+    + ["2/zero3 checkpointed", "2/zero3 tied"]
+)
 
 
 @pytest.mark.parametrize("name", FP32)
 def test_the_first_ratio_is_one_and_the_policy_starts_as_its_reference(runs: Launches, name: str) -> None:
     run = runs[name]
-    assert [step["parity/ratio_first_minibatch_max"] for step in run.steps] == pytest.approx([1, 1, 1], abs=1e-5)
+    assert [step["parity/ratio_first_minibatch_max"] for step in run.steps] == pytest.approx(
+        [1, 1, 1], abs=1e-5
+    )
     assert run.steps[0]["policy/ratio_max"] > 1.1  # of all minibatches: only the first is exempt from change
     for metric in ("kl/ref_seq_mean", "kl/ref_token_mean", "kl/ref_token_max", "kl/k3_token_mean"):
         assert run.steps[0][metric] == pytest.approx(0, abs=1e-5), metric
@@ -188,7 +225,9 @@ def test_bf16_trains_on_every_stage(runs: Launches, stage: int) -> None:
     assert all(step["health/skipped_steps"] == 0 for step in run.steps)
     for metric in AT_THE_START:
         assert run.steps[0][metric] == pytest.approx(exact.steps[0][metric], rel=0.03, abs=0.01), metric
-    assert run.steps[0]["kl/ref_token_max"] < 0.1 and run.steps[0]["parity/ratio_first_minibatch_max"] == pytest.approx(1, abs=0.1)
+    assert run.steps[0]["kl/ref_token_max"] < 0.1 and run.steps[0][
+        "parity/ratio_first_minibatch_max"
+    ] == pytest.approx(1, abs=0.1)
     for role, start in (("actor", "actor"), ("critic", "scorer")):
         assert run.found["norms"][role][0] == pytest.approx(exact.found["norms"][role][0], rel=0.05)
         assert {x.dtype for name, x in run.tensors.items() if name.startswith(f"{role}/")} == {torch.bfloat16}
@@ -200,6 +239,9 @@ def assert_moved_alike(run: Run, exact: Run, role: str, start: Path) -> None:
     prefix = {"actor": "lm.", "critic": "model."}[role]
     model = plain_ppo.language_model(start) if role == "actor" else plain_ppo.score_model(start)
     before = torch.cat([weight.flatten() for weight in model.state_dict().values()])
-    moves = [torch.cat([r.weights(role)[prefix + name].flatten() for name in model.state_dict()]) - before for r in (run, exact)]
+    moves = [
+        torch.cat([r.weights(role)[prefix + name].flatten() for name in model.state_dict()]) - before
+        for r in (run, exact)
+    ]
     assert torch.cosine_similarity(*moves, dim=0) > 0.9
     assert moves[0].norm() == pytest.approx(float(moves[1].norm()), rel=0.1)

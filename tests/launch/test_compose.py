@@ -13,7 +13,11 @@ EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
 # what an experiment leaves to the user, and the line for each that is not brought along
 BRING = {
     "grpo": {"data.path": "org/problems"},
-    "minimind": {"actor.model.path": "org/actor", "data.path": "org/chats", "reward.parts.model.reward.model.path": "org/reward"},
+    "minimind": {
+        "actor.model.path": "org/actor",
+        "data.path": "org/chats",
+        "reward.parts.model.reward.model.path": "org/reward",
+    },
 }
 
 
@@ -33,7 +37,9 @@ def test_every_experiment_is_sound_for_any_usual_number_of_ranks(experiment: str
 @pytest.mark.parametrize("experiment", BRING)
 def test_what_an_experiment_leaves_open_is_asked_for(experiment: str) -> None:
     missing = {line.split(" is missing")[0] for line in complaints(f"+experiment={experiment}")}
-    assert missing == {key for key in BRING[experiment] if not key.startswith("reward.")}  # a reward's own keys are bound later
+    assert missing == {
+        key for key in BRING[experiment] if not key.startswith("reward.")
+    }  # a reward's own keys are bound later
 
 
 @pytest.mark.parametrize("file", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda file: file.stem)
@@ -42,35 +48,71 @@ def test_experiments_leave_reward_and_algo_to_their_groups(file: Path) -> None:
     assert not {"reward", "algo"} & body.keys()
 
 
-OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml") if file.parent.name != "experiment")
+OPTIONS = sorted(
+    f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml") if file.parent.name != "experiment"
+)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_composes(option: str) -> None:
-    fill = {"reward=model": ["reward.model.path=org/reward"], "algo=sums": ["rollout.prompts_per_step=128"]}.get(option, [])
+    fill = {
+        "reward=model": ["reward.model.path=org/reward"],
+        "algo=sums": ["rollout.prompts_per_step=128"],
+    }.get(option, [])
     if option.startswith("algo="):
         fill = [*fill, "rollout.samples_per_prompt=4"]
     choice = option.replace("model=", "model@actor.model=") if option.startswith("model=") else option
-    compose(*MINIMAL[3:], "actor.model.path=org/actor", *([] if option.startswith("reward=") else MINIMAL[1:3]), choice, *fill)
+    compose(
+        *MINIMAL[3:],
+        "actor.model.path=org/actor",
+        *([] if option.startswith("reward=") else MINIMAL[1:3]),
+        choice,
+        *fill,
+    )
 
 
 def test_rlhf_runs_without_a_network_on_local_models_and_data(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
     data = tmp_path / "a.jsonl"
     data.touch()
-    config = compose("+experiment=rlhf", f"actor.model.path={folder}", f"data.path={data}", "reward=model", f"reward.model.path={folder}")
+    config = compose(
+        "+experiment=rlhf",
+        f"actor.model.path={folder}",
+        f"data.path={data}",
+        "reward=model",
+        f"reward.model.path={folder}",
+    )
     assert config.actor.model.attn_implementation == "sdpa"
-    assert not any((config.actor.zero.offload_optimizer, config.critic.zero.offload_optimizer, config.reference.zero.offload_params))
+    assert not any(
+        (
+            config.actor.zero.offload_optimizer,
+            config.critic.zero.offload_optimizer,
+            config.reference.zero.offload_params,
+        )
+    )
     assert config.eval.every is None and config.data.eval_path is None
 
 
 def test_a_reward_swapped_on_the_command_line_leaves_nothing_behind() -> None:
-    for arguments in (("+experiment=rlhf", "reward=function"), ("reward=function", "+experiment=rlhf"), ("+experiment=rlhf", "+reward=function")):
-        assert compose(*arguments, "reward.path=pkg:fn").reward == {"_target_": "ppo_ds.rewards.function.FunctionReward", "path": "pkg:fn"}
+    for arguments in (
+        ("+experiment=rlhf", "reward=function"),
+        ("reward=function", "+experiment=rlhf"),
+        ("+experiment=rlhf", "+reward=function"),
+    ):
+        assert compose(*arguments, "reward.path=pkg:fn").reward == {
+            "_target_": "ppo_ds.rewards.function.FunctionReward",
+            "path": "pkg:fn",
+        }
 
 
 def test_groups_win_over_experiments_in_any_order_and_need_no_plus() -> None:
-    config = compose("zero=stage3", "model@actor.model=qwen2.5-1.5b-instruct", "tracker=local", "debug=tiny", "experiment=rlhf")
+    config = compose(
+        "zero=stage3",
+        "model@actor.model=qwen2.5-1.5b-instruct",
+        "tracker=local",
+        "debug=tiny",
+        "experiment=rlhf",
+    )
     assert (config.actor.zero.stage, config.critic.zero.stage, config.reference.zero.stage) == (3, 3, 3)
     assert config.actor.model.path == "Qwen/Qwen2.5-1.5B-Instruct"
     assert config.tracker.wandb.mode == "disabled" and config.run.steps == 2
@@ -85,7 +127,13 @@ def test_the_last_choice_of_a_group_counts_but_experiments_are_not_dropped() -> 
 
 
 def test_keys_are_set_with_or_without_plus_and_removed_with_tilde() -> None:
-    config = compose(*MINIMAL, "algo.epochs=3", "+algo.gae.lam=0.9", "++algo.gae.gamma=0.5", "actor.deepspeed.zero_optimization.overlap_comm=true")
+    config = compose(
+        *MINIMAL,
+        "algo.epochs=3",
+        "+algo.gae.lam=0.9",
+        "++algo.gae.gamma=0.5",
+        "actor.deepspeed.zero_optimization.overlap_comm=true",
+    )
     assert (config.algo.epochs, config.algo.gae.lam, config.algo.gae.gamma) == (3, 0.9, 0.5)
     assert config.actor.deepspeed == {"zero_optimization": {"overlap_comm": True}}
     assert compose("+experiment=rlhf", "~checkpoint.every").checkpoint.every is None
@@ -108,12 +156,24 @@ def test_values_that_hydra_cannot_read_are_text(text: str) -> None:
         ("steps=4", "steps=4: no such key; did you mean run.steps?"),
         ("actor.optim.lr=fast", "actor.optim.lr=fast: must be a number"),
         ("actor.model=gpt2", "actor.model=gpt2: must be a section with keys path, revision"),
-        ("sampling.stop_token_ids=1,2", "sampling.stop_token_ids=1,2: must be a list, as in sampling.stop_token_ids=[1,2] or null"),
-        ("data.mix={path:p.jsonl}", "data.mix={path:p.jsonl}: must be a list, as in data.mix=[{path:p.jsonl}]"),
+        (
+            "sampling.stop_token_ids=1,2",
+            "sampling.stop_token_ids=1,2: must be a list, as in sampling.stop_token_ids=[1,2] or null",
+        ),
+        (
+            "data.mix={path:p.jsonl}",
+            "data.mix={path:p.jsonl}: must be a list, as in data.mix=[{path:p.jsonl}]",
+        ),
         ("algo.kl=[1,2]", "algo.kl=[1,2]: must be a mapping, as in algo.kl.KEY=VALUE"),
-        ("+experiment=rhlf", "+experiment=rhlf: no such experiment; available: deepspeed_chat, grpo, minimind,"),
+        (
+            "+experiment=rhlf",
+            "+experiment=rhlf: no such experiment; available: deepspeed_chat, grpo, minimind,",
+        ),
         ("algo=standart", "algo=standart: no such algo; available: dapo, deepspeed_chat, dr_grpo, grpo,"),
-        ("reward={path:x}", "reward={path:x}: no such reward; available: deberta_v3_large, exact_match, format, function"),
+        (
+            "reward={path:x}",
+            "reward={path:x}: no such reward; available: deberta_v3_large, exact_match, format, function",
+        ),
         ("model@actor=x", "model@actor=x: no such model; available: llama3.1"),
         ("modl@actor.model=x", "modl@actor.model=x: no such group; the groups are"),
         ("foo", "foo: not understood; write KEY=VALUE"),
@@ -135,17 +195,37 @@ def test_one_line_for_each_mistake(argument: str, line: str) -> None:
 
 
 def test_mistakes_of_hydra_and_ours_are_reported_together() -> None:
-    assert [line.split(":")[0] for line in complaints(*MINIMAL, "foo", "hydra.x=1", "algo.epoch=3")] == ["foo", "hydra.x=1", "algo.epoch=3"]
-    assert [line.split(":")[0] for line in complaints("+experiment=x", "reward=y", "foo")] == ["foo", "+experiment=x", "reward=y"]
+    assert [line.split(":")[0] for line in complaints(*MINIMAL, "foo", "hydra.x=1", "algo.epoch=3")] == [
+        "foo",
+        "hydra.x=1",
+        "algo.epoch=3",
+    ]
+    assert [line.split(":")[0] for line in complaints("+experiment=x", "reward=y", "foo")] == [
+        "foo",
+        "+experiment=x",
+        "reward=y",
+    ]
 
 
 def test_without_an_experiment_what_is_missing_is_named() -> None:
-    missing = ["actor.model.path", "rollout.prompts_per_step", "sampling.max_new_tokens", "reward", "run.steps", "data.path"]
+    missing = [
+        "actor.model.path",
+        "rollout.prompts_per_step",
+        "sampling.max_new_tokens",
+        "reward",
+        "run.steps",
+        "data.path",
+    ]
     assert [line.split(" is missing")[0] for line in complaints()] == missing
 
 
 def test_interpolations_reach_keys_that_only_have_defaults() -> None:
-    config = compose(*MINIMAL, "run.name=x", "actor.model.revision=${run.dir}/${algo.gae.lam}", "data.revision=${actor.model.path}")
+    config = compose(
+        *MINIMAL,
+        "run.name=x",
+        "actor.model.revision=${run.dir}/${algo.gae.lam}",
+        "data.revision=${actor.model.path}",
+    )
     assert config.actor.model.revision == "outputs/x/0.95" and config.data.revision == "org/actor"
 
 
@@ -161,10 +241,16 @@ def test_the_resolved_config_gives_the_same_run_again(tmp_path: Path) -> None:
 def test_experiments_of_the_users_own_folder(tmp_path: Path) -> None:
     own = tmp_path / "with space" / "experiment"
     own.mkdir(parents=True)
-    (own / "mine.yaml").write_text("# @package _global_\ndefaults: [rlhf, override /zero: stage1]\nrun: {name: mine}\n")
+    (own / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [rlhf, override /zero: stage1]\nrun: {name: mine}\n"
+    )
     flag = f"--config-dir={own.parent}"
     config = compose(flag, "+experiment=mine")
-    assert (config.run.name, config.actor.zero.stage, config.actor.model.path) == ("mine", 1, "Qwen/Qwen2.5-0.5B-Instruct")
+    assert (config.run.name, config.actor.zero.stage, config.actor.model.path) == (
+        "mine",
+        1,
+        "Qwen/Qwen2.5-0.5B-Instruct",
+    )
     assert "grpo, mine, minimind" in complaints(flag, "+experiment=mien")[0]
     (own / "mine.yaml").write_text("a: [1\nb: 2")
     assert "mine.yaml" in complaints(flag, "+experiment=mine")[0]

@@ -34,7 +34,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(fit: Any = None, build: Any = None) -> int:
         world = SimpleNamespace(barrier=lambda: None, close=lambda: closed.append(True))
         wiring = ModuleType("build")
-        wiring.build_trainer = build or (lambda config, watch: SimpleNamespace(fit=fit, fail=lambda error: None, world=world))  # type: ignore[attr-defined]
+        wiring.build_trainer = build or (
+            lambda config, watch: SimpleNamespace(fit=fit, fail=lambda error: None, world=world)
+        )  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "ppo_ds.build.trainer", wiring)
         monkeypatch.setattr(train, "prepare_environment", lambda verbose: None)
         monkeypatch.setattr(train, "exit_now", exit_now)
@@ -43,7 +45,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
             return train.main(list(MINIMAL))
         except Left as left:
             code = left.args[0]
-            assert closed or code in (1, 2)  # a run that went well leaves the process group together with the others
+            assert closed or code in (
+                1,
+                2,
+            )  # a run that went well leaves the process group together with the others
             return code
 
     return run
@@ -54,16 +59,23 @@ def test_the_reason_to_stop_is_the_exit_code(run: Any) -> None:
     assert run(fit=lambda: "signal") == 143
 
 
-def test_the_users_mistake_found_while_building_is_2_and_has_no_traceback(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_users_mistake_found_while_building_is_2_and_has_no_traceback(
+    run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     def build(config: Any, watch: Any) -> None:
         raise UserError("data.path=x: is empty", "reward.path=y: no such function")
 
     assert run(build=build) == 2
-    assert capsys.readouterr().err.splitlines() == ["error: data.path=x: is empty", "error: reward.path=y: no such function"]
+    assert capsys.readouterr().err.splitlines() == [
+        "error: data.path=x: is empty",
+        "error: reward.path=y: no such function",
+    ]
 
 
 @pytest.mark.parametrize("kind", [UserError, RuntimeError])
-def test_what_goes_wrong_while_training_is_1_with_its_traceback(run: Any, capsys: pytest.CaptureFixture[str], kind: type[Exception]) -> None:
+def test_what_goes_wrong_while_training_is_1_with_its_traceback(
+    run: Any, capsys: pytest.CaptureFixture[str], kind: type[Exception]
+) -> None:
     def broken_reward() -> str:
         raise kind("no score")
 
@@ -93,7 +105,9 @@ def judged(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     return judged
 
 
-def test_a_reward_that_gives_no_score_ends_the_run_with_one_line(judged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_gives_no_score_ends_the_run_with_one_line(
+    judged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "r.py"
     file.write_text(FUNCTIONS)
     for name, words in {
@@ -101,7 +115,9 @@ def test_a_reward_that_gives_no_score_ends_the_run_with_one_line(judged: Any, tm
         "nan": "'nan' (float) for row 0, prompt 'p'; a score must be a finite number",
         "two": "2 scores for 1 responses",
     }.items():
-        assert judged(FunctionReward(f"{file}:{name}", tokenizer=None)) == [f"error: reward.path={file}:{name} returned {words}"]  # type: ignore[arg-type]
+        assert judged(FunctionReward(f"{file}:{name}", tokenizer=None)) == [
+            f"error: reward.path={file}:{name} returned {words}"
+        ]  # type: ignore[arg-type]
     monkeypatch.setenv("NO_PROXY", "*")
     (line,) = judged(RemoteReward("http://127.0.0.1:1/", retries=0, backoff_seconds=0, tokenizer=None))  # type: ignore[arg-type]
     assert line.startswith("error: reward.url=http://127.0.0.1:1/: ") and line.endswith("(row 0, prompt 'p')")
@@ -113,7 +129,9 @@ def test_a_reward_that_raises_has_its_own_traceback(judged: Any, tmp_path: Path)
     lines = judged(FunctionReward(f"{file}:broken", tokenizer=None))  # type: ignore[arg-type]
     assert lines[0].startswith("Traceback") and f'  File "{file}", line 5, in broken' in lines
     error, note = [line for line in lines if line][-2:]
-    assert error == "ZeroDivisionError: division by zero" and note.startswith(f"in reward.path={file}:broken, scoring 1 answers")
+    assert error == "ZeroDivisionError: division by zero" and note.startswith(
+        f"in reward.path={file}:broken, scoring 1 answers"
+    )
 
 
 def test_a_note_stands_in_the_line(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +141,10 @@ def test_a_note_stands_in_the_line(run: Any, capsys: pytest.CaptureFixture[str])
         raise error
 
     assert run(fit=bad_part) == 1
-    assert capsys.readouterr().err == "error: a score is not finite: nan for row 0, prompt 'p'; in reward.parts.right\n"
+    assert (
+        capsys.readouterr().err
+        == "error: a score is not finite: nan for row 0, prompt 'p'; in reward.parts.right\n"
+    )
 
 
 def test_the_users_settings_stay(tmp_path: Path) -> None:
@@ -132,7 +153,14 @@ def test_the_users_settings_stay(tmp_path: Path) -> None:
     def surroundings(**environment: str) -> dict[str, str]:
         clean = {k: v for k, v in os.environ.items() if k not in (*train.QUIET, "TOKENIZERS_PARALLELISM")}
         root = str(Path(train.__file__).parents[1])
-        done = subprocess.run([sys.executable, "-c", code], cwd=root, env=clean | environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=root,
+            env=clean | environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return json.loads(done.stdout)
 
     env = surroundings()

@@ -13,13 +13,23 @@ import yaml
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 WRONG = ("+experiment=rlhf", "algo.epoch=3", "data.path=/nowhere/a.jsonl")
-LINES = ["error: algo.epoch=3: no such key; did you mean algo.epochs?", "error: data.path=/nowhere/a.jsonl: no such file"]
+LINES = [
+    "error: algo.epoch=3: no such key; did you mean algo.epochs?",
+    "error: data.path=/nowhere/a.jsonl: no such file",
+]
 
 
 def start(cwd: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, str(SCRIPT), *arguments], cwd=cwd, env=clean | environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=cwd,
+        env=clean | environment,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "2", "RANK": "0"}])
@@ -47,7 +57,9 @@ def test_a_wrong_config_is_refused_before_anything_heavy_is_imported(tmp_path: P
         "except SystemExit as end: print(end.code)",
         "print(sorted({'torch', 'deepspeed', 'transformers', 'datasets', 'wandb'} & sys.modules.keys()))",
     ]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, timeout=30
+    )
     assert done.stdout.split() == ["2", "[]"], done.stderr
 
 

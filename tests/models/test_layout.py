@@ -27,7 +27,14 @@ from ppo_ds.models.policy import Policy
 from ppo_ds.models.value import ScoreModel
 
 V = 40
-SMALL = dict(vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, initializer_range=0.3)
+SMALL = dict(
+    vocab_size=V,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=32,
+    initializer_range=0.3,
+)
 GROUPED = SMALL | dict(num_key_value_heads=2)
 EXPERTS = GROUPED | dict(num_experts_per_tok=2)
 FULL = {
@@ -52,7 +59,11 @@ OTHERS = {
 }
 ALL = FULL | OTHERS
 WAYS = [(family, False) for family in ALL] + [(family, True) for family in FULL]
-EACH_WAY = pytest.mark.parametrize(("family", "packed"), WAYS, ids=[f"{family}-{'packed' if packed else 'padded'}" for family, packed in WAYS])
+EACH_WAY = pytest.mark.parametrize(
+    ("family", "packed"),
+    WAYS,
+    ids=[f"{family}-{'packed' if packed else 'padded'}" for family, packed in WAYS],
+)
 CPU = torch.device("cpu")
 LENGTHS = [(2, 6), (9, 1), (1, 3), (4, 4)]  # prompt, response
 P, R = 9, 6
@@ -93,13 +104,32 @@ def test_a_layout_worked_by_hand():
     ids = torch.tensor([[91, 92, 11, 12, 21, 93, 94], [31, 32, 33, 34, 41, 42, 95]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]], dtype=torch.bool)
     padded, packed = (lay_out(ids, mask, 3, torch.nn.Linear(1, 1), packed=packed) for packed in (False, True))
-    assert padded.ids[0, :3].tolist() == [11, 12, 21] and padded.ids[1].tolist() == [31, 32, 33, 34, 41, 42] and padded.ids.shape == (2, 6)
-    assert padded.mask.tolist() == [[True] * 3 + [False] * 3, [True] * 6] and padded.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
-    assert padded.places.tolist() == [1, 9, 10] and padded.state_places.tolist() == [1, 2, 9, 10, 11] and padded.last_places.tolist() == [2, 11]
+    assert (
+        padded.ids[0, :3].tolist() == [11, 12, 21]
+        and padded.ids[1].tolist() == [31, 32, 33, 34, 41, 42]
+        and padded.ids.shape == (2, 6)
+    )
+    assert (
+        padded.mask.tolist() == [[True] * 3 + [False] * 3, [True] * 6]
+        and padded.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+    )
+    assert (
+        padded.places.tolist() == [1, 9, 10]
+        and padded.state_places.tolist() == [1, 2, 9, 10, 11]
+        and padded.last_places.tolist() == [2, 11]
+    )
     assert packed.ids.tolist() == [[11, 12, 21, 31, 32, 33, 34, 41, 42]] and packed.mask.all()
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5]]
-    assert packed.places.tolist() == [1, 6, 7] and packed.state_places.tolist() == [1, 2, 6, 7, 8] and packed.last_places.tolist() == [2, 8]
-    assert packed.packing["cu_seq_lens_q"].tolist() == [0, 3, 9] and packed.packing["max_length_k"] == 6 and padded.packing == {}
+    assert (
+        packed.places.tolist() == [1, 6, 7]
+        and packed.state_places.tolist() == [1, 2, 6, 7, 8]
+        and packed.last_places.tolist() == [2, 8]
+    )
+    assert (
+        packed.packing["cu_seq_lens_q"].tolist() == [0, 3, 9]
+        and packed.packing["max_length_k"] == 6
+        and padded.packing == {}
+    )
     for layout in (padded, packed):
         assert layout.labels.tolist() == [21, 41, 42]
         assert layout.spread(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1, 0, 0], [2, 3, 0]]
@@ -122,7 +152,9 @@ def alone(lm, ids, mask, temperature=0.7):
     """For each row: log-probs and entropy of the states before its response tokens."""
     for i, (p, r) in enumerate(LENGTHS):
         row = ids[i][mask[i]]
-        table = torch.log_softmax(lm(input_ids=row[None], use_cache=False).logits[0, p - 1 : p - 1 + r] / temperature, dim=-1)
+        table = torch.log_softmax(
+            lm(input_ids=row[None], use_cache=False).logits[0, p - 1 : p - 1 + r] / temperature, dim=-1
+        )
         yield table.gather(1, row[p:, None])[:, 0], -(table.exp() * table).sum(1)
 
 
@@ -143,11 +175,15 @@ def test_logprobs_entropy_and_gradients_are_those_of_each_row_alone(batch, famil
     for (name, parameter), own in zip(made.lm.named_parameters(), reference.parameters(), strict=True):
         # an expert that got no token has no gradient, or one of zeros
         found, wanted = (torch.zeros_like(p) if p.grad is None else p.grad for p in (parameter, own))
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found, wanted, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
     assert sum(float(p.grad.abs().sum()) for p in reference.parameters() if p.grad is not None) > 1
 
 
-SCORERS = [(family, packed) for family, packed in WAYS if family not in ("mamba", "olmoe")]  # these have no sequence classifier
+SCORERS = [
+    (family, packed) for family, packed in WAYS if family not in ("mamba", "olmoe")
+]  # these have no sequence classifier
 
 
 @pytest.mark.parametrize(("family", "packed"), SCORERS)
@@ -161,11 +197,15 @@ def test_values_and_scores_are_those_of_each_row_alone(batch, family, packed):
     scorer.packed = packed
     values, scores = scorer(ids, mask, R), scorer(ids, mask)
     for i, (p, r) in enumerate(LENGTHS):
-        states = reference.score(reference.base_model(input_ids=ids[i][mask[i]][None], use_cache=False).last_hidden_state)[0, :, 0]
+        states = reference.score(
+            reference.base_model(input_ids=ids[i][mask[i]][None], use_cache=False).last_hidden_state
+        )[0, :, 0]
         torch.testing.assert_close(values[i, : r + 1], states[p - 1 :], rtol=0, atol=1e-5)
         torch.testing.assert_close(scores[i], states[-1], rtol=0, atol=1e-5)
         assert not values[i, r + 1 :].any()
-    right = torch.nn.utils.rnn.pad_sequence([row[m] for row, m in zip(ids, mask, strict=True)], batch_first=True, padding_value=7)
+    right = torch.nn.utils.rnn.pad_sequence(
+        [row[m] for row, m in zip(ids, mask, strict=True)], batch_first=True, padding_value=7
+    )
     there = torch.arange(right.shape[1]) < mask.sum(1)[:, None]
     torch.testing.assert_close(scorer(right, there), scores, rtol=0, atol=1e-5)  # wherever its padding is
 
@@ -176,7 +216,9 @@ def test_a_value_head_of_the_policy(batch, packed):
     values = made(*batch, R).values
     for i, (p, r) in enumerate(LENGTHS):
         hidden = made.lm.base_model(input_ids=batch[0][i][batch[1][i]][None]).last_hidden_state[0, p - 1 :]
-        torch.testing.assert_close(values[i, : r + 1], (hidden @ made.value_head.weight[0]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            values[i, : r + 1], (hidden @ made.value_head.weight[0]), rtol=0, atol=1e-5
+        )
         assert not values[i, r + 1 :].any()
 
 
@@ -196,9 +238,13 @@ def test_the_experts_balance_is_that_of_the_real_tokens(batch, family, packed):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_packed_and_padded_agree_in_16_bits(batch, family):
-    one, other = (policy(family, packed, dtype=torch.bfloat16)(*batch, R, with_entropy=True) for packed in (False, True))
+    one, other = (
+        policy(family, packed, dtype=torch.bfloat16)(*batch, R, with_entropy=True) for packed in (False, True)
+    )
     exact = policy(family, True)(*batch, R).logprobs
-    assert (one.logprobs - other.logprobs).abs().max() < 0.05 and (one.entropy - other.entropy).abs().max() < 0.05
+    assert (one.logprobs - other.logprobs).abs().max() < 0.05 and (
+        one.entropy - other.entropy
+    ).abs().max() < 0.05
     assert 1e-4 < (other.logprobs - exact).abs().max() < 0.2  # it was computed in 16 bits
 
 
@@ -225,9 +271,17 @@ def test_a_packed_model_still_generates_from_padded_prompts(batch):
     made = policy("llama", packed=True)
     made(*batch, R)
     ids, mask = batch[0][:, :P], batch[1][:, :P]
-    drawn = made.lm.generate(ids, attention_mask=mask.long(), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    drawn = made.lm.generate(
+        ids, attention_mask=mask.long(), max_new_tokens=4, do_sample=False, pad_token_id=0
+    )
     for i, (p, _) in enumerate(LENGTHS):
-        single = made.lm.generate(ids[i : i + 1, P - p :], attention_mask=torch.ones(1, p), max_new_tokens=4, do_sample=False, pad_token_id=0)
+        single = made.lm.generate(
+            ids[i : i + 1, P - p :],
+            attention_mask=torch.ones(1, p),
+            max_new_tokens=4,
+            do_sample=False,
+            pad_token_id=0,
+        )
         assert drawn[i, P:].tolist() == single[0, p:].tolist()
 
 
@@ -236,7 +290,10 @@ def test_a_packed_model_still_generates_from_padded_prompts(batch):
 
 def test_attention_of_each_sequence_by_hand():
     """Two sequences, 4 heads in 2 groups: softmax over the places up to one's own, in float64."""
-    q, k, v = (torch.randn(5, heads, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(5, heads, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(heads))
+        for heads in (4, 2, 2)
+    )
     out = one_by_one(q, k, v, [0, 2, 5], 0.5)
     for place, head in ((i, h) for i in range(5) for h in range(4)):
         seen = slice(0 if place < 2 else 2, place + 1)
@@ -248,10 +305,15 @@ def test_layers_that_are_not_told_are_an_error(batch):
     """A model that drops the arguments on the way would let rows read each other."""
     made = policy("llama", packed=True)
     made.lm.model.layers[1].self_attn.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, {name: value for name, value in kwargs.items() if name not in packed_arguments([1], CPU)}),
+        lambda module, args, kwargs: (
+            args,
+            {name: value for name, value in kwargs.items() if name not in packed_arguments([1], CPU)},
+        ),
         with_kwargs=True,
     )
-    with pytest.raises(AssertionError, match="LlamaAttention was not told where the sequences of a packed row end"):
+    with pytest.raises(
+        AssertionError, match="LlamaAttention was not told where the sequences of a packed row end"
+    ):
         made(*batch, R)
 
 
@@ -259,7 +321,9 @@ def test_layers_that_are_not_told_are_an_error(batch):
 def test_no_mask_is_made(batch, packed):
     """Of packed rows it would have N * N places; and with one there is no fast causal kernel for padded rows."""
     made, masks = policy("llama", packed), []
-    made.lm.model.layers[0].self_attn.register_forward_pre_hook(lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
+    made.lm.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
     made(*batch, R)
     assert masks == [None]
 
@@ -293,10 +357,15 @@ def test_other_forwards_still_find_out_what_is_packed():
 def test_which_models_can_be_packed(family):
     assert (why_not_packed(model(family)) is None) == (family in FULL)
     assert packs(model(family), "packed", CPU) == (family in FULL)
-    assert not packs(model(family), "padded", CPU) and not packs(model(family), "auto", CPU)  # there is no kernel for it
+    assert not packs(model(family), "padded", CPU) and not packs(
+        model(family), "auto", CPU
+    )  # there is no kernel for it
 
 
 def test_what_keeps_a_model_from_being_packed():
-    assert why_not_packed(model("mistral_window")) == "MistralForCausalLM has layers other than full attention (sliding_attention)"
+    assert (
+        why_not_packed(model("mistral_window"))
+        == "MistralForCausalLM has layers other than full attention (sliding_attention)"
+    )
     eager = AutoModelForCausalLM.from_config(ALL["llama"](), attn_implementation="eager")
     assert why_not_packed(eager) == "the attention of LlamaForCausalLM (eager) cannot be replaced"

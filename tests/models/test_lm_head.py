@@ -25,7 +25,15 @@ from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, unsharded_twin
 
 V, T, R = 50, 9, 5
-SMALL = dict(vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.3, pad_token_id=0)
+SMALL = dict(
+    vocab_size=V,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=32,
+    initializer_range=0.3,
+    pad_token_id=0,
+)
 GROUPED = SMALL | dict(num_key_value_heads=1)
 LINEAR = {
     "llama": lambda: LlamaConfig(**GROUPED, tie_word_embeddings=False),
@@ -108,8 +116,14 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known]
+        known = {
+            x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        }
+        made = [
+            x
+            for x in tree_leaves(out)
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known
+        ]
         self.numbers = max([self.numbers, *(x.numel() for x in made if x.shape[-1:] == (self.width,))])
         return out
 
@@ -128,7 +142,9 @@ def test_logits_are_made_of_no_state_or_of_the_asked_ones_alone(batch, family, n
 @pytest.mark.parametrize("family", ["llama", "cohere"])
 def test_an_entropy_that_is_only_looked_at_has_no_gradient(batch, family):
     policy = Policy(model(family), 1.0)
-    trained, seen = (policy(*batch, R, with_entropy=True, entropy_gradient=wanted) for wanted in (True, False))
+    trained, seen = (
+        policy(*batch, R, with_entropy=True, entropy_gradient=wanted) for wanted in (True, False)
+    )
     assert torch.equal(trained.entropy, seen.entropy) and torch.equal(trained.logprobs, seen.logprobs)
     assert trained.entropy.requires_grad and not seen.entropy.requires_grad and seen.logprobs.requires_grad
 
@@ -145,9 +161,13 @@ def test_without_a_question_the_model_is_what_it_was(tmp_path, batch, family):
         twin = unsharded_twin(lm, torch.device("cpu"))
         for source, hollow in zip(lm.parameters(), twin.parameters(), strict=True):
             hollow.data = source.data.clone()
-        assert type(twin.get_output_embeddings()) is nn.Linear and torch.equal(twin(input_ids=batch[0]).logits, expected)
+        assert type(twin.get_output_embeddings()) is nn.Linear and torch.equal(
+            twin(input_ids=batch[0]).logits, expected
+        )
         policy.save(tmp_path)
-        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=batch[0]).logits, expected)
+        assert torch.equal(
+            AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=batch[0]).logits, expected
+        )
 
 
 def test_a_forward_that_fails_takes_its_question_back(batch):
@@ -157,7 +177,9 @@ def test_a_forward_that_fails_takes_its_question_back(batch):
     with pytest.raises(ZeroDivisionError):
         policy(*batch, R)
     failing.remove()
-    assert policy.lm(input_ids=batch[0]).logits.shape == (3, T, V) and torch.equal(policy(*batch, R).logprobs, expected)
+    assert policy.lm(input_ids=batch[0]).logits.shape == (3, T, V) and torch.equal(
+        policy(*batch, R).logprobs, expected
+    )
 
 
 class Narrow(nn.Module):
@@ -191,7 +213,9 @@ def test_a_value_head_reads_what_the_head_reads(batch):
     lm(input_ids=batch[0][2:])
     hook.remove()
     assert policy.value_head.in_features == 8
-    torch.testing.assert_close(values[2], given[-1][0, T - R - 1 :] @ policy.value_head.weight[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        values[2], given[-1][0, T - R - 1 :] @ policy.value_head.weight[0], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_frozen_heads_of_adapted_models_pass_gradients_on(batch):
@@ -200,8 +224,14 @@ def test_frozen_heads_of_adapted_models_pass_gradients_on(batch):
     policy = Policy(lm, 1.0)
     add_adapters(lm, rank=2, alpha=4, targets=None, seed=1, key="actor.lora")
     policy(*batch, R).logprobs.sum().backward()
-    found = {name: parameter.grad for name, parameter in policy.named_parameters() if parameter.grad is not None}
-    assert found and all("lora" in name for name in found) and any(float(gradient.abs().max()) > 0 for gradient in found.values())
+    found = {
+        name: parameter.grad for name, parameter in policy.named_parameters() if parameter.grad is not None
+    }
+    assert (
+        found
+        and all("lora" in name for name in found)
+        and any(float(gradient.abs().max()) > 0 for gradient in found.values())
+    )
 
 
 def test_logits_of_bf16_are_rounded_as_the_model_rounds_them(batch):
@@ -210,4 +240,6 @@ def test_logits_of_bf16_are_rounded_as_the_model_rounds_them(batch):
     assert out.logprobs.dtype == out.entropy.dtype == torch.float32
     with torch.no_grad():
         table = lm(input_ids=batch[0][2:]).logits[0].float().log_softmax(-1)[T - R - 1 : -1]
-    torch.testing.assert_close(out.logprobs[2], table.gather(1, batch[0][2, T - R :, None])[:, 0], rtol=0, atol=0.05)
+    torch.testing.assert_close(
+        out.logprobs[2], table.gather(1, batch[0][2, T - R :, None])[:, 0], rtol=0, atol=0.05
+    )

@@ -4,7 +4,14 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DistilBertConfig, Gemma3Config, LlamaConfig, MptConfig, OPTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DistilBertConfig,
+    Gemma3Config,
+    LlamaConfig,
+    MptConfig,
+    OPTConfig,
+)
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
@@ -20,7 +27,9 @@ def folder(tmp_path):
 
 def load(folder, **changes):
     path = str(folder)
-    model, info = from_pretrained(AutoModelForCausalLM, path, config=load_config(path), dtype=torch.float32, **changes)
+    model, info = from_pretrained(
+        AutoModelForCausalLM, path, config=load_config(path), dtype=torch.float32, **changes
+    )
     refuse_missing(path, info)
     return model
 
@@ -34,17 +43,26 @@ def refused(folder, *words):
 
 
 def test_dtypes(folder):
-    assert [torch_dtype(name) for name in ("bf16", "fp16", "fp32")] == [torch.bfloat16, torch.float16, torch.float32]
+    assert [torch_dtype(name) for name in ("bf16", "fp16", "fp32")] == [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+    ]
     with pytest.raises(UserError, match="int8"):
         torch_dtype("int8")
-    model, _ = from_pretrained(AutoModelForCausalLM, str(folder), config=load_config(str(folder)), dtype=torch.bfloat16)
+    model, _ = from_pretrained(
+        AutoModelForCausalLM, str(folder), config=load_config(str(folder)), dtype=torch.bfloat16
+    )
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        (OPTConfig(dropout=0.1, attention_dropout=0.2, layerdrop=0.3), ["dropout", "attention_dropout", "layerdrop"]),
+        (
+            OPTConfig(dropout=0.1, attention_dropout=0.2, layerdrop=0.3),
+            ["dropout", "attention_dropout", "layerdrop"],
+        ),
         (DistilBertConfig(dropout=0.1, seq_classif_dropout=0.2), ["dropout", "seq_classif_dropout"]),
         (MptConfig(resid_pdrop=1, emb_pdrop=0.2), ["resid_pdrop", "emb_pdrop"]),
     ],
@@ -63,7 +81,9 @@ def test_dropout_of_nested_configs_is_zero_and_the_rest_is_untouched(tmp_path):
 
 def test_a_revision_means_nothing_to_a_folder(folder):
     config = load_config(str(folder), revision="no-such-branch")
-    from_pretrained(AutoModelForCausalLM, str(folder), config=config, dtype=torch.float32, revision="no-such-branch")
+    from_pretrained(
+        AutoModelForCausalLM, str(folder), config=config, dtype=torch.float32, revision="no-such-branch"
+    )
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "~/nowhere/at/all", "nowhere", "a/b/c"])
@@ -83,7 +103,9 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch):
 
 
 def test_remote_code_needs_consent(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}})
+    )
     with pytest.raises(UserError, match="actor.model.trust_remote_code=true"):
         load_config(str(tmp_path), key="actor.model.path")
 
@@ -136,7 +158,9 @@ def test_no_weight_starts_at_random(folder):
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     refused(folder, "model.norm.weight", "at random")
-    _, info = from_pretrained(AutoModelForCausalLM, str(folder), config=load_config(str(folder)), dtype=torch.float32)
+    _, info = from_pretrained(
+        AutoModelForCausalLM, str(folder), config=load_config(str(folder)), dtype=torch.float32
+    )
     refuse_missing(str(folder), info, allowed=["model.norm.weight"])
 
 

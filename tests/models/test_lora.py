@@ -17,13 +17,26 @@ from transformers import (
 )
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.lora import adapter_parameters, add_adapters, plain_modules, plain_weights, without_adapters
+from ppo_ds.models.lora import (
+    adapter_parameters,
+    add_adapters,
+    plain_modules,
+    plain_weights,
+    without_adapters,
+)
 from ppo_ds.models.policy import load_policy, unsharded_twin
 from ppo_ds.models.value import load_critic
 from ppo_ds.rollout.hf_generate import generate
 
 V = 60
-SMALL = dict(vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.3)
+SMALL = dict(
+    vocab_size=V,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=32,
+    initializer_range=0.3,
+)
 FAMILIES = {
     "llama": lambda: LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=False),
     "qwen2": lambda: Qwen2Config(**SMALL, num_key_value_heads=1, tie_word_embeddings=True),
@@ -54,7 +67,14 @@ def saved(folder, family):
 
 
 def policy_of(folder, dtype="fp32", checkpointing=False):
-    return load_policy(str(folder), dtype=dtype, gradient_checkpointing=checkpointing, temperature=1.0, key="actor.model.path", **KW)
+    return load_policy(
+        str(folder),
+        dtype=dtype,
+        gradient_checkpointing=checkpointing,
+        temperature=1.0,
+        key="actor.model.path",
+        **KW,
+    )
 
 
 def critic_of(folder):
@@ -89,7 +109,9 @@ def test_all_linear_layers_but_the_head_are_adapted_and_nothing_else_is_trained(
     plain = AutoModelForCausalLM.from_pretrained(folder)
     adapted = [name for name, _ in plain.named_modules() if name.rpartition(".")[2] in LINEAR[family]]
     assert trained == {f"{name}.lora_{matrix}.default.weight" for name in adapted for matrix in "AB"}
-    assert [id(p) for p in adapter_parameters(lm)] == [id(p) for name, p in lm.named_parameters() if name in trained]
+    assert [id(p) for p in adapter_parameters(lm)] == [
+        id(p) for name, p in lm.named_parameters() if name in trained
+    ]
 
 
 @EVERY
@@ -130,13 +152,19 @@ def test_named_layers_alone(tmp_path):
     "targets, said",
     [
         (["nope"], r"actor.lora.targets=\['nope'\]: no linear layer is called nope; "),
-        (["q_proj", "lm_head", "mlp"], r"actor.lora.targets=\['q_proj', 'lm_head', 'mlp'\]: no linear layer is called lm_head or mlp; "),
+        (
+            ["q_proj", "lm_head", "mlp"],
+            r"actor.lora.targets=\['q_proj', 'lm_head', 'mlp'\]: no linear layer is called lm_head or mlp; ",
+        ),
         ([], r"actor.lora.targets=\[\]: names no layer; "),
     ],
 )
 def test_targets_that_match_nothing_are_one_line_with_the_candidates(tmp_path, targets, said):
     lm = policy_of(saved(tmp_path, "llama")).lm
-    with pytest.raises(UserError, match=said + "this model has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj ") as error:
+    with pytest.raises(
+        UserError,
+        match=said + "this model has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj ",
+    ) as error:
         adapt(lm, targets=targets)
     assert "\n" not in str(error.value)
 
@@ -145,7 +173,9 @@ def test_a_critic_trains_its_head_whole(tmp_path):
     critic = critic_of(saved(tmp_path, "llama"))
     adapt(critic.model)
     trained = {name for name, parameter in critic.named_parameters() if parameter.requires_grad}
-    assert "model.score.weight" in trained and all(".lora_" in name for name in trained - {"model.score.weight"})
+    assert "model.score.weight" in trained and all(
+        ".lora_" in name for name in trained - {"model.score.weight"}
+    )
     assert all(critic.model.score.weight is not parameter for parameter in adapter_parameters(critic))
 
 
@@ -182,7 +212,9 @@ def test_one_layer_by_hand():
     down.data, up.data = torch.tensor([[1.0, 1.0]]), torch.tensor([[3.0]])
     assert model(torch.eye(2)).flatten().tolist() == [7.0, 8.0]
     (weight,) = plain_weights(model)
-    assert weight.merged(torch.device("cpu")).tolist() == [[7.0, 8.0]] and weight.base.tolist() == [[1.0, 2.0]]
+    assert weight.merged(torch.device("cpu")).tolist() == [[7.0, 8.0]] and weight.base.tolist() == [
+        [1.0, 2.0]
+    ]
     model(torch.tensor([[1.0, 10.0]])).sum().backward()
     # y = (W + 2 B A) x: dy/dB = 2 A x = 2 x 11, dy/dA = 2 B x = 6 (1, 10)
     assert up.grad.tolist() == [[22.0]] and down.grad.tolist() == [[6.0, 60.0]] and weight.base.grad is None
@@ -198,7 +230,10 @@ def test_gradients_follow_from_those_of_a_plain_model(tmp_path, family, checkpoi
     next(block.children()).register_forward_hook(lambda *_: runs.append(1))
     layers = {name: layer for name, layer in adapted.named_modules() if hasattr(layer, "lora_A")}
     turned = (lambda x: x.T) if family == "gpt2" else (lambda x: x)
-    matrices = {name: (layer.lora_A["default"].weight, layer.lora_B["default"].weight) for name, layer in layers.items()}
+    matrices = {
+        name: (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+        for name, layer in layers.items()
+    }
     with torch.no_grad():
         for name, (down, up) in matrices.items():
             plain.get_submodule(name).weight.add_(turned(SCALE * up @ down))
@@ -210,7 +245,9 @@ def test_gradients_follow_from_those_of_a_plain_model(tmp_path, family, checkpoi
         for found, expected in ((up.grad, SCALE * whole @ down.T), (down.grad, SCALE * up.T @ whole)):
             assert expected.abs().max() > 1e-3
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
-    assert all(parameter.grad is None for name, parameter in adapted.named_parameters() if ".lora_" not in name)
+    assert all(
+        parameter.grad is None for name, parameter in adapted.named_parameters() if ".lora_" not in name
+    )
 
 
 @EVERY
@@ -237,7 +274,9 @@ def test_a_twin_filled_with_plain_weights_is_the_same_model_without_adapters(tmp
     lm = adapt(lm) if adapted else lm
     kept = {name: parameter.clone() for name, parameter in lm.named_parameters()}
     twin = unsharded_twin(lm, torch.device("cpu"))
-    assert len(list(plain_modules(lm))) == len(list(twin.modules())) and not any(".lora_" in name for name, _ in twin.named_parameters())
+    assert len(list(plain_modules(lm))) == len(list(twin.modules())) and not any(
+        ".lora_" in name for name, _ in twin.named_parameters()
+    )
     for weight, hollow in zip(plain_weights(lm), twin.parameters(), strict=True):
         hollow.data = weight.merged(hollow.device)
     torch.testing.assert_close(logits(twin), logits(lm), rtol=0, atol=1e-4)
@@ -271,14 +310,25 @@ def test_the_saved_model_and_the_saved_adapter_are_both_the_trained_one(tmp_path
     policy.save(tmp_path / "model", state)
     policy.save_adapter(tmp_path / "adapter", state)
 
-    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, output_loading_info=True)
+    merged, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info.values()), info
-    assert (merged.get_output_embeddings().weight is merged.get_input_embeddings().weight) == (family in ("qwen2", "gpt2", "opt"))
-    on_base = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tmp_path / "adapter")
+    assert (merged.get_output_embeddings().weight is merged.get_input_embeddings().weight) == (
+        family in ("qwen2", "gpt2", "opt")
+    )
+    on_base = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tmp_path / "adapter"
+    )
     torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(logits(on_base), expected, rtol=0, atol=1e-6)
     about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"], about["task_type"]) == (RANK, ALPHA, folder, "CAUSAL_LM")
+    assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"], about["task_type"]) == (
+        RANK,
+        ALPHA,
+        folder,
+        "CAUSAL_LM",
+    )
 
 
 def test_the_module_saves_itself_merged_too_and_a_plain_one_saves_no_adapter(tmp_path):
@@ -287,15 +337,21 @@ def test_the_module_saves_itself_merged_too_and_a_plain_one_saves_no_adapter(tmp
     assert not (tmp_path / "none").exists()
     adapt(policy.lm)
     policy.save(tmp_path / "model")
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(policy.lm), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(policy.lm), rtol=0, atol=1e-4
+    )
 
 
 def test_a_saved_critic_is_a_plain_sequence_classifier(tmp_path):
     critic = critic_of(saved(tmp_path / "base", "llama"))
     adapt(critic.model)
     critic.model.score.weight.data.normal_(generator=torch.Generator().manual_seed(4))
-    critic.save(tmp_path / "critic", {name: tensor.clone() for name, tensor in critic.model.state_dict().items()})
-    plain, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", dtype=torch.float32, output_loading_info=True)
+    critic.save(
+        tmp_path / "critic", {name: tensor.clone() for name, tensor in critic.model.state_dict().items()}
+    )
+    plain, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "critic", dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info.values()), info
     plain.config.pad_token_id = 0
     with torch.no_grad():
@@ -309,10 +365,23 @@ def test_decoding_with_adapters_is_decoding_with_the_merged_model(tmp_path):
     adapt(policy.lm)
     policy.save(tmp_path / "model")
     how = dict(
-        limits=torch.full((3,), 6), min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=1, stop_token_ids=(), stop_strings=(), pad_id=0, decode=None
+        limits=torch.full((3,), 6),
+        min_new_tokens=0,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=1,
+        stop_token_ids=(),
+        stop_strings=(),
+        pad_id=0,
+        decode=None,
     )
-    found = [generate(lm.eval(), IDS, torch.ones_like(IDS, dtype=torch.bool), **how) for lm in (policy.lm, policy_of(tmp_path / "model").lm)]
+    found = [
+        generate(lm.eval(), IDS, torch.ones_like(IDS, dtype=torch.bool), **how)
+        for lm in (policy.lm, policy_of(tmp_path / "model").lm)
+    ]
     assert torch.equal(found[0][0], found[1][0])
     torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=1e-4)
     with without_adapters(policy.lm):
-        assert not torch.equal(generate(policy.lm, IDS, torch.ones_like(IDS, dtype=torch.bool), **how)[0], found[0][0])
+        assert not torch.equal(
+            generate(policy.lm, IDS, torch.ones_like(IDS, dtype=torch.bool), **how)[0], found[0][0]
+        )

@@ -21,7 +21,14 @@ from ppo_ds.models.policy import Policy, load_policy, unsharded_twin
 from ppo_ds.rollout.hf_generate import generate
 
 V = 60
-SMALL = dict(vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5)
+SMALL = dict(
+    vocab_size=V,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=32,
+    initializer_range=0.5,
+)
 GROUPED = SMALL | dict(num_key_value_heads=1)
 FAMILIES = {
     "llama": lambda: LlamaConfig(**GROUPED, attention_dropout=0.1, tie_word_embeddings=False),
@@ -51,7 +58,9 @@ def saved(folder, family, generation_config=None):
 
 
 def load(folder, temperature=1.0, dtype="fp32", gradient_checkpointing=False):
-    return load_policy(str(folder), dtype=dtype, gradient_checkpointing=gradient_checkpointing, temperature=temperature, **KW)
+    return load_policy(
+        str(folder), dtype=dtype, gradient_checkpointing=gradient_checkpointing, temperature=temperature, **KW
+    )
 
 
 def reference(folder):
@@ -148,11 +157,19 @@ def test_gradient_checkpointing_recomputes_every_layer_and_changes_no_gradient(t
     gradients, calls = {}, {}
     for checkpointing in (False, True):
         policy = load(folder, gradient_checkpointing=checkpointing).train()
-        layers = [module for module in policy.modules() if type(module).__name__.endswith(("DecoderLayer", "NeoXLayer", "GPT2Block"))]
+        layers = [
+            module
+            for module in policy.modules()
+            if type(module).__name__.endswith(("DecoderLayer", "NeoXLayer", "GPT2Block"))
+        ]
         assert len(layers) == 2
         count = [0]
         for layer in layers:
-            attention = next(m for name, m in layer.named_children() if "attn" in name or "attention" in name and "norm" not in name)
+            attention = next(
+                m
+                for name, m in layer.named_children()
+                if "attn" in name or "attention" in name and "norm" not in name
+            )
             attention.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
         logprobs, entropy, *_ = policy(*batch, R, with_entropy=True)
         forward = count[0]
@@ -168,7 +185,9 @@ def test_gradient_checkpointing_recomputes_every_layer_and_changes_no_gradient(t
 # -- the folder's generation config -------------------------------------------------------------------------------------------------------
 
 
-SHIPPED = dict(do_sample=True, top_k=20, repetition_penalty=1.3, temperature=0.1, eos_token_id=[5, 7], pad_token_id=6)
+SHIPPED = dict(
+    do_sample=True, top_k=20, repetition_penalty=1.3, temperature=0.1, eos_token_id=[5, 7], pad_token_id=6
+)
 
 
 def test_the_folders_generation_config_is_not_used_but_saved(tmp_path):
@@ -180,7 +199,15 @@ def test_the_folders_generation_config_is_not_used_but_saved(tmp_path):
 
     prompts = torch.randint(8, V, (64, 3), generator=torch.Generator().manual_seed(4))
     drawn = dict(
-        limits=torch.full((64,), 12), min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=(), pad_id=6, decode=None
+        limits=torch.full((64,), 12),
+        min_new_tokens=0,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        stop_token_ids=(),
+        stop_strings=(),
+        pad_id=6,
+        decode=None,
     )
     bare = load(saved(tmp_path / "bare", "qwen2"))
     for lm in (policy.lm.eval(), bare.lm.eval()):
@@ -268,7 +295,11 @@ def test_a_twins_buffers_are_copies_in_their_own_dtype(tmp_path, family):
     here, there = dict(lm.named_buffers()), dict(twin.named_buffers())
     assert here.keys() == there.keys() and any("inv_freq" in name for name in here)
     for name, buffer in here.items():
-        assert there[name].dtype == buffer.dtype and torch.equal(there[name], buffer) and there[name].data_ptr() != buffer.data_ptr()
+        assert (
+            there[name].dtype == buffer.dtype
+            and torch.equal(there[name], buffer)
+            and there[name].data_ptr() != buffer.data_ptr()
+        )
         assert "inv_freq" not in name or buffer.dtype == torch.float32
     assert {p.dtype for p in twin.parameters()} == {torch.bfloat16}
 
@@ -276,4 +307,8 @@ def test_a_twins_buffers_are_copies_in_their_own_dtype(tmp_path, family):
 def test_a_twin_does_not_take_its_sampling_from_the_folder(tmp_path):
     policy = load(saved(tmp_path, "llama", SHIPPED))
     twin = unsharded_twin(policy.lm, torch.device("cpu"))
-    assert isinstance(policy, Policy) and twin.generation_config.repetition_penalty in (None, 1.0) and twin.generation_config.eos_token_id is None
+    assert (
+        isinstance(policy, Policy)
+        and twin.generation_config.repetition_penalty in (None, 1.0)
+        and twin.generation_config.eos_token_id is None
+    )

@@ -6,11 +6,25 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3
 
 from ppo_ds.models.policy import Policy
 
-SMALL = dict(vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SMALL = dict(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 EXPERTS = {
-    "mixtral": lambda: MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.02),
+    "mixtral": lambda: MixtralConfig(
+        **SMALL, num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.02
+    ),
     "qwen3_moe": lambda: Qwen3MoeConfig(
-        **SMALL, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8, router_aux_loss_coef=0.02
+        **SMALL,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        head_dim=8,
+        router_aux_loss_coef=0.02,
     ),
 }
 R = 4
@@ -37,7 +51,9 @@ def test_the_balance_loss_of_a_mixture_of_experts(batch, family):
     ids, mask = batch
     out = moe(ids, mask, R, with_aux=True)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = moe.lm(input_ids=ids, attention_mask=mask.long(), position_ids=positions, output_router_logits=True).router_logits
+    logits = moe.lm(
+        input_ids=ids, attention_mask=mask.long(), position_ids=positions, output_router_logits=True
+    ).router_logits
     sent, probability, tokens = torch.zeros(4), torch.zeros(4), 0
     for layer in logits:
         for token, attended in zip(layer.view(-1, 4), mask.flatten(), strict=True):
@@ -46,10 +62,14 @@ def test_the_balance_loss_of_a_mixture_of_experts(batch, family):
                 sent[chances.topk(2).indices] += 1
                 probability += chances
                 tokens += 1
-    torch.testing.assert_close(out.aux, 4 * (sent / tokens * probability / tokens).sum(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        out.aux, 4 * (sent / tokens * probability / tokens).sum(), rtol=1e-4, atol=1e-5
+    )
     assert moe.balance_coef == 0.02
     out.aux.backward()
-    assert sum(float(p.grad.abs().sum()) > 0 for p in moe.lm.parameters() if p.grad is not None) > 5  # the routers, and what is before them
+    assert (
+        sum(float(p.grad.abs().sum()) > 0 for p in moe.lm.parameters() if p.grad is not None) > 5
+    )  # the routers, and what is before them
 
 
 def test_a_dense_model_has_no_balance_loss(batch):
@@ -64,18 +84,24 @@ def test_a_value_head_reads_the_states_around_the_answer(batch):
     assert shared(ids, mask, R).values.tolist() == [[0.0] * (R + 1)] * 3
     torch.nn.init.normal_(shared.value_head.weight)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    hidden = shared.lm.model(input_ids=ids, attention_mask=mask.long(), position_ids=positions).last_hidden_state
+    hidden = shared.lm.model(
+        input_ids=ids, attention_mask=mask.long(), position_ids=positions
+    ).last_hidden_state
     expected = (hidden * shared.value_head.weight[0]).sum(-1)[:, 4:]
     out = shared(ids, mask, R)
     torch.testing.assert_close(out.values[mask[:, 4:]], expected[mask[:, 4:]])
-    assert torch.equal(out.logprobs, policy(LlamaConfig(**SMALL))(ids, mask, R).logprobs)  # the head changes nothing else
+    assert torch.equal(
+        out.logprobs, policy(LlamaConfig(**SMALL))(ids, mask, R).logprobs
+    )  # the head changes nothing else
 
 
 def test_another_temperature_for_one_forward(batch):
     model = policy(LlamaConfig(**SMALL))
     cold, plain = model(*batch, R).logprobs, model(*batch, R, temperature=1.0).logprobs
     ids, mask = batch
-    logits = model.lm(input_ids=ids, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits[:, 4:-1]
+    logits = model.lm(
+        input_ids=ids, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+    ).logits[:, 4:-1]
     for found, temperature in ((cold, 0.7), (plain, 1.0)):
         expected = (logits / temperature).log_softmax(-1).gather(-1, ids[:, 5:, None])[..., 0]
         torch.testing.assert_close(found[mask[:, 5:]], expected[mask[:, 5:]])

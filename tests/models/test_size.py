@@ -55,7 +55,9 @@ def test_a_gpt2():
 
 
 def test_a_model_without_attention_has_no_keys_and_values():
-    size = size_of(MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=3, state_size=4)))
+    size = size_of(
+        MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=3, state_size=4))
+    )
     assert (size.layers, size.width, size.kv_width) == (3, 0, 0) and size.body > 0
 
 
@@ -69,5 +71,11 @@ def test_a_mixture_of_experts_has_idle_ones():
 
 def test_shared_experts_are_not_idle():
     # of 4 routed ones (3 x 8x4 = 96 each) in each of 2 layers a token takes 2; the shared one is everybody's
-    config = Qwen2MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=4, shared_expert_intermediate_size=16)
+    config = Qwen2MoeConfig(
+        **SHAPE,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=4,
+        shared_expert_intermediate_size=16,
+    )
     assert size_of(Qwen2MoeForCausalLM(config)).idle == 2 * 2 * 96

@@ -21,12 +21,17 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 def saved(folder, *, eos="<eos>", pad="<pad>", template=None, bos=True):
     """Ids: <bos> 0, <eos> 1, <pad> 2, then the 256 bytes."""
-    vocab = {token: i for i, token in enumerate(["<bos>", "<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocab = {
+        token: i
+        for i, token in enumerate(["<bos>", "<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     if bos:
-        backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 0)]
+        )
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token=eos, pad_token=pad)
     hf.chat_template = template
     hf.save_pretrained(folder)
@@ -82,33 +87,60 @@ def test_text_gets_the_bos_and_a_chat_gets_it_once(tmp_path):
 
 def test_template_from_a_file_with_arguments(tmp_path):
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    tokenizer = load_tokenizer(saved(tmp_path / "t"), chat_template=str(tmp_path / "chat.jinja"), chat_template_kwargs={"no_think": True})
+    tokenizer = load_tokenizer(
+        saved(tmp_path / "t"),
+        chat_template=str(tmp_path / "chat.jinja"),
+        chat_template_kwargs={"no_think": True},
+    )
     assert tokenizer.has_chat_template
     assert tokenizer.render_chat(CHAT).endswith("<assistant>[]")
 
 
 def test_given_template_replaces_the_tokenizers_own_and_is_saved(tmp_path):
-    tokenizer = load_tokenizer(saved(tmp_path / "a", template=TEMPLATE), chat_template="{{ messages[0]['content'] }}!")
+    tokenizer = load_tokenizer(
+        saved(tmp_path / "a", template=TEMPLATE), chat_template="{{ messages[0]['content'] }}!"
+    )
     tokenizer.save(tmp_path / "b")
     assert load_tokenizer(str(tmp_path / "b")).render_chat(CHAT) == "hi!"
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("nowhere.jinja", "No such file"), ("", "Is a directory"), ("latin.jinja", "utf-8"), ("x" * 300, "too long")]
+    ("name", "reason"),
+    [
+        ("nowhere.jinja", "No such file"),
+        ("", "Is a directory"),
+        ("latin.jinja", "utf-8"),
+        ("x" * 300, "too long"),
+    ],
 )
 def test_template_that_is_no_file(tmp_path, name, reason):
     (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
-    with pytest.raises(UserError, match=f"^data.chat_template=.*neither a Jinja template nor a file that can be read .*{reason}"):
+    with pytest.raises(
+        UserError,
+        match=f"^data.chat_template=.*neither a Jinja template nor a file that can be read .*{reason}",
+    ):
         load_tokenizer(saved(tmp_path), chat_template=str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
     ("template", "fault"),
     [
-        ("{{ raise_exception('no system') }}", "refuses a chat with the roles user (TemplateError: no system)"),
-        ("{% for %}", "is not Jinja (line 1: TemplateSyntaxError: Expected an expression, got 'end of statement block')"),
-        ("{{ messages[0].nothing.more }}", "refuses a chat with the roles user (UndefinedError: 'dict object' has no attribute 'nothing')"),
-        ("{{ messages[0]['content'] + 1 }}", 'refuses a chat with the roles user (TypeError: can only concatenate str (not "int") to str)'),
+        (
+            "{{ raise_exception('no system') }}",
+            "refuses a chat with the roles user (TemplateError: no system)",
+        ),
+        (
+            "{% for %}",
+            "is not Jinja (line 1: TemplateSyntaxError: Expected an expression, got 'end of statement block')",
+        ),
+        (
+            "{{ messages[0].nothing.more }}",
+            "refuses a chat with the roles user (UndefinedError: 'dict object' has no attribute 'nothing')",
+        ),
+        (
+            "{{ messages[0]['content'] + 1 }}",
+            'refuses a chat with the roles user (TypeError: can only concatenate str (not "int") to str)',
+        ),
         ("{{ 1 / 0 }}", "refuses a chat with the roles user (ZeroDivisionError: division by zero)"),
     ],
 )
@@ -152,7 +184,9 @@ def test_chat_without_template(tmp_path):
         tokenizer.encode_chat(CHAT)
 
 
-@pytest.mark.parametrize("text", ["naïve 中文 \U0001f600 e\u0301 \u200f", "\x00\x01\t\r\n\x7f\u2028", " a  b , c ' s "])
+@pytest.mark.parametrize(
+    "text", ["naïve 中文 \U0001f600 e\u0301 \u200f", "\x00\x01\t\r\n\x7f\u2028", " a  b , c ' s "]
+)
 def test_text_survives(tmp_path, text):
     tokenizer = load_tokenizer(saved(tmp_path))
     ids = tokenizer.encode_prompt(text)
@@ -179,14 +213,19 @@ except Exception as error:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("UserError model.path=nobody/nothing: no folder of that name, not in the local Hub cache")
+    assert done.stdout.startswith(
+        "UserError model.path=nobody/nothing: no folder of that name, not in the local Hub cache"
+    )
     assert done.stdout.count("\n") == 1
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "gemma"])
 def test_a_model_folder_of_a_family_whose_tokenizer_is_made_of_nothing(tmp_path, family):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    with pytest.raises(UserError, match=f"^actor.model.path={tmp_path}: the tokenizer has no vocabulary; the folder needs tokenizer.json"):
+    with pytest.raises(
+        UserError,
+        match=f"^actor.model.path={tmp_path}: the tokenizer has no vocabulary; the folder needs tokenizer.json",
+    ):
         load_tokenizer(str(tmp_path), key="actor.model.path")
 
 
@@ -203,9 +242,15 @@ def test_broken_tokenizer_file(tmp_path):
 
 
 def test_own_code_names_the_switch(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "c.C", "AutoTokenizer": ["t.T", null]}}')
-    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["t.T", null]}, "tokenizer_class": "T"}')
-    with pytest.raises(UserError, match=r"^critic\.model\.path=.* set critic\.model\.trust_remote_code=true$"):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mine", "auto_map": {"AutoConfig": "c.C", "AutoTokenizer": ["t.T", null]}}'
+    )
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"auto_map": {"AutoTokenizer": ["t.T", null]}, "tokenizer_class": "T"}'
+    )
+    with pytest.raises(
+        UserError, match=r"^critic\.model\.path=.* set critic\.model\.trust_remote_code=true$"
+    ):
         load_tokenizer(str(tmp_path), key="critic.model.path")
 
 

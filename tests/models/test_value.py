@@ -30,7 +30,14 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.models.value import load_critic, load_reward_model, reads_like
 
-SMALL = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5)
+SMALL = dict(
+    vocab_size=60,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=32,
+    initializer_range=0.5,
+)
 DECODERS = {
     "llama": lambda: LlamaConfig(**SMALL, num_key_value_heads=1, attention_dropout=0.5),
     "qwen2": lambda: Qwen2Config(**SMALL, num_key_value_heads=1, attention_dropout=0.5),
@@ -91,7 +98,9 @@ def test_values_are_those_of_each_unpadded_prefix(tmp_path, family):
     assert values.shape == (3, width + 1) and values.dtype == torch.float32
     for i, (p, r) in enumerate(LENGTHS):
         row = ids[i][mask[i]]
-        states = torch.stack([transformers_score(folder, row[: p + t]) for t in range(r + 1)])  # before each token, and after the last
+        states = torch.stack(
+            [transformers_score(folder, row[: p + t]) for t in range(r + 1)]
+        )  # before each token, and after the last
         torch.testing.assert_close(values[i, : r + 1], states, atol=1e-4, rtol=1e-4)
     assert values.abs().max() > 0.1  # numbers that could differ
 
@@ -105,7 +114,9 @@ def test_scores_are_read_at_the_last_attended_place_also_where_pad_is_eos(tmp_pa
     texts = [row[m] for row, m in zip(ids, mask, strict=True)]
     if side != "both":
         ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=3, padding_side=side)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(t) for t in texts], batch_first=True, padding_side=side)
+        mask = torch.nn.utils.rnn.pad_sequence(
+            [torch.ones_like(t) for t in texts], batch_first=True, padding_side=side
+        )
     alone = torch.stack([transformers_score(folder, text) for text in texts])
     torch.testing.assert_close(model(ids, mask), alone, atol=1e-4, rtol=1e-4)
     assert alone.std() > 0.01
@@ -120,7 +131,9 @@ def test_encoder_scores_are_the_models_own_logits(tmp_path, family):
     mask[1, 4:] = False
     ids[1, 4:] = 1  # RoBERTa counts positions by its own pad id
     with torch.no_grad():
-        alone = torch.cat([reference(input_ids=ids[:1]).logits[:, 0], reference(input_ids=ids[1:, :4]).logits[:, 0]])
+        alone = torch.cat(
+            [reference(input_ids=ids[:1]).logits[:, 0], reference(input_ids=ids[1:, :4]).logits[:, 0]]
+        )
     torch.testing.assert_close(model(ids, mask), alone, atol=1e-5, rtol=1e-4)
 
 
@@ -156,7 +169,9 @@ def test_a_trained_head_is_kept(tmp_path):
     folder = saved(tmp_path, DECODERS["llama"]())
     trained = AutoModelForSequenceClassification.from_pretrained(folder).score.weight
     for zero_head in (True, False):
-        torch.testing.assert_close(load_critic(folder, **CRITIC | {"zero_head": zero_head}).model.score.weight, trained)
+        torch.testing.assert_close(
+            load_critic(folder, **CRITIC | {"zero_head": zero_head}).model.score.weight, trained
+        )
 
 
 def test_the_head_is_in_fp32(tmp_path):
@@ -195,11 +210,15 @@ def test_a_saved_critic_is_a_sequence_classifier_and_loads_as_one(tmp_path):
     critic = load_critic(saved(tmp_path / "lm", DECODERS["gpt2"](), AutoModelForCausalLM), **CRITIC)
     torch.nn.init.normal_(critic.model.score.weight)
     critic.save(tmp_path / "critic")
-    model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "critic", output_loading_info=True
+    )
     assert model.config.num_labels == 1 and not info["missing_keys"] and not info["unexpected_keys"]
     again = load_critic(str(tmp_path / "critic"), **CRITIC | {"zero_head": False})
     torch.testing.assert_close(again(*rows()), critic(*rows()))
-    critic.save(tmp_path / "zeros", state_dict={k: torch.zeros_like(v) for k, v in critic.model.state_dict().items()})
+    critic.save(
+        tmp_path / "zeros", state_dict={k: torch.zeros_like(v) for k, v in critic.model.state_dict().items()}
+    )
     assert load_reward_model(str(tmp_path / "zeros"), **KW)(*rows()[:2]).abs().max() == 0
 
 
@@ -209,14 +228,18 @@ def test_gradient_checkpointing_is_active_and_changes_nothing(tmp_path):
     for checkpointing in (False, True):
         critic = load_critic(folder, **CRITIC | {"gradient_checkpointing": checkpointing}).train()
         calls.append(0)
-        critic.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.__setitem__(-1, calls[-1] + 1))
+        critic.model.model.layers[0].mlp.register_forward_pre_hook(
+            lambda *_: calls.__setitem__(-1, calls[-1] + 1)
+        )
         critic(*rows()).square().sum().backward()
         grads.append(critic.model.model.embed_tokens.weight.grad)
     assert calls == [1, 2]  # recomputed in the backward pass
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize(("family", "limit"), [("llama", 2048), ("gpt2", 1024), ("opt", 64), ("deberta", 40), ("roberta", 38)])
+@pytest.mark.parametrize(
+    ("family", "limit"), [("llama", 2048), ("gpt2", 1024), ("opt", 64), ("deberta", 40), ("roberta", 38)]
+)
 def test_the_longest_text(tmp_path, family, limit):
     assert load_reward_model(saved(tmp_path, FAMILIES[family]()), **KW).max_tokens == limit
 
@@ -280,25 +303,41 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_zero3_shards_while_loading_and_keeps_head_and_scores(tmp_path, family):
-    folders = saved(tmp_path / "lm", DECODERS[family](), AutoModelForCausalLM), saved(tmp_path / "scorer", DECODERS[family]())
+    folders = (
+        saved(tmp_path / "lm", DECODERS[family](), AutoModelForCausalLM),
+        saved(tmp_path / "scorer", DECODERS[family]()),
+    )
     port = str(29500 + os.getpid() % 500)
-    one_rank = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, DS_ACCELERATOR="cpu")
+    one_rank = dict(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+        DS_ACCELERATOR="cpu",
+    )
     env = os.environ | one_rank | dict(PYTHONPATH=str(Path(__file__).parents[2]), OMP_NUM_THREADS="1")
-    done = subprocess.run([sys.executable, "-c", ZERO3, *folders], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", ZERO3, *folders], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0 and "ok" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def saved_tokenizer(folder, *words):
     vocab = {word: i for i, word in enumerate(["<pad>", "<unk>", *words])}
     backend = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>").save_pretrained(
+        folder
+    )
     return load_tokenizer(str(folder))
 
 
 OTHERS = {
     "bert": lambda: BertConfig(**SMALL),
     "t5": lambda: T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2),
-    "mamba": lambda: MambaConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1),  # has no sequence classifier
+    "mamba": lambda: MambaConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=1
+    ),  # has no sequence classifier
 }
 
 
@@ -307,6 +346,8 @@ def test_only_decoders_with_the_actors_vocabulary_can_start_its_critic(tmp_path,
     """transformers lists BERT and RoBERTa under causal language models too."""
     (FAMILIES | OTHERS)[family]().save_pretrained(tmp_path / "rm")
     own = saved_tokenizer(tmp_path / "rm", "a", "b")
-    assert reads_like(str(tmp_path / "rm"), own, revision=None, trust_remote_code=False) is (family in DECODERS)
+    assert reads_like(str(tmp_path / "rm"), own, revision=None, trust_remote_code=False) is (
+        family in DECODERS
+    )
     other = saved_tokenizer(tmp_path / "actor", "a", "c")
     assert not reads_like(str(tmp_path / "rm"), other, revision=None, trust_remote_code=False)

@@ -81,10 +81,14 @@ def look_up(table: dict[str, Any], case: Case, key: str) -> Any:
     """The entry for "key" or for "case/key"; exact ones come before patterns."""
     names = (f"{case.id}/{key}", key)
     exact = (table[n] for n in names if n in table)
-    return next(exact, None) or next((entry for p, entry in table.items() if any(fnmatchcase(n, p) for n in names)), None)
+    return next(exact, None) or next(
+        (entry for p, entry in table.items() if any(fnmatchcase(n, p) for n in names)), None
+    )
 
 
-def check(case: Case, key: str, targets: dict[str, Callable[[Case], Any]], not_targets: dict[str, str]) -> None:
+def check(
+    case: Case, key: str, targets: dict[str, Callable[[Case], Any]], not_targets: dict[str, str]
+) -> None:
     if reason := look_up(not_targets, case, key):
         pytest.skip(reason)
     target = look_up(targets, case, key)
@@ -98,7 +102,9 @@ def same(actual: Any, expected: Any) -> None:
         actual, wider = actual.actual, actual.tolerance
     if isinstance(actual, Within):
         outside = ~actual.mask.bool()
-        assert torch.equal(actual.actual[outside], torch.zeros_like(actual.actual[outside])), "not 0 outside the mask"
+        assert torch.equal(actual.actual[outside], torch.zeros_like(actual.actual[outside])), (
+            "not 0 outside the mask"
+        )
         actual, expected = actual.actual[~outside], expected[~outside]
     expected = torch.as_tensor(expected, dtype=None if isinstance(expected, Tensor) else torch.float64)
     actual = torch.as_tensor(actual, dtype=None if isinstance(actual, Tensor) else expected.dtype)

@@ -24,7 +24,9 @@ def rounded(actual):
 
 # gae.json -------------------------------------------------------------------------------------------------------------------------
 def gae(c, mask=None):
-    return compute_gae(c.rewards, c.values, c.mask if mask is None else mask, c.params["gamma"], c.params["lam"])
+    return compute_gae(
+        c.rewards, c.values, c.mask if mask is None else mask, c.params["gamma"], c.params["lam"]
+    )
 
 
 def trl(which):
@@ -32,17 +34,27 @@ def trl(which):
 
     def step(c):
         p, states = c.params, next_token_mask(c.mask)
-        rewards = token_rewards(c.scores, c.mask, approx_kl(c.old_logprobs, c.ref_logprobs, p["estimator"]), p["kl_coef"], place="next_token")
+        rewards = token_rewards(
+            c.scores,
+            c.mask,
+            approx_kl(c.old_logprobs, c.ref_logprobs, p["estimator"]),
+            p["kl_coef"],
+            place="next_token",
+        )
         if p["whiten_rewards"]:
             rewards = masked_whiten(rewards, states, shift_mean=False)
         advantages, returns = compute_gae(rewards, c.values, states, p["gamma"], p["lam"])
-        return rounded({"rewards": rewards, "returns": returns, "advantages": masked_whiten(advantages, c.mask)}[which])
+        return rounded(
+            {"rewards": rewards, "returns": returns, "advantages": masked_whiten(advantages, c.mask)}[which]
+        )
 
     return step
 
 
 GAE = {
-    "dschat.advantages": lambda c: gae(c, next_token_mask(c.mask))[0],  # keeps one place beyond the last token
+    "dschat.advantages": lambda c: gae(c, next_token_mask(c.mask))[
+        0
+    ],  # keeps one place beyond the last token
     "dschat.returns": lambda c: gae(c, next_token_mask(c.mask))[1],
     "openrlhf.cumulative_returns": lambda c: discounted_returns(c.rewards, c.mask, c.params["gamma"]),
     "verl.advantages_whitened": lambda c: rounded(Within(masked_whiten(gae(c)[0], c.mask), c.mask)),
@@ -55,7 +67,9 @@ GAE = {
     "trl.advantages": trl("advantages"),
     "trl.returns": trl("returns"),
 }
-NOT_GAE = {"holes_*/openrlhf.*": "takes the places of a hole for steps without reward that decay; we pass them over, as verl does"}
+NOT_GAE = {
+    "holes_*/openrlhf.*": "takes the places of a hole for steps without reward that decay; we pass them over, as verl does"
+}
 
 
 @pytest.mark.parametrize(("case", "key"), outputs("gae.json"))
@@ -65,11 +79,15 @@ def test_golden_gae(case, key):
 
 # group_advantages.json ------------------------------------------------------------------------------------------------------------
 def grouped(kind, **options):
-    return lambda c: broadcast_sequence(group_advantages(c.scores, c.index, kind, lengths=c.mask.sum(1), **options), c.mask)
+    return lambda c: broadcast_sequence(
+        group_advantages(c.scores, c.index, kind, lengths=c.mask.sum(1), **options), c.mask
+    )
 
 
 def alone(kind):
-    return lambda c: broadcast_sequence(group_advantages(c.scores, torch.arange(8), kind, singleton="score"), c.mask)
+    return lambda c: broadcast_sequence(
+        group_advantages(c.scores, torch.arange(8), kind, singleton="score"), c.mask
+    )
 
 
 def rewarded(c, scores=None):
@@ -82,7 +100,11 @@ def openrlhf(kind, normalized=None, **options):
     def advantages(c):
         scores = group_advantages(c.scores, c.index, kind, **options)
         returns = discounted_returns(rewarded(c, scores), c.mask, c.params["gamma"])
-        return rounded(Within(normalize_advantages(returns, c.mask, normalized), c.mask)) if normalized else returns
+        return (
+            rounded(Within(normalize_advantages(returns, c.mask, normalized), c.mask))
+            if normalized
+            else returns
+        )
 
     return advantages
 
@@ -108,14 +130,18 @@ GROUPS = {
     "verl.rloo.singletons": alone("rloo"),
     "verl.grpo.*": grouped("grpo"),
     "verl.dr_grpo.*": grouped("dr_grpo"),
-    "verl.grpo_vectorized.*": lambda c: Close(grouped("grpo")(c), 2e-5, "floors the variance by eps, in float32"),
+    "verl.grpo_vectorized.*": lambda c: Close(
+        grouped("grpo")(c), 2e-5, "floors the variance by eps, in float32"
+    ),
     "verl.rloo.*": grouped("rloo"),
     "verl.rloo_vectorized.*": grouped("rloo"),
     "verl.reinforce_pp_baseline.*": group_mean_then_whitened,
     "verl.reinforce_pp.advantages": lambda c: rounded(reinforce_pp_advantages(rewarded(c), c.mask)[0]),
     "verl.reinforce_pp.returns": lambda c: Within(reinforce_pp_advantages(rewarded(c), c.mask)[1], c.mask),
     "verl.remax.advantages": with_greedy_baseline,
-    "verl.remax.returns": lambda c: broadcast_sequence(one_step_advantages(c.scores, c.reward_baselines)[1], c.mask),
+    "verl.remax.returns": lambda c: broadcast_sequence(
+        one_step_advantages(c.scores, c.reward_baselines)[1], c.mask
+    ),
     "verl.opo.*": grouped("opo"),
     "verl.gpg.*": grouped("mean"),  # its factor, rows over rows with a score, is 1 here
     "openrlhf.gae.advantages": openrlhf_gae(0, "batch"),
@@ -188,7 +214,9 @@ def test_group_baselines_worked_by_hand():
     assert group_advantages(scores, groups, "rloo").tolist() == [-4.5, 0.0, -1.5, 0.0, 6.0]
     assert group_advantages(scores, groups, "none").tolist() == scores.tolist()
     std = (26 / 2) ** 0.5
-    torch.testing.assert_close(group_advantages(scores, groups, "grpo", eps=0.0)[[0, 2, 4]], torch.tensor([-3.0, -1.0, 4.0]) / std)
+    torch.testing.assert_close(
+        group_advantages(scores, groups, "grpo", eps=0.0)[[0, 2, 4]], torch.tensor([-3.0, -1.0, 4.0]) / std
+    )
     lengths = torch.tensor([1, 5, 1, 5, 2])  # opo: (1 + 3 + 16) / 4 = 5
     assert group_advantages(scores, groups, "opo", lengths=lengths).tolist() == [-4.0, 0.0, -2.0, 0.0, 3.0]
 
@@ -219,7 +247,9 @@ def test_normalisation_worked_by_hand():
     adv, mask = torch.tensor([[1.0, 3.0, NAN]], dtype=torch.float64), torch.tensor([[1, 1, 0]])
     assert normalize_advantages(adv, mask, "none").tolist() == [[1.0, 3.0, 0.0]]
     assert normalize_advantages(adv, mask, "mean_only").tolist() == [[-1.0, 1.0, 0.0]]
-    torch.testing.assert_close(normalize_advantages(adv, mask), torch.tensor([[-1.0, 1.0, 0.0]]).double(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(
+        normalize_advantages(adv, mask), torch.tensor([[-1.0, 1.0, 0.0]]).double(), rtol=0, atol=1e-7
+    )
     half = torch.tensor([[-1.0, 1.0, 0.0]]).double() / 2**0.5  # unbiased variance 2
     torch.testing.assert_close(normalize_advantages(adv, mask, unbiased=True), half, rtol=0, atol=1e-7)
     assert normalize_advantages(adv, mask, "none", clip=2.0).tolist() == [[1.0, 2.0, 0.0]]
@@ -234,5 +264,10 @@ def test_one_step_advantages_worked_by_hand():
 
 def test_everything_is_detached():
     x, mask = torch.randn(2, 3, requires_grad=True), torch.ones(2, 3)
-    results = [*compute_gae(x, x, mask), *reinforce_pp_advantages(x, mask), normalize_advantages(x, mask), *one_step_advantages(x[0], x[1])]
+    results = [
+        *compute_gae(x, x, mask),
+        *reinforce_pp_advantages(x, mask),
+        normalize_advantages(x, mask),
+        *one_step_advantages(x[0], x[1]),
+    ]
     assert not any(r.requires_grad for r in results)

@@ -33,9 +33,18 @@ def test_a_plan_worked_by_hand():
     prompts, responses = torch.tensor([1, 4, 2, 1, 9]), torch.tensor([3, 4, 2, 3, 20])
     # by total length: row 4 (29), 1 (8), then 0, 2, 3 (4 each)
     plan = plan_microbatches(prompts, responses, 16)
-    assert [rows.tolist() for rows in plan] == [[4], [1, 0], [2, 3]]  # 2 * (4 + 4) = 16 fits, with row 2 it would be 24
+    assert [rows.tolist() for rows in plan] == [
+        [4],
+        [1, 0],
+        [2, 3],
+    ]  # 2 * (4 + 4) = 16 fits, with row 2 it would be 24
     plan = plan_microbatches(prompts, responses, 16, at_least=4)
-    assert [rows.tolist() for rows in plan] == [[4], [1], [0], [2, 3]]  # 16 is the costliest that can be split
+    assert [rows.tolist() for rows in plan] == [
+        [4],
+        [1],
+        [0],
+        [2, 3],
+    ]  # 16 is the costliest that can be split
     assert [rows.tolist() for rows in plan_microbatches(prompts, responses, 1)] == [[4], [1], [0], [2], [3]]
 
 
@@ -82,9 +91,17 @@ def test_forwards_worked_by_hand():
     # padded: 300 and 290 lose 10 places together, 100 and 90 the same; 20 alone costs a forward, with the two it would lose 80 places
     assert FORWARD == 64
     assert [rows.tolist() for rows in plan_forwards(total, 1000)] == [[1, 2], [0, 3], [4]]
-    assert [rows.tolist() for rows in plan_forwards(torch.tensor([100, 300, 290, 90, 40]), 1000)] == [[1, 2], [0, 3, 4]]  # 60 places
+    assert [rows.tolist() for rows in plan_forwards(torch.tensor([100, 300, 290, 90, 40]), 1000)] == [
+        [1, 2],
+        [0, 3, 4],
+    ]  # 60 places
     assert [rows.tolist() for rows in plan_forwards(total, 599)] == [[1], [2], [0, 3], [4]]  # 2 * 300 is more
-    assert [rows.tolist() for rows in plan_forwards(total, 1000, at_least=4)] == [[1], [2], [0, 3], [4]]  # the costliest is halved
+    assert [rows.tolist() for rows in plan_forwards(total, 1000, at_least=4)] == [
+        [1],
+        [2],
+        [0, 3],
+        [4],
+    ]  # the costliest is halved
     # packed: what is there fills the budget
     assert [rows.tolist() for rows in plan_forwards(total, 800, packed=True)] == [[1, 2, 0, 3, 4]]
     assert [rows.tolist() for rows in plan_forwards(total, 690, packed=True)] == [[1, 2, 0], [3, 4]]
@@ -100,7 +117,11 @@ def test_no_other_way_of_padding_costs_less(seed):
     def cost(ends):
         groups = [total[start:end] for start, end in zip([0, *ends], [*ends, 9], strict=True)]
         spent = [len(group) * int(group[0]) for group in groups]
-        return sum(spent) + 64 * len(groups) if all(s <= budget or len(g) == 1 for s, g in zip(spent, groups, strict=True)) else 10**9
+        return (
+            sum(spent) + 64 * len(groups)
+            if all(s <= budget or len(g) == 1 for s, g in zip(spent, groups, strict=True))
+            else 10**9
+        )
 
     least = min(cost([i for i in range(1, 9) if cuts >> (i - 1) & 1]) for cuts in range(256))
     plan = plan_forwards(total, budget)
@@ -124,12 +145,17 @@ def test_little_is_padded_where_lengths_vary(rows):
         spent = sum(len(group) * int(total[group].max()) for group in plan)
         assert spent < int(total.sum()) / 0.9  # less than a tenth of the places holds no token
         assert len(plan) <= 16  # forwards are not free
-        together = plan_microbatches(prompts, responses, 8192)  # prompts and answers padded to their own longest
+        together = plan_microbatches(
+            prompts, responses, 8192
+        )  # prompts and answers padded to their own longest
         assert 1 - int(total.sum()) / sum(cost(group, prompts, responses) for group in together) > 0.25
 
 
 def test_places_worked_by_hand():
-    assert places(torch.tensor([6, 2, 4]), packed=False) == 18 and places(torch.tensor([6, 2, 4]), packed=True) == 12
+    assert (
+        places(torch.tensor([6, 2, 4]), packed=False) == 18
+        and places(torch.tensor([6, 2, 4]), packed=True) == 12
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -152,8 +178,15 @@ def test_a_deal_is_fair(ranks):
 
 
 def test_a_deal_worked_by_hand():
-    assert [hand.tolist() for hand in balance_ranks(torch.tensor([1, 2, 3, 4, 5, 6]), 3)] == [[5, 0], [4, 1], [3, 2]]
-    assert [hand.tolist() for hand in balance_ranks(torch.tensor([7, 7, 7, 7, 7, 7, 7, 7]), 2)] == [[0, 3, 4, 7], [1, 2, 5, 6]]  # ties keep their order
+    assert [hand.tolist() for hand in balance_ranks(torch.tensor([1, 2, 3, 4, 5, 6]), 3)] == [
+        [5, 0],
+        [4, 1],
+        [3, 2],
+    ]
+    assert [hand.tolist() for hand in balance_ranks(torch.tensor([7, 7, 7, 7, 7, 7, 7, 7]), 2)] == [
+        [0, 3, 4, 7],
+        [1, 2, 5, 6],
+    ]  # ties keep their order
     assert balance_ranks(torch.full((400,), 7), 2)[0].tolist() == [i for i in range(400) if i % 4 in (0, 3)]
     with pytest.raises(AssertionError):
         balance_ranks(torch.tensor([1, 2, 3]), 2)

@@ -47,11 +47,20 @@ def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature():
     torch.manual_seed(1)
     logits = torch.randn(50, 300) * 3
     bars = (torch.tensor([4, 5]), torch.arange(50) < 25)
-    for knobs in (dict(), dict(temperature=0.6), dict(top_k=1), dict(top_k=5, temperature=2.0), dict(top_p=0.4), dict(barred=bars)):
+    for knobs in (
+        dict(),
+        dict(temperature=0.6),
+        dict(top_k=1),
+        dict(top_k=5, temperature=2.0),
+        dict(top_p=0.4),
+        dict(barred=bars),
+    ):
         tokens, logprobs = draw(logits.bfloat16(), torch.rand(50, dtype=torch.float64), **NEUTRAL | knobs)
         whole = torch.log_softmax(logits.bfloat16().double() / knobs.get("temperature", 1.0), -1)
         assert logprobs.dtype == torch.float32
-        torch.testing.assert_close(logprobs.double(), whole.gather(1, tokens[:, None])[:, 0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            logprobs.double(), whole.gather(1, tokens[:, None])[:, 0], rtol=0, atol=1e-5
+        )
 
 
 def test_greedy_takes_the_first_of_the_likeliest_whatever_the_number():
@@ -64,7 +73,12 @@ def test_barred_tokens_are_not_taken_by_those_rows():
     """The likeliest is barred for the first row alone, greedy or drawn."""
     logits = torch.tensor([[9.0, 1.0, 0.0], [9.0, 1.0, 0.0]])
     for top_k in (0, 1):
-        tokens, _ = draw(logits, double(0.1, 0.1), **NEUTRAL | dict(top_k=top_k), barred=(torch.tensor([0]), torch.tensor([True, False])))
+        tokens, _ = draw(
+            logits,
+            double(0.1, 0.1),
+            **NEUTRAL | dict(top_k=top_k),
+            barred=(torch.tensor([0]), torch.tensor([True, False])),
+        )
         assert tokens.tolist() == [1, 0]
 
 

@@ -37,7 +37,9 @@ def expected_gradient_as_loss(estimator):
     def of_logits(c):
         x = leaf(c.policy_logits)
         logp = x.log_softmax(0)
-        return gradient((logp.detach().exp() * approx_kl(logp, c.ref_logits.log_softmax(0), estimator)).sum(), x)
+        return gradient(
+            (logp.detach().exp() * approx_kl(logp, c.ref_logits.log_softmax(0), estimator)).sum(), x
+        )
 
     return of_logits
 
@@ -74,7 +76,9 @@ TARGETS = {
     "exact.grad_reverse_kl": expected_gradient_as_loss("k1+"),  # what the straight-through ones are for
     "exact.grad_forward_kl": expected_gradient_as_loss("k3"),
 }
-NOT_TARGETS = {"exact.forward_kl": "no estimator here has this value; the gradient of k3 is its gradient, which is compared"}
+NOT_TARGETS = {
+    "exact.forward_kl": "no estimator here has this value; the gradient of k3 is its gradient, which is compared"
+}
 
 
 @pytest.mark.parametrize(("case", "key"), outputs("kl.json"))
@@ -83,7 +87,9 @@ def test_golden(case, key):
 
 
 def ziegler(c):
-    return trace(AdaptiveKLController(c.params["init"], c.params["target"], c.params["horizon"]), c.kl, c.n_steps)
+    return trace(
+        AdaptiveKLController(c.params["init"], c.params["target"], c.params["horizon"]), c.kl, c.n_steps
+    )
 
 
 def threshold(c):
@@ -125,7 +131,9 @@ def test_straight_through_has_the_value_of_one_and_the_gradient_of_k2(estimator)
 def test_worked_by_hand():
     x, ref = torch.tensor([-1.0]).double(), torch.tensor([-2.0]).double()  # d = 1
     values = {e: approx_kl(x, ref, e).item() for e in ("k1", "abs", "k2", "k3", "k1+", "k3+")}
-    assert values == pytest.approx({"k1": 1, "abs": 1, "k2": 0.5, "k3": 0.36787944, "k1+": 1, "k3+": 0.36787944}, abs=1e-8)
+    assert values == pytest.approx(
+        {"k1": 1, "abs": 1, "k2": 0.5, "k3": 0.36787944, "k1+": 1, "k3+": 0.36787944}, abs=1e-8
+    )
     assert approx_kl(x, ref, "k1", clamp=0.3).item() == 0.3
     assert approx_kl(ref, x, "k1", clamp=0.3).item() == -0.3
 

@@ -14,7 +14,10 @@ K, H, V = 6, 4, 11
 
 def example(dtype=torch.float64, bias=True):
     generator = torch.Generator().manual_seed(0)
-    draws = [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in ((K, H), (V, H), (V,))]
+    draws = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        for shape in ((K, H), (V, H), (V,))
+    ]
     hidden, weight, offset = (x.requires_grad_() for x in draws)
     return hidden, weight, offset if bias else None, torch.randint(V, (K,), generator=generator)
 
@@ -46,7 +49,9 @@ KEPT = pytest.mark.parametrize("kept", [0, 1000], ids=["again", "kept"])
 def test_blocks_change_nothing(block, kept, temperature, bias):
     *inputs, labels = example(bias=bias)
     expected = plain(*inputs, labels, temperature)
-    found = linear_logprobs_and_entropy(*inputs, labels, temperature, block_elements=block, kept_elements=kept)
+    found = linear_logprobs_and_entropy(
+        *inputs, labels, temperature, block_elements=block, kept_elements=kept
+    )
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients(loss_of(*found), inputs), gradients(loss_of(*expected), inputs))
 
@@ -57,7 +62,10 @@ def test_gradcheck(block, kept):
     *inputs, labels = example()
     for i in range(2):  # of each output by itself
         assert torch.autograd.gradcheck(
-            lambda *x, i=i: linear_logprobs_and_entropy(*x, labels, 0.7, block_elements=block, kept_elements=kept)[i], inputs
+            lambda *x, i=i: linear_logprobs_and_entropy(
+                *x, labels, 0.7, block_elements=block, kept_elements=kept
+            )[i],
+            inputs,
         )
 
 
@@ -65,7 +73,9 @@ def test_worked_by_hand():
     """One state, 2, of one number: logits log 1, log 2, log 4 + log 1/4 = 0; probabilities 1/4, 1/2, 1/4."""
     weight = torch.tensor([[0.0], [0.34657359], [0.69314718]])
     bias = torch.tensor([0.0, 0.0, -1.38629436])
-    logprob, entropy = linear_logprobs_and_entropy(torch.tensor([[2.0]]), weight, bias, torch.tensor([1]), block_elements=2)
+    logprob, entropy = linear_logprobs_and_entropy(
+        torch.tensor([[2.0]]), weight, bias, torch.tensor([1]), block_elements=2
+    )
     assert logprob.item() == pytest.approx(-0.6931472, abs=1e-6)  # log 1/2
     assert entropy.item() == pytest.approx(1.0397208, abs=1e-6)  # 1/2 log 2 + 1/2 log 4
 
@@ -81,33 +91,48 @@ def test_narrow_dtypes(dtype, block, kept):
     off = 1e-5 if dtype == torch.float32 else 0.05
     assert [x.dtype for x in found] == [torch.float32] * 2
     torch.testing.assert_close(found, expected, rtol=0, atol=off, check_dtype=False)
-    for ours, theirs in zip(gradients(loss_of(*found), inputs), gradients(loss_of(*expected), inputs), strict=True):
+    for ours, theirs in zip(
+        gradients(loss_of(*found), inputs), gradients(loss_of(*expected), inputs), strict=True
+    ):
         assert ours.dtype == dtype and float((ours - theirs).abs().max()) < off * float(theirs.abs().max())
 
 
 @KEPT
 def test_only_what_is_asked_for_is_computed(kept):
     hidden, weight, bias, labels = example()
-    logprobs, entropy = linear_logprobs_and_entropy(hidden, weight, bias, labels, with_entropy=False, kept_elements=kept)
+    logprobs, entropy = linear_logprobs_and_entropy(
+        hidden, weight, bias, labels, with_entropy=False, kept_elements=kept
+    )
     expected, _ = plain(hidden, weight, bias, labels, 1.0)
     assert entropy is None
     torch.testing.assert_close(logprobs, expected)
-    torch.testing.assert_close(gradients(logprobs.sum(), (hidden, weight, bias)), gradients(expected.sum(), (hidden, weight, bias)))
+    torch.testing.assert_close(
+        gradients(logprobs.sum(), (hidden, weight, bias)), gradients(expected.sum(), (hidden, weight, bias))
+    )
     frozen = linear_logprobs_and_entropy(hidden, weight.detach(), None, labels, kept_elements=kept)[0]
     torch.testing.assert_close(
-        torch.autograd.grad(frozen.sum(), hidden), torch.autograd.grad(plain(hidden, weight, None, labels, 1.0)[0].sum(), hidden)
+        torch.autograd.grad(frozen.sum(), hidden),
+        torch.autograd.grad(plain(hidden, weight, None, labels, 1.0)[0].sum(), hidden),
     )
-    entropy = linear_logprobs_and_entropy(hidden.detach(), weight, bias, labels, kept_elements=kept)[1]  # the log-probs go unused
+    entropy = linear_logprobs_and_entropy(hidden.detach(), weight, bias, labels, kept_elements=kept)[
+        1
+    ]  # the log-probs go unused
     _, expected = plain(hidden, weight, bias, labels, 1.0)
-    torch.testing.assert_close(gradients(entropy.sum(), (weight, bias)), gradients(expected.sum(), (weight, bias)))
+    torch.testing.assert_close(
+        gradients(entropy.sum(), (weight, bias)), gradients(expected.sum(), (weight, bias))
+    )
 
 
 @BLOCKS
 @KEPT
 def test_large_logits_stay_exact(block, kept):
     hidden, weight = torch.tensor([[20000.0]]), torch.tensor([[1.0], [0.99995], [-1.0]])
-    logprob, entropy = linear_logprobs_and_entropy(hidden, weight, None, torch.tensor([1]), block_elements=block, kept_elements=kept)
-    assert logprob.item() == pytest.approx(-1.3132617, abs=2e-3)  # -1 - log(1 + 1/e); 0.99995 and 19999 are rounded
+    logprob, entropy = linear_logprobs_and_entropy(
+        hidden, weight, None, torch.tensor([1]), block_elements=block, kept_elements=kept
+    )
+    assert logprob.item() == pytest.approx(
+        -1.3132617, abs=2e-3
+    )  # -1 - log(1 + 1/e); 0.99995 and 19999 are rounded
     assert entropy.item() == pytest.approx(0.5822031, abs=2e-3)
 
 
@@ -119,10 +144,16 @@ def test_rows_that_nothing_is_asked_of_may_hold_rubbish(block, kept):
     rubbish = hidden.detach().clone()
     rubbish[1], rubbish[4] = float("nan"), float("inf")
     rubbish.requires_grad_()
-    found = linear_logprobs_and_entropy(rubbish, weight, bias, labels, block_elements=block, kept_elements=kept)
+    found = linear_logprobs_and_entropy(
+        rubbish, weight, bias, labels, block_elements=block, kept_elements=kept
+    )
     expected = plain(hidden, weight, bias, labels, 1.0)
-    ours, theirs = (torch.where(wanted, logprobs + entropy, 0.0).sum() for logprobs, entropy in (found, expected))
-    torch.testing.assert_close(gradients(ours, (rubbish, weight, bias)), gradients(theirs, (hidden, weight, bias)))
+    ours, theirs = (
+        torch.where(wanted, logprobs + entropy, 0.0).sum() for logprobs, entropy in (found, expected)
+    )
+    torch.testing.assert_close(
+        gradients(ours, (rubbish, weight, bias)), gradients(theirs, (hidden, weight, bias))
+    )
 
 
 @BLOCKS
@@ -133,10 +164,19 @@ def test_tokens_that_cannot_be_drawn(block, kept):
     out = torch.zeros(V, dtype=torch.bool)
     out[[0, 1, 2, 7]] = True
     labels = torch.tensor([3, 4, 5, 6, 8, 9])
-    found = linear_logprobs_and_entropy(hidden, weight, bias.detach().masked_fill(out, -torch.inf), labels, block_elements=block, kept_elements=kept)
+    found = linear_logprobs_and_entropy(
+        hidden,
+        weight,
+        bias.detach().masked_fill(out, -torch.inf),
+        labels,
+        block_elements=block,
+        kept_elements=kept,
+    )
     expected = plain(hidden, weight[~out], bias[~out], labels - torch.tensor([3, 3, 3, 3, 4, 4]), 1.0)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gradients(loss_of(*found), (hidden, weight)), gradients(loss_of(*expected), (hidden, weight)))
+    torch.testing.assert_close(
+        gradients(loss_of(*found), (hidden, weight)), gradients(loss_of(*expected), (hidden, weight))
+    )
 
 
 class Peak(TorchDispatchMode):
@@ -148,24 +188,33 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        known = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        }
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in known:
-                self.alive[x.untyped_storage()._cdata] = (StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes())
+                self.alive[x.untyped_storage()._cdata] = (
+                    StorageWeakRef(x.untyped_storage()),
+                    x.untyped_storage().nbytes(),
+                )
         self.alive = {key: pair for key, pair in self.alive.items() if not pair[0].expired()}
         self.now = sum(size for _, size in self.alive.values())
         self.bytes = max(self.bytes, self.now)
         return out
 
 
-@pytest.mark.parametrize(("dtype", "gigabytes"), [(torch.float32, 1.2), (torch.bfloat16, 1.0)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "gigabytes"), [(torch.float32, 1.2), (torch.bfloat16, 1.0)], ids=["fp32", "bf16"]
+)
 def test_memory_of_a_large_vocabulary(dtype, gigabytes):
     """8 x 1,024 tokens of 151,936, in the larger blocks: the gradient of the weight (0.54 or 0.27 GB) and a few blocks. Logits alone take 5 GB."""
     with FakeTensorMode():  # shapes and lifetimes, without the numbers
         hidden, weight = (torch.empty(rows, 896, dtype=dtype, requires_grad=True) for rows in (8192, 151936))
         labels = torch.empty(8192, dtype=torch.long)
         with Peak() as peak:
-            logprobs, entropy = linear_logprobs_and_entropy(hidden, weight, None, labels, 0.7, block_elements=GPU_BLOCK)
+            logprobs, entropy = linear_logprobs_and_entropy(
+                hidden, weight, None, labels, 0.7, block_elements=GPU_BLOCK
+            )
             (logprobs.sum() + entropy.sum()).backward()
     assert weight.grad.nbytes < peak.bytes < gigabytes * 1e9
 

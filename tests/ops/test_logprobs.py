@@ -83,8 +83,12 @@ def test_worked_by_hand():
     x = torch.tensor([[0.0, 1.0, 3.0]]).log()  # probabilities 0, 1/4, 3/4
     logprob, entropy = logprobs_and_entropy_from_logits(x, torch.tensor([2]))
     assert logprob.item() == pytest.approx(-0.2876821, abs=1e-6)  # log 3/4
-    assert entropy.item() == pytest.approx(0.5623351, abs=1e-6)  # 1/4 log 4 + 3/4 log 4/3: a logit of -inf is no NaN
-    assert logprobs_from_logits(x, torch.tensor([2]), temperature=0.5).item() == pytest.approx(-0.1053605, abs=1e-6)  # log 9/10
+    assert entropy.item() == pytest.approx(
+        0.5623351, abs=1e-6
+    )  # 1/4 log 4 + 3/4 log 4/3: a logit of -inf is no NaN
+    assert logprobs_from_logits(x, torch.tensor([2]), temperature=0.5).item() == pytest.approx(
+        -0.1053605, abs=1e-6
+    )  # log 9/10
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, 4, 7, 1024])
@@ -97,7 +101,9 @@ def test_chunks_and_shapes_change_nothing(shape, chunk_size):
     torch.testing.assert_close(logprob, expected.gather(-1, y[..., None])[..., 0])
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
     loss = (logprob + 0.3 * entropy.square()).sum()
-    reference = (expected.gather(-1, y[..., None])[..., 0] + 0.3 * (expected.exp() * expected).sum(-1).square()).sum()
+    reference = (
+        expected.gather(-1, y[..., None])[..., 0] + 0.3 * (expected.exp() * expected).sum(-1).square()
+    ).sum()
     torch.testing.assert_close(gradient(loss, x), gradient(reference, x))
 
 
@@ -106,7 +112,9 @@ def test_gradcheck(chunk_size):
     x, y = example((2, 3), 5)
     assert torch.autograd.gradcheck(lambda x: logprobs_from_logits(x, y, 0.7, chunk_size), leaf(x))
     assert torch.autograd.gradcheck(lambda x: entropy_from_logits(x, 0.7, chunk_size), leaf(x))
-    assert torch.autograd.gradcheck(lambda x: logprobs_and_entropy_from_logits(x, y, 1.3, chunk_size), leaf(x))
+    assert torch.autograd.gradcheck(
+        lambda x: logprobs_and_entropy_from_logits(x, y, 1.3, chunk_size), leaf(x)
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -164,7 +172,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        known = {
+            x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        }
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
                 self.elements.setdefault(x.dtype, []).append(x.untyped_storage().nbytes() // x.element_size())
@@ -182,7 +192,9 @@ def test_memory_is_a_chunk_and_the_gradient(dtype, sliced, chunk):
     states = x[:, 2:-1] if sliced else x  # a slice of places is not contiguous and must not be copied either
     with Largest() as seen:
         logprob, entropy = logprobs_and_entropy_from_logits(states, y, 0.7, chunk)
-        (grad,) = torch.autograd.grad((logprob + entropy).sum(), states)  # the slice's own backward is not ours
+        (grad,) = torch.autograd.grad(
+            (logprob + entropy).sum(), states
+        )  # the slice's own backward is not ours
     assert grad.numel() == 128 * vocabulary
     full = {d: sum(n > chunk * vocabulary for n in sizes) for d, sizes in seen.elements.items()}
     assert full == {d: int(d == dtype) for d in full}

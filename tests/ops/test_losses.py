@@ -56,7 +56,9 @@ def gspo(eps=None, **options):
 
 def importance(kind):
     def loss(x, c):
-        weights = rollout_is_weights(c.old_logprobs, c.rollout_logprobs, c.mask, kind, *c.params["is_threshold"])
+        weights = rollout_is_weights(
+            c.old_logprobs, c.rollout_logprobs, c.mask, kind, *c.params["is_threshold"]
+        )
         return ppo(x, c, is_weights=weights)
 
     return loss
@@ -95,7 +97,12 @@ LOSSES = {
     "verl.cispo": variant(kind="cispo"),
     "verl.gpg": variant(kind="reinforce"),
 }
-METRICS = {"clip_ratio": "policy/clipfrac", "pg_clipfrac": "policy/clipfrac", "ppo_kl": "policy/kl_k1", "pg_clipfrac_lower": "policy/clipfrac_low"}
+METRICS = {
+    "clip_ratio": "policy/clipfrac",
+    "pg_clipfrac": "policy/clipfrac",
+    "ppo_kl": "policy/kl_k1",
+    "pg_clipfrac_lower": "policy/clipfrac_low",
+}
 
 
 def tolerant(key, actual):
@@ -106,19 +113,27 @@ def tolerant(key, actual):
 
 def mean_metric(c, loss, name):
     tolerance = 1e-9 if c.logprobs.dtype == torch.float64 else 2e-5
-    return Close(number(loss(c.logprobs, c)[1][name]), tolerance, "verl divides by n + 1e-8 and gives plain numbers")
+    return Close(
+        number(loss(c.logprobs, c)[1][name]), tolerance, "verl divides by n + 1e-8 and gives plain numbers"
+    )
 
 
 def policy_targets():
     targets = {}
     for key, loss in LOSSES.items():
         targets[key] = lambda c, f=loss, k=key: tolerant(k, f(c.logprobs, c)[0])
-        targets[f"{key}.grad"] = lambda c, f=loss, k=key: tolerant(k, (lambda x: gradient(f(x, c)[0], x))(leaf(c.logprobs)))
+        targets[f"{key}.grad"] = lambda c, f=loss, k=key: tolerant(
+            k, (lambda x: gradient(f(x, c)[0], x))(leaf(c.logprobs))
+        )
         for peer_name, ours in METRICS.items():
             targets[f"{key}.{peer_name}"] = lambda c, f=loss, n=ours: mean_metric(c, f, n)
     targets["torchtune.PPOLoss.parts.policy_loss"] = lambda c: UNLIMITED(c.logprobs, c)[0]
-    targets["torchtune.PPOLoss.parts.value_loss"] = lambda c: value_loss(c.values, c.old_values, c.returns, c.mask, clip=0.2)[0]
-    targets["torchtune.PPOLoss.parts.clipfrac"] = lambda c: number(UNLIMITED(c.logprobs, c)[1]["policy/clipfrac"])
+    targets["torchtune.PPOLoss.parts.value_loss"] = lambda c: value_loss(
+        c.values, c.old_values, c.returns, c.mask, clip=0.2
+    )[0]
+    targets["torchtune.PPOLoss.parts.clipfrac"] = lambda c: number(
+        UNLIMITED(c.logprobs, c)[1]["policy/clipfrac"]
+    )
     return targets
 
 
@@ -142,7 +157,9 @@ def test_golden_policy(case, key):
 # value_loss.json ------------------------------------------------------------------------------------------------------------------
 def value(next_place=False, **options):
     def loss(x, c):
-        return value_loss(x, c.old_values, c.returns, next_token_mask(c.mask) if next_place else c.mask, **options)
+        return value_loss(
+            x, c.old_values, c.returns, next_token_mask(c.mask) if next_place else c.mask, **options
+        )
 
     return loss
 
@@ -165,7 +182,9 @@ def value_targets():
     targets = {}
     for key, loss in VALUE_LOSSES.items():
         targets[key] = lambda c, f=loss, k=key: tolerant(k, f(c.values, c)[0])
-        targets[f"{key}.grad"] = lambda c, f=loss, k=key: tolerant(k, (lambda x: gradient(f(x, c)[0], x))(leaf(c.values)))
+        targets[f"{key}.grad"] = lambda c, f=loss, k=key: tolerant(
+            k, (lambda x: gradient(f(x, c)[0], x))(leaf(c.values))
+        )
     for agg in ("token-mean", "seq-mean-token-mean"):
         key = f"verl.compute_value_loss.{agg}"
         targets[f"{key}.clipfrac"] = lambda c, f=VALUE_LOSSES[key]: Close(
@@ -183,7 +202,12 @@ def test_golden_value(case, key):
 
 
 # aggregation.json -----------------------------------------------------------------------------------------------------------------
-MODES = {"token-mean": "token_mean", "seq-mean-token-sum": TOKEN_SUM, "seq-mean-token-mean": SEQUENCE, "seq-mean-token-sum-norm": NORM}
+MODES = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": TOKEN_SUM,
+    "seq-mean-token-mean": SEQUENCE,
+    "seq-mean-token-sum-norm": NORM,
+}
 
 
 def totals_of(c):
@@ -202,8 +226,16 @@ def sharded_total(mode):
 
 
 AGGREGATION = {
-    **{f"verl.agg_loss.{name}": (lambda c, m=mode: aggregate(c.loss, c.mask, m)) for name, mode in MODES.items()},
-    **{f"verl.sharded.{name}.{rank}": sharded(mode, rank) for name, mode in MODES.items() if mode != NORM for rank in ("rank0", "rank1")},
+    **{
+        f"verl.agg_loss.{name}": (lambda c, m=mode: aggregate(c.loss, c.mask, m))
+        for name, mode in MODES.items()
+    },
+    **{
+        f"verl.sharded.{name}.{rank}": sharded(mode, rank)
+        for name, mode in MODES.items()
+        if mode != NORM
+        for rank in ("rank0", "rank1")
+    },
     **{f"verl.sharded_total.{name}": sharded_total(mode) for name, mode in MODES.items() if mode != NORM},
     "openrlhf.aggregate_loss.token": lambda c: aggregate(c.loss, c.mask),
     "openrlhf.aggregate_loss.seq": lambda c: aggregate(c.loss, c.mask, SEQUENCE),
@@ -224,7 +256,9 @@ def test_golden_aggregation(case, key):
 def test_every_table_entry_is_used():
     grads = [f"{k}.{m}" for k in LOSSES for m in ["grad", *METRICS]]  # a peer reports some of these
     without_loss = ["torchtune.PPOLoss.policy"]
-    assert_no_stale_entries("policy_loss.json", {k: 0 for k in POLICY if k not in grads + without_loss}, NOT_POLICY)
+    assert_no_stale_entries(
+        "policy_loss.json", {k: 0 for k in POLICY if k not in grads + without_loss}, NOT_POLICY
+    )
     assert_no_stale_entries("value_loss.json", VALUE)
     assert_no_stale_entries("aggregation.json", AGGREGATION, NOT_AGGREGATION)
 
@@ -235,7 +269,9 @@ LOSS = torch.tensor([[1.0, 2.0, 6.0], [4.0, NAN, NAN], [NAN, NAN, NAN]])
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
 
 
-@pytest.mark.parametrize(("mode", "whole"), [("token_mean", 13 / 4), (SEQUENCE, (3 + 4) / 2), (TOKEN_SUM, 13 / 2), (NORM, 13 / 3)])
+@pytest.mark.parametrize(
+    ("mode", "whole"), [("token_mean", 13 / 4), (SEQUENCE, (3 + 4) / 2), (TOKEN_SUM, 13 / 2), (NORM, 13 / 3)]
+)
 def test_aggregation_worked_by_hand(mode, whole):
     assert aggregate(LOSS, MASK, mode).item() == pytest.approx(whole)
     totals = batch_totals([MASK[:1], MASK[1:]], norm=3.0)
@@ -286,8 +322,14 @@ ONES = torch.ones(1, 3)
 
 def loss_and_grad(logprobs, advantages, mask=ONES, **options):
     x = leaf(logprobs)
-    loss, metrics = policy_loss(x, OLD[:, : x.shape[1]], torch.tensor([advantages], dtype=torch.float64), mask, **options)
-    return loss.item(), gradient(loss, x)[0].tolist(), {k: (number(v) if v.dim() else v).item() for k, v in metrics.items()}
+    loss, metrics = policy_loss(
+        x, OLD[:, : x.shape[1]], torch.tensor([advantages], dtype=torch.float64), mask, **options
+    )
+    return (
+        loss.item(),
+        gradient(loss, x)[0].tolist(),
+        {k: (number(v) if v.dim() else v).item() for k, v in metrics.items()},
+    )
 
 
 def test_ppo_clip_worked_by_hand():
@@ -296,7 +338,9 @@ def test_ppo_clip_worked_by_hand():
     assert loss == pytest.approx(-(1.2 + 0.5 - 2) / 3)
     assert grad == pytest.approx([0.0, -0.5 / 3, 2 / 3])  # r A within the clip range, nothing beyond it
     assert metrics["policy/clipfrac"] == pytest.approx(1 / 3)
-    assert metrics["policy/ratio_mean"] == pytest.approx(1.0) and metrics["policy/ratio_max"] == pytest.approx(1.5)
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0) and metrics[
+        "policy/ratio_max"
+    ] == pytest.approx(1.5)
     assert metrics["policy/kl_k1"] == pytest.approx(-(math.log(1.5) + math.log(0.5)) / 3)
     assert metrics["policy/approx_kl"] == pytest.approx((0.5 - math.log(1.5) - 0.5 - math.log(0.5)) / 3)
 
@@ -325,16 +369,27 @@ def test_cispo_and_reinforce_worked_by_hand():
     x = logs(1.5, 0.5, 1.0)
     loss, grad, metrics = loss_and_grad(x, [1.0, 1.0, -2.0], kind="cispo")
     assert loss == pytest.approx(-(1.2 * x[0, 0] + 0.8 * x[0, 1] - 2 * x[0, 2]).item() / 3)
-    assert grad == pytest.approx([-1.2 / 3, -0.8 / 3, 2 / 3]) and metrics["policy/clipfrac"] == pytest.approx(2 / 3)
+    assert grad == pytest.approx([-1.2 / 3, -0.8 / 3, 2 / 3]) and metrics["policy/clipfrac"] == pytest.approx(
+        2 / 3
+    )
     loss, grad, _ = loss_and_grad(x, [1.0, 1.0, -2.0], kind="reinforce")
-    assert loss == pytest.approx(-(x[0, 0] + x[0, 1] - 2 * x[0, 2]).item() / 3) and grad == pytest.approx([-1 / 3, -1 / 3, 2 / 3])
+    assert loss == pytest.approx(-(x[0, 0] + x[0, 1] - 2 * x[0, 2]).item() / 3) and grad == pytest.approx(
+        [-1 / 3, -1 / 3, 2 / 3]
+    )
 
 
 def test_only_the_policy_and_the_values_get_gradients():
-    x = {name: leaf(torch.randn(2, 3)) for name in ("new", "old", "advantages", "weights", "values", "old_values", "returns")}
+    x = {
+        name: leaf(torch.randn(2, 3))
+        for name in ("new", "old", "advantages", "weights", "values", "old_values", "returns")
+    }
     mask = torch.ones(2, 3)
     loss = policy_loss(x["new"], x["old"], x["advantages"], mask, is_weights=x["weights"])[0]
-    loss = loss + value_loss(x["values"], x["old_values"], x["returns"], mask, clip=0.2)[0] + kl_loss(x["new"], x["old"], mask)
+    loss = (
+        loss
+        + value_loss(x["values"], x["old_values"], x["returns"], mask, clip=0.2)[0]
+        + kl_loss(x["new"], x["old"], mask)
+    )
     loss.backward()
     assert {name for name, tensor in x.items() if tensor.grad is not None} == {"new", "values"}
 
@@ -387,7 +442,9 @@ def test_value_loss_worked_by_hand():
     assert gradient(loss, x)[0].tolist() == pytest.approx([1 / 3, 0.0, 0.1 / 3, 0.0])
     assert number(metrics["value/clipfrac"]).item() == pytest.approx(1 / 3)
     assert number(metrics["value/mean"]).item() == pytest.approx(0.7)
-    assert value_loss(x, torch.zeros(1, 4), returns, mask, half=False)[0].item() == pytest.approx((1 + 1 + 0.01) / 3)
+    assert value_loss(x, torch.zeros(1, 4), returns, mask, half=False)[0].item() == pytest.approx(
+        (1 + 1 + 0.01) / 3
+    )
 
 
 def test_entropy_and_kl_losses():
@@ -402,9 +459,18 @@ def test_entropy_and_kl_losses():
 # metrics --------------------------------------------------------------------------------------------------------------------------
 def batch(rows=6, width=5, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    x, old, advantages, values, returns = torch.randn(5, rows, width, generator=generator, dtype=torch.float64)
+    x, old, advantages, values, returns = torch.randn(
+        5, rows, width, generator=generator, dtype=torch.float64
+    )
     mask = torch.arange(width) < torch.tensor([5, 1, 3, 0, 4, 2])[:rows, None]
-    return {"x": x, "old": x + 0.3 * old, "advantages": advantages, "values": values, "returns": returns, "mask": mask}
+    return {
+        "x": x,
+        "old": x + 0.3 * old,
+        "advantages": advantages,
+        "values": values,
+        "returns": returns,
+        "mask": mask,
+    }
 
 
 def metrics_of(b, **options):
@@ -428,9 +494,14 @@ def test_metrics_are_masked_sums_with_counts():
         torch.testing.assert_close(number(metrics[name]), expected)
     assert metrics["policy/ratio_max"] == ratio.max()
     returns, errors = b["returns"][keep], (b["returns"] - b["values"])[keep]
-    assert explained_variance(metrics["value/explained_var"]) == pytest.approx((1 - errors.var() / returns.var()).item())
+    assert explained_variance(metrics["value/explained_var"]) == pytest.approx(
+        (1 - errors.var() / returns.var()).item()
+    )
     assert set(metrics) == {
-        *(f"policy/{n}" for n in ("loss", "clipfrac", "clipfrac_low", "approx_kl", "kl_k1", "ratio_mean", "ratio_max")),
+        *(
+            f"policy/{n}"
+            for n in ("loss", "clipfrac", "clipfrac_low", "approx_kl", "kl_k1", "ratio_mean", "ratio_max")
+        ),
         *(f"value/{n}" for n in ("loss", "clipfrac", "explained_var", "mean")),
     }
 
@@ -440,7 +511,10 @@ def test_metrics_add_up_over_micro_batches(mode):
     """Also the losses: in every mode numerators and shares of the divisor add up to the loss of the whole optimizer step."""
     b = batch()
     totals = batch_totals([b["mask"]], norm=7.0)
-    parts = [metrics_of({k: v[rows] for k, v in b.items()}, agg=mode, totals=totals) for rows in ([0, 3], [1, 2, 4], [5])]
+    parts = [
+        metrics_of({k: v[rows] for k, v in b.items()}, agg=mode, totals=totals)
+        for rows in ([0, 3], [1, 2, 4], [5])
+    ]
     losses, whole = metrics_of(b, agg=mode, totals=totals)
     for name, x in whole.items():
         pieces = torch.stack([metrics[name] for _, metrics in parts])

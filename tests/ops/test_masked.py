@@ -30,7 +30,9 @@ def global_statistic(which, all_places=False):
     def statistic(c):
         def work(rank, reduce):
             x, mask = shards(c)[rank]
-            return masked_mean_var(x, torch.ones_like(mask) if all_places else mask, unbiased=False, reduce=reduce)[which]
+            return masked_mean_var(
+                x, torch.ones_like(mask) if all_places else mask, unbiased=False, reduce=reduce
+            )[which]
 
         return Close(torch.stack(on_ranks(2, work)), 1e-10 if all_places else 2e-5, "NeMo reduces in float32")
 
@@ -38,7 +40,12 @@ def global_statistic(which, all_places=False):
 
 
 def globally_whitened(c):
-    return rounded(Within(torch.cat(on_ranks(2, lambda rank, reduce: masked_whiten(*shards(c)[rank], reduce=reduce))), c.mask))
+    return rounded(
+        Within(
+            torch.cat(on_ranks(2, lambda rank, reduce: masked_whiten(*shards(c)[rank], reduce=reduce))),
+            c.mask,
+        )
+    )
 
 
 TARGETS = {
@@ -56,7 +63,9 @@ TARGETS = {
     "nemo_aligner.masked_global_mean_var.var": global_statistic(1),
     "trlx.get_global_statistics.mean": global_statistic(0, all_places=True),  # trlx counts padding
     "trlx.get_global_statistics.var": global_statistic(1, all_places=True),
-    "local_then_concat.trl.masked_whiten": lambda c: rounded(Within(torch.cat([masked_whiten(x, m) for x, m in shards(c)]), c.mask)),
+    "local_then_concat.trl.masked_whiten": lambda c: rounded(
+        Within(torch.cat([masked_whiten(x, m) for x, m in shards(c)]), c.mask)
+    ),
     "global.trl.masked_whiten": globally_whitened,
 }
 
@@ -75,7 +84,9 @@ X = torch.tensor([[1.0, 3.0, NAN], [5.0, INF, -INF]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
 
 
-@pytest.mark.parametrize("mask", [MASK, MASK.bool(), MASK.float(), MASK.double()], ids=["int", "bool", "float32", "float64"])
+@pytest.mark.parametrize(
+    "mask", [MASK, MASK.bool(), MASK.float(), MASK.double()], ids=["int", "bool", "float32", "float64"]
+)
 def test_worked_by_hand_with_rubbish_outside(mask):
     assert masked_sum(X, mask).item() == 9.0
     assert masked_sum(X, mask, dim=1).tolist() == [4.0, 5.0]
@@ -85,8 +96,12 @@ def test_worked_by_hand_with_rubbish_outside(mask):
     mean, var, count = masked_mean_var(X, mask)
     assert (mean.item(), var.item(), count.item()) == (3.0, 4.0, 3.0)  # deviations -2, 0, 2: 8 / 2
     assert masked_mean_var(X, mask, unbiased=False)[1].item() == pytest.approx(8 / 3, rel=1e-15)
-    torch.testing.assert_close(masked_whiten(X, mask, eps=0.0), torch.tensor([[-1.0, 0, 0], [1, 0, 0]], dtype=torch.float64))
-    torch.testing.assert_close(masked_whiten(X, mask, False, eps=0.0), torch.tensor([[2.0, 3, 0], [4, 0, 0]], dtype=torch.float64))
+    torch.testing.assert_close(
+        masked_whiten(X, mask, eps=0.0), torch.tensor([[-1.0, 0, 0], [1, 0, 0]], dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        masked_whiten(X, mask, False, eps=0.0), torch.tensor([[2.0, 3, 0], [4, 0, 0]], dtype=torch.float64)
+    )
 
 
 def test_gradients_ignore_what_is_masked():
@@ -108,9 +123,18 @@ def test_nothing_and_one_place():
 
 
 def test_dtypes():
-    for dtype, expected in [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64, torch.float64)]:
+    for dtype, expected in [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float64, torch.float64),
+    ]:
         x = torch.ones(2, 3, dtype=dtype)
-        assert masked_mean(x, MASK).dtype == masked_whiten(x, MASK).dtype == masked_mean_var(x, MASK)[1].dtype == expected
+        assert (
+            masked_mean(x, MASK).dtype
+            == masked_whiten(x, MASK).dtype
+            == masked_mean_var(x, MASK)[1].dtype
+            == expected
+        )
 
 
 def test_two_passes_keep_the_digits_of_values_far_from_zero():

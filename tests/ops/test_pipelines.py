@@ -48,7 +48,12 @@ def deepspeed_chat(mask):
 
     def steps(c):
         m = mask(c)
-        rewards = token_rewards(shape_scores(c.scores, clip=c.params["clip_reward"]), next_token_mask(m), kl(c), c.params["kl_coef"])
+        rewards = token_rewards(
+            shape_scores(c.scores, clip=c.params["clip_reward"]),
+            next_token_mask(m),
+            kl(c),
+            c.params["kl_coef"],
+        )
         return Steps(rewards, *gae(c, rewards, next_token_mask(m)), m, m)
 
     return steps
@@ -56,9 +61,19 @@ def deepspeed_chat(mask):
 
 def on_last_token(whiten, dual_clip=None):
     def steps(c):
-        rewards = token_rewards(shape_scores(c.scores, clip=c.params.get("clip_reward")), c.mask, kl(c), c.params["kl_coef"])
+        rewards = token_rewards(
+            shape_scores(c.scores, clip=c.params.get("clip_reward")), c.mask, kl(c), c.params["kl_coef"]
+        )
         advantages, returns = gae(c, rewards, c.mask)
-        return Steps(rewards, whiten(advantages, c.mask), returns, c.mask, c.mask, dual_clip=dual_clip, rubbish_beyond=True)
+        return Steps(
+            rewards,
+            whiten(advantages, c.mask),
+            returns,
+            c.mask,
+            c.mask,
+            dual_clip=dual_clip,
+            rubbish_beyond=True,
+        )
 
     return steps
 
@@ -88,8 +103,12 @@ def blog(eos_is_action):
         mask = c.mask if eos_is_action else without_eos(c)
         place = "last_token" if eos_is_action else "next_token"
         rewards = token_rewards(scores, mask, kl(c), c.params["kl_coef"], place)
-        totals = BatchTotals(tokens=mask.sum().item(), sequences=len(mask))  # an answer without an action counts in the mean
-        return Steps(rewards, *gae(c, rewards, mask), mask, mask, agg="seq_mean_token_mean", half=False, totals=totals)
+        totals = BatchTotals(
+            tokens=mask.sum().item(), sequences=len(mask)
+        )  # an answer without an action counts in the mean
+        return Steps(
+            rewards, *gae(c, rewards, mask), mask, mask, agg="seq_mean_token_mean", half=False, totals=totals
+        )
 
     return steps
 
@@ -110,9 +129,15 @@ def losses(c, x, v):
     s = SYSTEMS[c.id](c)
     p = c.params
     common = {"agg": s.agg, "totals": s.totals}
-    policy, _ = policy_loss(x, c.old_logprobs, s.advantages, s.mask, clip_low=p["clip"], dual_clip=s.dual_clip, **common)
-    value, _ = value_loss(v, c.old_values, s.returns, s.value_mask, clip=p["clip_value"], half=s.half, **common)
-    total = policy + p["vf_coef"] * value if c.id == "torchtune" else None  # its two losses are both the total
+    policy, _ = policy_loss(
+        x, c.old_logprobs, s.advantages, s.mask, clip_low=p["clip"], dual_clip=s.dual_clip, **common
+    )
+    value, _ = value_loss(
+        v, c.old_values, s.returns, s.value_mask, clip=p["clip_value"], half=s.half, **common
+    )
+    total = (
+        policy + p["vf_coef"] * value if c.id == "torchtune" else None
+    )  # its two losses are both the total
     return (policy, value) if total is None else (total, total)
 
 

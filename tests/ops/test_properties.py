@@ -31,7 +31,14 @@ from tests.ops.ranks import on_ranks
 
 SEEDS = range(3)
 MODES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"]
-KINDS = [{}, {"dual_clip": 1.5}, {"ratio": "sequence"}, {"kind": "gspo"}, {"kind": "cispo"}, {"kind": "reinforce"}]
+KINDS = [
+    {},
+    {"dual_clip": 1.5},
+    {"ratio": "sequence"},
+    {"kind": "gspo"},
+    {"kind": "cispo"},
+    {"kind": "reinforce"},
+]
 ESTIMATORS = ["k1", "abs", "k2", "k3", "k1+", "k3+"]
 NAN, INF = float("nan"), float("inf")
 
@@ -132,7 +139,9 @@ def test_2_shard_invariance(agg, seed):
         sizes = iter(order.split([n for rank in split for n in rank]))
         ranks = [[next(sizes) for _ in rank] for rank in split]
         masks = [[b["mask"][rows] for rows in rank] for rank in ranks]
-        totals = on_ranks(len(ranks), lambda r, reduce, m=masks: batch_totals(m[r], reduce, dp_size=len(m), norm=11.0))
+        totals = on_ranks(
+            len(ranks), lambda r, reduce, m=masks: batch_totals(m[r], reduce, dp_size=len(m), norm=11.0)
+        )
         assert all(t == totals[0] for t in totals) and totals[0].tokens == whole_totals.tokens
         filled = [rows for rank in ranks for rows in rank if len(rows)]
         for wrt in ("logprobs", "values"):
@@ -214,17 +223,24 @@ def test_6_limits_of_lambda(seed, holes):
 def test_7_recursion_is_the_definition(seed, holes):
     """A_t = sum_k (gamma lambda)^k delta_{t+k} over the places with mask = 1, with a bootstrap value after the last."""
     b, gamma, lam = batch(seed, holes=holes), 0.9, 0.8
-    advantages, returns = compute_gae(b["returns"], b["values"], b["mask"], gamma, lam, bootstrap_value=b["scores"])
+    advantages, returns = compute_gae(
+        b["returns"], b["values"], b["mask"], gamma, lam, bootstrap_value=b["scores"]
+    )
     discounted = discounted_returns(b["returns"], b["mask"], gamma)
     for row in range(len(b["mask"])):
         places = b["mask"][row].nonzero()[:, 0]
-        r, v = b["returns"][row, places].tolist(), [*b["values"][row, places].tolist(), b["scores"][row].item()]
+        r, v = (
+            b["returns"][row, places].tolist(),
+            [*b["values"][row, places].tolist(), b["scores"][row].item()],
+        )
         deltas = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(r))]
         for i, t in enumerate(places.tolist()):
             advantage = sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(r)))
             assert advantages[row, t].item() == pytest.approx(advantage, abs=1e-12)
             assert returns[row, t].item() == pytest.approx(advantage + v[i], abs=1e-12)
-            assert discounted[row, t].item() == pytest.approx(sum(gamma ** (j - i) * r[j] for j in range(i, len(r))), abs=1e-12)
+            assert discounted[row, t].item() == pytest.approx(
+                sum(gamma ** (j - i) * r[j] for j in range(i, len(r))), abs=1e-12
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -248,7 +264,9 @@ def test_8_whitened_over_all_ranks(sizes, dtype):
         assert abs(mean.item()) < tolerance and abs(var.item() - 1) < tolerance
         assert torch.equal(x[~b["mask"]], torch.zeros_like(x[~b["mask"]]))
     assert abs(one_step.mean().item()) < tolerance and abs(one_step.double().var().item() - 1) < tolerance
-    centred = union(lambda s, reduce: normalize_advantages(s["advantages"], s["mask"], "mean_only", reduce=reduce))
+    centred = union(
+        lambda s, reduce: normalize_advantages(s["advantages"], s["mask"], "mean_only", reduce=reduce)
+    )
     assert abs(masked_mean(centred.double(), b["mask"]).item()) < 100 * tolerance
 
 
@@ -273,7 +291,10 @@ def test_10_float32_stays_finite(kind):
         x = leaf(old + d)
         loss = kl_loss(x, old, torch.ones(2, 9), estimator)
         assert loss.isfinite() and gradient(loss, x).isfinite().all(), estimator
-    weights = [rollout_is_weights(old + d, old, torch.ones(2, 9), k, 0.5, 2.0) for k in ("tis", "icepop", "seq_mask_tis")]
+    weights = [
+        rollout_is_weights(old + d, old, torch.ones(2, 9), k, 0.5, 2.0)
+        for k in ("tis", "icepop", "seq_mask_tis")
+    ]
     assert all(w.isfinite().all() for w in weights)
 
 
@@ -314,13 +335,18 @@ def test_12_gradcheck(agg):
 def test_13_first_update_of_an_actor_that_equals_its_reference():
     """KL 0, ratio 1, and the reward is the score alone."""
     generator = torch.Generator().manual_seed(0)
-    logits, labels = torch.randn(3, 5, 11, generator=generator), torch.randint(11, (3, 5), generator=generator)
+    logits, labels = (
+        torch.randn(3, 5, 11, generator=generator),
+        torch.randint(11, (3, 5), generator=generator),
+    )
     mask = torch.arange(5) < torch.tensor([5, 1, 3])[:, None]
     actor, reference = (logprobs_and_entropy_from_logits(x, labels, 0.7)[0] for x in (logits, logits.clone()))
     for estimator in ESTIMATORS:
         assert kl_loss(actor, reference, mask, estimator).item() == 0.0
     scores = torch.tensor([1.0, 2.0, 3.0])
-    assert torch.equal(token_rewards(scores, mask, approx_kl(actor, reference), 0.5), token_rewards(scores, mask))
+    assert torch.equal(
+        token_rewards(scores, mask, approx_kl(actor, reference), 0.5), token_rewards(scores, mask)
+    )
     metrics = policy_loss(actor, reference, scores, mask)[1]
     assert metrics["policy/ratio_max"] == 1.0 and metrics["policy/approx_kl"].tolist() == [0.0, 9.0]
 

@@ -39,7 +39,9 @@ def blog(times_mask):
 
     def rewards(c):
         m = mask(c, include_eos=False)
-        out = token_rewards(shape_scores(c.scores, clip=5.0), m, kl(c), c.params["kl_coef"], place="next_token")
+        out = token_rewards(
+            shape_scores(c.scores, clip=5.0), m, kl(c), c.params["kl_coef"], place="next_token"
+        )
         return out * m if times_mask else out
 
     return rewards
@@ -59,7 +61,9 @@ def torchtune_states(c):
 
 
 def torchtune_recipe(c):
-    return Within(token_rewards(c.scores, torchtune_states(c), kl(c), c.params["kl_coef"]), torchtune_states(c))
+    return Within(
+        token_rewards(c.scores, torchtune_states(c), kl(c), c.params["kl_coef"]), torchtune_states(c)
+    )
 
 
 def trl(estimator, with_score=True):
@@ -72,7 +76,9 @@ def trl(estimator, with_score=True):
 
 def penalised(mode, value):
     def scores(c):
-        return shape_scores(c.scores, finished=torch.tensor(c.has_eos), missing_eos=mode, missing_eos_value=c.params[value])
+        return shape_scores(
+            c.scores, finished=torch.tensor(c.has_eos), missing_eos=mode, missing_eos_value=c.params[value]
+        )
 
     return scores
 
@@ -138,7 +144,11 @@ KL = torch.tensor([[1.0, 2.0, float("nan")], [3.0, 4.0, 5.0], [float("inf")] * 3
 
 
 def test_token_rewards_worked_by_hand():
-    expected = [[-0.5, 9.0, 0.0], [-1.5, -2.0, 17.5], [0.0, 0.0, 0.0]]  # an empty row gets nothing, not even a NaN
+    expected = [
+        [-0.5, 9.0, 0.0],
+        [-1.5, -2.0, 17.5],
+        [0.0, 0.0, 0.0],
+    ]  # an empty row gets nothing, not even a NaN
     assert token_rewards(SCORES, MASK, KL, 0.5).tolist() == expected
     scores = torch.tensor([10.0, 20.0, 30.0])
     expected = [[-0.5, -1.0, 10.0], [-1.5, -2.0, 17.5], [30.0, 0.0, 0.0]]
@@ -148,7 +158,11 @@ def test_token_rewards_worked_by_hand():
 
 def test_token_scores_count_on_tokens_only():
     extra = torch.tensor([[1.0, 1.0, float("nan")], [2.0, 2.0, 2.0], [7.0, 7.0, 7.0]])
-    assert token_rewards(SCORES, MASK, token_scores=extra).tolist() == [[1.0, 11.0, 0.0], [2.0, 2.0, 22.0], [0.0, 0.0, 0.0]]
+    assert token_rewards(SCORES, MASK, token_scores=extra).tolist() == [
+        [1.0, 11.0, 0.0],
+        [2.0, 2.0, 22.0],
+        [0.0, 0.0, 0.0],
+    ]
 
 
 def test_a_mask_with_a_hole_gets_the_score_at_its_last_place():
@@ -168,14 +182,24 @@ def test_the_penalty_comes_before_the_normaliser_and_the_clip_last():
     assert shape_scores(scores, **options).tolist() == [4.0, 3.0, -2.0]
     assert shape_scores(scores, **options, normalizer=lambda x: 2 * x).tolist() == [8.0, 6.0, -4.0]
     assert shape_scores(scores, **options, normalizer=lambda x: 2 * x, clip=5.0).tolist() == [5.0, 5.0, -4.0]
-    assert shape_scores(scores, finished=finished, missing_eos="set", missing_eos_value=-3.0).tolist() == [4.0, -3.0, -3.0]
-    assert shape_scores(scores, finished=finished, missing_eos="scale", missing_eos_value=0.5).tolist() == [4.0, 2.0, -0.5]
+    assert shape_scores(scores, finished=finished, missing_eos="set", missing_eos_value=-3.0).tolist() == [
+        4.0,
+        -3.0,
+        -3.0,
+    ]
+    assert shape_scores(scores, finished=finished, missing_eos="scale", missing_eos_value=0.5).tolist() == [
+        4.0,
+        2.0,
+        -0.5,
+    ]
     assert scores.tolist() == [4.0, 4.0, -1.0]
 
 
 def test_overlong_ramp_worked_by_hand():
     lengths = torch.tensor([1, 6, 7, 8, 10, 12])
-    shaped = shape_scores(torch.zeros(6), lengths=lengths, max_new_tokens=10, overlong_buffer=4, overlong_factor=2.0)
+    shaped = shape_scores(
+        torch.zeros(6), lengths=lengths, max_new_tokens=10, overlong_buffer=4, overlong_factor=2.0
+    )
     assert shaped.tolist() == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0]
 
 

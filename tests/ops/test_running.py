@@ -8,7 +8,9 @@ from ppo_ds.ops.running import RunningMoments
 
 
 def test_batches_merge_to_the_moments_of_all():
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1e4  # far from 0: no cancellation
+    x = (
+        torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1e4
+    )  # far from 0: no cancellation
     moments = RunningMoments()
     for part in x.split([1, 2, 397, 600]):
         moments.update(part)
@@ -21,7 +23,9 @@ def test_numbers_by_hand():
     moments.update(torch.tensor([1.0, 3.0]))
     moments.update(torch.tensor([5.0, 7.0]))  # 1 3 5 7: mean 4, variance (9 + 1 + 1 + 9) / 4 = 5
     torch.testing.assert_close(moments.normalize(torch.tensor([4.0, 9.0])), torch.tensor([0.0, 5 / 5**0.5]))
-    torch.testing.assert_close(moments.normalize(torch.tensor([4.0, 9.0]), with_std=False), torch.tensor([0.0, 5.0]))
+    torch.testing.assert_close(
+        moments.normalize(torch.tensor([4.0, 9.0]), with_std=False), torch.tensor([0.0, 5.0])
+    )
 
 
 def test_two_ranks_count_as_one():

@@ -84,10 +84,14 @@ TARGETS = {
     "seed_b/total_kl_live": lambda c: close(b_total(c.logprobs, c.values, c, live=True)),
     "seed_b/total_kl_before_loop": lambda c: close(b_total(c.logprobs, c.values, c, live=False)),
     "seed_b/grad_logprobs.total_kl_live": grad_of(lambda x, v, c: b_total(x, v, c, live=True), "logprobs"),
-    "seed_b/grad_logprobs.total_kl_before_loop": grad_of(lambda x, v, c: b_total(x, v, c, live=False), "logprobs"),
+    "seed_b/grad_logprobs.total_kl_before_loop": grad_of(
+        lambda x, v, c: b_total(x, v, c, live=False), "logprobs"
+    ),
     "seed_b/grad_values": grad_of(lambda x, v, c: b_total(x, v, c, live=True), "values"),
     "seed_c/advantages": lambda c: one_step_advantages(c.scores, c.values, whiten=False)[0],
-    "seed_c/policy_loss": lambda c: close(policy(c.logprobs, c, one_step_advantages(c.scores, c.values, whiten=False)[0])),
+    "seed_c/policy_loss": lambda c: close(
+        policy(c.logprobs, c, one_step_advantages(c.scores, c.values, whiten=False)[0])
+    ),
     "seed_c/kl": lambda c: kl(c.logprobs, c.old_logprobs, c),
     "seed_c/kl_ref": lambda c: kl(c.logprobs, c.ref_logprobs, c),
     "seed_c/total": lambda c: close(c_total(c.logprobs, c.values, c)),

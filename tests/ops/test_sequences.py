@@ -122,9 +122,14 @@ def test_response_slice_takes_the_states_before_the_response_tokens():
     assert response_slice(x, 3, 4).tolist() == [[2.0, 3.0, 4.0, 5.0]] * 2
     logits = torch.randn(2, 7, 5)
     assert torch.equal(response_slice(logits, 3, 4), logits[:, 2:6])
-    assert response_slice(logits, 3, 4).data_ptr() == logits[:, 2:].data_ptr()  # a view: [B,T,V] must not be copied
+    assert (
+        response_slice(logits, 3, 4).data_ptr() == logits[:, 2:].data_ptr()
+    )  # a view: [B,T,V] must not be copied
 
 
 def test_broadcast_sequence():
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
-    assert broadcast_sequence(torch.tensor([2.0, float("nan")]), mask).tolist() == [[2.0, 2.0, 0.0], [0.0, 0.0, 0.0]]
+    assert broadcast_sequence(torch.tensor([2.0, float("nan")]), mask).tolist() == [
+        [2.0, 2.0, 0.0],
+        [0.0, 0.0, 0.0],
+    ]

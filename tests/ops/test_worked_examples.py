@@ -51,7 +51,10 @@ def test_ratio_and_clip_range():
     _, metrics = policy_loss(*args, row([1.0]), torch.ones(1, 1), clip_low=i["clip"])
     assert metrics["policy/ratio_max"].item() == pytest.approx(out["ratio"], abs=tol)
     low, high = out["clip_range"]
-    for bound, advantage in ((high, 1.0), (low, -1.0)):  # far beyond the range the objective is the bound itself
+    for bound, advantage in (
+        (high, 1.0),
+        (low, -1.0),
+    ):  # far beyond the range the objective is the bound itself
         new = args[1] + (3.0 if advantage > 0 else -3.0)
         loss, _ = policy_loss(new, args[1], row([advantage]), torch.ones(1, 1), clip_low=i["clip"])
         assert loss.item() == pytest.approx(-advantage * bound)
@@ -60,7 +63,10 @@ def test_ratio_and_clip_range():
 def test_value_clip_range():
     i, _, out, tol = example("a_value_clip")
     low, high = out["clip_range"]
-    for far, bound in ((5.0, high), (-5.0, low)):  # a return beyond V makes the limited value's error the larger one
+    for far, bound in (
+        (5.0, high),
+        (-5.0, low),
+    ):  # a return beyond V makes the limited value's error the larger one
         v = leaf(row([bound + 0.2 * (1 if far > 0 else -1)]))
         loss, metrics = value_loss(v, row([i["old"]]), row([far * 2]), torch.ones(1, 1), clip=i["clip"])
         assert loss.item() == pytest.approx((bound - 2 * far) ** 2 / 2, abs=tol)
@@ -72,7 +78,11 @@ def test_masks():
     ids = torch.tensor([i["sample1"], i["sample2"]])
     mask, lengths, finished = response_mask(ids, [i["eos"]], include_eos=False)
     assert mask.long().tolist() == [out["action_mask1"], out["action_mask2"]]
-    assert lengths[1] - 1 == out["reward_position_sample2"] == last_token_index(response_mask(ids, [i["eos"]])[0])[1]
+    assert (
+        lengths[1] - 1
+        == out["reward_position_sample2"]
+        == last_token_index(response_mask(ids, [i["eos"]])[0])[1]
+    )
     assert finished.tolist() == [False, True]
 
 

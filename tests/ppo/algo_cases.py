@@ -16,7 +16,9 @@ from ppo_ds.types import Rollout, Scores, experience_of
 NAN = float("nan")
 RUBBISH = 1e6
 
-NO_PENALTIES = Penalties(missing_eos=None, missing_eos_value=1.0, overlong_buffer=None, overlong_factor=1.0, per_token=0.0)
+NO_PENALTIES = Penalties(
+    missing_eos=None, missing_eos_value=1.0, overlong_buffer=None, overlong_factor=1.0, per_token=0.0
+)
 AS_IT_IS = Whitening(over="none", unbiased=False, level="token")
 ON_THE_LAST = ScorePosition("last_token", "trained")
 
@@ -27,12 +29,26 @@ def timer(phase):
 
 def shaper(world, normalize="none", with_std=True, clip=None, **penalties):
     """Scores as they are, but for what is given."""
-    return ScoreShaper(penalties=Penalties(**vars(NO_PENALTIES) | penalties), normalize=normalize, with_std=with_std, clip=clip, world=world)
+    return ScoreShaper(
+        penalties=Penalties(**vars(NO_PENALTIES) | penalties),
+        normalize=normalize,
+        with_std=with_std,
+        clip=clip,
+        world=world,
+    )
 
 
 def gae(**changes):
     """Token level, gamma 1, lambda 1: returns are rewards-to-go."""
-    plain = dict(level="token", gamma=1.0, lam=1.0, lam_critic=None, bootstrap_truncated=False, position="token", place=ON_THE_LAST)
+    plain = dict(
+        level="token",
+        gamma=1.0,
+        lam=1.0,
+        lam_critic=None,
+        bootstrap_truncated=False,
+        position="token",
+        place=ON_THE_LAST,
+    )
     return CriticEstimator(**plain | changes)
 
 
@@ -51,10 +67,22 @@ class Stub:
         assert not torch.is_grad_enabled()
         self.forwards += 1
         if self.value:
-            states, answered = attention_mask[:, -response_width - 1 :], pad(attention_mask[:, -response_width:], (0, 1))
-            return torch.where(answered, pad(ids[:, -response_width:], (0, 1)), 6).double().masked_fill(~states, NAN)
+            states, answered = (
+                attention_mask[:, -response_width - 1 :],
+                pad(attention_mask[:, -response_width:], (0, 1)),
+            )
+            return (
+                torch.where(answered, pad(ids[:, -response_width:], (0, 1)), 6)
+                .double()
+                .masked_fill(~states, NAN)
+            )
         answers = ids[:, -response_width:].double()
-        return PolicyOutput((-(answers + self.shift) / 10).masked_fill(~attention_mask[:, -response_width:], NAN), None, None, None)
+        return PolicyOutput(
+            (-(answers + self.shift) / 10).masked_fill(~attention_mask[:, -response_width:], NAN),
+            None,
+            None,
+            None,
+        )
 
     @contextmanager
     def resident(self):

@@ -30,7 +30,9 @@ class ThreadWorld:
 
     def _tensors(self, x):
         parts = self.gather_objects(x.detach().clone())
-        assert {(tuple(part.shape), part.dtype) for part in parts} == {(tuple(x.shape), x.dtype)}, "collectives want one shape and dtype"
+        assert {(tuple(part.shape), part.dtype) for part in parts} == {(tuple(x.shape), x.dtype)}, (
+            "collectives want one shape and dtype"
+        )
         return parts
 
     def sum(self, x):

@@ -43,7 +43,16 @@ class TinyPolicy(Tiny):
         self.value_head = nn.Parameter(torch.linspace(-1, 1, 4, dtype=torch.float64)) if shared else None
         self.temperature = temperature
 
-    def forward(self, ids, attention_mask, response_width, with_entropy=False, with_aux=False, temperature=None, entropy_gradient=True):
+    def forward(
+        self,
+        ids,
+        attention_mask,
+        response_width,
+        with_entropy=False,
+        with_aux=False,
+        temperature=None,
+        entropy_gradient=True,
+    ):
         states = self.states(ids, attention_mask, response_width)
         table = (states[:, :-1] @ self.head / (temperature or self.temperature)).log_softmax(-1)
         logprobs = table.gather(-1, ids[:, -response_width:, None])[..., 0]
@@ -51,7 +60,9 @@ class TinyPolicy(Tiny):
             logprobs,
             -(table.exp() * table).sum(-1) if with_entropy else None,
             None if self.value_head is None else states @ self.value_head,
-            self.embed[ids[:, -response_width:][attention_mask[:, -response_width:]]].square().sum(-1).mean() if with_aux else None,
+            self.embed[ids[:, -response_width:][attention_mask[:, -response_width:]]].square().sum(-1).mean()
+            if with_aux
+            else None,
         )
 
 
@@ -123,7 +134,9 @@ def on_policy(rows):
     return replace(rows, logprobs=current, old_logprobs=current), entropy[mask]
 
 
-def learner(world, actor, critic, policy=None, value=None, budget=10_000, minibatch_size=4, epochs=2, **changes):
+def learner(
+    world, actor, critic, policy=None, value=None, budget=10_000, minibatch_size=4, epochs=2, **changes
+):
     plain = dict(
         actor=actor, critic=critic, world=world, epochs=epochs, minibatch_size=minibatch_size, token_budget=budget, norm=NORM, target_kl=None,
         packed=False,
@@ -162,10 +175,25 @@ def mean(per_row, agg):
 def unpadded(rows, i):
     """ids [1,T], a mask of ones and the answer's length."""
     kept = rows.attention_mask[i]
-    return rows.ids[i][kept][None], torch.ones(1, int(kept.sum()), dtype=torch.bool), int(rows.response_lengths[i])
+    return (
+        rows.ids[i][kept][None],
+        torch.ones(1, int(kept.sum()), dtype=torch.bool),
+        int(rows.response_lengths[i]),
+    )
 
 
-def by_hand(rows, policy=None, value=None, minibatch_size=4, epochs=2, kl_coef=0.0, seed=3, steps=None, shared=False, left_out=None):
+def by_hand(
+    rows,
+    policy=None,
+    value=None,
+    minibatch_size=4,
+    epochs=2,
+    kl_coef=0.0,
+    seed=3,
+    steps=None,
+    shared=False,
+    left_out=None,
+):
     """The same optimizer steps (the first ``steps`` of them, but for number ``left_out``), token by token on unpadded rows.
 
     ``shared``: the values are the policy's own.
@@ -196,7 +224,9 @@ def by_hand(rows, policy=None, value=None, minibatch_size=4, epochs=2, kl_coef=0
                 v, old_v, target = values[0, t], float(rows.values[i, t]), float(rows.returns[i, t])
                 error = (v - target) ** 2
                 if vshape["clip"]:
-                    error = torch.maximum(error, (v.clamp(old_v - vshape["clip"], old_v + vshape["clip"]) - target) ** 2)
+                    error = torch.maximum(
+                        error, (v.clamp(old_v - vshape["clip"], old_v + vshape["clip"]) - target) ** 2
+                    )
                 errors[-1].append(error / 2 if vshape["half"] else error)
         loss = mean(surrogate, shape["agg"]) - shape["entropy_coef"] * mean(entropies, shape["agg"])
         loss = loss + shape["aux_coef"] * mean(squares, "token_mean")

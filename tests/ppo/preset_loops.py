@@ -16,7 +16,11 @@ def weights(mask, agg):
     out = np.zeros(mask.shape)
     for i, row in enumerate(mask):
         for t in np.flatnonzero(row):
-            out[i, t] = {"token_mean": 1 / tokens, "seq_mean_token_mean": 1 / (answers * row.sum()), "seq_mean_token_sum": 1 / answers}[agg]
+            out[i, t] = {
+                "token_mean": 1 / tokens,
+                "seq_mean_token_mean": 1 / (answers * row.sum()),
+                "seq_mean_token_sum": 1 / answers,
+            }[agg]
     return out
 
 
@@ -24,7 +28,9 @@ def policy_loss(now, old, advantages, mask, *, low=0.2, high=0.2, dual=None, agg
     weight, loss, gradient = weights(mask, agg), 0.0, np.zeros(mask.shape)
     for i, t in np.argwhere(mask):
         a, r = advantages[i, t], math.exp(now[i, t] - old[i, t])
-        term, slope = max((-a * r, -a * r), (-a * min(max(r, 1 - low), 1 + high), 0.0), key=lambda pair: pair[0])
+        term, slope = max(
+            (-a * r, -a * r), (-a * min(max(r, 1 - low), 1 + high), 0.0), key=lambda pair: pair[0]
+        )
         if dual is not None and a < 0 and term > -a * dual:
             term, slope = -a * dual, 0.0
         loss += weight[i, t] * term

@@ -25,7 +25,9 @@ PRESETS = sorted(file.stem for file in (CONF / "algo").glob("*.yaml"))
 NAN = float("nan")
 PROMPT, PAD, EOS, WORD = 3, 0, 2, 5  # the widest prompt; token ids
 WIDTH = 10  # of every golden's answers, and the limit of their length
-FEW_TOKENS = 30  # two or three rows to a forward, so that the losses are put together from several micro-batches
+FEW_TOKENS = (
+    30  # two or three rows to a forward, so that the losses are put together from several micro-batches
+)
 
 FLOAT32 = 2e-5  # the trainer's numbers against float64, relative and absolute
 
@@ -33,10 +35,23 @@ FLOAT32 = 2e-5  # the trainer's numbers against float64, relative and absolute
 @cache
 def composed(preset: str, *overrides: str, prompts: int = 6, samples: int = 1) -> Config:
     """The config of a command line with algo=``preset``."""
-    minimal = ("actor.model.path=org/actor", "reward=function", "reward.path=pkg.mod:score", "data.path=org/prompts", "run.steps=2")
-    sizes = {"rollout.prompts_per_step": prompts, "rollout.samples_per_prompt": samples, "sampling.max_new_tokens": WIDTH}
+    minimal = (
+        "actor.model.path=org/actor",
+        "reward=function",
+        "reward.path=pkg.mod:score",
+        "data.path=org/prompts",
+        "run.steps=2",
+    )
+    sizes = {
+        "rollout.prompts_per_step": prompts,
+        "rollout.samples_per_prompt": samples,
+        "sampling.max_new_tokens": WIDTH,
+    }
     sizes |= {"memory.score_tokens": FEW_TOKENS, "memory.train_tokens": FEW_TOKENS}
-    return load_config([*minimal, *(f"{key}={value}" for key, value in sizes.items()), f"algo={preset}", *overrides], world_size=1)
+    return load_config(
+        [*minimal, *(f"{key}={value}" for key, value in sizes.items()), f"algo={preset}", *overrides],
+        world_size=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +78,9 @@ class Numbers:
         mask, n = self.mask.bool(), self.rows
         finished = torch.ones(n, dtype=torch.bool) if self.finished is None else self.finished
         lengths = mask.sum(1)
-        prompts = torch.tensor([[i % PROMPT < 1 + j for j in range(PROMPT)] for i in range(n)])  # of 3, 2, 1, 3, ... tokens
+        prompts = torch.tensor(
+            [[i % PROMPT < 1 + j for j in range(PROMPT)] for i in range(n)]
+        )  # of 3, 2, 1, 3, ... tokens
         ids = torch.full((n, PROMPT + WIDTH), self.pad_id).masked_fill(torch.cat([prompts, mask], 1), WORD)
         ids[:, PROMPT - 1] = torch.arange(n)
         ids[finished, PROMPT + lengths[finished] - 1] = EOS
@@ -115,7 +132,9 @@ class ToldActor(Told):
 
     def __init__(self, numbers: Numbers, lagging: bool):
         unattended = ~numbers.mask.bool()
-        super().__init__(numbers.old.float().masked_fill(unattended, NAN), numbers.now.float().masked_fill(unattended, NAN))
+        super().__init__(
+            numbers.old.float().masked_fill(unattended, NAN), numbers.now.float().masked_fill(unattended, NAN)
+        )
         self.lagging, self.aux = lagging, numbers.aux
         self.module = SimpleNamespace(packed=False, balance_coef=None if numbers.aux is None else 1.0)
 
@@ -128,9 +147,16 @@ class ToldActor(Told):
     def speaks_now(self) -> Tensor:
         return self.now if self.lagging else super().speaks_now()
 
-    def __call__(self, ids, attention_mask, response_width, with_entropy=False, with_aux=False, entropy_gradient=True):
+    def __call__(
+        self, ids, attention_mask, response_width, with_entropy=False, with_aux=False, entropy_gradient=True
+    ):
         logprobs = self.said(ids, response_width, response_width)
-        return PolicyOutput(logprobs, torch.zeros(logprobs.shape) if with_entropy else None, None, torch.tensor(self.aux) if with_aux else None)
+        return PolicyOutput(
+            logprobs,
+            torch.zeros(logprobs.shape) if with_entropy else None,
+            None,
+            torch.tensor(self.aux) if with_aux else None,
+        )
 
 
 class ToldCritic(Told):
@@ -161,7 +187,11 @@ def make_and_learn(config: Config, world, numbers: Numbers, experience: Experien
     """One PPO step without weights. With ``experience`` only the learning."""
     timer, lagged = PhaseTimer(world.device), config.algo.old_policy == "lagged"
     actor = ToldActor(numbers, lagged)
-    critic = ToldCritic(numbers.old_values, numbers.values) if uses_critic(config) and numbers.values is not None else None
+    critic = (
+        ToldCritic(numbers.old_values, numbers.values)
+        if uses_critic(config) and numbers.values is not None
+        else None
+    )
     coef, seen = kl_controller(config).value, {}
     if experience is None:
         reference = ToldReference(numbers.ref.masked_fill(~numbers.mask.bool(), NAN), numbers.ref)
@@ -178,7 +208,16 @@ def make_and_learn(config: Config, world, numbers: Numbers, experience: Experien
         )
         # the old policy is another than the one that learns, also where one optimizer step would be the first to ask for it
         experience, seen = replace(make, early=True)(numbers.rollout(), coef)
-    learn = learner(config, world=world, actor=actor, critic=critic, ptx_texts=None, ema=None, timer=timer, health=Health(1))
+    learn = learner(
+        config,
+        world=world,
+        actor=actor,
+        critic=critic,
+        ptx_texts=None,
+        ema=None,
+        timer=timer,
+        health=Health(1),
+    )
     experience, learned = learn(experience, coef, seed=3)
     return Run(config, experience, seen, learned, actor, critic)
 

@@ -131,7 +131,13 @@ DEPARTURES = {
         "epochs": 1,
     },
     "openrlhf": {"kl.coef": 0.01, "gae.lam": 1.0, "value.clip": 0.5, "reward.clip": 10.0, "epochs": 1},
-    "trl": {"reward.place": "next_token", "reward.clip": None, "value.coef": 0.1, "advantage.unbiased": True, "epochs": 4},
+    "trl": {
+        "reward.place": "next_token",
+        "reward.clip": None,
+        "value.coef": 0.1,
+        "advantage.unbiased": True,
+        "epochs": 4,
+    },
     "verl": {
         "kl.coef": 0.001,
         "gae.lam": 1.0,
@@ -153,8 +159,15 @@ DEPARTURES = {
     },
     "rloo": WITHOUT_CRITIC | {"advantage.estimator": "rloo", "loss.agg": "seq_mean_token_sum"},
     "grpo": WITHOUT_CRITIC
-    | {"advantage.estimator": "grpo", "kl.place": "loss", "kl.estimator": "k3", "kl.coef": 0.04, "loss.agg": "seq_mean_token_mean"},
-    "dr_grpo": WITHOUT_CRITIC | {"advantage.estimator": "dr_grpo", "kl.place": "none", "loss.agg": "token_sum_norm"},
+    | {
+        "advantage.estimator": "grpo",
+        "kl.place": "loss",
+        "kl.estimator": "k3",
+        "kl.coef": 0.04,
+        "loss.agg": "seq_mean_token_mean",
+    },
+    "dr_grpo": WITHOUT_CRITIC
+    | {"advantage.estimator": "dr_grpo", "kl.place": "none", "loss.agg": "token_sum_norm"},
     "dapo": WITHOUT_CRITIC
     | {
         "advantage.estimator": "grpo",
@@ -172,7 +185,13 @@ DEPARTURES = {
         "policy.clip_high": 4e-4,
         "loss.agg": "seq_mean_token_mean",
     },
-    "reinforce_pp": {"advantage.estimator": "reinforce", "kl.coef": 0.01, "advantage.unbiased": True, "reward.clip": 10.0, "epochs": 1},
+    "reinforce_pp": {
+        "advantage.estimator": "reinforce",
+        "kl.coef": 0.01,
+        "advantage.unbiased": True,
+        "reward.clip": 10.0,
+        "epochs": 1,
+    },
 }
 # those that keep what a published loop gets wrong, and say so when they start
 WARN = {"zysnlp", "zysnlp_strict", "sequence_kl", "minimind", "deepspeed_chat"}

@@ -63,7 +63,10 @@ def test_what_is_saved_is_the_state_before_the_step(loop, name):
     trainer, events = loop(checkpoint_every=2, parts={"counter": Moments()})
     leave_in(trainer, name, step=2)
     after_one, log = [], trainer._log
-    trainer._log = lambda *line: (log(*line), after_one.append((deepcopy(trainer.state_dict()), draws_and_back())))  # the last of the first step
+    trainer._log = lambda *line: (
+        log(*line),
+        after_one.append((deepcopy(trainer.state_dict()), draws_and_back())),
+    )  # the last of the first step
     assert trainer.fit() == "signal"
     assert trainer.state_dict() == after_one[0][0] and trainer.prompts.n == 1
     assert draws() == after_one[0][1]
@@ -109,7 +112,14 @@ def test_the_update_is_finished(loop):
 
 def cut_short(loop, **plan):
     """A run that is left in the evaluation after its second step, and what it was saved as."""
-    trainer, events = loop(stop=(None, None, "signal"), scores=[0.1, 0.2], eval_every=2, total_steps=4, parts={"counter": Counter()}, **plan)
+    trainer, events = loop(
+        stop=(None, None, "signal"),
+        scores=[0.1, 0.2],
+        eval_every=2,
+        total_steps=4,
+        parts={"counter": Counter()},
+        **plan,
+    )
     leave_in(trainer, "evaluator", step=2)
     assert trainer.fit() == "signal"
     return trainer, events
@@ -132,7 +142,9 @@ def test_the_next_start_makes_up_for_it_before_anything_else(loop):
     trainer, _ = cut_short(loop, keep_best=True)
     again, events = resumed(loop, trainer, scores=[0.7, 0.5], keep_best=True)
     assert again.fit() == "done"
-    assert [event for event in events if event in ("evaluate", "prompts 3", ("log", 2), ("save", 2, True))] == [
+    assert [
+        event for event in events if event in ("evaluate", "prompts 3", ("log", 2), ("save", 2, True))
+    ] == [
         "evaluate",
         ("log", 2),
         ("save", 2, True),  # the best, and a checkpoint that owes nothing
@@ -154,7 +166,9 @@ def test_it_may_be_cut_short_again(loop):
 
 
 def test_after_the_last_step_too(loop):
-    trainer, _ = loop(stop=(None, None, "signal"), scores=[0.1, 0.2], total_steps=2, parts={"counter": Counter()})
+    trainer, _ = loop(
+        stop=(None, None, "signal"), scores=[0.1, 0.2], total_steps=2, parts={"counter": Counter()}
+    )
     leave_in(trainer, "evaluator", step=2)
     assert trainer.fit() == "signal"
     again, events = loop(total_steps=2, scores=[0.6], parts={"counter": Counter()})

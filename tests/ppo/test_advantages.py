@@ -19,7 +19,10 @@ def rows():
 def paid(place, rollout, kl=0.5, coef=0.2, token_score=0.0):
     """A KL of ``kl`` and a score of ``token_score`` on each token."""
     mask = rollout.response_mask
-    kl, tokens = torch.full(mask.shape, kl).masked_fill(~mask, 0.0), torch.full(mask.shape, token_score).masked_fill(~mask, 0.0)
+    kl, tokens = (
+        torch.full(mask.shape, kl).masked_fill(~mask, 0.0),
+        torch.full(mask.shape, token_score).masked_fill(~mask, 0.0),
+    )
     return place.rewards(rollout.scores, rollout, kl, coef, tokens)
 
 
@@ -38,14 +41,17 @@ def test_on_the_last_token(next_state):
 
 
 @pytest.mark.parametrize(
-    ("next_state", "states", "trained"), [("trained", ONE_MORE, ONE_MORE), ("untrained", ONE_MORE, ACTIONS), ("ignored", ACTIONS, ACTIONS)]
+    ("next_state", "states", "trained"),
+    [("trained", ONE_MORE, ONE_MORE), ("untrained", ONE_MORE, ACTIONS), ("ignored", ACTIONS, ACTIONS)],
 )
 def test_one_place_after_the_last_token(next_state, states, trained):
     """That place is a state of its own; an answer that fills its limit has none, and is paid on its last token."""
     place = ScorePosition("next_token", next_state)
     assert place.states(rows()).int().tolist() == states and place.trained(rows()).int().tolist() == trained
     under = place.states(rows())
-    assert rounded(paid(place, rows()).masked_fill(~under, 0.0)) == rounded(torch.tensor(ON_NEXT).masked_fill(~under, 0.0))
+    assert rounded(paid(place, rows()).masked_fill(~under, 0.0)) == rounded(
+        torch.tensor(ON_NEXT).masked_fill(~under, 0.0)
+    )
 
 
 def test_wider_padding_makes_no_room():
@@ -58,7 +64,10 @@ def test_wider_padding_makes_no_room():
 
 @pytest.mark.parametrize("place", ["last_token", "next_token"])
 def test_scores_of_tokens_are_added_on_the_tokens(place):
-    plain, more = paid(ScorePosition(place, "trained"), rows()), paid(ScorePosition(place, "trained"), rows(), token_score=0.25)
+    plain, more = (
+        paid(ScorePosition(place, "trained"), rows()),
+        paid(ScorePosition(place, "trained"), rows(), token_score=0.25),
+    )
     assert rounded(more - plain) == [[0.25 * x for x in row] for row in ACTIONS]
 
 
@@ -86,14 +95,23 @@ def test_over_tokens(where, bootstrap, lam_critic):
     """A cut answer goes on from V of its last state where asked to; one that ended is over. Returns have a lambda of their own."""
     rollout, place = rows(), ScorePosition(where, "trained")
     rewards, v = paid(place, rollout), values(rollout)
-    made = gae(gamma=0.9, lam=0.8, lam_critic=lam_critic, bootstrap_truncated=bootstrap, place=place)(rewards, v, rollout)
+    made = gae(gamma=0.9, lam=0.8, lam_critic=lam_critic, bootstrap_truncated=bootstrap, place=place)(
+        rewards, v, rollout
+    )
     for i, states in enumerate(ONE_MORE if where == "next_token" else ACTIONS):
         n, length = sum(states), rollout.response_lengths[i]
         after = float(v[i, length]) if bootstrap and not rollout.finished[i] else 0.0
         inputs = rewards[i, :n].tolist(), v[i, :n].tolist(), after, 0.9
-        advantages, for_returns = gae_by_loop(*inputs, 0.8), gae_by_loop(*inputs, 0.8 if lam_critic is None else lam_critic)
-        assert made.advantages[i].tolist() == pytest.approx(advantages[:length] + [0.0] * (3 - length), abs=1e-6)
-        assert made.returns[i].tolist() == pytest.approx([a + x for a, x in zip(for_returns, inputs[1], strict=True)] + [0.0] * (4 - n), abs=1e-6)
+        advantages, for_returns = (
+            gae_by_loop(*inputs, 0.8),
+            gae_by_loop(*inputs, 0.8 if lam_critic is None else lam_critic),
+        )
+        assert made.advantages[i].tolist() == pytest.approx(
+            advantages[:length] + [0.0] * (3 - length), abs=1e-6
+        )
+        assert made.returns[i].tolist() == pytest.approx(
+            [a + x for a, x in zip(for_returns, inputs[1], strict=True)] + [0.0] * (4 - n), abs=1e-6
+        )
         assert made.mask[i].int().tolist() == states
 
 
@@ -103,33 +121,51 @@ def test_what_a_cut_answer_goes_on_with():
     plain, more = (
         gae(bootstrap_truncated=b)(torch.zeros(5, 4), values(rollout), rollout).returns for b in (False, True)
     )  # fmt: skip
-    assert rounded(more - plain) == [[0, 0, 0, 0], [0, 0, 0, 0], [0.9, 0.9, 0, 0], [1.6, 1.6, 1.6, 0], [0, 0, 0, 0]]
+    assert rounded(more - plain) == [
+        [0, 0, 0, 0],
+        [0, 0, 0, 0],
+        [0.9, 0.9, 0, 0],
+        [1.6, 1.6, 1.6, 0],
+        [0, 0, 0, 0],
+    ]
 
 
 @pytest.mark.parametrize(
     ("position", "columns", "baselines"),
     [
         ("prompt_last", [0, 0, 0, 0, None], [0.1, 0.2, 0.3, 0.4]),
-        ("response_last", [2, 1, 2, 3, None], [0.3, 0.4, 0.9, 1.6]),  # the last one in the last column: the answer fills the width
+        (
+            "response_last",
+            [2, 1, 2, 3, None],
+            [0.3, 0.4, 0.9, 1.6],
+        ),  # the last one in the last column: the answer fills the width
     ],
 )
 @pytest.mark.parametrize("where", ["last_token", "next_token"])
 def test_the_whole_answer_as_one_action(position, columns, baselines, where):
     """One reward, the sum of all (0.1 less for each token); one value. An answer without an action has neither."""
     rollout, place = rows(), ScorePosition(where, "trained")
-    made = gae(level="sequence", position=position, gamma=0.3, bootstrap_truncated=True, place=place)(paid(place, rollout), values(rollout), rollout)
+    made = gae(level="sequence", position=position, gamma=0.3, bootstrap_truncated=True, place=place)(
+        paid(place, rollout), values(rollout), rollout
+    )
     totals = [1 - 0.2, 2 - 0.1, 3 - 0.2, 4 - 0.3]
     for i, (column, length) in enumerate(zip(columns, [2, 1, 2, 3, 0], strict=True)):
         advantage = totals[i] - baselines[i] if i < 4 else 0.0
-        assert made.advantages[i].tolist() == pytest.approx([advantage] * length + [0.0] * (3 - length), abs=1e-6)
+        assert made.advantages[i].tolist() == pytest.approx(
+            [advantage] * length + [0.0] * (3 - length), abs=1e-6
+        )
         assert made.mask[i].tolist() == [t == column for t in range(4)]
-        assert made.returns[i].tolist() == pytest.approx([totals[i] if t == column else 0.0 for t in range(4)], abs=1e-6)
+        assert made.returns[i].tolist() == pytest.approx(
+            [totals[i] if t == column else 0.0 for t in range(4)], abs=1e-6
+        )
 
 
 def test_a_lost_score_is_lost_for_whole_answers_too():
     """Only answers that fill their limit keep theirs."""
     rollout, place = rows(), ScorePosition("next_token", "ignored")
-    made = gae(level="sequence", position="prompt_last", place=place)(paid(place, rollout), values(rollout), rollout)
+    made = gae(level="sequence", position="prompt_last", place=place)(
+        paid(place, rollout), values(rollout), rollout
+    )
     assert rounded(made.returns)[:4] == [[-0.2, 0, 0, 0], [1.9, 0, 0, 0], [2.8, 0, 0, 0], [3.7, 0, 0, 0]]
 
 
@@ -145,8 +181,13 @@ def grouped():
 def test_rewards_to_come(where):
     """Gamma 0.5, a charge of 0.1 on each token. Paid one place later, the score is discounted once more."""
     rollout, place = grouped(), ScorePosition(where, "trained")
-    made = Estimator("reinforce", 0.5, 2)(paid(place, rollout), rollout, place.states(rollout), rollout.scores)
-    late = {"last_token": [[-0.1 + 0.5 * 0.9, 0.9, 0], [3.9, 0, 0]], "next_token": [[-0.1 + 0.5 * 0.4, -0.1 + 0.5, 0], [-0.1 + 2, 0, 0]]}
+    made = Estimator("reinforce", 0.5, 2)(
+        paid(place, rollout), rollout, place.states(rollout), rollout.scores
+    )
+    late = {
+        "last_token": [[-0.1 + 0.5 * 0.9, 0.9, 0], [3.9, 0, 0]],
+        "next_token": [[-0.1 + 0.5 * 0.4, -0.1 + 0.5, 0], [-0.1 + 2, 0, 0]],
+    }
     full = [-0.1 + 0.5 * (-0.1 + 0.5 * 1.9), -0.1 + 0.5 * 1.9, 1.9]  # fills its limit either way
     assert rounded(made) == rounded(torch.tensor([*late[where], full, full]))
 
@@ -174,7 +215,9 @@ def test_neighbours_are_a_group():
     """The same rows as one group of four: means over 0.8, 3.9, 1.7, 1.7 = 8.1 / 4."""
     rollout, place = grouped(), ScorePosition("last_token", "trained")
     made = Estimator("dr_grpo", 1.0, 4)(paid(place, rollout), rollout, place.states(rollout), rollout.scores)
-    assert made[:, 0].tolist() == pytest.approx([0.8 - 2.025, 3.9 - 2.025, 1.7 - 2.025, 1.7 - 2.025], abs=1e-6)
+    assert made[:, 0].tolist() == pytest.approx(
+        [0.8 - 2.025, 3.9 - 2.025, 1.7 - 2.025, 1.7 - 2.025], abs=1e-6
+    )
 
 
 def test_an_answer_without_an_action_still_counts_for_the_others():
@@ -182,5 +225,7 @@ def test_an_answer_without_an_action_still_counts_for_the_others():
     rollout = answers([1, 1, 1, 1], [1.0, 5.0, 1.0, 1.0])
     rollout = replace(rollout, response_mask=torch.tensor([[True], [False], [True], [True]]))
     place = ScorePosition("last_token", "trained")
-    made = Estimator("rloo", 1.0, 4)(paid(place, rollout, kl=0.0), rollout, place.states(rollout), rollout.scores)
+    made = Estimator("rloo", 1.0, 4)(
+        paid(place, rollout, kl=0.0), rollout, place.states(rollout), rollout.scores
+    )
     torch.testing.assert_close(made[:, 0], torch.tensor([1 - 7 / 3, 0.0, 1 - 7 / 3, 1 - 7 / 3]))

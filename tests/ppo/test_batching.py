@@ -15,14 +15,21 @@ def real(rows):
     out = []
     for i in range(len(rows)):
         mask = rows.response_mask[i]
-        under = (rows.ids[i][rows.attention_mask[i]], rows.advantages[i][mask], rows.returns[i][rows.value_mask[i]])
+        under = (
+            rows.ids[i][rows.attention_mask[i]],
+            rows.advantages[i][mask],
+            rows.returns[i][rows.value_mask[i]],
+        )
         out.append([*(column.tolist() for column in under), float(rows.scores[i]), bool(rows.finished[i])])
     return out
 
 
 def test_exchange_gives_every_rank_all_rows_in_the_order_of_the_ranks(on_ranks, experience):
     shares = [experience([2, 4], [3, 1], seed=1, finished=[True, False]), experience([1, 1], [5, 2], seed=2)]
-    assert (shares[0].prompt_width, shares[0].response_width) == (4, 3) and (shares[1].prompt_width, shares[1].response_width) == (1, 5)
+    assert (shares[0].prompt_width, shares[0].response_width) == (4, 3) and (
+        shares[1].prompt_width,
+        shares[1].response_width,
+    ) == (1, 5)
     everyone = on_ranks(2, lambda world: all_gather_rows(shares[world.rank], world))
     for rows in everyone:
         assert (len(rows), rows.prompt_width, rows.response_width) == (4, 4, 5)
@@ -37,7 +44,10 @@ def test_exchange_of_one_rank_changes_nothing(world, experience):
 
 def test_exchange_of_what_is_no_tensor(on_ranks):
     """Raw rows and the parts of the scores, as many on each rank, in the order of the ranks."""
-    shares = [answers([2, 1], metadata=({"n": 0}, {"n": 1}), style=[0.5, 1.5]), answers([1, 3], metadata=({"n": 2}, {"n": 3}), style=[2.5, 3.5])]
+    shares = [
+        answers([2, 1], metadata=({"n": 0}, {"n": 1}), style=[0.5, 1.5]),
+        answers([1, 3], metadata=({"n": 2}, {"n": 3}), style=[2.5, 3.5]),
+    ]
     for rows in on_ranks(2, lambda world: all_gather_rows(shares[world.rank], world)):
         assert [row["n"] for row in rows.metadata] == [0, 1, 2, 3]
         assert [parts["style"] for parts in rows.components] == [0.5, 1.5, 2.5, 3.5]
@@ -45,9 +55,22 @@ def test_exchange_of_what_is_no_tensor(on_ranks):
 
 
 def test_concatenated_rows_have_the_width_of_the_widest():
-    rows = concatenated([answers([2], [0.5], tokens=[[3, 4]]), answers([1, 3], [1.5, 2.5], tokens=[[6], [7, 8, 5]], limits=[1, 4])])
-    assert rows.ids.tolist() == [[8, 3, 4, 0], [8, 6, 9, 9], [8, 7, 8, 5]] and rows.response_lengths.tolist() == [2, 1, 3]
-    assert rows.scores.tolist() == [0.5, 1.5, 2.5] and rows.limits.tolist() == [3, 1, 4] and len(rows.metadata) == 3
+    rows = concatenated(
+        [
+            answers([2], [0.5], tokens=[[3, 4]]),
+            answers([1, 3], [1.5, 2.5], tokens=[[6], [7, 8, 5]], limits=[1, 4]),
+        ]
+    )
+    assert rows.ids.tolist() == [
+        [8, 3, 4, 0],
+        [8, 6, 9, 9],
+        [8, 7, 8, 5],
+    ] and rows.response_lengths.tolist() == [2, 1, 3]
+    assert (
+        rows.scores.tolist() == [0.5, 1.5, 2.5]
+        and rows.limits.tolist() == [3, 1, 4]
+        and len(rows.metadata) == 3
+    )
 
 
 def test_minibatches_cover_all_rows_once_an_epoch():
@@ -55,7 +78,9 @@ def test_minibatches_cover_all_rows_once_an_epoch():
     assert len(parts) == 9 and {len(part) for part in parts} == {4}
     epochs = [torch.cat(parts[i : i + 3]).tolist() for i in (0, 3, 6)]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3 and list(range(12)) not in epochs  # shuffled, and anew each time
+    assert (
+        len({tuple(epoch) for epoch in epochs}) == 3 and list(range(12)) not in epochs
+    )  # shuffled, and anew each time
     again = minibatches(12, 3, 4, torch.Generator().manual_seed(0))
     assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
     other = minibatches(12, 3, 4, torch.Generator().manual_seed(1))
@@ -77,7 +102,10 @@ def test_microbatches_cover_the_minibatch_once_over_all_ranks(on_ranks, experien
     assert sorted(row for micros in dealt for micro in micros for row in real(micro)) == sorted(real(rows))
     for micro in (micro for micros in dealt for micro in micros):
         assert len(micro) * micro.attention_mask.sum(1).max() <= budget or len(micro) == 1
-        assert micro.prompt_width == micro.prompt_lengths.max() and micro.response_width == micro.response_lengths.max()
+        assert (
+            micro.prompt_width == micro.prompt_lengths.max()
+            and micro.response_width == micro.response_lengths.max()
+        )
 
 
 def test_ranks_agree_on_the_number_of_microbatches(on_ranks, experience):
@@ -135,5 +163,7 @@ def test_a_token_that_is_no_action_has_its_number_too(world):
     mask = rows.response_mask.clone()
     mask[0, 2] = False
     kept = type(rows)(**{**vars(rows), "response_mask": mask})
-    out = score_tokens(lambda micro: torch.ones(micro.response_mask.shape), kept, scoring_plan(kept, 100, world))
+    out = score_tokens(
+        lambda micro: torch.ones(micro.response_mask.shape), kept, scoring_plan(kept, 100, world)
+    )
     assert out.tolist() == [[1, 1, 1], [1, 0, 0]]

@@ -38,7 +38,15 @@ def generate(prompts, sampling):
     lengths = 1 + (prompts.ids[:, -1] + torch.arange(len(prompts)) % SAMPLES) % 4
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     ids = torch.cat([prompts.ids, torch.full(mask.shape, 5)], 1)
-    return Rollout(ids, torch.cat([prompts.mask, mask], 1), mask, lengths < 4, prompts.limits, torch.zeros(mask.shape), prompts.metadata)
+    return Rollout(
+        ids,
+        torch.cat([prompts.mask, mask], 1),
+        mask,
+        lengths < 4,
+        prompts.limits,
+        torch.zeros(mask.shape),
+        prompts.metadata,
+    )
 
 
 def reward_for(useful):
@@ -59,7 +67,17 @@ def parts(useful=(), **changes):
     def timer(phase):
         yield
 
-    return dict(actor=Actor(), generator=generate, reward=reward_for(useful), sampling=SAMPLING, timer=timer, check=lambda: None) | changes
+    return (
+        dict(
+            actor=Actor(),
+            generator=generate,
+            reward=reward_for(useful),
+            sampling=SAMPLING,
+            timer=timer,
+            check=lambda: None,
+        )
+        | changes
+    )
 
 
 def test_generation_is_over_before_the_reward_reads():
@@ -79,17 +97,34 @@ def test_generation_is_over_before_the_reward_reads():
         return reward_for({7})(rollout)
 
     stream = iter([prompts_of([7]), prompts_of([8])])
-    rollout, seen = RolloutCollector(**parts(actor=actor, generator=generator, reward=reward, timer=timer))(stream)
-    assert rollout.scores.tolist() == [7.0, 7.5] and [row["n"] for row in rollout.metadata] == [7, 7] and seen == {}
+    rollout, seen = RolloutCollector(**parts(actor=actor, generator=generator, reward=reward, timer=timer))(
+        stream
+    )
+    assert (
+        rollout.scores.tolist() == [7.0, 7.5]
+        and [row["n"] for row in rollout.metadata] == [7, 7]
+        and seen == {}
+    )
     assert next(stream).metadata[0]["n"] == 8  # one step's worth was taken
 
 
 def test_scores_stand_beside_the_answers():
     answered = generate(prompts_of([2]), SAMPLING)
     tokens = torch.ones(answered.response_mask.shape, dtype=torch.float64)
-    rollout = scored(answered, Scores(torch.tensor([1, 2]).double(), tokens, {"a": torch.tensor([0.5, 1.5]), "b": torch.tensor([3, 4])}))
-    assert rollout.scores.tolist() == [1.0, 2.0] and rollout.scores.dtype == rollout.token_scores.dtype == torch.float32
-    assert rollout.components == ({"a": 0.5, "b": 3.0}, {"a": 1.5, "b": 4.0}) and rollout.token_scores.sum() == tokens.sum()
+    rollout = scored(
+        answered,
+        Scores(
+            torch.tensor([1, 2]).double(), tokens, {"a": torch.tensor([0.5, 1.5]), "b": torch.tensor([3, 4])}
+        ),
+    )
+    assert (
+        rollout.scores.tolist() == [1.0, 2.0]
+        and rollout.scores.dtype == rollout.token_scores.dtype == torch.float32
+    )
+    assert (
+        rollout.components == ({"a": 0.5, "b": 3.0}, {"a": 1.5, "b": 4.0})
+        and rollout.token_scores.sum() == tokens.sum()
+    )
     assert torch.equal(rollout.ids, answered.ids) and rollout.metadata == answered.metadata
 
 
@@ -123,18 +158,29 @@ CASES = [
 
 @pytest.mark.parametrize(("useful", "max_rounds", "chosen", "rounds", "fraction"), CASES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_prompts_whose_answers_all_score_alike_make_way(on_ranks, ranks, useful, max_rounds, chosen, rounds, fraction):
+def test_prompts_whose_answers_all_score_alike_make_way(
+    on_ranks, ranks, useful, max_rounds, chosen, rounds, fraction
+):
     """With any number of ranks the same rows in the same order, an equal share on each."""
     found = on_ranks(ranks, lambda world: dynamic(world, useful, max_rounds))
-    answered = [sum(1 + (n + i) % 4 for i in range(SAMPLES)) for n in range(rounds * PER_ROUND)]  # tokens, of each prompt
+    answered = [
+        sum(1 + (n + i) % 4 for i in range(SAMPLES)) for n in range(rounds * PER_ROUND)
+    ]  # tokens, of each prompt
     dropped = sum(answered) - sum(answered[n] for n in chosen)
     assert [n for numbers, *_ in found for n in numbers] == [n for n in chosen for _ in range(SAMPLES)]
     for numbers, rollout, seen, drawn in found:
         assert len(rollout) == PER_ROUND * SAMPLES // ranks and drawn == rounds
-        assert seen == {"rollout/rounds": float(rounds), "rollout/useful_group_frac": fraction, "rollout/dropped_tokens": dropped}
+        assert seen == {
+            "rollout/rounds": float(rounds),
+            "rollout/useful_group_frac": fraction,
+            "rollout/dropped_tokens": dropped,
+        }
         for i, n in enumerate(numbers):  # every column went along, and the padding is cut to what is left
             assert set(rollout.ids[i][rollout.attention_mask[i]].tolist()) == {n, 5}
             expected = n + (0.5 if i % SAMPLES and n in useful else 0.0)
             assert rollout.scores[i] == expected and rollout.components[i] == {"half": expected / 2}
             assert rollout.response_lengths[i] == 1 + (n + i % SAMPLES) % 4 and rollout.limits[i] == 4
-        assert rollout.prompt_width == rollout.prompt_lengths.max() and rollout.response_width == rollout.response_lengths.max()
+        assert (
+            rollout.prompt_width == rollout.prompt_lengths.max()
+            and rollout.response_width == rollout.response_lengths.max()
+        )

@@ -26,7 +26,9 @@ class Actor:
 def batch(*numbers, weights):
     ids = torch.tensor([[n] for n in numbers])
     rows = tuple({"prompt_text": f"p{n}", "n": n} for n in numbers)
-    return Prompts(ids, torch.ones_like(ids, dtype=torch.bool), torch.full((len(ids),), 20), rows), torch.tensor(weights)
+    return Prompts(
+        ids, torch.ones_like(ids, dtype=torch.bool), torch.full((len(ids),), 20), rows
+    ), torch.tensor(weights)
 
 
 def evaluator(world, batches, tokenizer, correct_above=None):
@@ -39,7 +41,9 @@ def evaluator(world, batches, tokenizer, correct_above=None):
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         ids = torch.cat([prompts.ids, torch.full(mask.shape, 3)], 1)
         attention = torch.cat([prompts.mask, mask], 1)
-        return Rollout(ids, attention, mask, lengths % 2 == 1, prompts.limits, torch.zeros(mask.shape), prompts.metadata)
+        return Rollout(
+            ids, attention, mask, lengths % 2 == 1, prompts.limits, torch.zeros(mask.shape), prompts.metadata
+        )
 
     def reward(rollout):
         assert not actor.generating
@@ -59,7 +63,9 @@ def evaluator(world, batches, tokenizer, correct_above=None):
 
 
 def test_by_hand(world, tokenizer):
-    found = evaluator(world, [batch(1, 2, weights=[1, 1]), batch(5, 9, weights=[1, 0])], tokenizer, correct_above=0.9)()
+    found = evaluator(
+        world, [batch(1, 2, weights=[1, 1]), batch(5, 9, weights=[1, 0])], tokenizer, correct_above=0.9
+    )()
     assert found.metrics == pytest.approx(
         {
             "eval/score_mean": (0.5 + 1.0 + 2.5) / 3,
@@ -69,7 +75,9 @@ def test_by_hand(world, tokenizer):
             "eval/accuracy": 2 / 3,
         }
     )
-    assert [(row["prompt"], row["response"], row["score"], row["length"], row["finish"]) for row in found.rows] == [
+    assert [
+        (row["prompt"], row["response"], row["score"], row["length"], row["finish"]) for row in found.rows
+    ] == [
         ("p1", "a", 0.5, 1, "stop"),
         ("p2", "aa", 1.0, 2, "length"),
         ("p5", "aaaaa", 2.5, 5, "stop"),
@@ -100,7 +108,12 @@ def test_where_it_hangs_can_be_told_and_whose_seconds_these_are(world, tokenizer
         found()
         assert HEARTBEAT.place == inside
     assert HEARTBEAT.place == (f"after the phase {phase!r}" if phase else before)
-    assert places == ["generating, in an evaluation", "in an evaluation", "in the reward, in an evaluation", "in an evaluation"]
+    assert places == [
+        "generating, in an evaluation",
+        "in an evaluation",
+        "in the reward, in an evaluation",
+        "in an evaluation",
+    ]
     assert set(timer.take()) == {f"time/{phase or 'switch'}", "time/other", "time/step"}
 
 

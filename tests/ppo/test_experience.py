@@ -16,7 +16,12 @@ NO_CHARGE = KLCharge(in_reward=False, estimator="k1")
 def judged(rollout, scores, per_token=0.0, **components):
     """What a reward with these scores makes of a rollout."""
     tokens = torch.full(rollout.response_mask.shape, per_token).masked_fill(~rollout.response_mask, 0.0)
-    return scored(rollout, Scores(torch.tensor(scores), tokens, {name: torch.tensor(column) for name, column in components.items()}))
+    return scored(
+        rollout,
+        Scores(
+            torch.tensor(scores), tokens, {name: torch.tensor(column) for name, column in components.items()}
+        ),
+    )
 
 
 @pytest.fixture
@@ -25,7 +30,9 @@ def answered():
     ids = torch.tensor([[8, 8, 1, 2, 9], [9, 8, 3, 4, 5]])
     mask = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]).bool()
     logprobs = torch.tensor([[-0.1, -0.2, 0.0], [-0.3, -0.4, -0.8]])
-    return Rollout(ids, mask, mask[:, 2:], torch.tensor([True, False]), torch.tensor([3, 3]), logprobs, ({}, {}))
+    return Rollout(
+        ids, mask, mask[:, 2:], torch.tensor([True, False]), torch.tensor([3, 3]), logprobs, ({}, {})
+    )
 
 
 @pytest.fixture
@@ -39,14 +46,19 @@ def test_by_hand(world, rollout):
     assert rounded(experience.logprobs) == [[-0.1, -0.2, 0], [-0.3, -0.4, -0.5]]
     assert rounded(experience.ref_logprobs) == [[-0.3, -0.4, 0], [-0.5, -0.6, -0.7]]
     assert torch.equal(experience.old_logprobs, experience.logprobs)
-    assert rounded(experience.values) == [[1, 2, 6, 0], [3, 4, 5, 6]]  # V of the states before and after each token
+    assert rounded(experience.values) == [
+        [1, 2, 6, 0],
+        [3, 4, 5, 6],
+    ]  # V of the states before and after each token
     assert rounded(experience.rewards) == [[-0.1, 0.9, 0, 0], [-0.1, -0.1, -2.1, 0]]
     assert rounded(experience.returns) == [[0.8, 0.9, 0, 0], [-2.3, -2.2, -2.1, 0]]
     assert experience.value_mask.tolist() == [[True, True, False, False], [True, True, True, False]]
     assert experience.weights.tolist() == [[1, 1, 1], [1, 1, 1]]
     assert rounded(experience.advantages) == [[-0.2, -1.1, 0], [-5.3, -6.2, -7.1]]
     assert experience.scores.tolist() == [1.0, -2.0] and experience.finished.tolist() == [True, False]
-    assert torch.equal(experience.ids, rollout.ids) and torch.equal(experience.response_mask, rollout.response_mask)
+    assert torch.equal(experience.ids, rollout.ids) and torch.equal(
+        experience.response_mask, rollout.response_mask
+    )
     assert seen["adv/mean"] == pytest.approx(-19.9 / 5) and seen["adv/max_abs"] == pytest.approx(7.1)
     assert seen["adv/std"] == pytest.approx(2.7924, abs=1e-4)  # of -0.2 -1.1 -5.3 -6.2 -7.1, population
     assert torch.equal(experience.decode_logprobs, rollout.logprobs)
@@ -60,7 +72,12 @@ def test_discounted_gae(world, rollout):
     assert rounded(experience.advantages)[0] == [-0.375, -1.1, 0]
     assert rounded(experience.returns)[0] == [0.625, 0.9, 0, 0]
     apart, _ = maker(world, estimator=gae(gamma=0.5, lam=0.5, lam_critic=1.0))(rollout, 0.5)
-    assert rounded(apart.advantages)[0] == [-0.375, -1.1, 0] and rounded(apart.returns)[0] == [0.35, 0.9, 0, 0]  # -0.1 + 0.5 * 0.9
+    assert rounded(apart.advantages)[0] == [-0.375, -1.1, 0] and rounded(apart.returns)[0] == [
+        0.35,
+        0.9,
+        0,
+        0,
+    ]  # -0.1 + 0.5 * 0.9
 
 
 def test_no_kl_where_the_actor_is_the_reference(world, rollout):
@@ -71,7 +88,9 @@ def test_no_kl_where_the_actor_is_the_reference(world, rollout):
 
 def test_no_charge_where_the_kl_is_not_in_the_reward(world, rollout):
     experience, seen = maker(world, kl=NO_CHARGE)(rollout, 0.5)
-    assert rounded(experience.rewards) == [[0, 1, 0, 0], [0, 0, -2, 0]] and seen["reward/kl_penalty_mean"] == 0
+    assert (
+        rounded(experience.rewards) == [[0, 1, 0, 0], [0, 0, -2, 0]] and seen["reward/kl_penalty_mean"] == 0
+    )
 
 
 def test_the_chosen_estimator_is_charged(world, rollout):
@@ -111,7 +130,9 @@ def test_whitened_over_all_tokens(world, rollout):
     experience, seen = maker(world, whitening=replace(AS_IT_IS, over="batch"))(rollout, 0.5)
     raw = torch.tensor([-0.2, -1.1, -5.3, -6.2, -7.1])
     expected = (raw - raw.mean()) / raw.std(unbiased=False)
-    torch.testing.assert_close(experience.advantages[experience.response_mask], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        experience.advantages[experience.response_mask], expected, rtol=1e-4, atol=1e-5
+    )
     assert rounded(experience.returns) == [[0.8, 0.9, 0, 0], [-2.3, -2.2, -2.1, 0]]  # not whitened
     assert seen["adv/max_abs"] == pytest.approx(7.1)  # before
 
@@ -149,7 +170,9 @@ def test_ranks_and_budgets_change_nothing(on_ranks, world, whiten):
             a, b = lengths[i]
             ids[k, p - a : p + b], mask[k, p - a : p + b] = tokens[i], True
         finished, limits = torch.tensor([i != 2 for i in which]), torch.full((len(which),), 5)
-        return Rollout(ids, mask, mask[:, p:], finished, limits, torch.zeros(len(which), r), tuple({} for _ in which))
+        return Rollout(
+            ids, mask, mask[:, p:], finished, limits, torch.zeros(len(which), r), tuple({} for _ in which)
+        )
 
     tokens = [torch.randint(0, 9, (a + b,), generator=g) for a, b in lengths]
     scores = [0.5, -1.0, 2.0, 3.5]
@@ -157,15 +180,37 @@ def test_ranks_and_budgets_change_nothing(on_ranks, world, whiten):
 
     def make(world, which, budget):
         rollout = judged(rows(which), [scores[i] for i in which], style=[scores[i] for i in which])
-        return maker(world, estimator=gae(gamma=0.9, lam=0.8), whitening=whitening, token_budget=budget)(rollout, 0.3)
+        return maker(world, estimator=gae(gamma=0.9, lam=0.8), whitening=whitening, token_budget=budget)(
+            rollout, 0.3
+        )
 
     whole, seen = make(world, [0, 1, 2, 3], 1000)
     for budget in (1, 12, 1000):
-        for experience, numbers in on_ranks(2, lambda world, budget=budget: make(world, [2 * world.rank, 2 * world.rank + 1], budget)):
-            for name in ("ids", "attention_mask", "response_mask", "finished", "scores", "value_mask", "weights"):
+        for experience, numbers in on_ranks(
+            2, lambda world, budget=budget: make(world, [2 * world.rank, 2 * world.rank + 1], budget)
+        ):
+            for name in (
+                "ids",
+                "attention_mask",
+                "response_mask",
+                "finished",
+                "scores",
+                "value_mask",
+                "weights",
+            ):
                 masks = {"ids": experience.attention_mask, "weights": experience.response_mask}
                 under = masks.get(name, torch.ones_like(getattr(experience, name), dtype=torch.bool))
                 assert torch.equal(getattr(experience, name)[under], getattr(whole, name)[under]), name
-            for name in ("logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns"):
-                torch.testing.assert_close(getattr(experience, name), getattr(whole, name), rtol=1e-5, atol=1e-5)
+            for name in (
+                "logprobs",
+                "old_logprobs",
+                "ref_logprobs",
+                "values",
+                "rewards",
+                "advantages",
+                "returns",
+            ):
+                torch.testing.assert_close(
+                    getattr(experience, name), getattr(whole, name), rtol=1e-5, atol=1e-5
+                )
             assert numbers == pytest.approx(seen, abs=1e-5)

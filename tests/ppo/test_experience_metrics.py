@@ -35,7 +35,9 @@ def experience():
         decode_logprobs=column([-1.0, -1.25, -1.0], [-2.0], [-1.0, -1.0, -0.25], [-1.0, -1.0, -1.0]),
         logprobs=column([-1.0, -1.0, -1.0], [-2.0], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]),
         old_logprobs=zeros - JUNK,
-        ref_logprobs=column([-1.5, -0.8, -1.0], [-2.5], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.9]).masked_fill(~mask, -JUNK),
+        ref_logprobs=column([-1.5, -0.8, -1.0], [-2.5], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.9]).masked_fill(
+            ~mask, -JUNK
+        ),
         values=states([1.0, 2.0, 3.0], [9.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]),
         rewards=torch.nn.functional.pad(torch.tensor([[1.0], [0.0], [0.0], [-1.0]]) * mask, (0, 1)),
         advantages=zeros,
@@ -48,7 +50,12 @@ def experience():
 
 def test_by_hand(experience):
     seen = describe(experience, kl_coef=0.3, samples_per_prompt=2)
-    k3 = [math.exp(-0.5) - 0.5, math.exp(0.2) - 1.2, math.exp(-0.5) - 0.5, math.exp(-0.9) - 0.1]  # e^-d - 1 + d of d = .5 -.2 .5 .9
+    k3 = [
+        math.exp(-0.5) - 0.5,
+        math.exp(0.2) - 1.2,
+        math.exp(-0.5) - 0.5,
+        math.exp(-0.9) - 0.1,
+    ]  # e^-d - 1 + d of d = .5 -.2 .5 .9
     assert seen == pytest.approx(
         {
             "reward/score_mean": 1.5,
@@ -95,10 +102,20 @@ def test_without_a_critic_there_are_no_values(experience):
 
 def test_values_are_counted_where_they_are_trained(experience):
     """One more state of the second row: its value 5 and return 3 beside 9 and 1."""
-    values, returns, mask = experience.values.clone(), experience.returns.clone(), experience.value_mask.clone()
+    values, returns, mask = (
+        experience.values.clone(),
+        experience.returns.clone(),
+        experience.value_mask.clone(),
+    )
     values[1, 1], returns[1, 1], mask[1, 1] = 5.0, 3.0, True
-    seen = describe(replace(experience, values=values, returns=returns, value_mask=mask), kl_coef=0.0, samples_per_prompt=1)
-    assert seen["value/pred_mean"] == pytest.approx(20 / 11) and seen["value/return_mean"] == pytest.approx(13 / 11)
+    seen = describe(
+        replace(experience, values=values, returns=returns, value_mask=mask),
+        kl_coef=0.0,
+        samples_per_prompt=1,
+    )
+    assert seen["value/pred_mean"] == pytest.approx(20 / 11) and seen["value/return_mean"] == pytest.approx(
+        13 / 11
+    )
 
 
 def test_rows_as_text(experience, tokenizer):

@@ -20,7 +20,15 @@ NO_CHARGE = KLCharge(in_reward=False, estimator="k1")
 
 @pytest.mark.parametrize(
     ("include_eos", "pad", "hidden"),
-    [(True, 0, ()), (True, 1, ()), (False, 0, (1, 3)), (False, 1, (1, 3)), (None, 0, ()), (None, 1, (1,)), (None, 3, (3,))],
+    [
+        (True, 0, ()),
+        (True, 1, ()),
+        (False, 0, (1, 3)),
+        (False, 1, (1, 3)),
+        (None, 0, ()),
+        (None, 1, (1,)),
+        (None, 3, (3,)),
+    ],
 )
 def test_which_end_tokens_are_no_actions(include_eos, pad, hidden):
     """null: DeepSpeed-Chat's rule, the end token is no action where it is the pad token too."""
@@ -30,7 +38,9 @@ def test_which_end_tokens_are_no_actions(include_eos, pad, hidden):
 def ended():
     """Ends: token 1, token 3, a stop string (so token 6 stays an action), the limit (with a 1 inside that ended nothing), the end token alone."""
     tokens = [[5, 1], [5, 6, 3], [5, 6], [1, 5, 3], [1]]
-    return answers([2, 3, 2, 3, 1], finished=[True, True, True, False, True], limits=[4, 4, 4, 3, 4], tokens=tokens)
+    return answers(
+        [2, 3, 2, 3, 1], finished=[True, True, True, False, True], limits=[4, 4, 4, 3, 4], tokens=tokens
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,12 +55,20 @@ def test_an_end_token_that_is_hidden_is_no_action_but_attended_to(hidden, action
     rollout = ended()
     kept = without_stops(rollout, hidden)
     assert kept.response_mask.int().tolist() == actions
-    assert torch.equal(kept.attention_mask, rollout.attention_mask) and kept.response_lengths.tolist() == [2, 3, 2, 3, 1]
+    assert torch.equal(kept.attention_mask, rollout.attention_mask) and kept.response_lengths.tolist() == [
+        2,
+        3,
+        2,
+        3,
+        1,
+    ]
     assert kept.scores.tolist() == rollout.scores.tolist()
 
 
 def test_only_the_end_of_an_answer_is_its_end():
-    assert without_stops(answers([3], tokens=[[1, 5, 3]]), (1, 3)).response_mask.tolist() == [[True, True, False]]
+    assert without_stops(answers([3], tokens=[[1, 5, 3]]), (1, 3)).response_mask.tolist() == [
+        [True, True, False]
+    ]
 
 
 def test_the_score_of_an_answer_whose_end_is_hidden(world):
@@ -61,10 +79,28 @@ def test_the_score_of_an_answer_whose_end_is_hidden(world):
     assert rounded(last.rewards) == [[1, 0, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0], [0, 0, 4, 0], [0, 0, 0, 0]]
     place = ScorePosition("next_token", "untrained")
     following, _ = maker(world, **common, place=place, estimator=gae(place=place))(rollout, 0.5)
-    assert rounded(following.rewards) == [[0, 1, 0, 0], [0, 0, 2, 0], [0, 0, 3, 0], [0, 0, 4, 0], [5, 0, 0, 0]]
-    assert following.value_mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
+    assert rounded(following.rewards) == [
+        [0, 1, 0, 0],
+        [0, 0, 2, 0],
+        [0, 0, 3, 0],
+        [0, 0, 4, 0],
+        [5, 0, 0, 0],
+    ]
+    assert following.value_mask.int().tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 1, 0],
+        [0, 0, 0, 0],
+    ]
     # rewards to come less V, which is the token that follows; nothing outside of the actions
-    assert rounded(following.advantages) == [[1 - 5, 0, 0], [2 - 5, 2 - 6, 0], [3 - 5, 3 - 6, 0], [4 - 1, 4 - 5, 4 - 3], [0, 0, 0]]
+    assert rounded(following.advantages) == [
+        [1 - 5, 0, 0],
+        [2 - 5, 2 - 6, 0],
+        [3 - 5, 3 - 6, 0],
+        [4 - 1, 4 - 5, 4 - 3],
+        [0, 0, 0],
+    ]
     assert rounded(following.returns)[0][:2] == [1, 1] and rounded(following.returns)[4][0] == 5
 
 
@@ -95,7 +131,10 @@ def test_a_lagging_old_policy_changes_the_ratio_alone(world):
     rollout = answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]])
     plain, numbers = maker(world)(rollout, 0.5)
     made, seen = maker(world, actor=actor, old_policy=lagged)(rollout, 0.5)
-    assert rounded(made.old_logprobs) == [[-0.6, -0.7], [-0.8, 0]] and rounded(made.logprobs) == [[-0.1, -0.2], [-0.3, 0]]
+    assert rounded(made.old_logprobs) == [[-0.6, -0.7], [-0.8, 0]] and rounded(made.logprobs) == [
+        [-0.1, -0.2],
+        [-0.3, 0],
+    ]
     assert inside == [1] and actor.forwards == 2
     for name in ("logprobs", "ref_logprobs", "rewards", "values", "advantages", "returns"):
         assert torch.equal(getattr(made, name), getattr(plain, name)), name
@@ -127,7 +166,9 @@ def test_a_value_head_on_the_actor(world):
     apart, _ = maker(world)(rollout, 0.5)
     for one_trunk, forwards in ((False, 4), (True, 2)):  # two micro-batches: read twice, or once for both
         actor = Shared()
-        made, _ = maker(world, actor=actor, values=shared_values_of(actor), one_trunk=one_trunk, token_budget=1)(rollout, 0.5)
+        made, _ = maker(
+            world, actor=actor, values=shared_values_of(actor), one_trunk=one_trunk, token_budget=1
+        )(rollout, 0.5)
         assert rounded(made.values) == [[1, 2, 6], [3, 6, 0]] and actor.forwards == forwards
         for name in ("logprobs", "values", "returns", "advantages"):
             assert torch.equal(getattr(made, name), getattr(apart, name)), name
@@ -140,8 +181,15 @@ def test_two_ranks_make_the_experience_of_one(on_ranks, world, kind, whiten):
     lengths, scores, tokens = [3, 1, 2, 4], [0.5, -1.0, 2.0, 3.5], [[1, 2, 3], [4], [5, 6], [7, 2, 1, 4]]
 
     def make(world, which):
-        rollout = answers([lengths[i] for i in which], [scores[i] for i in which], tokens=[tokens[i] for i in which], limits=[5] * len(which))
-        parts = dict(estimator=Estimator(kind, 0.9, 2), whitening=replace(AS_IT_IS, over=whiten), group_size=2)
+        rollout = answers(
+            [lengths[i] for i in which],
+            [scores[i] for i in which],
+            tokens=[tokens[i] for i in which],
+            limits=[5] * len(which),
+        )
+        parts = dict(
+            estimator=Estimator(kind, 0.9, 2), whitening=replace(AS_IT_IS, over=whiten), group_size=2
+        )
         return replace(maker(world, **parts), values=None)(rollout, 0.3)
 
     whole, numbers = make(world, [0, 1, 2, 3])
@@ -159,15 +207,23 @@ def test_importance_weights(world):
     rollout = answers([2, 1], tokens=[[1, 2], [3]])
     gaps = torch.tensor([[3.0, 1.5], [0.25, 1.0]]).log()
     rollout = replace(rollout, logprobs=torch.tensor([[-0.1, -0.2], [-0.3, 0.0]]) - gaps)
-    weighed = {kind: maker(world, correction=Correction(kind, 0.5, 2.0))(rollout, 0.5) for kind in ("none", "tis", "icepop", "seq_mask_tis")}
+    weighed = {
+        kind: maker(world, correction=Correction(kind, 0.5, 2.0))(rollout, 0.5)
+        for kind in ("none", "tis", "icepop", "seq_mask_tis")
+    }
     mask = rollout.response_mask
-    assert {kind: [round(w, 4) for w in made.weights[mask].tolist()] for kind, (made, _) in weighed.items()} == {
+    assert {
+        kind: [round(w, 4) for w in made.weights[mask].tolist()] for kind, (made, _) in weighed.items()
+    } == {
         "none": [1, 1, 1],
         "tis": [2, 1.5, 0.5],
         "icepop": [0, 1.5, 0],
         "seq_mask_tis": [0, 0, 0],  # geometric means: sqrt(4.5) = 2.12 and 0.25
     }
-    assert weighed["tis"][1]["parity/weight_mean"] == pytest.approx(4 / 3, abs=1e-6) and "parity/weight_mean" not in weighed["none"][1]
+    assert (
+        weighed["tis"][1]["parity/weight_mean"] == pytest.approx(4 / 3, abs=1e-6)
+        and "parity/weight_mean" not in weighed["none"][1]
+    )
     wider, _ = maker(world, correction=Correction("seq_mask_tis", 0.5, 2.2))(rollout, 0.5)
     assert [round(w, 4) for w in wider.weights[mask].tolist()] == [3, 1.5, 0]
 

@@ -20,7 +20,19 @@ from ppo_ds.training.health import Health, KLMonitor, NonFiniteStep, TooManySkip
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.training.schedule import TrainState
 from tests.ppo.algo_cases import NAN, answers, maker, shaper
-from tests.ppo.learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, by_hand, learned, learner, old_around, same
+from tests.ppo.learner_cases import (
+    ANSWERS,
+    PROMPTS,
+    Engine,
+    TinyCritic,
+    TinyPolicy,
+    V,
+    by_hand,
+    learned,
+    learner,
+    old_around,
+    same,
+)
 
 INF = math.inf
 
@@ -69,9 +81,14 @@ def spoiled(rows, number, places, *names):
 @pytest.mark.parametrize("name", COLUMNS)
 def test_each_column_is_looked_at_where_it_counts(rows, name, number):
     assert first_nonfinite(rows) is None
-    assert first_nonfinite(spoiled(rows, number, (6, 1), name)) == (COLUMNS[name], 6)  # an answer of five tokens
+    assert first_nonfinite(spoiled(rows, number, (6, 1), name)) == (
+        COLUMNS[name],
+        6,
+    )  # an answer of five tokens
     if name != "scores":
-        assert first_nonfinite(spoiled(rows, number, (2, 3), name)) is None  # one token: what stands behind it is nobody's
+        assert (
+            first_nonfinite(spoiled(rows, number, (2, 3), name)) is None
+        )  # one token: what stands behind it is nobody's
 
 
 def test_the_first_column_in_the_order_of_the_work_is_named(rows):
@@ -89,7 +106,10 @@ def test_a_rollout_that_is_not_finite_is_not_learned_from(world, rows):
     same((actor, critic), (TinyPolicy(V, 1), TinyCritic(1, 2)))
     assert actor.read == critic.read == [] and actor.steps == critic.steps == 0
     assert seen["health/skipped_steps"] == 8.0 and seen["policy/epochs_run"] == 0.0
-    assert all(math.isnan(seen[name]) for name in ("policy/loss", "value/loss", "policy/grad_norm", "value/grad_norm"))
+    assert all(
+        math.isnan(seen[name])
+        for name in ("policy/loss", "value/loss", "policy/grad_norm", "value/grad_norm")
+    )
 
 
 def test_it_is_one_decision_however_many_optimizer_steps_it_was_for(on_ranks, rows):
@@ -97,7 +117,13 @@ def test_it_is_one_decision_however_many_optimizer_steps_it_was_for(on_ranks, ro
 
     def work(world):
         health = Health(2)
-        learn = learner(world, Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world), minibatch_size=2, health=health)
+        learn = learner(
+            world,
+            Engine(TinyPolicy(V, 1), world),
+            Engine(TinyCritic(1, 2), world),
+            minibatch_size=2,
+            health=health,
+        )
         bad = spoiled(rows, NAN, (6, 1), "old_logprobs")
         learn(bad, 0.0, 3)
         assert health.skips == 1
@@ -145,10 +171,20 @@ def test_actor_and_critic_skip_together(world, rows, plant, place):
     """One micro-batch each: the third optimizer step of four is as if it had not been."""
     plant(f"nan@{place}:at=3")
     followed, health = [], Health(2)
-    seen, actor, critic = learned(world, rows, average=SimpleNamespace(ema_update=followed.append), decay=0.5, health=health)
+    seen, actor, critic = learned(
+        world, rows, average=SimpleNamespace(ema_update=followed.append), decay=0.5, health=health
+    )
     same((actor, critic), by_hand(rows, left_out=2))
-    assert (actor.steps, critic.steps, len(followed)) == (3, 3, 3) and health.skips == 0  # the fourth was sound
-    assert seen["health/skipped_steps"] == 1.0 and math.isnan(seen["policy/grad_norm"]) and math.isnan(seen["value/grad_norm"])
+    assert (actor.steps, critic.steps, len(followed)) == (
+        3,
+        3,
+        3,
+    ) and health.skips == 0  # the fourth was sound
+    assert (
+        seen["health/skipped_steps"] == 1.0
+        and math.isnan(seen["policy/grad_norm"])
+        and math.isnan(seen["value/grad_norm"])
+    )
     own, other = (actor, critic) if "actor" in place else (critic, actor)
     assert own.skipped == [True] and other.skipped == [False]  # whose loss scale falls
     what, role = place.split(".")
@@ -162,7 +198,9 @@ def test_a_gradient_of_one_rank_stops_the_step_on_all(on_ranks, rows, culprit):
         actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
         engine, met = {"actor": actor, "critic": critic}[culprit], iter(range(100))
         backward = engine.backward
-        engine.backward = lambda loss, last: backward(loss * NAN if world.rank == 1 and next(met) == 1 else loss, last)
+        engine.backward = lambda loss, last: backward(
+            loss * NAN if world.rank == 1 and next(met) == 1 else loss, last
+        )
         learner(world, actor, critic)(rows, 0.0, 3)
         same((actor, critic), by_hand(rows, left_out=1))
         return actor.skipped, critic.skipped
@@ -188,7 +226,9 @@ def test_so_many_in_a_row_end_the_update(world, rows, plant):
     assert len(raised.value.trouble.minibatch) == 4 and raised.value.trouble.row is None
 
 
-@pytest.mark.parametrize(("counted", "ended", "began"), [(4, 6, "; the first of these was in step 4"), (6, 6, ""), (None, 6, "")])
+@pytest.mark.parametrize(
+    ("counted", "ended", "began"), [(4, 6, "; the first of these was in step 4"), (6, 6, ""), (None, 6, "")]
+)
 def test_the_end_says_in_which_earlier_step_skipping_began(monkeypatch, rows, counted, ended, began):
     trouble = NonFiniteStep(("loss of the actor",), rows, torch.arange(len(rows)), None, None, 0.1, False)
     health = Health(3, skips=2 if counted is None else 0)  # None: two of an earlier start
@@ -204,7 +244,12 @@ def test_the_end_says_in_which_earlier_step_skipping_began(monkeypatch, rows, co
             health.skip(trouble)
     monkeypatch.setattr(trainer, "dump_failure", lambda *_: "LINE")
     run = SimpleNamespace(
-        progress=TrainState(step=ended - 1), folder=SimpleNamespace(path=Path("run")), learn=None, tokenizer=None, health=health, home=None
+        progress=TrainState(step=ended - 1),
+        folder=SimpleNamespace(path=Path("run")),
+        learn=None,
+        tokenizer=None,
+        health=health,
+        home=None,
     )
     said = trainer.Trainer._last_words(run, raised.value)
     assert said == f"LINE; no optimizer step was made 3 times in a row (health.max_skips){began}"
@@ -229,14 +274,18 @@ def test_the_row_and_the_first_tensor_are_found(on_ranks, rows):
     token = int(rows.ids[row, rows.prompt_width + 2])
     places = (rows.ids == token) & rows.attention_mask
     met = places.any(dim=1).tolist()
-    first = max(0, int(places[row].nonzero()[0]) + 1 - rows.prompt_width)  # the one that is drawn after it has been read
+    first = max(
+        0, int(places[row].nonzero()[0]) + 1 - rows.prompt_width
+    )  # the one that is drawn after it has been read
 
     def work(world):
         actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
         with torch.no_grad():
             actor.module.embed[token] = NAN
         learn = learner(world, actor, critic, value=dict(clip=None))
-        trouble = NonFiniteStep(("gradient of the actor",), rows, torch.arange(len(rows)) + 100, None, None, 0.0, False)
+        trouble = NonFiniteStep(
+            ("gradient of the actor",), rows, torch.arange(len(rows)) + 100, None, None, 0.0, False
+        )
         return locate_nonfinite(learn, rows, 0.0, False), blame(learn, trouble), actor.steps, critic.skipped
 
     for found, blamed, steps, skipped in on_ranks(2, work):
@@ -248,21 +297,38 @@ def test_the_row_and_the_first_tensor_are_found(on_ranks, rows):
         assert (blamed.what, blamed.place, blamed.rank) == (worst.first, worst.place, worst.rank)
         values = TinyCritic(1, 2)(rows.ids, rows.attention_mask, rows.response_width).detach()
         errors = (values - rows.returns)[rows.value_mask].double()
-        assert sum(one.losses["critic"] for one in found) == pytest.approx(float(errors.square().mean() / 2), rel=1e-5)
+        assert sum(one.losses["critic"] for one in found) == pytest.approx(
+            float(errors.square().mean() / 2), rel=1e-5
+        )
 
 
 def test_a_replay_numbers_rows_as_the_run_did(rows):
-    dump = Dump(3, "loss of the actor", 1, 0, 0.1, False, [{"row_of_the_rollout": row, "prompt": "p"} for row in (5, 2)], rows)
+    dump = Dump(
+        3,
+        "loss of the actor",
+        1,
+        0,
+        0.1,
+        False,
+        [{"row_of_the_rollout": row, "prompt": "p"} for row in (5, 2)],
+        rows,
+    )
     found = Replay(dump, None, [Row(0, 0, {"actor": 1.0}, "loss of the actor"), Row(1, 0, {"actor": 1.0})])
     first, *each, last = lines(found)
-    assert first.endswith("(rank 1, row 5 of the rollout)") and last.endswith("loss of the actor, row 5 of the rollout")
+    assert first.endswith("(rank 1, row 5 of the rollout)") and last.endswith(
+        "loss of the actor, row 5 of the rollout"
+    )
     assert [line.split()[:2] for line in each] == [["row", "5"], ["row", "2"]]
 
 
 def test_what_does_not_come_back_is_said_to_be_so(world, rows):
     learn = learner(world, Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world))
-    found = blame(learn, NonFiniteStep(("gradient of the critic",), rows, torch.arange(8), None, None, 0.0, False))
-    assert found.place is None and found.what.startswith("gradient of the critic (not again when the step was repeated")
+    found = blame(
+        learn, NonFiniteStep(("gradient of the critic",), rows, torch.arange(8), None, None, 0.0, False)
+    )
+    assert found.place is None and found.what.startswith(
+        "gradient of the critic (not again when the step was repeated"
+    )
 
 
 # -- the ceiling --------------------------------------------------------------------------------------------------------------------------
@@ -270,7 +336,9 @@ def test_what_does_not_come_back_is_said_to_be_so(world, rows):
 
 def test_the_ceiling_speaks_when_the_kl_first_passes_it():
     ceiling = KLMonitor(0.5, stops=False)
-    said = [ceiling.exceeded({"kl/k3_token_mean": kl}) is not None for kl in (0.1, 0.5, 0.6, 0.9, 0.2, 0.7, NAN)]
+    said = [
+        ceiling.exceeded({"kl/k3_token_mean": kl}) is not None for kl in (0.1, 0.5, 0.6, 0.9, 0.2, 0.7, NAN)
+    ]
     assert said == [False, False, True, False, False, True, False]
     assert KLMonitor(0.5, stops=True).exceeded({"policy/loss": 9.0}) is None
     assert KLMonitor(None, stops=True).exceeded({"kl/k3_token_mean": 9.0}) is None

@@ -8,7 +8,18 @@ import torch
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.ppo.learner import describe_steps
 from ppo_ds.types import Sequences
-from tests.ppo.learner_cases import ANSWERS, PROMPTS, TinyCritic, TinyPolicy, V, by_hand, learned, old_around, on_policy, same
+from tests.ppo.learner_cases import (
+    ANSWERS,
+    PROMPTS,
+    TinyCritic,
+    TinyPolicy,
+    V,
+    by_hand,
+    learned,
+    old_around,
+    on_policy,
+    same,
+)
 
 
 @pytest.fixture
@@ -22,7 +33,9 @@ OBJECTIVES = {
     "entropy": dict(policy=dict(entropy_coef=0.3)),
     "kl": dict(policy=dict(kl_in_loss=True), kl_coef=0.7),
     "asymmetric": dict(policy=dict(clip_low=0.1, clip_high=0.5, dual_clip=1.5)),
-    "sequence_mean": dict(policy=dict(agg="seq_mean_token_mean", entropy_coef=0.3), value=dict(agg="seq_mean_token_mean")),
+    "sequence_mean": dict(
+        policy=dict(agg="seq_mean_token_mean", entropy_coef=0.3), value=dict(agg="seq_mean_token_mean")
+    ),
     "sequence_sum": dict(policy=dict(agg="seq_mean_token_sum"), value=dict(agg="seq_mean_token_sum")),
     "sum_norm": dict(policy=dict(agg="token_sum_norm"), value=dict(agg="token_sum_norm")),
     "value": dict(value=dict(clip=None, half=False, coef=0.1)),
@@ -75,9 +88,15 @@ def test_what_is_padded(world, experience):
     """Minibatches of all 4 rows, with 9, 7, 3 and 2 tokens: padded together in 36 places, of which 15 hold none; nothing where they are packed."""
     rows = experience([4, 3, 1, 1], [5, 4, 2, 1])
     assert learned(world, rows, epochs=1)[0]["perf/pad_frac_update"] == pytest.approx(15 / 36)
-    assert learned(world, rows, epochs=1, budget=18)[0]["perf/pad_frac_update"] == pytest.approx(3 / 24)  # 9 and 7 in one forward, 3 and 2 in another
+    assert learned(world, rows, epochs=1, budget=18)[0]["perf/pad_frac_update"] == pytest.approx(
+        3 / 24
+    )  # 9 and 7 in one forward, 3 and 2 in another
     seen, actor, _ = learned(world, rows, epochs=1, budget=21, packed=True)
-    assert seen["perf/pad_frac_update"] == 0 and actor.backwards == [1] and learned(world, rows, epochs=1, budget=21)[1].backwards == [2]
+    assert (
+        seen["perf/pad_frac_update"] == 0
+        and actor.backwards == [1]
+        and learned(world, rows, epochs=1, budget=21)[1].backwards == [2]
+    )
 
 
 # -- numbers ------------------------------------------------------------------------------------------------------------------------------
@@ -88,18 +107,30 @@ def test_the_first_ratio_is_one_and_one_step_reports_the_state_before_it(world, 
     seen, actor, _ = learned(world, rows, minibatch_size=8, epochs=1, budget=20)
     advantages = rows.advantages[rows.response_mask]
     assert seen["parity/ratio_first_minibatch_max"] == seen["policy/ratio_max"] == pytest.approx(1, abs=1e-9)
-    assert seen["policy/ratio_mean"] == pytest.approx(1) and seen["policy/clipfrac"] == seen["policy/clipfrac_low"] == 0
-    assert seen["policy/approx_kl"] == pytest.approx(0, abs=1e-12) and seen["policy/kl_k1"] == pytest.approx(0, abs=1e-9)
+    assert (
+        seen["policy/ratio_mean"] == pytest.approx(1)
+        and seen["policy/clipfrac"] == seen["policy/clipfrac_low"] == 0
+    )
+    assert seen["policy/approx_kl"] == pytest.approx(0, abs=1e-12) and seen["policy/kl_k1"] == pytest.approx(
+        0, abs=1e-9
+    )
     assert seen["policy/loss"] == pytest.approx(-float(advantages.double().mean()), rel=1e-6)
     assert seen["policy/entropy"] == pytest.approx(float(entropies.mean()), rel=1e-6)
-    assert seen["policy/epochs_run"] == 1.0 and seen["policy/early_stopped"] == 0.0 and "policy/kl_loss" not in seen
+    assert (
+        seen["policy/epochs_run"] == 1.0
+        and seen["policy/early_stopped"] == 0.0
+        and "policy/kl_loss" not in seen
+    )
     assert actor.backwards[0] > 1
 
 
 def test_the_first_minibatchs_ratio_is_of_the_first_step_alone(world, rows):
     rows, _ = on_policy(rows)
     seen, *_ = learned(world, rows, minibatch_size=2, epochs=2, budget=1)
-    assert seen["parity/ratio_first_minibatch_max"] == pytest.approx(1, abs=1e-9) and seen["policy/ratio_max"] > 1.01
+    assert (
+        seen["parity/ratio_first_minibatch_max"] == pytest.approx(1, abs=1e-9)
+        and seen["policy/ratio_max"] > 1.01
+    )
 
 
 def test_value_numbers(world, rows):
@@ -107,8 +138,12 @@ def test_value_numbers(world, rows):
     with torch.no_grad():
         values = TinyCritic(1, 2)(rows.ids, rows.attention_mask, rows.response_width)[rows.value_mask]
     returns = rows.returns[rows.value_mask].double()
-    assert seen["value/loss"] == pytest.approx(float((values - returns).square().mean() / 2), rel=1e-6)  # without the coefficient
-    assert seen["value/explained_var"] == pytest.approx(float(1 - (returns - values).var() / returns.var()), rel=1e-5)
+    assert seen["value/loss"] == pytest.approx(
+        float((values - returns).square().mean() / 2), rel=1e-6
+    )  # without the coefficient
+    assert seen["value/explained_var"] == pytest.approx(
+        float(1 - (returns - values).var() / returns.var()), rel=1e-5
+    )
     assert seen["value/mean"] == pytest.approx(float(values.mean()), rel=1e-6) and seen["value/clipfrac"] == 0
 
 

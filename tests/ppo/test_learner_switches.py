@@ -10,7 +10,21 @@ from ppo_ds.ppo.batching import minibatches
 from ppo_ds.ppo.losses import PtxObjective
 from ppo_ds.types import Sequences
 from tests.ppo.algo_cases import AS_IT_IS, attended, without_critic
-from tests.ppo.learner_cases import ANSWERS, LR, PROMPTS, Engine, TinyCritic, TinyPolicy, V, by_hand, learned, learner, old_around, same, unpadded
+from tests.ppo.learner_cases import (
+    ANSWERS,
+    LR,
+    PROMPTS,
+    Engine,
+    TinyCritic,
+    TinyPolicy,
+    V,
+    by_hand,
+    learned,
+    learner,
+    old_around,
+    same,
+    unpadded,
+)
 
 
 @pytest.fixture
@@ -46,7 +60,9 @@ def test_no_further_minibatch_once_the_policy_has_moved_too_far(on_ranks, near, 
     moved = distances(near)
     assert moved[0] < moved[1] < moved[2]
     target = 0.999 * moved[last]
-    for seen, actor, critic in on_ranks(ranks, lambda world: learned(world, near, target_kl=target, budget=20)):
+    for seen, actor, critic in on_ranks(
+        ranks, lambda world: learned(world, near, target_kl=target, budget=20)
+    ):
         assert actor.steps == critic.steps == last + 1
         assert (seen["policy/early_stopped"], seen["policy/epochs_run"]) == (1.0, (last + 1) / 2)
         same((actor, critic), by_hand(near, steps=last + 1))
@@ -70,7 +86,10 @@ def test_the_critic_alone(world, rows):
     same([actor], [TinyPolicy(V, 1)])
     assert not actor.read and not actor.steps and not followed
     assert {name.split("/")[0] for name in seen} == {"value", "health", "policy", "perf"}
-    assert {name for name in seen if name.startswith("policy/")} == {"policy/epochs_run", "policy/early_stopped"}
+    assert {name for name in seen if name.startswith("policy/")} == {
+        "policy/epochs_run",
+        "policy/early_stopped",
+    }
     _, seen = learn(rows, 0.0, 3)  # and afterwards both
     assert actor.steps > 0 and "policy/loss" in seen
 
@@ -86,13 +105,29 @@ def test_without_a_critic(world, rows):
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1), (4, 24)])
 def test_the_critic_learns_the_states_that_are_trained(on_ranks, rows, ranks, budget):
     """Also those after the end, and not every answer's tokens: a mean over all of them."""
-    taken = [[0], [0, 6], [0, 1], [], [4], [0, 1], [1, 2, 3], [2]]  # columns of each row; the answers have 2 6 1 3 4 1 5 2 tokens
-    mask, returns = torch.zeros_like(rows.value_mask), torch.randn(rows.returns.shape, generator=torch.Generator().manual_seed(5))
+    taken = [
+        [0],
+        [0, 6],
+        [0, 1],
+        [],
+        [4],
+        [0, 1],
+        [1, 2, 3],
+        [2],
+    ]  # columns of each row; the answers have 2 6 1 3 4 1 5 2 tokens
+    mask, returns = (
+        torch.zeros_like(rows.value_mask),
+        torch.randn(rows.returns.shape, generator=torch.Generator().manual_seed(5)),
+    )
     for i, columns in enumerate(taken):
         mask[i, columns] = True
     rows = replace(rows, value_mask=mask, returns=returns)
     expected = TinyCritic(1, 2)
-    errors = [(expected(*unpadded(rows, i))[0, t] - float(returns[i, t])) ** 2 / 2 for i, columns in enumerate(taken) for t in columns]
+    errors = [
+        (expected(*unpadded(rows, i))[0, t] - float(returns[i, t])) ** 2 / 2
+        for i, columns in enumerate(taken)
+        for t in columns
+    ]
     torch.stack(errors).mean().backward()
     for parameter in expected.parameters():
         parameter.data -= LR * parameter.grad
@@ -116,7 +151,12 @@ def test_one_trunk_learns_both_in_one_backward(on_ranks, rows, ranks, budget):
     for seen, actor in on_ranks(ranks, work):
         same([actor], [expected])
         assert actor.steps == 4 and len(actor.read) == sum(actor.backwards)
-        assert {"value/loss", "value/clipfrac", "value/explained_var", "policy/loss"} <= seen.keys() and "value/lr" not in seen
+        assert {
+            "value/loss",
+            "value/clipfrac",
+            "value/explained_var",
+            "policy/loss",
+        } <= seen.keys() and "value/lr" not in seen
 
 
 # -- beside the losses of PPO -------------------------------------------------------------------------------------------------------------
@@ -126,9 +166,15 @@ def test_one_trunk_learns_both_in_one_backward(on_ranks, rows, ranks, budget):
 def test_the_balance_of_experts_is_a_mean_over_all_tokens(on_ranks, rows, ranks, budget):
     """However the rows are split: each forward's mean counts by its tokens."""
     settings = dict(policy=dict(aux_coef=0.2))
-    for seen, *engines in on_ranks(ranks, lambda world: learned(world, rows, budget=budget, minibatch_size=8, epochs=1, **settings)):
+    for seen, *engines in on_ranks(
+        ranks, lambda world: learned(world, rows, budget=budget, minibatch_size=8, epochs=1, **settings)
+    ):
         same(engines, by_hand(rows, minibatch_size=8, epochs=1, **settings))
-        squares = [float(TinyPolicy(V, 1).embed[token].detach().square().sum()) for i in range(8) for token in unpadded(rows, i)[0][0, -ANSWERS[i] :]]
+        squares = [
+            float(TinyPolicy(V, 1).embed[token].detach().square().sum())
+            for i in range(8)
+            for token in unpadded(rows, i)[0][0, -ANSWERS[i] :]
+        ]
         assert seen["policy/aux_loss"] == pytest.approx(sum(squares) / len(squares), rel=1e-6)
     assert "policy/aux_loss" not in learned(on_ranks(1, lambda world: world)[0], rows)[0]
 
@@ -152,7 +198,9 @@ def test_other_texts(on_ranks, rows, ranks, budget):
         for i in part.tolist():
             log_ratio = expected(*unpadded(rows, i)).logprobs[0] - rows.old_logprobs[i, : ANSWERS[i]]
             advantage = rows.advantages[i, : ANSWERS[i]]
-            surrogates.append(-torch.minimum(log_ratio.exp() * advantage, log_ratio.exp().clamp(0.8, 1.2) * advantage))
+            surrogates.append(
+                -torch.minimum(log_ratio.exp() * advantage, log_ratio.exp().clamp(0.8, 1.2) * advantage)
+            )
         for i in range(4):
             inputs = ids, _, r = unpadded(texts(k), i)
             table = (expected.states(*inputs)[0, :-1] @ expected.head).log_softmax(-1)
@@ -176,7 +224,9 @@ def test_other_texts(on_ranks, rows, ranks, budget):
     for seen, actor, left, places in on_ranks(ranks, work):
         same([actor], [expected])
         assert left is None and actor.steps == 2
-        assert seen["policy/ptx_loss"] == pytest.approx(float(torch.stack(ptx_losses).detach().mean()), rel=1e-6)
+        assert seen["policy/ptx_loss"] == pytest.approx(
+            float(torch.stack(ptx_losses).detach().mean()), rel=1e-6
+        )
         second = places.index(0, 1)
         assert places == [*range(second), *range(len(places) - second)]
 
@@ -201,7 +251,9 @@ def test_advantages_whitened_by_the_minibatch(on_ranks, rows, ranks, unbiased):
             advantages[i] = ((rows.advantages[i] - found.mean()) / found.std(unbiased=unbiased)).float()
     expected = by_hand(replace(rows, advantages=advantages), epochs=1)
     whitening = replace(AS_IT_IS, over="minibatch", unbiased=unbiased)
-    for _, *engines in on_ranks(ranks, lambda world: learned(world, rows, epochs=1, whitening=whitening, budget=20)):
+    for _, *engines in on_ranks(
+        ranks, lambda world: learned(world, rows, epochs=1, whitening=whitening, budget=20)
+    ):
         for engine, module in zip(engines, expected, strict=True):
             for ours, theirs in zip(engine.module.parameters(), module.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # whitened in float32

@@ -13,7 +13,10 @@ from tests.ppo.algo_cases import RUBBISH
 from tests.ppo.learner_cases import POLICY, VALUE
 
 # two answers, of two tokens and of one; the padding holds rubbish
-DIFFERENCES = [[0.1, 0.2], [-0.1]]  # log pi - log pi_old: the first answer's ratio is e^0.3, the second's e^-0.1
+DIFFERENCES = [
+    [0.1, 0.2],
+    [-0.1],
+]  # log pi - log pi_old: the first answer's ratio is e^0.3, the second's e^-0.1
 ADVANTAGES = [[1.0, 1.0], [-2.0]]
 FROM_REFERENCE = [[0.5, -0.2], [1.0]]  # log pi - log pi_ref
 
@@ -28,7 +31,11 @@ def micro(experience):
     old = column([[-1.0, -2.0], [-3.0]])
     now = now_of(old)
     return replace(
-        made, old_logprobs=old, ref_logprobs=now - column(FROM_REFERENCE, 0.0), advantages=column(ADVANTAGES), weights=torch.ones(2, 2).double()
+        made,
+        old_logprobs=old,
+        ref_logprobs=now - column(FROM_REFERENCE, 0.0),
+        advantages=column(ADVANTAGES),
+        weights=torch.ones(2, 2).double(),
     )
 
 
@@ -60,7 +67,9 @@ def test_token_by_token(micro):
     loss, seen, out = policy(micro)
     assert loss == pytest.approx((-math.exp(0.1) - 1.2 + 2 * math.exp(-0.1)) / 3)
     assert gradient(out.logprobs) == pytest.approx([-math.exp(0.1) / 3, 0, 2 * math.exp(-0.1) / 3])
-    assert mean(seen["policy/clipfrac"]) == pytest.approx(1 / 3) and mean(seen["policy/loss"]) == pytest.approx(loss)
+    assert mean(seen["policy/clipfrac"]) == pytest.approx(1 / 3) and mean(
+        seen["policy/loss"]
+    ) == pytest.approx(loss)
 
 
 @pytest.mark.parametrize("agg", ["token_mean", "seq_mean_token_sum"])
@@ -88,7 +97,9 @@ def test_other_objectives_of_whole_answers(micro, kind, ratios):
     assert mean(seen["policy/loss"]) == pytest.approx(loss)
 
 
-@pytest.mark.parametrize(("kind", "slopes"), [("reinforce", [-1, -1, 2]), ("cispo", [-math.exp(0.1), -1.2, 2 * math.exp(-0.1)])])
+@pytest.mark.parametrize(
+    ("kind", "slopes"), [("reinforce", [-1, -1, 2]), ("cispo", [-math.exp(0.1), -1.2, 2 * math.exp(-0.1)])]
+)
 def test_other_objectives_of_tokens(micro, kind, slopes):
     assert gradient(policy(micro, kind=kind)[2].logprobs) == pytest.approx([slope / 3 for slope in slopes])
 
@@ -103,7 +114,9 @@ def test_bounds_of_the_ratio(micro):
     bounded, seen, bounded_out = policy(far, out, entropy_kind="sample", dual_clip=3.0)
     assert plain == pytest.approx((-math.exp(0.1) - 1.2 + 2 * math.exp(1.5)) / 3)
     assert bounded == pytest.approx((-math.exp(0.1) - 1.2 + 6) / 3)
-    assert mean(seen["policy/clipfrac_low"]) == pytest.approx(1 / 3) and gradient(bounded_out.logprobs)[2] == 0
+    assert (
+        mean(seen["policy/clipfrac_low"]) == pytest.approx(1 / 3) and gradient(bounded_out.logprobs)[2] == 0
+    )
 
 
 def test_importance_weights_multiply_the_surrogate(micro):
@@ -130,7 +143,9 @@ def test_the_entropy_of_the_sample(micro, level, n):
     """-log p of the tokens that were drawn: 0.9 + 1.8 + 3.1. A bonus for it pushes their log-probs down."""
     plain, _, before = policy(micro, level=level)
     loss, seen, out = policy(micro, level=level, entropy_coef=0.1, entropy_kind="sample")
-    assert loss == pytest.approx(plain - 0.1 * 5.8 / n) and mean(seen["policy/entropy"]) == pytest.approx(5.8 / 3)
+    assert loss == pytest.approx(plain - 0.1 * 5.8 / n) and mean(seen["policy/entropy"]) == pytest.approx(
+        5.8 / 3
+    )
     pushed = [x - y for x, y in zip(gradient(out.logprobs), gradient(before.logprobs), strict=True)]
     assert pushed == pytest.approx([0.1 / n] * 3) and out.entropy.grad is None  # added to what is minimised
 
@@ -155,14 +170,21 @@ def test_the_kl_in_the_loss(micro, level, agg, expected):
 def test_a_kl_that_is_only_watched_is_no_part_of_the_loss(micro):
     """Answers that the reference rules out, log-prob -inf: with coefficient 0 loss and gradient do not hear of it."""
     plain, _, before = policy(micro)
-    loss, seen, out = policy(replace(micro, ref_logprobs=micro.ref_logprobs * math.inf), kl_in_loss=True, kl_coef=0.0)
+    loss, seen, out = policy(
+        replace(micro, ref_logprobs=micro.ref_logprobs * math.inf), kl_in_loss=True, kl_coef=0.0
+    )
     assert loss == plain and gradient(out.logprobs) == gradient(before.logprobs)
     assert not math.isfinite(mean(seen["policy/kl_loss"]))
 
 
 @pytest.mark.parametrize(
     ("estimator", "slopes"),
-    [("k1", [1, 1, 1]), ("abs", [1, -1, 1]), ("k2", [0.5, -0.2, 1.0]), ("k3", [1 - math.exp(-0.5), 1 - math.exp(0.2), 1 - math.exp(-1.0)])],
+    [
+        ("k1", [1, 1, 1]),
+        ("abs", [1, -1, 1]),
+        ("k2", [0.5, -0.2, 1.0]),
+        ("k3", [1 - math.exp(-0.5), 1 - math.exp(0.2), 1 - math.exp(-1.0)]),
+    ],
 )
 def test_the_gradient_of_each_estimator(micro, estimator, slopes):
     plain, _, before = policy(micro)
@@ -174,7 +196,9 @@ def test_the_gradient_of_each_estimator(micro, estimator, slopes):
 def test_the_balance_loss_of_a_forward_counts_by_its_tokens(micro):
     """This forward has 3 of the step's 12 tokens, on 2 ranks whose gradients are averaged: 0.1 * 4 * 3 / 12 * 2."""
     totals = batch_totals([torch.ones(3, 4)], dp_size=2)
-    out = PolicyOutput(now_of(micro.old_logprobs), torch.zeros(2, 2).double(), None, torch.tensor(4.0).double())
+    out = PolicyOutput(
+        now_of(micro.old_logprobs), torch.zeros(2, 2).double(), None, torch.tensor(4.0).double()
+    )
     plain, seen, _ = policy(micro, out, totals=totals)
     assert "policy/aux_loss" not in seen
     loss, seen, out = policy(micro, out, totals=totals, aux_coef=0.1)
@@ -188,13 +212,23 @@ def test_the_balance_loss_of_a_forward_counts_by_its_tokens(micro):
 def test_values(micro):
     """Errors 1, 2 and 3 over three states, one of them after the first answer's end; halved, times 0.1. The clip at 0.5 enlarges the last."""
     states = torch.tensor([[True, False, True], [True, False, False]])
-    rows = replace(micro, values=torch.zeros(2, 3), returns=torch.tensor([[1.0, 8.0, 2.0], [-4.0, 8.0, 8.0]]), value_mask=states)
+    rows = replace(
+        micro,
+        values=torch.zeros(2, 3),
+        returns=torch.tensor([[1.0, 8.0, 2.0], [-4.0, 8.0, 8.0]]),
+        value_mask=states,
+    )
     values = torch.tensor([[0.0, 9.0, 0.0], [-1.0, 9.0, 9.0]], requires_grad=True)
     totals = batch_totals([states])
     loss, seen = ValueObjective(**VALUE | dict(clip=None, coef=0.1))(values, rows, totals)
-    assert loss.item() == pytest.approx(0.1 * (1 + 4 + 9) / 2 / 3) and mean(seen["value/loss"]) == pytest.approx(14 / 6)
+    assert loss.item() == pytest.approx(0.1 * (1 + 4 + 9) / 2 / 3) and mean(
+        seen["value/loss"]
+    ) == pytest.approx(14 / 6)
     loss.backward()
-    assert values.grad[states].tolist() == pytest.approx([-0.1 / 3, -0.2 / 3, 0.3 / 3]) and values.grad[~states].abs().max() == 0
+    assert (
+        values.grad[states].tolist() == pytest.approx([-0.1 / 3, -0.2 / 3, 0.3 / 3])
+        and values.grad[~states].abs().max() == 0
+    )
     clipped, _ = ValueObjective(**VALUE | dict(clip=0.5, half=False))(values, rows, totals)
     assert clipped.item() == pytest.approx((1 + 4 + 3.5**2) / 3)
 
@@ -203,7 +237,9 @@ def test_one_value_for_each_answer(micro):
     """At level sequence each answer counts once, however long: errors 1 and 3."""
     states = torch.tensor([[False, False, True], [False, True, False]])
     rows = replace(micro, values=torch.zeros(2, 3), returns=torch.full((2, 3), 1.0), value_mask=states)
-    loss, _ = ValueObjective(clip=None, half=False, coef=0.5, agg="token_mean")(torch.tensor([[9.0, 9, 0], [9, 4, 9]]), rows, batch_totals([states]))
+    loss, _ = ValueObjective(clip=None, half=False, coef=0.5, agg="token_mean")(
+        torch.tensor([[9.0, 9, 0], [9, 4, 9]]), rows, batch_totals([states])
+    )
     assert loss.item() == pytest.approx(0.5 * (1 + 9) / 2)
 
 

@@ -75,7 +75,10 @@ def test_off_by_more_than_the_dtype_allows(world, dtype):
     bound = BOUNDS[dtype]
     gap = measured(world, [0.9 * bound])
     assert gap[0] == pytest.approx(0.9 * bound, rel=1e-2) and disagreement(gap, dtype) is None
-    assert re.search(rf"differ by {1.1 * bound:.4g} nats.*allowed for {dtype} is {bound:.4g}", disagreement(measured(world, [1.1 * bound]), dtype))
+    assert re.search(
+        rf"differ by {1.1 * bound:.4g} nats.*allowed for {dtype} is {bound:.4g}",
+        disagreement(measured(world, [1.1 * bound]), dtype),
+    )
 
 
 def test_errors_of_both_signs_do_not_cancel(world):

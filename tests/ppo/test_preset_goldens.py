@@ -16,7 +16,19 @@ import torch
 from ppo_ds.config.warnings import warnings
 from tests.ops.golden import assert_no_stale_entries, cases, look_up, outputs
 from tests.ppo import preset_loops as loops
-from tests.ppo.preset_runs import PRESETS, WIDTH, Numbers, at_places, close, composed, gradient_of, loss_of, ran, states, under
+from tests.ppo.preset_runs import (
+    PRESETS,
+    WIDTH,
+    Numbers,
+    at_places,
+    close,
+    composed,
+    gradient_of,
+    loss_of,
+    ran,
+    states,
+    under,
+)
 from tests.ppo.preset_switches import DEPARTURES, STANDARD, WARN
 
 # the files of conf/algo ---------------------------------------------------------------------------------------------------------------
@@ -58,7 +70,9 @@ SYSTEMS = {
     "seed_a_eos_dropped": ("zysnlp_strict",),
     "seed_a_eos_kept": ("zysnlp", "algo.mask.include_eos=true"),
 }
-NOT_OFFERED = {"torchtune/*": "no preset: its advantages keep their mean, the place after the end has KL, one-token answers are paid elsewhere"}
+NOT_OFFERED = {
+    "torchtune/*": "no preset: its advantages keep their mean, the place after the end has KL, one-token answers are paid elsewhere"
+}
 PARAMETERS = {
     "kl_coef": lambda algo: algo.kl.coef,
     "clip_reward": lambda algo: algo.reward.clip,
@@ -115,7 +129,9 @@ def expected(case, key):
     if case.id == "trl" and key.startswith("value_"):
         return 0.1 * x  # the golden stops before vf_coef
     if case.id == "seed_a_eos_dropped" and key.endswith(("_loss", "_grad")):
-        return 6 / 5 * x  # row 1 has no action: its 0 is one of 6 numbers in the tutorial's mean, and none of 5 in ours
+        return (
+            6 / 5 * x
+        )  # row 1 has no action: its 0 is one of 6 numbers in the tutorial's mean, and none of 5 in ours
     if case.id == "dschat_pad_not_eos":
         return without_kl_on_pad(case)[key]
     return x
@@ -144,7 +160,9 @@ def test_pipelines(world, case, key):
         pytest.skip(reason)
     actual, golden = ACTUAL[key](run_of(world, case)), expected(case, key)
     if key == "advantages" or (case.id in RUBBISH_BEYOND and key in ("rewards", "returns")):
-        actions = case.outputs["loss_mask"].bool()  # DeepSpeed-Chat has an advantage on the place after the end too, and does nothing with it
+        actions = case.outputs[
+            "loss_mask"
+        ].bool()  # DeepSpeed-Chat has an advantage on the place after the end too, and does nothing with it
         actual, golden = under(actions, actual), golden[actions]
     close(actual, golden)
 
@@ -153,7 +171,9 @@ def test_every_table_entry_is_used():
     assert_no_stale_entries("pipelines.json", ACTUAL, NOT_OFFERED)
 
 
-ONE_MORE = torch.arange(WIDTH + 1) < torch.tensor([[10], [2], [8], [5], [10], [10]])  # rows 0 and 5 fill their limit
+ONE_MORE = torch.arange(WIDTH + 1) < torch.tensor(
+    [[10], [2], [8], [5], [10], [10]]
+)  # rows 0 and 5 fill their limit
 
 
 @of_each_system
@@ -173,11 +193,28 @@ def array(x):
     return x.double().numpy()
 
 
-def losses(case, advantages, returns, mask, value_mask=None, *, dual=None, clip_value=0.2, half=True, agg="token_mean"):
-    policy = loops.policy_loss(array(case.logprobs), array(case.old_logprobs), advantages, mask, dual=dual, agg=agg)
+def losses(
+    case,
+    advantages,
+    returns,
+    mask,
+    value_mask=None,
+    *,
+    dual=None,
+    clip_value=0.2,
+    half=True,
+    agg="token_mean",
+):
+    policy = loops.policy_loss(
+        array(case.logprobs), array(case.old_logprobs), advantages, mask, dual=dual, agg=agg
+    )
     value_mask = mask if value_mask is None else value_mask
-    value = loops.value_loss(array(case.values), array(case.old_values), returns, value_mask, clip=clip_value, half=half, agg=agg)
-    return dict(zip(("policy_loss", "policy_grad", "value_loss", "value_grad"), (*policy, *value), strict=True))
+    value = loops.value_loss(
+        array(case.values), array(case.old_values), returns, value_mask, clip=clip_value, half=half, agg=agg
+    )
+    return dict(
+        zip(("policy_loss", "policy_grad", "value_loss", "value_grad"), (*policy, *value), strict=True)
+    )
 
 
 BLOG = {"clip_value": None, "half": False, "agg": "seq_mean_token_mean"}
@@ -194,7 +231,13 @@ WHITENED = {"openrlhf": {"unbiased": False}, "verl": {"unbiased": True}}
 @of_each_system
 def test_the_loops_give_the_losses_of_the_goldens(case):
     golden = {name: array(x) for name, x in case.outputs.items()}
-    found = losses(case, golden["advantages"], golden["returns"], golden["loss_mask"].astype(bool), **SHAPES.get(case.id, {}))
+    found = losses(
+        case,
+        golden["advantages"],
+        golden["returns"],
+        golden["loss_mask"].astype(bool),
+        **SHAPES.get(case.id, {}),
+    )
     for name, x in found.items():
         factor = 5 / 6 if case.id == "seed_a_eos_dropped" else 1  # see `expected`
         np.testing.assert_allclose(factor * x, golden[name], rtol=1e-6, atol=1e-9)
@@ -204,12 +247,19 @@ def test_the_loops_give_the_losses_of_the_goldens(case):
 def test_the_loops_give_the_advantages_of_the_goldens(name):
     case = OFFERED[name]
     p, mask, limit = case.params, array(case.mask).astype(bool), case.params.get("clip_reward", np.inf)
-    rewards = loops.rewards(array(case.scores).clip(-limit, limit), array(case.old_logprobs - case.ref_logprobs), mask, p["kl_coef"])
+    rewards = loops.rewards(
+        array(case.scores).clip(-limit, limit),
+        array(case.old_logprobs - case.ref_logprobs),
+        mask,
+        p["kl_coef"],
+    )
     advantages, returns = loops.gae(rewards, array(case.old_values), mask, p["gamma"], p["lam"])
     if name in WHITENED:
         advantages = loops.whitened(advantages, mask, **WHITENED[name])
     for key, x in (("rewards", rewards), ("returns", returns), ("advantages", advantages)):
-        np.testing.assert_allclose(x[mask], array(case.outputs[key])[mask], rtol=2e-5, atol=1e-6)  # OpenRLHF's are float32
+        np.testing.assert_allclose(
+            x[mask], array(case.outputs[key])[mask], rtol=2e-5, atol=1e-6
+        )  # OpenRLHF's are float32
 
 
 def all_equal(run, wanted):
@@ -263,4 +313,7 @@ def test_zysnlp_pays_the_score_on_the_last_action_that_is_left(world):
             out["advantages"][i, t] += more
             out["returns"][i, t] += more
     assert case.scores.abs().max() < 5
-    all_equal(run_of(world, case, "zysnlp"), out | losses(case, out["advantages"], out["returns"], out["loss_mask"].astype(bool), **BLOG))
+    all_equal(
+        run_of(world, case, "zysnlp"),
+        out | losses(case, out["advantages"], out["returns"], out["loss_mask"].astype(bool), **BLOG),
+    )

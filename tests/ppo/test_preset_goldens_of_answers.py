@@ -12,13 +12,29 @@ import torch
 from ppo_ds.errors import UserError
 from tests.ops.golden import assert_no_stale_entries, cases, look_up, outputs
 from tests.ppo import preset_loops as loops
-from tests.ppo.preset_runs import NAN, WIDTH, Numbers, at_places, close, composed, gradient_of, judged, loss_of, make_and_learn, ran, states, under
+from tests.ppo.preset_runs import (
+    NAN,
+    WIDTH,
+    Numbers,
+    at_places,
+    close,
+    composed,
+    gradient_of,
+    judged,
+    loss_of,
+    make_and_learn,
+    ran,
+    states,
+    under,
+)
 
 
 # sequence_level.json ------------------------------------------------------------------------------------------------------------------
 def after_the_end(column, mask):
     """One value per answer, [B], as that of the state after its last token, [B,S]; the others are not to be read."""
-    return torch.full((len(mask), WIDTH + 1), NAN, dtype=column.dtype).scatter(1, mask.long().sum(1, keepdim=True), column[:, None])
+    return torch.full((len(mask), WIDTH + 1), NAN, dtype=column.dtype).scatter(
+        1, mask.long().sum(1, keepdim=True), column[:, None]
+    )
 
 
 def answers(case):
@@ -42,7 +58,10 @@ NOT_OFFERED = {"seed_b/*total_kl_before_loop": BEFORE_THE_LOOP}
 
 def per_answer(x, mask):
     """The number that all tokens of an answer share."""
-    assert all(row[m].unique().numel() == 1 for row, m in zip(x, mask.bool(), strict=True)) and not x[~mask.bool()].any()
+    assert (
+        all(row[m].unique().numel() == 1 for row, m in zip(x, mask.bool(), strict=True))
+        and not x[~mask.bool()].any()
+    )
     return x[:, 0]
 
 
@@ -83,20 +102,33 @@ WHOLE = {
     "seed_c/total": total,
     "seed_b/grad_logprobs.total_kl_live": actor_gradient,
     "seed_c/grad_logprobs": actor_gradient,
-    "grad_values": lambda run, c: at_the_end(gradient_of(run.critic), c.mask) / c.params.get("accumulation_steps", 1),
+    "grad_values": lambda run, c: (
+        at_the_end(gradient_of(run.critic), c.mask) / c.params.get("accumulation_steps", 1)
+    ),
 }
 
 
 def raw_advantages(world, c):
-    return per_answer(ran(world, c, answers(c), "sequence_kl", "algo.advantage.whiten=none").experience.advantages, c.mask)
+    return per_answer(
+        ran(world, c, answers(c), "sequence_kl", "algo.advantage.whiten=none").experience.advantages, c.mask
+    )
 
 
 @pytest.mark.parametrize("case", cases("sequence_level.json"), ids=lambda c: c.id)
 def test_the_golden_was_made_with_the_presets_own_parameters(case):
     algo = composed(*LOOPS[case.id]).algo
-    ours = {"clip": algo.policy.clip_low, "vf_coef": algo.value.coef, "kl_coef": algo.kl.coef, "entropy_coef": algo.entropy.coef}
-    given = {name: value for name, value in case.params.items() if name not in ("aux_loss", "accumulation_steps")}
-    assert given == {name: ours[name] for name in given} and ("entropy_coef" in given or not algo.entropy.coef)
+    ours = {
+        "clip": algo.policy.clip_low,
+        "vf_coef": algo.value.coef,
+        "kl_coef": algo.kl.coef,
+        "entropy_coef": algo.entropy.coef,
+    }
+    given = {
+        name: value for name, value in case.params.items() if name not in ("aux_loss", "accumulation_steps")
+    }
+    assert given == {name: ours[name] for name in given} and (
+        "entropy_coef" in given or not algo.entropy.coef
+    )
 
 
 @pytest.mark.parametrize(("case", "key"), outputs("sequence_level.json"))
@@ -108,7 +140,9 @@ def test_sequence_level(world, case, key):
         return close(raw_advantages(world, case), golden)
     run = ran(world, case, answers(case), *LOOPS[case.id])
     assert len(run.actor.steps) == len(run.critic.steps) == {"seed_b": 4, "seed_c": 1}[case.id]
-    assert (run.experience.logprobs == run.experience.old_logprobs).all() == (case.id == "seed_b")  # the other's old policy is a lagging copy
+    assert (run.experience.logprobs == run.experience.old_logprobs).all() == (
+        case.id == "seed_b"
+    )  # the other's old policy is a lagging copy
     if key == "ratio":
         close(run.learned["policy/ratio_max"], golden.max())
         return close(run.learned["policy/ratio_mean"], (golden * case.mask.sum(1)).sum() / case.mask.sum())
@@ -121,7 +155,15 @@ def two_groups(case):
     assert case.index.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     ref = torch.full(case.kl.shape, -2.0, dtype=case.kl.dtype)
     values = states(case.values, case.mask)
-    return Numbers(mask=case.mask, scores=case.scores, old=ref + case.kl, ref=ref, now=ref + case.kl, old_values=values, values=values)
+    return Numbers(
+        mask=case.mask,
+        scores=case.scores,
+        old=ref + case.kl,
+        ref=ref,
+        now=ref + case.kl,
+        old_values=values,
+        values=values,
+    )
 
 
 def run_of(world, case, *arguments):
@@ -189,14 +231,20 @@ def test_reinforce_pp_charges_its_own_coefficient(world):
     found = run_of(world, case, "reinforce_pp", RAW).experience.advantages
     for i, n in enumerate(case.mask.sum(1).tolist()):
         for t in range(n):
-            close(found[i, t], float(case.outputs["verl.reinforce_pp.returns"][i, t]) + 0.09 * sum(case.kl[i, t:n].tolist()))
+            close(
+                found[i, t],
+                float(case.outputs["verl.reinforce_pp.returns"][i, t]) + 0.09 * sum(case.kl[i, t:n].tolist()),
+            )
 
 
 @pytest.mark.parametrize("preset", ["rloo", "grpo", "dr_grpo", "dapo", "gspo"])
 def test_groups_of_one_are_refused(preset):
     with pytest.raises(UserError) as error:
         composed(preset, samples=1)
-    assert error.value.problems[0].startswith("algo.advantage.estimator=") and "rollout.samples_per_prompt" in error.value.problems[0]
+    assert (
+        error.value.problems[0].startswith("algo.advantage.estimator=")
+        and "rollout.samples_per_prompt" in error.value.problems[0]
+    )
 
 
 def test_reinforce_pp_needs_no_group():
@@ -222,17 +270,29 @@ LOSSES = {  # golden output: preset, overrides
 def loss_case(world, case, *arguments, one_advantage=False):
     """The preset's Learner on the golden's log-probs and advantages; ``one_advantage``: the first token's, for the whole answer."""
     c = case.inputs
-    numbers = Numbers(mask=case.mask, scores=torch.zeros(6), old=case.old_logprobs, ref=c["rollout_logprobs"], now=case.logprobs)
+    numbers = Numbers(
+        mask=case.mask,
+        scores=torch.zeros(6),
+        old=case.old_logprobs,
+        ref=c["rollout_logprobs"],
+        now=case.logprobs,
+    )
     advantages = case.advantages[:, :1].expand(6, WIDTH) if one_advantage else case.advantages
     experience = judged(numbers, advantages.masked_fill(~case.mask.bool(), NAN))
     return make_and_learn(composed(*arguments, prompts=3, samples=2), world, numbers, experience)
 
 
-@pytest.mark.parametrize("case", [c for c in cases("policy_loss.json") if c.id in ("small_step", "large_step", "f32")], ids=lambda c: c.id)
+@pytest.mark.parametrize(
+    "case",
+    [c for c in cases("policy_loss.json") if c.id in ("small_step", "large_step", "f32")],
+    ids=lambda c: c.id,
+)
 @pytest.mark.parametrize("key", LOSSES)
 def test_losses(world, case, key):
     run = loss_case(world, case, *LOSSES[key], one_advantage=key == "verl.gspo")
-    answers = 6 if key.endswith("norm") else 1  # verl divides by the width alone, Dr. GRPO (and we) by the number of answers too
+    answers = (
+        6 if key.endswith("norm") else 1
+    )  # verl divides by the width alone, Dr. GRPO (and we) by the number of answers too
     close(answers * loss_of(run.actor), case.outputs[key])
     close(answers * gradient_of(run.actor), case.outputs[f"{key}.grad"])
     close(answers * run.learned["policy/loss"], case.outputs[key])
@@ -240,10 +300,15 @@ def test_losses(world, case, key):
 
 def test_grpo_adds_the_kl_of_each_answer(world):
     case = next(c for c in cases("policy_loss.json") if c.id == "large_step")
-    kl, gradient = loops.k3_loss(*(x.numpy() for x in (case.logprobs, case.rollout_logprobs, case.mask.bool())), "seq_mean_token_mean")
+    kl, gradient = loops.k3_loss(
+        *(x.numpy() for x in (case.logprobs, case.rollout_logprobs, case.mask.bool())), "seq_mean_token_mean"
+    )
     run = loss_case(world, case, "grpo")
     close(loss_of(run.actor), case.outputs["seed_a.compute_policy_loss"] + 0.04 * kl)
-    close(gradient_of(run.actor), case.outputs["seed_a.compute_policy_loss.grad"] + 0.04 * torch.from_numpy(gradient))
+    close(
+        gradient_of(run.actor),
+        case.outputs["seed_a.compute_policy_loss.grad"] + 0.04 * torch.from_numpy(gradient),
+    )
 
 
 def test_every_table_entry_is_used():

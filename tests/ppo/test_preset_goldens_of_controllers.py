@@ -77,12 +77,23 @@ CONTROLLERS = {
 @pytest.mark.parametrize(("case", "key"), outputs("kl_controller.json"))
 def test_controllers(world, case, key):
     preset, kls = look_up(CONTROLLERS, case, key)
-    config, p, golden = composed(*preset, "checkpoint.every=0", "tracker.samples=0"), case.params, case.outputs[key]
+    config, p, golden = (
+        composed(*preset, "checkpoint.every=0", "tracker.samples=0"),
+        case.params,
+        case.outputs[key],
+    )
     kl = config.algo.kl
-    assert (kl.coef, kl.target) == (p["init"], p["target_seed_b"] if key == "seed_b.threshold" else p["target"])
+    assert (kl.coef, kl.target) == (
+        p["init"],
+        p["target_seed_b"] if key == "seed_b.threshold" else p["target"],
+    )
     assert key == "seed_b.threshold" or kl.horizon == p["horizon"]
-    assert all(kl.min_coef < x < (kl.max_coef or 1.0) for x in golden)  # seed_b has no bounds: none of ours is met
-    assert coefficients(world, config, case.inputs[kls], case.n_steps) == pytest.approx([float(x) for x in golden], rel=1e-12)
+    assert all(
+        kl.min_coef < x < (kl.max_coef or 1.0) for x in golden
+    )  # seed_b has no bounds: none of ours is met
+    assert coefficients(world, config, case.inputs[kls], case.n_steps) == pytest.approx(
+        [float(x) for x in golden], rel=1e-12
+    )
 
 
 def test_the_thresholds_have_bounds(world):

@@ -42,7 +42,9 @@ OBJECTIVES = {
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1)])
 def test_weights_and_numbers_are_those_of_two_passes(on_ranks, rows, objective, ranks, budget):
     settings = OBJECTIVES[objective] | dict(budget=budget)
-    once = on_ranks(ranks, lambda world: learned(world, without(rows, "logprobs", "old_logprobs"), **settings))
+    once = on_ranks(
+        ranks, lambda world: learned(world, without(rows, "logprobs", "old_logprobs"), **settings)
+    )
     twice = on_ranks(ranks, lambda world: learned(world, rows, **settings))
     start = TinyPolicy(V, 1)
     for (completed, seen, *engines), (unchanged, expected, *others) in zip(once, twice, strict=True):
@@ -51,7 +53,11 @@ def test_weights_and_numbers_are_those_of_two_passes(on_ranks, rows, objective, 
             for ours, theirs in zip(engine.module.parameters(), other.module.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
         assert (engines[0].module.head - start.head).abs().max() > 1e-3
-        assert isinstance(completed, ActorExperience) and isinstance(completed, ReferenceExperience) and isinstance(completed, CriticExperience)
+        assert (
+            isinstance(completed, ActorExperience)
+            and isinstance(completed, ReferenceExperience)
+            and isinstance(completed, CriticExperience)
+        )
         for name in ("logprobs", "old_logprobs"):
             expected_column = rows.logprobs.masked_fill(~rows.response_mask, 0.0).float()
             torch.testing.assert_close(getattr(completed, name), expected_column, rtol=0, atol=1e-6)
@@ -76,7 +82,9 @@ def test_an_experience_without_a_reference_is_learned_from(world, rows):
     alone = Engine(TinyPolicy(V, 1), world)
     other, _ = learner(world, alone, None, **ONE_STEP)(bare, 0.7, 3)
     assert torch.equal(alone.module.head, actor.module.head)
-    assert isinstance(other, ActorExperience) and not isinstance(other, (ReferenceExperience, CriticExperience))
+    assert isinstance(other, ActorExperience) and not isinstance(
+        other, (ReferenceExperience, CriticExperience)
+    )
 
 
 # -- making the experience --------------------------------------------------------------------------------------------------------------------
@@ -90,10 +98,17 @@ def test_who_is_not_asked_makes_no_forward(world, early, with_reference):
     make = make if with_reference else replace(make, reference=None)
     rollout = answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]])
     made, seen = make(rollout, 0.5)
-    assert (isinstance(made, ActorExperience), isinstance(made, ReferenceExperience)) == (early, with_reference)
+    assert (isinstance(made, ActorExperience), isinstance(made, ReferenceExperience)) == (
+        early,
+        with_reference,
+    )
     assert (actor.forwards > 0, reference.forwards > 0) == (early, with_reference)
     full, expected = maker(world, kl=KLCharge(False, "k1"))(rollout, 0.5)
-    assert torch.equal(made.advantages, full.advantages) and torch.equal(made.rewards, full.rewards) and seen == expected
+    assert (
+        torch.equal(made.advantages, full.advantages)
+        and torch.equal(made.rewards, full.rewards)
+        and seen == expected
+    )
 
 
 @pytest.mark.parametrize(("in_reward", "asked"), [(True, 1), (False, 0)])

@@ -89,7 +89,9 @@ def penalised(world, rollout, **penalties):
 def test_each_token_costs(world):
     """All generated tokens count, also an end token that is no action."""
     rollout = answers([3, 1, 0], [1.0, 1.0, 1.0])
-    hidden = replace(rollout, response_mask=torch.tensor([[True, True, False], [True, False, False], [False] * 3]))
+    hidden = replace(
+        rollout, response_mask=torch.tensor([[True, True, False], [True, False, False], [False] * 3])
+    )
     for rows in (rollout, hidden):
         assert penalised(world, rows, per_token=0.25) == [0.25, 0.75, 1.0]
     assert penalised(world, rollout, per_token=-1.0) == [4.0, 2.0, 1.0]
@@ -98,7 +100,10 @@ def test_each_token_costs(world):
 def test_the_price_of_a_token_is_taken_off_before_a_missing_end_is_seen_to(world):
     rollout = answers([2, 2], [1.0, 1.0], finished=[True, False])
     assert penalised(world, rollout, per_token=0.5, missing_eos="set", missing_eos_value=-3.0) == [0.0, -3.0]
-    assert penalised(world, rollout, per_token=0.5, missing_eos="subtract", missing_eos_value=1.0) == [0.0, -1.0]
+    assert penalised(world, rollout, per_token=0.5, missing_eos="subtract", missing_eos_value=1.0) == [
+        0.0,
+        -1.0,
+    ]
 
 
 def test_overlong_answers_by_their_own_limits(world):
@@ -110,13 +115,17 @@ def test_overlong_answers_by_their_own_limits(world):
 def test_a_share_of_the_limit(world):
     """0.2 of 10 is two tokens, of 5 one, of 4 is rounded up to one, of 12 to three."""
     lengths, limits = [9, 10, 4, 5, 4, 10, 11], [10, 10, 5, 5, 4, 12, 12]
-    found = penalised(world, answers(lengths, [0.0] * 7, limits=limits), overlong_buffer=0.2, overlong_factor=1.0)
+    found = penalised(
+        world, answers(lengths, [0.0] * 7, limits=limits), overlong_buffer=0.2, overlong_factor=1.0
+    )
     assert found == pytest.approx([-1 / 2, -1, 0, -1, -1, -1 / 3, -2 / 3])
 
 
 def test_an_unfinished_answer_is_set_to_a_score_on_the_normalised_scale(world):
     """Scores 1 (finished) and -2 (cut): their mean is -0.5, so the first is 1.5, and the second just what it is set to."""
-    make = shaper(world, normalize="first", with_std=False, clip=None, missing_eos="set", missing_eos_value=-1.0)
+    make = shaper(
+        world, normalize="first", with_std=False, clip=None, missing_eos="set", missing_eos_value=-1.0
+    )
     rollout = answers([2, 2], [1.0, -2.0], finished=[True, False])
     assert make(rollout)[0].tolist() == [1.5, -1.0]
     assert make.moments.mean == -0.5  # of the scores as the reward gave them

@@ -23,7 +23,9 @@ def test_a_step_is_sample_then_learn_then_log(loop):
     assert trainer.fit() == "done" and EXIT_CODES["done"] == 0
     assert events[:4] == ["prompts 1", ("make", "answers 1"), ("learn", 0.1, 7 * 1_000_003), ("log", 1)]
     assert named(events, "log") == [1, 2, 3] and trainer.prompts.n == 3
-    assert [event[2] for event in events if event[0] == "learn"] == [7 * 1_000_003 + i for i in range(3)]  # every step orders the rows anew
+    assert [event[2] for event in events if event[0] == "learn"] == [
+        7 * 1_000_003 + i for i in range(3)
+    ]  # every step orders the rows anew
     assert (trainer.progress.step, trainer.progress.episodes, trainer.progress.tokens) == (3, 6, 9)
 
 
@@ -53,7 +55,9 @@ def test_what_was_moved_for_generation_is_told_of_each_step_by_itself(loop):
 def test_why_it_ends(loop, stop, plan, reason, steps):
     trainer, events = loop(stop, **plan)
     assert trainer.fit() == reason and trainer.progress.step == steps
-    assert (("save", steps, False) in events) == (steps > 0)  # always at the end, unless there is nothing to keep
+    assert (("save", steps, False) in events) == (
+        steps > 0
+    )  # always at the end, unless there is nothing to keep
     assert named(events, "finish") == [{"exit_reason": reason}]
     assert bool(named(events, "export")) == (reason != "signal")
 
@@ -67,7 +71,11 @@ AGAIN = "run/step_1   the same command goes on (run.resume=auto)"
         (dict(stop=(None, "signal")), False, AGAIN),
         (dict(max_kl=1e-9, stops=True), False, AGAIN),
         (dict(stop=(None, "time_limit")), True, AGAIN),
-        (dict(stop_at_step=1), True, "run/step_1   the same command without run.stop_at_step goes on (run.resume=auto)"),
+        (
+            dict(stop_at_step=1),
+            True,
+            "run/step_1   the same command without run.stop_at_step goes on (run.resume=auto)",
+        ),
         (dict(stop=("signal",)), False, None),  # there is none yet
         (dict(stop=(None, "signal"), checkpoint_every=0), False, None),
         (dict(total_steps=1), True, None),
@@ -87,7 +95,14 @@ def test_a_run_that_was_broken_off_shows_no_old_evaluation(world, tokenizer, tmp
     (tmp_path / "metrics.jsonl").touch()
     rows = [{"prompt": "p", "asked": "p", "response": "r", "score": 1.0}]
     folder = RunDirectory(tmp_path, world=world, tokenizer=tokenizer, title="a run")
-    folder.report({"eval/accuracy": 0.5}, {"eval/accuracy": 0.75}, rows, rows, exported=exported, checkpoint="run/step_1   goes on")
+    folder.report(
+        {"eval/accuracy": 0.5},
+        {"eval/accuracy": 0.75},
+        rows,
+        rows,
+        exported=exported,
+        checkpoint="run/step_1   goes on",
+    )
     shown = capsys.readouterr().out
     assert ("Held-out prompts" in shown) == ("Sample answers" in shown) == exported
     assert "checkpoint  run/step_1   goes on" in shown
@@ -104,7 +119,14 @@ def test_evaluation_before_on_the_way_and_after_the_last(loop):
     trainer, events = loop(scores=[0.2, 0.4, 0.6], eval_every=2)
     trainer.fit()
     order = [event for event in events if event == "evaluate" or event[0] == "learn"]
-    assert [event if event == "evaluate" else "learn" for event in order] == ["evaluate", "learn", "learn", "evaluate", "learn", "evaluate"]
+    assert [event if event == "evaluate" else "learn" for event in order] == [
+        "evaluate",
+        "learn",
+        "learn",
+        "evaluate",
+        "learn",
+        "evaluate",
+    ]
     (summary,) = named(events, "finish")
     assert summary == {
         "exit_reason": "done",
@@ -171,10 +193,15 @@ def test_numbers_that_go_wrong_take_the_run_back_once_and_then_end_it(loop, monk
         return Path(f"step_{step}")
 
     trainer.learn, checkpoints.save = gives_up, save
-    monkeypatch.setattr("ppo_ds.ppo.trainer.dump_failure", lambda folder, step, *rest: said.append((folder.name, step)) or "told")
+    monkeypatch.setattr(
+        "ppo_ds.ppo.trainer.dump_failure",
+        lambda folder, step, *rest: said.append((folder.name, step)) or "told",
+    )
     trainer.folder.path = Path("run")
     assert trainer.fit() == "nonfinite" and EXIT_CODES["nonfinite"] == 1
-    assert [event for event in events if str(event).startswith("prompts")] == [f"prompts {n}" for n in (1, 2, 3, 3)]
+    assert [event for event in events if str(event).startswith("prompts")] == [
+        f"prompts {n}" for n in (1, 2, 3, 3)
+    ]
     assert named(events, "log") == [1, 2] and named(events, "rewind") == [2] and said == [("step_000003", 3)]
     assert len(checkpoints.saved) == 2 and trainer.progress.rollbacks == 1 and not named(events, "export")
     assert "told" in named(events, "finish")[0]["error"]
@@ -192,5 +219,7 @@ def test_without_a_sound_checkpoint_there_is_no_way_back(loop, monkeypatch):
         raise UserError("it is damaged")
 
     trainer.learn, trainer.checkpoints.load, trainer.home = gives_up, damaged, Path("step_7")
-    assert trainer.fit() == "nonfinite" and "no way back: it is damaged" in named(events, "finish")[0]["error"]
+    assert (
+        trainer.fit() == "nonfinite" and "no way back: it is damaged" in named(events, "finish")[0]["error"]
+    )
     assert named(events, "log") == [] == named(events, "save")

@@ -54,14 +54,19 @@ def test_how_the_pretraining_ended_is_in_the_first_line_alone(loop):
     trainer, _ = loop(critic_pretraining=2)
     trainer.fit()
     first, second = trainer.tracker.metrics[1], trainer.tracker.metrics[2]
-    assert (first["value/pretrain_loss"], first["value/pretrain_explained_var"]) == (2.0, 0.5)  # of the second rollout
+    assert (first["value/pretrain_loss"], first["value/pretrain_explained_var"]) == (
+        2.0,
+        0.5,
+    )  # of the second rollout
     assert first["value/loss"] == 3.0 and not any("pretrain" in name for name in second)
 
 
 def test_a_signal_ends_the_pretraining_too(loop):
     trainer, events = loop([None, "signal", "signal"], critic_pretraining=3)
     assert trainer.fit() == "signal"
-    assert learning(events) == ["learn critic"] and named(events, "log") == [] and named(events, "save") == []  # it starts afresh
+    assert (
+        learning(events) == ["learn critic"] and named(events, "log") == [] and named(events, "save") == []
+    )  # it starts afresh
 
 
 def test_a_resumed_run_has_a_critic_already(loop):
@@ -71,16 +76,26 @@ def test_a_resumed_run_has_a_critic_already(loop):
     resumed.checkpoints.saved.append(trainer.state_dict())
     resumed.resume("somewhere")
     resumed.fit()
-    assert "prompts 4" in events and not named(events, "make for pretraining") and learning(events) == ["learn"] * 2
+    assert (
+        "prompts 4" in events
+        and not named(events, "make for pretraining")
+        and learning(events) == ["learn"] * 2
+    )
 
 
 @pytest.mark.parametrize(("lag", "steps"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4]), (3, [3]), (9, [])])
 def test_a_lagging_policy_is_renewed_after_every_few_steps(loop, lag, steps):
     trainer, events = loop(lagged=True, lag=lag, total_steps=5)
     trainer.fit()
-    order = [event for event in events if event == "copy to lagged" or (isinstance(event, tuple) and event[0] in ("learn", "log"))]
+    order = [
+        event
+        for event in events
+        if event == "copy to lagged" or (isinstance(event, tuple) and event[0] in ("learn", "log"))
+    ]
     found = [order[i + 1][1] for i, event in enumerate(order) if event == "copy to lagged"]
-    assert found == steps and all(order[i - 1][0] == "learn" for i, event in enumerate(order) if event == "copy to lagged")
+    assert found == steps and all(
+        order[i - 1][0] == "learn" for i, event in enumerate(order) if event == "copy to lagged"
+    )
 
 
 @pytest.mark.parametrize("ema", [True, False])
@@ -116,7 +131,10 @@ def test_evaluation_is_about_the_average(loop):
     around = [event for event in events if event in ("to the average", "evaluate", "back")]
     assert around == ["to the average", "evaluate", "back"] * 3
     for i, event in enumerate(events):
-        assert event != "evaluate" or (events[i - 1], events[i + 1]) == ("to the average", "back")  # nothing else in there
+        assert event != "evaluate" or (events[i - 1], events[i + 1]) == (
+            "to the average",
+            "back",
+        )  # nothing else in there
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -133,7 +151,12 @@ def test_what_sampling_and_making_saw_is_logged(loop):
     trainer, _ = loop()
     trainer.fit()
     line = trainer.tracker.metrics[2]
-    assert (line["rollout/rounds"], line["seen"], line["policy/loss"], line["kl/coef"]) == (1.0, line["kl/coef"], 1.0, pytest.approx(0.12))
+    assert (line["rollout/rounds"], line["seen"], line["policy/loss"], line["kl/coef"]) == (
+        1.0,
+        line["kl/coef"],
+        1.0,
+        pytest.approx(0.12),
+    )
     assert "kl/target" not in line
 
 

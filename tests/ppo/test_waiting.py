@@ -13,7 +13,10 @@ from ppo_ds.types import Sequences
 from tests.ppo.algo_cases import Stub, answers, maker, without
 from tests.ppo.learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, learner, old_around
 
-READS = [getattr(torch.Tensor, name) for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__")]
+READS = [
+    getattr(torch.Tensor, name)
+    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__")
+]
 
 
 class OnDevice(torch.Tensor):
@@ -21,7 +24,11 @@ class OnDevice(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        by_mask = func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool  # counts the ones
+        by_mask = (
+            func is torch.Tensor.__getitem__
+            and isinstance(args[1], torch.Tensor)
+            and args[1].dtype == torch.bool
+        )  # counts the ones
         if func in READS or func in (torch.nonzero, torch.masked_select) or by_mask:
             cls.reads.append(func.__name__)
         return super().__torch_function__(func, types, args, kwargs or {})
@@ -73,7 +80,16 @@ def test_of_an_update(world, experience, reads, once):
     found = {}
     for budget in (10_000, 24, 1):
         actor, critic = DeviceEngine(TinyPolicy(V, 1), world), DeviceEngine(TinyCritic(1, 2), world)
-        learn = learner(world, actor, critic, policy=OBJECTIVE, budget=budget, minibatch_size=8, epochs=1 if once else 2, target_kl=1e9)
+        learn = learner(
+            world,
+            actor,
+            critic,
+            policy=OBJECTIVE,
+            budget=budget,
+            minibatch_size=8,
+            epochs=1 if once else 2,
+            target_kl=1e9,
+        )
         learn(rows, 0.7, 3)
         found[actor.backwards[0]] = reads()
     assert min(found) == 1 and max(found) == 8 and len(found) == 3
@@ -84,6 +100,10 @@ def test_of_an_experience(world, reads):
     rollout, found = answers([1, 2, 3, 4], [0.5, 1.0, 2.0, 3.0]), {}
     for budget in (1000, 1):
         actor, reference, critic = DeviceStub(), DeviceStub(shift=2.0), DeviceStub(value=True)
-        maker(world, actor=actor, reference=reference, values=values_of(critic), token_budget=budget)(rollout, 0.5)
+        maker(world, actor=actor, reference=reference, values=values_of(critic), token_budget=budget)(
+            rollout, 0.5
+        )
         found[actor.forwards] = reads()
-    assert found.keys() == {1, 4} and found[1] == found[4] == ["cpu"] * 3  # the actor's, the reference's, the critic's
+    assert (
+        found.keys() == {1, 4} and found[1] == found[4] == ["cpu"] * 3
+    )  # the actor's, the reference's, the critic's

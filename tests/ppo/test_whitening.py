@@ -64,7 +64,9 @@ def test_minibatches_wait_for_the_learner(world, level):
 def test_none(world):
     raw, mask = columns()
     plain = Whitening("none", False, "token")
-    assert torch.equal(plain.in_rollout(raw, mask, 2, world.sum), raw) and torch.equal(plain.in_minibatch(raw, mask), raw)
+    assert torch.equal(plain.in_rollout(raw, mask, 2, world.sum), raw) and torch.equal(
+        plain.in_minibatch(raw, mask), raw
+    )
 
 
 @pytest.mark.parametrize("over", ["batch", "group"])
@@ -75,16 +77,23 @@ def test_two_ranks_equal_one(on_ranks, world, over, level):
     whitening = Whitening(over, True, level)
     whole = flat(whitening.in_rollout(raw, mask, 2, world.sum), mask)
     shares = [(raw[:2, :2], mask[:2, :2]), (raw[2:], mask[2:])]
-    made = on_ranks(2, lambda world: flat(whitening.in_rollout(*shares[world.rank], 2, world.sum), shares[world.rank][1]))
+    made = on_ranks(
+        2, lambda world: flat(whitening.in_rollout(*shares[world.rank], 2, world.sum), shares[world.rank][1])
+    )
     assert made[0] + made[1] == pytest.approx(whole, abs=1e-6)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_answers_without_an_action_do_not_count(world, level):
     raw, mask = columns()
-    more, empty = torch.cat([raw, torch.full((2, 3), 1e6)]), torch.cat([mask, torch.zeros(2, 3, dtype=torch.bool)])
+    more, empty = (
+        torch.cat([raw, torch.full((2, 3), 1e6)]),
+        torch.cat([mask, torch.zeros(2, 3, dtype=torch.bool)]),
+    )
     whitening = Whitening("batch", False, level)
-    assert flat(whitening.in_rollout(more, empty, 2, world.sum), empty) == pytest.approx(flat(whitening.in_rollout(raw, mask, 2, world.sum), mask))
+    assert flat(whitening.in_rollout(more, empty, 2, world.sum), empty) == pytest.approx(
+        flat(whitening.in_rollout(raw, mask, 2, world.sum), mask)
+    )
     nothing = Whitening("group", True, level).in_rollout(more, empty, 2, world.sum)
     assert torch.isfinite(nothing).all() and nothing[4:].abs().max() == 0
 
@@ -92,5 +101,7 @@ def test_answers_without_an_action_do_not_count(world, level):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_equal_advantages_become_zero(world, level):
     """A group whose answers are all alike: no spread to divide by, and no NaN."""
-    made = Whitening("group", True, level).in_rollout(torch.full((2, 2), 0.3), torch.ones(2, 2, dtype=torch.bool), 2, world.sum)
+    made = Whitening("group", True, level).in_rollout(
+        torch.full((2, 2), 0.3), torch.ones(2, 2, dtype=torch.bool), 2, world.sum
+    )
     assert made.abs().max() < 1e-3

@@ -105,7 +105,10 @@ def stand_ins(world, tokenizer):
 
     def make(stop=(), scores=None, ema=False, lagged=False, parts=None, max_kl=None, stops=False, **plan):
         events, saved, kept, reasons, results = [], [], [], iter(stop), iter(scores or ())
-        kl, prompts = AdaptiveKLController(0.1, target=1e-9, horizon=2), Stream()  # times 1.2 whenever the KL is above 0
+        kl, prompts = (
+            AdaptiveKLController(0.1, target=1e-9, horizon=2),
+            Stream(),
+        )  # times 1.2 whenever the KL is above 0
 
         rows = make_experience([1, 2], [2, 1])
         rows = replace(rows, ref_logprobs=rows.logprobs - 0.5)  # a KL above 0
@@ -124,11 +127,16 @@ def stand_ins(world, tokenizer):
         def evaluate():
             events.append("evaluate")
             score = next(results)
-            return Evaluation({"eval/score_mean": score, "eval/accuracy": score / 2}, [{"prompt": "x", "response": "y", "score": score}] * 20)
+            return Evaluation(
+                {"eval/score_mean": score, "eval/accuracy": score / 2},
+                [{"prompt": "x", "response": "y", "score": score}] * 20,
+            )
 
         def learn(rows, kl_coef, seed, critic_only):
             events.append(("learn critic" if critic_only else "learn", kl_coef, seed))
-            return rows, {"value/loss": float(trainer.prompts.n), "value/explained_var": 0.5} | ({} if critic_only else {"policy/loss": 1.0})
+            return rows, {"value/loss": float(trainer.prompts.n), "value/explained_var": 0.5} | (
+                {} if critic_only else {"policy/loss": 1.0}
+            )
 
         def save(step, models, state, best, shadows):
             events.append(("save", step, best))
@@ -146,7 +154,9 @@ def stand_ins(world, tokenizer):
             prompts=prompts,
             sample=sample,
             make_experience=Maker(events, rows),
-            make_pretraining=Maker(events, rows, "make for pretraining") if plan.get("critic_pretraining") else None,
+            make_pretraining=Maker(events, rows, "make for pretraining")
+            if plan.get("critic_pretraining")
+            else None,
             learn=learn,
             kl=kl,
             parts={"kl": kl, "prompts": prompts} | (parts or {}),

@@ -17,7 +17,9 @@ def tokenizer(tmp_path):
 @pytest.fixture
 def on_ranks():
     """on_ranks(size, work): work(rank, reduce) on each rank, which is a thread; see tests/ops/ranks.py."""
-    spec = importlib.util.spec_from_file_location("thread_ranks", Path(__file__).parent.parent / "ops" / "ranks.py")
+    spec = importlib.util.spec_from_file_location(
+        "thread_ranks", Path(__file__).parent.parent / "ops" / "ranks.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.on_ranks

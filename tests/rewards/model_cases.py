@@ -7,11 +7,26 @@ from ppo_ds.config.schema import ModelConfig
 from ppo_ds.rewards.model import model_reward
 from tests.rewards.reward_cases import VOCAB, Placed, loaded, save_tokenizer
 
-TINY = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5, num_labels=1)
+TINY = dict(
+    vocab_size=VOCAB,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=32,
+    initializer_range=0.5,
+    num_labels=1,
+)
 LLAMA = LlamaConfig(**TINY)
-GPT2 = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=48, initializer_range=0.5, num_labels=1)
+GPT2 = GPT2Config(
+    vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=48, initializer_range=0.5, num_labels=1
+)
 DEBERTA = DebertaV2Config(
-    **TINY, max_position_embeddings=64, relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"], type_vocab_size=2
+    **TINY,
+    max_position_embeddings=64,
+    relative_attention=True,
+    position_buckets=8,
+    pos_att_type=["p2c", "c2p"],
+    type_vocab_size=2,
 )
 
 
@@ -27,7 +42,17 @@ class Build:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
 
-    def __call__(self, path, *, ranks=lambda n: n, score_tokens=10_000, audit="off", dtype="fp32", broken=lambda module: module, **settings):
+    def __call__(
+        self,
+        path,
+        *,
+        ranks=lambda n: n,
+        score_tokens=10_000,
+        audit="off",
+        dtype="fp32",
+        broken=lambda module: module,
+        **settings,
+    ):
         """``broken``: makes another module of the one that was loaded."""
 
         def place(load, model, zero, key):
@@ -37,7 +62,9 @@ class Build:
             return module, self.placed
 
         self.notes = []
-        services = dict(tokenizer=self.tokenizer, place=place, agree=ranks, score_tokens=score_tokens, notes=self.notes)
+        services = dict(
+            tokenizer=self.tokenizer, place=place, agree=ranks, score_tokens=score_tokens, notes=self.notes
+        )
         return model_reward(ModelConfig(path=path, dtype=dtype), **settings, audit=audit, **services)
 
 
@@ -46,4 +73,6 @@ def by_hand(path, ids, **inputs):
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     model.config.pad_token_id = None
     with torch.no_grad():
-        return model(input_ids=torch.tensor([ids]), **{k: torch.tensor([v]) for k, v in inputs.items()}).logits[0, 0]
+        return model(
+            input_ids=torch.tensor([ids]), **{k: torch.tensor([v]) for k, v in inputs.items()}
+        ).logits[0, 0]

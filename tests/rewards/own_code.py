@@ -80,9 +80,17 @@ def save_own_code(folder: Path, methods=BOTH, scale=1.0):
     weights = {"embed.weight": torch.randn(VOCAB, 4), "v_head.weight": scale * 8 * torch.randn(1, 4)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     code = {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModel": "modeling_tiny.TinyReward"}
-    config = {"model_type": "tiny_own_code", "architectures": ["TinyReward"], "auto_map": code, "vocab_size": VOCAB, "reward_token_id": REWARD_TOKEN}
+    config = {
+        "model_type": "tiny_own_code",
+        "architectures": ["TinyReward"],
+        "auto_map": code,
+        "vocab_size": VOCAB,
+        "reward_token_id": REWARD_TOKEN,
+    }
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "modeling_tiny.py").write_text(MODELING.replace("{marker!r}", repr(str(folder / "imported"))).replace("    {methods}\n", methods))
+    (folder / "modeling_tiny.py").write_text(
+        MODELING.replace("{marker!r}", repr(str(folder / "imported"))).replace("    {methods}\n", methods)
+    )
     save_tokenizer(folder, template=CHAT_TEMPLATE)
     return str(folder)
 
@@ -90,6 +98,8 @@ def save_own_code(folder: Path, methods=BOTH, scale=1.0):
 def by_hand(path, messages, answer):
     """The mean over the ids of embedding times head, InternLM2's extra token at the end included."""
     weights = load_file(Path(path) / "model.safetensors")
-    text = "".join(f"<{m['role']}>{m['content']}<eos>" for m in [*messages, {"role": "assistant", "content": answer}])
+    text = "".join(
+        f"<{m['role']}>{m['content']}<eos>" for m in [*messages, {"role": "assistant", "content": answer}]
+    )
     ids = [*load_tokenizer(path).encode_many([text], special_tokens=False)[0], REWARD_TOKEN]
     return (weights["embed.weight"] @ weights["v_head.weight"][0])[ids].mean()

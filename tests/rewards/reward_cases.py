@@ -12,9 +12,7 @@ from ppo_ds.types import Rollout
 SPECIAL = ["<bos>", "<eos>", "<pad>", "[CLS]", "[SEP]"]
 BOS, EOS, PAD, CLS, SEP = range(5)
 VOCAB = len(SPECIAL) + 256
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 def save_tokenizer(folder, *, pad="<pad>", template=None, cross_encoder=False):
@@ -25,14 +23,30 @@ def save_tokenizer(folder, *, pad="<pad>", template=None, cross_encoder=False):
     backend.decoder = decoders.ByteLevel()
     if cross_encoder:
         backend.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
         )
         inputs = ["input_ids", "token_type_ids", "attention_mask"]
-        hf = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=pad, cls_token="[CLS]", sep_token="[SEP]", model_input_names=inputs)
+        hf = PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            pad_token=pad,
+            cls_token="[CLS]",
+            sep_token="[SEP]",
+            model_input_names=inputs,
+        )
     else:
-        backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", BOS)]
+        )
         inputs = ["input_ids", "attention_mask"]
-        hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token=pad, model_input_names=inputs)
+        hf = PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            bos_token="<bos>",
+            eos_token="<eos>",
+            pad_token=pad,
+            model_input_names=inputs,
+        )
     hf.chat_template = template
     hf.save_pretrained(folder)
     return str(folder)
@@ -43,7 +57,9 @@ def make_rollout(tokenizer, answers, rows=None, finished=None):
     finished = [True] * len(answers) if finished is None else finished
     prompts = [torch.tensor(tokenizer.encode_prompt(prompt)) for prompt, _ in answers]
     responses = [
-        torch.tensor(tokenizer.encode_many([response], special_tokens=False)[0] + [EOS] * done, dtype=torch.long)
+        torch.tensor(
+            tokenizer.encode_many([response], special_tokens=False)[0] + [EOS] * done, dtype=torch.long
+        )
         for (_, response), done in zip(answers, finished, strict=True)
     ]
     pad = torch.nn.utils.rnn.pad_sequence
@@ -58,7 +74,10 @@ def make_rollout(tokenizer, answers, rows=None, finished=None):
         finished=torch.tensor(finished),
         limits=torch.full((len(answers),), response_mask.shape[1]),
         logprobs=torch.zeros(response_mask.shape),
-        metadata=tuple(row | {"prompt_text": prompt} for row, (prompt, _) in zip(rows or [{}] * len(answers), answers, strict=True)),
+        metadata=tuple(
+            row | {"prompt_text": prompt}
+            for row, (prompt, _) in zip(rows or [{}] * len(answers), answers, strict=True)
+        ),
     )
 
 

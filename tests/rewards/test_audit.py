@@ -10,7 +10,9 @@ from ppo_ds.rewards.audit import DIALOGUES, probes
 from tests.rewards.model_cases import DEBERTA, GPT2, LLAMA, TINY, save_model
 from tests.rewards.reward_cases import CHAT_TEMPLATE, EOS, VOCAB
 
-LONG_GPT2 = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=1024, initializer_range=0.5, num_labels=1)
+LONG_GPT2 = GPT2Config(
+    vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=1024, initializer_range=0.5, num_labels=1
+)
 ROBERTA = RobertaConfig(**TINY, max_position_embeddings=600, type_vocab_size=2, pad_token_id=2)
 
 
@@ -58,7 +60,11 @@ def as_they_lie(module, ids, mask):
 neighbours = instead(lambda module, ids, mask: module.scores(ids, mask) + module.scores(ids, mask).mean())
 last_column = instead(lambda module, ids, mask: module.model.score(hidden_of(module, ids, mask))[:, -1, 0])
 length = instead(lambda module, ids, mask: mask.sum(1).float())
-halves = instead(lambda module, ids, mask: own_of_each(module, ids, mask).masked_fill(torch.arange(len(ids)) % 2 == 1, float("nan")))
+halves = instead(
+    lambda module, ids, mask: own_of_each(module, ids, mask).masked_fill(
+        torch.arange(len(ids)) % 2 == 1, float("nan")
+    )
+)
 
 
 def test_a_sound_model(tmp_path, build):
@@ -66,9 +72,14 @@ def test_a_sound_model(tmp_path, build):
     before = torch.get_rng_state()
     build(path, audit="strict")
     assert warnings(build) == [] and len(build.notes) == 1
-    assert remark(build).startswith("the end token moves a score by up to ") and "; its texts end with it; " in remark(build)
+    assert remark(build).startswith(
+        "the end token moves a score by up to "
+    ) and "; its texts end with it; " in remark(build)
     assert torch.equal(torch.get_rng_state(), before)  # a run with an audit is the run without
-    assert len(build.placed.batches) == 2 + len(DIALOGUES) + 1 and build.placed.batches[0] == (3 * len(DIALOGUES), build.placed.batches[0][1])
+    assert len(build.placed.batches) == 2 + len(DIALOGUES) + 1 and build.placed.batches[0] == (
+        3 * len(DIALOGUES),
+        build.placed.batches[0][1],
+    )
     build(path)
     assert build.placed.batches == [] and build.notes == []
 
@@ -80,7 +91,10 @@ def test_off_as_yaml_reads_it(tmp_path, build, tokenizer, off):
     assert build.placed.batches == []
     bind({"_target_": "ppo_ds.rewards.model.model_reward", "model": {"path": path}, "audit": off}, "reward")
     with pytest.raises(UserError, match="reward.audit=true: must be one of off, report, strict"):
-        bind({"_target_": "ppo_ds.rewards.model.model_reward", "model": {"path": path}, "audit": True}, "reward")
+        bind(
+            {"_target_": "ppo_ds.rewards.model.model_reward", "model": {"path": path}, "audit": True},
+            "reward",
+        )
 
 
 @pytest.mark.parametrize("broken", [neighbours, last_column], ids=["neighbours", "last_column"])
@@ -88,10 +102,15 @@ def test_scores_that_hang_on_the_batch(tmp_path, build, broken):
     path = save_model(tmp_path / "rm", LLAMA)
     build(path, audit="report", broken=broken)
     (line, *_) = warnings(build)
-    assert line.startswith("a text alone scores up to ") and line.endswith("answers would be judged by their neighbours")
+    assert line.startswith("a text alone scores up to ") and line.endswith(
+        "answers would be judged by their neighbours"
+    )
     with pytest.raises(UserError) as caught:
         build(path, audit="strict", broken=broken)
-    assert f"reward.model.path={path}: {line} (reward.audit=strict; report goes on with a warning)" in caught.value.problems
+    assert (
+        f"reward.model.path={path}: {line} (reward.audit=strict; report goes on with a warning)"
+        in caught.value.problems
+    )
 
 
 def test_positions_that_count_the_padding(tmp_path, build):
@@ -124,7 +143,10 @@ def test_an_end_token_that_is_not_read(tmp_path, build):
     assert "the end token moves a score by" in remark(build)  # read at its place here
     build(path, audit="report", broken=instead(transformers_own_rule))
     assert warnings(build) == []
-    assert "its texts end with the end token, which changes no score: the place before it may be what it reads" in remark(build)
+    assert (
+        "its texts end with the end token, which changes no score: the place before it may be what it reads"
+        in remark(build)
+    )
 
 
 def test_texts_that_end_without_the_end_token(tmp_path, build):
@@ -159,7 +181,10 @@ def test_plausibility_is_told(tmp_path, build):
     sizes = [len(dialogue.answer.encode()) for dialogue in DIALOGUES]
     longer = sum(a > b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True))
     assert 0 < longer < 6
-    assert f"a fitting answer scores above an empty one in 6 of 6 and above another's in {longer} of 6 dialogues" in remark(build)
+    assert (
+        f"a fitting answer scores above an empty one in 6 of 6 and above another's in {longer} of 6 dialogues"
+        in remark(build)
+    )
 
 
 def test_all_ranks_stop_where_one_saw_a_failure(tmp_path, build):
@@ -168,7 +193,9 @@ def test_all_ranks_stop_where_one_saw_a_failure(tmp_path, build):
         build(path, audit="strict", ranks=lambda n: max(n, 1))
     asked = []
     build(path, audit="report", ranks=lambda n: asked.append(n) or n)
-    assert asked == [1] * (2 + len(DIALOGUES) + 1) + [0]  # the same questions to all ranks, whatever they find
+    assert asked == [1] * (2 + len(DIALOGUES) + 1) + [
+        0
+    ]  # the same questions to all ranks, whatever they find
     asked.clear()
     build(path, audit="report", broken=neighbours, ranks=lambda n: asked.append(n) or n)
     assert asked == [1] * (2 + len(DIALOGUES) + 1) + [1]
@@ -193,9 +220,17 @@ def test_rounding_is_no_failure(tmp_path, build, dtype):
 def test_what_is_read(tokenizer):
     probe = probes(tokenizer)
     rows = [row["messages"] for row in probe.rows]
-    assert all([m["role"] for m in chat] == (["user", "assistant"] * 9)[: len(chat)] and len(chat) % 2 for chat in rows)
+    assert all(
+        [m["role"] for m in chat] == (["user", "assistant"] * 9)[: len(chat)] and len(chat) % 2
+        for chat in rows
+    )
     assert {len(chat) for chat in rows} == {1, 3} and len(set(probe.fitting)) == len(rows)
-    assert any(not text.isascii() for text in probe.fitting) and probe.others == (*probe.fitting[1:], probe.fitting[0])
+    assert any(not text.isascii() for text in probe.fitting) and probe.others == (
+        *probe.fitting[1:],
+        probe.fitting[0],
+    )
     assert probe.rows[2]["prompt_text"].startswith("I have two apples.\nNice!")
     tokenizer.hf.chat_template = CHAT_TEMPLATE
-    assert probes(tokenizer).rows[0]["prompt_text"] == "<user>What is the capital of France?<eos><assistant>"  # as the actor's own prompts
+    assert (
+        probes(tokenizer).rows[0]["prompt_text"] == "<user>What is the capital of France?<eos><assistant>"
+    )  # as the actor's own prompts

@@ -51,14 +51,23 @@ def test_prompts_responses_and_rows_are_those_of_the_rollout(scored_by):
 
 def test_only_tokens_under_the_mask_are_the_answer(tokenizer, tmp_path):
     """Rubbish in the padding does not reach the function."""
-    (tmp_path / "mine.py").write_text("def score(prompts, responses, rows): return [len(r) for r in responses]")
+    (tmp_path / "mine.py").write_text(
+        "def score(prompts, responses, rows): return [len(r) for r in responses]"
+    )
     rollout = make_rollout(tokenizer, [("a", "long answer"), ("b", "x")])
     rollout.ids[~rollout.attention_mask] = 77
     assert FunctionReward(f"{tmp_path}/mine.py:score", tokenizer=tokenizer)(rollout).total.tolist() == [11, 1]
 
 
 @pytest.mark.parametrize(
-    "returned", ["[1, 2, 3]", "(1.0, 2.0, 3.0)", "np.array([1, 2, 3])", "torch.tensor([1., 2., 3.])", "[np.float32(1), torch.tensor(2), 3]"]
+    "returned",
+    [
+        "[1, 2, 3]",
+        "(1.0, 2.0, 3.0)",
+        "np.array([1, 2, 3])",
+        "torch.tensor([1., 2., 3.])",
+        "[np.float32(1), torch.tensor(2), 3]",
+    ],
 )
 def test_what_may_be_returned(scored_by, returned):
     assert scored_by(f"return {returned}", "import numpy as np, torch").total.tolist() == [1, 2, 3]
@@ -98,15 +107,25 @@ def test_the_users_exception_goes_through(scored_by):
     assert caught.traceback[-1].path.name == "mine.py"
 
 
-@pytest.mark.parametrize(("body", "kind"), [("raise KeyError('gold')", KeyError), ("import sys; sys.exit(0)", SystemExit)])
+@pytest.mark.parametrize(
+    ("body", "kind"), [("raise KeyError('gold')", KeyError), ("import sys; sys.exit(0)", SystemExit)]
+)
 def test_what_it_raises_says_what_was_scored(scored_by, tmp_path, body, kind):
     with pytest.raises(kind) as caught:
         scored_by(body)
-    assert caught.value.__notes__ == [f"in reward.path={tmp_path}/mine.py:score, scoring 3 answers; row 0 has the prompt '1+1='"]
+    assert caught.value.__notes__ == [
+        f"in reward.path={tmp_path}/mine.py:score, scoring 3 answers; row 0 has the prompt '1+1='"
+    ]
 
 
 @pytest.mark.parametrize(
-    "tensor", ["torch.ones(3, requires_grad=True)", "torch.ones(3).bfloat16()", "torch.ones(3, dtype=torch.int8)", "torch.ones(3) > 0"]
+    "tensor",
+    [
+        "torch.ones(3, requires_grad=True)",
+        "torch.ones(3).bfloat16()",
+        "torch.ones(3, dtype=torch.int8)",
+        "torch.ones(3) > 0",
+    ],
 )
 def test_tensors_of_any_kind(scored_by, tensor):
     scores = scored_by(f"return {tensor}", "import torch").total
@@ -123,7 +142,9 @@ def test_what_it_does_to_its_arguments_stays_with_it(tmp_path, tokenizer):
     rollout = make_rollout(tokenizer, ANSWERS, [{"tests": ["one"]} for _ in ANSWERS])
     reward = FunctionReward(f"{tmp_path}/mine.py:score", tokenizer=tokenizer)
     assert reward(rollout).total.tolist() == [1, 1, 1] == reward(rollout).total.tolist()
-    assert [row["tests"] for row in rollout.metadata] == [["one"]] * 3 and [row["prompt_text"] for row in rollout.metadata] == [p for p, _ in ANSWERS]
+    assert [row["tests"] for row in rollout.metadata] == [["one"]] * 3 and [
+        row["prompt_text"] for row in rollout.metadata
+    ] == [p for p, _ in ANSWERS]
 
 
 def test_a_function_that_seeds_torch_does_not_make_every_step_draw_alike(scored_by):
@@ -156,10 +177,14 @@ def test_a_module_of_the_current_directory(tmp_path, monkeypatch, tokenizer):
 
 def test_a_file_may_import_its_neighbours_and_hides_no_module(tmp_path, monkeypatch, tokenizer):
     (tmp_path / "neighbour.py").write_text("VALUE = 3")
-    (tmp_path / "json.py").write_text("from neighbour import VALUE\ndef score(p, r, rows): return [VALUE] * len(rows)")
+    (tmp_path / "json.py").write_text(
+        "from neighbour import VALUE\ndef score(p, r, rows): return [VALUE] * len(rows)"
+    )
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    assert FunctionReward("json.py:score", tokenizer=tokenizer)(make_rollout(tokenizer, ANSWERS)).total.tolist() == [3, 3, 3]
+    assert FunctionReward("json.py:score", tokenizer=tokenizer)(
+        make_rollout(tokenizer, ANSWERS)
+    ).total.tolist() == [3, 3, 3]
     import json
 
     assert Path(json.__file__).parent != tmp_path

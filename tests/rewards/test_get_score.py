@@ -18,7 +18,12 @@ from tests.rewards.own_code import BOTH, GET_SCORE, GET_SCORES, by_hand, save_ow
 from tests.rewards.reward_cases import VOCAB, loaded, make_rollout, save_tokenizer
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi there"}]
-ROWS = [{"messages": CHAT}, {}, {"messages": [{"role": "user", "content": "a much longer question than the others are"}]}, {}]
+ROWS = [
+    {"messages": CHAT},
+    {},
+    {"messages": [{"role": "user", "content": "a much longer question than the others are"}]},
+    {},
+]
 ANSWERS = [("rendered for the actor", "yo"), ("plain", "x"), ("rendered", "an answer"), ("b", "")]
 CPU = SimpleNamespace(device=torch.device("cpu"))
 
@@ -36,12 +41,18 @@ def build(tokenizer):
     def built(path, *, score_tokens=10_000, agree=lambda n: n, **settings):
         def place(load, model, zero, key):
             built.module = loaded(load, model, key)
-            return built.module, FrozenModel(built.module, world=CPU, offload=zero.offload_params, deepspeed_config=None)
+            return built.module, FrozenModel(
+                built.module, world=CPU, offload=zero.offload_params, deepspeed_config=None
+            )
 
         model = {"path": path, "dtype": "fp32", "trust_remote_code": True} | settings.pop("model", {})
-        make = bind({"_target_": "ppo_ds.rewards.get_score.get_score_reward", "model": model, **settings}, "reward")
+        make = bind(
+            {"_target_": "ppo_ds.rewards.get_score.get_score_reward", "model": model, **settings}, "reward"
+        )
         built.notes = []
-        services = dict(tokenizer=tokenizer, place=place, agree=agree, score_tokens=score_tokens, notes=built.notes)
+        services = dict(
+            tokenizer=tokenizer, place=place, agree=agree, score_tokens=score_tokens, notes=built.notes
+        )
         reward = make(**services)
         built.module.model.batches.clear()
         return reward
@@ -50,8 +61,13 @@ def build(tokenizer):
 
 
 def expected(path):
-    messages = [row.get("messages", [{"role": "user", "content": prompt}]) for row, (prompt, _) in zip(ROWS, ANSWERS, strict=True)]
-    return torch.stack([by_hand(path, chat, answer) for chat, (_, answer) in zip(messages, ANSWERS, strict=True)])
+    messages = [
+        row.get("messages", [{"role": "user", "content": prompt}])
+        for row, (prompt, _) in zip(ROWS, ANSWERS, strict=True)
+    ]
+    return torch.stack(
+        [by_hand(path, chat, answer) for chat, (_, answer) in zip(messages, ANSWERS, strict=True)]
+    )
 
 
 def test_scores_are_those_of_the_models_own_code(tmp_path, build, tokenizer):
@@ -79,8 +95,12 @@ def test_batches_keep_to_the_budget_and_change_nothing(tmp_path, build, tokenize
 def test_without_get_scores_answers_are_scored_one_by_one(tmp_path, build, tokenizer):
     path = save_own_code(tmp_path / "tiny_rm", GET_SCORE)
     reward = build(path)
-    torch.testing.assert_close(reward(make_rollout(tokenizer, ANSWERS, ROWS)).total, expected(path), atol=1e-5, rtol=1e-5)
-    assert build.module.model.batches == ["one"] * 4 and not any(note.startswith("warning") for note in build.notes)
+    torch.testing.assert_close(
+        reward(make_rollout(tokenizer, ANSWERS, ROWS)).total, expected(path), atol=1e-5, rtol=1e-5
+    )
+    assert build.module.model.batches == ["one"] * 4 and not any(
+        note.startswith("warning") for note in build.notes
+    )
 
 
 NEIGHBOURS = GET_SCORE + GET_SCORES.format(returned="(scores - scores.mean())[:, 0].tolist()")
@@ -91,7 +111,9 @@ def test_get_scores_that_says_otherwise_is_not_used(tmp_path, build, tokenizer):
     rollout = make_rollout(tokenizer, ANSWERS, ROWS)
     reward = build(path)
     (warning,) = [note for note in build.notes if note.startswith("warning")]
-    assert warning.startswith(f"warning    reward.model.path={path}: a text alone scores up to ") and warning.endswith("but get_score one by one")
+    assert warning.startswith(
+        f"warning    reward.model.path={path}: a text alone scores up to "
+    ) and warning.endswith("but get_score one by one")
     torch.testing.assert_close(reward(rollout).total, expected(path), atol=1e-5, rtol=1e-5)
     assert build.module.model.batches == ["one"] * 4
     with pytest.raises(UserError, match=r"^reward.model.path=.*get_scores is not used.*reward.audit=strict"):
@@ -107,7 +129,17 @@ def test_ranks_agree_on_how_to_score(tmp_path, build, tokenizer):
     assert build.module.model.batches == ["one"] * 4
 
 
-@pytest.mark.parametrize("returned", ["scores.tolist()", "scores", "scores.squeeze()", "list(scores)", "scores.squeeze().tolist()", "scores.numpy()"])
+@pytest.mark.parametrize(
+    "returned",
+    [
+        "scores.tolist()",
+        "scores",
+        "scores.squeeze()",
+        "list(scores)",
+        "scores.squeeze().tolist()",
+        "scores.numpy()",
+    ],
+)
 def test_scores_come_in_many_shapes(tmp_path, build, tokenizer, returned):
     path = save_own_code(tmp_path / "tiny_rm", GET_SCORE + GET_SCORES.format(returned=returned))
     for budget in (1, 10_000):  # squeeze() makes one score alone a bare number
@@ -115,7 +147,9 @@ def test_scores_come_in_many_shapes(tmp_path, build, tokenizer, returned):
         torch.testing.assert_close(scores, expected(path), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "dtype", "tolerance"), [("bf16", torch.bfloat16, 0.05), ("fp16", torch.float16, 0.01)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"), [("bf16", torch.bfloat16, 0.05), ("fp16", torch.float16, 0.01)]
+)
 def test_half_precision(tmp_path, build, tokenizer, name, dtype, tolerance):
     path = save_own_code(tmp_path / "tiny_rm")
     scores = build(path, model={"dtype": name})(make_rollout(tokenizer, ANSWERS, ROWS)).total
@@ -129,7 +163,9 @@ def test_foreign_code_runs_only_when_trusted(tmp_path, build):
     with pytest.raises(UserError) as caught:
         build(path, model={"trust_remote_code": False})
     (problem,) = caught.value.problems
-    assert problem.startswith("reward.model.trust_remote_code=false: ") and problem.endswith("then set reward.model.trust_remote_code=true")
+    assert problem.startswith("reward.model.trust_remote_code=false: ") and problem.endswith(
+        "then set reward.model.trust_remote_code=true"
+    )
     assert not (Path(path) / "imported").exists()
     build(path)
     assert (Path(path) / "imported").exists()
@@ -145,17 +181,30 @@ def test_sharding_is_refused_before_anything_is_loaded(tmp_path, build):
 
 def test_models_that_cannot_be(tmp_path, build):
     plain = str(tmp_path / "plain_rm")
-    config = LlamaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
     LlamaModel(config).save_pretrained(plain)
     save_tokenizer(plain)
-    with pytest.raises(UserError, match=r"^reward.model.path=.*: a LlamaModel has no get_score\(tokenizer, chat\); .* use reward=model"):
+    with pytest.raises(
+        UserError,
+        match=r"^reward.model.path=.*: a LlamaModel has no get_score\(tokenizer, chat\); .* use reward=model",
+    ):
         build(plain)
-    broken = save_own_code(tmp_path / "broken_rm", BOTH + "\n    def post_init(self):\n        self.config.gone()\n")
-    with pytest.raises(UserError, match="^reward.model.path=.*: its own code fails with transformers 5.*AttributeError.*gone"):
+    broken = save_own_code(
+        tmp_path / "broken_rm", BOTH + "\n    def post_init(self):\n        self.config.gone()\n"
+    )
+    with pytest.raises(
+        UserError, match="^reward.model.path=.*: its own code fails with transformers 5.*AttributeError.*gone"
+    ):
         build(broken)
     headless = save_own_code(tmp_path / "headless_rm")
     weights = load_file(Path(headless) / "model.safetensors")
-    save_file({"embed.weight": weights["embed.weight"]}, Path(headless) / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {"embed.weight": weights["embed.weight"]},
+        Path(headless) / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with pytest.raises(UserError, match="^reward.model.path=.*weights missing from its files .*v_head"):
         build(headless)
     with pytest.raises(UserError, match="^reward.model.path=.*no such folder"):
@@ -174,7 +223,12 @@ def test_a_score_that_is_no_number_stops_the_run(tmp_path, build, tokenizer):
 
 
 def test_too_few_scores_stop_the_run(tmp_path, build):
-    reward = build(save_own_code(tmp_path / "tiny_rm", GET_SCORE + GET_SCORES.format(returned="scores[:-1, 0].tolist()")), audit="off")
+    reward = build(
+        save_own_code(
+            tmp_path / "tiny_rm", GET_SCORE + GET_SCORES.format(returned="scores[:-1, 0].tolist()")
+        ),
+        audit="off",
+    )
     with pytest.raises(RewardError, match="its code gave 1 scores for 2 chats"):
         reward.judge(Answers(({"prompt_text": "p"},) * 2, ("a", "b"), (True, True)))
 
@@ -189,7 +243,10 @@ NOTHING = """
 """
 
 
-@pytest.mark.parametrize(("code", "words"), [(RAISES, "KeyError: .*no such.*thing"), (NOTHING, "TypeError: it returned None, which is no score")])
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(RAISES, "KeyError: .*no such.*thing"), (NOTHING, "TypeError: it returned None, which is no score")],
+)
 def test_code_that_gives_no_score(tmp_path, build, tokenizer, code, words):
     path = save_own_code(tmp_path / "tiny_rm", code)
     line = f"^reward.model.path={path}: its get_score fails: {words}"
@@ -203,5 +260,12 @@ def test_code_that_gives_no_score(tmp_path, build, tokenizer, code, words):
 def test_the_prepared_config():
     file = Path(__file__).parents[2] / "conf" / "reward" / "internlm2_reward.yaml"
     spec = yaml.safe_load(file.read_text())
-    with pytest.raises(UserError, match="^reward.model.trust_remote_code=false: .*internlm/internlm2-1_8b-reward"):
-        bind(spec, "reward")(tokenizer=None, place=lambda load, model, zero, key: loaded(load, model, key), agree=max, score_tokens=1)
+    with pytest.raises(
+        UserError, match="^reward.model.trust_remote_code=false: .*internlm/internlm2-1_8b-reward"
+    ):
+        bind(spec, "reward")(
+            tokenizer=None,
+            place=lambda load, model, zero, key: loaded(load, model, key),
+            agree=max,
+            score_tokens=1,
+        )

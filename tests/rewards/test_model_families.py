@@ -23,7 +23,13 @@ from ppo_ds.models.tokenizer import load_tokenizer
 from tests.rewards.model_cases import by_hand
 from tests.rewards.reward_cases import make_rollout, save_tokenizer
 
-ENDOFTEXT, START, END, ACTOR_USER, ACTOR_BOT = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|bot|>"
+ENDOFTEXT, START, END, ACTOR_USER, ACTOR_BOT = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|user|>",
+    "<|bot|>",
+)
 CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 ACTORS = "{% for m in messages %}{{ '<|user|>' if m['role'] != 'assistant' else '<|bot|>' }}{{ m['content'] }}{% endfor %}<|bot|>"
 FIRST_BYTE = 7  # after the special tokens
@@ -32,34 +38,68 @@ VOCAB = FIRST_BYTE + 256
 
 def save_other_tokenizer(folder, *, pad=ENDOFTEXT, template=CHATML, pairs=False, types=False):
     """Bytes in another order than the actor's, so that the one's ids are nonsense to the other."""
-    tokens = [ENDOFTEXT, START, END, "<s>", "</s>", ACTOR_USER, ACTOR_BOT, *sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)]
+    tokens = [
+        ENDOFTEXT,
+        START,
+        END,
+        "<s>",
+        "</s>",
+        ACTOR_USER,
+        ACTOR_BOT,
+        *sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True),
+    ]
     backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     if pairs:  # as RoBERTa and DeBERTa
         ends = [("<s>", 3), ("</s>", 4)]
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=ends)
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=ends
+        )
         names = ["input_ids", *["token_type_ids"] * types, "attention_mask"]
         ends = dict(cls_token="<s>", sep_token="</s>", eos_token="</s>", model_input_names=names)
         hf = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=pad, **ends)
     else:
         special = [START, END, ACTOR_USER, ACTOR_BOT]
-        hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=pad, additional_special_tokens=special)
+        hf = PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token=END, pad_token=pad, additional_special_tokens=special
+        )
         hf.chat_template = template
     hf.save_pretrained(folder)
     return str(folder)
 
 
-WIDE = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5, num_labels=1)
+WIDE = dict(
+    vocab_size=VOCAB,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=32,
+    initializer_range=0.5,
+    num_labels=1,
+)
 DECODER = WIDE | dict(num_key_value_heads=1, head_dim=8, pad_token_id=0, bos_token_id=None, eos_token_id=2)
-V3 = dict(relative_attention=True, position_buckets=8, norm_rel_ebd="layer_norm", share_att_key=True, pos_att_type=["p2c", "c2p"])
+V3 = dict(
+    relative_attention=True,
+    position_buckets=8,
+    norm_rel_ebd="layer_norm",
+    share_att_key=True,
+    pos_att_type=["p2c", "c2p"],
+)
 DECODERS = {
     "llama": lambda: LlamaConfig(**DECODER),
     "qwen2": lambda: Qwen2Config(**{k: v for k, v in DECODER.items() if k != "head_dim"}),
     "qwen3": lambda: Qwen3Config(**DECODER),
     "gemma2": lambda: Gemma2Config(**DECODER, query_pre_attn_scalar=8),
     "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=256, initializer_range=0.5, num_labels=1, pad_token_id=0
+        vocab_size=VOCAB,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=256,
+        initializer_range=0.5,
+        num_labels=1,
+        pad_token_id=0,
     ),
 }
 ENCODERS = {
@@ -73,7 +113,11 @@ ENCODERS = {
 }  # fmt: skip
 CHATS = [
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
-    [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "And a rather longer question?"}],
+    [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "And a rather longer question?"},
+    ],
     [{"role": "user", "content": "你好"}],
 ]
 RESPONSES = ["yo", "", "a longer answer"]
@@ -97,7 +141,12 @@ def tokenizer(tmp_path):
 @pytest.fixture
 def rollout(tokenizer):
     prompts = [tokenizer.render_chat(chat) for chat in CHATS]
-    return make_rollout(tokenizer, list(zip(prompts, RESPONSES, strict=True)), [{"messages": chat} for chat in CHATS], [True, True, False])
+    return make_rollout(
+        tokenizer,
+        list(zip(prompts, RESPONSES, strict=True)),
+        [{"messages": chat} for chat in CHATS],
+        [True, True, False],
+    )
 
 
 def bytes_as_ids(text):
@@ -119,7 +168,9 @@ def chatml(chat, response):
 def test_decoders_read_the_chat_in_their_own_markup(tmp_path, build, rollout, family, pad):
     path = save_other(tmp_path / "rm", DECODERS[family](), pad=pad)
     together = build(path)(rollout).total
-    assert sum(rows for rows, _ in build.placed.batches) == 3 and build.placed.batches[-1][0] > 1  # some are beside each other, and padded
+    assert (
+        sum(rows for rows, _ in build.placed.batches) == 3 and build.placed.batches[-1][0] > 1
+    )  # some are beside each other, and padded
     alone = torch.cat([build(path)(rollout.select(torch.tensor([i]))).total for i in range(3)])
     texts = [chatml(chat, response) for chat, response in zip(CHATS, RESPONSES, strict=True)]
     own = torch.stack([by_hand(path, ids) for ids in texts])
@@ -129,16 +180,26 @@ def test_decoders_read_the_chat_in_their_own_markup(tmp_path, build, rollout, fa
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_finished_answer_ends_with_the_end_token_where_that_is_the_pad_too(tmp_path, build, rollout, family):
+def test_a_finished_answer_ends_with_the_end_token_where_that_is_the_pad_too(
+    tmp_path, build, rollout, family
+):
     """Without a chat template: the last id is the end token, and it is read, though it is also what fills the batch."""
     path = save_other(tmp_path / "rm", DECODERS[family](), pad=END, template=None)
     scores = build(path)(rollout).total
-    said = ["\n".join(message["content"] for message in chat) for chat in CHATS]  # another model's markup is left out
+    said = [
+        "\n".join(message["content"] for message in chat) for chat in CHATS
+    ]  # another model's markup is left out
     own = AutoTokenizer.from_pretrained(path)
-    texts = [own(f"{prompt}\n{response}")["input_ids"] for prompt, response in zip(said, RESPONSES, strict=True)]
+    texts = [
+        own(f"{prompt}\n{response}")["input_ids"] for prompt, response in zip(said, RESPONSES, strict=True)
+    ]
     ended = [[*texts[0], 2], [*texts[1], 2], texts[2]]
-    torch.testing.assert_close(scores, torch.stack([by_hand(path, ids) for ids in ended]), atol=1e-4, rtol=1e-4)
-    assert (scores[:2] - torch.stack([by_hand(path, ids) for ids in texts[:2]])).abs().min() > 1e-3  # not the place before it
+    torch.testing.assert_close(
+        scores, torch.stack([by_hand(path, ids) for ids in ended]), atol=1e-4, rtol=1e-4
+    )
+    assert (
+        scores[:2] - torch.stack([by_hand(path, ids) for ids in texts[:2]])
+    ).abs().min() > 1e-3  # not the place before it
 
 
 @pytest.mark.parametrize("family", ENCODERS)
@@ -151,7 +212,9 @@ def test_encoders_read_prompt_and_answer_as_a_pair(tmp_path, build, rollout, fam
     own = []
     for prompt, response in zip(said, RESPONSES, strict=True):
         first, second = bytes_as_ids(prompt), bytes_as_ids(response)
-        types = {"token_type_ids": [0] * (len(first) + 2) + [1] * (len(second) + 1)} if family == "bert" else {}
+        types = (
+            {"token_type_ids": [0] * (len(first) + 2) + [1] * (len(second) + 1)} if family == "bert" else {}
+        )
         own.append(by_hand(path, [3, *first, 4, *second, 4], **types))
     torch.testing.assert_close(together, torch.stack(own), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(alone, torch.stack(own), atol=1e-4, rtol=1e-4)
@@ -162,7 +225,10 @@ def test_text_without_its_special_tokens_would_be_scored_otherwise(tmp_path, bui
     """Decoding prompt and answer as the actor wrote them, and reading that, loses who said what."""
     path = save_other(tmp_path / "rm", DECODERS["qwen2"]())
     scores = build(path)(rollout).total
-    stripped = [tokenizer.decode(row[mask].tolist()) for row, mask in zip(rollout.ids, rollout.attention_mask, strict=True)]
+    stripped = [
+        tokenizer.decode(row[mask].tolist())
+        for row, mask in zip(rollout.ids, rollout.attention_mask, strict=True)
+    ]
     assert stripped[1] == "1+1=2And a rather longer question?"
     kept, lost = chatml(CHATS[1], RESPONSES[1]), bytes_as_ids(stripped[1])
     assert kept.count(1) == kept.count(2) == 4 and not {1, 2} & set(lost)

@@ -9,7 +9,12 @@ from ppo_ds.rewards.base import RewardError
 from tests.rewards.model_cases import DEBERTA, GPT2, LLAMA, TINY, by_hand, save_model
 from tests.rewards.reward_cases import BOS, CHAT_TEMPLATE, EOS, make_rollout
 
-ANSWERS = [("1+1=", "2"), ("Say something long, please.", "no"), ("a", "a longer answer than that"), ("b", "")]
+ANSWERS = [
+    ("1+1=", "2"),
+    ("Say something long, please.", "no"),
+    ("a", "a longer answer than that"),
+    ("b", ""),
+]
 FINISHED = [True, False, True, True]
 
 
@@ -19,10 +24,21 @@ def test_the_actors_own_tokenizer_text_path_equals_ids_path(tmp_path, build, tok
     path = save_model(tmp_path / "rm", config, pad=pad)
     rollout = make_rollout(tokenizer, ANSWERS, finished=FINISHED)
     scores = build(path)(rollout)
-    alone = torch.stack([by_hand(path, row[mask].tolist()) for row, mask in zip(rollout.ids, rollout.attention_mask, strict=True)])
+    alone = torch.stack(
+        [
+            by_hand(path, row[mask].tolist())
+            for row, mask in zip(rollout.ids, rollout.attention_mask, strict=True)
+        ]
+    )
     torch.testing.assert_close(scores.total, alone, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(build.placed.module(rollout.ids, rollout.attention_mask), alone, atol=1e-4, rtol=1e-4)
-    assert alone.std() > 0.01 and scores.components == {} and scores.per_token.shape == rollout.response_mask.shape
+    torch.testing.assert_close(
+        build.placed.module(rollout.ids, rollout.attention_mask), alone, atol=1e-4, rtol=1e-4
+    )
+    assert (
+        alone.std() > 0.01
+        and scores.components == {}
+        and scores.per_token.shape == rollout.response_mask.shape
+    )
 
 
 def test_batching_changes_nothing(tmp_path, build, tokenizer):
@@ -56,13 +72,20 @@ def test_deberta_reads_pairs(tmp_path, build, tokenizer):
     for score, (prompt, response) in zip(scores, ANSWERS[:3], strict=True):
         inputs = own(prompt, response)
         assert max(inputs["token_type_ids"]) == 1
-        torch.testing.assert_close(score, by_hand(path, inputs["input_ids"], token_type_ids=inputs["token_type_ids"]), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            score,
+            by_hand(path, inputs["input_ids"], token_type_ids=inputs["token_type_ids"]),
+            atol=1e-5,
+            rtol=1e-4,
+        )
 
 
 def test_a_chat_template_is_used_where_there_is_one(tmp_path, build, tokenizer):
     path = save_model(tmp_path / "rm", LLAMA, template=CHAT_TEMPLATE)
     messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]
-    rollout = make_rollout(tokenizer, [("rendered for the actor", "yo"), ("plain", "x")], [{"messages": messages}, {}])
+    rollout = make_rollout(
+        tokenizer, [("rendered for the actor", "yo"), ("plain", "x")], [{"messages": messages}, {}]
+    )
     expected = [
         [*messages, {"role": "assistant", "content": "yo"}],
         [{"role": "user", "content": "plain"}, {"role": "assistant", "content": "x"}],
@@ -70,7 +93,9 @@ def test_a_chat_template_is_used_where_there_is_one(tmp_path, build, tokenizer):
     own = AutoTokenizer.from_pretrained(path)
     by_template = [own.apply_chat_template(chat, tokenize=True, return_dict=False) for chat in expected]
     scores = build(path)(rollout).total
-    torch.testing.assert_close(scores, torch.stack([by_hand(path, ids) for ids in by_template]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        scores, torch.stack([by_hand(path, ids) for ids in by_template]), atol=1e-4, rtol=1e-4
+    )
     text = build(path, template="concat")(rollout).total
     concat = [BOS, *own("plainx", add_special_tokens=False)["input_ids"], EOS]
     torch.testing.assert_close(text[1], by_hand(path, concat), atol=1e-4, rtol=1e-4)
@@ -113,20 +138,28 @@ def test_concat_of_a_chat_depends_on_whose_vocabulary_it_is(tmp_path, build, tok
     rollout = make_rollout(tokenizer, [("<u>hi", "yo")], [{"messages": [{"role": "user", "content": "hi"}]}])
     alike = save_model(tmp_path / "alike", LLAMA)
     own = tokenizer.encode_many(["<u>hiyo", "hi\nyo"], special_tokens=False)
-    torch.testing.assert_close(build(alike)(rollout).total[0], by_hand(alike, [BOS, *own[0], EOS]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        build(alike)(rollout).total[0], by_hand(alike, [BOS, *own[0], EOS]), atol=1e-4, rtol=1e-4
+    )
     other = save_model(tmp_path / "other", LlamaConfig(**TINY | {"vocab_size": TINY["vocab_size"] + 1}))
     larger = AutoTokenizer.from_pretrained(other)
     larger.add_tokens(["one more"])
     larger.save_pretrained(other)
-    torch.testing.assert_close(build(other)(rollout).total[0], by_hand(other, [BOS, *own[1], EOS]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        build(other)(rollout).total[0], by_hand(other, [BOS, *own[1], EOS]), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_a_template_that_refuses_turns_is_found_before_training(tmp_path, build):
     path = save_model(
-        tmp_path / "rm", LLAMA, template="{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}" + CHAT_TEMPLATE
+        tmp_path / "rm",
+        LLAMA,
+        template="{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}"
+        + CHAT_TEMPLATE,
     )
     with pytest.raises(
-        UserError, match="^reward.template=chat: .*roles user, assistant, user, assistant .*one turn only.*; set reward.template=pair"
+        UserError,
+        match="^reward.template=chat: .*roles user, assistant, user, assistant .*one turn only.*; set reward.template=pair",
     ):
         build(path, audit="report")
 
@@ -134,4 +167,11 @@ def test_a_template_that_refuses_turns_is_found_before_training(tmp_path, build)
 @pytest.mark.parametrize("given", [0, -3])
 def test_max_tokens_is_a_count(given):
     with pytest.raises(UserError, match=rf"^reward\.max_tokens={given}: "):
-        bind({"_target_": "ppo_ds.rewards.model.model_reward", "model": {"path": "org/rm"}, "max_tokens": given}, "reward")
+        bind(
+            {
+                "_target_": "ppo_ds.rewards.model.model_reward",
+                "model": {"path": "org/rm"},
+                "max_tokens": given,
+            },
+            "reward",
+        )

@@ -39,7 +39,9 @@ def environment(monkeypatch):
 
 def bound(tokenizer, url, **settings):
     """As a config gives it: read and checked key by key."""
-    return bind({"_target_": "ppo_ds.rewards.remote.RemoteReward", "url": url, **settings}, "reward")(tokenizer=tokenizer)
+    return bind({"_target_": "ppo_ds.rewards.remote.RemoteReward", "url": url, **settings}, "reward")(
+        tokenizer=tokenizer
+    )
 
 
 @pytest.fixture
@@ -48,7 +50,9 @@ def ask(tokenizer):
 
     def asked(service, *texts, **settings):
         texts = texts or ("yes", "no")
-        answers = Answers(tuple({"prompt_text": f"p{i}"} for i in range(len(texts))), texts, (True,) * len(texts))
+        answers = Answers(
+            tuple({"prompt_text": f"p{i}"} for i in range(len(texts))), texts, (True,) * len(texts)
+        )
         return bound(tokenizer, service.url, **QUICK | settings).judge(answers)
 
     return asked
@@ -70,9 +74,18 @@ def test_a_scoring_service_gets_what_the_documentation_says(tokenizer):
     with serving(lengths) as service:
         scores = bound(tokenizer, service.url, batch_size=2, concurrency=1)(rollout)
         assert scores.total.tolist() == [5, 0, 3] and scores.total.dtype == torch.float32
-        assert scores.components == {} and not scores.per_token.any() and scores.per_token.shape == rollout.response_mask.shape
+        assert (
+            scores.components == {}
+            and not scores.per_token.any()
+            and scores.per_token.shape == rollout.response_mask.shape
+        )
         assert service.bodies == [
-            {"items": [{"prompt": "<user>hi", "response": "hello", "messages": messages}, {"prompt": "b", "response": ""}]},
+            {
+                "items": [
+                    {"prompt": "<user>hi", "response": "hello", "messages": messages},
+                    {"prompt": "b", "response": ""},
+                ]
+            },
             {"items": [{"prompt": "c", "response": "you"}]},
         ]
         service.bodies.clear()
@@ -91,7 +104,13 @@ def test_scores_keep_their_order_when_the_first_reply_comes_last(ask):
         return lengths(number, body)
 
     with serving(reply) as service:
-        assert ask(service, "a", "bb", "ccc", "dddd", "eeeee", batch_size=1, concurrency=5).tolist() == [1, 2, 3, 4, 5]
+        assert ask(service, "a", "bb", "ccc", "dddd", "eeeee", batch_size=1, concurrency=5).tolist() == [
+            1,
+            2,
+            3,
+            4,
+            5,
+        ]
 
 
 def test_no_more_requests_at_a_time_than_asked_for(ask):
@@ -111,12 +130,17 @@ def test_no_more_requests_at_a_time_than_asked_for(ask):
 
 @pytest.mark.parametrize("status", [500, 502, 503, 429])
 def test_a_failure_that_may_pass_is_tried_again(ask, status):
-    with serving(lambda number, body: lengths(number, body) if number == 2 else (status, {}, b"busy")) as service:
+    with serving(
+        lambda number, body: lengths(number, body) if number == 2 else (status, {}, b"busy")
+    ) as service:
         assert ask(service).tolist() == [3, 2]
         assert len(service.bodies) == 3 and service.bodies[0] == service.bodies[2]
         service.bodies.clear()
         line = refused(ask, service, retries=1)
-        assert line == f"reward.url={service.url}: answered {status}: busy; asked 2 time(s) (rows 0 to 1, prompt 'p0')"
+        assert (
+            line
+            == f"reward.url={service.url}: answered {status}: busy; asked 2 time(s) (rows 0 to 1, prompt 'p0')"
+        )
 
 
 def test_the_service_says_how_long_to_wait(ask, monkeypatch):
@@ -141,7 +165,14 @@ def test_the_service_says_how_long_to_wait(ask, monkeypatch):
         service.bodies.clear()
         ask(service, retries=9, backoff_seconds=1)
     assert all(2**i / 2 <= pause <= 2**i for i, pause in enumerate(pauses[:6])), pauses
-    assert pauses[7:] == [60, 60] and pauses[:6] != [1, 2, 4, 8, 16, 32]  # spread, so that those who wait do not come back together
+    assert pauses[7:] == [60, 60] and pauses[:6] != [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+    ]  # spread, so that those who wait do not come back together
 
 
 def test_the_pauses_do_not_touch_the_runs_random_state(ask):
@@ -169,7 +200,14 @@ def test_a_service_that_is_slow_or_gone(ask):
     assert "ConnectError" in line and "asked 3 time(s)" in line
 
 
-@pytest.mark.parametrize("start", [b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX-Long: "])
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX-Long: ",
+    ],
+)
 def test_a_reply_that_trickles_in_has_a_limit_too(ask, tokenizer, start):
     """Every piece comes in time, the whole does not."""
     import socket
@@ -190,7 +228,9 @@ def test_a_reply_that_trickles_in_has_a_limit_too(ask, tokenizer, start):
                     return
 
     Thread(target=trickle, daemon=True).start()
-    reward = RemoteReward(f"http://127.0.0.1:{listening.getsockname()[1]}/", timeout_seconds=0.3, retries=0, tokenizer=tokenizer)
+    reward = RemoteReward(
+        f"http://127.0.0.1:{listening.getsockname()[1]}/", timeout_seconds=0.3, retries=0, tokenizer=tokenizer
+    )
     with pytest.raises(RewardError, match="no answer within 0.3 s"):
         reward.judge(Answers(({"prompt_text": "p"},), ("a",), (True,)))
     over.set()
@@ -238,7 +278,11 @@ def test_redirects_are_not_followed(ask, status):
         with serving(lambda number, body: (status, {"Location": f"{other.url}?with=query"}, b"")) as service:
             line = refused(ask, service, key_env="JUDGE_KEY")
         assert other.bodies == []  # neither the texts nor the key went there
-    assert f"answered {status}, which sends to another host, http://127.0.0.1; redirects are not followed" in line and "query" not in line
+    assert (
+        f"answered {status}, which sends to another host, http://127.0.0.1; redirects are not followed"
+        in line
+        and "query" not in line
+    )
     with serving(lambda number, body: (status, {"Location": "/score/?token=1"}, b"")) as service:
         line = refused(ask, service)
         assert len(service.bodies) == 1
@@ -248,11 +292,18 @@ def test_redirects_are_not_followed(ask, status):
 def test_a_reply_may_not_be_too_large(ask):
     with serving(lambda number, body: (200, {}, {"scores": [1, 2], "padding": "x" * 5000})) as service:
         assert ask(service).tolist() == [1, 2]
-        assert "answered more than 0.00390625 MB; asked 1 time(s)" in refused(ask, service, max_response_mb=2**-8)
+        assert "answered more than 0.00390625 MB; asked 1 time(s)" in refused(
+            ask, service, max_response_mb=2**-8
+        )
     with serving(lambda number, body: (200, {"Content-Encoding": "gzip"}, b"a bomb, perhaps")) as service:
         assert "in compressed form" in refused(ask, service)
     bomb = gzip.compress(b'{"scores": [1, 2], "padding": "' + bytes(2**24) + b'"}')  # 16 MB in 16 KB
-    for headers in ({"Content-Encoding": "gzip"}, {"Content-Encoding": "GZIP"}, {"Content-Encoding": "identity, gzip"}, {}):
+    for headers in (
+        {"Content-Encoding": "gzip"},
+        {"Content-Encoding": "GZIP"},
+        {"Content-Encoding": "identity, gzip"},
+        {},
+    ):
         with serving(lambda number, body, headers=headers: (200, headers, bomb)) as service:
             line = refused(ask, service)
         assert ("in compressed form" in line) == bool(headers) and ("is no JSON" in line) == (not headers)
@@ -266,10 +317,19 @@ def test_the_key_goes_into_the_header_and_nowhere_else(ask, caplog):
         assert service.headers[0]["Authorization"] == f"Bearer {SECRET}" and SECRET not in str(service.bodies)
         ask(service)
         assert "Authorization" not in service.headers[1]
-    for reply in ((403, {}, SECRET.encode()), (500, {}, SECRET.encode() * 9), (200, {}, SECRET.encode()), (302, {"Location": f"/{SECRET}"}, b"")):
+    for reply in (
+        (403, {}, SECRET.encode()),
+        (500, {}, SECRET.encode() * 9),
+        (200, {}, SECRET.encode()),
+        (302, {"Location": f"/{SECRET}"}, b""),
+    ):
         with serving(lambda number, body, reply=reply: reply) as service:
             refused(ask, service, key_env="JUDGE_KEY", retries=1)
-    for quoted in (SECRET, SECRET.replace("/", "\\/"), "".join(f"\\u{ord(c):04x}" for c in SECRET)):  # all the same to who reads JSON
+    for quoted in (
+        SECRET,
+        SECRET.replace("/", "\\/"),
+        "".join(f"\\u{ord(c):04x}" for c in SECRET),
+    ):  # all the same to who reads JSON
         for begin in ("wrong key ", 70 * "x"):  # the second: where a line that is cut would hold a part of it
             for content in (f'{{"error": "{begin}{quoted}"}}', f'{{"scores": ["{begin}{quoted}", 1]}}'):
                 with serving(lambda number, body, content=content: (200, {}, content.encode())) as service:
@@ -304,13 +364,28 @@ def test_the_query_is_sent_but_not_shown(ask):
         (dict(url="me:pass@host/x"), "reward.url: must begin"),
         (dict(url="http://host:pass/x"), "reward.url: is no address"),
         (dict(url=7), "reward.url: is no address"),
-        (dict(key_env="sk-pass"), "reward.key_env: must be the name of an environment variable, in capitals, never the secret itself"),
+        (
+            dict(key_env="sk-pass"),
+            "reward.key_env: must be the name of an environment variable, in capitals, never the secret itself",
+        ),
         (dict(key_env="hf_pass"), "reward.key_env: must be the name"),
-        (dict(key_env="NOT_THERE"), "reward.key_env=NOT_THERE: no such environment variable, or an empty one"),
-        (dict(key_env="BROKEN_KEY"), "reward.key_env=BROKEN_KEY: what this variable holds cannot be sent as a key"),
-        (dict(model="judge"), "reward.model=judge: a scoring service has no model; for a language model as judge set reward.protocol=openai"),
+        (
+            dict(key_env="NOT_THERE"),
+            "reward.key_env=NOT_THERE: no such environment variable, or an empty one",
+        ),
+        (
+            dict(key_env="BROKEN_KEY"),
+            "reward.key_env=BROKEN_KEY: what this variable holds cannot be sent as a key",
+        ),
+        (
+            dict(model="judge"),
+            "reward.model=judge: a scoring service has no model; for a language model as judge set reward.protocol=openai",
+        ),
         (dict(protocol="openai"), "reward.model is missing"),
-        (JUDGED | dict(template="Rate {response}"), "reward.template: has no {prompt}, so the judge would not see what it judges"),
+        (
+            JUDGED | dict(template="Rate {response}"),
+            "reward.template: has no {prompt}, so the judge would not see what it judges",
+        ),
         (JUDGED | dict(template=""), "reward.template: has no {prompt} and no {response}"),
         (JUDGED | dict(pattern="("), "reward.pattern=(: is no regular expression"),
         (JUDGED | dict(pattern=r"\d+"), r"reward.pattern=\d+: has 0 groups; it needs one"),
@@ -335,13 +410,21 @@ def test_the_address_is_judged_before_any_object_is_made():
 
 def test_a_variable_that_is_not_set():
     with pytest.raises(UserError) as caught:
-        bind({"_target_": "ppo_ds.rewards.remote.RemoteReward", "url": "http://host", "key_env": "NOT_THERE"}, "reward")
-    assert caught.value.problems == ["reward.key_env=NOT_THERE: no such environment variable, or an empty one; set it where the run starts"]
+        bind(
+            {"_target_": "ppo_ds.rewards.remote.RemoteReward", "url": "http://host", "key_env": "NOT_THERE"},
+            "reward",
+        )
+    assert caught.value.problems == [
+        "reward.key_env=NOT_THERE: no such environment variable, or an empty one; set it where the run starts"
+    ]
 
 
 def test_a_row_that_is_no_json(tokenizer):
     reward = bound(tokenizer, "http://host.invalid/", send_rows=True)
-    with pytest.raises(RewardError, match=r"^reward.url=http://host.invalid/: what is to be sent is no JSON \(.*set.*\) \(row 0, prompt 'p'\)"):
+    with pytest.raises(
+        RewardError,
+        match=r"^reward.url=http://host.invalid/: what is to be sent is no JSON \(.*set.*\) \(row 0, prompt 'p'\)",
+    ):
         reward.judge(Answers(({"prompt_text": "p", "image": {1, 2}},), ("a",), (True,)))
 
 
@@ -349,7 +432,9 @@ def test_after_an_error_nobody_goes_on(ask):
     """One request fails for good while another is in its pause: that one is not sent again."""
 
     def reply(number, body):
-        return (400, {}, b"broken") if body["items"][0]["response"] == "b" else (500, {"Retry-After": "30"}, b"")
+        return (
+            (400, {}, b"broken") if body["items"][0]["response"] == "b" else (500, {"Retry-After": "30"}, b"")
+        )
 
     with serving(reply) as service:
         line = refused(ask, service, "a", "b", batch_size=1, concurrency=2)
@@ -388,8 +473,15 @@ def test_a_judge_is_asked_about_each_answer(tokenizer):
         settings = JUDGED | dict(template="Q {prompt} A {response}", concurrency=1, lowest=0)
         assert bound(tokenizer, service.url, **settings)(rollout).total.tolist() == [0, 1, 2]
         asked = "Q [system]\nBe brief.\n\n[user]\nWhat is {response}? A an {prompt}"
-        assert service.bodies[0] == {"model": "judge-1", "messages": [{"role": "user", "content": asked}], "temperature": 0}
-        assert [body["messages"][0]["content"] for body in service.bodies[1:]] == ["Q hi A yo", "Q plain A text"]
+        assert service.bodies[0] == {
+            "model": "judge-1",
+            "messages": [{"role": "user", "content": asked}],
+            "temperature": 0,
+        }
+        assert [body["messages"][0]["content"] for body in service.bodies[1:]] == [
+            "Q hi A yo",
+            "Q plain A text",
+        ]
         bound(tokenizer, service.url, **settings, options={"max_tokens": 9})(rollout)
         assert service.bodies[3].keys() == {"model", "messages", "max_tokens"}
 
@@ -415,12 +507,18 @@ def test_the_pattern_is_the_users(ask):
         assert ask(service, "a", **JUDGED, pattern=r"\[\[(\d+)\]\]", highest=10).tolist() == [7]
 
 
-@pytest.mark.parametrize(("words", "limits"), [("Score: 0.5", {}), ("Score: 50", {}), ("Score: -1", {}), ("Score: 3", dict(highest=2.5))])
+@pytest.mark.parametrize(
+    ("words", "limits"),
+    [("Score: 0.5", {}), ("Score: 50", {}), ("Score: -1", {}), ("Score: 3", dict(highest=2.5))],
+)
 def test_a_score_out_of_bounds_is_none(ask, words, limits):
     with serving(lambda number, body: says(words)) as service:
         line = refused(ask, service, "a", **JUDGED | limits, parse_retries=1)
         assert len(service.bodies) == 2
-        assert f"the judge gave {words[7:]}, no score from 1 to {limits.get('highest', 5)}: '{words}'; asked 2 time(s)" in line
+        assert (
+            f"the judge gave {words[7:]}, no score from 1 to {limits.get('highest', 5)}: '{words}'; asked 2 time(s)"
+            in line
+        )
         assert ask(service, "a", **JUDGED, lowest=None, highest=None).tolist() == [float(words[7:])]
 
 
@@ -429,10 +527,18 @@ def test_bounds_that_leave_no_score_are_refused(tokenizer):
         bound(tokenizer, "http://host/x", **JUDGED, lowest=5)
 
 
-NO_SCORE = ["score: 1e3", "good score\n\n2 reasons", "Score: 5\nsays the answer.", "It asks for Score: 5", "Score: 3/10"]
+NO_SCORE = [
+    "score: 1e3",
+    "good score\n\n2 reasons",
+    "Score: 5\nsays the answer.",
+    "It asks for Score: 5",
+    "Score: 3/10",
+]
 
 
-@pytest.mark.parametrize("words", ["I cannot say.", "Score: high", "underscore: 3", "", None, "Score: 1" + "0" * 400, *NO_SCORE])
+@pytest.mark.parametrize(
+    "words", ["I cannot say.", "Score: high", "underscore: 3", "", None, "Score: 1" + "0" * 400, *NO_SCORE]
+)
 def test_a_judge_without_a_score_is_asked_again_and_then_an_error(ask, words):
     with serving(lambda number, body: says("Score: 2" if number == 2 else words)) as service:
         assert ask(service, "a", **JUDGED).tolist() == [2]
@@ -446,7 +552,9 @@ def test_a_judge_without_a_score_is_asked_again_and_then_an_error(ask, words):
 def test_what_is_no_chat_completion_is_an_error_at_once(ask):
     for content in ({"choices": []}, {"error": "x"}, [], "text", {"choices": [{"text": "Score: 1"}]}):
         with serving(lambda number, body, content=content: (200, {}, content)) as service:
-            assert "which is no chat completion; asked 1 time(s) (row 0" in refused(ask, service, "a", **JUDGED)
+            assert "which is no chat completion; asked 1 time(s) (row 0" in refused(
+                ask, service, "a", **JUDGED
+            )
             assert len(service.bodies) == 1
 
 
@@ -465,20 +573,51 @@ def test_a_whole_run_leaves_the_key_nowhere(tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     words = tiny.character_tokenizer("ab")
-    tiny.save(tiny.tiny_llama(words, hidden_size=8, layers=1, heads=2, max_tokens=16), words, tmp_path / "model")
+    tiny.save(
+        tiny.tiny_llama(words, hidden_size=8, layers=1, heads=2, max_tokens=16), words, tmp_path / "model"
+    )
     lines = []
 
     def reply(number, body):
-        lines.extend(" ".join(process.cmdline()) for process in psutil.Process(child.pid).children(recursive=True) + [psutil.Process(child.pid)])
+        lines.extend(
+            " ".join(process.cmdline())
+            for process in psutil.Process(child.pid).children(recursive=True) + [psutil.Process(child.pid)]
+        )
         return lengths(number, body) if number == 0 else (500, {}, SECRET.encode())
 
     with serving(reply) as service:
-        command = [sys.executable, "launch/train.py", "algo=rloo", "reward=remote", f"reward.url={service.url}", "reward.key_env=JUDGE_KEY"]
-        command += [f"data.path={rows}", f"actor.model.path={tmp_path / 'model'}", "actor.model.dtype=fp32", "rollout.prompts_per_step=2"]
-        command += ["rollout.samples_per_prompt=2", "sampling.max_new_tokens=2", "run.steps=2", f"run.dir={tmp_path / 'run'}", "checkpoint.every=1"]
-        command += ["tracker.wandb.mode=offline", "reward.send_rows=true", "reward.retries=1", "reward.backoff_seconds=0", "run.verbose=true"]
+        command = [
+            sys.executable,
+            "launch/train.py",
+            "algo=rloo",
+            "reward=remote",
+            f"reward.url={service.url}",
+            "reward.key_env=JUDGE_KEY",
+        ]
+        command += [
+            f"data.path={rows}",
+            f"actor.model.path={tmp_path / 'model'}",
+            "actor.model.dtype=fp32",
+            "rollout.prompts_per_step=2",
+        ]
+        command += [
+            "rollout.samples_per_prompt=2",
+            "sampling.max_new_tokens=2",
+            "run.steps=2",
+            f"run.dir={tmp_path / 'run'}",
+            "checkpoint.every=1",
+        ]
+        command += [
+            "tracker.wandb.mode=offline",
+            "reward.send_rows=true",
+            "reward.retries=1",
+            "reward.backoff_seconds=0",
+            "run.verbose=true",
+        ]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as child:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+        ) as child:
             try:
                 said, _ = child.communicate(timeout=240)
             finally:
@@ -487,8 +626,13 @@ def test_a_whole_run_leaves_the_key_nowhere(tmp_path, monkeypatch):
     assert service.headers[0]["Authorization"] == f"Bearer {SECRET}" and len(service.bodies) == 3
     assert any("wandb_child" in line for line in lines), lines
     run = tmp_path / "run"
-    assert (run / "checkpoints" / "step_000001" / "state.json").exists() and list(run.glob("wandb/offline-run-*/*.wandb"))
-    written = b"".join(file.read_bytes() for file in run.rglob("*") if file.is_file()) + (said + "".join(lines)).encode()
+    assert (run / "checkpoints" / "step_000001" / "state.json").exists() and list(
+        run.glob("wandb/offline-run-*/*.wandb")
+    )
+    written = (
+        b"".join(file.read_bytes() for file in run.rglob("*") if file.is_file())
+        + (said + "".join(lines)).encode()
+    )
     for name, value in values.items():
         assert value.encode() not in written and json.dumps(value)[1:-1].encode() not in written, name
     assert stat.S_IMODE(run.stat().st_mode) == 0o700

@@ -9,7 +9,10 @@ from ppo_ds.rewards.text import TextEncoder
 from tests.rewards.reward_cases import BOS, CHAT_TEMPLATE, CLS, EOS, SEP, save_tokenizer
 
 ROW = {"prompt_text": "hi"}
-CHAT = {"prompt_text": "<sys>be<eos><usr>hi<eos>", "messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]}
+CHAT = {
+    "prompt_text": "<sys>be<eos><usr>hi<eos>",
+    "messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}],
+}
 
 
 @pytest.fixture
@@ -36,7 +39,10 @@ def test_concat(make, ids):
     assert encode(ROW, "yo", True).types is None
 
 
-@pytest.mark.parametrize(("append_eos", "finished", "end"), [(True, False, [EOS]), (True, True, [EOS]), (False, True, []), (False, False, [])])
+@pytest.mark.parametrize(
+    ("append_eos", "finished", "end"),
+    [(True, False, [EOS]), (True, True, [EOS]), (False, True, []), (False, False, [])],
+)
 def test_append_eos(make, ids, append_eos, finished, end):
     assert make("concat", append_eos=append_eos)(ROW, "yo", finished).ids == [BOS, *ids("hiyo"), *end]
 
@@ -64,7 +70,10 @@ def test_chat(make, ids):
     assert encode(CHAT, "yo", False).ids == encode(CHAT, "yo", True).ids  # the template ends the turn
     assert encode(ROW, "", True).ids == ids("<user>hi<eos><assistant><eos>")
     assert encode(ROW, "yo", True).ids.count(EOS) == 2
-    assert make("chat", template=CHAT_TEMPLATE, append_eos=True)(ROW, "yo", False).ids[-2:] == [*ids("o"), EOS]  # not twice
+    assert make("chat", template=CHAT_TEMPLATE, append_eos=True)(ROW, "yo", False).ids[-2:] == [
+        *ids("o"),
+        EOS,
+    ]  # not twice
     assert make("chat", max_tokens=4, template=CHAT_TEMPLATE)(ROW, "yo", True).ids == [*ids(">yo"), EOS]
 
 
@@ -72,7 +81,13 @@ def test_pair(make, ids):
     encode = make("pair", cross_encoder=True)
     text = encode(ROW, "yo!", True)
     assert text.ids == [CLS, *ids("hi"), SEP, *ids("yo!"), SEP] and text.types == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert encode(CHAT, "yo", True).ids == [CLS, *ids("be\nhi"), SEP, *ids("yo"), SEP]  # none of the actor's markup
+    assert encode(CHAT, "yo", True).ids == [
+        CLS,
+        *ids("be\nhi"),
+        SEP,
+        *ids("yo"),
+        SEP,
+    ]  # none of the actor's markup
     assert encode(ROW, "", True).ids == [CLS, *ids("hi"), SEP, SEP]
 
 
@@ -83,7 +98,13 @@ def test_a_pair_loses_the_beginning_of_its_prompt_first(make, ids):
     assert cut(15) == [CLS, *ids("abcdef"), SEP, *ids("uvwxyz"), SEP]
     assert cut(12) == [CLS, *ids("def"), SEP, *ids("uvwxyz"), SEP]
     assert cut(10) == [CLS, *ids("f"), SEP, *ids("uvwxyz"), SEP]
-    assert cut(9) == [CLS, *ids("def"), SEP, *ids("xyz"), SEP]  # no room for both: the longer one first, from its beginning too
+    assert cut(9) == [
+        CLS,
+        *ids("def"),
+        SEP,
+        *ids("xyz"),
+        SEP,
+    ]  # no room for both: the longer one first, from its beginning too
     assert cut(5) == [CLS, *ids("f"), SEP, *ids("z"), SEP]
 
 
@@ -96,7 +117,9 @@ def test_impossible_settings(make):
 
 def test_a_template_that_refuses_a_role_says_what_to_do(make):
     encode = make(
-        "chat", template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHAT_TEMPLATE
+        "chat",
+        template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        + CHAT_TEMPLATE,
     )
     assert len(encode(ROW, "yo", True))
     with pytest.raises(RewardError) as caught:

@@ -12,13 +12,23 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.rewards.base import Answers, RewardError
-from ppo_ds.rewards.rules import ExactMatchReward, FormatReward, LengthReward, NumericReward, RegexReward, RepetitionPenalty
+from ppo_ds.rewards.rules import (
+    ExactMatchReward,
+    FormatReward,
+    LengthReward,
+    NumericReward,
+    RegexReward,
+    RepetitionPenalty,
+)
 from tests.rewards.reward_cases import make_rollout
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 from tests.goldens.golden_io import load  # noqa: E402
 
-SEED = (r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", r"^<think>\n.*?\n</think>\n\n<answer>\n.*?\n</answer>$")  # MiniMind's own
+SEED = (
+    r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$",
+    r"^<think>\n.*?\n</think>\n\n<answer>\n.*?\n</answer>$",
+)  # MiniMind's own
 WELL_FORMED = "<think>\na\n</think>\n<answer>\nb\n</answer>"
 
 
@@ -32,7 +42,11 @@ def rates(tokenizer):
     """The scores of texts by a rule with these settings."""
 
     def run(kind, *texts, rows=None, **settings):
-        return kind(**settings, tokenizer=tokenizer, key="reward.parts.r.reward").judge(answers(*texts, rows=rows)).tolist()
+        return (
+            kind(**settings, tokenizer=tokenizer, key="reward.parts.r.reward")
+            .judge(answers(*texts, rows=rows))
+            .tolist()
+        )
 
     return run
 
@@ -45,8 +59,15 @@ def one(reference):
 
 
 def test_the_seeds_printed_numbers(rates):
-    (case,) = [case for case in load(GOLDENS / "seed_examples.json", to="torch")["cases"] if case["id"] == "c_reasoning_rewards"]
-    texts, wanted = case["inputs"]["texts"], {name: torch.as_tensor(column).tolist() for name, column in case["outputs"].items()}
+    (case,) = [
+        case
+        for case in load(GOLDENS / "seed_examples.json", to="torch")["cases"]
+        if case["id"] == "c_reasoning_rewards"
+    ]
+    texts, wanted = (
+        case["inputs"]["texts"],
+        {name: torch.as_tensor(column).tolist() for name, column in case["outputs"].items()},
+    )
     assert rates(FormatReward, *texts, tag_score=0.0) == wanted["format"]
     assert rates(FormatReward, *texts, pattern_score=0.0) == wanted["mark"]
     assert rates(FormatReward, *texts) == [1.5, 1.5, 1.0, 0.0, 0.75, 1.0]
@@ -55,8 +76,21 @@ def test_the_seeds_printed_numbers(rates):
 def test_the_patterns_match_what_the_seeds_match(rates):
     """On texts put together from the pieces of the form."""
     draw = random.Random(0)
-    pieces = ["<think>\n", "\n</think>\n<answer>\n", "\n</think>\n\n<answer>\n", "\n</answer>", "\n", "a", "</answer>", "<answer>", "</think>"]
-    texts = ["<think>\n" * draw.randint(0, 3) + "".join(draw.choices(pieces, k=draw.randint(1, 7))) + "\n</answer>" for _ in range(10_000)]
+    pieces = [
+        "<think>\n",
+        "\n</think>\n<answer>\n",
+        "\n</think>\n\n<answer>\n",
+        "\n</answer>",
+        "\n",
+        "a",
+        "</answer>",
+        "<answer>",
+        "</think>",
+    ]
+    texts = [
+        "<think>\n" * draw.randint(0, 3) + "".join(draw.choices(pieces, k=draw.randint(1, 7))) + "\n</answer>"
+        for _ in range(10_000)
+    ]
     wanted = [0.5 * any(re.match(pattern, text, re.S) is not None for pattern in SEED) for text in texts]
     assert rates(FormatReward, *texts, tag_score=0.0) == wanted
     assert 0.1 < sum(wanted) / 0.5 / len(wanted) < 0.9
@@ -70,7 +104,12 @@ def test_a_long_answer_that_repeats_itself_takes_no_quadratic_time(rates):
 
 def test_another_form(rates):
     settings = dict(patterns=(r"^Answer: \d+$",), pattern_score=2.0, tags=("Answer:", "###"), tag_score=0.5)
-    assert rates(FormatReward, "Answer: 5", "Answer: x", "Answer: Answer: ###", "", **settings) == [2.5, 0.5, 0.5, 0.0]
+    assert rates(FormatReward, "Answer: 5", "Answer: x", "Answer: Answer: ###", "", **settings) == [
+        2.5,
+        0.5,
+        0.5,
+        0.0,
+    ]
 
 
 def test_tags_that_no_text_can_show_are_refused(tokenizer, tmp_path):
@@ -78,7 +117,9 @@ def test_tags_that_no_text_can_show_are_refused(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     with pytest.raises(UserError, match="^reward.tags: the actor's tokenizer reads <think> back as ''"):
         FormatReward(tokenizer=load_tokenizer(str(tmp_path)))
-    with pytest.raises(UserError, match="^reward.inside=think: the actor's tokenizer reads <think> back as ''"):
+    with pytest.raises(
+        UserError, match="^reward.inside=think: the actor's tokenizer reads <think> back as ''"
+    ):
         RegexReward("x", inside="think", tokenizer=load_tokenizer(str(tmp_path)))
     RegexReward("x", inside="answer", tokenizer=load_tokenizer(str(tmp_path)))
     with pytest.raises(UserError, match="reads <answer> back as"):
@@ -110,7 +151,9 @@ def test_inside_reads_as_the_seeds_search_does(rates, text, inner):
 
 
 def test_what_is_inside_is_finished_and_what_is_not_there_is_as_finished_as_the_answer():
-    cut = Answers(({},) * 3, ("<answer>4</answer> and", "<answer></answer> and", "<answer>4"), (False, False, False))
+    cut = Answers(
+        ({},) * 3, ("<answer>4</answer> and", "<answer></answer> and", "<answer>4"), (False, False, False)
+    )
     assert cut.inside("answer").finished == (True, True, False)
 
 
@@ -122,15 +165,25 @@ def test_a_reference_that_is_not_there_stops_the_run(rates, kind):
     with pytest.raises(RewardError) as caught:
         rates(kind, "4", rows=[{"question": "2+2", "target": "4"}])
     key = "reward.parts.r.reward.column"
-    assert str(caught.value) == f"{key}=answer: no such column in the rows; they have prompt_text, question, target; set {key}"
+    assert (
+        str(caught.value)
+        == f"{key}=answer: no such column in the rows; they have prompt_text, question, target; set {key}"
+    )
     for nothing in (None, "", "  \n", [], [None], ["4", ""], float("nan")):
-        with pytest.raises(RewardError, match="^reward.parts.r.reward.column=answer: the reference is empty for prompt 'q'"):
+        with pytest.raises(
+            RewardError, match="^reward.parts.r.reward.column=answer: the reference is empty for prompt 'q'"
+        ):
             rates(kind, "4", rows=one(nothing))
 
 
 @pytest.mark.parametrize("kind", [ExactMatchReward, NumericReward])
 def test_a_reference_that_is_neither_text_nor_number_stops_the_run(rates, kind):
-    for value, seen in (({"a": 5}, "\"{'a': 5}\""), (True, "'True'"), ([5, [6]], "'[6]'"), ([False], "'False'")):
+    for value, seen in (
+        ({"a": 5}, "\"{'a': 5}\""),
+        (True, "'True'"),
+        ([5, [6]], "'[6]'"),
+        ([False], "'False'"),
+    ):
         with pytest.raises(RewardError) as caught:
             rates(kind, "5", rows=one(value))
         wanted = f"reward.parts.r.reward.column=answer: the reference {seen} is neither a text nor a number; mend it, or name another column"
@@ -165,7 +218,10 @@ def test_exact_match(rates, text, reference, settings, score):
 
 
 def test_the_column_may_be_another(rates):
-    assert rates(ExactMatchReward, "a", "b", rows=[{"target": "a"}, {"target": "a"}], column="target") == [1.0, 0.0]
+    assert rates(ExactMatchReward, "a", "b", rows=[{"target": "a"}, {"target": "a"}], column="target") == [
+        1.0,
+        0.0,
+    ]
 
 
 # -- pattern
@@ -193,7 +249,20 @@ def test_regex(rates, text, settings, score):
 
 
 @pytest.mark.parametrize(
-    ("length", "score"), [(0, 0.0), (1, 0.0), (2, 0.25), (4, 0.75), (5, 1.0), (7, 1.0), (10, 1.0), (11, 0.75), (13, 0.25), (14, 0.0), (99, 0.0)]
+    ("length", "score"),
+    [
+        (0, 0.0),
+        (1, 0.0),
+        (2, 0.25),
+        (4, 0.75),
+        (5, 1.0),
+        (7, 1.0),
+        (10, 1.0),
+        (11, 0.75),
+        (13, 0.25),
+        (14, 0.0),
+        (99, 0.0),
+    ],
 )
 def test_length_ramps_outside_of_the_range(rates, length, score):
     settings = dict(shortest=5, longest=10, ramp=4)
@@ -213,7 +282,9 @@ def test_length_counts_tokens_or_characters_and_may_be_open_at_one_end(rates):
 def test_lengths_that_say_nothing_are_refused(rates):
     with pytest.raises(UserError, match="^reward.parts.r.reward.longest is missing"):
         rates(LengthReward, "")
-    with pytest.raises(UserError, match="^reward.parts.r.reward.longest=3: must be at least reward.parts.r.reward.shortest=4"):
+    with pytest.raises(
+        UserError, match="^reward.parts.r.reward.longest=3: must be at least reward.parts.r.reward.shortest=4"
+    ):
         rates(LengthReward, "", shortest=4, longest=3)
 
 
@@ -250,8 +321,16 @@ def test_a_penalty_is_no_bonus():
 
 def test_a_rule_is_a_reward_of_a_rollout(tokenizer):
     """End tokens are no part of the text; one score for each row, nothing per token."""
-    rollout = make_rollout(tokenizer, [("1+1=", "2"), ("2+2=", "5")], [{"answer": "2"}, {"answer": "4"}], finished=[True, False])
+    rollout = make_rollout(
+        tokenizer, [("1+1=", "2"), ("2+2=", "5")], [{"answer": "2"}, {"answer": "4"}], finished=[True, False]
+    )
     scores = ExactMatchReward(tokenizer=tokenizer)(rollout)
     assert scores.total.tolist() == [1.0, 0.0] and scores.total.dtype == torch.float32
-    assert scores.per_token.shape == rollout.response_mask.shape and scores.per_token.abs().max() == 0 and scores.components == {}
-    assert FormatReward(tokenizer=tokenizer)(make_rollout(tokenizer, [("q", WELL_FORMED)])).total.tolist() == [1.5]
+    assert (
+        scores.per_token.shape == rollout.response_mask.shape
+        and scores.per_token.abs().max() == 0
+        and scores.components == {}
+    )
+    assert FormatReward(tokenizer=tokenizer)(
+        make_rollout(tokenizer, [("q", WELL_FORMED)])
+    ).total.tolist() == [1.5]

@@ -108,7 +108,11 @@ ONE = [
 
 @pytest.mark.parametrize(("text", "value"), ONE)
 def test_a_box_or_a_reference_that_is_one_number(text, value):
-    for number in (reference_number(text), reference_number(f"12 steps\n#### {text}"), stated_number(f"3, \\boxed{{{text}}} or 4")):
+    for number in (
+        reference_number(text),
+        reference_number(f"12 steps\n#### {text}"),
+        stated_number(f"3, \\boxed{{{text}}} or 4"),
+    ):
         assert number is not None and number.value == pytest.approx(value, rel=1e-12) and not number.percent
 
 
@@ -144,7 +148,10 @@ NOT_ONE = [
 def test_what_is_not_one_number_is_not_half_read(tokenizer, text):
     assert stated_number(f"12, so \\boxed{{{text}}}") is None
     for reference in (text, f"12, so \\boxed{{{text}}}", f"12\n#### {text}"):
-        with pytest.raises(RewardError, match="^reward.column=answer: no number in the reference '.*; mend it, or name another column$"):
+        with pytest.raises(
+            RewardError,
+            match="^reward.column=answer: no number in the reference '.*; mend it, or name another column$",
+        ):
             NumericReward(tokenizer=tokenizer).judge(answers("4", rows=[{"answer": reference}]))
 
 

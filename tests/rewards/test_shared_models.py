@@ -23,10 +23,25 @@ def built(tokenizer):
 
     def built(**parts: dict[str, Any]):
         notes: list[str] = []
-        services = dict(place=RewardModels(CPU, notes), agree=lambda n: n, score_tokens=1000, reduce=lambda x: x, tokenizer=tokenizer, notes=notes)
-        spec = {"_target_": MIXTURE, "parts": {name: {"reward": {"_target_": MODEL, "audit": "off", **part}} for name, part in parts.items()}}
+        services = dict(
+            place=RewardModels(CPU, notes),
+            agree=lambda n: n,
+            score_tokens=1000,
+            reduce=lambda x: x,
+            tokenizer=tokenizer,
+            notes=notes,
+        )
+        spec = {
+            "_target_": MIXTURE,
+            "parts": {
+                name: {"reward": {"_target_": MODEL, "audit": "off", **part}} for name, part in parts.items()
+            },
+        }
         mixture = bind(spec, "reward")(**services)
-        weights = {name: {p.data_ptr() for p in part.reward._score.model.parameters()} for name, part in mixture._parts.items()}
+        weights = {
+            name: {p.data_ptr() for p in part.reward._score.model.parameters()}
+            for name, part in mixture._parts.items()
+        }
         return mixture, weights, notes
 
     return built
@@ -36,14 +51,21 @@ def test_parts_of_the_same_model_hold_it_once(built, tokenizer, tmp_path):
     save_model(tmp_path / "rm", LLAMA)
     (tmp_path / "link").symlink_to(tmp_path / "rm")
     model = {"path": str(tmp_path / "rm"), "dtype": "fp32"}
-    parts = {"a": {"model": model}, "b": {"model": model | {"path": str(tmp_path / "link")}, "template": "pair"}}
+    parts = {
+        "a": {"model": model},
+        "b": {"model": model | {"path": str(tmp_path / "link")}, "template": "pair"},
+    }
     mixture, weights, notes = built(**parts)
     assert weights["a"] == weights["b"]
-    assert notes == ["sharing    reward.parts.b.reward.model.path: the same as reward.parts.a.reward.model.path, in memory once"]
+    assert notes == [
+        "sharing    reward.parts.b.reward.model.path: the same as reward.parts.a.reward.model.path, in memory once"
+    ]
     rollout = make_rollout(tokenizer, [("what is it", "an answer"), ("and then", "no")])
     scores = mixture(rollout).components
     for name, part in parts.items():
-        torch.testing.assert_close(scores[name], built(**{name: part})[0](rollout).components[name], rtol=0, atol=0)
+        torch.testing.assert_close(
+            scores[name], built(**{name: part})[0](rollout).components[name], rtol=0, atol=0
+        )
     assert (scores["a"] - scores["b"]).abs().min() > 1e-3  # each reads with its own template
 
 

@@ -92,23 +92,35 @@ def test_parts_are_clipped_weighted_and_added(build, rolled):
         "watched": {"weight": 0, "reward": looked(x=7.0, y=8.0, z=9.0)},
     }
     scores = build(spec(MIXTURE, parts=parts))(rolled("x", "y", "z"))
-    assert scores.total.tolist() == [5.5, -7.0, -6.0] and scores.total.dtype == torch.float32  # 2*3 - .5, 2*-1 - 5, 2*-3 - 0
+    assert (
+        scores.total.tolist() == [5.5, -7.0, -6.0] and scores.total.dtype == torch.float32
+    )  # 2*3 - .5, 2*-1 - 5, 2*-3 - 0
     components = {name: column.tolist() for name, column in scores.components.items()}
     assert components == {"a": [3.0, -1.0, -3.0], "b": [1.0, 10.0, 0.0], "watched": [7.0, 8.0, 9.0]}
     assert scores.per_token.abs().max() == 0
 
 
 def test_scores_per_token_and_components_of_parts_come_along(build, rolled):
-    parts = {"text": {"reward": looked(xx=1.0, y=2.0)}, "ids": {"weight": 0.25, "clip": 4, "reward": spec("ByToken")}}
+    parts = {
+        "text": {"reward": looked(xx=1.0, y=2.0)},
+        "ids": {"weight": 0.25, "clip": 4, "reward": spec("ByToken")},
+    }
     scores = build(spec(MIXTURE, parts=parts))(rolled("xx", "y"))
     assert scores.total.tolist() == [2.0, 3.0]  # + 0.25 * 4
     assert scores.per_token.tolist() == [[0.25, 0.25, 0.25], [0.25, 0.25, 0.0]]  # the end token counts
-    assert {name: column.tolist() for name, column in scores.components.items()} == {"text": [1, 2], "ids": [4, 4], "ids/tokens": [3, 2]}
+    assert {name: column.tolist() for name, column in scores.components.items()} == {
+        "text": [1, 2],
+        "ids": [4, 4],
+        "ids/tokens": [3, 2],
+    }
 
 
 def test_a_part_may_read_what_is_inside_a_tag(build, rolled):
     form = FORM.format("b")
-    parts = {"all": {"reward": looked(**{form: 1.0, "c": 2.0})}, "inner": {"inside": "answer", "reward": looked(**{"b": 10.0, "": 20.0})}}
+    parts = {
+        "all": {"reward": looked(**{form: 1.0, "c": 2.0})},
+        "inner": {"inside": "answer", "reward": looked(**{"b": 10.0, "": 20.0})},
+    }
     assert build(spec(MIXTURE, parts=parts))(rolled(form, "c")).total.tolist() == [11.0, 22.0]
 
 
@@ -118,10 +130,20 @@ def test_errors_say_which_part(build, rolled):
     with pytest.raises(IndexError) as caught:  # the user's own, as it is
         reward(rolled("x"))
     assert caught.value.__notes__ == ["in reward.parts.mine"]
-    reward = build(spec(MIXTURE, parts={"fine": fine, "right": {"reward": spec("ppo_ds.rewards.rules.NumericReward")}}))
+    reward = build(
+        spec(MIXTURE, parts={"fine": fine, "right": {"reward": spec("ppo_ds.rewards.rules.NumericReward")}})
+    )
     with pytest.raises(RewardError, match=r"^reward.parts.right.reward.column=answer: no such column"):
         reward(rolled("x"))
-    reward = build(spec(MIXTURE, parts={"ids": {"weight": 0, "reward": spec("ByToken")}, "text": {"reward": looked(xx=1.0, y=2.0)}}))
+    reward = build(
+        spec(
+            MIXTURE,
+            parts={
+                "ids": {"weight": 0, "reward": spec("ByToken")},
+                "text": {"reward": looked(xx=1.0, y=2.0)},
+            },
+        )
+    )
     reward._parts["ids"].reward.total = math.nan
     with pytest.raises(RewardError, match="a score is not finite: nan for row 0, prompt ") as caught:
         reward(rolled("x"))
@@ -132,19 +154,32 @@ def test_errors_say_which_part(build, rolled):
 
 
 def test_the_seeds_printed_mix(tokenizer):
-    (case,) = [case for case in load(GOLDENS / "seed_examples.json", to="torch")["cases"] if case["id"] == "c_score_mix"]
-    whole, answer, wanted = (torch.as_tensor(column).tolist() for column in (*case["inputs"].values(), case["outputs"]["score"]))
+    (case,) = [
+        case
+        for case in load(GOLDENS / "seed_examples.json", to="torch")["cases"]
+        if case["id"] == "c_score_mix"
+    ]
+    whole, answer, wanted = (
+        torch.as_tensor(column).tolist() for column in (*case["inputs"].values(), case["outputs"]["score"])
+    )
     texts = [f"w{i} <answer> a{i} </answer>" for i in range(3)]
     table = dict(zip(texts, whole, strict=True)) | {f"a{i}": score for i, score in enumerate(answer)}
     mix = AnswerMix(Looked(table, tokenizer=tokenizer), clip=case["params"]["scale"], tokenizer=tokenizer)
-    torch.testing.assert_close(mix.judge(Answers(({},) * 3, tuple(texts), (True,) * 3)), torch.tensor(wanted), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        mix.judge(Answers(({},) * 3, tuple(texts), (True,) * 3)), torch.tensor(wanted), atol=1e-6, rtol=0
+    )
 
 
 def test_without_an_answer_the_whole_counts_alone(build, rolled):
     table = {"x": 1.7, "<answer>y": -5.0, "<answer>z</answer>": 2.0, "z": 10.0, "": 100.0}
     mix = build(spec(MIX, reward=looked(**table)))
-    torch.testing.assert_close(mix(rolled("x", "<answer>y", "<answer>z</answer>")).total, torch.tensor([1.7, -5.0, 6.8]))  # .4 * 2 + .6 * 10
-    assert [len(asked.texts) for asked in mix._reward.asked] == [3, 3]  # as many texts in both passes, whatever was found
+    torch.testing.assert_close(
+        mix(rolled("x", "<answer>y", "<answer>z</answer>")).total, torch.tensor([1.7, -5.0, 6.8])
+    )  # .4 * 2 + .6 * 10
+    assert [len(asked.texts) for asked in mix._reward.asked] == [
+        3,
+        3,
+    ]  # as many texts in both passes, whatever was found
     clipped = build(spec(MIX, reward=looked(**table), clip=1.5, whole=0.5, answer=0.25))
     assert clipped(rolled("x", "<answer>y", "<answer>z</answer>")).total.tolist() == [1.5, -1.5, 1.125]
 
@@ -155,26 +190,41 @@ def test_minimind(build, rolled, name):
     form, loose = FORM.format("b"), "<answer>b</answer>"
     section = yaml.safe_load((ROOT / "conf" / "reward" / f"{name}.yaml").read_text())
     model = section["parts"]["model"]
-    (model if name == "minimind" else model["reward"])["reward"] = looked(**{form: 4.0, loose: -5.0, "plain": 1.0, "b": 2.0, "": 0.0})
+    (model if name == "minimind" else model["reward"])["reward"] = looked(
+        **{form: 4.0, loose: -5.0, "plain": 1.0, "b": 2.0, "": 0.0}
+    )
     scores = build(section)(rolled(form, loose, "plain"))
     if name == "minimind":
         wanted = [3.0, -3.0, 1.0]
     else:
         wanted = [1.5 + 0.4 * 3 + 0.6 * 2, 0.5 - 0.4 * 3 + 0.6 * 2, 1.0]
     torch.testing.assert_close(scores.total, torch.tensor(wanted))
-    assert scores.components.get("format", torch.tensor([])).tolist() == ([1.5, 0.5, 0.0] if name == "minimind_reasoning" else [])
+    assert scores.components.get("format", torch.tensor([])).tolist() == (
+        [1.5, 0.5, 0.0] if name == "minimind_reasoning" else []
+    )
 
 
 def test_rules_alone(build, rolled):
     section = yaml.safe_load((ROOT / "conf" / "reward" / "minimind_rules.yaml").read_text())
     assert build(section)(rolled(FORM.format("b"), "aaaaaaaa")).components["format"].tolist() == [1.5, 0.0]
-    assert build(section)(rolled("aaaaaaaa")).total.tolist() == [pytest.approx(-5 / 6)]  # bytes: one 3-gram, six times
+    assert build(section)(rolled("aaaaaaaa")).total.tolist() == [
+        pytest.approx(-5 / 6)
+    ]  # bytes: one 3-gram, six times
 
 
 # -- running moments
 
 
-NORMALISED = spec(MIXTURE, parts={"a": {"normalize": "running", "weight": 2, "reward": looked(**{"1": 1.0, "3": 3.0, "5": 5.0, "7": 7.0})}})
+NORMALISED = spec(
+    MIXTURE,
+    parts={
+        "a": {
+            "normalize": "running",
+            "weight": 2,
+            "reward": looked(**{"1": 1.0, "3": 3.0, "5": 5.0, "7": 7.0}),
+        }
+    },
+)
 
 
 def test_scores_are_normalised_by_all_so_far(build, rolled):
@@ -230,7 +280,9 @@ def test_the_state_is_plain_and_comes_back(build, rolled):
     plain = build(spec(MIXTURE, parts={"a": {"reward": looked(x=1.0)}}))
     assert plain.state_dict() == {"moments": {}}
     plain.load_state_dict({"moments": {}})
-    with pytest.raises(UserError, match="^reward.parts: normalised with running moments are none, in the checkpoint a"):
+    with pytest.raises(
+        UserError, match="^reward.parts: normalised with running moments are none, in the checkpoint a"
+    ):
         plain.load_state_dict(reward.state_dict())
 
 
@@ -240,8 +292,16 @@ def test_the_state_is_plain_and_comes_back(build, rolled):
 def test_mistakes_of_all_parts_come_together_with_their_full_keys():
     parts = {
         "quality": {"weight": "much", "reward": spec("ppo_ds.rewards.model.model_reward")},
-        "depth": {"clip": 0, "reward": spec("ppo_ds.rewards.model.model_reward", model={"path": "x", "dtype": "fp64"}, template="chatty")},
-        "form": {"inside": "<answer>", "reward": spec("ppo_ds.rewards.rules.FormatReward", patterns=["ok", "("], tag_scores=1)},
+        "depth": {
+            "clip": 0,
+            "reward": spec(
+                "ppo_ds.rewards.model.model_reward", model={"path": "x", "dtype": "fp64"}, template="chatty"
+            ),
+        },
+        "form": {
+            "inside": "<answer>",
+            "reward": spec("ppo_ds.rewards.rules.FormatReward", patterns=["ok", "("], tag_scores=1),
+        },
         "length": {"wieght": 1, "reward": spec("ppo_ds.rewards.rules.LengthReward", longest=-1)},
         "mix": {"reward": spec(MIX, reward=spec("ppo_ds.rewards.rules.RegexReward"))},
         "none": {"weight": 1},
@@ -277,9 +337,15 @@ def test_mistakes_of_all_parts_come_together_with_their_full_keys():
     ("keys", "start"),
     [
         ({}, "reward.parts is missing"),
-        (dict(parts={}), "reward.parts={}: must be one part or more, as NAME: {weight: 1, reward: {_target_: ...}}"),
+        (
+            dict(parts={}),
+            "reward.parts={}: must be one part or more, as NAME: {weight: 1, reward: {_target_: ...}}",
+        ),
         (dict(parts=None), "reward.parts=null: must be a mapping"),
-        (dict(parts={"a": None}), "reward.parts.a=null: must be a section with keys reward, weight, normalize, clip, inside"),
+        (
+            dict(parts={"a": None}),
+            "reward.parts.a=null: must be a section with keys reward, weight, normalize, clip, inside",
+        ),
     ],
 )
 def test_a_mixture_of_nothing(keys, start):
@@ -290,8 +356,17 @@ def test_a_mixture_of_nothing(keys, start):
 @pytest.mark.parametrize("weights", [[0], [0, 0.0]])
 def test_a_mixture_whose_weights_are_all_0(build, weights):
     with pytest.raises(UserError) as caught:
-        build(spec(MIXTURE, parts={f"p{i}": {"weight": weight, "reward": spec("ByToken")} for i, weight in enumerate(weights)}))
-    assert caught.value.problems == ["reward.parts: every weight is 0: nothing would be rewarded; give one part another weight"]
+        build(
+            spec(
+                MIXTURE,
+                parts={
+                    f"p{i}": {"weight": weight, "reward": spec("ByToken")} for i, weight in enumerate(weights)
+                },
+            )
+        )
+    assert caught.value.problems == [
+        "reward.parts: every weight is 0: nothing would be rewarded; give one part another weight"
+    ]
 
 
 def test_what_does_not_read_text_has_no_inside_and_no_mix(build):
@@ -304,20 +379,32 @@ def test_what_does_not_read_text_has_no_inside_and_no_mix(build):
         spec(MIXTURE, parts={"a": {"inside": "answer", "reward": spec("ByToken")}}),
         "reward.parts.a.inside=answer: ByToken does not read text alone; make it null",
     )
-    refused(spec(MIX, reward=spec("ByToken")), "reward.reward: ByToken does not read text alone; put the mix of whole and answer around its parts")
+    refused(
+        spec(MIX, reward=spec("ByToken")),
+        "reward.reward: ByToken does not read text alone; put the mix of whole and answer around its parts",
+    )
     inner = spec(MIXTURE, parts={"b": {"reward": spec("ByToken")}})
-    refused(spec(MIXTURE, parts={"a": {"reward": inner}}), "reward.parts.a.reward: is a mixture itself; put its parts beside the others")
+    refused(
+        spec(MIXTURE, parts={"a": {"reward": inner}}),
+        "reward.parts.a.reward: is a mixture itself; put its parts beside the others",
+    )
 
 
 def test_tags_that_no_text_can_show_are_refused():
     digits = character_tokenizer("0123456789")
-    with pytest.raises(UserError, match="^reward.parts.a.inside=answer: the actor's tokenizer reads <answer> back as"):
-        bind(spec(MIXTURE, parts={"a": {"inside": "answer", "reward": looked(x=1.0)}}), "reward")(tokenizer=digits, reduce=None)
+    with pytest.raises(
+        UserError, match="^reward.parts.a.inside=answer: the actor's tokenizer reads <answer> back as"
+    ):
+        bind(spec(MIXTURE, parts={"a": {"inside": "answer", "reward": looked(x=1.0)}}), "reward")(
+            tokenizer=digits, reduce=None
+        )
     with pytest.raises(UserError, match="^reward.tag=final: the actor's tokenizer reads <final> back as"):
         bind(spec(MIX, tag="final", reward=looked(x=1.0)), "reward")(tokenizer=digits)
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "conf" / "reward").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "conf" / "reward").glob("*.yaml")), ids=lambda file: file.stem
+)
 def test_every_file_names_parts_that_are_there(file):
     """A mistake in a file would show as another complaint than a value that the user must give."""
     try:
@@ -332,9 +419,19 @@ def test_every_file_names_parts_that_are_there(file):
 @pytest.fixture
 def model(tmp_path):
     torch.manual_seed(0)
-    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5)
-    AutoModelForSequenceClassification.from_config(LlamaConfig(vocab_size=VOCAB, num_labels=1, **sizes)).save_pretrained(tmp_path / "rm")
-    return spec("ppo_ds.rewards.model.model_reward", model={"path": save_tokenizer(tmp_path / "rm"), "dtype": "fp32"})
+    sizes = dict(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        initializer_range=0.5,
+    )
+    AutoModelForSequenceClassification.from_config(
+        LlamaConfig(vocab_size=VOCAB, num_labels=1, **sizes)
+    ).save_pretrained(tmp_path / "rm")
+    return spec(
+        "ppo_ds.rewards.model.model_reward", model={"path": save_tokenizer(tmp_path / "rm"), "dtype": "fp32"}
+    )
 
 
 def services(placed, agree=lambda n: n, score_tokens=10_000):
@@ -348,7 +445,10 @@ def services(placed, agree=lambda n: n, score_tokens=10_000):
 
 def test_a_model_in_a_mixture_scores_as_it_does_alone(build, rolled, model):
     answers = rolled("yes", "<answer>no</answer>", "a longer answer than that")
-    alone, inner = build(model, **services([]))(answers).total, build(model, **services([]))(rolled("no")).total
+    alone, inner = (
+        build(model, **services([]))(answers).total,
+        build(model, **services([]))(rolled("no")).total,
+    )
     parts = {"plain": {"weight": 0.5, "reward": model}, "mix": {"reward": spec(MIX, reward=model)}}
     scores = build(spec(MIXTURE, parts=parts), **services([]))(answers)
     torch.testing.assert_close(scores.components["plain"], alone, atol=1e-5, rtol=1e-4)
@@ -366,7 +466,9 @@ def test_ranks_with_and_without_answers_run_as_many_forwards(tokenizer, on_ranks
             return int(reduce(torch.eye(2)[rank] * n).max())
 
         placed = []
-        reward = bind(spec(MIX, reward=model), "reward")(tokenizer=tokenizer, **services(placed, agree, score_tokens=40))
+        reward = bind(spec(MIX, reward=model), "reward")(
+            tokenizer=tokenizer, **services(placed, agree, score_tokens=40)
+        )
         placed[0].batches.clear()  # of the start
         reward(rolled(*texts[rank]))
         return len(placed[0].batches)
@@ -376,10 +478,15 @@ def test_ranks_with_and_without_answers_run_as_many_forwards(tokenizer, on_ranks
 
 def test_keys_in_messages_are_those_of_the_part(build, model):
     parts = {"quality": {"reward": model | {"max_tokens": 5, "template": "chat"}}}
-    with pytest.raises(UserError, match="^reward.parts.quality.reward.template=chat: the reward model's tokenizer has no chat template"):
+    with pytest.raises(
+        UserError,
+        match="^reward.parts.quality.reward.template=chat: the reward model's tokenizer has no chat template",
+    ):
         build(spec(MIXTURE, parts=parts), **services([]))
     parts = {"quality": {"reward": model | {"model": {"path": "/no/such/model"}}}}
-    with pytest.raises(UserError, match="^reward.parts.quality.reward.model.path=/no/such/model: no such folder"):
+    with pytest.raises(
+        UserError, match="^reward.parts.quality.reward.model.path=/no/such/model: no such folder"
+    ):
         build(spec(MIXTURE, parts=parts), **services([]))
     parts = {"f": {"reward": spec("ppo_ds.rewards.function.FunctionReward", path="nowhere")}}
     with pytest.raises(UserError, match="^reward.parts.f.reward.path=nowhere: must be pkg.mod:function"):

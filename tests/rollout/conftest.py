@@ -24,7 +24,9 @@ def chain():
             lm.model.embed_tokens.weight.copy_(torch.eye(width))
             lm.model.layers[0].self_attn.o_proj.weight.zero_()
             lm.model.layers[0].mlp.down_proj.weight.zero_()
-            lm.lm_head.weight.copy_(torch.as_tensor(table, dtype=torch.float32).t() / width**0.5)  # the norm scales one-hot by sqrt(width)
+            lm.lm_head.weight.copy_(
+                torch.as_tensor(table, dtype=torch.float32).t() / width**0.5
+            )  # the norm scales one-hot by sqrt(width)
         return lm
 
     return make
@@ -57,7 +59,12 @@ def prompts():
         width = max(map(len, rows))
         ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
         mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
-        return Prompts(ids, mask, torch.tensor(limits or [10**6] * len(rows)), tuple({"row": i} for i in range(len(rows))))
+        return Prompts(
+            ids,
+            mask,
+            torch.tensor(limits or [10**6] * len(rows)),
+            tuple({"row": i} for i in range(len(rows))),
+        )
 
     return make
 
@@ -65,7 +72,9 @@ def prompts():
 @pytest.fixture
 def sampling():
     def make(max_new_tokens, **changes):
-        neutral = dict(min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=())
+        neutral = dict(
+            min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=()
+        )
         return SamplingParams(max_new_tokens, **neutral | changes)
 
     return make

@@ -37,8 +37,18 @@ def lengths(rollout):
 def test_the_stop_token_is_part_of_the_answer(cut):
     rollout = cut([2, EOS, 3, 4], [2, 3, 4, EOS], [2, 3, 4, 2], [EOS, 2, 3, 4])
     assert lengths(rollout) == [2, 4, 4, 1]
-    assert rollout.finished.tolist() == [True, True, False, True]  # also with the end token in the last place, but not without one
-    assert rollout.ids[:, 2:].tolist() == [[2, EOS, PAD, PAD], [2, 3, 4, EOS], [2, 3, 4, 2], [EOS, PAD, PAD, PAD]]
+    assert rollout.finished.tolist() == [
+        True,
+        True,
+        False,
+        True,
+    ]  # also with the end token in the last place, but not without one
+    assert rollout.ids[:, 2:].tolist() == [
+        [2, EOS, PAD, PAD],
+        [2, 3, 4, EOS],
+        [2, 3, 4, 2],
+        [EOS, PAD, PAD, PAD],
+    ]
     assert rollout.logprobs.tolist() == [[-1, -2, 0, 0], [-1, -2, -3, -4], [-1, -2, -3, -4], [-1, 0, 0, 0]]
 
 
@@ -49,7 +59,14 @@ def test_rubbish_after_the_end_does_not_count(cut):
 
 def test_nan_logprobs_after_the_end_are_replaced(prompts, sampling):
     logprobs = torch.tensor([[-1.0, float("nan"), float("-inf")]])
-    rollout = finish(prompts([9]), torch.tensor([[EOS, 2, 3]]), logprobs, sampling=sampling(3, stop_token_ids=(EOS,)), pad_id=PAD, decode=decode)
+    rollout = finish(
+        prompts([9]),
+        torch.tensor([[EOS, 2, 3]]),
+        logprobs,
+        sampling=sampling(3, stop_token_ids=(EOS,)),
+        pad_id=PAD,
+        decode=decode,
+    )
     assert rollout.logprobs.tolist() == [[-1.0, 0.0, 0.0]]
 
 
@@ -111,21 +128,45 @@ def limited(prompts, sampling, limits, answers, **knobs):
     """Raw answers cut at the limits of their rows, under a sampler that allows 4 tokens."""
     rows = prompts(*[[9]] * len(answers), limits=limits)
     return finish(
-        rows, torch.tensor(answers), torch.full((len(answers), len(answers[0])), -1.0), sampling=sampling(4, **knobs), pad_id=PAD, decode=decode
+        rows,
+        torch.tensor(answers),
+        torch.full((len(answers), len(answers[0])), -1.0),
+        sampling=sampling(4, **knobs),
+        pad_id=PAD,
+        decode=decode,
     )
 
 
 def test_each_row_is_cut_at_its_own_limit(prompts, sampling):
-    rollout = limited(prompts, sampling, [1, 3, 4, 99, 2], [[2, 3, 4, 2]] * 4 + [[EOS, 2, 2, 2]], stop_token_ids=(EOS,))
+    rollout = limited(
+        prompts, sampling, [1, 3, 4, 99, 2], [[2, 3, 4, 2]] * 4 + [[EOS, 2, 2, 2]], stop_token_ids=(EOS,)
+    )
     assert lengths(rollout) == [1, 3, 4, 4, 1] and rollout.limits.tolist() == [1, 3, 4, 4, 2]
     assert rollout.finished.tolist() == [False, False, False, False, True]
-    assert rollout.ids[:, 1:].tolist() == [[2, PAD, PAD, PAD], [2, 3, 4, PAD], [2, 3, 4, 2], [2, 3, 4, 2], [EOS, PAD, PAD, PAD]]
+    assert rollout.ids[:, 1:].tolist() == [
+        [2, PAD, PAD, PAD],
+        [2, 3, 4, PAD],
+        [2, 3, 4, 2],
+        [2, 3, 4, 2],
+        [EOS, PAD, PAD, PAD],
+    ]
     assert rollout.logprobs[0].tolist() == [-1, 0, 0, 0]
 
 
 def test_a_stop_in_the_last_place_allowed_is_a_stop_and_a_later_one_was_never_answered(prompts, sampling):
-    rows = [[EOS, 2, 3, 4], [2, EOS, 3, 4], [2, 3, EOS, 4], [4, 2, 3, EOS], [4, 2, 3, EOS], [5, 4, 4, 4], [2, 2, 2, 3], [2, 2, 2, 3]]
-    rollout = limited(prompts, sampling, [1, 2, 1, 3, 2, 1, 4, 3], rows, stop_token_ids=(EOS,), stop_strings=("ab",))
+    rows = [
+        [EOS, 2, 3, 4],
+        [2, EOS, 3, 4],
+        [2, 3, EOS, 4],
+        [4, 2, 3, EOS],
+        [4, 2, 3, EOS],
+        [5, 4, 4, 4],
+        [2, 2, 2, 3],
+        [2, 2, 2, 3],
+    ]
+    rollout = limited(
+        prompts, sampling, [1, 2, 1, 3, 2, 1, 4, 3], rows, stop_token_ids=(EOS,), stop_strings=("ab",)
+    )
     # EOS at the limit; the same; after it; "ab" at the limit; cut before its "b"; within the only token; in the last place of all; after the limit
     assert lengths(rollout) == [1, 2, 1, 3, 2, 1, 4, 3]
     assert rollout.finished.tolist() == [True, True, False, True, False, True, True, False]
@@ -133,8 +174,14 @@ def test_a_stop_in_the_last_place_allowed_is_a_stop_and_a_later_one_was_never_an
 
 def test_answers_narrower_than_the_limits(prompts, sampling):
     """Decoding ends with the last row that stops: the limit was not reached, and nothing says that it was."""
-    rollout = limited(prompts, sampling, [4, 1, 4], [[2, EOS], [2, 2], [2, 3]], stop_token_ids=(EOS,), stop_strings=("ab",))
-    assert lengths(rollout) == [2, 1, 2] and rollout.finished.tolist() == [True, False, True] and rollout.limits.tolist() == [4, 1, 4]
+    rollout = limited(
+        prompts, sampling, [4, 1, 4], [[2, EOS], [2, 2], [2, 3]], stop_token_ids=(EOS,), stop_strings=("ab",)
+    )
+    assert (
+        lengths(rollout) == [2, 1, 2]
+        and rollout.finished.tolist() == [True, False, True]
+        and rollout.limits.tolist() == [4, 1, 4]
+    )
 
 
 def test_stop_string_length_is_the_shortest_prefix_that_holds_one():

@@ -57,7 +57,14 @@ def log_softmax(lm, batch, answers, temperature=1.0):
 @EVERY
 @pytest.mark.parametrize(
     "knobs",
-    [dict(), dict(top_k=1), dict(temperature=0.7), dict(temperature=0.7, top_k=5), dict(top_p=0.5), dict(temperature=1.3, top_p=0.8, top_k=7)],
+    [
+        dict(),
+        dict(top_k=1),
+        dict(temperature=0.7),
+        dict(temperature=0.7, top_k=5),
+        dict(top_p=0.5),
+        dict(temperature=1.3, top_p=0.8, top_k=7),
+    ],
     ids=lambda knobs: "_".join(f"{k}{v}" for k, v in knobs.items()) or "neutral",
 )
 def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature(batch, family, knobs):
@@ -82,12 +89,16 @@ def test_logprobs_of_rows_that_end_early(batch, family):
     torch.manual_seed(3)
     stops = (5, 6, 7, 8, 9, 10)
     lengths = set()
-    for _ in range(8):  # which token a seed draws is the processor's affair; that eight draws end at three different places is not
+    for _ in range(
+        8
+    ):  # which token a seed draws is the processor's affair; that eight draws end at three different places is not
         answers, logprobs = decoded(lm, batch, 9, stop_token_ids=stops)
         for i, answer in enumerate(answers.tolist()):
             n = next((t + 1 for t, token in enumerate(answer) if token in stops), len(answer))
             table = log_softmax(lm, batch.select(torch.tensor([i])), answers[i : i + 1, :n])
-            assert (logprobs[i, :n] - table.gather(2, answers[i : i + 1, :n, None])[0, :, 0]).abs().max() < 1e-5
+            assert (
+                logprobs[i, :n] - table.gather(2, answers[i : i + 1, :n, None])[0, :, 0]
+            ).abs().max() < 1e-5
             lengths.add(n)
     assert len(lengths) > 2
 
@@ -96,7 +107,11 @@ def test_logprobs_are_float32_of_a_bf16_model(batch):
     lm = model("llama").bfloat16()
     torch.manual_seed(4)
     answers, logprobs = decoded(lm, batch, 3)
-    assert logprobs.dtype == torch.float32 and (logprobs - log_softmax(lm, batch, answers).gather(2, answers[..., None])[..., 0]).abs().max() < 0.2
+    assert (
+        logprobs.dtype == torch.float32
+        and (logprobs - log_softmax(lm, batch, answers).gather(2, answers[..., None])[..., 0]).abs().max()
+        < 0.2
+    )
 
 
 def test_a_step_that_was_undone_leaves_no_logprob():
@@ -122,7 +137,12 @@ def test_greedy_tokens_are_those_of_a_loop_by_hand(batch, family):
             with torch.no_grad():
                 row = torch.cat([row, lm(input_ids=row[None]).logits[0, -1].argmax()[None]])
         assert answers[i].tolist() == row[-6:].tolist()
-        by_hand = lm.generate(batch.ids[i][batch.mask[i]][None], attention_mask=torch.ones(1, LENGTHS[i]), do_sample=False, max_new_tokens=6)
+        by_hand = lm.generate(
+            batch.ids[i][batch.mask[i]][None],
+            attention_mask=torch.ones(1, LENGTHS[i]),
+            do_sample=False,
+            max_new_tokens=6,
+        )
         assert answers[i].tolist() == by_hand[0, -6:].tolist()
 
 
@@ -191,22 +211,35 @@ def answer(tokenizer, prompts, sampling):
 
 
 def answers_of(rollout):
-    return [ids[mask].tolist() for ids, mask in zip(rollout.ids[:, rollout.prompt_width :], rollout.response_mask, strict=True)]
+    return [
+        ids[mask].tolist()
+        for ids, mask in zip(rollout.ids[:, rollout.prompt_width :], rollout.response_mask, strict=True)
+    ]
 
 
 def test_every_stop_id_ends_a_row_and_an_empty_list_none(successor, answer):
     lm = successor({3: 4, 4: EOS, EOS: EOS, 5: 6, 6: 7, 7: 3}, 10)
     rows = [[3], [5], [9]]
     rollout = answer(lm, rows, 5, stop_token_ids=(EOS, 7))
-    assert answers_of(rollout) == [[4, EOS], [6, 7], [9] * 5] and rollout.finished.tolist() == [True, True, False]
+    assert answers_of(rollout) == [[4, EOS], [6, 7], [9] * 5] and rollout.finished.tolist() == [
+        True,
+        True,
+        False,
+    ]
     never = answer(lm, rows, 5)
-    assert answers_of(never) == [[4, EOS, EOS, EOS, EOS], [6, 7, 3, 4, EOS], [9] * 5] and not never.finished.any()
+    assert (
+        answers_of(never) == [[4, EOS, EOS, EOS, EOS], [6, 7, 3, 4, EOS], [9] * 5]
+        and not never.finished.any()
+    )
 
 
 def test_decoding_ends_when_every_row_has_met_some_stop_id(successor, answer):
     lm, steps = successor({3: EOS, 4: 7, 5: 4}, 10), []
     lm.lm_head.register_forward_hook(lambda *_: steps.append(1))
-    assert answers_of(answer(lm, [[3], [4], [5]], 50, stop_token_ids=(EOS, 7))) == [[EOS], [7], [4, 7]] and len(steps) == 2
+    assert (
+        answers_of(answer(lm, [[3], [4], [5]], 50, stop_token_ids=(EOS, 7))) == [[EOS], [7], [4, 7]]
+        and len(steps) == 2
+    )
 
 
 def test_a_models_own_end_token_does_not_stop_where_none_is_asked_for(successor, answer):
@@ -227,9 +260,13 @@ def test_min_new_tokens_keeps_stop_ids_away(chain, answer):
     table = torch.full((10, 10), -20.0)
     table[3:5, EOS], table[3:5, 4] = 3.0, 0.0
     for minimum in (1, 2, 3):
-        rollout = answer(chain(table), [[3], [3, 3]], 5, stop_token_ids=(EOS, 8), min_new_tokens=minimum, top_k=1)
+        rollout = answer(
+            chain(table), [[3], [3, 3]], 5, stop_token_ids=(EOS, 8), min_new_tokens=minimum, top_k=1
+        )
         assert answers_of(rollout) == [[4] * minimum + [EOS]] * 2
-        assert rollout.logprobs[0].tolist() == pytest.approx([-3.0486] * minimum + [-0.0486], abs=1e-4)  # -log(1 + e^3), less 3
+        assert rollout.logprobs[0].tolist() == pytest.approx(
+            [-3.0486] * minimum + [-0.0486], abs=1e-4
+        )  # -log(1 + e^3), less 3
     assert answers_of(answer(chain(table), [[3]], 5, stop_token_ids=(EOS, 8), top_k=1)) == [[EOS]]
 
 
@@ -238,7 +275,11 @@ def test_pad_is_eos(successor, prompts, sampling, tokenizer):
     same.pad_id = EOS
     generator = HFGenerator(lambda: successor({3: 4, 4: EOS}, 10), tokenizer=same, token_budget=10_000)
     rollout = generator(prompts([EOS, 3], [9], [4], pad=EOS), sampling(4, stop_token_ids=(EOS,)))
-    assert answers_of(rollout) == [[4, EOS], [9] * 4, [EOS]] and rollout.finished.tolist() == [True, False, True]
+    assert answers_of(rollout) == [[4, EOS], [9] * 4, [EOS]] and rollout.finished.tolist() == [
+        True,
+        False,
+        True,
+    ]
     assert rollout.prompt_lengths.tolist() == [2, 1, 1]
 
 
@@ -274,14 +315,18 @@ def test_long_stop_strings_end_decoding_too(chain, prompts, sampling):
 
     class Bytes:
         pad_id = 0
-        decode = staticmethod(lambda ids, skip_special_tokens: bytes(i + 120 for i in ids).decode(errors="replace"))
+        decode = staticmethod(
+            lambda ids, skip_special_tokens: bytes(i + 120 for i in ids).decode(errors="replace")
+        )
 
     first, second, third = (byte - 120 for byte in text[0].encode())
     table = torch.zeros(120, 120)
     table[first, second] = table[second, third] = table[third, first] = 50.0
     lm = chain(table)
     lm.lm_head.register_forward_hook(lambda *_: steps.append(1))
-    rollout = HFGenerator(lambda: lm, tokenizer=Bytes, token_budget=10_000)(prompts([third]), sampling(100, stop_strings=(text,)))
+    rollout = HFGenerator(lambda: lm, tokenizer=Bytes, token_budget=10_000)(
+        prompts([third]), sampling(100, stop_strings=(text,))
+    )
     assert rollout.response_mask.sum() == len(steps) == 60 and rollout.finished.all()
 
 
@@ -302,23 +347,31 @@ def test_special_tokens_can_be_stop_strings(successor, answer):
 
 @EVERY
 @pytest.mark.parametrize("token_budget", [1, 24, 10_000])
-def test_a_greedy_answer_with_a_limit_is_the_start_of_that_without(batch, family, sampling, tokenizer, token_budget):
+def test_a_greedy_answer_with_a_limit_is_the_start_of_that_without(
+    batch, family, sampling, tokenizer, token_budget
+):
     lm, texts = model(family), tokenizer([chr(97 + i) for i in range(V - 3)])
     greedy, limits = sampling(6, stop_token_ids=(5, 6, 7, 8, 9, 10, 11)).as_greedy(), [1, 6, 3, 2, 50, 4]
     generator = HFGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget)
     whole, cut = generator(batch, greedy), generator(replace(batch, limits=torch.tensor(limits)), greedy)
     free, ends = answers_of(whole), [len(answer) for answer in answers_of(whole)]
     assert answers_of(cut) == [answer[:n] for answer, n in zip(free, limits, strict=True)]
-    assert cut.finished.tolist() == [done and n <= limit for done, n, limit in zip(whole.finished.tolist(), ends, limits, strict=True)]
+    assert cut.finished.tolist() == [
+        done and n <= limit for done, n, limit in zip(whole.finished.tolist(), ends, limits, strict=True)
+    ]
     assert cut.limits.tolist() == [1, 6, 3, 2, 6, 4] and whole.limits.tolist() == [6] * 6
     width = cut.response_width
-    torch.testing.assert_close(cut.logprobs[cut.response_mask], whole.logprobs[:, :width][cut.response_mask], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        cut.logprobs[cut.response_mask], whole.logprobs[:, :width][cut.response_mask], rtol=0, atol=1e-5
+    )
     assert not cut.logprobs[~cut.response_mask].any()
 
 
 def test_drawn_answers_with_limits_have_their_logprobs(batch, sampling, tokenizer):
     lm, limits = model("llama"), [1, 6, 3, 2, 5, 4]
-    generator = HFGenerator(lambda: lm, tokenizer=tokenizer([chr(97 + i) for i in range(V - 3)]), token_budget=10_000)
+    generator = HFGenerator(
+        lambda: lm, tokenizer=tokenizer([chr(97 + i) for i in range(V - 3)]), token_budget=10_000
+    )
     torch.manual_seed(8)
     rollout = generator(replace(batch, limits=torch.tensor(limits)), sampling(6, temperature=0.8))
     assert rollout.response_mask.sum(1).tolist() == limits and not rollout.finished.any()
@@ -335,22 +388,48 @@ def test_decoding_ends_with_the_last_row_that_may_go_on(successor, prompts, samp
     rows = prompts([3], [4], [5], limits=[3, 1, 9])
     for token_budget, expected in ((10_000, 3), (1, 6)):
         steps.clear()
-        rollout = HFGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=token_budget)(rows, sampling(50, stop_token_ids=(EOS,)))
-        assert answers_of(rollout) == [[3, 3, 3], [4], [6, EOS]] and rollout.finished.tolist() == [False, False, True]
+        rollout = HFGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=token_budget)(
+            rows, sampling(50, stop_token_ids=(EOS,))
+        )
+        assert answers_of(rollout) == [[3, 3, 3], [4], [6, EOS]] and rollout.finished.tolist() == [
+            False,
+            False,
+            True,
+        ]
         assert len(steps) == expected
 
 
 def test_a_stop_that_is_whole_at_the_limit(successor, prompts, sampling, tokenizer):
     """a b c d ...: "cd" is whole with the third new token, the end token of the last row is its second."""
-    generator = HFGenerator(lambda: successor({3: 4, 4: 5, 5: 6, 8: 9, 9: EOS}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000)
-    rollout = generator(prompts([3], [3], [8], [8], limits=[3, 2, 2, 1]), sampling(8, stop_token_ids=(EOS,), stop_strings=("cd",)))
-    assert answers_of(rollout) == [[4, 5, 6], [4, 5], [9, EOS], [9]] and rollout.finished.tolist() == [True, False, True, False]
+    generator = HFGenerator(
+        lambda: successor({3: 4, 4: 5, 5: 6, 8: 9, 9: EOS}, 10),
+        tokenizer=tokenizer("abcdefg"),
+        token_budget=10_000,
+    )
+    rollout = generator(
+        prompts([3], [3], [8], [8], limits=[3, 2, 2, 1]),
+        sampling(8, stop_token_ids=(EOS,), stop_strings=("cd",)),
+    )
+    assert answers_of(rollout) == [[4, 5, 6], [4, 5], [9, EOS], [9]] and rollout.finished.tolist() == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_limit_wins_over_the_least_number_of_tokens(successor, prompts, sampling, tokenizer):
-    generator = HFGenerator(lambda: successor({3: EOS}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000)
-    rollout = generator(prompts([3], [3], limits=[2, 9]), sampling(9, min_new_tokens=4, stop_token_ids=(EOS,)))
-    assert rollout.response_mask.sum(1)[0] == 2 and rollout.response_mask.sum(1)[1] > 4 and not rollout.finished[0]
+    generator = HFGenerator(
+        lambda: successor({3: EOS}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000
+    )
+    rollout = generator(
+        prompts([3], [3], limits=[2, 9]), sampling(9, min_new_tokens=4, stop_token_ids=(EOS,))
+    )
+    assert (
+        rollout.response_mask.sum(1)[0] == 2
+        and rollout.response_mask.sum(1)[1] > 4
+        and not rollout.finished[0]
+    )
 
 
 def test_rows_are_grouped_by_what_they_may_cost(batch, sampling, tokenizer):
@@ -358,9 +437,12 @@ def test_rows_are_grouped_by_what_they_may_cost(batch, sampling, tokenizer):
     lm, shapes = model("llama"), []
     decode = lm.generate
     lm.generate = lambda input_ids, **more: (
-        shapes.append((*input_ids.shape, more["generation_config"].max_new_tokens)) or decode(input_ids=input_ids, **more)
+        shapes.append((*input_ids.shape, more["generation_config"].max_new_tokens))
+        or decode(input_ids=input_ids, **more)
     )
-    generator = HFGenerator(lambda: lm, tokenizer=tokenizer([chr(97 + i) for i in range(V - 3)]), token_budget=14)
+    generator = HFGenerator(
+        lambda: lm, tokenizer=tokenizer([chr(97 + i) for i in range(V - 3)]), token_budget=14
+    )
     generator(replace(batch, limits=torch.tensor([1, 8, 2, 1, 1, 1])), sampling(8))
     # totals 2, 14, 5, 7, 3, 5: row 1 alone; rows 3 and 2 would cost 2 x (6 + 2) = 16, so row 3 alone; rows 2 and 5 cost 2 x (4 + 2); rows 4 and 0
     assert shapes == [(1, 6, 8), (1, 6, 1), (2, 4, 2), (2, 2, 1)]
@@ -376,10 +458,14 @@ def test_chunks_change_no_greedy_answer(batch, family, token_budget, sampling, t
     greedy = sampling(6, top_k=1, stop_token_ids=(5, 6, 7, 8))
     whole = HFGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, greedy)
     shapes, decode = [], lm.generate
-    lm.generate = lambda input_ids, **more: shapes.append(tuple(input_ids.shape)) or decode(input_ids=input_ids, **more)
+    lm.generate = lambda input_ids, **more: (
+        shapes.append(tuple(input_ids.shape)) or decode(input_ids=input_ids, **more)
+    )
     parts = HFGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget)(batch, greedy)
     assert len(shapes) > 1 and all(rows * (width + 6) <= token_budget or rows == 1 for rows, width in shapes)
-    assert sum(rows for rows, _ in shapes) == len(batch) and shapes[0][1] == 6 and shapes[-1][1] < 6  # each as wide as it needs
+    assert (
+        sum(rows for rows, _ in shapes) == len(batch) and shapes[0][1] == 6 and shapes[-1][1] < 6
+    )  # each as wide as it needs
     for name in ("ids", "attention_mask", "response_mask", "finished"):
         assert torch.equal(getattr(parts, name), getattr(whole, name)), name
     torch.testing.assert_close(parts.logprobs, whole.logprobs, rtol=0, atol=1e-5)
@@ -390,11 +476,16 @@ def test_answers_stay_with_their_prompts(successor, prompts, sampling, tokenizer
     """The longest prompts are decoded first, but rows come back in their own order, metadata and all."""
     lm = successor({token: token + 10 for token in range(10)}, 24)
     rows = [[3], [9, 9, 4], [5], [9, 6], [9, 9, 9, 9, 7], [8, 3]]
-    generator = HFGenerator(lambda: lm, tokenizer=tokenizer("abcdefghijklmnopqrstu"), token_budget=token_budget)
+    generator = HFGenerator(
+        lambda: lm, tokenizer=tokenizer("abcdefghijklmnopqrstu"), token_budget=token_budget
+    )
     rollout = generator(prompts(*rows), sampling(2, top_k=1))
     assert answers_of(rollout) == [[row[-1] + 10] * 2 for row in rows]
     width = rollout.prompt_width
-    assert [ids[:width][mask[:width]].tolist() for ids, mask in zip(rollout.ids, rollout.attention_mask, strict=True)] == rows
+    assert [
+        ids[:width][mask[:width]].tolist()
+        for ids, mask in zip(rollout.ids, rollout.attention_mask, strict=True)
+    ] == rows
     assert [row["row"] for row in rollout.metadata] == list(range(6))
 
 
@@ -415,7 +506,9 @@ def test_the_model_is_asked_for_at_each_call(chain, prompts, sampling, tokenizer
 
 def test_a_rollout_is_cut_to_its_longest_answer_and_prompt(successor, prompts, sampling, tokenizer):
     batch = prompts([3], [4], [8, 8, 8, 8]).select(torch.tensor([0, 1]))  # wider than its own rows
-    generator = HFGenerator(lambda: successor({3: EOS, 4: 3}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000)
+    generator = HFGenerator(
+        lambda: successor({3: EOS, 4: 3}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000
+    )
     rollout = generator(batch, sampling(30, stop_token_ids=(EOS,)))
     assert (rollout.prompt_width, rollout.response_width) == (1, 2)
     assert rollout.ids.tolist() == [[3, EOS, PAD], [4, 3, EOS]] and rollout.logprobs.shape == (2, 2)

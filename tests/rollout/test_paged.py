@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MambaConfig
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+)
 
 from ppo_ds.models import packed_attention as packed
 from ppo_ds.rollout import paging
@@ -20,10 +27,23 @@ SMALL = dict(
     bos_token_id=None, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
 MODELS = {
-    "gpt2": lambda: GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5, bos_token_id=None, eos_token_id=None),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=V,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        initializer_range=0.5,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
     "llama": lambda: LlamaConfig(**SMALL, num_key_value_heads=1),
     "sliding": lambda: Gemma3TextConfig(
-        **SMALL, num_key_value_heads=1, head_dim=8, sliding_window=4, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"]
+        **SMALL,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=4,
+        query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "full_attention"],
     ),
 }
 LENGTHS = [1, 6, 3, 6, 2, 4]
@@ -47,13 +67,18 @@ def decoded(tokenizer, sampling):
 
     def run(lm, prompts, n, token_budget=10_000, **knobs):
         texts = tokenizer([chr(97 + i) for i in range(V - 3)])
-        return PagedGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget)(prompts, sampling(n, **knobs))
+        return PagedGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget)(
+            prompts, sampling(n, **knobs)
+        )
 
     return run
 
 
 def answers_of(rollout):
-    return [ids[mask].tolist() for ids, mask in zip(rollout.ids[:, rollout.prompt_width :], rollout.response_mask, strict=True)]
+    return [
+        ids[mask].tolist()
+        for ids, mask in zip(rollout.ids[:, rollout.prompt_width :], rollout.response_mask, strict=True)
+    ]
 
 
 def table(lm, prompt, answer, temperature=1.0):
@@ -72,10 +97,14 @@ def test_the_attention_that_packs_rows_is_in_place():
     assert AttentionInterface()["sdpa"] is packed.attention
 
 
-@pytest.mark.parametrize(("family", "attention"), [("gpt2", "sdpa"), ("llama", "sdpa"), ("llama", "eager"), ("sliding", "sdpa")])
+@pytest.mark.parametrize(
+    ("family", "attention"), [("gpt2", "sdpa"), ("llama", "sdpa"), ("llama", "eager"), ("sliding", "sdpa")]
+)
 def test_greedy_tokens_are_those_of_a_loop_by_hand(batch, decoded, family, attention):
     lm = model(family, attention)
-    rollout = decoded(lm, replace(batch, limits=torch.tensor([6, 1, 9, 3, 6, 6])), 6, top_k=1, temperature=0.3)
+    rollout = decoded(
+        lm, replace(batch, limits=torch.tensor([6, 1, 9, 3, 6, 6])), 6, top_k=1, temperature=0.3
+    )
     for i, (answer, limit) in enumerate(zip(answers_of(rollout), [6, 1, 6, 3, 6, 6], strict=True)):
         row = prompt_of(batch, i)
         for _ in range(limit):
@@ -83,7 +112,9 @@ def test_greedy_tokens_are_those_of_a_loop_by_hand(batch, decoded, family, atten
                 row = torch.cat([row, lm(input_ids=row[None]).logits[0, -1].argmax()[None]])
         assert answer == row[-limit:].tolist()
         expected = table(lm, prompt_of(batch, i), answer, 0.3).gather(1, torch.tensor(answer)[:, None])[:, 0]
-        assert (rollout.logprobs[i, :limit] - expected).abs().max() < 1e-4  # at the temperature, though nothing was drawn
+        assert (
+            rollout.logprobs[i, :limit] - expected
+        ).abs().max() < 1e-4  # at the temperature, though nothing was drawn
     assert not rollout.finished.any() and lm.config._attn_implementation == attention
 
 
@@ -158,7 +189,9 @@ def test_a_request_that_fails_alone_is_not_passed_over(batch, decoded, monkeypat
         calls = []
 
         def __getattr__(self, name):
-            return lambda *args, **more: self.calls.append(name) or (Output() if name == "get_result" else True)
+            return lambda *args, **more: (
+                self.calls.append(name) or (Output() if name == "get_result" else True)
+            )
 
     lm = model("llama")
     monkeypatch.setattr(lm, "init_continuous_batching", lambda *args: Manager(), raising=False)
@@ -198,7 +231,9 @@ def test_what_it_can_do(sampling):
 def test_models_that_it_cannot_decode(monkeypatch):
     assert can_page(model("llama")) is None and can_page(model("sliding")) is None
     assert "Linear has no continuous batching" in can_page(nn.Linear(1, 1))
-    mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=V, hidden_size=16, num_hidden_layers=1, state_size=4))
+    mamba = AutoModelForCausalLM.from_config(
+        MambaConfig(vocab_size=V, hidden_size=16, num_hidden_layers=1, state_size=4)
+    )
     assert "MambaForCausalLM" in can_page(mamba)
     flex = model("llama")
     flex.config._attn_implementation = "flex_attention"

@@ -34,14 +34,28 @@ from ppo_ds.rollout.static import StaticGenerator
 
 V, PAD, EOS = 40, 0, 1
 PLAIN = dict(vocab_size=V, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, initializer_range=0.5, **PLAIN)
+SIZES = dict(
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=32,
+    initializer_range=0.5,
+    **PLAIN,
+)
 MODELS = {
     "gpt2": lambda **more: GPT2Config(n_embd=16, n_layer=2, n_head=2, initializer_range=0.5, **PLAIN, **more),
     "llama": lambda **more: LlamaConfig(num_key_value_heads=2, **SIZES, **more),
     "qwen2": lambda **more: Qwen2Config(num_key_value_heads=2, **SIZES, **more),
     "gpt_neox": lambda **more: GPTNeoXConfig(**SIZES, **more),
     "opt": lambda **more: OPTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, ffn_dim=32, word_embed_proj_dim=16, init_std=0.5, **PLAIN, **more
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        ffn_dim=32,
+        word_embed_proj_dim=16,
+        init_std=0.5,
+        **PLAIN,
+        **more,
     ),
     "mixtral": lambda **more: MixtralConfig(num_key_value_heads=2, num_local_experts=4, **SIZES, **more),
 }
@@ -70,12 +84,17 @@ def texts(tokenizer):
 def forwards_of(lm):
     """The shapes of the ids of all forwards to come."""
     shapes = []
-    lm.register_forward_pre_hook(lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
+    lm.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
     return shapes
 
 
 def answers_of(rollout):
-    return [ids[mask].tolist() for ids, mask in zip(rollout.ids[:, rollout.prompt_width :], rollout.response_mask, strict=True)]
+    return [
+        ids[mask].tolist()
+        for ids, mask in zip(rollout.ids[:, rollout.prompt_width :], rollout.response_mask, strict=True)
+    ]
 
 
 def check_logprobs(lm, rollout, temperature, tolerance=1e-5):
@@ -105,7 +124,9 @@ def test_greedy_answers_are_those_of_generate(batch, family, sampling, texts):
     wanted = HFGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, greedy)
     assert len(set(wanted.response_mask.sum(1).tolist())) > 2
     for token_budget, look_every in ((10_000, 1), (36, 1), (60, 4), (1, 1)):
-        found = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget, look_every=look_every)(batch, greedy)
+        found = StaticGenerator(
+            lambda: lm, tokenizer=texts, token_budget=token_budget, look_every=look_every
+        )(batch, greedy)
         same(found, wanted)
         torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=1e-5)
 
@@ -113,17 +134,25 @@ def test_greedy_answers_are_those_of_generate(batch, family, sampling, texts):
 @EVERY
 def test_logprobs_of_drawn_answers_are_those_of_a_plain_forward(batch, family, sampling, texts):
     lm = model(family)
-    for seed, knobs in enumerate((dict(temperature=0.8), dict(top_k=5), dict(top_p=0.7, temperature=1.2), dict(min_new_tokens=4))):
+    for seed, knobs in enumerate(
+        (dict(temperature=0.8), dict(top_k=5), dict(top_p=0.7, temperature=1.2), dict(min_new_tokens=4))
+    ):
         torch.manual_seed(seed)
         generator = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=40)
-        check_logprobs(lm, generator(batch, sampling(12, stop_token_ids=(5, 6, 7, 8, 9), **knobs)), knobs.get("temperature", 1.0))
+        check_logprobs(
+            lm,
+            generator(batch, sampling(12, stop_token_ids=(5, 6, 7, 8, 9), **knobs)),
+            knobs.get("temperature", 1.0),
+        )
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_masks_are_taken_as_given_by_both_attentions(batch, sampling, texts, attention):
     lm = model("llama", attn_implementation=attention)
     torch.manual_seed(3)
-    check_logprobs(lm, StaticGenerator(lambda: lm, tokenizer=texts, token_budget=60)(batch, sampling(12)), 1.0)
+    check_logprobs(
+        lm, StaticGenerator(lambda: lm, tokenizer=texts, token_budget=60)(batch, sampling(12)), 1.0
+    )
     assert lm.config._attn_implementation == attention
 
 
@@ -141,7 +170,11 @@ def test_drawn_answers_depend_on_no_schedule(batch, sampling, texts):
     lm, drawn = model("llama"), []
     for seed, token_budget, look_every in ((5, 10_000, 1), (5, 1, 1), (5, 60, 3), (6, 10_000, 1)):
         torch.manual_seed(seed)
-        drawn.append(StaticGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget, look_every=look_every)(batch, sampling(12)))
+        drawn.append(
+            StaticGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget, look_every=look_every)(
+                batch, sampling(12)
+            )
+        )
     same(drawn[0], drawn[1])
     same(drawn[0], drawn[2])
     assert answers_of(drawn[0]) != answers_of(drawn[3])
@@ -165,7 +198,9 @@ def test_answers_follow_the_joint_distribution(sampling, prompts, texts):
             table[first] = logits[1].softmax(-1)[first] * logits[2].softmax(-1)
     torch.manual_seed(9)
     rows = prompts(*[[3, 4]] * 4000)
-    rollout = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=4 * 1500)(rows, sampling(2, temperature=0.7))
+    rollout = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=4 * 1500)(
+        rows, sampling(2, temperature=0.7)
+    )
     answers = rollout.ids[:, -2:]
     expected = 4000 * table.flatten()
     counts = torch.bincount(answers[:, 0] * 6 + answers[:, 1], minlength=36).double()
@@ -183,7 +218,9 @@ def test_stops_of_every_kind(successor, prompts, sampling, tokenizer, look_every
     """a b c d ...: "cd" is whole with the third new token, the end token of row 2 is its second."""
     lm = successor({3: 4, 4: 5, 5: 6, 6: 7, 8: 9, 9: EOS}, 10)
     rows = prompts([3], [3], [8], [8], [5, 4], limits=[3, 2, 2, 1, 8])
-    generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000, look_every=look_every)
+    generator = StaticGenerator(
+        lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000, look_every=look_every
+    )
     rollout = generator(rows, sampling(8, stop_token_ids=(EOS,), stop_strings=("cd",)))
     assert answers_of(rollout) == [[4, 5, 6], [4, 5], [9, EOS], [9], [5, 6]]
     assert rollout.finished.tolist() == [True, False, True, False, True]
@@ -198,9 +235,13 @@ def test_decoding_ends_with_the_last_stop_string(successor, prompts, sampling, t
 
 
 def test_a_least_number_of_tokens_yields_to_a_limit(successor, prompts, sampling, tokenizer):
-    generator = StaticGenerator(lambda: successor({3: EOS}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000)
+    generator = StaticGenerator(
+        lambda: successor({3: EOS}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000
+    )
     torch.manual_seed(0)
-    rollout = generator(prompts([3], [3], limits=[2, 9]), sampling(9, min_new_tokens=4, stop_token_ids=(EOS,)))
+    rollout = generator(
+        prompts([3], [3], limits=[2, 9]), sampling(9, min_new_tokens=4, stop_token_ids=(EOS,))
+    )
     lengths = rollout.response_mask.sum(1).tolist()
     assert lengths[0] == 2 and lengths[1] > 4 and not rollout.finished[0]
     assert EOS not in answers_of(rollout)[1][:4]
@@ -214,7 +255,9 @@ def test_a_prompt_is_read_once_for_all_its_answers(successor, prompts, sampling,
     lm = successor({}, 10)
     shapes = forwards_of(lm)
     generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000)
-    rollout = generator(prompts([3, 4, 5, 6], [3, 4, 5, 6], [3, 4, 5, 6], [7, 8, 9], [7, 8, 9], [7, 8, 9]), sampling(2))
+    rollout = generator(
+        prompts([3, 4, 5, 6], [3, 4, 5, 6], [3, 4, 5, 6], [7, 8, 9], [7, 8, 9], [7, 8, 9]), sampling(2)
+    )
     assert answers_of(rollout) == [[6, 6]] * 3 + [[9, 9]] * 3
     assert shapes == [(2, 3), (6, 1), (6, 1)]
 
@@ -230,12 +273,16 @@ def test_freed_slots_are_taken_and_the_batch_shrinks(successor, prompts, samplin
     assert shapes == [read_two, two, read_one, two, two, read_one, two, one]
 
 
-def test_a_prompt_whose_answers_begin_at_different_times_is_still_read_once(successor, prompts, sampling, tokenizer):
+def test_a_prompt_whose_answers_begin_at_different_times_is_still_read_once(
+    successor, prompts, sampling, tokenizer
+):
     """Two slots for three answers to one prompt, then one to another: the third answer takes the kept cache of the first two."""
     lm = successor({}, 10)
     shapes = forwards_of(lm)
     generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=2 * 10)
-    rollout = generator(prompts([3, 4, 5, 6], [3, 4, 5, 6], [3, 4, 5, 6], [7, 8], limits=[6, 1, 2, 1]), sampling(6))
+    rollout = generator(
+        prompts([3, 4, 5, 6], [3, 4, 5, 6], [3, 4, 5, 6], [7, 8], limits=[6, 1, 2, 1]), sampling(6)
+    )
     assert answers_of(rollout) == [[6] * 6, [6], [6, 6], [8]]
     assert [shape for shape in shapes if shape[1] == 3] == [(1, 3)]
     assert len(shapes) == 2 + 6
@@ -248,9 +295,13 @@ def test_nothing_is_left_of_who_had_the_slot_before(family, prompts, sampling, t
     torch.manual_seed(2)
     rows = [torch.randint(2, V, (n,)).tolist() for n in (9, 2, 5, 1)]
     greedy, limits = sampling(20, top_k=1), [20, 15, 4, 20]
-    together = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=1)(prompts(*rows, limits=limits), greedy)
+    together = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=1)(
+        prompts(*rows, limits=limits), greedy
+    )
     for row, limit, answer in zip(rows, limits, answers_of(together), strict=True):
-        alone = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=1)(prompts(row, limits=[limit]), greedy)
+        alone = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=1)(
+            prompts(row, limits=[limit]), greedy
+        )
         assert answers_of(alone) == [answer]
 
 
@@ -287,7 +338,12 @@ def test_ranks_in_step_run_the_same_forwards(prompts, sampling, texts):
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(rank, range(2)))
     for batch, (rollout, _) in zip(batches, found, strict=True):
-        same(rollout, HFGenerator(lambda: model("llama"), tokenizer=texts, token_budget=10_000)(batch, sampling(11, top_k=1)))
+        same(
+            rollout,
+            HFGenerator(lambda: model("llama"), tokenizer=texts, token_budget=10_000)(
+                batch, sampling(11, top_k=1)
+            ),
+        )
     assert len(found[0][1]) == len(found[1][1])
 
 
@@ -369,21 +425,27 @@ def test_what_cannot_be_decoded_is_refused(config, longest, reason):
 
 def test_windows_that_hold_every_sequence_are_no_hindrance(batch, sampling, texts):
     torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(MistralConfig(num_key_value_heads=2, sliding_window=18, **SIZES)).eval()
+    lm = AutoModelForCausalLM.from_config(
+        MistralConfig(num_key_value_heads=2, sliding_window=18, **SIZES)
+    ).eval()
     assert can_decode(lm, longest=18) is None
-    check_logprobs(lm, StaticGenerator(lambda: lm, tokenizer=texts, token_budget=60)(batch, sampling(12)), 1.0)
+    check_logprobs(
+        lm, StaticGenerator(lambda: lm, tokenizer=texts, token_budget=60)(batch, sampling(12)), 1.0
+    )
 
 
 def test_an_encoder_decoder_is_refused():
-    lm = T5ForConditionalGeneration(T5Config(vocab_size=V, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)).eval()
+    lm = T5ForConditionalGeneration(
+        T5Config(vocab_size=V, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    ).eval()
     assert can_decode(lm, 18) == "an encoder-decoder"
 
 
 def test_a_model_that_ignores_the_cache_is_refused():
     lm = model("llama")
     forward = lm.forward
-    lm.forward = lambda input_ids=None, position_ids=None, attention_mask=None, past_key_values=None, **more: forward(
-        input_ids=input_ids, position_ids=position_ids, **more | dict(use_cache=False)
+    lm.forward = lambda input_ids=None, position_ids=None, attention_mask=None, past_key_values=None, **more: (
+        forward(input_ids=input_ids, position_ids=position_ids, **more | dict(use_cache=False))
     )
     assert can_decode(lm, 18) == "0 of 2 layers use the cache that is passed to forward()"
 
@@ -393,7 +455,9 @@ def test_the_cache_can_be_longer_than_a_row_of_its_columns(batch, sampling, text
     lm = model("llama")
     long = replace(batch, limits=torch.full((7,), 150))
     torch.manual_seed(4)
-    rollout = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(long, sampling(150, stop_token_ids=(5,)))
+    rollout = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(
+        long, sampling(150, stop_token_ids=(5,))
+    )
     check_logprobs(lm, rollout, 1.0)
 
 
@@ -414,7 +478,9 @@ def test_one_long_prompt_does_not_take_the_room_of_short_ones(successor, prompts
     generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=8 * 6)
     rollout = generator(prompts(*[[4, 3]] * 8, [2] * 40), sampling(4))
     assert answers_of(rollout) == [[3] * 4] * 8 + [[2] * 4]
-    assert [shape for shape in shapes if shape[1] == 1 and shape[0] == 8] == [(8, 1)] * 4  # the short ones, side by side
+    assert [shape for shape in shapes if shape[1] == 1 and shape[0] == 8] == [
+        (8, 1)
+    ] * 4  # the short ones, side by side
 
 
 def test_an_answer_of_nan_is_made_of_tokens_and_says_nan(batch, sampling, texts):

@@ -51,7 +51,9 @@ def texts(tokenizer):
 def test_it_ends_within_a_few_tokens(prompts, sampling, texts, kind, after, token_budget):
     lm, rows = model(), prompts([3, 4, 5], [4], [5, 6])
     forwards = forwards_of(lm)
-    rollout = kind(lambda: lm, tokenizer=texts, token_budget=token_budget, stopped=Stop(after))(rows, sampling(LONG))
+    rollout = kind(lambda: lm, tokenizer=texts, token_budget=token_budget, stopped=Stop(after))(
+        rows, sampling(LONG)
+    )
     assert len(forwards) <= after + 2 and len(rollout) == 3
     assert rollout.logprobs.isfinite().all() and rollout.metadata == rows.metadata
 
@@ -92,12 +94,18 @@ def test_ranks_in_step_leave_together_though_one_alone_has_heard_of_it(prompts, 
         return StaticGenerator(lambda: lm, tokenizer=texts, token_budget=2 * (LONG + 3), **how)
 
     batches = [prompts([3, 4, 5], limits=[LONG]), prompts([3], [4, 4], [5], limits=[2, 3, LONG])]
-    (rows, forwards), (other_rows, other_forwards) = on_two_ranks(make, [Stop(7), lambda: False], batches, sampling)
+    (rows, forwards), (other_rows, other_forwards) = on_two_ranks(
+        make, [Stop(7), lambda: False], batches, sampling
+    )
     assert (rows, other_rows) == (1, 3) and forwards == other_forwards <= 9
 
 
-def test_in_step_transformers_generate_is_not_called_for_more_chunks_on_one_rank_than_on_the_other(prompts, sampling, texts, monkeypatch):
-    def generate(lm, ids, mask, limits, **_):  # its own collective for the tokens of a chunk is not one of threads
+def test_in_step_transformers_generate_is_not_called_for_more_chunks_on_one_rank_than_on_the_other(
+    prompts, sampling, texts, monkeypatch
+):
+    def generate(
+        lm, ids, mask, limits, **_
+    ):  # its own collective for the tokens of a chunk is not one of threads
         lm(input_ids=ids)
         return torch.zeros(len(ids), 1, dtype=torch.long), torch.zeros(len(ids), 1)
 

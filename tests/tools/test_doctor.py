@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from launch import doctor
 from ppo_ds.config.schema import Config
@@ -51,8 +58,24 @@ def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, 
         (engine(stage=3, each=4), 1000, 1000, 2000, 1000 + 4 * 400, 0, 0),
         # offloaded: beside masters and moments the gradients in fp32 and the new weights in 16 bits; one tensor stays on the device
         (engine(stage=2, offload_optimizer=True), 2000, 0, 0, 200, 2 * 400, 3000 + 1000 + 500),
-        (engine(stage=3, offload_optimizer=True, offload_params=True), 0, 0, 0, 2 * 400, 0, 3000 + 1000 + 500 + 500),
-        (engine(stage=2, offload_optimizer=True, separate_host=False), 2000, 1000, 2000, 0, 1000 + 2 * 400, 0),  # a CPU has one memory
+        (
+            engine(stage=3, offload_optimizer=True, offload_params=True),
+            0,
+            0,
+            0,
+            2 * 400,
+            0,
+            3000 + 1000 + 500 + 500,
+        ),
+        (
+            engine(stage=2, offload_optimizer=True, separate_host=False),
+            2000,
+            1000,
+            2000,
+            0,
+            1000 + 2 * 400,
+            0,
+        ),  # a CPU has one memory
         # adapters: all weights in 16 bits, states of a tenth
         (engine(ADAPTED, stage=0, each=4), 4400, 0, 800, 0, 400, 0),
         (engine(ADAPTED, stage=2), 2200, 100, 200, 0, 100 + 2 * 400, 0),
@@ -60,22 +83,45 @@ def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, 
         (engine(ADAPTED, stage=2, offload_optimizer=True), 2200, 0, 0, 20, 2 * 400, 300 + 100 + 50),
     ],
 )
-def test_what_an_engine_keeps_by_stage(found: Engine, weights: int, masters: int, moments: int, buffers: int, update: int, host: int) -> None:
-    kept = (found.weights, found.masters, found.moments, found.buffers, found.gradients + found.bucket, found.host)
+def test_what_an_engine_keeps_by_stage(
+    found: Engine, weights: int, masters: int, moments: int, buffers: int, update: int, host: int
+) -> None:
+    kept = (
+        found.weights,
+        found.masters,
+        found.moments,
+        found.buffers,
+        found.gradients + found.bucket,
+        found.host,
+    )
     assert kept == (weights, masters, moments, buffers, update, host)
 
 
 def test_a_cache_and_what_decoding_takes_beside_it() -> None:
     assert cache(SMALL, 10, 2) == 10 * 2 * 2 * 2 * 2  # keys and values of 2 numbers in 2 layers
     # 3 rows of 8: the cache and 20 logits of each row in bf16 and three times in fp32
-    assert decoding(SMALL, tokens=24, length=8, rows=3, prefill=4, waiting=False, each=2) == 24 * 16 + 3 * 20 * 14
+    assert (
+        decoding(SMALL, tokens=24, length=8, rows=3, prefill=4, waiting=False, each=2)
+        == 24 * 16 + 3 * 20 * 14
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "adapters"])
 def test_activations_are_those_that_autograd_keeps(kind: str, dtype: torch.dtype) -> None:
-    common = dict(vocab_size=50, hidden_size=64, intermediate_size=176, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2)
-    make, config = (Qwen3ForCausalLM, Qwen3Config(**common, head_dim=16)) if kind == "qwen3" else (LlamaForCausalLM, LlamaConfig(**common))
+    common = dict(
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    make, config = (
+        (Qwen3ForCausalLM, Qwen3Config(**common, head_dim=16))
+        if kind == "qwen3"
+        else (LlamaForCausalLM, LlamaConfig(**common))
+    )
     model = make(config).to(dtype)
     if kind == "adapters":
         add_adapters(model, rank=2, alpha=1.0, targets=None, seed=0, key="actor.lora")
@@ -133,7 +179,9 @@ def test_generation_takes_the_whole_weights_of_a_sharded_actor_or_what_comes_nex
         config = plan("actor.zero.stage=3", f"actor.zero.generate={how}")
         found[how] = estimate(config, Models(BIG, None, None, {}, 0), GPU)
     # two bytes of each of 10**9; or of 50 million prefetched and 100 million of the largest tensor, both twice as they are put together
-    assert found["whole"].phases["generate"] - found["layers"].phases["generate"] == 2 * 10**9 - 2 * 2 * (50_000_000 + 10**8)
+    assert found["whole"].phases["generate"] - found["layers"].phases["generate"] == 2 * 10**9 - 2 * 2 * (
+        50_000_000 + 10**8
+    )
     assert "gathered once" in found["whole"].generation and "layer by layer" in found["layers"].generation
 
 
@@ -147,7 +195,9 @@ def test_a_cpu_holds_of_a_bucket_what_is_written_to_it() -> None:
         arguments = [f"{role}.zero.stage={stage}" for role in ("actor", "critic")]
         assert {ours(e) for e in engines(GPU, *arguments).values()} == {2 * 500_000_000}
         assert {ours(e) for e in engines(Place(4, None), *arguments).values()} == {2 * 1000}
-    smaller = engines(Place(4, None), "actor.zero.stage=2", "actor.deepspeed.zero_optimization.reduce_bucket_size=400")
+    smaller = engines(
+        Place(4, None), "actor.zero.stage=2", "actor.deepspeed.zero_optimization.reduce_bucket_size=400"
+    )
     assert smaller["actor"].bucket == 2 * 400
 
 
@@ -168,7 +218,9 @@ def test_what_does_not_fit_names_keys_and_what_they_bring() -> None:
     assert left <= 0.7 * peak and left == estimated(all_changed(config, together)).peak
     for settings, brings in alone:
         assert brings == estimated(all_changed(config, settings)).peak < peak
-    assert [("actor.zero.offload_optimizer", True), ("critic.zero.offload_optimizer", True)] in [settings for settings, _ in alone]
+    assert [("actor.zero.offload_optimizer", True), ("critic.zero.offload_optimizer", True)] in [
+        settings for settings, _ in alone
+    ]
     # 1024 rows of 64 tokens on each rank are all there is for a forward; the phase that takes most has no room for more of them
     assert dict(growth(config, estimated, 10 * peak))["memory.train_tokens"] == 1024 * 64
     assert "memory.train_tokens" not in dict(growth(config, estimated, peak))
@@ -182,18 +234,25 @@ def test_settings_that_go_together_each_lower_the_figure() -> None:
     def peak(settings: list[tuple[str, object]]) -> int:
         return estimate(all_changed(config, settings), asked, GPU).peak
 
-    _, together, left = remedies(config, lambda config: estimate(config, asked, GPU), 1)  # out of reach: all that helps
+    _, together, left = remedies(
+        config, lambda config: estimate(config, asked, GPU), 1
+    )  # out of reach: all that helps
     assert left == peak(together) and len(together) > 4
     # gradient checkpointing comes early, and is worth nothing once updates are of few tokens; what hangs on a stage of ZeRO cannot be without it
     assert not [key for key, _ in together if key.endswith("gradient_checkpointing")]
     for key, _ in together:
-        assert key.endswith("zero.stage") or peak([setting for setting in together if setting[0] != key]) > left, key
+        assert (
+            key.endswith("zero.stage") or peak([setting for setting in together if setting[0] != key]) > left
+        ), key
 
 
 def test_a_key_is_set_however_deep() -> None:
     config = changed(plan(), "actor.deepspeed.zero_optimization.reduce_bucket_size", 7)
     assert config.actor.deepspeed == {"zero_optimization": {"reduce_bucket_size": 7}}
-    assert spelled([("actor.zero.offload_optimizer", True), ("memory.train_tokens", 8)]) == "actor.zero.offload_optimizer=true memory.train_tokens=8"
+    assert (
+        spelled([("actor.zero.offload_optimizer", True), ("memory.train_tokens", 8)])
+        == "actor.zero.offload_optimizer=true memory.train_tokens=8"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +262,12 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = [f"w{i}" for i in range(8000)]
     tokenizer = tiny.character_tokenizer("abcdefgh ")
     common = dict(
-        hidden_size=512, intermediate_size=1408, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=256
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
     )
     special = dict(vocab_size=len(words), pad_token_id=0, eos_token_id=1, bos_token_id=None)
     with torch.random.fork_rng(devices=[]):
@@ -212,14 +276,22 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config: PreTrainedConfig = LlamaConfig(**common, **special, num_labels=1)
         tiny.save(LlamaForSequenceClassification(config), tokenizer, folder / "reward")
     (folder / "prompts.jsonl").write_text(16 * (json.dumps({"prompt": 64 * "a"}) + "\n"))
-    (folder / "mine.py").write_text("def score(prompts, responses, rows):\n    return [float(len(r)) for r in responses]\n")
+    (folder / "mine.py").write_text(
+        "def score(prompts, responses, rows):\n    return [float(len(r)) for r in responses]\n"
+    )
     return folder
 
 
 def arguments(start: Path, *more: str) -> list[str]:
     names = ("actor.model.path=model", "data.path=prompts.jsonl", "reward.path=mine.py:score")
     located = [f"{key}={start}/{value}" for key, value in (name.split("=") for name in names)]
-    sizes = ("rollout.prompts_per_step=16", "sampling.max_new_tokens=32", "data.max_prompt_tokens=64", "run.steps=2", "actor.model.dtype=fp32")
+    sizes = (
+        "rollout.prompts_per_step=16",
+        "sampling.max_new_tokens=32",
+        "data.max_prompt_tokens=64",
+        "run.steps=2",
+        "actor.model.dtype=fp32",
+    )
     return ["reward=function", *located, *sizes, f"run.dir={start}/run", *more]
 
 
@@ -230,30 +302,46 @@ def diagnosis(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]
 
 
 def test_a_run_that_fits(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = diagnosis(capsys, *arguments(start, "actor.lora.rank=4", "critic.init=actor"), "--gpus", "2", "--gpu-mem", "80")
+    code, said = diagnosis(
+        capsys, *arguments(start, "actor.lora.rank=4", "critic.init=actor"), "--gpus", "2", "--gpu-mem", "80"
+    )
     assert code == 0, said
     # 6 layers x (q, o: 1024 each; k, v: 768 each; gate, up, down: 1920 each) x 4
     adapters = 6 * (2 * 1024 + 2 * 768 + 3 * 1920) * 4
     assert f"{adapters / 1e6:.1f} M of them trained" in said
     assert "reference" not in said.split("what stays")[1]  # the actor without its adapters
-    for text in ("16 prompts x 1 = 16 samples a step, 8 on each rank", "the longest has 64 tokens", "fits", "deepspeed 0.", "update_critic"):
+    for text in (
+        "16 prompts x 1 = 16 samples a step, 8 on each rank",
+        "the longest has 64 tokens",
+        "fits",
+        "deepspeed 0.",
+        "update_critic",
+    ):
         assert text in said
     assert not (start / "run").exists()
 
 
 def test_a_run_that_does_not_fit_says_what_would(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = diagnosis(capsys, *arguments(start, "actor.model.dtype=bf16"), "--gpus", "2", "--gpu-mem", "3.0")
+    code, said = diagnosis(
+        capsys, *arguments(start, "actor.model.dtype=bf16"), "--gpus", "2", "--gpu-mem", "3.0"
+    )
     assert code == 1
     assert "too much" in said and "reduce_bucket_size=50000000 brings it to 0." in said
 
 
-def test_a_gpu_too_small_for_cuda_itself_is_one_line_without_advice(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_too_small_for_cuda_itself_is_one_line_without_advice(
+    start: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, said = diagnosis(capsys, *arguments(start), "--gpus", "8", "--gpu-mem", "1")
-    assert code == 1 and said.splitlines()[-1].startswith("too much   1.0 GiB of a GPU is less than the 1.5 GiB that CUDA itself takes")
+    assert code == 1 and said.splitlines()[-1].startswith(
+        "too much   1.0 GiB of a GPU is less than the 1.5 GiB that CUDA itself takes"
+    )
     assert "brings it" not in said and "together" not in said
 
 
-def test_before_prepare_has_run_it_says_what_it_did_not_look_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_before_prepare_has_run_it_says_what_it_did_not_look_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, said = diagnosis(capsys, "+experiment=quickstart", f"run.dir={tmp_path}/run", "--gpus", "1")
     assert code == 0 and f"\ndisk       run.dir={tmp_path}/run: " in said and "GiB are free\n" in said
     assert "models and data were not looked at, since `prepare` has not run" in said.splitlines()[-1]
@@ -262,35 +350,60 @@ def test_before_prepare_has_run_it_says_what_it_did_not_look_at(tmp_path: Path, 
 def test_all_that_is_wrong_is_said_together(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (start / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
     code, said = diagnosis(
-        capsys, *arguments(start, f"data.path={start}/bad.jsonl", "reward.path=nowhere.py:score", f"critic.model.path={start}/run")
+        capsys,
+        *arguments(
+            start,
+            f"data.path={start}/bad.jsonl",
+            "reward.path=nowhere.py:score",
+            f"critic.model.path={start}/run",
+        ),
     )
     assert code == 2 and "no such folder" in said  # of the config: before anything is looked at
     code, said = diagnosis(capsys, *arguments(start, f"data.path={start}/bad.jsonl"), "--gpus", "1")
-    assert code == 1 and f"error: {start}/bad.jsonl:2: " in said and "update_actor" in said  # the rest is there
+    assert (
+        code == 1 and f"error: {start}/bad.jsonl:2: " in said and "update_actor" in said
+    )  # the rest is there
 
 
 @pytest.mark.parametrize("argv", [("--gpus", "0"), ("--gpus", "many"), ("--gpus", "3"), ("algo.epoch=2",)])
-def test_mistakes_on_the_command_line(start: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
+def test_mistakes_on_the_command_line(
+    start: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]
+) -> None:
     code, said = diagnosis(capsys, *arguments(start), *argv)
     assert code == 2 and said.startswith("error: ")
 
 
 def test_a_hub_model_that_cannot_be_had_is_one_line(start: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "launch" / "doctor.py"), *arguments(start, "actor.model.path=owner/name"), "--gpus", "1"]
+    command = [
+        sys.executable,
+        str(ROOT / "launch" / "doctor.py"),
+        *arguments(start, "actor.model.path=owner/name"),
+        "--gpus",
+        "1",
+    ]
     offline = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=offline, capture_output=True, text=True, timeout=900)
     assert done.returncode == 1, done.stderr
     for name in ("tokenizer", "actor"):
-        assert f"{name:<10} error: actor.model.path=owner/name: no folder of that name, not in the local Hub cache" in done.stdout
+        assert (
+            f"{name:<10} error: actor.model.path=owner/name: no folder of that name, not in the local Hub cache"
+            in done.stdout
+        )
     assert "huggingface.co" not in done.stdout
-    assert "16 samples a step" in done.stdout and "not estimated" in done.stdout and "Traceback" not in done.stderr
+    assert (
+        "16 samples a step" in done.stdout
+        and "not estimated" in done.stdout
+        and "Traceback" not in done.stderr
+    )
 
 
 # -- measured --------------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_estimate_is_within_15_percent_of_a_run(start: Path, tmp_path: Path) -> None:
-    bucket = [f"{role}.deepspeed.zero_optimization.reduce_bucket_size=10000000" for role in ("actor", "critic")]
+    bucket = [
+        f"{role}.deepspeed.zero_optimization.reduce_bucket_size=10000000" for role in ("actor", "critic")
+    ]
     stages = (
         "actor.zero.stage=2",
         "critic.zero.stage=0",
@@ -309,7 +422,9 @@ def test_the_estimate_is_within_15_percent_of_a_run(start: Path, tmp_path: Path)
     )
     argv = arguments(start, *stages, *budgets, *bucket)
     (tmp_path / "arguments.json").write_text(json.dumps(argv))
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     environment |= {
         "PYTHONPATH": str(ROOT),
         "MALLOC_MMAP_THRESHOLD_": "1048576",
@@ -317,7 +432,13 @@ def test_the_estimate_is_within_15_percent_of_a_run(start: Path, tmp_path: Path)
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    done = subprocess.run([sys.executable, str(WORKER), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     measured = json.loads((tmp_path / "peaks.json").read_text())
     config = compose(*argv)
@@ -325,11 +446,18 @@ def test_the_estimate_is_within_15_percent_of_a_run(start: Path, tmp_path: Path)
     assert planned is not None
     found = estimate(config, planned, Place(1, None), 64).phases
     for phase in ("generate", "old_logprobs", "ref_logprobs", "values", "update_actor", "update_critic"):
-        assert found[phase] == pytest.approx(measured[phase], rel=0.15), (phase, found[phase] / 2**20, measured[phase] / 2**20)
+        assert found[phase] == pytest.approx(measured[phase], rel=0.15), (
+            phase,
+            found[phase] / 2**20,
+            measured[phase] / 2**20,
+        )
 
 
 def test_a_shape_is_the_loaded_models(start: Path) -> None:
     planned = planned_shape(f"{start}/model", classifier=False, trained=True, key="actor.model.path")
     assert planned == shape_of(LlamaForCausalLM.from_pretrained(start / "model"))
     # embedding and head 8000 x 512; a layer: q, o 512 x 512, k, v 512 x 256, three of 512 x 1408, two norms; the last norm
-    assert planned.parameters == 2 * 8000 * 512 + 6 * (2 * 512**2 + 2 * 512 * 256 + 3 * 512 * 1408 + 2 * 512) + 512
+    assert (
+        planned.parameters
+        == 2 * 8000 * 512 + 6 * (2 * 512**2 + 2 * 512 * 256 + 3 * 512 * 1408 + 2 * 512) + 512
+    )

@@ -8,12 +8,36 @@ from ppo_ds.build.roles import Needs, _fitting
 from ppo_ds.errors import UserError
 from ppo_ds.models.policy import Policy
 
-SMALL = dict(vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, initializer_range=0.3, pad_token_id=0)
-LONG = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4, rope_theta=1e4, original_max_position_embeddings=16)
+SMALL = dict(
+    vocab_size=20,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=8,
+    initializer_range=0.3,
+    pad_token_id=0,
+)
+LONG = dict(
+    rope_type="longrope",
+    short_factor=[1.0] * 4,
+    long_factor=[4.0] * 4,
+    rope_theta=1e4,
+    original_max_position_embeddings=16,
+)
 ROPES = {
-    "longrope": Phi3Config(**SMALL, max_position_embeddings=64, original_max_position_embeddings=16, rope_parameters=LONG),
-    "dynamic": LlamaConfig(**SMALL, max_position_embeddings=16, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}),
-    "linear": LlamaConfig(**SMALL, max_position_embeddings=64, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}),
+    "longrope": Phi3Config(
+        **SMALL, max_position_embeddings=64, original_max_position_embeddings=16, rope_parameters=LONG
+    ),
+    "dynamic": LlamaConfig(
+        **SMALL,
+        max_position_embeddings=16,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    ),
+    "linear": LlamaConfig(
+        **SMALL,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    ),
 }
 
 
@@ -27,16 +51,23 @@ def test_rope_that_changes_with_the_longest_row(rope):
     made = policy(rope)
     assert _fitting(made, Needs(20, 16), "models/it", "actor.model.path") is made
     with pytest.raises(
-        UserError, match=rf"^actor\.model\.path=models/it: RoPE of type {rope} .* than 16 tokens; .* may have 17: lower .* within 16$"
+        UserError,
+        match=rf"^actor\.model\.path=models/it: RoPE of type {rope} .* than 16 tokens; .* may have 17: lower .* within 16$",
     ):
         _fitting(made, Needs(20, 17), "models/it", "actor.model.path")
     ids = torch.arange(32).view(2, 16) % 20
-    for longest, same in ((16, True), (30, False)):  # the bound is the real one: a row of 6 beside one as long
+    for longest, same in (
+        (16, True),
+        (30, False),
+    ):  # the bound is the real one: a row of 6 beside one as long
         mask = torch.ones(2, longest, dtype=torch.bool)
         mask[0, 6:] = False
         wide = torch.nn.functional.pad(ids, (0, longest - 16), value=3)
         with torch.no_grad():
-            gap = made(wide, mask, longest - 2).logprobs[0, :4] - made(wide[:1, :6], mask[:1, :6], 4).logprobs[0]
+            gap = (
+                made(wide, mask, longest - 2).logprobs[0, :4]
+                - made(wide[:1, :6], mask[:1, :6], 4).logprobs[0]
+            )
         assert (gap.abs().max() < 1e-6) == same
 
 

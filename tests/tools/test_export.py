@@ -27,7 +27,9 @@ STEP = "checkpoints/step_000002"
 def write_base(folder: Path, layers: int = 1) -> None:
     torch.manual_seed(0)
     tokenizer = tiny.character_tokenizer("abc")
-    tiny.save(tiny.tiny_llama(tokenizer, hidden_size=8, layers=layers, heads=2, max_tokens=16), tokenizer, folder)
+    tiny.save(
+        tiny.tiny_llama(tokenizer, hidden_size=8, layers=layers, heads=2, max_tokens=16), tokenizer, folder
+    )
 
 
 def write_checkpoint(folder: Path, weights: dict[str, Tensor], settings: dict[str, Any]) -> None:
@@ -37,14 +39,21 @@ def write_checkpoint(folder: Path, weights: dict[str, Tensor], settings: dict[st
     shards = {name: f"shard-0000{i % 2}.safetensors" for i, name in enumerate(names)}
     for file in set(shards.values()):
         mine = {name: weights[name] for name in names if shards[name] == file}
-        held = {f"weight/{name}": x for name, x in mine.items()} | {f"exp_avg/{name}": torch.zeros_like(x) for name, x in mine.items()}
+        held = {f"weight/{name}": x for name, x in mine.items()} | {
+            f"exp_avg/{name}": torch.zeros_like(x) for name, x in mine.items()
+        }
         save_file(held, folder / "actor" / file)
     save_file({}, folder / "actor" / "buffers.safetensors")
-    (folder / "actor" / "model.json").write_text(json.dumps({"format": 1, "dtype": "bfloat16", "shards": shards}))
+    (folder / "actor" / "model.json").write_text(
+        json.dumps({"format": 1, "dtype": "bfloat16", "shards": shards})
+    )
     about = {"format": 1, "step": 2, "models": ["actor"], "shadows": [], "state": {}, "settings": settings}
     (folder / "state.json").write_text(json.dumps(about))
     files = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
-    entries = {name: {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()} for name, file in files.items()}
+    entries = {
+        name: {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        for name, file in files.items()
+    }
     (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": entries}))
 
 
@@ -88,7 +97,9 @@ def test_as_a_command_from_elsewhere_on_a_run_that_was_moved(run_dir: Path, tmp_
     moved = run_dir.rename(tmp_path / "moved")
     (tmp_path / "work").mkdir()
     command = [sys.executable, str(ROOT / "launch" / "export.py"), "../moved", "mine", "--step", "2"]
-    done = subprocess.run(command, cwd=tmp_path / "work", env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(
+        command, cwd=tmp_path / "work", env=environment(), capture_output=True, text=True, timeout=TIMEOUT
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"step_000002, actor: {tmp_path / 'work' / 'mine'}\n" and done.stderr == ""
     assert (tmp_path / "work" / "mine" / "model.safetensors").exists() and not (moved / "exports").exists()
@@ -100,7 +111,8 @@ def test_force_replaces_the_whole_folder(run_dir: Path, tmp_path: Path) -> None:
     assert export.main([str(run_dir / STEP), str(tmp_path / "out"), "--force"]) == 0
     assert not (tmp_path / "out" / "model-00002-of-00002.safetensors").exists()
     assert torch.equal(
-        load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"], trained(run_dir / "start")["lm.lm_head.weight"].bfloat16()
+        load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"],
+        trained(run_dir / "start")["lm.lm_head.weight"].bfloat16(),
     )
 
 
@@ -154,15 +166,27 @@ def nothing(run_dir: Path) -> None:
         (nothing, ["RUN", "RUN/start"], ["RUN/start: exists", "--force"]),
         (nothing, ["RUN", "RUN/checkpoints", "--force"], ["RUN/checkpoints: exists and is no model folder"]),
         (nothing, ["RUN", "RUN/start/config.json/out"], ["RUN/start/config.json/out: cannot be written"]),
-        (flip_a_byte, ["RUN"], ["step_000002: is damaged", "actor/shard-00001.safetensors is not what was written"]),
+        (
+            flip_a_byte,
+            ["RUN"],
+            ["step_000002: is damaged", "actor/shard-00001.safetensors is not what was written"],
+        ),
         (lose_a_file, ["RUN"], ["step_000002: is damaged", "actor/shard-00000.safetensors is missing"]),
         (lose_the_manifest, ["RUN"], ["step_000002: is damaged", "manifest.json"]),
         (lose_the_base, ["RUN"], ["step_000002: actor.model.path=RUN/start", "no such folder"]),
-        (another_base, ["RUN"], ["step_000002: the model that it began with is another one now", "it lacks lm.model.layers.1."]),
+        (
+            another_base,
+            ["RUN"],
+            ["step_000002: the model that it began with is another one now", "it lacks lm.model.layers.1."],
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(
-    run_dir: Path, capsys: pytest.CaptureFixture, happens: Callable[[Path], None], arguments: list[str], words: list[str]
+    run_dir: Path,
+    capsys: pytest.CaptureFixture,
+    happens: Callable[[Path], None],
+    arguments: list[str],
+    words: list[str],
 ) -> None:
     happens(run_dir)
     before = sorted(run_dir.rglob("*"))

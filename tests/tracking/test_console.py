@@ -29,7 +29,9 @@ def test_without_a_terminal_plain_lines():
     assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
     lines = stream.getvalue().splitlines()
     assert lines[:2] == ["ppo_ds", "batch  8 prompts x 4 samples [per step]"]
-    assert lines[2].split() == ("step 3/20 reward 0.500 ± 0.250 kl 0.0123 loss -0.0200 value 0.4000 1234 tok/s 2.50 s accuracy 71.5%".split())
+    assert lines[2].split() == (
+        "step 3/20 reward 0.500 ± 0.250 kl 0.0123 loss -0.0200 value 0.4000 1234 tok/s 2.50 s accuracy 71.5%".split()
+    )
     assert lines[3:] == ["done after 1 min 01 s"]
 
 
@@ -43,7 +45,10 @@ def test_missing_and_nonfinite_metrics():
 
 
 def test_columns_stay_under_each_other():
-    widths = {len(step_line(step, 100, {**METRICS, "policy/loss": loss})) for step, loss in ((1, 0.0), (99, -1.5), (100, None))}
+    widths = {
+        len(step_line(step, 100, {**METRICS, "policy/loss": loss}))
+        for step, loss in ((1, 0.0), (99, -1.5), (100, None))
+    }
     assert len(widths) == 1
 
 
@@ -51,7 +56,9 @@ def test_an_ascii_log_survives_any_text():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     run(stream)
-    before_after({}, [{"prompt": "重力是什么", "before": "é", "after": "🙂", "score": 1.0}], {}, stream=stream)
+    before_after(
+        {}, [{"prompt": "重力是什么", "before": "é", "after": "🙂", "score": 1.0}], {}, stream=stream
+    )
     stream.flush()
     assert b"0.500 +- 0.250" in raw.getvalue() and b"?????" in raw.getvalue()
 
@@ -60,7 +67,9 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back_even_after_an_exception():
     script = "from ppo_ds.tracking.console import ConsoleTracker as C\nt = C(4)\nt.start({})\nt.log(1, {})\nprint('a stray line')\n1 / 0"
     mine, theirs = pty.openpty()
     env = {**os.environ, "PYTHONPATH": os.getcwd(), "TERM": "xterm-256color"}
-    child = subprocess.Popen([sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=env
+    )
     os.close(theirs)
     shown = b""
     try:
@@ -70,7 +79,12 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back_even_after_an_exception():
         pass  # Linux ends a pseudo-terminal with an input/output error
     os.close(mine)
     assert child.wait(30) == 1
-    assert b"\xe2\x94\x81" in shown and b"1/4" in shown and b"a stray line" in shown and b"ZeroDivisionError" in shown
+    assert (
+        b"\xe2\x94\x81" in shown
+        and b"1/4" in shown
+        and b"a stray line" in shown
+        and b"ZeroDivisionError" in shown
+    )
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
 
 

@@ -23,13 +23,28 @@ def test_one_line_a_step_with_step_and_time(tmp_path):
     trackers.log(2, {"reward/score_mean": 0.5, "episodes": 16, "tokens": 150})
     lines = written(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
-    assert lines[1] | {"time": 0} == {"step": 2, "time": 0, "reward/score_mean": 0.5, "episodes": 16, "tokens": 150, "health/nonfinite": 0}
+    assert lines[1] | {"time": 0} == {
+        "step": 2,
+        "time": 0,
+        "reward/score_mean": 0.5,
+        "episodes": 16,
+        "tokens": 150,
+        "health/nonfinite": 0,
+    }
     assert 100.0 <= lines[0]["time"] <= lines[1]["time"] < 110.0
 
 
 def test_nonfinite_is_null_and_counted(tmp_path):
     trackers = Trackers([JsonlTracker(tmp_path)])
-    trackers.log(1, {"policy/loss": float("nan"), "policy/ratio_max": float("inf"), "kl/coef": 0.1, "health/nonfinite": 2.0})
+    trackers.log(
+        1,
+        {
+            "policy/loss": float("nan"),
+            "policy/ratio_max": float("inf"),
+            "kl/coef": 0.1,
+            "health/nonfinite": 2.0,
+        },
+    )
     (line,) = written(tmp_path / "metrics.jsonl")
     assert line["policy/loss"] is None and line["policy/ratio_max"] is None and line["kl/coef"] == 0.1
     assert line["health/nonfinite"] == 4.0
@@ -38,7 +53,9 @@ def test_nonfinite_is_null_and_counted(tmp_path):
 def test_a_killed_process_keeps_every_finished_step(tmp_path):
     script = "import os, sys; from ppo_ds.tracking.jsonl import JsonlTracker as J; t = J(sys.argv[1])\n"
     script += "for i in (1, 2, 3): t.log(i, {'kl/coef': 0.1})\nos.kill(os.getpid(), 9)"
-    child = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env={**os.environ, "PYTHONPATH": os.getcwd()})
+    child = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], env={**os.environ, "PYTHONPATH": os.getcwd()}
+    )
     assert child.returncode == -signal.SIGKILL
     assert [line["step"] for line in written(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
@@ -54,9 +71,18 @@ def test_resume_drops_half_a_line_and_what_came_after_the_checkpoint(tmp_path, r
         file.write(rest)
     second = JsonlTracker(tmp_path, resumed_at=2)
     second.log(3, {"kl/coef": 30.0})
-    assert [(line["step"], line["kl/coef"]) for line in written(tmp_path / "metrics.jsonl")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(line["step"], line["kl/coef"]) for line in written(tmp_path / "metrics.jsonl")] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 30.0),
+    ]
     files = sorted(file.name for file in (tmp_path / "samples").iterdir())
-    assert files == ["eval_step_000001.jsonl", "eval_step_000002.jsonl", "step_000001.jsonl", "step_000002.jsonl"]
+    assert files == [
+        "eval_step_000001.jsonl",
+        "eval_step_000002.jsonl",
+        "step_000001.jsonl",
+        "step_000002.jsonl",
+    ]
 
 
 @pytest.mark.parametrize("reopened", [False, True])
@@ -70,7 +96,9 @@ def test_a_second_line_of_the_last_step_replaces_the_first(tmp_path, reopened):
     tracker.log(2, {"kl/coef": 2.0, "eval/score_mean": 0.5})
     tracker.log(3, {"kl/coef": 3.0})
     lines = written(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [1, 2, 3] and [line.get("eval/score_mean") for line in lines] == [None, 0.5, None]
+    assert [line["step"] for line in lines] == [1, 2, 3] and [
+        line.get("eval/score_mean") for line in lines
+    ] == [None, 0.5, None]
 
 
 def test_time_goes_on_after_a_resume(tmp_path):
@@ -85,14 +113,30 @@ def test_a_fresh_run_starts_with_an_empty_record(tmp_path):
 
 
 def test_samples_are_capped_and_keep_their_text(tmp_path):
-    rows = [{"prompt": f"p{i}", "response": "答\u2028\n案 \ud800", "score": float("nan"), "components": {"a": float("inf")}} for i in range(5)]
+    rows = [
+        {
+            "prompt": f"p{i}",
+            "response": "答\u2028\n案 \ud800",
+            "score": float("nan"),
+            "components": {"a": float("inf")},
+        }
+        for i in range(5)
+    ]
     trackers = Trackers([JsonlTracker(tmp_path)], max_samples=2)
     trackers.samples(12, rows)
     lines = (tmp_path / "samples" / "step_000012.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
     assert [json.loads(line)["prompt"] for line in lines] == ["p0", "p1"]
-    assert json.loads(lines[0]) == {"prompt": "p0", "response": "答\u2028\n案 ?", "score": None, "components": {"a": None}}
+    assert json.loads(lines[0]) == {
+        "prompt": "p0",
+        "response": "答\u2028\n案 ?",
+        "score": None,
+        "components": {"a": None},
+    }
     Trackers([JsonlTracker(tmp_path)], max_samples=-1).samples(13, rows)
-    assert len(read_lines := (tmp_path / "samples" / "step_000013.jsonl").read_text().rstrip("\n").split("\n")) == 5, read_lines
+    assert (
+        len(read_lines := (tmp_path / "samples" / "step_000013.jsonl").read_text().rstrip("\n").split("\n"))
+        == 5
+    ), read_lines
 
 
 def test_no_file_for_no_samples(tmp_path):
@@ -142,6 +186,9 @@ def test_a_run_that_goes_back_takes_its_later_lines_with_it(tmp_path):
     trackers.rewind(1)
     trackers.log(2, {"kl/coef": 20.0})
     trackers.finish({"exit_reason": "done"})
-    assert [(line["step"], line["kl/coef"]) for line in written(tmp_path / "metrics.jsonl")] == [(1, 1.0), (2, 20.0)]
+    assert [(line["step"], line["kl/coef"]) for line in written(tmp_path / "metrics.jsonl")] == [
+        (1, 1.0),
+        (2, 20.0),
+    ]
     assert [file.name for file in (tmp_path / "samples").iterdir()] == ["step_000001.jsonl"]
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2

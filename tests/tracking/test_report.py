@@ -22,7 +22,9 @@ def picture(tmp_path, records):
 
 @pytest.mark.parametrize("steps", [1, 2, 40, 400])
 def test_every_panel_has_its_curve(tmp_path, steps):
-    records = [{"step": step, **{name: 0.1 + 0.8 * step / steps for name in ALL}} for step in range(1, steps + 1)]
+    records = [
+        {"step": step, **{name: 0.1 + 0.8 * step / steps for name in ALL}} for step in range(1, steps + 1)
+    ]
     drawn, png = picture(tmp_path, records)
     assert drawn
     pixels = matplotlib.image.imread(png)[..., :3]
@@ -30,13 +32,20 @@ def test_every_panel_has_its_curve(tmp_path, steps):
     assert height > 600 and width > 1200
     for row in range(2):
         for column in range(3):
-            panel = pixels[row * height // 2 : (row + 1) * height // 2, column * width // 3 : (column + 1) * width // 3]
+            panel = pixels[
+                row * height // 2 : (row + 1) * height // 2, column * width // 3 : (column + 1) * width // 3
+            ]
             assert (np.abs(panel - BLUE).max(-1) < 0.05).sum() > 8, (row, column)
 
 
 def test_a_missing_key_is_a_missing_panel(tmp_path):
     few, png = picture(
-        tmp_path, [{"step": 1, "reward/score_mean": 0.1}, {"step": 2, "reward/score_mean": None}, {"step": 3, "reward/score_mean": 0.2}]
+        tmp_path,
+        [
+            {"step": 1, "reward/score_mean": 0.1},
+            {"step": 2, "reward/score_mean": None},
+            {"step": 3, "reward/score_mean": 0.2},
+        ],
     )
     assert few
     _, one_width, _ = matplotlib.image.imread(png).shape
@@ -60,8 +69,13 @@ def test_no_number_no_picture(tmp_path, records):
 
 def test_tables_say_what_changed():
     stream = io.StringIO()
-    samples = [{"prompt": "12+7= [bold]", "before": "18", "after": "19", "score": 1.0}, {"prompt": "p", "before": "\x1b[31mx", "after": "y" * 999}]
-    before_after({"accuracy": (0.5, 0.8), "mean score": (0.5, None)}, samples, {"model": "/run/model"}, stream=stream)
+    samples = [
+        {"prompt": "12+7= [bold]", "before": "18", "after": "19", "score": 1.0},
+        {"prompt": "p", "before": "\x1b[31mx", "after": "y" * 999},
+    ]
+    before_after(
+        {"accuracy": (0.5, 0.8), "mean score": (0.5, None)}, samples, {"model": "/run/model"}, stream=stream
+    )
     words = stream.getvalue().split()
     assert ["accuracy", "50.0%", "80.0%", "+30.0", "points"] == words[words.index("accuracy") :][:5]
     assert ["score", "0.500", "-", "-"] == words[words.index("mean") + 1 :][:4]

@@ -17,7 +17,15 @@ from ppo_ds.tracking.tracker import Trackers
 from ppo_ds.tracking.wandb import WandbTracker
 from tests.tracking.wandb_server import wandb_server
 
-ROW = {"prompt": "12+7=", "response": "19", "score": 1.0, "kl": None, "length": 3, "finish": "stop", "components": {"a": 0.5}}
+ROW = {
+    "prompt": "12+7=",
+    "response": "19",
+    "score": 1.0,
+    "kl": None,
+    "length": 3,
+    "finish": "stop",
+    "components": {"a": 0.5},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +65,9 @@ def test_offline_creates_a_run(tmp_path, capfd):
     assert b"policy/loss" in content and b"exit_reason" in content and b"seed" in content
     assert b"value/loss" not in content
     tables = list(tmp_path.glob("wandb/offline-run-*/files/media/table/samples/*.json"))
-    assert [len(json.loads(table.read_text())["data"]) for table in tables] == [1, 1, 1], "each step sends its own rows only"
+    assert [len(json.loads(table.read_text())["data"]) for table in tables] == [1, 1, 1], (
+        "each step sends its own rows only"
+    )
     out, err = capfd.readouterr()
     assert "wandb sync" in out and err == ""
 
@@ -76,13 +86,23 @@ def test_without_a_key_and_with_a_terminal_nobody_is_asked(tmp_path):
     mine, theirs = pty.openpty()
     env = {**os.environ, "PYTHONPATH": os.getcwd()}
     child = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=env,
+        start_new_session=True,
     )
     os.close(theirs)
     assert child.wait(60) == 0  # at a prompt it would still be waiting
     shown = os.read(mine, 65536).decode()
     os.close(mine)
-    assert "went on" in shown and shown.count("warning") == 1 and "No API key" in shown and "going on offline" in shown
+    assert (
+        "went on" in shown
+        and shown.count("warning") == 1
+        and "No API key" in shown
+        and "going on offline" in shown
+    )
     assert stored(tmp_path)
 
 
@@ -131,15 +151,31 @@ def online(run_dir, steps, **timeouts):
 def test_a_resumed_run_goes_on_in_the_same_run_also_where_it_went_back(tmp_path, server, capfd):
     online(tmp_path, [1, 2, 3, 4]).finish({"exit_reason": "error"})
     tracker = online(tmp_path, [3, 4])  # from the checkpoint of step 2
-    lines = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE]
+    lines = [
+        " ".join(process.cmdline())
+        for process in psutil.Process().children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE
+    ]
     tracker.finish({"exit_reason": "done"})
     ((run_id, rows),) = server.history.items()
     assert (tmp_path / "wandb.id").read_text().strip() == run_id
-    assert [(row["_step"], row["step"], row["policy/loss"]) for row in rows] == [(0, 1, 1), (1, 2, 2), (2, 3, 3), (3, 4, 4), (4, 3, 3), (5, 4, 4)]
-    assert {"1": "step", "6": [3], "7": []} in server.configs[run_id]["_wandb"]["value"]["m"]  # an axis of its own
+    assert [(row["_step"], row["step"], row["policy/loss"]) for row in rows] == [
+        (0, 1, 1),
+        (1, 2, 2),
+        (2, 3, 3),
+        (3, 4, 4),
+        (4, 3, 3),
+        (5, 4, 4),
+    ]
+    assert {"1": "step", "6": [3], "7": []} in server.configs[run_id]["_wandb"]["value"][
+        "m"
+    ]  # an axis of its own
     assert capfd.readouterr().err == ""
     assert any("wandb_child" in line for line in lines) and any("wandb-core" in line for line in lines), lines
-    written = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()) + "".join(lines).encode()
+    written = (
+        b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+        + "".join(lines).encode()
+    )
     for secret in (KEY, TOKEN):
         assert secret.encode() not in written and secret not in json.dumps(server.configs)
 
@@ -149,8 +185,15 @@ def test_a_run_that_was_deleted_on_the_server_begins_anew(tmp_path, server, capf
     server.deleted.add("mine1234")
     online(tmp_path, [5], start_timeout=2).finish({"exit_reason": "done"})
     ((run_id, rows),) = server.history.items()
-    assert run_id != "mine1234" and (tmp_path / "wandb.id").read_text() == f"{run_id}\n" and [row["step"] for row in rows] == [5]
-    assert capfd.readouterr().err == "warning: wandb run mine1234 was deleted on the server; going on as a new one there\n"
+    assert (
+        run_id != "mine1234"
+        and (tmp_path / "wandb.id").read_text() == f"{run_id}\n"
+        and [row["step"] for row in rows] == [5]
+    )
+    assert (
+        capfd.readouterr().err
+        == "warning: wandb run mine1234 was deleted on the server; going on as a new one there\n"
+    )
 
 
 @pytest.mark.parametrize("how", ["gone", "silent"])
@@ -165,7 +208,11 @@ def test_a_server_that_is_lost_half_way(tmp_path, server, capfd, how):
     tracker.finish({"exit_reason": "done"})
     assert time.monotonic() - begin < 15
     err = capfd.readouterr().err
-    assert err.count("warning") == 1 and "not all was sent" in err and "metrics.jsonl and samples/ have all of it" in err
+    assert (
+        err.count("warning") == 1
+        and "not all was sent" in err
+        and "metrics.jsonl and samples/ have all of it" in err
+    )
 
 
 def test_a_table_that_the_server_does_not_take_costs_nothing_else(tmp_path, server, capfd):
@@ -192,7 +239,11 @@ def test_wandb_that_cannot_be_imported(tmp_path, monkeypatch, capfd):
     folder.mkdir()
     run(folder, "online")
     err = capfd.readouterr().err
-    assert err.count("warning") == 2 and err.count("ImportError: built for another Python") == 2 and "going on without it" in err
+    assert (
+        err.count("warning") == 2
+        and err.count("ImportError: built for another Python") == 2
+        and "going on without it" in err
+    )
 
 
 @pytest.mark.parametrize("name", ["wandb.id", "wandb.log"])
@@ -216,7 +267,9 @@ def test_a_full_disk(tmp_path):
     script += "for step in range(200): t.log(step, {f'a/{i}': 0.123 * i * step for i in range(50)})\n"
     script += "t.finish({'exit_reason': 'done'}); print('went on')"
     env = {**os.environ, "PYTHONPATH": os.getcwd()}
-    shown = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=env, capture_output=True, text=True, timeout=60)
+    shown = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], env=env, capture_output=True, text=True, timeout=60
+    )
     assert "went on" in shown.stdout and shown.returncode == 0, shown
     assert shown.stderr.count("warning") == len(shown.stderr.splitlines()) <= 2, shown.stderr
     assert all(file.stat().st_size <= 4096 for file in tmp_path.rglob("*") if file.is_file())
@@ -231,7 +284,9 @@ def test_odd_values(tmp_path, capfd):
         "lines": "a\r\n\u2028b",
         "empty": {},
     }
-    trackers = Trackers([WandbTracker(tmp_path, mode="offline", project="p", name="n \ud83d/..")], max_samples=1)
+    trackers = Trackers(
+        [WandbTracker(tmp_path, mode="offline", project="p", name="n \ud83d/..")], max_samples=1
+    )
     trackers.start(odd)
     trackers.log(1, {"fine": 1.0, "lost": float("nan"), "endless": float("-inf"), "../../up": 2.0, "": 3.0})
     trackers.samples(1, [])
@@ -303,7 +358,11 @@ def test_a_killed_trainer_leaves_a_closed_run_and_no_process(tmp_path):
     script = "import os, sys, time; from ppo_ds.tracking.wandb import WandbTracker as W; t = W(sys.argv[1], mode='offline', project='p', name='n')\n"
     script += "t.start({}); t.log(1, {'last/words': 1.0}); time.sleep(1)\n"
     script += "print(t._child._process.pid, flush=True); os.kill(os.getpid(), 9)"
-    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env={**os.environ, "PYTHONPATH": os.getcwd()}, stdout=subprocess.PIPE)
+    killed = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        stdout=subprocess.PIPE,
+    )
     group = int(killed.stdout.split()[-1])
     deadline = time.monotonic() + 25
     while alive(group) and time.monotonic() < deadline:
@@ -322,8 +381,11 @@ def alive(group):
 
 
 def test_disabled_never_imports_wandb():
-    script = (
-        "import sys, ppo_ds.tracking.tracker, ppo_ds.tracking.console, ppo_ds.tracking.jsonl, ppo_ds.tracking.wandb; print('wandb' in sys.modules)"
+    script = "import sys, ppo_ds.tracking.tracker, ppo_ds.tracking.console, ppo_ds.tracking.jsonl, ppo_ds.tracking.wandb; print('wandb' in sys.modules)"
+    shown = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    shown = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": os.getcwd()}, stdout=subprocess.PIPE, text=True)
     assert shown.stdout.strip() == "False"

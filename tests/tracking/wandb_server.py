@@ -29,21 +29,45 @@ class Server:
     def _graphql(self, query, variables):
         name = variables.get("name")
         if "RunResumeStatus" in query:
-            return 200, {"data": {"model": {"id": "1", "name": "p", "entity": {"id": "1", "name": "me"}, "bucket": self._resumed(name)}}}
+            return 200, {
+                "data": {
+                    "model": {
+                        "id": "1",
+                        "name": "p",
+                        "entity": {"id": "1", "name": "me"},
+                        "bucket": self._resumed(name),
+                    }
+                }
+            }
         if "upsertBucket" in query:
             if name in self.deleted:
-                return 409, {"errors": [{"message": f"run {name} was previously created and deleted; try a new run name"}]}
+                return 409, {
+                    "errors": [
+                        {"message": f"run {name} was previously created and deleted; try a new run name"}
+                    ]
+                }
             fresh = name not in self.history
             self.history.setdefault(name, [])
             self.configs[name] = {**self.configs.get(name, {}), **json.loads(variables["config"] or "{}")}
             project = {"id": "1", "name": "p", "entity": {"id": "1", "name": "me"}}
-            bucket = {"id": "1", "name": name, "displayName": "n", "config": "{}", "project": project, "historyLineCount": len(self.history[name])}
+            bucket = {
+                "id": "1",
+                "name": name,
+                "displayName": "n",
+                "config": "{}",
+                "project": project,
+                "historyLineCount": len(self.history[name]),
+            }
             return 200, {"data": {"upsertBucket": {"bucket": bucket, "inserted": fresh}}}
         if "createRunFiles" in query:
             return 200, {"data": {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": []}}}
         if "ArtifactType" in query:
             self.tables += 1  # what follows is left unanswered: a table is refused
-        return 200, {"data": {"viewer": {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}}
+        return 200, {
+            "data": {
+                "viewer": {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
+            }
+        }
 
     def _resumed(self, name):
         rows = self.history.get(name)
@@ -61,7 +85,13 @@ class Server:
             "notes": None,
             "wandbConfig": '{"t": {}}',
         }
-        return known | {"logLineCount": 0, "historyLineCount": len(rows), "eventsLineCount": 0, "historyTail": tail, "eventsTail": "[]"}
+        return known | {
+            "logLineCount": 0,
+            "historyLineCount": len(rows),
+            "eventsLineCount": 0,
+            "historyTail": tail,
+            "eventsTail": "[]",
+        }
 
 
 @contextmanager

@@ -10,7 +10,11 @@ NAN = float("nan")
 
 def test_masked_means_ignore_what_lies_outside(world):
     sums = MetricSums()
-    sums.add_mean("a", torch.tensor([[1.0, 5.0, NAN], [3.0, float("inf"), NAN]]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool())
+    sums.add_mean(
+        "a",
+        torch.tensor([[1.0, 5.0, NAN], [3.0, float("inf"), NAN]]),
+        torch.tensor([[1, 1, 0], [1, 0, 0]]).bool(),
+    )
     sums.add_mean("b", torch.tensor([True, False, True, True]))
     sums.add_mean("none", torch.tensor([NAN]), torch.tensor([False]))
     assert sums.reduced(world) == {"a": 3.0, "b": 0.75, "none": 0.0}
@@ -30,7 +34,15 @@ def test_means_over_microbatches_and_ranks_are_those_of_all_values(on_ranks):
         return sums.reduced(world)
 
     for seen in on_ranks(2, work):
-        assert seen == pytest.approx({"mean": 28.5, "x/mean": 28.5, "x/std": float(values.std(unbiased=False)), "max": 81.0, "top": -1.0})
+        assert seen == pytest.approx(
+            {
+                "mean": 28.5,
+                "x/mean": 28.5,
+                "x/std": float(values.std(unbiased=False)),
+                "max": 81.0,
+                "top": -1.0,
+            }
+        )
 
 
 def test_a_spread_without_variance_is_zero_and_not_nan(world):
@@ -43,7 +55,12 @@ def test_spread_under_a_mask(world):
     sums = MetricSums()
     for name in ("adv", "eval/score"):
         sums.add_spread(name, torch.tensor([1.0, 3.0, NAN]), torch.tensor([True, True, False]))
-    assert sums.reduced(world) == {"adv/mean": 2.0, "adv/std": 1.0, "eval/score_mean": 2.0, "eval/score_std": 1.0}
+    assert sums.reduced(world) == {
+        "adv/mean": 2.0,
+        "adv/std": 1.0,
+        "eval/score_mean": 2.0,
+        "eval/score_std": 1.0,
+    }
 
 
 def test_maxima_may_be_negative(on_ranks):
@@ -63,7 +80,9 @@ def test_moments_become_an_explained_variance(on_ranks):
         r = returns[2 * world.rank : 2 * world.rank + 2]
         e = r - values[2 * world.rank : 2 * world.rank + 2]
         sums = MetricSums()
-        sums.add_parts({"ev": torch.stack([torch.tensor(2.0), r.sum(), (r * r).sum(), e.sum(), (e * e).sum()])})
+        sums.add_parts(
+            {"ev": torch.stack([torch.tensor(2.0), r.sum(), (r * r).sum(), e.sum(), (e * e).sum()])}
+        )
         return sums.reduced(world)["ev"]
 
     assert on_ranks(2, work) == pytest.approx([1 - 1.1875 / 3.5] * 2)

@@ -20,7 +20,9 @@ TIMES = {"time/step": 10.0, "time/generate": 4.0, "time/update_actor": 2.0, "tim
 @pytest.fixture
 def meter(world):
     critic = Learning(Size(body=50, head=0, layers=1, width=2, kv_width=1), 2)
-    return Meter(world=world, capacity=Capacity(1000.0, 500.0), actor=Learning(SIZE, 3), critic=critic, weight_bytes=2)
+    return Meter(
+        world=world, capacity=Capacity(1000.0, 500.0), actor=Learning(SIZE, 3), critic=critic, weight_bytes=2
+    )
 
 
 @pytest.fixture
@@ -49,7 +51,10 @@ def test_by_hand(meter, rows):
 
 
 def test_dropped_rounds_were_generated_too(meter, rows):
-    plain, seen = (meter(rows, TIMES, {"policy/epochs_run": 1.0} | more) for more in ({}, {"rollout/dropped_tokens": 4.0}))
+    plain, seen = (
+        meter(rows, TIMES, {"policy/epochs_run": 1.0} | more)
+        for more in ({}, {"rollout/dropped_tokens": 4.0})
+    )
     for name in ("perf/gen_tokens_per_s", "perf/hbm_frac_decode"):
         assert seen[name] == pytest.approx(2 * plain[name])
     assert seen["perf/tokens_per_s"] == plain["perf/tokens_per_s"]  # of what was learned from
@@ -70,7 +75,15 @@ def test_the_memory_is_that_of_the_rank_that_took_most(on_ranks, monkeypatch, ra
 
 def test_weights_that_are_frozen_have_no_gradient_to_pay_for():
     def cost(rank):
-        lm = LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=11))
+        lm = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                vocab_size=11,
+            )
+        )
         if rank:
             add_adapters(lm, rank=rank, alpha=2.0, targets=None, seed=0, key="lora")
         policy = Policy(lm, 1.0)
@@ -82,4 +95,7 @@ def test_weights_that_are_frozen_have_no_gradient_to_pay_for():
 def test_the_machine_is_measured_on_all_ranks(on_ranks, monkeypatch):
     monkeypatch.setattr(performance, "gemm_flops_per_s", lambda *args, **kwargs: 3.0)
     monkeypatch.setattr(performance, "bytes_per_s", lambda *args, **kwargs: 5.0)
-    assert on_ranks(2, lambda world: performance.measured_capacity(world, torch.float32)) == [Capacity(6.0, 10.0)] * 2
+    assert (
+        on_ranks(2, lambda world: performance.measured_capacity(world, torch.float32))
+        == [Capacity(6.0, 10.0)] * 2
+    )

@@ -118,7 +118,9 @@ def test_on_a_gpu_interleaved_phases_are_the_devices_seconds_and_nobody_waits_fo
             device.work(2.0)
     assert device.waits == 0 and clock[0] == 101.5
     # the device begins 0.25 s late: the host's first quarter of a second is update_actor's, as nothing else goes on
-    assert timer.take() == pytest.approx({"time/update_actor": 12.25, "time/update_critic": 6.0, "time/other": 0.0, "time/step": 18.25})
+    assert timer.take() == pytest.approx(
+        {"time/update_actor": 12.25, "time/update_critic": 6.0, "time/other": 0.0, "time/step": 18.25}
+    )
     assert device.waits == 1
     spend(clock, 1.5)
     assert timer.take() == {"time/other": 1.5, "time/step": 1.5}
@@ -138,7 +140,14 @@ def test_on_a_gpu_work_of_the_host_counts_where_the_device_is_idle(clock, device
         spend(clock, 1.0)  # hidden behind the device's work
     spend(clock, 4.0)
     assert timer.take() == pytest.approx(
-        {"time/generate": 3.0, "time/reward": 5.0, "time/values": 3.0, "time/advantages": 0.0, "time/other": 2.0, "time/step": 13.0}
+        {
+            "time/generate": 3.0,
+            "time/reward": 5.0,
+            "time/values": 3.0,
+            "time/advantages": 0.0,
+            "time/other": 2.0,
+            "time/step": 13.0,
+        }
     )
 
 
@@ -149,7 +158,9 @@ def test_on_a_gpu_too_a_phase_within_a_phase_is_the_outer_one(clock, device):
     with pytest.raises(ValueError), timer("switch"):
         device.work(4.0)
         raise ValueError
-    assert timer.take() == pytest.approx({"time/eval": 2.0, "time/switch": 4.0, "time/other": 0.0, "time/step": 6.0})
+    assert timer.take() == pytest.approx(
+        {"time/eval": 2.0, "time/switch": 4.0, "time/other": 0.0, "time/step": 6.0}
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,24 @@ from typing import Any
 from ppo_ds.config.typed import show
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import World
-from ppo_ds.engine.checkpoint.files import CheckpointError, is_below, sha256, sync, together, write_json, write_pointer
-from ppo_ds.engine.checkpoint.state import FORMAT, load_model, load_shadow, model_bytes, save_model, save_shadow, shadow_bytes
+from ppo_ds.engine.checkpoint.files import (
+    CheckpointError,
+    is_below,
+    sha256,
+    sync,
+    together,
+    write_json,
+    write_pointer,
+)
+from ppo_ds.engine.checkpoint.state import (
+    FORMAT,
+    load_model,
+    load_shadow,
+    model_bytes,
+    save_model,
+    save_shadow,
+    shadow_bytes,
+)
 from ppo_ds.engine.rng import load_rng, save_rng
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
@@ -40,7 +56,9 @@ REST_BYTES = 1024**2  # of a checkpoint: random states, JSON
 class Checkpoints:
     """The folder ``root`` of one run. Every public method is a collective."""
 
-    def __init__(self, root: Path, *, world: World, keep_last: int, settings: Mapping[str, Any] | None = None):
+    def __init__(
+        self, root: Path, *, world: World, keep_last: int, settings: Mapping[str, Any] | None = None
+    ):
         """``settings`` (JSON) of the run: each checkpoint remembers with which it was made."""
         assert keep_last >= 1
         self.root = root
@@ -73,18 +91,24 @@ class Checkpoints:
             for role, model in models.items():
                 written += save_model(model, aside / role)
                 fault(f"checkpoint.after_{role}")
-            written += [path for name, shadow in shadows.items() for path in save_shadow(shadow, aside / name)]
+            written += [
+                path for name, shadow in shadows.items() for path in save_shadow(shadow, aside / name)
+            ]
             about = {"models": sorted(models), "shadows": sorted(shadows), "state": state}
             written += together(self.world, lambda: self._write_loop_state(aside, step, about))
             self._commit(aside, final, written)
         except CheckpointError as error:
             if self.world.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
-            raise CheckpointError(f"{final} was not written, older checkpoints are as they were: {error}") from error
+            raise CheckpointError(
+                f"{final} was not written, older checkpoints are as they were: {error}"
+            ) from error
         together(self.world, lambda: self._point_and_prune(final, best))
         return final
 
-    def expect_room(self, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy] = NO_SHADOWS) -> None:
+    def expect_room(
+        self, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy] = NO_SHADOWS
+    ) -> None:
         """UserError where the disk has no room for the first checkpoint of this start."""
         shortage = self.world.gather_objects(self._shortage(models, shadows))[0]
         if shortage:
@@ -106,7 +130,9 @@ class Checkpoints:
             damaged[path] = "; ".join(damage[:3])
         if damaged:
             told = ", ".join(f"{path.name} ({why})" for path, why in damaged.items())
-            raise UserError(f"run.resume=auto: no checkpoint in {self.root} is whole: {told}; start in another run.dir, or delete them to begin anew")
+            raise UserError(
+                f"run.resume=auto: no checkpoint in {self.root} is whole: {told}; start in another run.dir, or delete them to begin anew"
+            )
         return None
 
     def settings_of(self, path: Path) -> dict[str, Any] | None:
@@ -124,17 +150,25 @@ class Checkpoints:
             raise UserError(f"run.resume: no such folder: {path}; checkpoints in {self.root}: {there}")
         damage = self._damage(path)
         if damage:
-            raise UserError(f"run.resume: {path} is damaged: {'; '.join(damage[:3])}: use another, or run.resume=auto for the newest good one")
+            raise UserError(
+                f"run.resume: {path} is damaged: {'; '.join(damage[:3])}: use another, or run.resume=auto for the newest good one"
+            )
         self._sound.add(path)
 
-    def load(self, path: Path, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy] = NO_SHADOWS) -> dict[str, Any]:
+    def load(
+        self, path: Path, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy] = NO_SHADOWS
+    ) -> dict[str, Any]:
         """Restore models, shadows and random states; returns the loop's state. A ``path`` that is not from ``latest`` is verified first."""
         if path not in self._sound:
             self.verify(path)
         about = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if sorted(about["models"]) != sorted(models):
-            raise UserError(f"run.resume: {path} holds {', '.join(about['models'])}, this run trains {', '.join(models)}: keep the algorithm")
-        _refuse_other_shadows(path, set(about.get("shadows", [])), set(shadows))  # checkpoints that are older than shadows name none
+            raise UserError(
+                f"run.resume: {path} holds {', '.join(about['models'])}, this run trains {', '.join(models)}: keep the algorithm"
+            )
+        _refuse_other_shadows(
+            path, set(about.get("shadows", [])), set(shadows)
+        )  # checkpoints that are older than shadows name none
         for role, model in models.items():
             load_model(model, path / role)
         for name, shadow in shadows.items():
@@ -142,8 +176,15 @@ class Checkpoints:
         together(self.world, lambda: load_rng(path, self.world))
         later = [folder.name for folder in self._folders() if _step_of(folder) > about["step"]]
         if later and self.world.is_main:
-            log.warning("going back to %s: the next checkpoint replaces the later %s in %s", path, ", ".join(later), self.root)
-        if path.parent.resolve() == self.root.resolve():  # what a kill has kept from being pruned, or a smaller checkpoint.keep_last lets go
+            log.warning(
+                "going back to %s: the next checkpoint replaces the later %s in %s",
+                path,
+                ", ".join(later),
+                self.root,
+            )
+        if (
+            path.parent.resolve() == self.root.resolve()
+        ):  # what a kill has kept from being pruned, or a smaller checkpoint.keep_last lets go
             together(self.world, lambda: self._prune(older_than=path))
         return about["state"]
 
@@ -152,10 +193,16 @@ class Checkpoints:
 
     def _folders(self) -> list[Path]:
         """Newest first."""
-        found = [path for path in self.root.glob("step_*") if path.is_dir() and path.name.removeprefix("step_").isdigit()]
+        found = [
+            path
+            for path in self.root.glob("step_*")
+            if path.is_dir() and path.name.removeprefix("step_").isdigit()
+        ]
         return sorted(found, key=_step_of, reverse=True)
 
-    def _prepare(self, aside: Path, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy]) -> None:
+    def _prepare(
+        self, aside: Path, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy]
+    ) -> None:
         if not self.world.is_main:
             return
         for leftover in self.root.glob(".tmp_*"):  # of a run that was killed while it saved
@@ -167,8 +214,12 @@ class Checkpoints:
 
     def _shortage(self, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy]) -> str | None:
         """What is missing on the disk for one more checkpoint. Not a collective."""
-        needed = sum(map(model_bytes, models.values())) + sum(map(shadow_bytes, shadows.values())) + REST_BYTES
-        free = shutil.disk_usage(next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())).free
+        needed = (
+            sum(map(model_bytes, models.values())) + sum(map(shadow_bytes, shadows.values())) + REST_BYTES
+        )
+        free = shutil.disk_usage(
+            next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
+        ).free
         if free >= needed:
             return None
         return (
@@ -179,15 +230,28 @@ class Checkpoints:
     def _write_loop_state(self, aside: Path, step: int, about: dict[str, Any]) -> list[Path]:
         written = [save_rng(aside, self.world)]
         if self.world.is_main:
-            about = {"format": FORMAT, "step": step, "world_size": self.world.size, **about, "settings": self.settings}
+            about = {
+                "format": FORMAT,
+                "step": step,
+                "world_size": self.world.size,
+                **about,
+                "settings": self.settings,
+            }
             write_json(aside / "state.json", about)
             written.append(aside / "state.json")
         return written
 
     def _commit(self, aside: Path, final: Path, written: list[Path]) -> None:
         """Each rank hashes what it wrote itself; the rename is the moment from which the checkpoint exists."""
-        mine = together(self.world, lambda: {str(p.relative_to(aside)): {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in written})
-        files = {name: entry for entries in self.world.gather_objects(mine) for name, entry in entries.items()}
+        mine = together(
+            self.world,
+            lambda: {
+                str(p.relative_to(aside)): {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in written
+            },
+        )
+        files = {
+            name: entry for entries in self.world.gather_objects(mine) for name, entry in entries.items()
+        }
         fault("checkpoint.before_rename")
         together(self.world, lambda: self._rename(aside, final, files))
         fault("checkpoint.after_rename")
@@ -210,7 +274,10 @@ class Checkpoints:
         if best:
             write_pointer(self.root / "best", final.name)
         fault("checkpoint.before_prune")
-        pointer, later = self.root / "best", [folder for folder in self._folders() if _step_of(folder) > _step_of(final)]
+        pointer, later = (
+            self.root / "best",
+            [folder for folder in self._folders() if _step_of(folder) > _step_of(final)],
+        )
         if self._best() in [folder.name for folder in later]:
             pointer.unlink()
         for folder in later:
@@ -222,7 +289,9 @@ class Checkpoints:
         if not self.world.is_main:
             return
         best = self._best()
-        for folder in [folder for folder in self._folders() if _step_of(folder) <= _step_of(older_than)][self.keep_last :]:
+        for folder in [folder for folder in self._folders() if _step_of(folder) <= _step_of(older_than)][
+            self.keep_last :
+        ]:
             if folder.name != best:
                 _set_aside(folder)
         for folder in self.root.glob(f"{OLD}*"):
@@ -247,7 +316,9 @@ def damage_of(path: Path, rank: int = 0, size: int = 1) -> list[str]:
         return ["manifest.json is missing or unreadable"]
     if outside := [name for name in files if not is_below(name)]:
         return [f"manifest.json names {show(outside[0])}, which is no file of the checkpoint"]
-    return [what for name in sorted(files)[rank::size] if (what := _damage_of(path / name, name, files[name]))]
+    return [
+        what for name in sorted(files)[rank::size] if (what := _damage_of(path / name, name, files[name]))
+    ]
 
 
 def _refuse_other_shadows(path: Path, held: set[str], kept: set[str]) -> None:
@@ -274,7 +345,11 @@ def _damage_of(file: Path, name: str, expected: dict[str, Any]) -> str | None:
         size = file.stat().st_size
         if size != expected["bytes"]:
             return f"{name} has {size} bytes instead of {expected['bytes']}"
-        return None if sha256(file) == expected["sha256"] else f"{name} is not what was written (its SHA-256 differs)"
+        return (
+            None
+            if sha256(file) == expected["sha256"]
+            else f"{name} is not what was written (its SHA-256 differs)"
+        )
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:

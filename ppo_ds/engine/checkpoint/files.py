@@ -70,14 +70,21 @@ def write_pointer(path: Path, text: str) -> None:
 
 def is_below(name: Any) -> bool:
     """Whether a file's name, read from JSON that may be somebody else's, stays below the folder it is said to be in."""
-    return isinstance(name, str) and "\0" not in name and not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
+    return (
+        isinstance(name, str)
+        and "\0" not in name
+        and not PurePath(name).is_absolute()
+        and ".." not in PurePath(name).parts
+    )
 
 
 def expect_below(names: Iterable[Any], file: Path) -> None:
     """UserError unless all files that ``file`` names are below its folder."""
     for name in names:
         if not is_below(name):
-            raise UserError(f"{file}: names {show(name)}, which is no file of that folder; use another checkpoint")
+            raise UserError(
+                f"{file}: names {show(name)}, which is no file of that folder; use another checkpoint"
+            )
 
 
 def sync(path: Path) -> None:

@@ -30,10 +30,14 @@ def read_weights(module: nn.Module, checkpoint: Path, role: str, *, shadow: str 
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     _expect_names(trained, shards, checkpoint)
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(getattr(torch, about["dtype"]))  # engines cast also what a model would keep in fp32
+        parameter.data = parameter.data.to(
+            getattr(torch, about["dtype"])
+        )  # engines cast also what a model would keep in fp32
     for name, value in _weights(checkpoint / (shadow or role), shards):
         if value.shape != trained[name].shape:
-            raise _another_model(checkpoint, f"{name} is {list(value.shape)} there and {list(trained[name].shape)} here")
+            raise _another_model(
+                checkpoint, f"{name} is {list(value.shape)} there and {list(trained[name].shape)} here"
+            )
         trained[name].copy_(value)
     state = module.state_dict()
     for name, value in load_file(checkpoint / role / "buffers.safetensors").items():
@@ -42,7 +46,10 @@ def read_weights(module: nn.Module, checkpoint: Path, role: str, *, shadow: str 
 
 def _weights(directory: Path, shards: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
     with ExitStack() as stack:
-        files = {file: stack.enter_context(safe_open(directory / file, framework="pt")) for file in sorted(set(shards.values()))}
+        files = {
+            file: stack.enter_context(safe_open(directory / file, framework="pt"))
+            for file in sorted(set(shards.values()))
+        }
         for name, file in shards.items():
             yield name, files[file].get_tensor(f"{WEIGHT}/{name}")
 
@@ -50,17 +57,27 @@ def _weights(directory: Path, shards: dict[str, str]) -> Iterator[tuple[str, Ten
 def _about(file: Path) -> dict[str, Any]:
     about = json.loads(file.read_text(encoding="utf-8"))
     if about["format"] != FORMAT:
-        raise UserError(f"{file.parent}: has format {about['format']}, this version reads {FORMAT}: use the version that wrote it")
+        raise UserError(
+            f"{file.parent}: has format {about['format']}, this version reads {FORMAT}: use the version that wrote it"
+        )
     expect_below(about["shards"].values(), file)
     return about
 
 
 def _expect_names(trained: Mapping[str, nn.Parameter], shards: Mapping[str, str], checkpoint: Path) -> None:
-    lacking, unknown = [name for name in trained if name not in shards], [name for name in shards if name not in trained]
+    lacking, unknown = (
+        [name for name in trained if name not in shards],
+        [name for name in shards if name not in trained],
+    )
     if lacking or unknown:
-        what = "; ".join([f"it lacks {name}" for name in lacking[:3]] + [f"it has {name}, which the model lacks" for name in unknown[:3]])
+        what = "; ".join(
+            [f"it lacks {name}" for name in lacking[:3]]
+            + [f"it has {name}, which the model lacks" for name in unknown[:3]]
+        )
         raise _another_model(checkpoint, f"{what} ({len(lacking) + len(unknown)} in all)")
 
 
 def _another_model(checkpoint: Path, what: str) -> UserError:
-    return UserError(f"{checkpoint}: the model that it began with is another one now: {what}; put the old one back")
+    return UserError(
+        f"{checkpoint}: the model that it began with is another one now: {what}; put the old one back"
+    )

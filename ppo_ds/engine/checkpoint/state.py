@@ -39,7 +39,9 @@ class ShardWriter:
     def __init__(self, directory: Path, world: World, parts: Sequence[str]):
         self.index: dict[str, str] = {}  # parameter -> file, the same on every rank
         self.written: list[Path] = []  # by this rank
-        self.error: OSError | None = None  # kept until all ranks can hear of it: raised at once, the others would hang
+        self.error: OSError | None = (
+            None  # kept until all ranks can hear of it: raised at once, the others would hang
+        )
         self._directory, self._world, self._parts = directory, world, parts
         self._shard, self._bytes = 0, 0
         self._held: dict[str, Tensor] = {}
@@ -86,7 +88,9 @@ def save_model(model: TrainedModel, directory: Path) -> list[Path]:
     """Collective. Returns the files that this rank wrote; all are complete when it returns."""
     masters = MasterWeights(model)
     writer = _write_shards(masters, directory, model.world, PARTS)
-    return writer.written + together(model.world, lambda: _write_rest(model, masters, writer.index, directory))
+    return writer.written + together(
+        model.world, lambda: _write_rest(model, masters, writer.index, directory)
+    )
 
 
 def save_shadow(shadow: WeightCopy, directory: Path) -> list[Path]:
@@ -95,7 +99,10 @@ def save_shadow(shadow: WeightCopy, directory: Path) -> list[Path]:
     with shadow.exchanged() as masters:
         writer = _write_shards(masters, directory, world, [WEIGHT])
     about = directory / "shadow.json"
-    together(world, lambda: write_json(about, {"format": FORMAT, "shards": writer.index}) if world.is_main else None)
+    together(
+        world,
+        lambda: write_json(about, {"format": FORMAT, "shards": writer.index}) if world.is_main else None,
+    )
     return writer.written + ([about] if world.is_main else [])
 
 
@@ -109,7 +116,9 @@ def _write_shards(masters: MasterWeights, directory: Path, world: World, parts: 
     return writer
 
 
-def _write_rest(model: TrainedModel, masters: MasterWeights, index: dict[str, str], directory: Path) -> list[Path]:
+def _write_rest(
+    model: TrainedModel, masters: MasterWeights, index: dict[str, str], directory: Path
+) -> list[Path]:
     if not model.world.is_main:
         return []
     about = {
@@ -124,7 +133,10 @@ def _write_rest(model: TrainedModel, masters: MasterWeights, index: dict[str, st
         "shards": index,
     }
     write_json(directory / "model.json", about)
-    write_tensors(directory / "buffers.safetensors", {name: b.detach().cpu().clone() for name, b in _buffers(model.module).items()})
+    write_tensors(
+        directory / "buffers.safetensors",
+        {name: b.detach().cpu().clone() for name, b in _buffers(model.module).items()},
+    )
     return [directory / "model.json", directory / "buffers.safetensors"]
 
 
@@ -132,7 +144,9 @@ def load_model(model: TrainedModel, directory: Path) -> None:
     """Collective: put ``model`` where the saved one was, whatever its ZeRO stage and number of ranks. All ranks read ``directory``."""
     masters = MasterWeights(model)
     about = together(model.world, lambda: _read_about(masters, directory / "model.json"))
-    together(model.world, lambda: _expect_settings(model, about.get("settings", {}), directory))  # older files have none
+    together(
+        model.world, lambda: _expect_settings(model, about.get("settings", {}), directory)
+    )  # older files have none
     buffers = together(model.world, lambda: load_file(directory / "buffers.safetensors"))
     together(model.world, lambda: _read_masters(masters, about["shards"], directory, PARTS))
     masters.set_steps(about["adam_steps"])
@@ -156,12 +170,17 @@ def _read_about(masters: MasterWeights, file: Path) -> dict[str, Any]:
     directory = file.parent
     about = json.loads(file.read_text(encoding="utf-8"))
     if about["format"] != FORMAT:
-        raise UserError(f"run.resume: {directory} has format {about['format']}, this version reads {FORMAT}: use the version that wrote it")
+        raise UserError(
+            f"run.resume: {directory} has format {about['format']}, this version reads {FORMAT}: use the version that wrote it"
+        )
     expect_below(about["shards"].values(), file)
     missing = [name for name in masters.parameters if name not in about["shards"]]
     unknown = [name for name in about["shards"] if name not in masters.parameters]
     if missing or unknown:
-        what = "; ".join([f"it lacks {name}" for name in missing[:3]] + [f"it has {name}, which the model lacks" for name in unknown[:3]])
+        what = "; ".join(
+            [f"it lacks {name}" for name in missing[:3]]
+            + [f"it has {name}, which the model lacks" for name in unknown[:3]]
+        )
         raise UserError(
             f"run.resume: {directory} is of another model: {what} ({len(missing) + len(unknown)} in all): give the model it was made with"
             f"{_adapters_hint(missing + unknown)}"
@@ -172,16 +191,23 @@ def _read_about(masters: MasterWeights, file: Path) -> dict[str, Any]:
 def _expect_settings(model: TrainedModel, saved: dict[str, float], directory: Path) -> None:
     for key, value in model.settings.items():
         if saved.get(key, value) != value:
-            raise UserError(f"run.resume: {directory} was made with {key}={saved[key]:g}, this run has {value:g}: keep it")
+            raise UserError(
+                f"run.resume: {directory} was made with {key}={saved[key]:g}, this run has {value:g}: keep it"
+            )
 
 
 def _adapters_hint(names: list[str]) -> str:
     return ", with its lora.rank and lora.targets" if any(".lora_" in name for name in names) else ""
 
 
-def _read_masters(masters: MasterWeights, index: dict[str, str], directory: Path, parts: Sequence[str]) -> None:
+def _read_masters(
+    masters: MasterWeights, index: dict[str, str], directory: Path, parts: Sequence[str]
+) -> None:
     with ExitStack() as stack:
-        shards = {file: stack.enter_context(safe_open(directory / file, framework="pt")) for file in sorted(set(index.values()))}
+        shards = {
+            file: stack.enter_context(safe_open(directory / file, framework="pt"))
+            for file in sorted(set(index.values()))
+        }
         for name in masters.parameters:
             shard = shards[index[name]]
             shape = shard.get_slice(f"{WEIGHT}/{name}").get_shape()

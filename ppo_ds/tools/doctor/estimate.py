@@ -139,19 +139,33 @@ class _Sum:
     # -- what stays ---------------------------------------------------------------------------------------------------------------------------
 
     def _frozen(self) -> dict[str, Frozen]:
-        return ({"reference": self.models.reference} if self.models.reference else {}) | dict(self.models.rewards)
+        return ({"reference": self.models.reference} if self.models.reference else {}) | dict(
+            self.models.rewards
+        )
 
     def _resting(self) -> dict[str, int]:
         resting = {role: engine.resting for role, engine in self.engines.items()}
-        resting |= {key: 0 if f.offloaded and self.place.on_gpu else f.resting(self.place.ranks) for key, f in self._frozen().items()}
-        share = self.models.actor.trained if self.config.actor.zero.stage == 0 else ceil(self.models.actor.trained / self.place.ranks)
-        sets = {"ema": self.config.actor.ema.decay is not None, "lagged": self.config.algo.old_policy == "lagged"}
+        resting |= {
+            key: 0 if f.offloaded and self.place.on_gpu else f.resting(self.place.ranks)
+            for key, f in self._frozen().items()
+        }
+        share = (
+            self.models.actor.trained
+            if self.config.actor.zero.stage == 0
+            else ceil(self.models.actor.trained / self.place.ranks)
+        )
+        sets = {
+            "ema": self.config.actor.ema.decay is not None,
+            "lagged": self.config.algo.old_policy == "lagged",
+        }
         return resting | {name: FP32 * share for name, kept in sets.items() if kept}
 
     def _host(self) -> int:
         if not self.place.on_gpu:
             return 0
-        return sum(e.host for e in self.engines.values()) + sum(f.resting(self.place.ranks) for f in self._frozen().values() if f.offloaded)
+        return sum(e.host for e in self.engines.values()) + sum(
+            f.resting(self.place.ranks) for f in self._frozen().values() if f.offloaded
+        )
 
     def _loading(self) -> int:
         """One model after the other. An engine below stage 3 copies the weights it trains into one flat tensor while the old ones are there."""
@@ -161,7 +175,15 @@ class _Sum:
             flat = each * (shape.trained if zero.stage in (1, 2) or (zero.stage == 0 and each < FP32) else 0)
             peak = max(peak, there + engine.weights + flat)
             there += engine.resting - engine.moments
-        return max(peak, there + sum(f.resting(self.place.ranks) for f in self._frozen().values() if not (f.offloaded and self.place.on_gpu)))
+        return max(
+            peak,
+            there
+            + sum(
+                f.resting(self.place.ranks)
+                for f in self._frozen().values()
+                if not (f.offloaded and self.place.on_gpu)
+            ),
+        )
 
     def _zero(self, role: str) -> tuple[Any, Shape, int]:
         if role == "actor":
@@ -181,16 +203,22 @@ class _Sum:
         found = {}
         if models.rewards:
             text = self._places(budget, self.rows, models.reward_length)
-            found["reward"] = max(self._frozen_forward(f, text, models.reward_length) for f in models.rewards.values())
+            found["reward"] = max(
+                self._frozen_forward(f, text, models.reward_length) for f in models.rewards.values()
+            )
         # DeepSpeed gathers ahead once it has seen a few forwards alike: those of an update in between make it begin anew
         ahead = self.rows * self.length > 2 * tokens
         zero, shape, each = self._zero("actor")
-        found["old_logprobs"] = self._forward(shape, tokens, self.length, each, self._gathered(shape, each, ahead) if zero.stage == 3 else 0)
+        found["old_logprobs"] = self._forward(
+            shape, tokens, self.length, each, self._gathered(shape, each, ahead) if zero.stage == 3 else 0
+        )
         if models.reference is not None:
             found["ref_logprobs"] = self._frozen_forward(models.reference, tokens, self.length)
         if models.critic is not None:
             zero, shape, each = self._zero("critic")
-            found["values"] = self._forward(shape, tokens, self.length, each, self._gathered(shape, each, ahead) if zero.stage == 3 else 0)
+            found["values"] = self._forward(
+                shape, tokens, self.length, each, self._gathered(shape, each, ahead) if zero.stage == 3 else 0
+            )
         return found
 
     def _frozen_forward(self, model: Frozen, tokens: int, length: int) -> int:
@@ -221,24 +249,47 @@ class _Sum:
         length = -(-self.length // COLUMNS) * COLUMNS
         prompts = min(slots, ceil(self.rows / self.config.rollout.samples_per_prompt))
         prefill = min(max(min(memory.rollout_tokens, PREFILL_TOKENS), self.prompt), prompts * self.prompt)
-        decode = decoding(shape, tokens=slots * length, length=length, rows=slots, prefill=prefill, waiting=self.rows > slots, each=each)
+        decode = decoding(
+            shape,
+            tokens=slots * length,
+            length=length,
+            rows=slots,
+            prefill=prefill,
+            waiting=self.rows > slots,
+            each=each,
+        )
         asked = min(memory.rollout_tokens, self.rows * self.length)
-        idle = sum(e.masters + e.moments + (e.buffers if self._zero(role)[0].stage == 3 else 0) for role, e in self.engines.items())
+        idle = sum(
+            e.masters + e.moments + (e.buffers if self._zero(role)[0].stage == 3 else 0)
+            for role, e in self.engines.items()
+        )
         room = MemoryBudget(
             free=2**62 if self.place.usable is None else max(0, self.place.usable - rest),
             weights=weights if sharded else 0,
             layer=min(weights, each * REUSE) if sharded else 0,
-            decoding=room_to_decode(shape, asked, min(self.rows, max(1, asked // self.config.sampling.max_new_tokens)), each),
+            decoding=room_to_decode(
+                shape, asked, min(self.rows, max(1, asked // self.config.sampling.max_new_tokens)), each
+            ),
             idle=idle,
         )
-        choice = choose(room, generate=zero.generate, offload_states=zero.offload_states, on_gpu=self.place.on_gpu)
+        choice = choose(
+            room, generate=zero.generate, offload_states=zero.offload_states, on_gpu=self.place.on_gpu
+        )
         there = rest - (idle if choice.states_away and self.place.on_gpu else 0)
         gathered = 0 if not sharded else weights if choice.whole else self._gathered(shape, each, ahead=True)
         if sharded and choice.whole:
             phases["switch"] = there + weights + each * min(shape.parameters, GATHER_ELEMENTS + shape.tensor)
         phases["generate"] = there + gathered + decode
-        how = "weights whole on each rank" if not sharded else "weights gathered once" if choice.whole else "weights gathered layer by layer"
-        return how + ("; optimizer states make way" if choice.states_away else ""), idle if choice.states_away and self.place.on_gpu else 0
+        how = (
+            "weights whole on each rank"
+            if not sharded
+            else "weights gathered once"
+            if choice.whole
+            else "weights gathered layer by layer"
+        )
+        return how + (
+            "; optimizer states make way" if choice.states_away else ""
+        ), idle if choice.states_away and self.place.on_gpu else 0
 
     # -- updates ------------------------------------------------------------------------------------------------------------------------------
 
@@ -248,9 +299,15 @@ class _Sum:
         Both backwards come before both steps (ppo/learner.py): what the actor's has left waits while the critic's runs, and the other way about.
         """
         actor, critic = self.engines["actor"], self.engines.get("critic")
-        found = {"update_actor": max(self._backward("actor"), actor.gradients + actor.step + (critic.gradients if critic else 0))}
+        found = {
+            "update_actor": max(
+                self._backward("actor"), actor.gradients + actor.step + (critic.gradients if critic else 0)
+            )
+        }
         if critic is not None:
-            found["update_critic"] = max(actor.gradients + self._backward("critic"), critic.gradients + critic.step)
+            found["update_critic"] = max(
+                actor.gradients + self._backward("critic"), critic.gradients + critic.step
+            )
         return found
 
     def _backward(self, role: str) -> int:
@@ -260,9 +317,16 @@ class _Sum:
         tokens = self._places(config.memory.train_tokens, rows, self.length)
         asked = self._asked(tokens)
         kept = kept_by_layers(shape, tokens, self.length, each, bool(model.gradient_checkpointing))
-        head = head_backward(shape, asked, each, self.block, KEPT) if shape.head else 2 * FP32 * shape.hidden * asked
+        head = (
+            head_backward(shape, asked, each, self.block, KEPT)
+            if shape.head
+            else 2 * FP32 * shape.hidden * asked
+        )
         before = engine.gradients if rows * self.length > tokens else 0
-        return max(engine.gathered + kept + head + engine.bucket + before, engine.gradients + engine.bucket + engine.last)
+        return max(
+            engine.gathered + kept + head + engine.bucket + before,
+            engine.gradients + engine.bucket + engine.last,
+        )
 
 
 def step_flops(config: Config, models: Models, longest_prompt: int | None = None) -> int:
@@ -275,7 +339,16 @@ def step_flops(config: Config, models: Models, longest_prompt: int | None = None
     def forward(shape: Shape) -> int:
         return forward_flops(shape.size, rows * length, rows * causal_pairs([length]), rows * answer)
 
-    trained = [(models.actor, config.actor.model)] + ([(models.critic, config.critic.model)] if models.critic else [])
+    trained = [(models.actor, config.actor.model)] + (
+        [(models.critic, config.critic.model)] if models.critic else []
+    )
     frozen = [model.shape for model in (models.reference, *models.rewards.values()) if model is not None]
-    updates = sum(forward(shape) * (4 if model.gradient_checkpointing else 3) for shape, model in trained) * config.algo.epochs
-    return forward(models.actor) + sum(forward(shape) for shape in (*(shape for shape, _ in trained), *frozen)) + updates
+    updates = (
+        sum(forward(shape) * (4 if model.gradient_checkpointing else 3) for shape, model in trained)
+        * config.algo.epochs
+    )
+    return (
+        forward(models.actor)
+        + sum(forward(shape) for shape in (*(shape for shape, _ in trained), *frozen))
+        + updates
+    )

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from ppo_ds.build.roles import CLASSIFIER, CriticStart, critic_start
-from ppo_ds.config.schema import Config, FrozenZeroConfig, ModelConfig, has_critic, reference_is_base, uses_reference
+from ppo_ds.config.schema import (
+    Config,
+    FrozenZeroConfig,
+    ModelConfig,
+    has_critic,
+    reference_is_base,
+    uses_reference,
+)
 from ppo_ds.models.size import planned_shape
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.memory import Shape
@@ -18,26 +25,50 @@ from ppo_ds.tools.doctor.report import Report
 def plan_models(config: Config, tokenizer: Tokenizer | None, report: Report) -> Models | None:
     """From config.json files; None where the actor's cannot be read, or another's that a table without would mislead."""
     before = len(report.lines)
-    actor = report.tried("actor", lambda: _actor(config), lambda s: f"{config.actor.model.path}: {_parameters(s)}")
+    actor = report.tried(
+        "actor", lambda: _actor(config), lambda s: f"{config.actor.model.path}: {_parameters(s)}"
+    )
     start = _critic_start(config, tokenizer, report) if has_critic(config) else None
-    critic = report.tried("critic", lambda: _critic(config, start), lambda s: f"{start.path}: {_parameters(s)}") if start else None
-    reference = report.tried("reference", lambda: _reference(config), lambda f: f and f"{config.reference.model.path}: {_parameters(f.shape)}")
+    critic = (
+        report.tried("critic", lambda: _critic(config, start), lambda s: f"{start.path}: {_parameters(s)}")
+        if start
+        else None
+    )
+    reference = report.tried(
+        "reference",
+        lambda: _reference(config),
+        lambda f: f and f"{config.reference.model.path}: {_parameters(f.shape)}",
+    )
     rewards, length = {}, 0
-    seen: set[Any] = {_identity(start.reward)} if start and start.reward and config.critic.lora.rank else set()
+    seen: set[Any] = (
+        {_identity(start.reward)} if start and start.reward and config.critic.lora.rank else set()
+    )
     for key, model, zero, kind in _reward_models(config.reward, "reward"):
         identity = (_identity(model), zero.stage, zero.offload_params)
         if _identity(model) in seen or identity in seen:
             report.add("reward", f"{key}={model.path}: in memory already")
         elif kind != CLASSIFIER:
-            report.add("reward", f"{key}={model.path}: a model with code of its own; its memory is not estimated")
+            report.add(
+                "reward", f"{key}={model.path}: a model with code of its own; its memory is not estimated"
+            )
         else:
-            shape = report.tried("reward", lambda model=model, key=key: _planned(model, key), lambda s, m=model: f"{m.path}: {_parameters(s)}")
+            shape = report.tried(
+                "reward",
+                lambda model=model, key=key: _planned(model, key),
+                lambda s, m=model: f"{m.path}: {_parameters(s)}",
+            )
             if shape is not None:
                 rewards[key] = Frozen(shape, BYTES[model.dtype], zero.stage == 3, zero.offload_params)
         seen.add(identity)
     if any(not line.ok for line in report.lines[before:]) or actor is None:
         return None
-    return Models(actor, critic, reference, rewards, length or config.data.max_prompt_tokens + config.sampling.max_new_tokens)
+    return Models(
+        actor,
+        critic,
+        reference,
+        rewards,
+        length or config.data.max_prompt_tokens + config.sampling.max_new_tokens,
+    )
 
 
 def _actor(config: Config) -> Shape:
@@ -92,12 +123,19 @@ def _reference(config: Config) -> Frozen | None:
     return Frozen(shape, BYTES[model.dtype or "bf16"], zero.stage == 3, zero.offload_params)
 
 
-def _reward_models(section: dict[str, Any], key: str) -> Iterator[tuple[str, ModelConfig, FrozenZeroConfig, str]]:
+def _reward_models(
+    section: dict[str, Any], key: str
+) -> Iterator[tuple[str, ModelConfig, FrozenZeroConfig, str]]:
     """Key, model, place and kind of each reward model, however deep."""
     for name, inner in section.items():
         if isinstance(inner, dict) and name == "model" and isinstance(inner.get("path"), str):
             zero = section.get("zero") or {}
-            yield f"{key}.model.path", ModelConfig(**inner), FrozenZeroConfig(**zero), str(section.get("_target_"))
+            yield (
+                f"{key}.model.path",
+                ModelConfig(**inner),
+                FrozenZeroConfig(**zero),
+                str(section.get("_target_")),
+            )
         elif isinstance(inner, dict):
             yield from _reward_models(inner, f"{key}.{name}")
 
@@ -120,5 +158,7 @@ def _identity(model: ModelConfig) -> tuple[Any, ...]:
 
 
 def _parameters(shape: Shape) -> str:
-    trained = "" if shape.trained in (0, shape.parameters) else f", {shape.trained / 1e6:.1f} M of them trained"
+    trained = (
+        "" if shape.trained in (0, shape.parameters) else f", {shape.trained / 1e6:.1f} M of them trained"
+    )
     return f"{shape.parameters / 1e6:,.1f} M parameters{trained}"

@@ -13,7 +13,15 @@ from typing import TypeVar
 import psutil
 import torch
 
-from ppo_ds.build.data import Inputs, build_held_out, build_prompts, build_ptx, build_tokenizer, counted, stop_ids
+from ppo_ds.build.data import (
+    Inputs,
+    build_held_out,
+    build_prompts,
+    build_ptx,
+    build_tokenizer,
+    counted,
+    stop_ids,
+)
 from ppo_ds.build.preflight import preflight
 from ppo_ds.config.schema import Config
 from ppo_ds.config.targets import bind
@@ -49,7 +57,9 @@ class Report:
     def add(self, name: str, text: str, ok: bool = True) -> None:
         self.lines.append(Line(name, text, ok))
 
-    def tried(self, name: str, action: Callable[[], T], said: Callable[[T], str | None] = lambda _: "ok") -> T | None:
+    def tried(
+        self, name: str, action: Callable[[], T], said: Callable[[T], str | None] = lambda _: "ok"
+    ) -> T | None:
         """What ``action`` returns; None where it raises a UserError. ``said``: of the result, the line's text; None: no line."""
         try:
             found = action()
@@ -65,7 +75,10 @@ class Report:
 
 
 def versions() -> str:
-    parts = [f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers", "peft"))]
+    parts = [
+        f"python {platform.python_version()}",
+        *(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers", "peft")),
+    ]
     driver = Path("/proc/driver/nvidia/version")
     if torch.version.cuda:
         parts.append(f"CUDA {torch.version.cuda}")
@@ -95,8 +108,12 @@ def look_at_disk(config: Config, models: Models, report: Report) -> None:
     trained = models.actor.trained + (models.critic.trained if models.critic else 0)
     sets = int(config.actor.ema.decay is not None) + int(config.algo.old_policy == "lagged")
     each = CHECKPOINTED * trained + 4 * sets * models.actor.trained
-    kept = 0 if config.checkpoint.every == 0 else config.checkpoint.keep_last + 1 + config.checkpoint.keep_best
-    export = BYTES[config.actor.model.dtype] * models.actor.parameters * (1 + (config.actor.ema.decay is not None))
+    kept = (
+        0 if config.checkpoint.every == 0 else config.checkpoint.keep_last + 1 + config.checkpoint.keep_best
+    )
+    export = (
+        BYTES[config.actor.model.dtype] * models.actor.parameters * (1 + (config.actor.ema.decay is not None))
+    )
     export += BYTES[config.critic.model.dtype] * models.critic.parameters if models.critic else 0
     free = free_room(config)
     needed = kept * each + export
@@ -111,7 +128,11 @@ def look_at_host(needed: int, per_node: int, on_gpu: bool, report: Report) -> No
     if shm.exists():
         size = shutil.disk_usage(shm).total
         short = on_gpu and per_node > 1 and size < SMALL_SHM
-        report.add("/dev/shm", in_gib(size) + ("; several GPUs want 1 GiB or more: docker run --ipc=host" if short else ""), ok=not short)
+        report.add(
+            "/dev/shm",
+            in_gib(size) + ("; several GPUs want 1 GiB or more: docker run --ipc=host" if short else ""),
+            ok=not short,
+        )
     if needed:
         text = f"{in_gib(needed)} a rank for what is offloaded, {in_gib(needed * per_node)} on a node; this machine has {in_gib(ram())}"
         report.add("host", text, ok=True)
@@ -129,21 +150,43 @@ def look_at_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, in
     tokenizer = report.tried("tokenizer", lambda: build_tokenizer(config), lambda t: f"{t.vocab_size} tokens")
     if tokenizer is None:
         return None, None
-    report.tried("sampling", lambda: stop_ids(config, tokenizer), lambda ids: f"answers end with {_ends(tokenizer, ids)}")
+    report.tried(
+        "sampling",
+        lambda: stop_ids(config, tokenizer),
+        lambda ids: f"answers end with {_ends(tokenizer, ids)}",
+    )
     before = len(report.lines)
-    source = report.tried("data", lambda: build_prompts(config, tokenizer), lambda s: f"{s.path}: {counted(s.report, 'prompts')}; {_longest(s)}")
-    held_out = report.tried("held out", lambda: build_held_out(config, tokenizer), lambda s: s and f"{s.path}: {counted(s.report, 'prompts')}")
-    ptx = report.tried("texts", lambda: build_ptx(config, tokenizer), lambda s: s and f"{s.source.path}: {counted(s.source.report, 'texts')}")
+    source = report.tried(
+        "data",
+        lambda: build_prompts(config, tokenizer),
+        lambda s: f"{s.path}: {counted(s.report, 'prompts')}; {_longest(s)}",
+    )
+    held_out = report.tried(
+        "held out",
+        lambda: build_held_out(config, tokenizer),
+        lambda s: s and f"{s.path}: {counted(s.report, 'prompts')}",
+    )
+    ptx = report.tried(
+        "texts",
+        lambda: build_ptx(config, tokenizer),
+        lambda s: s and f"{s.source.path}: {counted(s.source.report, 'texts')}",
+    )
     made = report.tried("reward", lambda: bind(config.reward, "reward"), lambda _: None)
     if source is None or made is None or not all(line.ok for line in report.lines[before:]):
         return tokenizer, source and source.longest
     rollout = config.rollout
     stream = report.tried(
-        "data", lambda: PromptStream(source, prompts_per_step=rollout.prompts_per_step, samples_per_prompt=rollout.samples_per_prompt), lambda _: None
+        "data",
+        lambda: PromptStream(
+            source, prompts_per_step=rollout.prompts_per_step, samples_per_prompt=rollout.samples_per_prompt
+        ),
+        lambda _: None,
     )
     if stream is not None:
         inputs = Inputs(tokenizer, source, held_out, stream, ptx)
-        report.tried("reward", lambda: preflight(config, inputs), lambda _: "ok, as far as can be seen without weights")
+        report.tried(
+            "reward", lambda: preflight(config, inputs), lambda _: "ok, as far as can be seen without weights"
+        )
     return tokenizer, max(s.longest for s in (source, held_out) if s is not None)
 
 
@@ -153,7 +196,10 @@ def is_to_be_made(config: Config) -> bool:
 
 
 def _ends(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
-    return ", ".join(repr(tokenizer.decode([i], skip_special_tokens=False)) for i in ids) or "the length limit alone"
+    return (
+        ", ".join(repr(tokenizer.decode([i], skip_special_tokens=False)) for i in ids)
+        or "the length limit alone"
+    )
 
 
 def _longest(source: Source) -> str:

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ppo_ds.config.schema import ActorConfig, Config, CriticConfig, has_critic, reference_is_base, uses_reference
+from ppo_ds.config.schema import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    has_critic,
+    reference_is_base,
+    uses_reference,
+)
 from ppo_ds.config.typed import show
 from ppo_ds.tools.doctor.estimate import Estimate
 
@@ -23,7 +30,9 @@ def changed(config: Config, key: str, value: Any) -> Config:
     def at(section: Any, names: list[str]) -> Any:
         if isinstance(section, dict):
             return section | {names[0]: at(section.get(names[0], {}), names[1:]) if names[1:] else value}
-        return replace(section, **{names[0]: at(getattr(section, names[0]), names[1:]) if names[1:] else value})
+        return replace(
+            section, **{names[0]: at(getattr(section, names[0]), names[1:]) if names[1:] else value}
+        )
 
     return at(config, key.split("."))
 
@@ -34,7 +43,9 @@ def all_changed(config: Config, settings: list[Setting]) -> Config:
     return config
 
 
-def remedies(config: Config, estimated: Callable[[Config], Estimate], usable: int) -> tuple[list[tuple[list[Setting], int]], list[Setting], int]:
+def remedies(
+    config: Config, estimated: Callable[[Config], Estimate], usable: int
+) -> tuple[list[tuple[list[Setting], int]], list[Setting], int]:
     """Single changes with the peak that each leaves, the best first; settings that together bring the peak to ``usable``, or as low as they can;
     and that peak."""
     first, before = config, estimated(config).peak
@@ -43,7 +54,10 @@ def remedies(config: Config, estimated: Callable[[Config], Estimate], usable: in
     together: dict[str, Any] = {}
     peak = before
     while peak > usable:
-        tried = [(estimated(all_changed(config, settings)).peak, i, settings) for i, settings in enumerate(_changes(config))]
+        tried = [
+            (estimated(all_changed(config, settings)).peak, i, settings)
+            for i, settings in enumerate(_changes(config))
+        ]
         lowest, _, settings = min(tried, default=(peak, 0, []))
         if lowest >= peak:
             break
