@@ -13,11 +13,9 @@ from ppo_ds.ppo.parity import GATE_PROMPTS, Gap, parity_gap
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.rollout.decoding import can_decode
 from ppo_ds.rollout.hf import HFGenerator
-from ppo_ds.rollout.paged import PagedGenerator, unsupported
-from ppo_ds.rollout.paging import can_page
 from ppo_ds.rollout.static import StaticGenerator
 
-FASTEST_FIRST = ("static", "hf")  # as measured; paged has been faster nowhere yet
+FASTEST_FIRST = ("static", "hf")  # as measured
 
 
 def build_generator(
@@ -34,9 +32,7 @@ def build_generator(
     asked, made = config.rollout.backend, _backends(config, inputs, actor, stopped)
     choice = choose(
         FASTEST_FIRST if asked == "auto" else (asked,),
-        refusal=lambda name: _refusal(
-            name, world, actor, sampling, inputs.longest_prompt + sampling.max_new_tokens
-        ),
+        refusal=lambda name: _refusal(name, world, actor, inputs.longest_prompt + sampling.max_new_tokens),
         gap_of=_gate(config, world, inputs, actor, sampling, made),
         dtype=config.actor.model.dtype,
     )
@@ -55,7 +51,6 @@ def _backends(
     return {
         "static": StaticGenerator(lambda: actor.lm, agree=actor.agree, **common),
         "hf": HFGenerator(lambda: actor.lm, agree=actor.agree, **common),
-        "paged": PagedGenerator(lambda: actor.lm, **common),
     }
 
 
@@ -82,18 +77,10 @@ def _gate(
     return gap
 
 
-def _refusal(
-    name: str, world: World, actor: HybridActor, sampling: SamplingParams, longest: int
-) -> str | None:
+def _refusal(name: str, world: World, actor: HybridActor, longest: int) -> str | None:
     """Why a backend cannot decode this model, or not so, on any rank; None where it can. ``longest``: of the sequences. A collective."""
     if name == "hf":
         return None
     with actor.generation_mode():
-        reason = can_decode(actor.lm, longest) if name == "static" else _not_paged(actor, sampling)
+        reason = can_decode(actor.lm, longest)
     return next((said for said in world.gather_objects(reason) if said is not None), None)
-
-
-def _not_paged(actor: HybridActor, sampling: SamplingParams) -> str | None:
-    if actor.in_step:
-        return "with actor.zero.generate=layers ranks run forwards in step, and it runs as many as its own rows need"
-    return unsupported(sampling) or can_page(actor.lm)

@@ -140,11 +140,9 @@ def _roles(config: Config) -> Iterator[str]:
 
 
 def _generation(config: Config) -> Iterator[str]:
-    zero, backend = config.actor.zero, config.rollout.backend
+    zero = config.actor.zero
     if zero.generate != "auto" and zero.stage != 3:
         yield f"actor.zero.generate={zero.generate}: needs actor.zero.stage 3, which is {zero.stage}"
-    if zero.generate == "layers" and backend == "paged":
-        yield "rollout.backend=paged: with actor.zero.generate=layers ranks run forwards in step, and it runs its own; use rollout.backend=auto"
     # a critic's states make way too
     if (
         zero.offload_states == "always"

@@ -166,9 +166,7 @@ class ReferenceConfig:
 class RolloutConfig:
     prompts_per_step: Count = _required("the prompts of one PPO step, over all ranks")
     samples_per_prompt: Count = 1
-    backend: Literal["auto", "static", "hf", "paged"] = (
-        "auto"  # what decodes; auto: static where it can, else hf
-    )
+    backend: Literal["auto", "static", "hf"] = "auto"  # what decodes; auto: static where it can, else hf
 
 
 @dataclass

@@ -115,9 +115,7 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """query [b,heads,t,d], key and value [b,groups,t,d] -> [b,t,heads,d], and no weights."""
-    ends = (
-        kwargs.get("cu_seq_lens_q") if kwargs.get("cache") is None else None
-    )  # with a cache they are those of transformers' own paged decoding
+    ends = kwargs.get("cu_seq_lens_q")
     heard = _heard.get()
     if ends is None:
         if heard is not None:

@@ -63,8 +63,10 @@ def test_nan_is_out_of_bounds(chosen):
 
 
 def test_a_named_backend_is_that_one_or_none(chosen):
-    with pytest.raises(UserError, match=r"^rollout.backend=paged: no pages; use rollout.backend=auto$"):
-        chosen(paged="no pages")
+    with pytest.raises(
+        UserError, match=r"^rollout.backend=static: a sliding window; use rollout.backend=auto$"
+    ):
+        chosen(static="a sliding window")
     with pytest.raises(ParityError, match=r"differ by 0.5 nats.*rollout.backend=static"):
         chosen(static=BAD)
 

@@ -9,16 +9,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_ds.build import generator as generators
-from ppo_ds.errors import UserError
 from ppo_ds.ppo.parity import ParityError
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.rollout.hf import HFGenerator
-from ppo_ds.rollout.paged import PagedGenerator
 from ppo_ds.rollout.static import StaticGenerator
 from tests.config.commands import MINIMAL, complaints, compose
 
 composed = cache(compose)
-KINDS = {StaticGenerator: "static", HFGenerator: "hf", PagedGenerator: "paged"}
+KINDS = {StaticGenerator: "static", HFGenerator: "hf"}
 LM = LlamaForCausalLM(
     LlamaConfig(vocab_size=16, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
 )
@@ -27,8 +25,8 @@ LM = LlamaForCausalLM(
 class Actor:
     """Gives its model inside generation mode only."""
 
-    def __init__(self, in_step):
-        self.in_step, self.agree, self.inside = in_step, (int if in_step else None), False
+    def __init__(self):
+        self.agree, self.inside = None, False
 
     @contextmanager
     def generation_mode(self):
@@ -55,7 +53,7 @@ class Source:
 def built(monkeypatch):
     """Arguments -> (backend, what the banner is told, [(backend, prompts, a number drawn then)] of the gate). ``gaps``: what it finds."""
 
-    def run(*arguments, gaps=None, in_step=False, other_ranks=(), **knobs):
+    def run(*arguments, gaps=None, other_ranks=()):
         tried, notes = [], []
 
         def gap(few, *, actor, generator, sampling, token_budget):
@@ -74,14 +72,8 @@ def built(monkeypatch):
             ),
             SimpleNamespace(rank=1, gather_objects=lambda item: [item, *other_ranks]),
             SimpleNamespace(tokenizer="tokenizer", source=Source(), longest_prompt=20),
-            Actor(in_step),
-            SamplingParams(
-                8,
-                **dict(
-                    min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=()
-                )
-                | knobs,
-            ),
+            Actor(),
+            SamplingParams(8, 0, 1.0, 1.0, 0, stop_token_ids=(), stop_strings=()),
             lambda: False,
             notes,
         )
@@ -129,7 +121,7 @@ def test_what_one_rank_cannot_no_rank_does(built):
     assert built(other_ranks=("no room on rank 2",))[1][0].endswith("not static: no room on rank 2")
 
 
-@pytest.mark.parametrize("backend", ["static", "hf", "paged"])
+@pytest.mark.parametrize("backend", ["static", "hf"])
 def test_a_named_backend(built, backend):
     assert built(f"rollout.backend={backend}")[:2] == (
         backend,
@@ -137,18 +129,6 @@ def test_a_named_backend(built, backend):
     )
     with pytest.raises(ParityError, match=f"differ by 2 nats.*rollout.backend={backend}"):
         built(f"rollout.backend={backend}", gaps={backend: (2.0, 3.0)})
-
-
-def test_what_paged_cannot_do_is_one_line(built):
-    for knobs, in_step, wrong in (
-        (dict(stop_strings=("END",)), False, r"sampling.stop=\['END'\].*sampling.stop_token_ids"),
-        ({}, True, "actor.zero.generate=layers"),
-    ):
-        with pytest.raises(
-            UserError, match=rf"^rollout.backend=paged: .*{wrong}.*; use rollout.backend=auto$"
-        ) as error:
-            built("rollout.backend=paged", in_step=in_step, **knobs)
-        assert len(error.value.problems) == 1
 
 
 @pytest.mark.parametrize(
@@ -173,5 +153,5 @@ def test_the_gate_draws_the_same_numbers_at_each_start(built):
 
 def test_no_other_backend():
     assert complaints(*MINIMAL, "rollout.backend=vllm") == [
-        "rollout.backend=vllm: must be one of auto, static, hf, paged"
+        "rollout.backend=vllm: must be one of auto, static, hf"
     ]

@@ -19,10 +19,7 @@ OTHER_AGGREGATION = {
     }
 }
 GREEDY = {"sampling": {"top_k": 1}}
-HF, PAGED = (
-    {"rollout": {"backend": "hf"}},
-    {"rollout": {"backend": "paged"}},
-)  # what is not said is auto, which takes static
+HF = {"rollout": {"backend": "hf"}}  # the default is auto, which takes static
 LAYERS = {"actor": {"zero": {"generate": "layers", "offload_states": "always"}}}
 SAME_PROMPT = {
     "data": {"path": f"{ASSETS}/same.jsonl"},
@@ -109,11 +106,10 @@ ON_TWO_RANKS: list[Case] = [
     case("zero3 disturbed", staged(3), generate="disturb"),
     *[case(f"zero{stage} greedy", staged(stage), GREEDY, generate="sample") for stage in (0, 3)],
     case("zero3 greedy row by row", staged(3), GREEDY, {"memory": {"rollout_tokens": 1}}, generate="sample"),
-    case("zero3 greedy paged", staged(3), GREEDY, PAGED, generate="sample"),
     case("zero3 greedy layers", staged(3), GREEDY, LAYERS, generate="sample"),
     *interrupted("zero3 static", staged(3)),
     *interrupted("zero0 hf", staged(0), HF),
-    *interrupted("zero2 paged", staged(2), PAGED),
+    *interrupted("zero2 static", staged(2)),
     *[
         case(f"zero{stage} same prompt", staged(stage), SAME_PROMPT, ONE_STEP, generate="sample")
         for stage in (0, 3)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Gemma2Config,
@@ -20,6 +21,7 @@ from transformers import (
     masking_utils,
 )
 
+from ppo_ds.models import packed_attention
 from ppo_ds.models.layout import lay_out
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.packed_attention import laid_out, one_by_one, packed_arguments, packs, why_not_packed
@@ -299,6 +301,10 @@ def test_attention_of_each_sequence_by_hand():
         seen = slice(0 if place < 2 else 2, place + 1)
         weights = torch.softmax(0.5 * k[seen, head // 2] @ q[place, head], dim=0)
         torch.testing.assert_close(out[place, head], weights @ v[seen, head // 2])
+
+
+def test_the_attention_of_packed_rows_is_registered():
+    assert AttentionInterface()["sdpa"] is packed_attention.attention
 
 
 def test_layers_that_are_not_told_are_an_error(batch):

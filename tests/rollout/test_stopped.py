@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ppo_ds.rollout.hf import HFGenerator
-from ppo_ds.rollout.paged import PagedGenerator
 from ppo_ds.rollout.static import StaticGenerator
 
 V, LONG = 40, 200
@@ -56,16 +55,6 @@ def test_it_ends_within_a_few_tokens(prompts, sampling, texts, kind, after, toke
     )
     assert len(forwards) <= after + 2 and len(rollout) == 3
     assert rollout.logprobs.isfinite().all() and rollout.metadata == rows.metadata
-
-
-def test_pages_too(prompts, sampling, texts):
-    """Whatever its own thread has done by then: answers that were not ready are not waited for."""
-    lm, rows = model(), prompts([3, 4, 5], [4], [5, 6])
-    stopped = PagedGenerator(lambda: lm, tokenizer=texts, token_budget=10_000, stopped=lambda: True)
-    assert len(stopped(rows, sampling(LONG, top_k=1))) == 3
-    whole = PagedGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)
-    wanted = HFGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)
-    assert torch.equal(whole(rows, sampling(6, top_k=1)).ids, wanted(rows, sampling(6, top_k=1)).ids)
 
 
 def on_two_ranks(make, stops, batches, sampling):
