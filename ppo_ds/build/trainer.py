@@ -204,17 +204,17 @@ def _roles(
     actor = build_actor(config, world, needs, length.actor, timer)
     reference = build_reference(config, world, needs, actor) if uses_reference(config) else None
     critic = build_critic(config, start, world, needs, length.critic) if start else None
-    place = RewardModels(world, notes)
+    load_frozen = RewardModels(world, notes)
     if critic is not None:
-        place.offer(critic, start, config)  # before the reward asks for its model
+        load_frozen.offer(critic, start, config)  # before the reward asks for its model
     reward = make_reward(
         tokenizer=inputs.tokenizer,
-        place=place,
-        agree=world.max_int,
+        load_frozen=load_frozen,
+        all_reduce_max=world.max_int,
         score_tokens=config.memory.score_tokens,
         reduce=world.sum,
-        stopped=stopped,
-        notes=notes,
+        should_stop=stopped,
+        note=notes.append,
     )
     notes += adapter_notes(config, actor, critic) + choose_layouts(config, actor, reference, critic)
     ema, lagged = (

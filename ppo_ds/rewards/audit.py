@@ -234,14 +234,21 @@ def _tolerance(scores: Tensor, dtype: str) -> Tensor:
 
 
 def conclude(
-    found: Findings, audit: Audit, *, name: str, key: str, notes: list[str], agree: Callable[[int], int]
+    found: Findings,
+    audit: Audit,
+    *,
+    name: str,
+    key: str,
+    note: Callable[[str], None],
+    all_reduce_max: Callable[[int], int],
 ) -> None:
     """Lines for the banner, or with ``strict`` UserError on every rank where any rank saw a failure. ``name``: the model's key and path."""
-    if agree(len(found.failures)) and audit == "strict":
+    if all_reduce_max(len(found.failures)) and audit == "strict":
         lines = found.failures or ["another rank found it wanting"]
         raise UserError(
             *[f"{name}: {line} ({key}.audit=strict; report goes on with a warning)" for line in lines]
         )
-    notes += [f"warning    {name}: {line}" for line in found.failures]
+    for line in found.failures:
+        note(f"warning    {name}: {line}")
     if found.remarks:
-        notes.append(f"audit      {name}: {'; '.join(found.remarks)}")
+        note(f"audit      {name}: {'; '.join(found.remarks)}")

@@ -29,7 +29,7 @@ class Scorer(Protocol):
     def __call__(self, chats: list[Chat], batched: bool) -> Tensor: ...
 
 
-Place = Callable[
+LoadFrozen = Callable[
     [Callable[..., ChatScorer], ModelConfig, FrozenZeroConfig, str], tuple[ChatScorer, Scorer]
 ]  # roles.py, RewardModels
 
@@ -99,22 +99,22 @@ def get_score_reward(
     audit: Audit = "report",
     *,
     tokenizer: Tokenizer,
-    place: Place,
-    agree: Callable[[int], int],
+    load_frozen: LoadFrozen,
+    all_reduce_max: Callable[[int], int],
     score_tokens: int,
-    notes: list[str] | None = None,
+    note: Callable[[str], None] = lambda line: None,
     key: str = "reward",
 ) -> GetScoreReward:
-    """``place`` calls the loader and puts the model where it is to run, or gives one that is there. ``key``: this section's.
+    """``load_frozen`` calls the loader and puts the model where it is to run, or gives one that is there. ``key``: this section's.
 
-    ``audit``: see audit.py; its lines go to ``notes``. It also finds out whether the model's get_scores says the same as its get_score: if not,
+    ``audit``: see audit.py; its lines go to ``note``. It also finds out whether the model's get_scores says the same as its get_score: if not,
     answers are scored one by one. Without an audit get_scores is trusted where it is there.
     """
     if zero.stage == 3:
         raise UserError(
             f"{key}.zero.stage=3: the code of a get_score model runs on one rank alone; use stage 0 (offload_params keeps it off the GPU)"
         )
-    module, scorer = place(load_chat_scorer, model, zero, f"{key}.model")
+    module, scorer = load_frozen(load_chat_scorer, model, zero, f"{key}.model")
     name = f"{key}.model.path={model.path}"
 
     def made(batched: bool) -> GetScoreReward:
@@ -137,8 +137,8 @@ def get_score_reward(
         )
     except RewardError as error:  # before training it is the user's to mend
         raise UserError(str(error)) from error
-    conclude(found, audit, name=name, key=key, notes=[] if notes is None else notes, agree=agree)
-    return made(batched=not agree(int(not usable)))  # alike on all ranks
+    conclude(found, audit, name=name, key=key, note=note, all_reduce_max=all_reduce_max)
+    return made(batched=not all_reduce_max(int(not usable)))  # alike on all ranks
 
 
 def _chat(row: Row, response: str) -> Chat:

@@ -34,7 +34,7 @@ class Scorer(Protocol):
     def __call__(self, ids: Tensor, attention_mask: Tensor, *, token_type_ids: Tensor | None) -> Tensor: ...
 
 
-Place = Callable[
+LoadFrozen = Callable[
     [Callable[..., ScoreModel], ModelConfig, FrozenZeroConfig, str], tuple[ScoreModel, Scorer]
 ]  # roles.py, RewardModels
 
@@ -50,14 +50,14 @@ class ModelReward(TextReward):
         tokenizer: Tokenizer,
         pad_id: int,
         token_budget: int,
-        agree: Callable[[int], int],
+        all_reduce_max: Callable[[int], int],
         key: str = "reward",
     ):
-        """``pad_id``: the reward model's. ``token_budget``: tokens, padding counted, of one forward. ``agree``: the largest of all ranks' numbers."""
+        """``pad_id``: the reward model's. ``token_budget``: tokens, padding counted, of one forward. ``all_reduce_max``: the largest of all ranks' numbers."""
         super().__init__(tokenizer)
         self._score, self._encode = score, encode
         self._pad_id, self._key = pad_id, key
-        self._token_budget, self._agree = token_budget, agree
+        self._token_budget, self._all_reduce_max = token_budget, all_reduce_max
 
     def judge(self, answers: Answers) -> Tensor:
         scores = self.score(
@@ -89,7 +89,7 @@ class ModelReward(TextReward):
             if sparing
             else partial(plan_microbatches, lengths, torch.zeros_like(lengths))
         )
-        return plan(self._token_budget, at_least=self._agree(len(plan(self._token_budget))))
+        return plan(self._token_budget, at_least=self._all_reduce_max(len(plan(self._token_budget))))
 
     def _forward(self, texts: list[Text], left: bool) -> Tensor:
         ids, mask, types = (left_padded if left else right_padded)(
@@ -108,21 +108,21 @@ def model_reward(
     audit: Audit = "report",
     *,
     tokenizer: Tokenizer,
-    place: Place,
-    agree: Callable[[int], int],
+    load_frozen: LoadFrozen,
+    all_reduce_max: Callable[[int], int],
     score_tokens: int,
-    notes: list[str] | None = None,
+    note: Callable[[str], None] = lambda line: None,
     key: str = "reward",
 ) -> ModelReward:
     """``template``: auto is chat where the reward model's tokenizer has a chat template, else pair for encoders and concat for decoders.
 
-    ``append_eos``: see TextEncoder. ``max_tokens``: longer texts are cut; None: as many as the model has positions for. ``place`` calls the loader
+    ``append_eos``: see TextEncoder. ``max_tokens``: longer texts are cut; None: as many as the model has positions for. ``load_frozen`` calls the loader
     (under ZeRO-3 so that each weight is sharded as it is read) and puts the model where it is to run, or gives one that is there already.
-    ``audit``: see audit.py; its lines go to ``notes``. ``key``: this section's.
+    ``audit``: see audit.py; its lines go to ``note``. ``key``: this section's.
     """
     path = model.path
     own = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
-    module, score = place(load_reward_model, model, zero, f"{key}.model.path")
+    module, score = load_frozen(load_reward_model, model, zero, f"{key}.model.path")
     _expect_ids(own, module.vocab_size, path, key)
     template = _chosen(template, own, module.is_decoder)
     limit = _limit(max_tokens, own, module, key)
@@ -135,7 +135,13 @@ def model_reward(
         actors_vocabulary=own.hf.get_vocab() == tokenizer.hf.get_vocab(),
     )
     reward = ModelReward(
-        score, encode, tokenizer=tokenizer, pad_id=own.pad_id, token_budget=score_tokens, agree=agree, key=key
+        score,
+        encode,
+        tokenizer=tokenizer,
+        pad_id=own.pad_id,
+        token_budget=score_tokens,
+        all_reduce_max=all_reduce_max,
+        key=key,
     )
     if audit in ("report", "strict"):
         try:
@@ -155,8 +161,8 @@ def model_reward(
             audit,
             name=f"{key}.model.path={path}",
             key=key,
-            notes=[] if notes is None else notes,
-            agree=agree,
+            note=note,
+            all_reduce_max=all_reduce_max,
         )
     return reward
 

@@ -24,7 +24,7 @@ from ppo_ds.config.typed import Count, Natural, NonNegative, Positive
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import Answers, RewardError, TextReward, shown
-from ppo_ds.rewards.endpoint import Address, Endpoint, KeyName, ServiceError
+from ppo_ds.rewards.http_client import Address, JsonClient, KeyName, ServiceError
 from ppo_ds.types import Row
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -188,16 +188,16 @@ class RemoteReward(TextReward):
         key_env: Annotated[str, KeyName()] | None = None,
         *,
         tokenizer: Tokenizer,
-        stopped: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool] = lambda: False,
         key: str = "reward",
     ):
-        """``stopped``: whether the scores are no longer wanted. Nobody waits for the service then, and what is returned must not be used."""
+        """``should_stop``: whether the scores are no longer wanted. Nobody waits for the service then, and what is returned must not be used."""
         super().__init__(tokenizer)
         if protocol == "json":
             self._wire: Wire = _service(model, batch_size, send_rows, key)
         else:
             self._wire = _judge(model, template, pattern, options, lowest, highest, key)
-        self._endpoint = Endpoint(
+        self._client = JsonClient(
             url,
             key_env,
             timeout_seconds=timeout_seconds,
@@ -205,23 +205,23 @@ class RemoteReward(TextReward):
             backoff_seconds=backoff_seconds,
             max_response_mb=max_response_mb,
         )
-        self._name = f"{key}.url={self._endpoint.shown}"
-        self._parse_retries, self._concurrency, self._stopped = parse_retries, concurrency, stopped
+        self._name = f"{key}.url={self._client.shown}"
+        self._parse_retries, self._concurrency, self._should_stop = parse_retries, concurrency, should_stop
 
     def judge(self, answers: Answers) -> Tensor:
         requests, over = self._wire.requests(answers), Event()
         payloads = [self._payload(request, answers) for request in requests]
-        with self._endpoint.client(self._concurrency) as client:
+        with self._client.client(self._concurrency) as client:
             pool = ThreadPoolExecutor(self._concurrency)
             parts = [
                 pool.submit(self._asked, client, *each, answers, over)
                 for each in zip(requests, payloads, strict=True)
             ]
             try:
-                scores = [score for part in _results(parts, self._stopped) for score in part]
+                scores = [score for part in _results(parts, self._should_stop) for score in part]
             finally:
                 over.set()  # after an error nobody waits for another attempt
-                pool.shutdown(wait=not self._stopped(), cancel_futures=True)
+                pool.shutdown(wait=not self._should_stop(), cancel_futures=True)
         return torch.tensor(scores, dtype=torch.float32) if scores else torch.zeros(len(answers.texts))
 
     def _payload(self, request: Request, answers: Answers) -> bytes:
@@ -235,7 +235,7 @@ class RemoteReward(TextReward):
     ) -> Sequence[float]:
         for asked in range(1, self._parse_retries + 2):
             try:
-                return self._wire.scores(self._endpoint.post(client, payload, over), request.count)
+                return self._wire.scores(self._client.post(client, payload, over), request.count)
             except ServiceError as error:
                 raise self._error(str(error), request, answers) from None
             except Unusable as error:
@@ -255,10 +255,10 @@ class RemoteReward(TextReward):
         )
 
 
-def _results(parts: list[Future[Sequence[float]]], stopped: Callable[[], bool]) -> list[Sequence[float]]:
-    """In order; the first error as soon as it is there; none at all once it is ``stopped``."""
+def _results(parts: list[Future[Sequence[float]]], should_stop: Callable[[], bool]) -> list[Sequence[float]]:
+    """In order; the first error as soon as it is there; none at all once it is ``should_stop``."""
     pending = True
-    while pending and not stopped():
+    while pending and not should_stop():
         done, pending = wait(parts, timeout=_LOOK, return_when=FIRST_EXCEPTION)
         for part in done:
             if error := part.exception():

@@ -55,7 +55,7 @@ class Build:
     ):
         """``broken``: makes another module of the one that was loaded."""
 
-        def place(load, model, zero, key):
+        def load_frozen(load, model, zero, key):
             self.zero, self.dtype = zero, model.dtype
             module = broken(loaded(load, model, key))
             self.placed = Placed(module)
@@ -63,7 +63,11 @@ class Build:
 
         self.notes = []
         services = dict(
-            tokenizer=self.tokenizer, place=place, agree=ranks, score_tokens=score_tokens, notes=self.notes
+            tokenizer=self.tokenizer,
+            load_frozen=load_frozen,
+            all_reduce_max=ranks,
+            score_tokens=score_tokens,
+            note=self.notes.append,
         )
         return model_reward(ModelConfig(path=path, dtype=dtype), **settings, audit=audit, **services)
 

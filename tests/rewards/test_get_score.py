@@ -38,8 +38,8 @@ def modules(tmp_path, monkeypatch):
 def build(tokenizer):
     """A reward as the config gives it, on this CPU; ``build.module`` is the model, ``build.notes`` what the banner would show."""
 
-    def built(path, *, score_tokens=10_000, agree=lambda n: n, **settings):
-        def place(load, model, zero, key):
+    def built(path, *, score_tokens=10_000, all_reduce_max=lambda n: n, **settings):
+        def load_frozen(load, model, zero, key):
             built.module = loaded(load, model, key)
             return built.module, FrozenModel(
                 built.module, world=CPU, offload=zero.offload_params, deepspeed_config=None
@@ -51,7 +51,11 @@ def build(tokenizer):
         )
         built.notes = []
         services = dict(
-            tokenizer=tokenizer, place=place, agree=agree, score_tokens=score_tokens, notes=built.notes
+            tokenizer=tokenizer,
+            load_frozen=load_frozen,
+            all_reduce_max=all_reduce_max,
+            score_tokens=score_tokens,
+            note=built.notes.append,
         )
         reward = make(**services)
         built.module.model.batches.clear()
@@ -124,7 +128,7 @@ def test_get_scores_that_says_otherwise_is_not_used(tmp_path, build, tokenizer):
 
 def test_ranks_agree_on_how_to_score(tmp_path, build, tokenizer):
     """Another rank saw get_scores fail."""
-    reward = build(save_own_code(tmp_path / "tiny_rm"), agree=lambda n: 1)
+    reward = build(save_own_code(tmp_path / "tiny_rm"), all_reduce_max=lambda n: 1)
     reward(make_rollout(tokenizer, ANSWERS, ROWS))
     assert build.module.model.batches == ["one"] * 4
 
@@ -265,7 +269,7 @@ def test_the_prepared_config():
     ):
         bind(spec, "reward")(
             tokenizer=None,
-            place=lambda load, model, zero, key: loaded(load, model, key),
-            agree=max,
+            load_frozen=lambda load, model, zero, key: loaded(load, model, key),
+            all_reduce_max=max,
             score_tokens=1,
         )

@@ -19,7 +19,7 @@ import torch
 from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
-from ppo_ds.rewards import endpoint
+from ppo_ds.rewards import http_client
 from ppo_ds.rewards.base import Answers, RewardError
 from ppo_ds.rewards.remote import RemoteReward
 from tests.rewards.reward_cases import make_rollout
@@ -456,7 +456,7 @@ def test_once_the_scores_are_not_wanted_nobody_waits_for_them(tokenizer, slow):
     spec = {"_target_": "ppo_ds.rewards.remote.RemoteReward", "timeout_seconds": 100.0}
     try:
         with serving(reply) as service:
-            reward = bind(spec | {"url": service.url}, "reward")(tokenizer=tokenizer, stopped=came.is_set)
+            reward = bind(spec | {"url": service.url}, "reward")(tokenizer=tokenizer, should_stop=came.is_set)
             start = time.monotonic()
             scores = reward.judge(Answers(({"prompt_text": "p"},) * 3, ("a", "b", "c"), (True,) * 3))
             assert len(scores) == 3 and time.monotonic() - start < 30
@@ -562,7 +562,7 @@ def test_the_default_question_holds_what_it_must():
     from ppo_ds.rewards.remote import JUDGE, SCORE
 
     assert JUDGE.count("{prompt}") == JUDGE.count("{response}") == 1 and "Score: N" in JUDGE
-    assert endpoint.re.search(SCORE, "Score: 4")[1] == "4"
+    assert http_client.re.search(SCORE, "Score: 4")[1] == "4"
 
 
 def test_a_whole_run_leaves_the_key_nowhere(tmp_path, monkeypatch):

@@ -24,12 +24,12 @@ def built(tokenizer):
     def built(**parts: dict[str, Any]):
         notes: list[str] = []
         services = dict(
-            place=RewardModels(CPU, notes),
-            agree=lambda n: n,
+            load_frozen=RewardModels(CPU, notes),
+            all_reduce_max=lambda n: n,
             score_tokens=1000,
             reduce=lambda x: x,
             tokenizer=tokenizer,
-            notes=notes,
+            note=notes.append,
         )
         spec = {
             "_target_": MIXTURE,

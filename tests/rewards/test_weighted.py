@@ -434,13 +434,13 @@ def model(tmp_path):
     )
 
 
-def services(placed, agree=lambda n: n, score_tokens=10_000):
-    def place(load, model, zero, key):
+def services(placed, all_reduce_max=lambda n: n, score_tokens=10_000):
+    def load_frozen(load, model, zero, key):
         module = loaded(load, model, key)
         placed.append(Placed(module))
         return module, placed[-1]
 
-    return dict(place=place, agree=agree, score_tokens=score_tokens)
+    return dict(load_frozen=load_frozen, all_reduce_max=all_reduce_max, score_tokens=score_tokens)
 
 
 def test_a_model_in_a_mixture_scores_as_it_does_alone(build, rolled, model):
@@ -462,12 +462,12 @@ def test_ranks_with_and_without_answers_run_as_many_forwards(tokenizer, on_ranks
     texts = [("x", "y"), ("<answer>a long answer in a tag</answer>", "<answer>another long one</answer>")]
 
     def work(rank, reduce):
-        def agree(n):
+        def all_reduce_max(n):
             return int(reduce(torch.eye(2)[rank] * n).max())
 
         placed = []
         reward = bind(spec(MIX, reward=model), "reward")(
-            tokenizer=tokenizer, **services(placed, agree, score_tokens=40)
+            tokenizer=tokenizer, **services(placed, all_reduce_max, score_tokens=40)
         )
         placed[0].batches.clear()  # of the start
         reward(rolled(*texts[rank]))

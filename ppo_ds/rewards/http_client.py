@@ -122,7 +122,7 @@ class _Deadline:
                 )  # of a TLS socket too, which another thread is reading
 
 
-class Endpoint:
+class JsonClient:
     """``url`` and ``key_env`` as Address and KeyName leave them. One attempt may take ``timeout_seconds``; there are ``retries`` more."""
 
     def __init__(
