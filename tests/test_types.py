@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.types import Prompts, Rollout, Scores, Sequences, experience_of
+from ppo_ds.types import Experience, Prompts, Rollout, Scores, Sequences
 
 P, R = 4, 3
 IDS = [
@@ -39,7 +39,7 @@ def rollout(**changes):
 def experience():
     attention, response = masks()
     column, states = torch.arange(9.0).view(3, 3), torch.arange(12.0).view(3, 4)
-    return experience_of(
+    return Experience(
         ids=torch.tensor(IDS),
         attention_mask=attention,
         response_mask=response,
@@ -150,7 +150,7 @@ def test_a_column_of_states_has_one_place_more_than_the_responses():
         [True, False, False],
     ]
     assert cut.resized(4, 3).returns.tolist() == [[50.0, 51.0, 52.0, 0.0], [54.0, 55.0, 56.0, 0.0]]
-    with pytest.raises(AssertionError, match=r"CriticExperience.values is \(2, 2\), not \(2, 3\)"):
+    with pytest.raises(AssertionError, match=r"Experience.values is \(2, 2\), not \(2, 3\)"):
         replace(cut, values=cut.advantages)
 
 

@@ -7,8 +7,8 @@ known without asking anybody. So the number of ranks changes nothing but speed.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,24 +23,21 @@ S = TypeVar("S", bound=Sequences)
 def all_gather_rows(rows: S, world: World) -> S:
     """The rows of all ranks, in the order of the ranks, on every rank."""
     widest = rows.resized(world.max_int(rows.prompt_width), world.max_int(rows.response_width))
-    return replace(widest, **{f.name: _everywhere(getattr(widest, f.name), world) for f in fields(widest)})
-
-
-def _everywhere(column: Any, world: World) -> Any:
-    if isinstance(column, Tensor):
-        return world.concat(column).to(column.device)
-    return tuple(row for part in world.gather_objects(column) for row in part)
+    tensors = {name: world.concat(column).to(column.device) for name, column in widest.tensors().items()}
+    objects = {
+        name: tuple(item for part in world.gather_objects(column) for item in part)
+        for name, column in widest.objects().items()
+    }
+    return replace(widest, **tensors, **objects)
 
 
 def concatenated(parts: list[S]) -> S:
     """Rows one after the other, at the width of the widest."""
     prompt, response = max(part.prompt_width for part in parts), max(part.response_width for part in parts)
     wide = [part.resized(prompt, response) for part in parts]
-    columns = {f.name: [getattr(part, f.name) for part in wide] for f in fields(wide[0])}
-    return replace(
-        wide[0],
-        **{name: torch.cat(c) if isinstance(c[0], Tensor) else sum(c, ()) for name, c in columns.items()},
-    )
+    tensors = {name: torch.cat([part.tensors()[name] for part in wide]) for name in wide[0].tensors()}
+    objects = {name: sum((part.objects()[name] for part in wide), ()) for name in wide[0].objects()}
+    return replace(wide[0], **tensors, **objects)
 
 
 def minibatches(n_rows: int, epochs: int, minibatch_size: int, generator: torch.Generator) -> list[Tensor]:

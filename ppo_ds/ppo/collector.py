@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from ppo_ds.types import Metrics, Prompts, Reward, Rollout, ScoredRollout, Score
 
 def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
     """The rollout with what the reward said of it."""
-    columns = {f.name: getattr(rollout, f.name) for f in fields(Rollout)}
     total = scores.total.cpu().float()
     if fault("score"):
         total = total.clone().index_fill_(0, torch.tensor([0]), math.nan)
@@ -28,7 +26,11 @@ def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
         {name: float(column[i]) for name, column in scores.components.items()} for i in range(len(rollout))
     )
     return ScoredRollout(
-        **columns, scores=total, token_scores=scores.per_token.cpu().float(), components=components
+        **rollout.tensors(),
+        **rollout.objects(),
+        scores=total,
+        token_scores=scores.per_token.cpu().float(),
+        components=components,
     )
 
 

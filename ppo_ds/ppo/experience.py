@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.ppo.scoring import score_both, score_states, score_tokens, scoring_plan
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.training.timing import PhaseTimer
-from ppo_ds.types import ActorExperience, Experience, Metrics, ScoredRollout, Sequences, experience_of
+from ppo_ds.types import Experience, Metrics, ScoredRollout, Sequences
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,10 @@ class ExperienceMaker:
             rewards = self.place.rewards(shaped, rollout, charge, 1.0, rollout.token_scores)
             weights = self._weights(said, rollout)
         judged, raw = self._judged(said, rewards, shaped, rollout, plan)
-        made = experience_of(
-            **{f.name: getattr(rollout, f.name) for f in fields(Sequences)},
+        made = Experience(
+            ids=rollout.ids,
+            attention_mask=rollout.attention_mask,
+            response_mask=rollout.response_mask,
             **(said | judged),
             finished=rollout.finished,
             decode_logprobs=rollout.logprobs,
@@ -138,7 +140,7 @@ class ExperienceMaker:
         return all_gather_rows(made, self.world), seen
 
     @torch.no_grad()
-    def kl_now(self, experience: ActorExperience) -> Metrics:
+    def kl_now(self, experience: Experience) -> Metrics:
         """k1 of the actor to the reference per token, as the rollout had it and as the actor is by now. ``experience`` is that of all ranks."""
         mine = experience.select(
             torch.arange(len(experience)).chunk(self.world.size)[self.world.rank]

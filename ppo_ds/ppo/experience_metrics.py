@@ -10,7 +10,7 @@ from torch import Tensor
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.masked import masked_mean
-from ppo_ds.types import ActorExperience, CriticExperience, Experience, Metrics, ReferenceExperience
+from ppo_ds.types import Experience, Metrics
 
 
 def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int) -> Metrics:
@@ -38,9 +38,9 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
         numbers["rollout/zero_std_group_frac"] = (
             (scores.view(-1, samples_per_prompt).std(1, unbiased=False) == 0).double().mean()
         )
-    if isinstance(experience, ActorExperience):
+    if experience.logprobs is not None:
         numbers |= _parity(experience)
-    if isinstance(experience, CriticExperience):
+    if experience.values is not None:
         numbers |= _values(experience)
     if (log_ratio := _log_ratio(experience)) is not None:
         numbers |= _kl(log_ratio, experience.response_mask)
@@ -49,7 +49,7 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
 
 def _log_ratio(experience: Experience) -> Tensor | None:
     """[B,R] log pi - log pi_ref, 0 outside the mask; None where one of the two was not asked."""
-    if not (isinstance(experience, ActorExperience) and isinstance(experience, ReferenceExperience)):
+    if experience.logprobs is None or experience.ref_logprobs is None:
         return None
     return approx_kl(experience.logprobs, experience.ref_logprobs).masked_fill(~experience.response_mask, 0.0)
 
@@ -64,7 +64,7 @@ def _kl(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _parity(experience: ActorExperience) -> dict[str, Tensor]:
+def _parity(experience: Experience) -> dict[str, Tensor]:
     """How far apart generation and training saw the same tokens."""
     gap = (experience.decode_logprobs - experience.logprobs).abs().masked_fill(~experience.response_mask, 0.0)
     return {
@@ -73,7 +73,7 @@ def _parity(experience: ActorExperience) -> dict[str, Tensor]:
     }
 
 
-def _values(experience: CriticExperience) -> dict[str, Tensor]:
+def _values(experience: Experience) -> dict[str, Tensor]:
     returns, mask = experience.returns.double(), experience.value_mask
     mean = masked_mean(returns, mask)
     return {

@@ -27,7 +27,7 @@ from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.nan_debug import Blame, blame
 from ppo_ds.tracking.tracker import finite
 from ppo_ds.training.health import NonFiniteStep
-from ppo_ds.types import Experience, experience_of
+from ppo_ds.types import Experience
 
 FORMAT = 1
 SHOWN = 200  # characters of a prompt in one line
@@ -90,8 +90,7 @@ def write_dump(
 
     def end() -> None:
         if world.is_main:
-            columns = {f.name: getattr(trouble.minibatch, f.name) for f in fields(trouble.minibatch)}
-            write_tensors(folder / "update.safetensors", columns)
+            write_tensors(folder / "update.safetensors", trouble.minibatch.tensors())
             about = {
                 "step": step,
                 **asdict(blamed),
@@ -124,4 +123,4 @@ def read_dump(folder: Path) -> Dump:
             f"{folder}: has format {about.get('format')}, this version reads {FORMAT}: use the version that wrote it"
         )
     names = {f.name for f in fields(Dump)} - {"minibatch"}
-    return Dump(**{name: about[name] for name in names}, minibatch=experience_of(**columns))
+    return Dump(**{name: about[name] for name in names}, minibatch=Experience(**columns))

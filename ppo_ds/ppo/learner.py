@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from ppo_ds.ppo.scoring import spread
 from ppo_ds.training.health import Health, NonFiniteStep, first_nonfinite
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.training.timing import PhaseTimer
-from ppo_ds.types import ActorExperience, CriticExperience, Experience, Metrics, Sequences, experience_of
+from ppo_ds.types import Experience, Metrics, Sequences
 
 Loss = Callable[[], tuple[Tensor, Parts]]
 ROLES = {"actor": "policy", "critic": "value"}  # what the metrics of each model begin with
@@ -162,8 +162,7 @@ class Learner:
         logprobs = self.world.sum(
             spread(self.read, plan, torch.zeros(answered.shape)).masked_fill(~answered, 0.0)
         )
-        columns = {f.name: getattr(experience, f.name) for f in fields(experience)}
-        return experience_of(**columns, logprobs=logprobs, old_logprobs=logprobs)
+        return replace(experience, logprobs=logprobs, old_logprobs=logprobs)
 
     def _update(self, update: Update) -> float:
         """One optimizer step; returns how far the policy was from the old one before it: approx_kl over all ranks, 0 where nobody asks."""
@@ -248,7 +247,7 @@ class Learner:
         return batch_totals([mask], dp_size=self.world.size, norm=self.norm * len(mask))
 
     def _value_totals(self, minibatch: Experience) -> BatchTotals | None:
-        return self._totals(minibatch.value_mask) if isinstance(minibatch, CriticExperience) else None
+        return self._totals(minibatch.value_mask) if minibatch.value_mask is not None else None
 
     # -- the loss of one micro-batch ----------------------------------------------------------------------------------------------------------
 
@@ -264,7 +263,7 @@ class Learner:
             entropy_gradient=self.policy.entropy_coef > 0,
         )
         micro = micro.to(self.world.device)  # the model lays its rows out on the CPU
-        if not isinstance(micro, ActorExperience):
+        if micro.old_logprobs is None:
             self.read.append(out.logprobs.detach())
         loss, parts = self.policy(out, micro, totals, kl_coef)
         if out.values is None:
@@ -274,7 +273,7 @@ class Learner:
         )  # a shared trunk: one forward, one backward
         return spoiled(loss + value, "actor"), parts | value_parts
 
-    def _value_loss(self, micro: CriticExperience, totals: BatchTotals) -> tuple[Tensor, Parts]:
+    def _value_loss(self, micro: Experience, totals: BatchTotals) -> tuple[Tensor, Parts]:
         values = self.critic(micro.ids, micro.attention_mask, micro.response_width)
         loss, parts = self.value(values, micro.to(self.world.device), totals)
         return spoiled(loss, "critic"), parts

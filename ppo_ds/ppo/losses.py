@@ -11,7 +11,7 @@ from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.losses import BatchTotals, aggregate, entropy_loss, kl_loss, policy_loss, value_loss
 from ppo_ds.ops.masked import masked_sum
-from ppo_ds.types import ActorExperience, CriticExperience, Experience, Sequences
+from ppo_ds.types import Experience, Sequences
 
 Parts = dict[str, Tensor]  # local sums, see ops/losses.py
 
@@ -40,7 +40,7 @@ class PolicyObjective:
     ) -> tuple[Tensor, Parts]:
         mask, logprobs = micro.response_mask, out.logprobs
         # with one optimizer step for the rollout the old policy is the one that is about to learn: its ratio is 1, and has a gradient
-        old = micro.old_logprobs if isinstance(micro, ActorExperience) else logprobs.detach()
+        old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
         whole = self.level == "sequence"
         per_answer = "seq_mean_token_sum" if whole else self.agg
         loss, seen = policy_loss(
@@ -92,7 +92,7 @@ class ValueObjective:
     coef: float
     agg: str
 
-    def __call__(self, values: Tensor, micro: CriticExperience, totals: BatchTotals) -> tuple[Tensor, Parts]:
+    def __call__(self, values: Tensor, micro: Experience, totals: BatchTotals) -> tuple[Tensor, Parts]:
         """values [b,S]."""
         loss, seen = value_loss(
             values,

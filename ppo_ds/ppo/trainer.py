@@ -33,7 +33,7 @@ from ppo_ds.training.run_dir import RunDirectory
 from ppo_ds.training.schedule import EXIT_CODES, GOES_ON, Schedule, Stateful, TrainState, is_due
 from ppo_ds.training.stopping import Abandoned, StopRequest
 from ppo_ds.training.timing import PhaseTimer, spread
-from ppo_ds.types import ActorExperience, Experience, Metrics, Prompts
+from ppo_ds.types import Experience, Metrics, Prompts
 
 log = logging.getLogger(__name__)
 SHOWN_ANSWERS = 8  # held-out answers kept from before the training, for the report at the end
@@ -174,8 +174,8 @@ class Trainer:
         if self.lagged is not None and is_due(self.progress.step, self.plan.lag):
             self.lagged.copy()
         found, self.pretrained = self.pretrained, {}
-        known = isinstance(
-            experience, ActorExperience
+        known = (
+            experience.logprobs is not None
         )  # not where the update was to be the first to ask, and was not made
         return found | (
             self.make_experience.kl_now(experience) if self.plan.kl_after_update and known else {}

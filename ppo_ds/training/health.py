@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ppo_ds.types import CriticExperience, Experience, Metrics
+from ppo_ds.types import Experience, Metrics
 
 LABELS = {  # of the columns of an experience, in the order in which they come about: what one number of each is called
     "scores": "score",
@@ -107,12 +107,13 @@ def first_nonfinite(experience: Experience) -> tuple[str, int] | None:
         "scores": torch.ones_like(experience.scores, dtype=torch.bool),
         "rewards": pad(actions, (0, 1)),
     }
-    if isinstance(experience, CriticExperience):
+    if experience.value_mask is not None:
         masks |= dict.fromkeys(("values", "returns"), experience.value_mask)
+    columns = experience.tensors()
     for name, label in LABELS.items():
-        if hasattr(experience, name):
-            found = (~getattr(experience, name).isfinite() & masks[name]).nonzero()
+        if name in columns:
+            found = (~columns[name].isfinite() & masks[name]).nonzero()
             if len(found):
-                row, *place = found[0].tolist()
-                return label.format(*place), row
+                row, *position = found[0].tolist()
+                return label.format(*position), row
     return None

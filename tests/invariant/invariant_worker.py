@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +44,7 @@ class Recorder:
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         rollout = self.generate(prompts, sampling)
-        self.tensors |= {
-            f"{self.calls}/{f.name}": getattr(rollout, f.name)
-            for f in fields(rollout)
-            if f.name != "metadata"
-        }
+        self.tensors |= {f"{self.calls}/{name}": column for name, column in rollout.tensors().items()}
         self.calls += 1
         save_file({name: x.contiguous() for name, x in self.tensors.items()}, self.file)
         return rollout
@@ -264,7 +259,7 @@ def run(case: Case, root: Path, out: Path) -> None:
         weights = consolidated(model) or {}
         tensors |= {f"{role}/{name}": weight.clone() for name, weight in weights.items()}
     for when, experience in (("first", experiences[0]), ("last", experiences[-1])):
-        tensors |= {f"{when}/{f.name}": getattr(experience, f.name).clone() for f in fields(experience)}
+        tensors |= {f"{when}/{name}": column.clone() for name, column in experience.tensors().items()}
     if world.is_main:
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()}, out / "tensors.safetensors"

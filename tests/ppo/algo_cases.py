@@ -1,7 +1,7 @@
 """What the tests of this folder start from: rows of given lengths, models that say what their tokens say, the plain parts."""
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import replace
 
 import torch
 from torch.nn.functional import pad
@@ -11,7 +11,7 @@ from ppo_ds.ppo.advantages import CriticEstimator, ScorePosition, Whitening
 from ppo_ds.ppo.collector import scored
 from ppo_ds.ppo.experience import Correction, ExperienceMaker, KLCharge, values_of
 from ppo_ds.ppo.reward_shaping import Penalties, ScoreShaper
-from ppo_ds.types import Rollout, Scores, experience_of
+from ppo_ds.types import Experience, Rollout, Scores
 
 NAN = float("nan")
 RUBBISH = 1e6
@@ -118,7 +118,7 @@ def maker(world, reference=None, values=None, **changes):
 
 def without(rows, *names):
     """The same experience without these columns."""
-    return experience_of(**{f.name: getattr(rows, f.name) for f in fields(rows) if f.name not in names})
+    return replace(rows, **dict.fromkeys(names))
 
 
 def without_critic(rows):
@@ -172,7 +172,7 @@ def make_experience(prompts, responses, vocabulary=12, seed=0, finished=None):
         return (scale * torch.randn(under.shape, generator=g)).masked_fill(~under, RUBBISH)
 
     logprobs = column().abs().neg()
-    return experience_of(
+    return Experience(
         ids=torch.randint(0, vocabulary, attention.shape, generator=g),
         attention_mask=attention,
         response_mask=mask,

@@ -18,7 +18,7 @@ from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.training.health import Health
 from ppo_ds.training.timing import PhaseTimer
-from ppo_ds.types import Experience, Metrics, ScoredRollout, experience_of
+from ppo_ds.types import Experience, Metrics, ScoredRollout
 from tests.ops.golden import Case
 
 PRESETS = sorted(file.stem for file in (CONF / "algo").glob("*.yaml"))
@@ -225,7 +225,7 @@ def make_and_learn(config: Config, world, numbers: Numbers, experience: Experien
 def judged(numbers: Numbers, advantages: Tensor) -> Experience:
     """The experience of a run without a critic whose advantages are these."""
     rollout = numbers.rollout()
-    return experience_of(
+    return Experience(
         ids=rollout.ids,
         attention_mask=rollout.attention_mask,
         response_mask=rollout.response_mask,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ppo_ds.ppo.experience_metrics import describe, sample_rows
-from ppo_ds.types import experience_of
+from ppo_ds.types import Experience
 from tests.ppo.algo_cases import without_critic
 
 JUNK = 1e6
@@ -27,7 +27,7 @@ def experience():
         return torch.tensor([[*row, *[JUNK] * (4 - len(row))] for row in rows])
 
     zeros = torch.zeros(4, 3)
-    return experience_of(
+    return Experience(
         ids=ids,
         attention_mask=attention,
         response_mask=mask,

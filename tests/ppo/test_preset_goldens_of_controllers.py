@@ -12,7 +12,7 @@ from ppo_ds.build.algorithm import kl_controller
 from ppo_ds.build.trainer import _plan
 from ppo_ds.ppo.trainer import Trainer
 from ppo_ds.training.health import Health, KLMonitor
-from ppo_ds.types import experience_of
+from ppo_ds.types import Experience
 from tests.ops.golden import assert_no_stale_entries, look_up, outputs
 from tests.ppo.preset_runs import composed
 
@@ -23,7 +23,7 @@ def one_token_answers(kl, n):
     logprobs = nothing.clone()
     logprobs[0] = kl * n  # n is a power of two
     mask = torch.ones(n, 1, dtype=torch.bool)
-    return experience_of(
+    return Experience(
         ids=torch.zeros(n, 2, dtype=torch.long),
         attention_mask=mask.expand(n, 2),
         response_mask=mask,
