@@ -118,7 +118,7 @@ def overrides(args: argparse.Namespace) -> list[str]:
         "reward.model.dtype": work.dtype,
         "reward.audit": "off",
         "data.path": folder / "prompts.jsonl",
-        "data.text_as_chat": "false",
+        "data.apply_chat_template": "false",
         "data.max_prompt_tokens": work.prompt_tokens[1],
         "rollout.prompts_per_step": work.prompts,
         "sampling.max_new_tokens": work.new_tokens,

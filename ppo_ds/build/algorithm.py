@@ -39,7 +39,7 @@ def reads_once(config: Config) -> bool:
     one_step = algo.epochs == 1 and (algo.minibatch_size or size) == size
     asked_before = (
         algo.kl.place == "reward"
-        or algo.correction.kind != "none"
+        or algo.rollout_is.kind != "none"
         or config.critic.share_trunk
         or algo.value.warmup_steps > 0
     )
@@ -68,7 +68,7 @@ def experience_maker(
         world=world,
         token_budget=config.memory.score_tokens,
         packed=_all_packed(actor, reference, critic),
-        hidden_stops=hidden_stops(algo.mask.include_eos, stop_token_ids, pad_id),
+        hidden_stops=hidden_stops(algo.train_on_eos, stop_token_ids, pad_id),
         old_policy=None if lagged is None else lagged.swapped,
         shaper=score_shaper(config, world),
         kl=KLCharge(algo.kl.place == "reward", algo.kl.estimator),
@@ -78,7 +78,7 @@ def experience_maker(
         else Estimator(algo.advantage.estimator, algo.gae.gamma, n),
         whitening=_whitening(config),
         group_size=n,
-        correction=Correction(algo.correction.kind, algo.correction.low, algo.correction.high),
+        correction=Correction(algo.rollout_is.kind, algo.rollout_is.low, algo.rollout_is.high),
         timer=timer,
     )
 
@@ -118,7 +118,7 @@ def _values(
 
 
 def score_shaper(config: Config, world: World) -> ScoreShaper:
-    shaping = config.algo.reward
+    shaping = config.algo.reward_shaping
     return ScoreShaper(
         penalties=Penalties(
             shaping.missing_eos,
@@ -135,13 +135,13 @@ def score_shaper(config: Config, world: World) -> ScoreShaper:
 
 
 def _score_place(config: Config) -> ScorePosition:
-    return ScorePosition(config.algo.reward.place, config.algo.value.next_state)
+    return ScorePosition(config.algo.reward_shaping.score_position, config.algo.value.next_state)
 
 
 def _critic_estimator(config: Config) -> CriticEstimator:
     algo = config.algo
     return CriticEstimator(
-        level=algo.level,
+        level=algo.action_level,
         gamma=algo.gae.gamma,
         lam=algo.gae.lam,
         lam_critic=algo.gae.lam_critic,
@@ -152,7 +152,7 @@ def _critic_estimator(config: Config) -> CriticEstimator:
 
 
 def _whitening(config: Config) -> Whitening:
-    return Whitening(config.algo.advantage.whiten, config.algo.advantage.unbiased, config.algo.level)
+    return Whitening(config.algo.advantage.whiten, config.algo.advantage.unbiased, config.algo.action_level)
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ def learner(
         target_kl=algo.target_kl,
         whitening=_whitening(config),
         policy=PolicyObjective(
-            level=algo.level,
-            kind=algo.policy.kind,
+            level=algo.action_level,
+            kind=algo.policy.loss,
             clip_low=algo.policy.clip_low,
             clip_high=algo.policy.clip_high,
             dual_clip=algo.policy.dual_clip,
@@ -217,7 +217,7 @@ def learner(
             algo.value.clip,
             algo.value.half,
             algo.value.coef,
-            "token_mean" if algo.level == "sequence" else algo.loss.agg,
+            "token_mean" if algo.action_level == "sequence" else algo.loss.agg,
         ),
         ptx=PtxObjective(algo.ptx.coef) if ptx_texts is not None else None,
         ptx_texts=ptx_texts,

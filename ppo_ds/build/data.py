@@ -183,7 +183,7 @@ def _prompts(
         split=split,
         revision=revision,
         prompt_column=prompt_column,
-        text_as_chat=data.text_as_chat,
+        text_as_chat=data.apply_chat_template,
         system=data.system,
         max_samples=max_samples,
         max_prompt_tokens=data.max_prompt_tokens,
@@ -214,7 +214,7 @@ def build_ptx(config: Config, tokenizer: Tokenizer) -> DemonstrationStream | Non
         data.ptx_path,
         tokenizer=tokenizer,
         split=data.ptx_split,
-        text_as_chat=data.text_as_chat,
+        text_as_chat=data.apply_chat_template,
         system=data.system,
         max_tokens=data.ptx_max_tokens,
     )

@@ -72,8 +72,9 @@ def dry_run_config(config: Config, ranks: int) -> Config:
                 pretrain_rollouts=min(algo.value.pretrain_rollouts, 1),
             ),
             reward=replace(
-                algo.reward,
-                overlong_buffer=algo.reward.overlong_buffer and min(algo.reward.overlong_buffer, longest),
+                algo.reward_shaping,
+                overlong_buffer=algo.reward_shaping.overlong_buffer
+                and min(algo.reward_shaping.overlong_buffer, longest),
             ),
             dynamic_sampling=replace(
                 algo.dynamic_sampling, max_rounds=min(algo.dynamic_sampling.max_rounds, STEPS)

@@ -369,7 +369,7 @@ def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | N
     rows = rollout_size(config) // actor.world.size
     tokens = min(config.memory.rollout_tokens, rows * (config.data.max_prompt_tokens + most))
     line = actor.plan_generation(
-        generate=zero.generate,
+        generate=zero.generation_gather,
         offload_states=zero.offload_states,
         decoding_bytes=decoding_bytes(actor.module.lm, tokens, min(rows, max(1, tokens // most))),
         critic=critic,

@@ -103,7 +103,7 @@ def build_trainer(config: Config, watch: Watchdog | None = None) -> Trainer:
     notes += warnings(
         config,
         hides_stops=bool(
-            hidden_stops(config.algo.mask.include_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id)
+            hidden_stops(config.algo.train_on_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id)
         ),
     )
     if world.device.type == "cpu":
@@ -291,7 +291,7 @@ def _trainer(
         plan=_plan(config, length.steps),
         folder=RunDirectory(run_dir, world=world, tokenizer=tokenizer, title=config.run.name),
         health=health,
-        ceiling=KLMonitor(config.health.max_kl, stops=config.health.on_kl == "stop"),
+        ceiling=KLMonitor(config.health.max_kl, stops=config.health.kl_action == "stop"),
     )
 
 

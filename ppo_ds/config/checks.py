@@ -141,8 +141,8 @@ def _roles(config: Config) -> Iterator[str]:
 
 def _generation(config: Config) -> Iterator[str]:
     zero = config.actor.zero
-    if zero.generate != "auto" and zero.stage != 3:
-        yield f"actor.zero.generate={zero.generate}: needs actor.zero.stage 3, which is {zero.stage}"
+    if zero.generation_gather != "auto" and zero.stage != 3:
+        yield f"actor.zero.generation_gather={zero.generation_gather}: needs actor.zero.stage 3, which is {zero.stage}"
     # a critic's states make way too
     if (
         zero.offload_states == "always"
@@ -180,16 +180,16 @@ def _algo(config: Config) -> Iterator[str]:
         yield f"algo.policy.dual_clip={dual_clip:g}: must be above 1, or null for off"
     if algo.policy.clip_low >= 1:
         yield f"algo.policy.clip_low={algo.policy.clip_low:g}: must be below 1 (the ratio is clipped to 1 - clip_low)"
-    if algo.policy.kind == "gspo" and algo.level == "sequence":
-        yield "algo.policy.kind=gspo: has a ratio of its own for whole answers; with it algo.level must be token"
+    if algo.policy.loss == "gspo" and algo.action_level == "sequence":
+        yield "algo.policy.loss=gspo: has a ratio of its own for whole answers; with it algo.action_level must be token"
     if algo.loss.norm is not None and algo.loss.agg != "token_sum_norm":
         yield f"algo.loss.norm={algo.loss.norm}: only used with algo.loss.agg=token_sum_norm, which is {algo.loss.agg}"
-    if algo.correction.kind != "none" and algo.level == "sequence":
-        yield f"algo.correction.kind={algo.correction.kind}: weighs tokens; with it algo.level must be token"
-    if algo.correction.low > algo.correction.high:
-        yield f"algo.correction.low={algo.correction.low:g}: must be at most algo.correction.high={algo.correction.high:g}"
-    if algo.reward.overlong_buffer is not None and algo.reward.overlong_buffer > limit:
-        yield f"algo.reward.overlong_buffer={algo.reward.overlong_buffer:g}: must be at most sampling.max_new_tokens={limit}"
+    if algo.rollout_is.kind != "none" and algo.action_level == "sequence":
+        yield f"algo.rollout_is.kind={algo.rollout_is.kind}: weighs tokens; with it algo.action_level must be token"
+    if algo.rollout_is.low > algo.rollout_is.high:
+        yield f"algo.rollout_is.low={algo.rollout_is.low:g}: must be at most algo.rollout_is.high={algo.rollout_is.high:g}"
+    if algo.reward_shaping.overlong_buffer is not None and algo.reward_shaping.overlong_buffer > limit:
+        yield f"algo.reward_shaping.overlong_buffer={algo.reward_shaping.overlong_buffer:g}: must be at most sampling.max_new_tokens={limit}"
     if config.actor.ema.decay == 1:
         yield "actor.ema.decay=1: an average that never moves; must be below 1"
     if config.actor.ema.evaluate and config.actor.ema.decay is None:
@@ -199,9 +199,9 @@ def _algo(config: Config) -> Iterator[str]:
 def _critic(config: Config) -> Iterator[str]:
     algo, estimator = config.algo, config.algo.advantage.estimator
     position = algo.value.position
-    if position is not None and (position == "token") != (algo.level == "token"):
-        fits = "token" if algo.level == "token" else "prompt_last or response_last"
-        yield f"algo.value.position={position}: with algo.level={algo.level} it must be {fits}"
+    if position is not None and (position == "token") != (algo.action_level == "token"):
+        fits = "token" if algo.action_level == "token" else "prompt_last or response_last"
+        yield f"algo.value.position={position}: with algo.action_level={algo.action_level} it must be {fits}"
     if config.critic.lora.rank and (estimator != "gae" or config.critic.share_trunk):
         yield f"critic.lora.rank={config.critic.lora.rank}: there is no critic of its own to adapt (algo.advantage.estimator, critic.share_trunk)"
     if config.critic.init == "path" and estimator != "gae":
@@ -210,10 +210,10 @@ def _critic(config: Config) -> Iterator[str]:
         ("bootstrap_truncated=true", algo.gae.bootstrap_truncated),
         (f"lam_critic={algo.gae.lam_critic}", algo.gae.lam_critic is not None),
     ):
-        if is_set and (algo.level == "sequence" or estimator != "gae"):
-            yield f"algo.gae.{key}: only used with algo.level=token and algo.advantage.estimator=gae"
-    if estimator == "reinforce" and algo.level == "sequence":
-        yield "algo.advantage.estimator=reinforce: gives each token its own rewards to come; with it algo.level must be token"
+        if is_set and (algo.action_level == "sequence" or estimator != "gae"):
+            yield f"algo.gae.{key}: only used with algo.action_level=token and algo.advantage.estimator=gae"
+    if estimator == "reinforce" and algo.action_level == "sequence":
+        yield "algo.advantage.estimator=reinforce: gives each token its own rewards to come; with it algo.action_level must be token"
     for key, steps in (
         ("warmup_steps", algo.value.warmup_steps),
         ("pretrain_rollouts", algo.value.pretrain_rollouts),

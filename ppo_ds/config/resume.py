@@ -1,6 +1,6 @@
 """Whether a run may go on from a checkpoint though its settings have changed since.
 
-STAYS    what the weights, the data and the numbers in the checkpoint were made with: refused, unless run.may_change names the key
+STAYS    what the weights, the data and the numbers in the checkpoint were made with: refused, unless run.resume_allow_changes names the key
 FREE     no number of the training hangs on it: changes silently
 the rest (learning rates, KL coefficients, run.steps, the reward's arguments, ...) may change, and the start-up lines name it
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from ppo_ds.config.renamed import with_current_names
 from ppo_ds.config.schema import Config
 from ppo_ds.config.typed import defaults, did_you_mean, dotted_keys, show
 from ppo_ds.errors import UserError
@@ -26,7 +27,7 @@ MUTABLE = (
         "run.name",
         "run.dir",
         "run.resume",
-        "run.may_change",
+        "run.resume_allow_changes",
         "run.dry_run",
         "run.stop_at_step",
         "run.max_minutes",
@@ -47,7 +48,7 @@ MUTABLE = (
         "*.model.trust_remote_code",
         "*.model.gradient_checkpointing",
         "*.zero.offload_*",
-        "actor.zero.generate",
+        "actor.zero.generation_gather",
         "reference.zero.*",
     ),
 )
@@ -73,13 +74,13 @@ IMMUTABLE = (
         "prepare.*",
     ),
     *(
-        "algo.level",
+        "algo.action_level",
         "algo.old_policy",
         "algo.epochs",
         "algo.minibatch_size",
-        "algo.mask.*",
+        "algo.train_on_eos",
         "algo.advantage.*",
-        "algo.policy.kind",
+        "algo.policy.loss",
         "algo.loss.agg",
     ),
     *(
@@ -90,7 +91,12 @@ IMMUTABLE = (
         "algo.value.position",
         "algo.value.next_state",
     ),
-    *("algo.reward.place", "algo.reward.normalize*", "algo.dynamic_sampling.enabled", "algo.ptx.batch_size"),
+    *(
+        "algo.reward_shaping.score_position",
+        "algo.reward_shaping.normalize*",
+        "algo.dynamic_sampling.enabled",
+        "algo.ptx.batch_size",
+    ),
     *("reward._target_", "reward.*._target_"),
 )
 OPEN = (
@@ -119,7 +125,7 @@ Change = tuple[str, Any, Any]  # key, before, now
 
 def judge(before: Settings, now: Settings, checkpoint: Path) -> list[str]:
     """What has changed, as lines for the start-up; UserError where something that must stay has."""
-    allowed = [str(name) for name in now["run"]["may_change"]]
+    allowed = [str(name) for name in now["run"]["resume_allow_changes"]]
     refused, permitted, named = [], [], []
     for change in changes(before, now):
         key = change[0]
@@ -129,16 +135,22 @@ def judge(before: Settings, now: Settings, checkpoint: Path) -> list[str]:
         raise UserError(
             *[
                 f"{key}={show(value)}: {checkpoint} was made with {show(old)}: set it back, start in another run.dir, "
-                f"or go on all the same with run.may_change=[{','.join([*allowed, key])}]"
+                f"or go on all the same with run.resume_allow_changes=[{','.join([*allowed, key])}]"
                 for key, old, value in refused
             ]
         )
     lines = [f"changed    since the checkpoint: {_told(named)}"] if named else []
-    return lines + ([f"changed    by leave of run.may_change: {_told(permitted)}"] if permitted else [])
+    return lines + (
+        [f"changed    by leave of run.resume_allow_changes: {_told(permitted)}"] if permitted else []
+    )
 
 
 def changes(before: Settings, now: Settings) -> list[Change]:
-    """Every key that is not FREE and differs. A key that is younger than ``before`` had its default then."""
+    """Every key that is not FREE and differs. A key that is younger than ``before`` had its default then.
+
+    Keys that have been renamed since are compared under their current names.
+    """
+    before = with_current_names(before)
     old, new = _leaves(defaults(Config)) | _leaves(before), _leaves(now)
     return [
         (key, old.get(key), new.get(key))
@@ -185,11 +197,11 @@ def _checkpoints_near(folder: Path) -> list[Path]:
 
 
 def unknown_names(config: Config) -> Iterator[str]:
-    """A line for each name in run.may_change that is no key and no section."""
+    """A line for each name in run.resume_allow_changes that is no key and no section."""
     known = dotted_keys(Config)
-    for name in config.run.may_change:
+    for name in config.run.resume_allow_changes:
         if name not in known and not name.startswith(tuple(f"{section}." for section in OPEN)):
-            yield f"run.may_change={show(name)}: no such key{did_you_mean(name, known)}"
+            yield f"run.resume_allow_changes={show(name)}: no such key{did_you_mean(name, known)}"
 
 
 def open_run_directory(run_dir: Path, now: Settings, start: Path | None) -> list[str]:

@@ -36,7 +36,7 @@ class RunConfig:
         None  # passes over the prompts (of a mixture: as many prompts as its sets hold together)
     )
     resume: str = "auto"  # auto: continue or start; never: refuse a used directory; else a checkpoint folder
-    may_change: list[str] = field(
+    resume_allow_changes: list[str] = field(
         default_factory=list
     )  # keys that may differ from those of the checkpoint, though the result does too then
     dry_run: bool = (
@@ -80,7 +80,7 @@ class ZeroConfig:
 
 @dataclass
 class ActorZeroConfig(ZeroConfig):
-    generate: Literal["auto", "whole", "layers"] = (
+    generation_gather: Literal["auto", "whole", "layers"] = (
         "auto"  # stage 3: weights gathered once for a generation phase, or layer by layer in each forward
     )
     offload_states: Literal["auto", "always", "never"] = (
@@ -199,7 +199,7 @@ class DataConfig:
     revision: str | None = None  # of a Hub data set
     prompt_column: str | None = None  # null: prompt, messages or conversations, whichever is there
     system: str | None = None  # a system message put before each chat that has none
-    text_as_chat: bool | None = (
+    apply_chat_template: bool | None = (
         None  # a text is a user's message, for the chat template; null: where the tokenizer has one; false: as it is
     )
     max_samples: Count | None = None  # of each set where there are several
@@ -230,13 +230,6 @@ class KLConfig:
 
 
 @dataclass
-class MaskConfig:
-    include_eos: bool | None = (
-        True  # the end token is an action; null: unless it is the pad token too (DeepSpeed-Chat)
-    )
-
-
-@dataclass
 class GAEConfig:
     gamma: Fraction = 1.0
     lam: Fraction = 0.95
@@ -249,7 +242,7 @@ class GAEConfig:
 @dataclass
 class AdvantageConfig:
     estimator: Literal["gae", "reinforce", "rloo", "grpo", "dr_grpo", "opo"] = (
-        "gae"  # gae alone has a critic; at level sequence it is score - V
+        "gae"  # gae alone has a critic; at action level sequence it is score - V
     )
     whiten: Literal["batch", "none", "group", "minibatch"] = (
         "batch"  # masked, over all ranks; group: the answers to one prompt
@@ -259,7 +252,7 @@ class AdvantageConfig:
 
 @dataclass
 class PolicyConfig:
-    kind: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
     clip_low: Positive = 0.2
     clip_high: Positive | None = None  # null: clip_low
     dual_clip: Positive | None = None  # above 1; null: off
@@ -268,13 +261,13 @@ class PolicyConfig:
 @dataclass
 class ValueConfig:
     position: Literal["token", "prompt_last", "response_last"] | None = (
-        None  # null: token; at level sequence prompt_last
+        None  # null: token; at action level sequence prompt_last
     )
     clip: Positive | None = 0.2  # null: off
     half: bool = True  # 1/2 (V - R)^2
     coef: NonNegative = 1.0
     next_state: Literal["trained", "untrained", "ignored"] = (
-        "trained"  # the state after the end, which reward.place=next_token pays
+        "trained"  # the state after the end, which reward_shaping.score_position=next_token pays
     )
     warmup_steps: Natural = 0  # PPO steps at the start in which the critic alone learns
     pretrain_rollouts: Natural = (
@@ -300,7 +293,7 @@ class LossConfig:
 
 @dataclass
 class RewardShapingConfig:
-    place: Literal["last_token", "next_token"] = (
+    score_position: Literal["last_token", "next_token"] = (
         "last_token"  # of the score; next_token: one after the last action
     )
     clip: Positive | None = 5.0  # scores to [-clip, clip]; null: off
@@ -320,7 +313,7 @@ class RewardShapingConfig:
 
 
 @dataclass
-class CorrectionConfig:
+class RolloutISConfig:
     """Importance weights for a decode backend whose log-probs differ from the training engine's."""
 
     kind: Literal["none", "tis", "icepop", "seq_mask_tis"] = "none"
@@ -352,18 +345,22 @@ class PtxConfig:
 @dataclass
 class AlgoConfig:
     kl: KLConfig
-    mask: MaskConfig
     gae: GAEConfig
     advantage: AdvantageConfig
     policy: PolicyConfig
     value: ValueConfig
     entropy: EntropyConfig
     loss: LossConfig
-    reward: RewardShapingConfig
-    correction: CorrectionConfig
+    reward_shaping: RewardShapingConfig
+    rollout_is: RolloutISConfig
     dynamic_sampling: DynamicSamplingConfig
     ptx: PtxConfig
-    level: Literal["token", "sequence"] = "token"  # sequence: a whole answer is one action, with one ratio
+    action_level: Literal["token", "sequence"] = (
+        "token"  # sequence: a whole answer is one action, with one ratio
+    )
+    train_on_eos: bool | None = (
+        True  # the end token is an action; null: unless it is the pad token too (DeepSpeed-Chat)
+    )
     old_policy: Literal["rollout", "lagged"] = (
         "rollout"  # lagged: a copy of the actor from up to `lag` steps ago
     )
@@ -409,7 +406,9 @@ class HealthConfig:
     # optimizer steps skipped in a row (a rollout that is left out counts once); then the run goes back to its last checkpoint, the next time it stops
     max_skips: Count = 5
     max_kl: Positive | None = None  # ceiling of kl/k3_token_mean, nats per token
-    on_kl: Literal["warn", "stop"] = "warn"  # what is done above it; stop: save, then end with exit code 1
+    kl_action: Literal["warn", "stop"] = (
+        "warn"  # what is done above it; stop: save, then end with exit code 1
+    )
 
 
 @dataclass
@@ -534,7 +533,7 @@ def reward_models(section: dict[str, Any], key: str = "reward") -> Iterator[tupl
 
 def value_position(algo: AlgoConfig) -> str:
     """Where a value is taken: algo.value.position, or what goes with the level."""
-    return algo.value.position or ("prompt_last" if algo.level == "sequence" else "token")
+    return algo.value.position or ("prompt_last" if algo.action_level == "sequence" else "token")
 
 
 def _located(data: DataConfig) -> DataConfig:

@@ -12,6 +12,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from ppo_ds.config.renamed import RENAMED, current_name
 from ppo_ds.errors import UserError
 
 T = TypeVar("T")
@@ -177,7 +178,11 @@ def read(cls: type[T], tree: Any, key: str, problems: dict[str, str], known: lis
         return cls(**{f.name: _stand_in(f, hints[f.name]) for f in fields(cls)})
     dot = f"{key}." if key else ""
     for name in tree:
-        if name not in hints:
+        if name in hints:
+            continue
+        if renamed := old_spellings(f"{dot}{name}", tree[name]):
+            problems |= renamed
+        else:
             problems[f"{dot}{name}"] = (
                 f"{dot}{name}={show(tree[name])}: no such key{_suggest(str(name), hints, dot, known)}"
             )
@@ -224,6 +229,20 @@ def _suggest(name: str, siblings: Iterable[str], dot: str, known: list[str]) -> 
     if best := exact or inside or (not dot and elsewhere) or near or elsewhere:
         return f"; did you mean {' or '.join(best[:3])}?"
     return f"; the keys of {dot.rstrip('.') or 'the config'} are {', '.join(siblings)}"
+
+
+def old_spellings(key: str, value: Any) -> dict[str, str]:
+    """Old key -> line that names the new one, for ``key`` and what stands below it; empty if nothing there was renamed."""
+    if new := current_name(key):
+        if not isinstance(value, dict) or not value:
+            return {key: f"{key}={show(value)}: is called {new} now"}
+    elif not isinstance(value, dict) or not any(old.startswith(f"{key}.") for old in RENAMED):
+        return {}
+    return {
+        old: line
+        for name, item in value.items()
+        for old, line in old_spellings(f"{key}.{name}", item).items()
+    }
 
 
 def dotted_keys(cls: type, prefix: str = "") -> list[str]:

@@ -19,7 +19,7 @@ from ppo_ds.config.typed import show
 def warnings(config: Config, hides_stops: bool) -> list[str]:
     """At most one line on the algorithm, and one on the sampler, as the start-up banner shows them.
 
-    ``hides_stops``: whether an end token is no action: algo.mask.include_eos, and where that is null the tokenizer, say so.
+    ``hides_stops``: whether an end token is no action: algo.train_on_eos, and where that is null the tokenizer, say so.
     """
     mistakes = list(_mistakes(config, hides_stops))
     lines = [f"warning    algo: {'; '.join(mistakes)}"] if mistakes else []
@@ -65,18 +65,22 @@ def _mistakes(config: Config, hides_stops: bool) -> Iterator[str]:
         yield f"old_policy=lagged: a copy that is up to {algo.lag - 1} updates old did not draw the answers, so ratios start away from 1"
     if algo.entropy.coef and algo.entropy.kind == "sample":
         yield "entropy.kind=sample has no gradient in expectation (exact has)"
-    if algo.reward.place == "next_token" and algo.value.next_state == "ignored":
+    if algo.reward_shaping.score_position == "next_token" and algo.value.next_state == "ignored":
         yield "value.next_state=ignored loses the score of every answer that ended by itself"
     if (
-        algo.reward.place == "next_token"
+        algo.reward_shaping.score_position == "next_token"
         and algo.value.next_state == "untrained"
         and algo.advantage.estimator == "gae"
-        and algo.level == "token"
+        and algo.action_level == "token"
     ):
         yield "value.next_state=untrained puts the score on a state whose value nothing trains"
     if hides_stops:
-        yield f"mask.include_eos={show(algo.mask.include_eos)}: the end token is no action here, so the decision to stop is not trained"
+        yield f"train_on_eos={show(algo.train_on_eos)}: the end token is no action here, so the decision to stop is not trained"
     if algo.advantage.estimator == "grpo" and algo.advantage.whiten == "batch":
         yield "advantage.whiten=batch after advantage.estimator=grpo divides by a deviation twice (none is GRPO's)"
-    if algo.gae.gamma * algo.gae.lam < 0.5 and algo.advantage.estimator == "gae" and algo.level == "token":
+    if (
+        algo.gae.gamma * algo.gae.lam < 0.5
+        and algo.advantage.estimator == "gae"
+        and algo.action_level == "token"
+    ):
         yield f"gae.gamma={algo.gae.gamma:g} x gae.lam={algo.gae.lam:g}: credit for the score dies within a few tokens"

@@ -77,7 +77,7 @@ def spoken(text: str, name: str, reading: Reading) -> Prompt:
         return with_system([{"role": "user", "content": text}], reading)
     if reading.system is not None:
         raise UserError(
-            f'column "{name}" is a text that stays as it is, without a place for data.system; leave out data.system or data.text_as_chat=false'
+            f'column "{name}" is a text that stays as it is, without a place for data.system; leave out data.system or data.apply_chat_template=false'
         )
     return text
 

@@ -2,7 +2,7 @@
 
 DeepSpeed's own hybrid engine is not used: it supports no current family and surgery on a live engine's hooks is easy to leave half
 done. With ZeRO 0 to 2 the weights are whole on every rank and decoding uses them as they are. With ZeRO-3 there are two ways
-(actor.zero.generate):
+(actor.zero.generation_gather):
 
 - whole: gathered once per generation phase into a twin of the model that has no hooks, parameter by parameter; the training engine is never
   touched, so there is nothing to repair after an exception, and ranks may decode different numbers of tokens. Adapters (LoRA), which run beside

@@ -1,4 +1,4 @@
-"""From scored answers to advantages and returns: what `algo.level`, `algo.reward.place`, `algo.gae` and `algo.advantage` choose between.
+"""From scored answers to advantages and returns: what `algo.action_level`, `algo.reward_shaping.score_position`, `algo.gae` and `algo.advantage` choose between.
 
 B sequences, R response places, S = R + 1 states: column t of a [B,S] tensor is the state before response token t, column `length` the one
 after the last token.

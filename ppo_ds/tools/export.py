@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from ppo_ds.build.data import build_tokenizer
 from ppo_ds.build.roles import actor_module, critic_module, critic_start
+from ppo_ds.config.renamed import with_current_names
 from ppo_ds.config.schema import Config, from_tree, inherit, reward_models
 from ppo_ds.engine.checkpoint.checkpoints import damage_of
 from ppo_ds.engine.checkpoint.reading import read_weights
@@ -131,7 +132,8 @@ def _config(checkpoint: Path, role: str) -> Config:
         raise UserError(
             f"{checkpoint}: an older version made it and kept no settings in it; resume the run, and export its next checkpoint"
         )
-    config, wrong = from_tree(_here(settings, f"{settings['run']['dir']}/", f"{checkpoint.parent.parent}/"))
+    here = _here(settings, f"{settings['run']['dir']}/", f"{checkpoint.parent.parent}/")
+    config, wrong = from_tree(with_current_names(here))
     if wrong:
         raise UserError(*(f"{checkpoint / 'state.json'}: {line}" for line in wrong.values()))
     return inherit(config)

@@ -11,6 +11,7 @@ import yaml
 from ppo_ds.build.algorithm import learner, uses_critic
 from ppo_ds.build.data import build_tokenizer
 from ppo_ds.build.roles import Needs, build_actor, build_critic, critic_start
+from ppo_ds.config.renamed import with_current_names
 from ppo_ds.config.schema import Config, from_tree, inherit
 from ppo_ds.distributed.world import connect
 from ppo_ds.engine.checkpoint.state import load_model
@@ -61,10 +62,10 @@ def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
 def _config(folder: Path, trust_remote_code: bool) -> Config:
     """The run's, for one rank without ZeRO, offload and the user's own DeepSpeed settings."""
     try:
-        tree: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        tree: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {}
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"{folder}: its config.yaml cannot be read: {error}") from error
-    config, wrong = from_tree(tree)
+    config, wrong = from_tree(with_current_names(tree))
     if wrong:
         raise UserError(*(f"{folder / 'config.yaml'}: {line}" for line in wrong.values()))
     for role in (config.actor, config.critic):

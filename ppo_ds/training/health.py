@@ -93,7 +93,7 @@ class KLMonitor:
             return None
         return (
             f"kl/k3_token_mean={kl:.4g} nats per token is above health.max_kl={self.highest:g}: "
-            "lower actor.optim.lr or algo.epochs, raise algo.kl.coef, or set algo.target_kl; health.on_kl says whether this stops the run"
+            "lower actor.optim.lr or algo.epochs, raise algo.kl.coef, or set algo.target_kl; health.kl_action says whether this stops the run"
         )
 
 

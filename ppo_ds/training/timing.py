@@ -18,7 +18,7 @@ _LOWER = "; lower memory.{} (it changes memory and speed, not the result)"
 REMEDIES = {
     "generate": _LOWER.format("rollout_tokens"),
     "eval": _LOWER.format("rollout_tokens"),
-    "switch": "; set actor.zero.generate=layers or actor.zero.offload_states=always",
+    "switch": "; set actor.zero.generation_gather=layers or actor.zero.offload_states=always",
     **dict.fromkeys(("old_logprobs", "ref_logprobs", "values", "reward"), _LOWER.format("score_tokens")),
     **dict.fromkeys(("update_actor", "update_critic"), _LOWER.format("train_tokens")),
 }

@@ -71,8 +71,14 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(
             "critic.zero.offload_params=true",
             "critic.zero.offload_params=true: needs critic.zero.stage 3, which is 2",
         ),
-        ("actor.zero.generate=layers", "actor.zero.generate=layers: needs actor.zero.stage 3, which is 2"),
-        ("actor.zero.generate=whole", "actor.zero.generate=whole: needs actor.zero.stage 3, which is 2"),
+        (
+            "actor.zero.generation_gather=layers",
+            "actor.zero.generation_gather=layers: needs actor.zero.stage 3, which is 2",
+        ),
+        (
+            "actor.zero.generation_gather=whole",
+            "actor.zero.generation_gather=whole: needs actor.zero.stage 3, which is 2",
+        ),
         ("reference.zero.stage=2", "reference.zero.stage=2: must be one of 0, 3"),
         ("critic.lora.lr=1e-4", "critic.lora.lr=0.0001: only used with critic.lora.rank above 0"),
         (
@@ -139,7 +145,7 @@ ADAPTIVE, SHARED, PAIRS = (
     "critic.share_trunk=true",
     "rollout.samples_per_prompt=2",
 )
-SEQUENCE, GRPO, PTX = "algo.level=sequence", "algo.advantage.estimator=grpo", "data.ptx_path=org/texts"
+SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=grpo", "data.ptx_path=org/texts"
 
 
 @pytest.mark.parametrize(
@@ -169,8 +175,8 @@ SEQUENCE, GRPO, PTX = "algo.level=sequence", "algo.advantage.estimator=grpo", "d
         (["algo.policy.dual_clip=1"], "algo.policy.dual_clip=1: must be above 1"),
         (["algo.policy.clip_low=1"], "algo.policy.clip_low=1: must be below 1"),
         (
-            ["algo.policy.kind=gspo", SEQUENCE],
-            "algo.policy.kind=gspo: has a ratio of its own for whole answers",
+            ["algo.policy.loss=gspo", SEQUENCE],
+            "algo.policy.loss=gspo: has a ratio of its own for whole answers",
         ),
         (
             ["algo.loss.norm=100"],
@@ -178,8 +184,8 @@ SEQUENCE, GRPO, PTX = "algo.level=sequence", "algo.advantage.estimator=grpo", "d
         ),
         ([ADAPTIVE, "algo.kl.min_coef=0.1"], "algo.kl.coef=0.05: must be at least algo.kl.min_coef=0.1"),
         (
-            ["algo.correction.kind=tis", "algo.level=sequence"],
-            "algo.correction.kind=tis: weighs tokens; with it algo.level must be token",
+            ["algo.rollout_is.kind=tis", "algo.action_level=sequence"],
+            "algo.rollout_is.kind=tis: weighs tokens; with it algo.action_level must be token",
         ),
         ([ADAPTIVE, "algo.kl.horizon=0.1"], "algo.kl.horizon=0.1: one step of"),
         (["actor.ema.decay=1"], "actor.ema.decay=1: an average that never moves"),
@@ -190,25 +196,25 @@ SEQUENCE, GRPO, PTX = "algo.level=sequence", "algo.advantage.estimator=grpo", "d
         ),
         (
             ["algo.advantage.estimator=reinforce", "algo.gae.lam_critic=0.5"],
-            "algo.gae.lam_critic=0.5: only used with algo.level=token",
+            "algo.gae.lam_critic=0.5: only used with algo.action_level=token",
         ),
         (
-            ["algo.level=sequence", "algo.gae.bootstrap_truncated=true"],
-            "algo.gae.bootstrap_truncated=true: only used with algo.level=token",
+            ["algo.action_level=sequence", "algo.gae.bootstrap_truncated=true"],
+            "algo.gae.bootstrap_truncated=true: only used with algo.action_level=token",
         ),
-        (["algo.correction.low=3"], "algo.correction.low=3: must be at most algo.correction.high=2"),
+        (["algo.rollout_is.low=3"], "algo.rollout_is.low=3: must be at most algo.rollout_is.high=2"),
         (
-            ["algo.reward.overlong_buffer=9"],
-            "algo.reward.overlong_buffer=9: must be at most sampling.max_new_tokens=8",
+            ["algo.reward_shaping.overlong_buffer=9"],
+            "algo.reward_shaping.overlong_buffer=9: must be at most sampling.max_new_tokens=8",
         ),
         (["actor.ema.evaluate=true"], "actor.ema.evaluate=true: needs an average; set actor.ema.decay"),
         (
             ["algo.value.position=prompt_last"],
-            "algo.value.position=prompt_last: with algo.level=token it must be token",
+            "algo.value.position=prompt_last: with algo.action_level=token it must be token",
         ),
         (
             [SEQUENCE, "algo.value.position=token"],
-            "algo.value.position=token: with algo.level=sequence it must be prompt_last or response_last",
+            "algo.value.position=token: with algo.action_level=sequence it must be prompt_last or response_last",
         ),
         (
             [SEQUENCE, "algo.advantage.estimator=reinforce"],
@@ -261,8 +267,8 @@ def test_what_an_algorithm_does_not_go_with(arguments: list[str], line: str) -> 
     [
         [ADAPTIVE, "algo.kl.max_coef=0.05"],
         ["algo.kl.place=loss", "algo.kl.estimator=k3+"],
-        ["algo.reward.overlong_buffer=8"],
-        ["algo.reward.overlong_buffer=0.5"],
+        ["algo.reward_shaping.overlong_buffer=8"],
+        ["algo.reward_shaping.overlong_buffer=0.5"],
         ["actor.ema={evaluate:true,decay:0.99}"],
         [SEQUENCE, "algo.value.position=response_last"],
         [SEQUENCE, GRPO, PAIRS],
@@ -285,7 +291,7 @@ def test_what_it_does_go_with(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("backend", ["static", "hf", "auto"])
 def test_layers_go_with_every_backend(backend: str) -> None:
-    compose(*MINIMAL, "actor.zero={stage:3,generate:layers}", f"rollout.backend={backend}")
+    compose(*MINIMAL, "actor.zero={stage:3,generation_gather:layers}", f"rollout.backend={backend}")
 
 
 def test_states_that_are_on_the_cpu_already_do_not_make_way() -> None:

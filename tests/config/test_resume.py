@@ -91,9 +91,9 @@ def test_another_number_of_ranks_is_named_in_both_directions() -> None:
         ("data.max_prompt_tokens=512", "data.max_prompt_tokens=256", "data.max_prompt_tokens", "512", "256"),
         ("algo.kl.estimator=k1", "algo.kl.estimator=k2", "algo.kl.estimator", "k1", "k2"),
         (
-            "algo.reward.normalize=none",
-            "algo.reward.normalize=running",
-            "algo.reward.normalize",
+            "algo.reward_shaping.normalize=none",
+            "algo.reward_shaping.normalize=running",
+            "algo.reward_shaping.normalize",
             "none",
             "running",
         ),
@@ -113,10 +113,10 @@ def test_what_matters_is_refused_with_both_values_and_the_remedies(
         judge(stored(before), settings(now), CHECKPOINT)
     (line,) = refused.value.problems
     assert line.startswith(f"{key}={new}: {CHECKPOINT} was made with {old}: ")
-    assert "run.dir" in line and f"run.may_change=[{key}]" in line
+    assert "run.dir" in line and f"run.resume_allow_changes=[{key}]" in line
 
-    (allowed,) = judge(stored(before), settings(now, f"run.may_change=[{key}]"), CHECKPOINT)
-    assert allowed == f"changed    by leave of run.may_change: {key} {old} -> {new}"
+    (allowed,) = judge(stored(before), settings(now, f"run.resume_allow_changes=[{key}]"), CHECKPOINT)
+    assert allowed == f"changed    by leave of run.resume_allow_changes: {key} {old} -> {new}"
 
 
 def test_a_dtype_is_the_critics_and_the_references_too() -> None:
@@ -132,13 +132,13 @@ def test_a_dtype_is_the_critics_and_the_references_too() -> None:
 def test_every_refused_key_is_named_and_a_section_may_be_allowed() -> None:
     other = ("data.path=org/b", "data.shuffle=false", "run.seed=3")
     with pytest.raises(UserError) as refused:
-        judge(stored(), settings(*other, "run.may_change=[run.seed]"), CHECKPOINT)
+        judge(stored(), settings(*other, "run.resume_allow_changes=[run.seed]"), CHECKPOINT)
     assert [line.partition("=")[0] for line in refused.value.problems] == ["data.path", "data.shuffle"]
-    assert all("run.may_change=[run.seed,data." in line for line in refused.value.problems)
-    (line,) = judge(stored(), settings(*other, "run.may_change=[run.seed,data]"), CHECKPOINT)
+    assert all("run.resume_allow_changes=[run.seed,data." in line for line in refused.value.problems)
+    (line,) = judge(stored(), settings(*other, "run.resume_allow_changes=[run.seed,data]"), CHECKPOINT)
     assert (
         line
-        == "changed    by leave of run.may_change: run.seed 0 -> 3; data.path org/prompts -> org/b; data.shuffle true -> false"
+        == "changed    by leave of run.resume_allow_changes: run.seed 0 -> 3; data.path org/prompts -> org/b; data.shuffle true -> false"
     )
 
 
@@ -182,7 +182,11 @@ def test_what_changes_no_number_changes_silently() -> None:
             "actor.zero.offload_optimizer=true",
             "reference.zero.stage=3",
         ),
-        *("actor.model.gradient_checkpointing=true", "data.eval_path=org/heldout", "run.may_change=[data]"),
+        *(
+            "actor.model.gradient_checkpointing=true",
+            "data.eval_path=org/heldout",
+            "run.resume_allow_changes=[data]",
+        ),
     )
     assert judge(stored(), now, CHECKPOINT) == []
 
@@ -246,10 +250,11 @@ def test_each_pattern_means_a_key() -> None:
 
 
 def test_names_in_may_change_are_keys() -> None:
-    (line,) = complaints(*MINIMAL, "run.may_change=[data.path,actor.zero.stag]")
-    assert line == "run.may_change=actor.zero.stag: no such key; did you mean actor.zero.stage?"
+    (line,) = complaints(*MINIMAL, "run.resume_allow_changes=[data.path,actor.zero.stag]")
+    assert line == "run.resume_allow_changes=actor.zero.stag: no such key; did you mean actor.zero.stage?"
     config = compose(
-        *MINIMAL, "run.may_change=[data,actor.zero.stage,reward.anything,prepare.dir,actor.deepspeed.x]"
+        *MINIMAL,
+        "run.resume_allow_changes=[data,actor.zero.stage,reward.anything,prepare.dir,actor.deepspeed.x]",
     )
     assert list(unknown_names(config)) == []
 

@@ -7,13 +7,17 @@ import pytest
 from ppo_ds.config.warnings import slow_bf16, warnings
 from tests.config.commands import MINIMAL, compose
 
-LOSS, SEQUENCE, NEXT = "algo.kl.place=loss", "algo.level=sequence", "algo.reward.place=next_token"
+LOSS, SEQUENCE, NEXT = (
+    "algo.kl.place=loss",
+    "algo.action_level=sequence",
+    "algo.reward_shaping.score_position=next_token",
+)
 RLOO = ["algo.advantage.estimator=rloo", "rollout.samples_per_prompt=2"]
 
 
 def said(*arguments: str) -> list[str]:
     config = compose(*MINIMAL, *arguments)
-    return warnings(config, hides_stops=config.algo.mask.include_eos is False)
+    return warnings(config, hides_stops=config.algo.train_on_eos is False)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +48,8 @@ def said(*arguments: str) -> list[str]:
             "value.next_state=untrained puts the score on a state whose value nothing trains",
         ),
         (
-            ["algo.mask.include_eos=false"],
-            "mask.include_eos=false: the end token is no action here, so the decision to stop is not trained",
+            ["algo.train_on_eos=false"],
+            "train_on_eos=false: the end token is no action here, so the decision to stop is not trained",
         ),
         (
             ["algo.gae={gamma:0.5,lam:0.9}"],
@@ -73,7 +77,7 @@ def test_a_mistake_is_named_with_its_reason(arguments: list[str], mistake: str) 
         [NEXT],
         ["algo.value.next_state=ignored"],
         [NEXT, "algo.value.next_state=untrained", *RLOO],  # there are no values
-        ["algo.mask.include_eos=null"],
+        ["algo.train_on_eos=null"],
         ["algo.gae={gamma:0.5,lam:1.0}"],
         ["algo.gae.lam=0.1", *RLOO],
         ["algo.gae.lam=0.1", SEQUENCE],
@@ -86,11 +90,11 @@ def test_nothing_is_said_of_what_is_sound(arguments: list[str]) -> None:
 
 
 def test_several_mistakes_are_one_line() -> None:
-    (line,) = said(LOSS, "algo.mask.include_eos=false", "algo.old_policy=lagged")
+    (line,) = said(LOSS, "algo.train_on_eos=false", "algo.old_policy=lagged")
     assert [part.split("=")[0].split()[-1] for part in line.split("; ")] == [
         "kl.estimator",
         "old_policy",
-        "mask.include_eos",
+        "train_on_eos",
     ]
 
 
@@ -108,10 +112,10 @@ def test_a_narrowed_sampler_has_a_line_of_its_own(argument: str, named: str) -> 
 
 
 def test_where_the_tokenizer_decides_about_the_end_token():
-    config = compose(*MINIMAL, "algo.mask.include_eos=null")
+    config = compose(*MINIMAL, "algo.train_on_eos=null")
     assert warnings(config, hides_stops=False) == []
     (line,) = warnings(config, hides_stops=True)
-    assert line.startswith("warning    algo: mask.include_eos=null: the end token is no action here")
+    assert line.startswith("warning    algo: train_on_eos=null: the end token is no action here")
 
 
 def test_a_shortest_length_is_a_warning_of_the_sampler():

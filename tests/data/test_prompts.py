@@ -271,7 +271,7 @@ def test_a_system_message_needs_a_template_that_takes_it(source, byte_tokenizer)
         source("hi", system="be brief", tokenizer=byte_tokenizer(template=None))
     with pytest.raises(
         UserError,
-        match=r"data.jsonl:1: column \"prompt\" is a text that stays as it is, .* data.text_as_chat=false",
+        match=r"data.jsonl:1: column \"prompt\" is a text that stays as it is, .* data.apply_chat_template=false",
     ):
         source("hi", system="be brief", text_as_chat=False)
     picky = byte_tokenizer(

@@ -91,7 +91,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 # all that has a state beside models: an evaluation that draws, a best checkpoint, an average policy, a normalised reward, a controller
 WHOLE = ("data.eval_path=DATA", "eval.every=4", "eval.max_prompts=2", "eval.greedy=false",
-         "checkpoint.keep_best=true", "algo.reward.normalize=running", "algo.kl.controller=adaptive", "algo.kl.target=0.5", "algo.kl.horizon=40",
+         "checkpoint.keep_best=true", "algo.reward_shaping.normalize=running", "algo.kl.controller=adaptive", "algo.kl.target=0.5", "algo.kl.horizon=40",
          "actor.ema.decay=0.9")  # fmt: skip
 
 
@@ -275,7 +275,7 @@ def test_what_cannot_be_continued_is_refused_in_a_line_before_anything_is_loaded
     assert (
         "actor.zero.stage=1" in line
         and f"{second} was made with 2" in line
-        and "run.may_change=[actor.zero.stage]" in line
+        and "run.resume_allow_changes=[actor.zero.stage]" in line
     )
     (second / "actor" / "shard-00000.safetensors").write_bytes(b"")
     line = refusal(lab, settings(f"run.resume={second}"))

@@ -124,7 +124,7 @@ def command(root: Path, name: str, *more: str) -> list[str]:
         f"run.dir={root / name}", "run.steps=3", "run.seed=1", "run.timeout_minutes=2", f"actor.model.path={root / 'actor'}",
         "actor.model.dtype=fp32", "actor.optim.lr=1e-3", "critic.optim.lr=1e-3", "critic.init=path", f"critic.model.path={root / 'scorer'}",
         "rollout.prompts_per_step=8", "sampling.max_new_tokens=8", "sampling.stop_token_ids=[1,3,4]", f"data.path={root / 'prompts.jsonl'}",
-        "algo.epochs=1", "algo.minibatch_size=4", "algo.reward.normalize=running", "checkpoint.every=1", "checkpoint.keep_last=9",
+        "algo.epochs=1", "algo.minibatch_size=4", "algo.reward_shaping.normalize=running", "checkpoint.every=1", "checkpoint.keep_last=9",
         "reward=function", f"reward.path={invariant_assets.__file__}:score", "health.max_skips=2", *more,
     ]  # fmt: skip
 
@@ -235,7 +235,7 @@ def test_a_rollout_with_a_bad_score_or_log_prob_is_left_out_and_poisons_nothing(
 
 def test_a_kl_above_its_ceiling_stops_the_run_after_saving(root: Path, ranks: Ranks) -> None:
     codes, output = ranks.run(
-        2, command(root, "kl", "checkpoint.every=null", "health.max_kl=1e-9", "health.on_kl=stop")
+        2, command(root, "kl", "checkpoint.every=null", "health.max_kl=1e-9", "health.kl_action=stop")
     )
     assert codes == [1, 1], output
     (line,) = errors(output)

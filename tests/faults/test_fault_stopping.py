@@ -179,7 +179,7 @@ def arguments(root: Path, name: str, *more: str) -> list[str]:
         "critic.zero.stage=1", f"data.path={root / 'prompts.jsonl'}", f"data.eval_path={root / 'prompts.jsonl'}", "eval.every=2",
         "eval.max_prompts=4", "reward=function", f"reward.path={root / 'reward.py'}:score", "rollout.prompts_per_step=8",
         "sampling.max_new_tokens=10", f"sampling.stop_token_ids={invariant_assets.STOPS}", "algo.minibatch_size=4", "algo.kl.controller=adaptive",
-        "algo.reward.normalize=running", "checkpoint.every=null", "checkpoint.keep_last=9", *more,
+        "algo.reward_shaping.normalize=running", "checkpoint.every=null", "checkpoint.keep_last=9", *more,
     ]  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def test_stopped_in_every_phase_it_ends_with_the_weights_of_an_undisturbed_run(
 
 def test_with_zero_3_layer_by_layer_ranks_leave_generation_in_step(root: Path, ranks: Ranks) -> None:
     how = (
-        "actor.zero.stage=3", "actor.zero.generate=layers", "rollout.backend=hf", "eval.every=null", "data.eval_path=null", "run.steps=2",
+        "actor.zero.stage=3", "actor.zero.generation_gather=layers", "rollout.backend=hf", "eval.every=null", "data.eval_path=null", "run.steps=2",
         "actor.deepspeed.zero_optimization.stage3_param_persistence_threshold=0",
     )  # fmt: skip
     assert ranks.run(2, arguments(root, "whole", *how))[0] == [0, 0]

@@ -164,7 +164,7 @@ LEARNING = {
     "gspo": [*GROUPS, "actor.optim.lr=2e-4", "algo.policy.clip_low=0.1", "algo.policy.clip_high=0.13"],
     "minimind": ["algo.minibatch_size=512", "actor.optim.lr=3e-4", "critic.optim.lr=1e-4"],
     # as they are, these three do not learn; zysnlp_strict never will. With their mistakes switched off the others do:
-    "zysnlp": ["algo.mask.include_eos=true", "algo.gae.gamma=1", "algo.gae.lam=0.95", "actor.optim.lr=2e-4"],
+    "zysnlp": ["algo.train_on_eos=true", "algo.gae.gamma=1", "algo.gae.lam=0.95", "actor.optim.lr=2e-4"],
     "sequence_kl": ["algo.kl.estimator=k2", "algo.kl.target=1", "algo.value.position=prompt_last", "algo.value.coef=1",
                     "algo.minibatch_size=512", "actor.optim.lr=2e-4"],
 }  # fmt: skip

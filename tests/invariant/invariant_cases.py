@@ -48,7 +48,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algo": {"advantage": {"estimator": "grpo", "whiten": "none"}},
         "critic": {"init": "auto", "model": {"path": None}},
     },
-    "whole answers": {"algo": {"level": "sequence", "value": {"position": "prompt_last"}}},
+    "whole answers": {"algo": {"action_level": "sequence", "value": {"position": "prompt_last"}}},
     "one trunk": {"critic": {"share_trunk": True}},
     "kl in the loss": {"algo": {"kl": {"place": "loss", "estimator": "k2"}}},
 }

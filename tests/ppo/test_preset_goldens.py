@@ -56,7 +56,7 @@ def test_a_preset_switches_what_it_should(preset):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_that_keeps_a_mistake_says_so(preset):
     config = of_all_sizes(preset)
-    lines = warnings(config, hides_stops=config.algo.mask.include_eos is False)
+    lines = warnings(config, hides_stops=config.algo.train_on_eos is False)
     assert len(lines) == (preset in WARN) and all(line.startswith("warning    algo: ") for line in lines)
 
 
@@ -68,14 +68,14 @@ SYSTEMS = {
     "verl": ("verl",),
     "trl": ("trl",),
     "seed_a_eos_dropped": ("zysnlp_strict",),
-    "seed_a_eos_kept": ("zysnlp", "algo.mask.include_eos=true"),
+    "seed_a_eos_kept": ("zysnlp", "algo.train_on_eos=true"),
 }
 NOT_OFFERED = {
     "torchtune/*": "no preset: its advantages keep their mean, the place after the end has KL, one-token answers are paid elsewhere"
 }
 PARAMETERS = {
     "kl_coef": lambda algo: algo.kl.coef,
-    "clip_reward": lambda algo: algo.reward.clip,
+    "clip_reward": lambda algo: algo.reward_shaping.clip,
     "gamma": lambda algo: algo.gae.gamma,
     "lam": lambda algo: algo.gae.lam,
     "clip": lambda algo: algo.policy.clip_low,

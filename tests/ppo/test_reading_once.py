@@ -118,7 +118,7 @@ def test_the_critics_pretraining_asks_nobody_whose_word_changes_no_return(world,
         (("dapo",), True),
         (("grpo", "algo.minibatch_size=2"), False),
         (("grpo", "algo.epochs=2"), False),
-        (("grpo", "algo.correction.kind=tis"), False),
+        (("grpo", "algo.rollout_is.kind=tis"), False),
         (("grpo", "algo.old_policy=lagged"), False),
         (("rloo",), False),  # the KL is in the reward
         (("standard", "algo.epochs=1"), False),

@@ -176,7 +176,7 @@ def test_an_offloaded_reference_is_on_the_gpu_while_it_is_asked() -> None:
 def test_generation_takes_the_whole_weights_of_a_sharded_actor_or_what_comes_next() -> None:
     found = {}
     for how in ("whole", "layers"):
-        config = plan("actor.zero.stage=3", f"actor.zero.generate={how}")
+        config = plan("actor.zero.stage=3", f"actor.zero.generation_gather={how}")
         found[how] = estimate(config, Models(BIG, None, None, {}, 0), GPU)
     # two bytes of each of 10**9; or of 50 million prefetched and 100 million of the largest tensor, both twice as they are put together
     assert found["whole"].phases["generate"] - found["layers"].phases["generate"] == 2 * 10**9 - 2 * 2 * (

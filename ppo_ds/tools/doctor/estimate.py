@@ -273,7 +273,10 @@ class _Sum:
             idle=idle,
         )
         choice = choose(
-            room, generate=zero.generate, offload_states=zero.offload_states, on_gpu=self.place.on_gpu
+            room,
+            generate=zero.generation_gather,
+            offload_states=zero.offload_states,
+            on_gpu=self.place.on_gpu,
         )
         there = rest - (idle if choice.states_away and self.place.on_gpu else 0)
         gathered = 0 if not sharded else weights if choice.whole else self._gathered(shape, each, ahead=True)

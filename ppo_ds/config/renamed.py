@@ -1,0 +1,52 @@
+"""Keys that have been renamed. An old spelling is an error whose message names the new one.
+
+Settings stored in checkpoints and run directories before a renaming are read under the new names, so that old runs can be resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Old key -> new key; what stands below a section moves with it. The more specific names come first.
+RENAMED = {
+    "algo.reward.place": "algo.reward_shaping.score_position",
+    "algo.reward": "algo.reward_shaping",
+    "algo.correction": "algo.rollout_is",
+    "algo.level": "algo.action_level",
+    "algo.policy.kind": "algo.policy.loss",
+    "algo.mask.include_eos": "algo.train_on_eos",
+    "run.may_change": "run.resume_allow_changes",
+    "health.on_kl": "health.kl_action",
+    "data.text_as_chat": "data.apply_chat_template",
+    "actor.zero.generate": "actor.zero.generation_gather",
+}
+
+
+def current_name(key: str) -> str | None:
+    """Returns the name that a renamed key has now; None for a key that was not renamed."""
+    for old, new in RENAMED.items():
+        if key == old or key.startswith(f"{old}."):
+            return new + key.removeprefix(old)
+    return None
+
+
+def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies a nested dict of stored settings with every renamed key under its current name."""
+    current: dict[str, Any] = {}
+    for path, value in _leaves(settings):
+        new = current_name(".".join(path))
+        *sections, name = new.split(".") if new else path
+        section = current
+        for inner in sections:
+            section = section.setdefault(inner, {})
+        section[name] = value
+    return current
+
+
+def _leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
