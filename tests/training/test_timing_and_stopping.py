@@ -187,7 +187,9 @@ def test_running_out_of_memory_at_the_switch_names_what_takes_less():
     with pytest.raises(torch.OutOfMemoryError) as caught, PhaseTimer(CPU)("switch"):
         raise torch.OutOfMemoryError
     (note,) = caught.value.__notes__
-    assert note.endswith("'switch'; set actor.zero.generation_gather=layers or actor.zero.offload_states=always")
+    assert note.endswith(
+        "'switch'; set actor.zero.generation_gather=layers or actor.zero.offload_states=always"
+    )
 
 
 def test_other_phases_and_other_errors():
