@@ -1,4 +1,4 @@
-"""The start-up lines: who runs on what, and the batch equation worked out."""
+"""Summary lines of the start-up banner, among them the resolved batch equation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppo_ds.data.prompts import Source
 from ppo_ds.distributed.world import World
 
 
-def banner(
+def summary(
     config: Config,
     world: World,
     source: Source,
@@ -21,12 +21,11 @@ def banner(
     steps: int,
     optimizer_steps: int,
     gap: tuple[float, float],
-    done: int,
-    notes: list[str],
-) -> str:
-    """``critic_start``: the path of its first weights; None without a critic of its own. ``gap``: what the parity gate found (mean, max).
+) -> list[str]:
+    """Returns the summary of a PPO run: devices, models, data and batch sizes.
 
-    ``done``: steps before this start. ``notes``: lines of other parts, warnings among them.
+    ``critic_start`` is the path of the critic's first weights, None without a critic of its own. ``gap`` is the mean and
+    the maximum that the parity gate found.
     """
     actor, critic, reference, algo = config.actor, config.critic, config.reference, config.algo
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
@@ -35,7 +34,7 @@ def banner(
         if algo.kl.place != "none"
         else "none"
     )
-    lines = [
+    return [
         f"{world.size} rank(s) on {device}; torch {torch.__version__}",
         f"threads    {world.threads}",
         f"actor      {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
@@ -50,15 +49,20 @@ def banner(
         *batch_equation(config, world.size, f", {optimizer_steps} in {steps} steps"),
         f"parity     log-probs of generation and training differ by {gap[0]:.2g} on average, {gap[1]:.2g} at most",
     ]
+
+
+def resumed(run_dir: str, done: int, steps: int) -> list[str]:
+    """Returns the line about the ``done`` steps of earlier starts, if any."""
     if done >= steps:
-        lines.append(
-            f"resumed    {config.run.dir} holds all {done} steps: nothing is left to train; raise run.steps, or choose another run.name"
-        )
-    elif done:
-        lines.append(
-            f"resumed    after step {done}, from {config.run.dir}/checkpoints (run.name or run.dir chooses another place)"
-        )
-    return "\n".join(lines + notes)
+        return [
+            f"resumed    {run_dir} holds all {done} steps: nothing is left to train; raise run.steps, "
+            "or choose another run.name"
+        ]
+    if done:
+        return [
+            f"resumed    after step {done}, from {run_dir}/checkpoints (run.name or run.dir chooses another place)"
+        ]
+    return []
 
 
 def batch_equation(config: Config, ranks: int, in_all: str = "") -> list[str]:

@@ -14,6 +14,7 @@ from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.rollout.decoding import can_decode
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.rollout.static import StaticGenerator
+from ppo_ds.tracking.banner import titled
 
 FASTEST_FIRST = ("static", "hf")  # as measured
 
@@ -25,10 +26,12 @@ def build_generator(
     actor: HybridActor,
     sampling: SamplingParams,
     stopped: Callable[[], bool],
-    notes: list[str],
+    note: Callable[[str], None],
 ) -> tuple[Generator, Gap]:
-    """What decodes until it is ``stopped``, and what the parity gate found of it; ``notes`` is told which and why. A collective; draws random
-    numbers."""
+    """Returns the decode backend, which ends early once ``stopped``, and its gap in the parity gate.
+
+    Notes which backend it is and why. A collective; draws random numbers.
+    """
     asked, made = config.rollout.backend, _backends(config, inputs, actor, stopped)
     choice = choose(
         FASTEST_FIRST if asked == "auto" else (asked,),
@@ -36,10 +39,13 @@ def build_generator(
         gap_of=_gate(config, world, inputs, actor, sampling, made),
         dtype=config.actor.model.dtype,
     )
-    notes += [f"warning    rollout.backend=auto passes over {line}" for line in choice.unfit]
+    for line in choice.unfit:
+        note(titled("warning", f"rollout.backend=auto passes over {line}"))
     why = "the fastest that agrees with training" if asked == "auto" else f"rollout.backend={asked}"
-    notes.append(
-        f"decode     {choice.backend}: {'; '.join((why, *(f'not {line}' for line in choice.incapable)))}"
+    note(
+        titled(
+            "decode", f"{choice.backend}: {'; '.join((why, *(f'not {line}' for line in choice.incapable)))}"
+        )
     )
     return made[choice.backend], choice.gap
 

@@ -215,9 +215,9 @@ def _placed(
 class RewardModels:
     """The models that rewards score with, each in memory once: who asks for one that is there already gets that one."""
 
-    def __init__(self, world: World, notes: list[str]):
-        """``notes``: for the start-up banner; what is shared is added to them."""
-        self._world, self._notes = world, notes
+    def __init__(self, world: World, note: Callable[[str], None]):
+        """``note`` receives a line of the start-up banner for each model that is shared."""
+        self._world, self._note = world, note
         self._placed: dict[
             Hashable, tuple[str, Any, FrozenModel]
         ] = {}  # the first one's key, module, and where it runs
@@ -245,7 +245,7 @@ class RewardModels:
         identity = _identity(load, model)
         if self._base is not None and self._base[0] == identity:
             critic = self._base[1]
-            self._notes.append(
+            self._note(
                 f"sharing    {key}: the critic without its adapters, with its first head; no weights of its own"
             )
             return critic.module, FrozenBase(critic, as_begun=as_kept)
@@ -257,7 +257,7 @@ class RewardModels:
             )
             return self._placed[place][1:]
         first, *there = self._placed[place]
-        self._notes.append(f"sharing    {key}: the same as {first}, in memory once")
+        self._note(f"sharing    {key}: the same as {first}, in memory once")
         return tuple(there)
 
 

@@ -19,7 +19,7 @@ from ppo_ds.build.algorithm import (
     shadow,
     uses_critic,
 )
-from ppo_ds.build.banner import banner
+from ppo_ds.build.banner import resumed, summary
 from ppo_ds.build.data import Inputs, read_inputs, stop_ids
 from ppo_ds.build.generator import build_generator
 from ppo_ds.build.preflight import preflight
@@ -55,6 +55,7 @@ from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.trainer import Trainer
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.rollout.base import Generator, SamplingParams
+from ppo_ds.tracking.banner import Banner
 from ppo_ds.tracking.console import ConsoleTracker
 from ppo_ds.tracking.jsonl import JsonlTracker
 from ppo_ds.tracking.tracker import Tracker, Trackers
@@ -90,7 +91,9 @@ def build_trainer(config: Config, watch: Watchdog | None = None) -> Trainer:
         run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last, settings=settings
     )
     start, notes = _start(config.run.resume, checkpoints, settings)
-    _on_main(world, lambda: notes.extend(open_run_directory(run_dir, settings, start)))
+    banner = Banner()
+    banner.note(*notes)
+    _on_main(world, lambda: banner.note(*open_run_directory(run_dir, settings, start)))
     if prepare:
         _on_main(world, prepare)
     seed_everything(config.run.seed)
@@ -99,18 +102,16 @@ def build_trainer(config: Config, watch: Watchdog | None = None) -> Trainer:
     length = horizon(config, len(inputs.source))
     sampling = _sampling(config, inputs.tokenizer)
     preflight(config, inputs)
-    notes += inputs.notes()
-    notes += warnings(
-        config,
-        hides_stops=bool(
-            hidden_stops(config.algo.train_on_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id)
-        ),
+    banner.note(*inputs.notes())
+    hides_stops = bool(
+        hidden_stops(config.algo.train_on_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id)
     )
+    banner.note(*warnings(config, hides_stops=hides_stops))
     if world.device.type == "cpu":
-        notes += slow_bf16(config, computes_bf16())
+        banner.note(*slow_bf16(config, computes_bf16()))
     timer = PhaseTimer(world.device)
-    roles = _roles(config, world, inputs, length, make_reward, notes, timer, stop.asked)
-    generator, gap = build_generator(config, world, inputs, roles.actor, sampling, stop.asked, notes)
+    roles = _roles(config, world, inputs, length, make_reward, banner, timer, stop.asked)
+    generator, gap = build_generator(config, world, inputs, roles.actor, sampling, stop.asked, banner.note)
     seed_everything(config.run.seed + RANK_SEED_OFFSET * (world.rank + 1))
     trainer = _trainer(config, world, inputs, length, sampling, roles, generator, timer, stop, checkpoints)
     if start is not None:
@@ -118,10 +119,11 @@ def build_trainer(config: Config, watch: Watchdog | None = None) -> Trainer:
     trainer.expect_room()
     if world.is_main:
         done = trainer.progress.step
-        lines = banner(
-            config, world, inputs.source, roles.critic_path, length.steps, length.actor, gap, done, notes
+        banner.summarize(
+            *summary(config, world, inputs.source, roles.critic_path, length.steps, length.actor, gap),
+            *resumed(config.run.dir, done, length.steps),
         )
-        trainer.tracker = _trackers(config, length.steps, done, lines)
+        trainer.tracker = _trackers(config, length.steps, done, banner.render())
     return trainer
 
 
@@ -188,7 +190,7 @@ def _roles(
     inputs: Inputs,
     length: Horizon,
     make_reward: Callable[..., Reward],
-    notes: list[str],
+    banner: Banner,
     timer: PhaseTimer,
     stopped: Callable[[], bool],
 ) -> Roles:
@@ -204,7 +206,7 @@ def _roles(
     actor = build_actor(config, world, needs, length.actor, timer)
     reference = build_reference(config, world, needs, actor) if uses_reference(config) else None
     critic = build_critic(config, start, world, needs, length.critic) if start else None
-    load_frozen = RewardModels(world, notes)
+    load_frozen = RewardModels(world, banner.note)
     if critic is not None:
         load_frozen.offer(critic, start, config)  # before the reward asks for its model
     reward = make_reward(
@@ -214,14 +216,14 @@ def _roles(
         score_tokens=config.memory.score_tokens,
         reduce=world.sum,
         should_stop=stopped,
-        note=notes.append,
+        note=banner.note,
     )
-    notes += adapter_notes(config, actor, critic) + choose_layouts(config, actor, reference, critic)
+    banner.note(*adapter_notes(config, actor, critic), *choose_layouts(config, actor, reference, critic))
     ema, lagged = (
         shadow(actor, config.actor.ema.decay is not None),
         shadow(actor, config.algo.old_policy == "lagged"),
     )
-    notes += plan_generation(config, actor, critic)
+    banner.note(*plan_generation(config, actor, critic))
     return Roles(actor, reference, reward, critic, start.path if start else None, ema, lagged)
 
 

@@ -75,7 +75,7 @@ def built(monkeypatch):
             Actor(),
             SamplingParams(8, 0, 1.0, 1.0, 0, stop_token_ids=(), stop_strings=()),
             lambda: False,
-            notes,
+            notes.append,
         )
         assert (generator.token_budget, generator.tokenizer) == (77, "tokenizer")
         return KINDS[type(generator)], notes, tried

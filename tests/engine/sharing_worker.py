@@ -106,7 +106,7 @@ def shared_reward(world: World, root: Path, stage: int, dtype: str, lora: int = 
 
     def build() -> tuple[TrainedModel, FrozenModel, int]:
         """The critic, the reward model, and the bytes that the second of them took."""
-        critic, place = build_critic(settings, start, world, NEEDS, 20), RewardModels(world, notes)
+        critic, place = build_critic(settings, start, world, NEEDS, 20), RewardModels(world, notes.append)
         place.offer(critic, start, settings)
         before = storages()
         module, scorer = place(load_reward_model, model, FrozenZeroConfig(), "reward.model.path")

@@ -24,7 +24,7 @@ def built(tokenizer):
     def built(**parts: dict[str, Any]):
         notes: list[str] = []
         services = dict(
-            load_frozen=RewardModels(CPU, notes),
+            load_frozen=RewardModels(CPU, notes.append),
             all_reduce_max=lambda n: n,
             score_tokens=1000,
             reduce=lambda x: x,

@@ -1,0 +1,35 @@
+"""Start-up banner: the lines that a run prints before its first step."""
+
+from __future__ import annotations
+
+
+class Banner:
+    """Collects the lines of the start-up banner while a run is built.
+
+    The summary (devices, models, data, batch sizes) comes first, then the notes and warnings of all components in the
+    order in which they were made. A line begins with its title, padded to eleven characters: see ``titled``.
+    """
+
+    def __init__(self) -> None:
+        self._summary: list[str] = []
+        self._notes: list[str] = []
+
+    def summarize(self, *lines: str) -> None:
+        """Adds lines to the summary."""
+        self._summary += lines
+
+    def note(self, *lines: str) -> None:
+        """Adds lines below the summary. Components receive this method as ``note``."""
+        self._notes += lines
+
+    def warn(self, text: str) -> None:
+        """Adds a warning below the summary."""
+        self.note(titled("warning", text))
+
+    def render(self) -> str:
+        return "\n".join([*self._summary, *self._notes])
+
+
+def titled(title: str, text: str) -> str:
+    """Returns ``text`` behind its title, in the columns of the banner."""
+    return f"{title:<10} {text}"
