@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.options import LEARNING_RATE, ends, folder_of, workload_of
 from benchmarks.workloads import EPOCHS, MINIBATCHES
-from ppo_ds.distributed.threads import own_cores, share, users_bound
+from ppo_ds.distributed.threads import own_cores, share, user_limit
 
 HERE = Path(__file__).resolve().parent
 OWN = (
@@ -31,7 +31,7 @@ OWN = (
 
 def compare(args: argparse.Namespace, argv: list[str]) -> int:
     args.threads = (
-        args.threads or share(0, [own_cores()], asked=None, bound=users_bound(os.environ)).each
+        args.threads or share(0, [own_cores()], requested=None, limit=user_limit(os.environ)).each
     )  # one number for both
     pairs: list[dict[str, Any]] = []
     print(

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from launch.cli import load_config  # noqa: E402
-from ppo_ds.distributed.heartbeat import exit_now, within  # noqa: E402
+from ppo_ds.distributed.exit import exit_now, run_with_timeout  # noqa: E402
 from ppo_ds.errors import RunError, UserError  # noqa: E402
 from ppo_ds.secrets import censored  # noqa: E402
 
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         exit_now(watch.fail(complaint(error), str(error), 2, own=True) if watch.started else complain(error))
     except BaseException as error:  # also KeyboardInterrupt, and sys.exit() in a user's code
         exit_now(report(error, watch))
-    watch.guard(config.run.timeout_minutes, lambda why: trainer.fail(RuntimeError(why)))
+    watch.set_timeout(config.run.timeout_minutes, lambda why: trainer.fail(RuntimeError(why)))
     try:
         reason = trainer.fit()
         if config.run.dry_run and reason == "done":
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
         trainer.world.barrier()  # to stop watching while others still work would be to miss how they fare
     except BaseException as error:
         code = report(error, watch)
-        within(CLOSING, partial(trainer.fail, error))
+        run_with_timeout(CLOSING, partial(trainer.fail, error))
         exit_now(code)
     watch.stop()
     trainer.world.close()

@@ -84,7 +84,7 @@ def build_trainer(config: Config, watch: Watchdog | None = None) -> Trainer:
         watch.start(world, notices)
     stop = StopRequest(world, config.run.max_minutes, notices)
     if watch is not None:
-        watch.look_also(stop.look)
+        watch.add_callback(stop.look)
     _check_device(config, world)
     run_dir, settings = Path(config.run.dir or ""), resolved(config)
     checkpoints = Checkpoints(

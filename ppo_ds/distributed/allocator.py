@@ -1,4 +1,4 @@
-"""What the C library does with memory that a tensor on the CPU has given back."""
+"""Memory allocator settings of the C library for tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed memory for the next tensor; whether it could be asked.
+    """Makes glibc keep freed memory for later allocations. Returns False with another C library.
 
-    By default it gives blocks of more than some MB back to the kernel at once, and each step's tensors then begin as new pages that
-    the kernel has to clear and map, one fault each: measured, a tenth and more of a training step on a CPU. What is freed and not used again
-    stays with the process, whose peak is the same.
+    By default glibc returns freed blocks of more than a few MB to the kernel at once, so the tensors of each step
+    start on new pages that the kernel has to clear and map, one page fault each: a tenth or more of a training step
+    on a CPU, as measured. Freed memory stays with the process; its peak is unchanged.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

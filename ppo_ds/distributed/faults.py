@@ -1,15 +1,16 @@
-"""Faults on purpose, so that tests hit each for certain: PPO_DS_FAULT, unset in every real run.
+"""Fault injection for tests: PPO_DS_FAULT makes this process fail at a marked place. Unset in every real run.
 
-    PPO_DS_FAULT="kill@checkpoint.after_actor:rank=1"       one fault, or several with spaces between
+    PPO_DS_FAULT="kill@checkpoint.after_actor:rank=1"       one fault, or several separated by spaces
     PPO_DS_FAULT="nan@loss.actor:at=3 slow@checkpoint.write:rank=1:seconds=5"
 
-ACTION@PLACE, then options: ``rank`` (default: all), ``at`` (the how-manieth time the place is reached, from 1; default 1), ``times`` (how often from
-then on, default 1; 0: for ever), ``seconds`` (of slow). Actions:
+The form is ACTION@PLACE followed by options: ``rank`` (default: all ranks), ``at`` (the visit to the place at which the
+fault starts, from 1; default 1), ``times`` (the number of visits from then on; default 1; 0: unlimited) and ``seconds``
+(of slow). Actions:
 
     kill    SIGKILL to this process        stop   SIGTERM to this process
     raise   a RuntimeError                 full   the OSError of a full disk
-    hang    sleep for ever                 slow   sleep ``seconds``
-    nan     ``fault`` returns True, and the caller spoils what it is about to use
+    hang    sleep without end              slow   sleep ``seconds``
+    nan     ``fault`` returns True, and the caller turns its result into NaN
 """
 
 from __future__ import annotations
@@ -20,37 +21,32 @@ import signal
 import time
 from collections import Counter
 
-_reached: Counter[str] = Counter()
+visits: Counter[str] = Counter()  # by place
 
 
 def fault(place: str) -> bool:
-    """Marks a place at which a test can have this process fail. True: what is computed here is to become NaN."""
-    asked = os.environ.get("PPO_DS_FAULT")
-    if asked is None:
+    """Marks a place at which a test can make this process fail. Returns True if the result there is to become NaN."""
+    requested = os.environ.get("PPO_DS_FAULT")
+    if requested is None:
         return False
-    _reached[place] += 1
-    return any([_act(action, place) for action in asked.split() if _is_due(action, place)])
-
-
-def _is_due(asked: str, place: str) -> bool:
-    where, *options = asked.partition("@")[2].split(":")
-    given = dict(option.split("=") for option in options)
-    me = os.environ.get("RANK", "0")
-    since, times = _reached[place] - int(given.get("at", 1)), int(given.get("times", 1))
-    return where == place and given.get("rank", me) == me and 0 <= since < (times or since + 1)
-
-
-def _act(asked: str, place: str) -> bool:
-    action = asked.partition("@")[0]
-    if action in ("kill", "stop"):
-        os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGTERM)
-    elif action == "raise":
-        raise RuntimeError(f"fault at {place}")
-    elif action == "full":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
-    elif action in ("hang", "slow"):
-        _, _, seconds = asked.partition("seconds=")
-        time.sleep(float(seconds.split(":")[0]) if action == "slow" else 1e9)
-    else:
-        assert action == "nan", f"PPO_DS_FAULT={asked}: no such action"
-    return action == "nan"
+    visits[place] += 1
+    rank, is_nan = os.environ.get("RANK", "0"), False
+    for request in requested.split():
+        action, _, condition = request.partition("@")
+        where, *options = condition.split(":")
+        given = dict(option.split("=") for option in options)
+        visit, times = visits[place] - int(given.get("at", 1)), int(given.get("times", 1))
+        if where != place or given.get("rank", rank) != rank or not 0 <= visit < (times or visit + 1):
+            continue
+        if action in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGTERM)
+        elif action == "raise":
+            raise RuntimeError(f"fault at {place}")
+        elif action == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
+        elif action in ("hang", "slow"):
+            time.sleep(float(given["seconds"]) if action == "slow" else 1e9)
+        else:
+            assert action == "nan", f"PPO_DS_FAULT={request}: no such action"
+            is_nan = True
+    return is_nan

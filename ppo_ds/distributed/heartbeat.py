@@ -1,50 +1,45 @@
-"""Signs of life of this process: what its loop is doing, and that it gets on. The thread that tells work from a hang reads them (distributed/watchdog.py).
+"""Process-wide heartbeat: the phase that this rank is in and the number of pieces of work it has completed.
 
-Kept for the process as a whole, like its random state: whatever gets on says so in one line, without being handed anything.
+The watchdog (distributed/watchdog.py) reads it to tell slow work from a hang. There is one heartbeat per process, like
+the global random state, so that code deep in a rollout can beat without a parameter. Only the functions of this module
+change it, and only the main thread calls those.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NoReturn
+from dataclasses import dataclass, replace
 
 
-@dataclass
+@dataclass(frozen=True)
 class Heartbeat:
-    place: str = "before the first phase"
-    since: float = field(default_factory=time.time)
-    signs: int = 0
+    """State of the heartbeat at one moment."""
+
+    phase: str = "before the first phase"  # continues the sentence "this rank is ..."
+    since: float = 0.0  # time.time() when the phase was entered
+    beats: int = 0
 
 
-HEARTBEAT = Heartbeat()
+_current = Heartbeat(since=time.time())
 
 
-def sign() -> None:
-    """A piece of work is done: a micro-batch, some tokens of the answers."""
-    HEARTBEAT.signs += 1
+def read() -> Heartbeat:
+    """Returns the current state; any thread may call it."""
+    return _current
 
 
-def enter(place: str, since: float | None = None) -> tuple[str, float]:
-    """A phase begins or ends, which is a sign of life too. Returns where this was before and since when, to be entered again."""
-    before = HEARTBEAT.place, HEARTBEAT.since
-    HEARTBEAT.place, HEARTBEAT.since = place, time.time() if since is None else since
-    sign()
-    return before
+def beat() -> None:
+    """Counts one completed piece of work, such as a micro-batch or some generated tokens."""
+    global _current
+    _current = replace(_current, beats=_current.beats + 1)
 
 
-def within(seconds: float, action: Callable[[], object]) -> None:
-    """Does it as far as that goes in so many seconds: for the last things before the end of this process."""
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    thread.join(seconds)
+def enter(phase: str, since: float | None = None) -> tuple[str, float]:
+    """Enters a phase, which counts as a beat.
 
-
-def exit_now(code: int) -> NoReturn:
-    """Ends this process at once: a rank that fails alone must not wait for the others in the destructors of its communicators."""
-    within(1.0, lambda: (sys.stdout.flush(), sys.stderr.flush()))  # the main thread may hold their locks
-    os._exit(code)
+    Returns the previous phase and its start, with which ``enter(*previous)`` goes back to it.
+    """
+    global _current
+    previous = _current
+    _current = Heartbeat(phase, time.time() if since is None else since, previous.beats + 1)
+    return previous.phase, previous.since

@@ -1,6 +1,7 @@
-"""Whether the launcher that started this rank is still there.
+"""Detection of the launcher that started this rank.
 
-A signal to the ``deepspeed`` command ends it alone: its ranks train on, hold the port and the GPUs, and write where the next start writes.
+A signal to the ``deepspeed`` command ends that command alone: its ranks go on as orphans, hold the port and the GPUs,
+and write into the run directory that the next start uses. A rank therefore watches its launchers' process ids.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import os
 from pathlib import Path
 
 
-def launchers() -> tuple[int, ...]:
-    """The process ids of this rank's launchers: parent and grandparent under ``deepspeed``, the parent under ``torchrun``, none for plain python.
+def launcher_pids() -> tuple[int, ...]:
+    """Returns the process ids of this rank's launchers.
 
-    Once one of them has ended, this is no longer what it was at the start.
+    These are the parent and the grandparent under ``deepspeed``, the parent under ``torchrun`` and none for plain
+    python. The result changes once one of them has ended, since the kernel then assigns this process a new parent.
     """
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -20,6 +22,6 @@ def launchers() -> tuple[int, ...]:
     try:
         command = Path(f"/proc/{parent}/cmdline").read_bytes()
         grandparent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it has ended just now, or this system has no /proc
+    except OSError:  # the parent has just ended, or this system has no /proc
         return ()
     return (parent, grandparent) if b"deepspeed.launcher.launch" in command else ()

@@ -1,8 +1,13 @@
-"""Short texts that ranks leave for each other at any moment, from any thread: what must be known while others wait in a collective."""
+"""Key-value store shared by all ranks, usable at any moment and from any thread.
+
+It carries what must be known while ranks wait in a collective: failures and stop requests.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -14,32 +19,37 @@ class StoreUnavailable(ConnectionError):
 
 
 class RankStore:
-    """A connection of this rank's own to the store that all ranks met at, so that no waiting of the process group holds it up. No collective."""
+    """This rank's own connection to the store of the process group, so that no collective blocks it.
+
+    No method is a collective, and each raises StoreUnavailable.
+    """
 
     def __init__(self) -> None:
         self._store = dist.distributed_c10d._get_default_store().clone()
         self._lock = threading.Lock()
 
-    def put(self, name: str, text: str) -> None:
-        """Raises Gone, as the others do."""
+    @contextmanager
+    def _connection(self) -> Iterator[dist.Store]:
         with self._lock:
             try:
-                self._store.set(PREFIX + name, text)
+                yield self._store
             except dist.DistError as error:
                 raise StoreUnavailable(str(error)) from error
 
-    def get(self, name: str) -> str | None:
-        """What any rank put under that name last; None where nobody did. Returns at once."""
-        with self._lock:
-            try:
-                return self._store.get(PREFIX + name).decode() if self._store.check([PREFIX + name]) else None
-            except dist.DistError as error:
-                raise StoreUnavailable(str(error)) from error
+    def put(self, key: str, value: str) -> None:
+        """Sets ``key`` to ``value``."""
+        with self._connection() as store:
+            store.set(PREFIX + key, value)
 
-    def count(self, name: str, more: int = 1) -> int:
-        """Adds to a number that all ranks share, 0 at first, and gives what it is then. Two ranks never see the same one after adding."""
-        with self._lock:
-            try:
-                return self._store.add(PREFIX + name, more)
-            except dist.DistError as error:
-                raise StoreUnavailable(str(error)) from error
+    def get(self, key: str) -> str | None:
+        """Returns the value that a rank put last, or None without one. Never waits for a value."""
+        with self._connection() as store:
+            return store.get(PREFIX + key).decode() if store.check([PREFIX + key]) else None
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Adds ``amount`` to a shared counter that starts at 0 and returns the sum.
+
+        The addition is atomic: no two ranks that add get the same sum.
+        """
+        with self._connection() as store:
+            return store.add(PREFIX + key, amount)

@@ -1,7 +1,8 @@
-"""How many threads a rank computes with on its CPU: its share of the machine's cores, worked out here and not left to a launcher.
+"""Number of CPU threads of each rank: its share of the machine's cores, independent of the launcher.
 
-torchrun sets OMP_NUM_THREADS=1 for its ranks where nobody has set it, ``deepspeed`` sets nothing (each rank then takes every core) or, with
-``--bind_cores_to_rank``, gives each rank cores of its own. A user's OMP_NUM_THREADS is a bound; run.threads is the key.
+torchrun sets OMP_NUM_THREADS=1 for its ranks where the variable is unset. ``deepspeed`` sets nothing, so that each rank
+would take every core, or, with ``--bind_cores_to_rank``, gives each rank cores of its own. A user's OMP_NUM_THREADS is
+an upper bound; run.threads overrides everything.
 """
 
 from __future__ import annotations
@@ -18,56 +19,63 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Cores:
-    """What one process may compute on."""
+    """CPU cores available to one process."""
 
     machine: str
     usable: frozenset[int]  # numbers of the cores that it may run on
-    quota: float  # how many of them at once (a container's limit); inf: all
+    quota: float  # how many of them it may use at once (a container's limit); inf: all
 
 
 @dataclass(frozen=True)
 class Threads:
-    """What this rank computes with."""
+    """Threads of one rank, and the cores that they share."""
 
     each: int  # threads of this rank
-    cores: int  # that the ranks on its machine may use together
+    cores: int  # usable by all ranks on its machine together
     ranks: int  # on its machine
 
     def __str__(self) -> str:
-        return f"{self.each} per rank ({self.cores} core{'s' * (self.cores > 1)}, {self.ranks} rank{'s' * (self.ranks > 1)} on this machine)"
+        cores = f"{self.cores} core{'s' * (self.cores > 1)}"
+        return f"{self.each} per rank ({cores}, {self.ranks} rank{'s' * (self.ranks > 1)} on this machine)"
 
 
 def own_cores() -> Cores:
-    """Of this process."""
+    """Returns the cores of this process."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return Cores(platform.node(), frozenset(usable), cpu_quota(CGROUP))
 
 
 def cpu_quota(cgroup: Path) -> float:
-    """Cores' worth of time that the container of this process gets; inf without a limit. cgroup v2 and v1 keep it in different files."""
+    """Returns the CPU quota of this process's container in cores, inf without a limit.
+
+    cgroup v2 and v1 keep it in different files.
+    """
     for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         try:
             quota, period = " ".join((cgroup / file).read_text() for file in files).split()
-        except OSError:  # of the other version, or no cgroup at all
+        except OSError:  # the other version, or no cgroup at all
             continue
         return math.inf if quota in ("max", "-1") else int(quota) / int(period)
     return math.inf
 
 
-def users_bound(environment: Mapping[str, str]) -> int | None:
-    """OMP_NUM_THREADS, but not torchrun's 1, which says nothing of what anybody wants."""
+def user_limit(environment: Mapping[str, str]) -> int | None:
+    """Returns the user's OMP_NUM_THREADS, or None. Ignores the 1 that torchrun sets by default."""
     given = environment.get("OMP_NUM_THREADS", "")
     if not given.isdigit() or int(given) < 1 or ("TORCHELASTIC_RUN_ID" in environment and given == "1"):
         return None
     return int(given)
 
 
-def share(rank: int, ranks: Sequence[Cores], asked: int | None, bound: int | None = None) -> Threads:
-    """``asked``: run.threads. Without it each core counts as divided by the ranks that may run on it, and the sum is rounded down; 1 at least,
-    ``bound`` at most."""
-    mine = ranks[rank]
-    here = [cores for cores in ranks if cores.machine == mine.machine]
-    own = sum(1 / sum(core in cores.usable for cores in here) for core in mine.usable)
-    together = len(frozenset().union(*(cores.usable for cores in here)))
-    each = asked or max(1, math.floor(min(own, mine.quota / len(here), bound or math.inf) + 1e-9))
-    return Threads(each, math.ceil(min(together, mine.quota)), len(here))
+def share(rank: int, ranks: Sequence[Cores], requested: int | None, limit: int | None = None) -> Threads:
+    """Computes the number of threads of ``rank`` from the cores of all ranks.
+
+    ``requested`` (run.threads) wins. Without it, each core is divided by the number of ranks that may run on it; the
+    sum over the rank's cores is rounded down and bounded to [1, ``limit``].
+    """
+    own = ranks[rank]
+    local = [cores for cores in ranks if cores.machine == own.machine]
+    fair = sum(1 / sum(core in cores.usable for cores in local) for core in own.usable)
+    together = len(frozenset().union(*(cores.usable for cores in local)))
+    each = requested or max(1, math.floor(min(fair, own.quota / len(local), limit or math.inf) + 1e-9))
+    return Threads(each, math.ceil(min(together, own.quota)), len(local))

@@ -1,8 +1,9 @@
-"""One for all: a thread on each rank that ends it where another rank has failed or died, or where the run is stuck.
+"""Watchdog: a thread on each rank that ends the rank when a peer fails or dies, or when the run hangs.
 
-A rank that waits in a collective cannot see any of this by itself: gloo breaks with an error of its own, which would hide the cause, NCCL waits
-until its timeout. The first rank to fail says so, and everybody hears of it within a second (distributed/store.py); a process that ends without a
-word is seen by the ranks on the same machine. A machine that is lost altogether shows as a run that is stuck.
+A rank that waits in a collective notices none of this by itself: gloo breaks with an error of its own, which would hide
+the cause, and NCCL waits until its timeout. The first rank to fail writes the failure into the store that all ranks
+share (distributed/store.py), and every watchdog reads it within a second. A process that dies without writing is noticed
+by the ranks on the same machine. The loss of a whole machine shows as a hang.
 """
 
 from __future__ import annotations
@@ -17,248 +18,270 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ppo_ds.distributed.heartbeat import HEARTBEAT, exit_now, within
+from ppo_ds.distributed import heartbeat
+from ppo_ds.distributed.exit import exit_now, run_with_timeout
 from ppo_ds.distributed.store import RankStore, StoreUnavailable
 from ppo_ds.distributed.world import World
 
-POLL = 0.5  # seconds between two looks
-WORD = 2.0  # seconds that a rank with an error waits for word of one that failed before it, and maybe made it fail
-HEARD = 3.0  # seconds at most that ranks stay for the others to hear why: one of them holds the store
-CLOSING = 3.0  # seconds for the record of the run to be closed
-GRACE = 5.0  # seconds on top, for a rank whose threads no longer run
-FAILURE, CLAIM, HEARERS, SILENT = (
-    "failure",
-    "failures",
-    "heard",
-    "silent",
-)  # names of notices; of the last, with a rank behind it
+# seconds
+POLL = 0.5  # between two checks
+FIRST_ERROR_WAIT = 2.0  # for the error of another rank that failed earlier and may have caused this rank's
+ACK_TIMEOUT = (
+    3.0  # at most, for all ranks to read a failure before this one exits: one of them holds the store
+)
+CLOSE_TIMEOUT = 3.0  # for closing the record of the run
+HARD_EXIT_MARGIN = 5.0  # beyond the limit, after which the process ends even if its threads no longer run
+
+# keys of the store
+FAILURE, FAILURE_CLAIMS, FAILURE_ACKS, STALLED = "failure", "failure_claims", "failure_acks", "stalled"
+
+
+def write_stderr(text: str) -> None:
+    """Writes ``text`` in one piece, bypassing the buffers, whose locks another thread may hold."""
+    rest = f"{text.rstrip()}\n".encode(errors="backslashreplace")
+    while rest:
+        rest = rest[os.write(2, rest) :]
+
+
+def schedule_hard_exit(seconds: float) -> None:
+    """Makes the process print its stacks and exit in ``seconds``. Fires even if the GIL is never released."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+
+
+@dataclass(frozen=True)
+class Process:
+    """Operations on this process that the watchdog uses; a test passes simulated ones."""
+
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    exit: Callable[[int], NoReturn] = exit_now
+    write: Callable[[str], None] = write_stderr
+    schedule_hard_exit: Callable[[float], None] = schedule_hard_exit
 
 
 class Watchdog:
-    """Does nothing until ``start``."""
+    """Ends this rank when a peer fails, dies or hangs. Does nothing until ``start``."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: Process | None = None) -> None:
         self.started = False
-        self._limit: float | None = None  # seconds without a sign of life
-        self._silent = (
-            0.0  # such seconds that this thread has witnessed: none while the whole process stood still
-        )
-        self._signs = -1
-        self._looked = self._armed = -float("inf")
-        self._also: list[Callable[[], None]] = []
-        self._close_record: Callable[[str], None] = lambda why: None
+        self._process = process or Process()
+        self._limit: float | None = None  # seconds without a beat that count as a hang
+        # seconds without a beat while this thread was running: none while the whole process was suspended
+        self._silent = 0.0
+        self._beats = -1  # at the last check
+        self._last_check = self._hard_exit_scheduled = -float("inf")
+        self._callbacks: list[Callable[[], None]] = []
+        self._close_record: Callable[[str], None] = lambda reason: None
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
-    def start(self, world: World, notices: RankStore) -> None:
-        """A collective."""
-        self._rank, self._size, self._notices = world.rank, world.size, notices
-        self._mates = local_peers(world)
+    def start(self, world: World, store: RankStore) -> None:
+        """Starts the thread. A collective."""
+        self.connect(world, store)
         self.started = True
         self._thread.start()
 
-    def look_also(self, look: Callable[[], None]) -> None:
-        """Has the thread call it about twice a second from now on. It must return soon, and be no collective."""
-        self._also.append(look)
+    def connect(self, world: World, store: RankStore) -> None:
+        """Sets the ranks to watch, without a thread. A collective."""
+        self._rank, self._size, self._store = world.rank, world.size, store
+        self._peers = local_peers(world)
 
-    def guard(self, minutes: float, close_record: Callable[[str], None]) -> None:
-        """From now on so many minutes without a sign of life end the run. ``close_record`` is told why this rank ends for another's sake."""
+    def add_callback(self, callback: Callable[[], None]) -> None:
+        """Makes the thread call ``callback`` about twice a second. It must return soon and not be a collective."""
+        self._callbacks.append(callback)
+
+    def set_timeout(self, minutes: float, close_record: Callable[[str], None]) -> None:
+        """From now on, ``minutes`` without a beat end the run.
+
+        ``close_record`` is called with the reason when this rank exits because of another one.
+        """
         self._close_record = close_record
         self._limit = 60 * minutes
-        self._arm(self._limit)
+        self._postpone_hard_exit(self._limit)
 
     def stop(self) -> None:
-        """All went well. Every rank must have come as far, and none may end before all have stopped: one that ends while it is watched has died."""
+        """Stops watching after a successful run.
+
+        Every rank must have finished, and none may exit before all have stopped: a rank that exits while it is watched
+        counts as dead.
+        """
         if not self.started:
             return
         self._stopped.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        for mate in self._mates:
-            os.close(mate)
+        for descriptor in self._peers:
+            os.close(descriptor)
 
-    def fail(self, text: str, why: str, code: int, *, own: bool = False) -> int:
-        """This rank ends with an error: prints ``text`` and tells the others, who leave with the same ``code``, as the caller must: it is returned.
+    def fail(self, text: str, reason: str, code: int, *, own: bool = False) -> int:
+        """Reports an error of this rank: prints ``text``, tells the other ranks, and returns ``code``.
 
-        Where another rank was first it ends this one instead, since that one's error is the cause. ``why`` is half a line for the others. ``own``: no
-        other rank can have caused it, and ``text`` says all; so the others say nothing.
+        The caller must then exit with that code, as the other ranks do. If another rank has failed before, this method
+        does not return but exits, since that rank's error is the cause. ``reason`` is half a line for the other ranks.
+        ``own`` states that no other rank can have caused the error and that ``text`` says everything; the other ranks
+        then print nothing.
         """
         if self._size > 1:
-            self._claim(code, 0.0 if own else WORD)
-        self._stopped.set()  # the others leave as soon as they have heard: to the thread it would look as if they had failed
-        say(text if own or self._size == 1 else f"rank {self._rank} failed:\n{text}")
+            # the thread meanwhile exits if the first error belongs to another rank
+            self._process.sleep(0.0 if own else FIRST_ERROR_WAIT)
+            with contextlib.suppress(StoreUnavailable):
+                if self._store.add(FAILURE_CLAIMS) > 1:
+                    self._process.sleep(2 * ACK_TIMEOUT)
+                    self._process.exit(code)
+        # the other ranks exit as soon as they have read the failure, which the thread would take for failures of theirs
+        self._stopped.set()
+        self._process.write(text if own or self._size == 1 else f"rank {self._rank} failed:\n{text}")
         self._limit = None
         with contextlib.suppress(StoreUnavailable):
-            self._put(why, code, quiet=own)
-            self._notices.count(HEARERS)
-            self._await_hearers(self._size)
+            self._publish(reason, code, quiet=own)
+            self._store.add(FAILURE_ACKS)
+            self._await_acks(self._size)
         return code
-
-    def _claim(self, code: int, patience: float) -> None:
-        """Returns on one rank alone, the first. The thread ends the others meanwhile."""
-        time.sleep(patience)
-        with contextlib.suppress(StoreUnavailable):
-            if self._notices.count(CLAIM) > 1:
-                time.sleep(2 * HEARD)
-                exit_now(code)
-
-    # -- the thread -----------------------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._stopped.is_set():
-                self._look()
-                self._wait()
-        except Exception as error:  # nobody would watch any more
-            exit_now(self.fail(traceback.format_exc(), f"{type(error).__name__}: {error}", 1))
+                self.check()
+                self._poll_peers()
+        except Exception as error:  # without this thread the rank would be unwatched
+            reason = f"{type(error).__name__}: {error}"
+            self._process.exit(self.fail(traceback.format_exc(), reason, 1))
 
-    def _look(self) -> None:
+    def check(self) -> None:
+        """Looks once for failures of other ranks and for a hang of this one. The thread calls it twice a second."""
+        failure = None
         try:
-            failure = self._notices.get(FAILURE)
+            failure = self._store.get(FAILURE)
         except StoreUnavailable:
-            failure = None
-            self._store_gone()
+            # where the launcher held the store, the ranks are orphans, which save and end by themselves
+            # (training/stopping.py); else rank 0 held it
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                self._poll_peers()  # if rank 0 is on this machine, this reports its death
+                self._exit(
+                    "stopped because rank 0 failed (the store of all ranks, which it holds, no longer answers)",
+                    1,
+                )
         if failure is not None:
-            self._hear(**json.loads(failure))
-        for look in self._also:
-            look()
+            self._follow(**json.loads(failure))
+        for callback in self._callbacks:
+            callback()
         if self._limit is not None:
-            self._listen(self._limit)
+            self._check_progress(self._limit)
 
-    def _store_gone(self) -> None:
-        """Where the launcher held it the ranks are orphans now, which save and end by themselves (training/stopping.py)."""
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            self._wait()  # on the same machine it is seen who has ended
-            self._end(
-                "ended, since rank 0 failed (it holds the store that all ranks met at, and no longer answers)",
-                1,
-            )
+    def _poll_peers(self) -> None:
+        """Waits for the next check, or until a process of this machine ends; then this rank ends too."""
+        ended, _, _ = select.select(list(self._peers), [], [], POLL)
+        if not ended or self._stopped.is_set():
+            return
+        rank = self._peers[ended[0]]
+        reason = "its process died without an error message; possibly killed by the kernel for lack of memory"
+        with contextlib.suppress(StoreUnavailable):
+            if (failure := self._store.get(FAILURE)) is not None:  # it wrote one before it ended
+                self._follow(**json.loads(failure))
+            self._store.add(FAILURE_CLAIMS)
+            self._publish(reason, 1, rank)
+            self._store.add(FAILURE_ACKS)
+        self._exit(f"stopped because rank {rank} failed ({reason})", 1, acks=self._size - 1)
 
-    def _wait(self) -> None:
-        ended, _, _ = select.select(list(self._mates), [], [], POLL)
-        if ended and not self._stopped.is_set():
-            self._mate_ended(self._mates[ended[0]])
+    def _follow(self, rank: int, reason: str, code: int, stuck: bool, quiet: bool) -> None:
+        """Exits because of the published failure of ``rank``, which prints its own error.
 
-    def _hear(self, rank: int, why: str, code: int, stuck: bool, quiet: bool) -> None:
-        """Of the first rank to fail, which tells itself what there is to tell. The others say one line, or where they are if the run is stuck."""
+        The other ranks print one line, or in a hang their phase and stack.
+        """
         if rank == self._rank and not stuck:
             self._stopped.set()
             return
         with contextlib.suppress(StoreUnavailable):
-            self._notices.count(HEARERS)
-        self._end(
-            self._place(why) if stuck else f"ended, since rank {rank} failed ({why})",
-            code,
-            hearers=self._size,
-            quiet=quiet,
-        )
+            self._store.add(FAILURE_ACKS)
+        line = self._location(reason) if stuck else f"stopped because rank {rank} failed ({reason})"
+        self._exit(line, code, acks=self._size, quiet=quiet)
 
-    def _mate_ended(self, rank: int) -> None:
-        """A process is gone. What it had to say it has said before."""
-        why = "its process has ended without a word; killed by the kernel for want of memory?"
-        with contextlib.suppress(StoreUnavailable):
-            if (failure := self._notices.get(FAILURE)) is not None:
-                self._hear(**json.loads(failure))
-            self._notices.count(CLAIM)
-            self._put(why, 1, rank)
-            self._notices.count(HEARERS)
-        self._end(f"ended, since rank {rank} failed ({why})", 1, hearers=self._size - 1)
-
-    def _put(
-        self, why: str, code: int, rank: int | None = None, stuck: bool = False, quiet: bool = False
+    def _publish(
+        self, reason: str, code: int, rank: int | None = None, stuck: bool = False, quiet: bool = False
     ) -> None:
         failure = {
             "rank": self._rank if rank is None else rank,
-            "why": why,
+            "reason": reason,
             "code": code,
             "stuck": stuck,
             "quiet": quiet,
         }
-        self._notices.put(FAILURE, json.dumps(failure))
+        self._store.put(FAILURE, json.dumps(failure))
 
-    def _await_hearers(self, hearers: int) -> None:
-        until = time.monotonic() + HEARD
-        while self._notices.count(HEARERS, 0) < hearers and time.monotonic() < until:
-            time.sleep(POLL / 5)
+    def _await_acks(self, acks: int) -> None:
+        deadline = self._process.clock() + ACK_TIMEOUT
+        while self._store.add(FAILURE_ACKS, 0) < acks and self._process.clock() < deadline:
+            self._process.sleep(POLL / 5)
 
-    def _end(self, line: str, code: int, hearers: int = 0, quiet: bool = False) -> NoReturn:
+    def _exit(self, line: str, code: int, acks: int = 0, quiet: bool = False) -> NoReturn:
         if not quiet:
-            say(f"rank {self._rank}: {line}")
-        within(CLOSING, lambda: self._close_record(line.partition("\n")[0]))
+            self._process.write(f"rank {self._rank}: {line}")
+        run_with_timeout(CLOSE_TIMEOUT, lambda: self._close_record(line.partition("\n")[0]))
         with contextlib.suppress(StoreUnavailable):
-            self._await_hearers(hearers)
-        exit_now(code)
+            self._await_acks(acks)
+        self._process.exit(code)
 
-    # -- stuck ------------------------------------------------------------------------------------------------------------------------------
-
-    def _listen(self, limit: float) -> None:
-        now = time.monotonic()
-        if now - self._armed > GRACE / 2:
-            self._arm(limit)
-        self._silent = (
-            self._silent + min(now - self._looked, 2 * POLL) if self._signs == HEARTBEAT.signs else 0.0
-        )
-        self._signs, self._looked = HEARTBEAT.signs, now
-        if self._silent > limit:
-            self._stuck(limit)
-
-    def _stuck(self, limit: float) -> None:
-        """The first to find out tells all, itself too, at the next look. It looks about before: ranks that wait for each other are as silent."""
+    def _check_progress(self, limit: float) -> None:
+        """Publishes a hang after ``limit`` seconds without a beat; all ranks report it at their next check."""
+        now, beats = self._process.clock(), heartbeat.read().beats
+        if now - self._hard_exit_scheduled > HARD_EXIT_MARGIN / 2:
+            self._postpone_hard_exit(limit)
+        # a long gap between two checks means that the process was suspended, so it counts as two intervals at most
+        self._silent = self._silent + min(now - self._last_check, 2 * POLL) if self._beats == beats else 0.0
+        self._beats, self._last_check = beats, now
+        if self._silent <= limit:
+            return
         try:
-            self._notices.count(f"{SILENT}{self._rank}")
-            if self._notices.count(CLAIM) == 1:
-                time.sleep(2 * POLL)
-                alike = self._size > 1 and all(
-                    self._notices.count(f"{SILENT}{rank}", 0) for rank in range(self._size)
+            self._store.add(f"{STALLED}{self._rank}")
+            if self._store.add(FAILURE_CLAIMS) == 1:
+                self._process.sleep(2 * POLL)  # ranks that wait for each other stall at the same time
+                all_stalled = self._size > 1 and all(
+                    self._store.add(f"{STALLED}{rank}", 0) for rank in range(self._size)
                 )
-                self._put(_silence("any rank" if alike else f"rank {self._rank}", limit), 1, stuck=True)
+                self._publish(
+                    _no_progress("any rank" if all_stalled else f"rank {self._rank}", limit), 1, stuck=True
+                )
         except StoreUnavailable:
-            self._end(self._place(_silence(f"rank {self._rank}", limit)), 1)
+            self._exit(self._location(_no_progress(f"rank {self._rank}", limit)), 1)
 
-    def _arm(self, limit: float) -> None:
-        """A clock that needs no interpreter, for a main thread that never gives it up: nobody winds it up again then."""
-        faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=2)
-        self._armed = time.monotonic()
+    def _postpone_hard_exit(self, limit: float) -> None:
+        """Restarts the timer of the hard exit, for a main thread that never releases the GIL to this one."""
+        self._process.schedule_hard_exit(limit + HARD_EXIT_MARGIN)
+        self._hard_exit_scheduled = self._process.clock()
 
-    def _place(self, why: str) -> str:
-        """Where this rank is. One after the other, so that what they print stays apart."""
-        time.sleep(min(0.2 * self._rank, HEARD))
+    def _location(self, reason: str) -> str:
+        """Describes the phase and the stack of the main thread. Ranks take turns, so that their output stays apart."""
+        self._process.sleep(min(0.2 * self._rank, ACK_TIMEOUT))
         stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
-        since = time.strftime("%H:%M:%S", time.localtime(HEARTBEAT.since))
-        return f"stuck ({why}); this one is {HEARTBEAT.place} since {since}, at\n{''.join(stack).rstrip()}"
+        current = heartbeat.read()
+        since = time.strftime("%H:%M:%S", time.localtime(current.since))
+        return f"stuck ({reason}); this rank is {current.phase} since {since}, at\n{''.join(stack).rstrip()}"
 
 
-def _silence(who: str, limit: float) -> str:
-    return f"no sign of life from {who} for {limit:.0f} s; run.timeout_minutes={limit / 60:g} is the limit: raise it if this was only slow"
+def _no_progress(who: str, limit: float) -> str:
+    return (
+        f"no progress on {who} for {limit:.0f} s; run.timeout_minutes={limit / 60:g} is the limit: "
+        "raise it if the run was only slow"
+    )
 
 
 def local_peers(world: World) -> dict[int, int]:
-    """The other ranks on this machine by file descriptors that become readable when their processes end. A collective."""
-    home = _home()
-    places = world.gather_objects((home, os.getpid()))
-    found = {}
-    for rank, (where, pid) in enumerate(places):
-        if rank != world.rank and where == home is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # not allowed in some containers; then launchers and timeouts must do
-                found[os.pidfd_open(pid)] = rank
-    return found
+    """Returns the other ranks on this machine by process file descriptors, readable once the process has ended.
 
-
-def _home() -> str | None:
-    """The machine, and the container in it, whose process ids these are."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
-    except OSError:  # not Linux
-        return None
-
-
-def say(text: str) -> None:
-    """In one piece, past the buffers, whose locks another thread may hold."""
-    rest = f"{text.rstrip()}\n".encode(errors="backslashreplace")
-    while rest:
-        rest = rest[os.write(2, rest) :]
+    A collective. A machine is one boot of a kernel and one namespace of process ids, so containers count as machines.
+    """
+    machine = None
+    with contextlib.suppress(OSError):  # not Linux
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        machine = boot + os.readlink("/proc/self/ns/pid")
+    peers = {}
+    for rank, (other, pid) in enumerate(world.gather_objects((machine, os.getpid()))):
+        if rank != world.rank and other == machine is not None:
+            # some containers forbid it; the launchers and the timeouts remain
+            with contextlib.suppress(OSError):
+                peers[os.pidfd_open(pid)] = rank
+    return peers

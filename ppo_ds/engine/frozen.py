@@ -14,7 +14,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from ppo_ds.distributed.heartbeat import sign
+from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
 
@@ -43,7 +43,7 @@ class FrozenModel:
         return getattr(self.model, "module", self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sign()
+        beat()
         with torch.no_grad():
             return self.model(*args, **kwargs)
 

@@ -11,7 +11,7 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from ppo_ds.distributed.heartbeat import sign
+from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.gradients import drop, scale_can_fall, squared_norm
 
@@ -121,7 +121,7 @@ class TrainedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.settle()
-        sign()
+        beat()
         return self.engine(*args, **kwargs)
 
     def settle(self) -> None:

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from ppo_ds.distributed.faults import fault
-from ppo_ds.distributed.heartbeat import sign
+from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.ops.logprobs import logprobs_from_logits
 
 
@@ -92,7 +92,7 @@ class _Stopped(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         fault("generate.step")
-        sign()
+        beat()
         return torch.full((len(input_ids),), self.stopped(), device=input_ids.device)
 
 

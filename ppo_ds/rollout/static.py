@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_ds.distributed.faults import fault
-from ppo_ds.distributed.heartbeat import sign
+from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.rollout.base import SamplingParams, finish, limits_of, never
 from ppo_ds.rollout.cache import Prefix
 from ppo_ds.rollout.decoding import Decoder, own_masks
@@ -208,7 +208,7 @@ class _Run:
             if wish is _Wish.LEAVE or self._agreed(bool(self.live)) is not _Wish.MORE:
                 return
             fault("generate.step")
-            sign()
+            beat()
             self._advance()
             self._look()
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Protocol
 
-from ppo_ds.distributed.launcher import launchers
+from ppo_ds.distributed.launcher import launcher_pids
 from ppo_ds.distributed.store import StoreUnavailable
 from ppo_ds.distributed.world import World
 
@@ -50,7 +50,7 @@ class StopRequest:
         self._why: str | None = None
         self._interrupted: float | None = None  # when Ctrl-C came first
         self._told = False  # the others know
-        self._launchers = launchers()
+        self._launchers = launcher_pids()
         self._caught: int | None = None  # where numbers of signals can be read
 
     def listen(self) -> None:
@@ -91,7 +91,7 @@ class StopRequest:
             for number in os.read(self._caught, 64):
                 if number in SIGNALS:
                     return self._said(number)
-        if launchers() != self._launchers:
+        if launcher_pids() != self._launchers:
             return (
                 f"the launcher of rank {self.world.rank} has ended"  # nobody is left who could send a signal
             )

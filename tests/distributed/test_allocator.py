@@ -1,4 +1,4 @@
-"""Memory that a tensor gave back is there for the next one, without the kernel's having to map and clear new pages."""
+"""Freed memory of a tensor is reused by the next one, without page faults."""
 
 import platform
 import subprocess
@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-# 64 MB is above 32 MB, the most to which glibc raises its own threshold of mapping: by default such a block always goes back to the kernel.
-# Versions of glibc differ in how many allocations they take until they reuse the kept heap: up to about 9, hence the warm-up.
-FAULTS = """
+# 64 MB exceeds 32 MB, the highest threshold to which glibc adapts, so that by default such a block always goes back to
+# the kernel. Versions of glibc differ in the number of allocations (up to about 9) after which they reuse the kept heap,
+# hence the warm-up.
+SCRIPT = """
 import resource, sys, torch
 torch.set_num_threads(1)
 if sys.argv[1] == "kept":
@@ -23,13 +24,15 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(how: str) -> int:
+def page_faults(mode: str) -> int:
     return int(
-        subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT, mode], capture_output=True, text=True, check=True
+        ).stdout
     )
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_a_tensor_takes_the_pages_of_the_one_before():
-    fresh, kept = faults("returned"), faults("kept")
+def test_a_tensor_reuses_the_pages_of_the_one_before():
+    fresh, kept = page_faults("returned"), page_faults("kept")
     assert kept < 0.05 * fresh

@@ -1,4 +1,4 @@
-"""The hook that the tests of faults stand on: it fires where, when and on the rank it is told, and nowhere else."""
+"""Fault injection acts at the requested place, visit and rank, and nowhere else."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ppo_ds.distributed.faults import fault
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    faults._reached.clear()
+    faults.visits.clear()
     monkeypatch.setenv("RANK", "1")
 
 
-def reached(place: str, times: int) -> list[bool]:
+def visit(place: str, times: int) -> list[bool]:
     return [fault(place) for _ in range(times)]
 
 
-def test_unset_it_does_nothing(monkeypatch):
+def test_nothing_happens_without_the_variable(monkeypatch):
     monkeypatch.delenv("PPO_DS_FAULT", raising=False)
-    assert reached("a", 3) == [False] * 3
+    assert visit("a", 3) == [False] * 3
 
 
 @pytest.mark.parametrize(
-    ("asked", "fired"),
+    ("requested", "fired"),
     [
         ("nan@a", [True, False, False]),
         ("nan@a:at=2", [False, True, False]),
@@ -39,9 +39,16 @@ def test_unset_it_does_nothing(monkeypatch):
         ("nan@b nan@a:at=3", [False, False, True]),
     ],
 )
-def test_when_and_where(monkeypatch, asked, fired):
-    monkeypatch.setenv("PPO_DS_FAULT", asked)
-    assert reached("a", 3) == fired
+def test_visits_and_ranks(monkeypatch, requested, fired):
+    monkeypatch.setenv("PPO_DS_FAULT", requested)
+    assert visit("a", 3) == fired
+
+
+def test_slow_sleeps_for_the_given_seconds(monkeypatch):
+    slept = []
+    monkeypatch.setattr(faults.time, "sleep", slept.append)
+    monkeypatch.setenv("PPO_DS_FAULT", "slow@a:rank=1:seconds=2.5")
+    assert visit("a", 2) == [False] * 2 and slept == [2.5]
 
 
 def test_errors(monkeypatch):
@@ -52,9 +59,9 @@ def test_errors(monkeypatch):
         fault("b")
 
 
-@pytest.mark.parametrize(("asked", "code"), [("kill@a", -9), ("stop@a", -15)])
-def test_signals(asked, code):
-    environment = {"PPO_DS_FAULT": asked, "PYTHONPATH": ":".join(sys.path)}
+@pytest.mark.parametrize(("requested", "code"), [("kill@a", -9), ("stop@a", -15)])
+def test_signals(requested, code):
+    environment = {"PPO_DS_FAULT": requested, "PYTHONPATH": ":".join(sys.path)}
     ended = subprocess.run(
         [sys.executable, "-c", "from ppo_ds.distributed.faults import fault; fault('a')"],
         env=environment,
@@ -63,7 +70,7 @@ def test_signals(asked, code):
     assert ended.returncode == code
 
 
-def test_a_misspelt_action_is_no_silent_success(monkeypatch):
+def test_an_unknown_action_is_an_error(monkeypatch):
     monkeypatch.setenv("PPO_DS_FAULT", "kil@a")
     with pytest.raises(AssertionError, match="no such action"):
         fault("a")

@@ -1,4 +1,4 @@
-"""The threads of a rank, its share of the cores of its machine; and what those cores have instructions for."""
+"""Threads of a rank as its share of the machine's cores, and detection of bf16 instructions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ppo_ds.distributed.threads import Cores, Threads, cpu_quota, own_cores, share, users_bound
+from ppo_ds.distributed.threads import Cores, Threads, cpu_quota, own_cores, share, user_limit
 from ppo_ds.engine.processor import computes_bf16
 
 
 def machine(ranks: int, cores: int, name: str = "a", quota: float = math.inf) -> list[Cores]:
-    """Ranks that may all run on every core."""
+    """Returns ranks that may all run on every core."""
     return [Cores(name, frozenset(range(cores)), quota)] * ranks
 
 
@@ -20,7 +20,7 @@ def machine(ranks: int, cores: int, name: str = "a", quota: float = math.inf) ->
     ("ranks", "cores", "each"),
     [(1, 2, 2), (2, 2, 1), (3, 2, 1), (8, 96, 12), (3, 6, 2), (3, 8, 2), (7, 64, 9)],
 )
-def test_cores_are_divided_by_ranks_and_nobody_goes_without(ranks: int, cores: int, each: int) -> None:
+def test_cores_are_divided_by_ranks_and_each_gets_at_least_one(ranks: int, cores: int, each: int) -> None:
     assert [share(rank, machine(ranks, cores), None) for rank in range(ranks)] == [
         Threads(each, cores, ranks)
     ] * ranks
@@ -32,7 +32,7 @@ def test_each_machine_counts_its_own_ranks() -> None:
     assert share(2, ranks, None) == Threads(6, 6, 1)
 
 
-def test_ranks_that_a_launcher_has_bound_to_cores_keep_all_of_those() -> None:
+def test_ranks_bound_to_cores_by_a_launcher_keep_those() -> None:
     bound = [Cores("a", frozenset(range(4)), math.inf), Cores("a", frozenset(range(4, 8)), math.inf)]
     assert [share(rank, bound, None) for rank in range(2)] == [Threads(4, 8, 2)] * 2
     partly = [
@@ -42,33 +42,33 @@ def test_ranks_that_a_launcher_has_bound_to_cores_keep_all_of_those() -> None:
     assert [share(rank, partly, None).each for rank in range(2)] == [3, 1]
 
 
-def test_a_containers_quota_is_divided_too() -> None:
+def test_a_containers_quota_is_divided_by_ranks() -> None:
     assert share(0, machine(2, 64, quota=8.0), None) == Threads(4, 8, 2)
     assert share(0, machine(2, 64, quota=1.5), None) == Threads(1, 2, 2)
 
 
-def test_what_was_asked_for_wins() -> None:
+def test_the_requested_number_wins() -> None:
     assert share(1, machine(2, 2), 5) == Threads(5, 2, 2)
 
 
 @pytest.mark.parametrize(
-    ("environment", "bound"),
+    ("environment", "limit"),
     [
         ({}, None),
         ({"OMP_NUM_THREADS": "4"}, 4),
         ({"OMP_NUM_THREADS": "1"}, 1),
         ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, None),  # torchrun's own
         ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}, 2),
-        ({"OMP_NUM_THREADS": "4,2"}, None),  # one for each nested level: nobody's number of threads
+        ({"OMP_NUM_THREADS": "4,2"}, None),  # one number per nested level
     ],
 )
-def test_a_users_number_is_a_bound(environment: dict[str, str], bound: int | None) -> None:
-    assert users_bound(environment) == bound
-    assert share(0, machine(1, 8), None, bound).each == (bound or 8)
-    assert share(0, machine(1, 8), 6, bound).each == 6  # run.threads has the last word
+def test_the_users_number_is_an_upper_bound(environment: dict[str, str], limit: int | None) -> None:
+    assert user_limit(environment) == limit
+    assert share(0, machine(1, 8), None, limit).each == (limit or 8)
+    assert share(0, machine(1, 8), 6, limit).each == 6  # run.threads overrides it
 
 
-def test_the_banners_words() -> None:
+def test_text_for_the_banner() -> None:
     assert str(Threads(1, 2, 2)) == "1 per rank (2 cores, 2 ranks on this machine)"
     assert str(Threads(1, 1, 1)) == "1 per rank (1 core, 1 rank on this machine)"
 
@@ -83,14 +83,14 @@ def test_the_banners_words() -> None:
         ({}, math.inf),
     ],
 )
-def test_quotas_as_the_kernel_writes_them(files: dict[str, str], quota: float, tmp_path: Path) -> None:
+def test_quotas_in_the_kernels_formats(files: dict[str, str], quota: float, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert cpu_quota(tmp_path) == quota
 
 
-def test_this_process_has_cores() -> None:
+def test_cores_of_this_process() -> None:
     assert own_cores().usable and own_cores().quota > 0
 
 
@@ -105,7 +105,7 @@ def test_this_process_has_cores() -> None:
         ("cpu\t: POWER9\n", None),
     ],
 )
-def test_whether_the_processor_computes_bf16(text: str, expected: bool | None, tmp_path: Path) -> None:
+def test_bf16_instructions(text: str, expected: bool | None, tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     assert computes_bf16(tmp_path / "cpuinfo") is expected
     assert computes_bf16(tmp_path / "none") is None

@@ -1,159 +1,189 @@
-"""The watching thread's decisions, in this process: what counts as stuck, and what it does without the store. Ranks that die: tests/faults."""
+"""Decisions of the watchdog, in this process with a simulated clock: what counts as a hang, and the loss of the store.
+
+tests/faults has real ranks that fail, die or hang.
+"""
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ppo_ds.distributed import watchdog as module
-from ppo_ds.distributed.heartbeat import HEARTBEAT, sign
+from ppo_ds.distributed import heartbeat
 from ppo_ds.distributed.store import StoreUnavailable
-from ppo_ds.distributed.watchdog import Watchdog
+from ppo_ds.distributed.watchdog import Process, Watchdog
 from ppo_ds.training.timing import PhaseTimer
 
 
-class Left(BaseException):
-    """Instead of the end of this process."""
+class Exited(BaseException):
+    """Raised instead of ending this process."""
 
 
-class Board:
+class FakeStore:
     def __init__(self):
-        self.texts, self.counts, self.gone = {}, {}, False
+        self.values, self.counts, self.available = {}, {}, True
 
-    def _reached(self):
-        if self.gone:
+    def _expect_available(self):
+        if not self.available:
             raise StoreUnavailable
 
-    def put(self, name, text):
-        self._reached()
-        self.texts[name] = text
+    def put(self, key, value):
+        self._expect_available()
+        self.values[key] = value
 
-    def get(self, name):
-        self._reached()
-        return self.texts.get(name)
+    def get(self, key):
+        self._expect_available()
+        return self.values.get(key)
 
-    def count(self, name, more=1):
-        self._reached()
-        self.counts[name] = self.counts.get(name, 0) + more
-        return self.counts[name]
+    def add(self, key, amount=1):
+        self._expect_available()
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
+
+
+class FakeProcess:
+    """Simulates the operations of watchdog.Process and records what it is asked to do."""
+
+    def __init__(self):
+        self.now, self.written, self.hard_exits = 1000.0, [], []
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def exit(self, code):
+        raise Exited(code)
+
+    def as_process(self):
+        return Process(lambda: self.now, self.sleep, self.exit, self.written.append, self.hard_exits.append)
+
+
+class Rank1Of2:
+    """A connected watchdog of rank 1, without its thread."""
+
+    def __init__(self):
+        self.process, self.store = FakeProcess(), FakeStore()
+        self.watchdog = Watchdog(self.process.as_process())
+        # rank 0 is on another machine
+        world = SimpleNamespace(rank=1, size=2, gather_objects=lambda own: [("another machine", 1), own])
+        self.watchdog.connect(world, self.store)
+
+    def check(self, times, seconds=0.5):
+        for _ in range(times):
+            self.process.now += seconds
+            self.watchdog.check()
+
+    @property
+    def failure(self):
+        return json.loads(self.store.values["failure"]) if "failure" in self.store.values else None
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    now = [1000.0]
-
-    def sleep(seconds):
-        now[0] += seconds
-
-    monkeypatch.setattr(
-        module, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0], "sleep": sleep})
-    )
-    return now
+def rank():
+    return Rank1Of2()
 
 
-@pytest.fixture
-def watch(monkeypatch, clock):
-    """That of rank 1 of 2, without its thread."""
-
-    def exit_now(code):
-        raise Left(code)
-
-    said = []
-    monkeypatch.setattr(module, "exit_now", exit_now)
-    monkeypatch.setattr(module, "say", said.append)
-    monkeypatch.setattr(module, "local_peers", lambda world: {})
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *args, **kwargs: None)
-    watch = Watchdog()
-    monkeypatch.setattr(watch._thread, "start", lambda: None)
-    watch.start(SimpleNamespace(rank=1, size=2), Board())
-    watch.said = said
-    return watch
+def test_a_silence_as_long_as_the_limit_is_a_hang(rank):
+    rank.watchdog.set_timeout(0.1, lambda reason: None)
+    rank.check(1)
+    rank.check(12)
+    assert rank.failure is None
+    rank.check(1)
+    reason = "no progress on rank 1 for 6 s; run.timeout_minutes=0.1 is the limit: raise it if the run was only slow"
+    assert rank.failure == {"rank": 1, "reason": reason, "code": 1, "stuck": True, "quiet": False}
+    with pytest.raises(Exited):  # the next check reports it, on every rank
+        rank.check(1)
+    written = rank.process.written[0]
+    assert written.startswith(f"rank 1: stuck ({reason}); this rank is ") and "in check\n" in written
 
 
-def looks(watch, clock, count, seconds=0.5, meanwhile=lambda: None):
-    for _ in range(count):
-        clock[0] += seconds
-        meanwhile()
-        watch._look()
+def test_no_rank_is_blamed_if_all_are_silent(rank):
+    rank.store.add("stalled0")  # rank 0 has found the same
+    rank.watchdog.set_timeout(0.1, lambda reason: None)
+    rank.check(14)
+    assert rank.failure["reason"].startswith("no progress on any rank for 6 s; run.timeout_minutes=0.1 ")
 
 
-def test_silence_is_a_hang_once_it_has_lasted_for_the_limit(watch, clock):
-    watch.guard(0.1, lambda why: None)
-    looks(watch, clock, 1)
-    looks(watch, clock, 12)
-    assert not watch._notices.texts
-    looks(watch, clock, 1)
-    failure = json.loads(watch._notices.texts["failure"])
-    why = "no sign of life from rank 1 for 6 s; run.timeout_minutes=0.1 is the limit: raise it if this was only slow"
-    assert failure == {"rank": 1, "why": why, "code": 1, "stuck": True, "quiet": False}
-    with pytest.raises(Left):  # the next look reports, like that of every other rank
-        looks(watch, clock, 1)
-    assert watch.said[0].startswith(f"rank 1: stuck ({why}); this one is ") and "in looks\n" in watch.said[0]
-
-
-def test_no_rank_is_blamed_where_all_are_as_silent(watch, clock):
-    watch._notices.count("silent0")  # rank 0 has found the same of itself
-    watch.guard(0.1, lambda why: None)
-    looks(watch, clock, 14)
-    assert json.loads(watch._notices.texts["failure"])["why"].startswith(
-        "no sign of life from any rank for 6 s; run.timeout_minutes=0.1 "
-    )
-
-
-def test_each_sign_starts_the_silence_anew(watch, clock):
-    watch.guard(0.1, lambda why: None)
+def test_each_beat_restarts_the_silence(rank):
+    rank.watchdog.set_timeout(0.1, lambda reason: None)
     for _ in range(5):
-        looks(watch, clock, 10)
-        sign()
-    assert not watch._notices.texts
+        rank.check(10)
+        heartbeat.beat()
+    assert rank.failure is None
 
 
-def test_while_nothing_is_guarded_silence_means_nothing(watch, clock):
-    looks(watch, clock, 100)
-    assert not watch._notices.texts
+def test_without_a_timeout_a_silence_is_no_hang(rank):
+    rank.check(100)
+    assert rank.failure is None
 
 
-def test_a_process_that_stood_still_itself_is_not_stuck(watch, clock):
-    """Suspended for an hour, as a whole: its loop had no chance of a sign."""
-    watch.guard(0.1, lambda why: None)
-    looks(watch, clock, 3)
-    looks(watch, clock, 1, seconds=3600.0)
-    assert not watch._notices.texts
+def test_a_process_that_was_suspended_itself_is_no_hang(rank):
+    rank.watchdog.set_timeout(0.1, lambda reason: None)
+    rank.check(3)
+    rank.check(1, seconds=3600.0)
+    assert rank.failure is None
 
 
-def test_without_rank_0s_store_it_is_rank_0_that_failed(watch, clock, monkeypatch):
+def test_the_hard_exit_is_postponed_while_checks_go_on(rank):
+    """It is a timer that needs no GIL, 5 s after the limit; it must not fire in a run that makes progress."""
+    rank.watchdog.set_timeout(0.1, lambda reason: None)
+    for _ in range(10):
+        rank.check(6)
+        heartbeat.beat()
+    assert set(rank.process.hard_exits) == {11.0}
+    assert len(rank.process.hard_exits) == 11  # every 3 s in 30 s, and once at the start
+
+
+def test_the_loss_of_rank_0s_store_means_that_rank_0_failed(rank, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    watch._notices.gone = True
-    with pytest.raises(Left):
-        watch._look()
-    assert watch.said[0].startswith("rank 1: ended, since rank 0 failed")
+    rank.store.available = False
+    with pytest.raises(Exited):
+        rank.watchdog.check()
+    assert rank.process.written[0].startswith("rank 1: stopped because rank 0 failed")
 
 
-def test_without_the_store_of_a_launcher_it_goes_on_to_stop_by_itself(watch, clock, monkeypatch):
+def test_the_loss_of_a_launchers_store_leaves_the_rank_running_until_the_timeout(rank, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    looked = []
-    watch.look_also(lambda: looked.append(True))
-    watch.guard(0.1, lambda why: None)
-    watch._notices.gone = True
-    looks(watch, clock, 10)
-    assert len(looked) == 10 and not watch.said
-    with pytest.raises(Left):  # but not for ever
-        looks(watch, clock, 10)
-    assert "stuck" in watch.said[0]
+    calls = []
+    rank.watchdog.add_callback(lambda: calls.append(True))
+    rank.watchdog.set_timeout(0.1, lambda reason: None)
+    rank.store.available = False
+    rank.check(10)
+    assert len(calls) == 10 and not rank.process.written
+    with pytest.raises(Exited):
+        rank.check(10)
+    assert "stuck" in rank.process.written[0]
 
 
-def test_phases_say_where_this_is():
+def test_a_failure_of_another_rank_ends_this_one_with_its_code_and_closes_the_record(rank):
+    closed = []
+    rank.watchdog.set_timeout(0.1, closed.append)
+    published = {"rank": 0, "reason": "ValueError: x", "code": 3, "stuck": False, "quiet": False}
+    rank.store.put("failure", json.dumps(published))
+    rank.store.add("failure_acks")  # of rank 0
+    with pytest.raises(Exited) as exited:
+        rank.watchdog.check()
+    assert exited.value.args == (3,)
+    assert rank.process.written == ["rank 1: stopped because rank 0 failed (ValueError: x)"]
+    assert closed == ["stopped because rank 0 failed (ValueError: x)"]
+    assert rank.store.counts["failure_acks"] == 2
+
+
+def test_only_the_first_rank_to_fail_reports_its_error(rank):
+    rank.store.add("failure_claims")  # rank 0 was first
+    with pytest.raises(Exited):
+        rank.watchdog.fail("traceback", "RuntimeError: a consequence", 1)
+    assert rank.process.written == [] and rank.failure is None
+
+
+def test_phases_set_the_heartbeat():
     timer = PhaseTimer(torch.device("cpu"))
-    before = HEARTBEAT.signs
+    beats = heartbeat.read().beats
     with timer("eval"):
-        assert HEARTBEAT.place == "in the phase 'eval'"
-        began = HEARTBEAT.since
+        outer = heartbeat.read()
+        assert outer.phase == "in the phase 'eval'"
         with timer("switch"):
-            assert HEARTBEAT.place == "in the phase 'switch'"
-        assert (HEARTBEAT.place, HEARTBEAT.since) == ("in the phase 'eval'", began)
-    assert HEARTBEAT.place == "after the phase 'eval'" and HEARTBEAT.signs == before + 4
+            assert heartbeat.read().phase == "in the phase 'switch'"
+        assert (heartbeat.read().phase, heartbeat.read().since) == (outer.phase, outer.since)
+    assert heartbeat.read().phase == "after the phase 'eval'" and heartbeat.read().beats == beats + 4

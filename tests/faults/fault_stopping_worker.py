@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from ppo_ds.distributed.launcher import launchers  # noqa: E402
+from ppo_ds.distributed.launcher import launcher_pids  # noqa: E402
 from ppo_ds.distributed.store import RankStore  # noqa: E402
 from ppo_ds.distributed.watchdog import Watchdog  # noqa: E402
 from ppo_ds.distributed.world import connect  # noqa: E402
@@ -29,10 +29,10 @@ def main() -> None:
     notices = RankStore()
     watch.start(world, notices)
     stop = StopRequest(world, None, notices)
-    watch.look_also(stop.look)
+    watch.add_callback(stop.look)
     stop.listen()
     world.barrier()
-    (folder / f"ready{world.rank}").write_text(json.dumps([os.getpid(), *launchers()]))
+    (folder / f"ready{world.rank}").write_text(json.dumps([os.getpid(), *launcher_pids()]))
     if world.rank == 1:
         until = time.monotonic() + BUSY
         while not stop.asked() and time.monotonic() < until:

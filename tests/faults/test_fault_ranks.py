@@ -86,7 +86,7 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback_first(run, rank):
     assert ended.lines[:2] == [f"rank {rank} failed:", "Traceback (most recent call last):"], ended.text
     assert ended.lines[-2:] == [
         "RuntimeError: fault at reward",
-        f"rank {1 - rank}: ended, since rank {rank} failed (RuntimeError: fault at reward)",
+        f"rank {1 - rank}: stopped because rank {rank} failed (RuntimeError: fault at reward)",
     ]
     assert ended.text.count("Traceback") == 1 and "in _work" in ended.text
     # the record of the run, which rank 0 keeps, is closed either way
@@ -108,7 +108,7 @@ def test_a_killed_rank_is_named_by_the_others_which_leave(run, rank):
     assert ended.codes[rank] == -signal.SIGKILL and ended.codes[1 - rank] == 1 and ended.seconds < SOON
     (line,) = ended.lines
     assert line.startswith(
-        f"rank {1 - rank}: ended, since rank {rank} failed (its process has ended without a word"
+        f"rank {1 - rank}: stopped because rank {rank} failed (its process died without an error message"
     ), ended.text
 
 
@@ -133,12 +133,12 @@ def test_a_stuck_rank_ends_all_with_phase_and_stack_of_each(run):
     ended = run(fault="hang@update:at=2:rank=1", minutes=0.05)
     assert ended.codes == [1, 1] and 3 < ended.seconds < SOON
     first, second = told_by_the_stuck(ended.text)
-    why = "no sign of life from any rank for 3 s; run.timeout_minutes=0.05 is the limit: raise it if this was only slow"
+    why = "no progress on any rank for 3 s; run.timeout_minutes=0.05 is the limit: raise it if the run was only slow"
     assert first.startswith(
-        f" ({why}); this one is after the phase 'update' since "
+        f" ({why}); this rank is after the phase 'update' since "
     )  # it waits for rank 1, and has been as silent
     assert "in fit\n" in first and "all_reduce" in first  # it waits there for the other
-    assert "this one is in the phase 'update' since " in second
+    assert "this rank is in the phase 'update' since " in second
     assert "in _work\n" in second and "in fault\n" in second and "all_reduce" not in second
     assert (ended.folder / "record0").read_text().count("\n") == 0
 
@@ -199,9 +199,9 @@ def test_the_trainer_with_a_rank_that_hangs(tmp_path):
     )
     assert code == 1 and "Traceback" not in output, output
     rank_0, rank_1 = told_by_the_stuck(output)
-    assert "this one is after the phase 'reward' since" in rank_0 and "all_reduce" in rank_0
+    assert "this rank is after the phase 'reward' since" in rank_0 and "all_reduce" in rank_0
     assert (
-        "this one is in the phase 'reward' since" in rank_1
+        "this rank is in the phase 'reward' since" in rank_1
         and "in _judged\n" in rank_1
         and "all_reduce" not in rank_1
     )
@@ -215,6 +215,6 @@ def test_the_trainer_with_a_rank_that_the_kernel_kills(tmp_path):
     assert code == 1, output
     told = [line for line in output.splitlines() if line.startswith("rank ")]
     assert len(told) == 1 and told[0].startswith(
-        "rank 1: ended, since rank 0 failed (its process has ended without a word"
+        "rank 1: stopped because rank 0 failed (its process died without an error message"
     ), output
     assert "Connection closed by peer" not in output  # gloo's, which says nothing of why

@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from ppo_ds.distributed.heartbeat import HEARTBEAT
+from ppo_ds.distributed import heartbeat
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Prompts, Rollout, Scores
@@ -99,15 +99,15 @@ def test_where_it_hangs_can_be_told_and_whose_seconds_these_are(world, tokenizer
             pass
 
     found.actor.generation_mode = generation_mode
-    found.generator = lambda *asked: (places.append(HEARTBEAT.place), generator(*asked))[1]
-    found.reward = lambda rollout: (places.append(HEARTBEAT.place), reward(rollout))[1]
-    found.check = lambda: places.append(HEARTBEAT.place)
-    before = HEARTBEAT.place
+    found.generator = lambda *asked: (places.append(heartbeat.read().phase), generator(*asked))[1]
+    found.reward = lambda rollout: (places.append(heartbeat.read().phase), reward(rollout))[1]
+    found.check = lambda: places.append(heartbeat.read().phase)
+    before = heartbeat.read().phase
     with timer(phase) if phase else nullcontext():
-        inside = HEARTBEAT.place
+        inside = heartbeat.read().phase
         found()
-        assert HEARTBEAT.place == inside
-    assert HEARTBEAT.place == (f"after the phase {phase!r}" if phase else before)
+        assert heartbeat.read().phase == inside
+    assert heartbeat.read().phase == (f"after the phase {phase!r}" if phase else before)
     assert places == [
         "generating, in an evaluation",
         "in an evaluation",

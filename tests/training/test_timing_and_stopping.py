@@ -309,11 +309,11 @@ def test_a_signal_that_comes_while_the_thread_looks_is_not_forgotten(listening):
 
 
 def test_a_launcher_that_has_ended_is_a_signal(listening, monkeypatch):
-    monkeypatch.setattr("ppo_ds.training.stopping.launchers", lambda: (17, 4))
+    monkeypatch.setattr("ppo_ds.training.stopping.launcher_pids", lambda: (17, 4))
     (stop,) = listening()
     stop.look()
     assert not stop.asked()
-    monkeypatch.setattr("ppo_ds.training.stopping.launchers", lambda: ())  # its parent is another one now
+    monkeypatch.setattr("ppo_ds.training.stopping.launcher_pids", lambda: ())  # its parent is another one now
     stop.look()
     assert stop.asked() and "launcher of rank 0" in stop.notices["stop"]
 
@@ -329,7 +329,7 @@ def test_without_the_store_each_rank_goes_by_what_it_sees_itself(listening, monk
     (stop,) = listening(board=Dead())
     stop.look()
     assert not stop.asked()
-    monkeypatch.setattr("ppo_ds.training.stopping.launchers", lambda: (-1,))
+    monkeypatch.setattr("ppo_ds.training.stopping.launcher_pids", lambda: (-1,))
     stop.look()
     assert stop.asked()
 
