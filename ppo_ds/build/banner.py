@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ppo_ds.build.data import counted
+from ppo_ds.build.data import describe_rows
 from ppo_ds.config.schema import Config, reference_is_base, rollout_size, uses_reference
 from ppo_ds.config.typed import show
 from ppo_ds.data.prompts import Source
@@ -45,7 +45,7 @@ def summary(
         if uses_reference(config)
         else "reference  none",
         f"reward     {_reward(config.reward)}; KL {kl}",
-        f"data       {source.path}: {counted(source.report, 'prompts')}",
+        f"data       {source.path}: {describe_rows(source.report, 'prompts')}",
         *batch_equation(config, world.size, f", {optimizer_steps} in {steps} steps"),
         f"parity     log-probs of generation and training differ by {gap[0]:.2g} on average, {gap[1]:.2g} at most",
     ]

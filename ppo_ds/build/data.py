@@ -41,12 +41,12 @@ class Inputs:
     def notes(self) -> list[str]:
         """For the start-up banner: what is read beside the prompts, and what became of it."""
         lines = (
-            [f"held out   {self.held_out.path}: {counted(self.held_out.report, 'prompts')}"]
+            [f"held out   {self.held_out.path}: {describe_rows(self.held_out.report, 'prompts')}"]
             if self.held_out
             else []
         )
         return lines + (
-            [f"texts      {self.ptx.source.path}: {counted(self.ptx.source.report, 'texts')}"]
+            [f"texts      {self.ptx.source.path}: {describe_rows(self.ptx.source.report, 'texts')}"]
             if self.ptx
             else []
         )
@@ -61,7 +61,7 @@ class Inputs:
         return self.ptx.source.longest if self.ptx else 0
 
 
-def counted(report: dict[str, int], what: str) -> str:
+def describe_rows(report: dict[str, int], what: str) -> str:
     """A source's report in words: what was dropped or changed is never passed over. ``what``: the rows are."""
     changes = {
         "truncated": "cut",

@@ -13,7 +13,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.loading import load_config
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.ops.flops import Size
-from ppo_ds.ops.memory import Shape, room_to_decode
+from ppo_ds.ops.memory import Shape, decode_bytes_bound
 
 _LOGIT_CHANGES = (
     "final_logit_softcapping",
@@ -65,7 +65,7 @@ def _numel(parameter: nn.Parameter) -> int:
 
 def decoding_bytes(lm: PreTrainedModel, tokens: int, rows: int) -> int:
     """Taken by decoding ``rows`` answers side by side, ``tokens`` places in all with their prompts, beside the weights."""
-    return room_to_decode(shape_of(lm), tokens, rows, lm.dtype.itemsize)
+    return decode_bytes_bound(shape_of(lm), tokens, rows, lm.dtype.itemsize)
 
 
 def shape_of(model: PreTrainedModel) -> Shape:
@@ -90,8 +90,8 @@ def shape_of(model: PreTrainedModel) -> Shape:
     return Shape(
         parameters=sum(_numel(p) for p in parameters),
         trained=sum(_numel(p) for p in trained),
-        largest=max((_numel(p) for p in trained), default=0),
-        tensor=max(_numel(p) for p in parameters),
+        largest_trained=max((_numel(p) for p in trained), default=0),
+        largest_tensor=max(_numel(p) for p in parameters),
         head=size.head,
         tied=output is not None and output.weight is model.get_input_embeddings().weight,
         vocabulary=config.vocab_size,

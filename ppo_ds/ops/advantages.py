@@ -1,4 +1,7 @@
-"""Advantage estimators. B sequences, T response places; everything is detached and 0 where mask = 0."""
+"""Advantage estimators.
+
+B sequences, T response positions. All results are detached and are 0 where mask = 0.
+"""
 
 from __future__ import annotations
 
@@ -22,42 +25,51 @@ def compute_gae(
     bootstrap_value: Tensor | None = None,
     lam_critic: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016): rewards, values, mask [B,T] -> advantages, returns [B,T].
+    """Computes generalised advantage estimates (Schulman et al. 2016) and returns, [B,T] each.
 
         delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lam * A_{t+1}        returns = A + V
 
-    t + 1 is the next place with mask = 1: holes (tool output, another speaker's turn) are passed over without decay. After the
-    last one V is ``bootstrap_value`` [B], or 0. ``lam_critic``: another lambda for the returns (VC-PPO).
+    Position t + 1 is the next position with mask = 1: holes (tool output, another speaker's turn) are skipped
+    without decay. After the last position V is ``bootstrap_value`` [B], or 0.
+
+    Args:
+        rewards, values, mask: [B,T].
+        lam_critic: A second lambda for the returns (VC-PPO). None uses ``lam``.
     """
     rewards, values = keep(rewards, mask), keep(values, mask)
-    deltas = rewards + gamma * _next_values(values, mask, bootstrap_value) - values
-    advantages = _backward_sum(deltas, mask, gamma * lam)
-    for_returns = advantages if lam_critic is None else _backward_sum(deltas, mask, gamma * lam_critic)
-    return advantages, for_returns + values
+    deltas = rewards + gamma * next_values(values, mask, bootstrap_value) - values
+    advantages = _discounted_sum(deltas, mask, gamma * lam)
+    lambda_returns = advantages if lam_critic is None else _discounted_sum(deltas, mask, gamma * lam_critic)
+    return advantages, lambda_returns + values
 
 
 @torch.no_grad()
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """G_t = r_t + gamma * G_{t+1}: [B,T] -> [B,T]; holes are passed over without decay."""
-    return _backward_sum(rewards, mask, gamma)
+    """Computes G_t = r_t + gamma * G_{t+1}: [B,T] -> [B,T]. Holes in the mask are skipped without decay."""
+    return _discounted_sum(rewards, mask, gamma)
 
 
-def _next_values(values: Tensor, mask: Tensor, bootstrap_value: Tensor | None) -> Tensor:
-    """[B,T]: the value at the next place with mask = 1, or the bootstrap value (0) after the last one."""
+def next_values(values: Tensor, mask: Tensor, bootstrap_value: Tensor | None) -> Tensor:
+    """Returns the value at the next position with mask = 1, [B,T].
+
+    After the last such position it is ``bootstrap_value`` [B], or 0.
+    """
     width = values.shape[1]
-    after = (
+    final = (
         torch.zeros_like(values[:, 0]) if bootstrap_value is None else widen(bootstrap_value).to(values.dtype)
     )
-    places = torch.where(mask.bool(), torch.arange(width, device=values.device), width)
-    following = torch.nn.functional.pad(places[:, 1:], (0, 1), value=width)
-    following = (
-        following.flip(1).cummin(dim=1).values.flip(1)
-    )  # the smallest masked place beyond t; width: none
-    return torch.cat([values, after[:, None]], dim=1).gather(1, following)
+    positions = torch.where(mask.bool(), torch.arange(width, device=values.device), width)
+    following = torch.nn.functional.pad(positions[:, 1:], (0, 1), value=width)
+    # the smallest position > t with mask = 1; ``width`` if there is none, which selects ``final``
+    following = following.flip(1).cummin(dim=1).values.flip(1)
+    return torch.cat([values, final[:, None]], dim=1).gather(1, following)
 
 
-def _backward_sum(x: Tensor, mask: Tensor, decay: float) -> Tensor:
-    """y_t = x_t + decay * y_{t+1} from each place with mask = 1 to the next; 0 elsewhere. One fused operation per place."""
+def _discounted_sum(x: Tensor, mask: Tensor, decay: float) -> Tensor:
+    """Computes y_t = x_t + decay * y_{t+1} over the positions with mask = 1; 0 elsewhere.
+
+    The loop issues one fused operation per position.
+    """
     columns = keep(x, mask).t().contiguous()
     decays = torch.ones_like(columns).masked_fill_(mask.bool().t(), decay)
     y = torch.zeros_like(columns)
@@ -76,17 +88,22 @@ def group_advantages(
     lengths: Tensor | None = None,
     singleton: Literal["error", "score", "zero"] = "error",
 ) -> Tensor:
-    """Scores against the other answers to the same prompt: scores [B], group_ids [B] -> [B].
+    """Compares each score with the other responses to the same prompt: scores [B], group_ids [B] -> [B].
 
-    rloo: less the mean of the others (Ahmadian et al. 2024).  grpo: (score - mean) / (std + eps), unbiased std (Shao et al. 2024).
-    dr_grpo, mean: score - mean (Liu et al. 2025).  opo: less the mean weighted by ``lengths`` (Hao et al. 2025).  none: the score.
-    singleton: what to do with a prompt that has one answer only: refuse, keep its score (verl) or give 0 (NeMo).
+    rloo           score - mean of the other scores (Ahmadian et al. 2024)
+    grpo           (score - mean) / (std + eps), unbiased std (Shao et al. 2024)
+    dr_grpo, mean  score - mean (Liu et al. 2025)
+    opo            score - mean weighted by ``lengths`` [B] (Hao et al. 2025)
+    none           the score
+
+    Args:
+        singleton: Treatment of a prompt with a single response: raise ValueError ("error"), keep its score
+            ("score", verl) or return 0 ("zero", NeMo).
     """
     if kind == "none":
         return widen(scores).detach()
-    x = (
-        scores.double()
-    )  # equal scores must differ from their mean by 0, not by a rounding error that eps then magnifies
+    # float64: equal scores must differ from their mean by 0, not by a rounding error that eps then magnifies
+    x = scores.double()
     _, group = torch.unique(group_ids, return_inverse=True)
 
     def group_sum(t: Tensor) -> Tensor:
@@ -95,9 +112,7 @@ def group_advantages(
     count = group_sum(torch.ones_like(x))
     alone = count == 1
     if singleton == "error" and bool(alone.any()):
-        raise ValueError(
-            f"a prompt with one answer has no baseline ({kind}): draw two or more answers per prompt"
-        )
+        raise ValueError(f"{kind}: a prompt with one response has no baseline; sample two or more per prompt")
     others = (count - 1).clamp(min=1)
     centred = x - group_sum(x) / count
     match kind:
@@ -120,7 +135,10 @@ def group_advantages(
 def reinforce_pp_advantages(
     token_rewards: Tensor, mask: Tensor, gamma: float = 1.0, reduce: Reduce | None = None
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ (Hu 2025): discounted returns, whitened over all ranks (unbiased), and the returns themselves; [B,T] each."""
+    """Computes REINFORCE++ advantages (Hu 2025) and returns, [B,T] each.
+
+    Advantages are the discounted returns, whitened over all ranks (unbiased).
+    """
     returns = discounted_returns(token_rewards, mask, gamma)
     return masked_whiten(returns, mask, reduce=reduce), returns
 
@@ -129,7 +147,10 @@ def reinforce_pp_advantages(
 def one_step_advantages(
     scores: Tensor, values: Tensor, whiten: bool = True, reduce: Reduce | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The whole answer as one action: [B], [B] -> advantages scores - V(prompt), whitened over all ranks (unbiased); returns = scores."""
+    """Computes advantages and returns of the whole response as one action, [B] each.
+
+    Advantages are scores - V(prompt), whitened over all ranks (unbiased) if ``whiten``. Returns are the scores.
+    """
     scores = widen(scores).detach()
     advantages = scores - widen(values)
     if whiten:
@@ -146,9 +167,10 @@ def normalize_advantages(
     clip: float | None = None,
     reduce: Reduce | None = None,
 ) -> Tensor:
-    """Advantages [B,T] over the whole rollout of all ranks: "batch" mean 0 and variance 1, "mean_only" mean 0; then +-clip.
+    """Normalises advantages [B,T] over the rollout of all ranks, then limits them to +-``clip``.
 
-    The variance has a floor of 1e-8 (OpenRLHF, NeMo-Aligner), where masked_whiten adds 1e-8 to it.
+    "batch" gives mean 0 and variance 1, "mean_only" gives mean 0. The variance has a floor of 1e-8 (OpenRLHF,
+    NeMo-Aligner), whereas masked_whiten adds 1e-8 to it.
     """
     if mode not in ("none", "batch", "mean_only"):
         raise ValueError(f"unknown normalisation {mode!r}: none, batch or mean_only")

@@ -1,7 +1,7 @@
-"""FLOPs and bytes of a transformer's forwards, counted from its sizes: what a step needs at least, whoever computes it.
+"""FLOPs and bytes of a transformer's forward passes, computed from its sizes: a lower bound for any implementation.
 
-A multiplication and an addition are two FLOPs. Norms, softmax and activations are left out (below a percent), and what is computed again
-(gradient checkpointing) is not counted, as in PaLM's MFU (Chowdhery et al. 2022, appendix B).
+A multiplication and an addition are two FLOPs. Norms, softmax and activation functions are left out (below 1 %).
+Recomputation (gradient checkpointing) is not counted, as in PaLM's MFU (Chowdhery et al. 2022, appendix B).
 """
 
 from __future__ import annotations
@@ -12,34 +12,43 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Size:
-    """What of a model's shape its costs depend on."""
+    """Sizes of a model that determine its compute and traffic."""
 
-    body: int  # parameters beside the input embedding and the head
-    head: int  # parameters of the head, also where it is the input embedding's own
+    body: int  # parameters other than the input embedding and the head
+    head: int  # parameters of the head, also if it is tied to the input embedding
     layers: int
-    width: int  # of attention's queries: heads x head size
-    kv_width: int  # of its keys (and of its values): key heads x head size
-    idle: int = 0  # of the body: parameters that a token does not pass, of experts that are not its own
+    width: int  # of the queries: heads x head size
+    kv_width: int  # of the keys (and of the values): key heads x head size
+    idle: int = 0  # parameters of the body that a token does not use: experts that are not selected
 
 
 def causal_pairs(lengths: Iterable[int]) -> int:
-    """(query, key) pairs that rows of ``lengths`` tokens attend to, each token to itself and to all before it."""
+    """Counts the (query, key) pairs of causal attention over rows of ``lengths`` tokens."""
     return sum(n * (n + 1) // 2 for n in lengths)
 
 
-def forward_flops(size: Size, tokens: int, pairs: int, head_places: int) -> int:
-    """Of a forward over ``tokens`` real tokens, with ``pairs`` of causal_pairs and the head at ``head_places`` of them."""
+def forward_flops(size: Size, tokens: int, pairs: int, head_positions: int) -> int:
+    """Computes the FLOPs of a forward pass over ``tokens`` tokens without padding.
+
+    Args:
+        pairs: Attended (query, key) pairs, see causal_pairs.
+        head_positions: Positions at which the head is applied.
+    """
     return (
         2 * (size.body - size.idle) * tokens
         + 4 * size.layers * size.width * pairs
-        + 2 * size.head * head_places
+        + 2 * size.head * head_positions
     )
 
 
 def decode_bytes(size: Size, steps: int, contexts: int, bytes_each: int) -> int:
-    """Read by ``steps`` decode steps: the weights once each, and the keys and values of ``contexts`` places, summed over the steps' rows.
+    """Computes the bytes read by ``steps`` decode steps: the weights once per step, and the KV cache.
 
-    ``bytes_each``: of a weight and of a cached number. The rows of the input embedding that are looked up are left out.
+    The looked-up rows of the input embedding are left out.
+
+    Args:
+        contexts: Cached positions that are read, summed over steps and rows.
+        bytes_each: Bytes of one weight and of one cached number.
     """
     weights = (size.body + size.head) * steps
     return bytes_each * (weights + 2 * size.layers * size.kv_width * contexts)

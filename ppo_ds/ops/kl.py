@@ -1,4 +1,4 @@
-"""KL estimators (Schulman, "Approximating KL divergence") and the controllers of its coefficient. All in nats."""
+"""KL estimators (Schulman, "Approximating KL divergence") and controllers of the KL coefficient. All in nats."""
 
 from __future__ import annotations
 
@@ -18,44 +18,51 @@ _MAX_EXPONENT = 20.0
 def approx_kl(
     logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k1", clamp: float | None = None
 ) -> Tensor:
-    """KL(policy || reference) estimated at samples of the policy, elementwise; gradients flow into ``logprobs`` only.
+    """Estimates KL(policy || reference) elementwise at samples of the policy.
 
-    With d = log pi - log pi_ref:  k1 = d;  abs = |d|;  k2 = d^2 / 2;  k3 = exp(-d) - 1 + d.
-    "k1+" and "k3+" have the value of k1 / k3 and the gradient of k2, which alone of the three is, in expectation, the gradient of
-    the reverse KL (k1's is 0, k3's is that of the forward KL).
-    k3 limits -d to 20: beyond it the value stays finite and the gradient is 0. Towards the other side exp(-d) just vanishes.
-    ``clamp`` limits the value to +-clamp (gradient 0 beyond it, but for the straight-through ones); None: no limit.
+    Gradients flow into ``logprobs`` only. With d = log pi - log pi_ref:
+
+        k1 = d        abs = |d|        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
+
+    "k1+" and "k3+" have the value of k1 and k3 and the gradient of k2. Of the three, only k2 has the gradient of
+    the reverse KL in expectation (the gradient of k1 is 0, that of k3 is the gradient of the forward KL).
+
+    k3 limits -d to 20: beyond that the value stays finite and the gradient is 0. For large d, exp(-d) vanishes.
+
+    Args:
+        clamp: Limits the value to +-clamp; the gradient is 0 beyond it, except for "k1+" and "k3+". None: no
+            limit.
     """
     d = widen(logprobs) - widen(ref_logprobs).detach()
     if estimator.endswith("+"):
         k2 = d.square() / 2
         return approx_kl(logprobs, ref_logprobs, estimator[:-1], clamp).detach() + (k2 - k2.detach())
-    kl = _estimate(d, estimator)
+    match estimator:
+        case "k1":
+            kl = d
+        case "abs":
+            kl = d.abs()
+        case "k2":
+            kl = d.square() / 2
+        case "k3":
+            exponent = (-d).clamp(max=_MAX_EXPONENT)
+            kl = torch.expm1(exponent) - exponent
+        case _:
+            raise ValueError(f"unknown KL estimator {estimator!r}: k1, abs, k2, k3, k1+ or k3+")
     return kl if clamp is None else kl.clamp(-clamp, clamp)
 
 
-def _estimate(d: Tensor, estimator: KLEstimator) -> Tensor:
-    match estimator:
-        case "k1":
-            return d
-        case "abs":
-            return d.abs()
-        case "k2":
-            return d.square() / 2
-        case "k3":
-            exponent = (-d).clamp(max=_MAX_EXPONENT)
-            return torch.expm1(exponent) - exponent
-    raise ValueError(f"unknown KL estimator {estimator!r}: k1, abs, k2, k3, k1+ or k3+")
-
-
 class FixedKLController:
-    """A coefficient that stays."""
+    """Keeps the KL coefficient constant."""
 
     def __init__(self, init_kl_coef: float = 0.2):
         self.value = init_kl_coef
 
     def update(self, current: float, n_steps: int) -> None:
-        """``current``: the KL measured over ``n_steps`` sequences, reduced over ranks, so that all ranks keep one value."""
+        """Adjusts the coefficient to ``current``, the KL measured over ``n_steps`` sequences.
+
+        ``current`` must be reduced over ranks, so that all ranks keep the same coefficient.
+        """
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
@@ -65,9 +72,9 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """Ziegler et al. 2019, section 2.2: a proportional controller in log space.
+    """Proportional controller in log space (Ziegler et al. 2019, section 2.2).
 
-    ``target`` has the unit of what update() is fed with: 6 nats is meant per sequence, not per token.
+    ``target`` has the unit of the KL passed to update(): the default of 6 nats is per sequence, not per token.
     """
 
     def __init__(
@@ -90,9 +97,10 @@ class AdaptiveKLController(FixedKLController):
 
 
 class ThresholdKLController(FixedKLController):
-    """times ``up`` above ``high`` targets, times ``down`` below ``low`` targets, both strictly; bounded on both sides.
+    """Multiplies the coefficient by ``up`` or ``down`` when the KL leaves a band around the target.
 
-    The KL is 0 at the start, so that without a floor the coefficient is halved round after round.
+    The factor is ``up`` if KL > ``high`` * target and ``down`` if KL < ``low`` * target, both strictly. The KL is 0
+    at the start of training, so without ``min_coef`` the coefficient would be halved in every step.
     """
 
     def __init__(

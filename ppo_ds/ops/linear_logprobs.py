@@ -1,13 +1,14 @@
-"""Log-probabilities and entropy of a linear head, without the logits.
+"""Log-probabilities and entropy of a linear head without materialising the logits.
 
-The logits of K states and V tokens are K x V numbers, and so is their gradient: 5 GB each in float32 for 8,192 states and 151,936 tokens. Here they
-are made a block of the vocabulary at a time, [K,b], and forgotten; the backward pass makes them again, which is a fourth product beside the three
-that a head costs anyway. Where all blocks together are small they are kept instead. With every state in each block, the gradient of the weight
-is one product per row of it: nothing is added up in 16 bits.
+The logits of K hidden states and V tokens are K x V numbers, and so is their gradient: 5 GB each in float32 for
+8,192 states and 151,936 tokens. Here they are computed for one block of the vocabulary at a time, [K,b], and
+discarded. The backward pass recomputes them, a fourth matrix product beside the three that a head always costs. If
+all blocks together are small, they are kept instead. Each block holds every state, so the gradient of a weight row is
+one product and nothing is accumulated in 16 bits.
 
-Logits are float32 (float64 if given float64) before anything is done with them. Of 16-bit states and weights: on CUDA the products come in
-float32; on the CPU they are rounded to 16 bits, as the model's own head does, since there is no other product of them that is fast.
-The CUDA branches have not been tried on a GPU.
+Logits are converted to float32 (float64 for float64 inputs) first. For 16-bit states and weights, CUDA returns the
+products in float32; the CPU rounds them to 16 bits, as the head of the model does, because it has no other fast
+product of them. The CUDA branches have not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from torch.autograd.function import once_differentiable
 
 from ppo_ds.ops.masked import widen
 
-CPU_BLOCK = 2**20  # numbers in a block of logits: 4 MB of float32 stay in a processor's caches
-GPU_BLOCK = 2**25  # 128 MB: few launches
-KEPT = 2**25  # numbers in all blocks together that are kept for the backward pass: 128 MB
-_FLOOR = -1e4  # exp(-1e4) is 0 even in float64: keeps 0 * log 0 from being NaN where a logit is -inf
+CPU_BLOCK = 2**20  # numbers in a block of logits: 4 MB of float32 fit the caches of a CPU
+GPU_BLOCK = 2**25  # 128 MB: few kernel launches
+KEPT = 2**25  # most numbers in all blocks together that are kept for the backward pass: 128 MB
+_FLOOR = -1e4  # exp(-1e4) is 0 even in float64; avoids 0 * log 0 = NaN where a logit is -inf
 
 
 def linear_logprobs_and_entropy(
@@ -38,10 +39,20 @@ def linear_logprobs_and_entropy(
     block_elements: int | None = None,
     kept_elements: int = KEPT,
 ) -> tuple[Tensor, Tensor | None]:
-    """Of softmax((hidden weight^T + bias) / temperature): its log at ``labels``, and its entropy. In nats, float32 or wider; differentiable.
+    """Computes log-probs at ``labels`` and the entropy of softmax((hidden weight^T + bias) / temperature).
 
-    hidden [K,H], weight [V,H], bias [V] or None, labels [K] -> [K], [K] or None. ``block_elements``: the most numbers in a [K,b] block of logits;
-    ``kept_elements``: the most in all of them that the backward pass finds kept.
+    Both are in nats, float32 or wider, and differentiable.
+
+    Args:
+        hidden: [K,H].
+        weight: [V,H].
+        bias: [V] or None.
+        labels: [K].
+        block_elements: Most numbers in a [K,b] block of logits.
+        kept_elements: Most numbers in all blocks together that are kept for the backward pass.
+
+    Returns:
+        Log-probs [K] and entropy [K], or None without ``with_entropy``.
     """
     size = block_elements or (CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK)
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= kept_elements
@@ -49,14 +60,14 @@ def linear_logprobs_and_entropy(
 
 
 def _blocks(rows: int, vocabulary: int, size: int) -> Iterator[slice]:
-    """Slices that cover the vocabulary, of at most ``size`` numbers for all rows together."""
+    """Yields slices that cover the vocabulary, each of at most ``size`` numbers over all rows."""
     width = max(size // max(rows, 1), 1)
     for start in range(0, vocabulary, width):
         yield slice(start, min(start + width, vocabulary))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b, in float32 or wider: a new tensor."""
+    """Computes the matrix product of a and b as a new tensor in float32 or wider."""
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return widen(torch.mm(a, b))
@@ -70,20 +81,23 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, t
 
 
 def _within(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Which labels [K] are in the block, and their columns there [K,1]; column 0 for the others."""
+    """Returns a mask of the labels inside the block [K] and their columns in it [K,1]; column 0 for the others."""
     inside = (labels >= block.start) & (labels < block.stop)
     return inside, torch.where(inside, labels - block.start, 0).unsqueeze(-1)
 
 
 class _Sums:
-    """Over the blocks seen so far, for each row: the largest logit, sum exp(z - largest), sum exp(z - largest) (z - largest)."""
+    """Running statistics of each row over the blocks of the vocabulary.
+
+    They are the largest logit, sum exp(z - largest) and sum exp(z - largest) (z - largest).
+    """
 
     def __init__(self, like: Tensor):
         self.largest = torch.full_like(like, torch.finfo(like.dtype).min)
         self.exp, self.weighted = torch.zeros_like(like), torch.zeros_like(like)
 
     def add(self, z: Tensor, with_entropy: bool) -> Tensor:
-        """z [K,b], which is used up -> exp(z - largest)."""
+        """Adds a block z [K,b], which is overwritten, and returns exp(z - largest)."""
         largest = torch.maximum(self.largest, z.amax(dim=-1))
         moved = self.largest - largest
         z = z.sub_(largest.unsqueeze(-1))
@@ -98,7 +112,7 @@ class _Sums:
 
 
 class _LinearStatistics(torch.autograd.Function):
-    """hidden [K,H], weight [V,H], bias [V] (or None), labels [K] -> log-probs [K], entropy [K] (or None)."""
+    """Autograd function of linear_logprobs_and_entropy."""
 
     @staticmethod
     def forward(
@@ -123,7 +137,8 @@ class _LinearStatistics(torch.autograd.Function):
                 kept += [exp, sums.largest]
         log_sum = sums.exp.log()
         entropy = log_sum - sums.weighted / sums.exp if with_entropy else None
-        # the parameter itself is saved: under ZeRO-3 it is empty between the passes, and the engine fills it again for the backward
+        # saves the parameter itself: under ZeRO-3 it is empty between the passes, and the engine gathers it again
+        # for the backward
         ctx.save_for_backward(hidden, weight, bias, labels, sums.largest + log_sum, entropy, *kept)
         ctx.temperature, ctx.size = temperature, size
         ctx.set_materialize_grads(False)
@@ -134,7 +149,11 @@ class _LinearStatistics(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """d log p_y / d z_j = [j = y] - p_j;  d H / d z_j = -p_j (log p_j + H);  z = (hidden weight^T + bias) / temperature."""
+        """Computes the gradients of hidden, weight and bias, block by block.
+
+        With z = (hidden weight^T + bias) / temperature:
+        d log p_y / d z_j = [j = y] - p_j,  d H / d z_j = -p_j (log p_j + H).
+        """
         hidden, weight, bias, labels, log_norm, entropy, *kept = ctx.saved_tensors
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 8
@@ -142,7 +161,7 @@ class _LinearStatistics(torch.autograd.Function):
             torch.zeros_like(log_norm) if grad_logprobs is None else grad_logprobs / ctx.temperature
         )
         for_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
-        # rows that nothing is asked of may hold NaN, and 0 * NaN must not reach the model
+        # rows with a zero gradient may hold NaN: 0 * NaN must not reach the model
         idle = for_logprobs == 0 if for_entropy is None else (for_logprobs == 0) & (for_entropy == 0)
         hidden = hidden.masked_fill(idle.unsqueeze(-1), 0.0)
         grad_hidden = torch.zeros_like(hidden, dtype=log_norm.dtype) if ctx.needs_input_grad[0] else None
@@ -153,7 +172,7 @@ class _LinearStatistics(torch.autograd.Function):
                 p = kept[2 * i] * (kept[2 * i + 1] - log_norm).exp().unsqueeze(-1)
             else:
                 p = _logits(hidden, weight, bias, block, ctx.temperature).sub_(log_norm.unsqueeze(-1)).exp_()
-            d = _logits_gradient(p, *_within(labels, block), for_logprobs, entropy, for_entropy).masked_fill_(
+            d = logits_gradient(p, *_within(labels, block), for_logprobs, entropy, for_entropy).masked_fill_(
                 idle.unsqueeze(-1), 0.0
             )
             if grad_bias is not None:
@@ -171,7 +190,7 @@ class _LinearStatistics(torch.autograd.Function):
         )
 
 
-def _logits_gradient(
+def logits_gradient(
     p: Tensor,
     inside: Tensor,
     column: Tensor,
@@ -179,7 +198,7 @@ def _logits_gradient(
     entropy: Tensor,
     for_entropy: Tensor | None,
 ) -> Tensor:
-    """p [K,b], which is used up -> the gradient [K,b] of the logits."""
+    """Computes the gradient [K,b] of a block of logits from its probabilities p [K,b], which are overwritten."""
     if for_entropy is None:
         d = p.mul_(-for_logprobs.unsqueeze(-1))
     else:

@@ -1,8 +1,9 @@
-"""Log-probabilities and entropy from logits, in float32 or wider, without a full-size float32 copy of the logits.
+"""Log-probabilities and entropy from logits, in float32 or wider, without a float32 copy of all logits.
 
-bf16 log_softmax over a vocabulary of 150k is off by up to 0.065 per token, so rows are upcast; [B,T,V] in float32 is tens of
-gigabytes, so they are upcast ``chunk_size`` rows at a time, in the backward pass too (softmax is recomputed there). What is added
-to the logits' own memory is a few [chunk_size, V] float32 tensors and, after the backward, the gradient in the logits' own dtype.
+log_softmax in bf16 over a vocabulary of 150k is off by up to 0.065 per token, so rows are upcast. [B,T,V] in float32
+takes tens of gigabytes, so ``chunk_size`` rows are upcast at a time, also in the backward pass, which recomputes the
+softmax. Beyond the logits, this takes a few [chunk_size, V] float32 tensors and, after the backward pass, the
+gradient in the dtype of the logits.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ from torch.autograd.function import once_differentiable
 
 from ppo_ds.ops.masked import masked_sum, widen
 
-_FLOOR = -1e4  # exp(-1e4) is 0 even in float64: keeps 0 * log 0 from being NaN where a logit is -inf
+_FLOOR = -1e4  # exp(-1e4) is 0 even in float64; avoids 0 * log 0 = NaN where a logit is -inf
 
 
 def logprobs_from_logits(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int | None = 1024
 ) -> Tensor:
-    """log softmax(logits / temperature)[label]: [...,V], [...] -> [...], in nats, float32 (float64 if given float64)."""
+    """Computes log softmax(logits / temperature)[label] in nats: [...,V], [...] -> [...].
+
+    The result is float32 (float64 for float64 logits).
+    """
     return _RowStatistics.apply(_as_3d(logits), labels, temperature, chunk_size, False)[0].view(labels.shape)
 
 
 def entropy_from_logits(logits: Tensor, temperature: float = 1.0, chunk_size: int | None = 1024) -> Tensor:
-    """Entropy of softmax(logits / temperature): [...,V] -> [...], in nats, float32 (float64 if given float64); differentiable."""
+    """Computes the entropy of softmax(logits / temperature) in nats: [...,V] -> [...]; differentiable.
+
+    The result is float32 (float64 for float64 logits).
+    """
     return _RowStatistics.apply(_as_3d(logits), None, temperature, chunk_size, True)[1].view(
         logits.shape[:-1]
     )
@@ -40,25 +47,25 @@ def logprobs_and_entropy_from_logits(
     chunk_size: int | None = 1024,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Both of the above in one pass over the logits; the entropy is None if it is not asked for."""
+    """Computes log-probs and entropy in one pass over the logits; the entropy is None without ``with_entropy``."""
     logprobs, entropy = _RowStatistics.apply(_as_3d(logits), labels, temperature, chunk_size, with_entropy)
     return logprobs.view(labels.shape), entropy.view(labels.shape) if with_entropy else None
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log pi(y|x) of whole answers: [B,T] -> [B]."""
+    """Sums token log-probs to log pi(y|x) of whole responses: [B,T] -> [B]."""
     return masked_sum(logprobs, mask, dim=1)
 
 
 def _as_3d(logits: Tensor) -> Tensor:
-    """[...,V] -> [B,T,V], a view in every usual case: the slice of a bigger tensor must not be copied."""
+    """Reshapes [...,V] to [B,T,V] without a copy in all usual cases, slices of a larger tensor included."""
     if logits.dim() > 3:
         return logits.flatten(0, -3)
     return logits if logits.dim() == 3 else logits.reshape(-1, 1, logits.shape[-1])
 
 
 def _blocks(rows: int, width: int, chunk_size: int | None) -> Iterator[tuple[slice, slice]]:
-    """Slices that cover [rows, width] in blocks of at most ``chunk_size`` places."""
+    """Yields slices that cover [rows, width] in blocks of at most ``chunk_size`` positions."""
     size = chunk_size or max(rows * width, 1)
     step = max(size // max(width, 1), 1)
     for b in range(0, rows, step):
@@ -67,7 +74,7 @@ def _blocks(rows: int, width: int, chunk_size: int | None) -> Iterator[tuple[sli
 
 
 def _shifted(block: Tensor, temperature: float) -> Tensor:
-    """block / temperature less its row's maximum: a new float32 (or float64) tensor, never a view of the logits."""
+    """Computes block / temperature - row maximum as a new float32 (or float64) tensor, never a view of the logits."""
     x = widen(block)
     if temperature != 1.0:
         x = x / temperature
@@ -75,7 +82,7 @@ def _shifted(block: Tensor, temperature: float) -> Tensor:
 
 
 class _RowStatistics(torch.autograd.Function):
-    """logits [B,T,V], labels [B,T] (or None) -> log-probs [B,T] (or None), entropy [B,T] (or None)."""
+    """Computes log-probs [B,T] (or None) and entropy [B,T] (or None) of logits [B,T,V] and labels [B,T] (or None)."""
 
     @staticmethod
     def forward(
@@ -110,7 +117,10 @@ class _RowStatistics(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, None, None, None, None]:
-        """d log p_y / d z_j = [j = y] - p_j;  d H / d z_j = -p_j (log p_j + H);  z = logits / temperature."""
+        """Computes the gradient of the logits, block by block.
+
+        With z = logits / temperature:  d log p_y / d z_j = [j = y] - p_j,  d H / d z_j = -p_j (log p_j + H).
+        """
         logits, labels, log_norm, entropy = ctx.saved_tensors
         if grad_logprobs is None and grad_entropy is None:
             return None, None, None, None, None
@@ -118,11 +128,11 @@ class _RowStatistics(torch.autograd.Function):
         for block in _blocks(*logits.shape[:2], ctx.chunk_size):
             log_p = _shifted(logits[block], ctx.temperature).sub_(log_norm[block].unsqueeze(-1))
             p = log_p.exp()
-            d = (
-                log_p.zero_()
-                if grad_entropy is None
-                else _entropy_factor(log_p, entropy[block], grad_entropy[block])
-            )
+            if grad_entropy is None:
+                d = log_p.zero_()
+            else:  # -(log p + H) * dL/dH, in place of log_p
+                d = log_p.clamp_(min=_FLOOR).add_(entropy[block].unsqueeze(-1))
+                d = d.mul_(-grad_entropy[block].unsqueeze(-1))
             idle = torch.ones_like(log_norm[block], dtype=torch.bool)
             if grad_logprobs is not None:
                 g = grad_logprobs[block].unsqueeze(-1)
@@ -132,11 +142,6 @@ class _RowStatistics(torch.autograd.Function):
                 d = d.mul_(p)
             if grad_entropy is not None:
                 idle &= grad_entropy[block] == 0
-            # rows that nothing is asked of (padding) may hold NaN: 0 * NaN must not reach the model
+            # rows with a zero gradient (padding) may hold NaN: 0 * NaN must not reach the model
             grad[block] = d.div_(ctx.temperature).masked_fill_(idle.unsqueeze(-1), 0.0)
         return grad, None, None, None, None
-
-
-def _entropy_factor(log_p: Tensor, entropy: Tensor, grad_entropy: Tensor) -> Tensor:
-    """-(log p + H) * dL/dH, in place of log_p."""
-    return log_p.clamp_(min=_FLOOR).add_(entropy.unsqueeze(-1)).mul_(-grad_entropy.unsqueeze(-1))

@@ -1,13 +1,14 @@
-"""Policy, value, entropy and KL losses, and their aggregation over everything that one optimizer step sees.
+"""Policy, value, entropy and KL losses, and their aggregation over all tokens of an optimizer step.
 
-Gradients flow into the policy's log-probs (or the values, or the entropy) only. A micro-batch without a single action gives a loss
-of 0 with zero gradients, not NaN: its rank must still run the backward that the others run.
+Gradients flow into the policy's log-probs (or the values, or the entropy) only. A micro-batch without any action
+has a loss of 0 with zero gradients, not NaN: its rank must still run the same backward as the other ranks.
 
-Metrics of a loss are detached *local sums*, which add up exactly over micro-batches and ranks, told apart by their shape:
-    [2]     (sum, count): a mean once summed
-    [5]     moments, of which explained_variance() makes the number once they are summed
+Metrics of a loss are detached *local sums* that add up exactly over micro-batches and ranks. Their shape tells how
+to reduce them:
+    [2]     (sum, count), a mean after summation
+    [5]     moments, the input of explained_variance() after summation
     0-dim   a maximum
-All are float64, so that their sums are exact enough whatever the order.
+All are float64, so that the order of summation does not matter in practice.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ ISWeights = Literal["tis", "icepop", "seq_mask_tis"]
 
 @dataclass
 class BatchTotals:
-    """What one optimizer step sees over all ranks and micro-batches. ``norm``: the divisor of "token_sum_norm", any constant."""
+    """Counts of one optimizer step over all ranks and micro-batches.
+
+    ``norm`` is the divisor of "token_sum_norm", any constant.
+    """
 
     tokens: float
-    sequences: float  # that have at least one token
+    sequences: float  # with at least one token
     dp_size: int = 1
     norm: float | None = None
 
@@ -41,7 +45,7 @@ class BatchTotals:
 def batch_totals(
     masks: Iterable[Tensor], reduce: Reduce | None = None, dp_size: int = 1, norm: float | None = None
 ) -> BatchTotals:
-    """Count this rank's masks [B,T] of one optimizer step and add up over ranks."""
+    """Counts tokens and sequences of this rank's masks [B,T] of one optimizer step, summed over ranks."""
     counts = torch.stack([torch.stack([_count(mask), _rows(mask).sum()]).double() for mask in masks]).sum(
         dim=0
     )
@@ -52,16 +56,20 @@ def batch_totals(
 def aggregate(
     loss: Tensor, mask: Tensor, mode: LossAgg = "token_mean", totals: BatchTotals | None = None
 ) -> Tensor:
-    """loss [B,T] -> 0-dim.
+    """Aggregates a per-token loss [B,T] to a scalar.
 
     token_mean           sum / tokens
     seq_mean_token_mean  sum over sequences of their token means / sequences
     seq_mean_token_sum   sum / sequences
     token_sum_norm       sum / norm (the width T without totals)
 
-    Without ``totals``: of this batch. With: this micro-batch's part of the whole optimizer step, times dp_size, since data-parallel
-    training averages gradients over ranks. Summed over micro-batches and averaged over ranks it is the mean over everything,
-    however the rows were split (for DeepSpeed: ``engine.backward(loss, scale_wrt_gas=False)``). Sequences without tokens count 0.
+    Sequences without tokens count 0.
+
+    Args:
+        totals: None aggregates over this batch alone. With totals, the result is this micro-batch's share of the
+            whole optimizer step, times dp_size, since data-parallel training averages gradients over ranks.
+            Summed over micro-batches and averaged over ranks it is the mean over the whole step, for any split of
+            the rows (with DeepSpeed: ``engine.backward(loss, scale_wrt_gas=False)``).
     """
     total = _numerator(loss, mask, mode)
     if totals is None:
@@ -80,9 +88,8 @@ def _rows(mask: Tensor) -> Tensor:
 
 def _numerator(loss: Tensor, mask: Tensor, mode: LossAgg) -> Tensor:
     if mode == "seq_mean_token_mean":
-        return masked_mean(
-            loss, mask, dim=-1, eps=1e-8
-        ).sum()  # OpenRLHF's and verl's eps: nothing in float32, the same digits in float64
+        # eps of OpenRLHF and verl: no effect in float32, equal digits in float64
+        return masked_mean(loss, mask, dim=-1, eps=1e-8).sum()
     return masked_sum(loss, mask)
 
 
@@ -94,14 +101,17 @@ def _divisor(mode: LossAgg, totals: BatchTotals) -> float:
             return totals.sequences
         case "token_sum_norm":
             assert totals.norm is not None, (
-                "token_sum_norm needs BatchTotals.norm: a micro-batch's own width depends on the split"
+                "token_sum_norm needs BatchTotals.norm: the width of a micro-batch depends on the split"
             )
             return totals.norm
     raise _unknown(mode)
 
 
 def _weight(mask: Tensor, mode: LossAgg, totals: BatchTotals | None) -> Tensor:
-    """This batch's share of the divisor, 0-dim: shares of micro-batches and ranks add up to the whole divisor."""
+    """Returns this batch's share of the divisor, 0-dim.
+
+    The shares of all micro-batches and ranks add up to the divisor.
+    """
     match mode:
         case "token_mean":
             return _count(mask)
@@ -136,33 +146,44 @@ def policy_loss(
     agg: LossAgg = "token_mean",
     totals: BatchTotals | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy objective to be minimised: logprobs, old_logprobs, mask [B,T], advantages [B,T] or [B] -> 0-dim, metrics.
+    """Computes the policy loss and its metrics.
 
-    ppo        max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (Schulman et al. 2017); clip_high None: clip_low. ``dual_clip``
-               c > 1 bounds it by -A c where A < 0 (Ye et al. 2020).
+    ppo        max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (Schulman et al. 2017)
     gspo       the same with ratio="sequence_mean" (Zheng et al. 2025)
     cispo      -A clip(r).detach() log pi (MiniMax 2025)
     reinforce  -A log pi, without a ratio
 
-    ratio: of each token, or one for all tokens of an answer: exp of the sum ("sequence") or of the mean ("sequence_mean") of the
-    log-ratios. The log-ratio is masked, then clamped to +-log_ratio_clamp (gradient 0 beyond), then exponentiated: without the clamp
-    float32 gives 0 * inf = NaN gradients where the loss itself is finite.
-    is_weights [B,T]: importance weights of the sampling engine, see rollout_is_weights.
+    The log-ratio is masked, then clamped, then exponentiated. Without the clamp float32 gives 0 * inf = NaN gradients
+    although the loss is finite.
 
-    Metrics, (sum, count) each, see the module's docstring: policy/loss as aggregated by ``agg``; over tokens policy/clipfrac (where
-    the clip takes the gradient away), policy/clipfrac_low (the dual clip does), policy/approx_kl (k3 of old || new, with the clamped
-    log-ratio), policy/kl_k1 (old - new, per token and unclamped), policy/ratio_mean. 0-dim: policy/ratio_max.
+    Args:
+        logprobs, old_logprobs, mask: [B,T].
+        advantages: [B,T] or [B].
+        clip_high: None uses clip_low.
+        dual_clip: A constant c > 1 that bounds the loss by -A c where A < 0 (Ye et al. 2020).
+        ratio: One ratio per token, or one for all tokens of a response: exp of the sum ("sequence") or of the mean
+            ("sequence_mean") of the log-ratios.
+        log_ratio_clamp: Limits the log-ratio to +-log_ratio_clamp; the gradient is 0 beyond it.
+        is_weights: Importance weights [B,T] of the sampling engine, see rollout_is_weights.
+
+    Returns:
+        The loss, 0-dim, and metrics, each (sum, count) unless noted, see the module's docstring: policy/loss as
+        aggregated by ``agg``; over tokens policy/clipfrac (the clip zeroes the gradient), policy/clipfrac_low (the
+        dual clip does), policy/approx_kl (k3 of old || new, with the clamped log-ratio), policy/kl_k1 (old - new,
+        per token and unclamped) and policy/ratio_mean; policy/ratio_max, 0-dim.
     """
     current, old = keep(logprobs, mask), keep(old_logprobs.detach(), mask)
     advantages = keep((advantages if advantages.dim() == 2 else advantages[:, None]).detach(), mask)
     differences = current - old
-    log_ratio = _log_ratio(differences, mask, "sequence_mean" if kind == "gspo" else ratio, log_ratio_clamp)
+    log_ratio = clamped_log_ratio(
+        differences, mask, "sequence_mean" if kind == "gspo" else ratio, log_ratio_clamp
+    )
     r = log_ratio.exp()
     bounds = (1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
     never = torch.zeros_like(mask, dtype=torch.bool)
     match kind:
         case "ppo" | "gspo":
-            loss, clipped, clipped_low = _clipped_objective(r, advantages, bounds, dual_clip)
+            loss, clipped, clipped_low = clipped_objective(r, advantages, bounds, dual_clip)
         case "cispo":
             truncated = r.detach().clamp(*bounds)
             loss, clipped, clipped_low = -advantages * truncated * current, truncated != r, never
@@ -172,9 +193,8 @@ def policy_loss(
             raise ValueError(f"unknown policy loss {kind!r}: ppo, gspo, cispo or reinforce")
     if is_weights is not None:
         loss = loss * keep(is_weights.detach(), mask)
-    old_to_new = approx_kl(
-        -log_ratio.detach(), torch.zeros_like(log_ratio), "k3"
-    )  # samples of old: d = log old - log new
+    # samples come from the old policy: d = log old - log new
+    old_to_new = approx_kl(-log_ratio.detach(), torch.zeros_like(log_ratio), "k3")
     metrics = {
         "policy/loss": _part(loss, mask, agg, totals),
         "policy/clipfrac": _mean_parts(clipped, mask),
@@ -187,8 +207,8 @@ def policy_loss(
     return aggregate(loss, mask, agg, totals), metrics
 
 
-def _log_ratio(differences: Tensor, mask: Tensor, ratio: Ratio, clamp: float) -> Tensor:
-    """[B,T] masked log pi - log pi_old -> the clamped log-ratio of each token, [B,T]."""
+def clamped_log_ratio(differences: Tensor, mask: Tensor, ratio: Ratio, clamp: float) -> Tensor:
+    """Computes the clamped log-ratio of each token from masked log pi - log pi_old, [B,T] -> [B,T]."""
     match ratio:
         case "token":
             log_ratio = differences
@@ -201,10 +221,10 @@ def _log_ratio(differences: Tensor, mask: Tensor, ratio: Ratio, clamp: float) ->
     return log_ratio.clamp(-clamp, clamp).expand_as(differences)
 
 
-def _clipped_objective(
+def clipped_objective(
     r: Tensor, advantages: Tensor, bounds: tuple[float, float], dual_clip: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """PPO's pessimistic objective per token, and where either clip binds."""
+    """Computes PPO's clipped objective per token, and masks of the tokens where the clip and the dual clip apply."""
     plain, bounded = -advantages * r, -advantages * r.clamp(*bounds)
     loss = torch.maximum(plain, bounded)
     clipped_low = torch.zeros_like(r, dtype=torch.bool)
@@ -220,10 +240,13 @@ def _clipped_objective(
 def rollout_is_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: ISWeights, low: float, high: float
 ) -> Tensor:
-    """Weights [B,T] that correct for a sampling engine whose log-probs differ from the training engine's; 0 where mask = 0.
+    """Computes weights [B,T] that correct for log-probs of the sampling engine; 0 where mask = 0.
 
-    With w = exp(old - rollout) per token:  tis: w limited to [low, high].  icepop: w where it lies in [low, high], else 0.
-    seq_mask_tis: w, but 0 for answers whose geometric mean of w lies outside [low, high].
+    With w = exp(old - rollout) per token:
+
+        tis           w, limited to [low, high]
+        icepop        w if it lies in [low, high], else 0
+        seq_mask_tis  w, but 0 for responses whose geometric mean of w lies outside [low, high]
     """
     log_weights = keep(old_logprobs, mask) - keep(rollout_logprobs, mask)
     weights = log_weights.clamp(-20.0, 20.0).exp()
@@ -251,12 +274,16 @@ def value_loss(
     agg: LossAgg = "token_mean",
     totals: BatchTotals | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Squared error of the values, all [B,T] -> 0-dim, metrics. ``half``: times 1/2.
+    """Computes the squared error of the values, a scalar, and its metrics. All inputs are [B,T].
 
-    ``clip``: the larger of the errors of V and of V limited to old_values +- clip, clipped in float32 or wider; None: plain.
+    Args:
+        clip: Takes the larger of the errors of V and of V limited to old_values +- clip, in float32 or wider.
+            None: no clipping.
+        half: Multiplies the loss by 1/2.
 
-    Metrics, see the module's docstring: value/loss, value/clipfrac, value/mean (of values) are (sum, count), value/explained_var is
-    the moments that explained_variance() takes.
+    Returns:
+        The loss and metrics, see the module's docstring: value/loss, value/clipfrac and value/mean (of the values)
+        are (sum, count); value/explained_var holds the moments for explained_variance().
     """
     values, old, returns = keep(values, mask), keep(old_values.detach(), mask), keep(returns.detach(), mask)
     loss = (values - returns).square()
@@ -269,7 +296,7 @@ def value_loss(
     metrics = {
         "value/loss": _part(loss, mask, agg, totals),
         "value/clipfrac": _mean_parts(clipped, mask),
-        "value/explained_var": _explained_variance_parts(values.detach(), returns, mask),
+        "value/explained_var": explained_variance_moments(values.detach(), returns, mask),
         "value/mean": _mean_parts(values, mask),
     }
     return aggregate(loss, mask, agg, totals), metrics
@@ -278,7 +305,10 @@ def value_loss(
 def entropy_loss(
     entropy: Tensor, mask: Tensor, agg: LossAgg = "token_mean", totals: BatchTotals | None = None
 ) -> Tensor:
-    """The mean entropy [B,T] -> 0-dim; a bonus is subtracted by the caller: loss - coef * entropy_loss."""
+    """Aggregates the entropy [B,T] to a scalar.
+
+    For an entropy bonus, the caller subtracts it: loss - coef * entropy_loss.
+    """
     return aggregate(entropy, mask, agg, totals)
 
 
@@ -290,29 +320,35 @@ def kl_loss(
     agg: LossAgg = "token_mean",
     totals: BatchTotals | None = None,
 ) -> Tensor:
-    """KL(policy || reference) as a loss, [B,T] -> 0-dim. On fresh samples k2 is the estimator with the right gradient: see approx_kl."""
+    """Aggregates KL(policy || reference) [B,T] to a scalar loss.
+
+    On fresh samples k2 is the estimator with the right gradient, see approx_kl.
+    """
     return aggregate(approx_kl(keep(logprobs, mask), keep(ref_logprobs, mask), estimator), mask, agg, totals)
 
 
 def explained_variance(moments: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) of summed "value/explained_var" moments; 0 where the returns do not vary."""
+    """Computes 1 - Var(returns - values) / Var(returns) from summed "value/explained_var" moments.
+
+    The result is 0 if the returns are constant.
+    """
     count, returns, returns_squared, errors, errors_squared = moments.tolist()
-    variance = count * returns_squared - returns**2  # times count^2, as the errors' is
+    variance = count * returns_squared - returns**2  # scaled by count^2, as is that of the errors
     return 1 - (count * errors_squared - errors**2) / variance if variance > 0 else 0.0
 
 
 def _mean_parts(x: Tensor, mask: Tensor) -> Tensor:
-    """[2]: sum over tokens, tokens."""
+    """Returns (sum over tokens, number of tokens), [2]."""
     return torch.stack([masked_sum(x.detach().double(), mask), _count(mask).double()])
 
 
 def _part(loss: Tensor, mask: Tensor, agg: LossAgg, totals: BatchTotals | None) -> Tensor:
-    """[2]: numerator and share of the divisor of the aggregated loss."""
+    """Returns (numerator, share of the divisor) of the aggregated loss, [2]."""
     return torch.stack([_numerator(loss.detach().double(), mask, agg), _weight(mask, agg, totals).double()])
 
 
-def _explained_variance_parts(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """[5]: count, sum of returns, of their squares, sum of errors (returns - values), of their squares."""
+def explained_variance_moments(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """Returns (count, sum of returns, of their squares, sum of errors returns - values, of their squares), [5]."""
     returns = returns.double()
     errors = keep(returns - values, mask)
     return torch.stack(

@@ -1,7 +1,7 @@
 """Masked statistics.
 
-Places where mask = 0 may hold anything, NaN and infinities included: they are replaced *before* any arithmetic, so that they
-reach neither a value nor a gradient (0 * inf would be NaN).
+Positions with mask = 0 may hold anything, including NaN and infinities. They are replaced *before* any arithmetic,
+so that they affect neither a value nor a gradient (0 * inf would be NaN).
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ Reduce = Callable[[Tensor], Tensor]  # sums a tensor over all ranks and returns 
 
 
 def widen(x: Tensor) -> Tensor:
-    """``x`` in float32 or wider: float64 stays as it is, everything else becomes float32."""
+    """Converts ``x`` to float32; float64 stays float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def keep(x: Tensor, mask: Tensor) -> Tensor:
-    """``x``, widened, with exact zeros wherever mask = 0; differentiable."""
+    """Returns ``x`` in float32 or wider, with exact zeros where mask = 0; differentiable."""
     return torch.where(mask.bool(), widen(x), 0.0)
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum over the places with mask = 1, over everything or over ``dim``."""
+    """Sums the positions with mask = 1, over all dimensions or over ``dim``."""
     return keep(x, mask).sum(dim=dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None, eps: float = 0.0) -> Tensor:
-    """sum / (count + eps) over the places with mask = 1; a mean of no places is 0."""
+    """Computes sum / (count + eps) over the positions with mask = 1; 0 if there are none."""
     total = masked_sum(x, mask, dim)
     count = mask.bool().expand_as(x).sum(dim=dim).to(total.dtype)
     return total / torch.where(count > 0, count + eps, 1.0)
@@ -40,10 +40,11 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None, eps: float = 0.
 def masked_mean_var(
     x: Tensor, mask: Tensor, unbiased: bool = True, reduce: Reduce | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and count (0-dim) of the places with mask = 1 on all ranks; detached.
+    """Computes mean, variance and count (0-dim) of the positions with mask = 1 over all ranks; detached.
 
-    Two passes (the squares are those of differences from the global mean), both summed and reduced in float64: E[x^2] - E[x]^2
-    would lose every digit of advantages that sit far from 0. Fewer than two places have variance 0.
+    The computation takes two passes (squared differences from the global mean), both summed and reduced in float64:
+    E[x^2] - E[x]^2 would lose every digit of advantages that are far from 0. Fewer than two positions have variance
+    0.
     """
     total = reduce or (lambda t: t)
     mask = mask.bool().expand_as(x)
@@ -65,10 +66,13 @@ def masked_whiten(
     eps: float = 1e-8,
     reduce: Reduce | None = None,
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) with the statistics of all ranks; 0 where mask = 0; detached.
+    """Computes (x - mean) / sqrt(var + eps) with the statistics of all ranks; 0 where mask = 0; detached.
 
-    shift_mean=False keeps the mean, as in TRL (a shift of rewards would be a bonus per token, that is, for length).
-    With fewer than two places there is no variance to divide by: x - mean.
+    With fewer than two positions the variance is undefined, and the result is x - mean.
+
+    Args:
+        shift_mean: False keeps the mean, as in TRL. A shift of rewards would be a bonus per token, and thus for
+            length.
     """
     mean, var, count = masked_mean_var(x, mask, unbiased, reduce)
     whitened = (keep(x, mask) - mean) * torch.where(count < 2, 1.0, torch.rsqrt(var + eps))

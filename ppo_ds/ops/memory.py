@@ -1,8 +1,8 @@
-"""Bytes that models take in memory, by arithmetic alone: engines by ZeRO stage, activations, caches.
+"""Memory of models in bytes, by arithmetic alone: engines by ZeRO stage, activations, KV caches.
 
-What DeepSpeed (0.19.8) keeps and what it makes for a moment was read from its code; activations are those that autograd keeps of a decoder as
-transformers writes it: norms in fp32, rotary attention by a fused kernel, a gated MLP. Other families are taken for one of these, without the gate
-where theirs has none. docs/reliability.md compares the sums with measured runs.
+The persistent and temporary buffers of DeepSpeed (0.19.8) were read from its code. Activations are those that autograd
+keeps of a decoder as transformers writes it: norms in fp32, fused attention, a gated MLP. Other families are treated
+as one of these, without the gate if they have none. docs/reliability.md compares the sums with measured runs.
 """
 
 from __future__ import annotations
@@ -12,39 +12,37 @@ from dataclasses import dataclass, replace
 from ppo_ds.ops.flops import Size
 
 FP32 = 4
-BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in numbers
+BUCKET = 500_000_000  # reduce_bucket_size of DeepSpeed, in numbers
 PREFETCH = 50_000_000  # stage3_prefetch_bucket_size
 REUSE = 1_000_000_000  # stage3_max_reuse_distance
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model its memory depends on. A tied parameter counts once."""
+    """Sizes of a model that determine its memory. A tied parameter counts once."""
 
     parameters: int
-    trained: int  # of them: all, or adapters and a score head
-    largest: int  # numbers in the largest tensor that is trained
-    tensor: int  # and in the largest of all
-    head: (
-        int  # of the head of a language model, also where it is the input embedding's own; 0 for a classifier
-    )
+    trained: int  # of the parameters: all, or adapters and a score head
+    largest_trained: int  # numbers in the largest trained tensor
+    largest_tensor: int  # numbers in the largest tensor
+    head: int  # parameters of the LM head, also if it is tied to the input embedding; 0 for a classifier
     tied: bool
     vocabulary: int
     layers: int
     hidden: int
-    inner: int  # of the MLP; of experts all that one token passes
+    inner: int  # of the MLP; for mixtures of experts, of all experts that one token uses
     gated: bool
     heads: int
     width: int  # of the queries
     kv_width: int  # of the keys
-    fused: bool = True  # attention by a kernel that makes no matrix of tokens x tokens
+    fused: bool = True  # the attention kernel makes no tokens x tokens matrix
     head_norms: bool = False  # queries and keys are normalised
-    makes_logits: bool = False  # something is done to the logits behind the head, so they have to be made
-    idle: int = 0  # parameters of experts that a token does not take
+    makes_logits: bool = False  # an operation follows the LM head, so the logits must be materialised
+    idle: int = 0  # parameters of experts that a token does not use
 
     @property
     def size(self) -> Size:
-        """As ops/flops.py counts by."""
+        """The sizes that ops/flops.py needs."""
         embeddings = self.vocabulary * self.hidden * (1 if self.tied or not self.head else 2)
         return Size(
             self.parameters - embeddings, self.head, self.layers, self.width, self.kv_width, self.idle
@@ -52,22 +50,26 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """Bytes of a trained model on one rank. ``host``: what of the resting part is in CPU memory instead."""
+class EngineMemory:
+    """Bytes of a trained model on one rank."""
 
+    # resident between phases
     weights: int
     masters: int
     moments: int
-    buffers: int  # for gradients, kept between updates
-    bucket: int  # allocated in each backward
-    gradients: int  # that have come together when the second micro-batch begins, beyond ``buffers``
-    last: int  # beyond ``gradients`` and ``bucket``, when the last backward ends and they are reduced
-    step: int  # beyond ``gradients``, in the optimizer's step
-    gathered: int  # ZeRO-3: weights that are whole at the same time in a forward and backward
-    host: int = 0
+    buffers: int = 0  # for gradients
+    # temporary
+    bucket: int = 0  # allocated in each backward
+    gradients: int = 0  # accumulated when the second micro-batch begins, beyond ``buffers``
+    reduction: int = (
+        0  # when the last backward ends and gradients are reduced, beyond ``gradients`` and ``bucket``
+    )
+    step: int = 0  # in the optimizer step, beyond ``gradients``
+    gathered: int = 0  # ZeRO-3: weights that are gathered at the same time in a forward and backward
+    host: int = 0  # resident bytes in CPU memory instead of on the device
 
     @property
-    def resting(self) -> int:
+    def resident(self) -> int:
         return self.weights + self.masters + self.moments + self.buffers
 
 
@@ -82,162 +84,173 @@ def trained_engine(
     offload_params: bool = False,
     bucket: int = BUCKET,
     separate_host: bool = True,
-) -> Engine:
-    """``each``: bytes of a weight; ``scaled``: fp16. ``separate_host``: a GPU's host; on a CPU what is offloaded is where it was.
+) -> EngineMemory:
+    """Computes the memory of a DeepSpeed engine. Stage 0 in 16 bits runs as stage 1 (engine/zero.py).
 
-    Stage 0 in 16 bits runs as stage 1 (engine/zero.py).
+    Args:
+        each: Bytes of a weight.
+        scaled: Uses loss scaling (fp16).
+        bucket: reduce_bucket_size in numbers.
+        separate_host: CPU memory is separate from device memory (GPUs); otherwise offloading moves nothing.
     """
-    n, all_of_it, share = shape.trained, shape.parameters, -(-shape.trained // ranks)
-    flat, at_once = (
-        min(n, bucket),
-        min(n, BUCKET),
-    )  # what ZeRO copies to reduce it; and DeepSpeed without it, whatever the bucket
-    whole = each * all_of_it
+    trained, share = shape.trained, -(-shape.trained // ranks)
+    flat = min(trained, bucket)  # what ZeRO copies in order to reduce it
+    weights = each * shape.parameters
     if stage == 0 and each == FP32:
-        engine = Engine(whole, 0, 2 * FP32 * n, 0, 0, FP32 * n, FP32 * at_once, 0, 0)
-    elif stage < 2 and each < FP32 and not scaled:  # gradients are added up in a whole fp32 copy that stays
-        engine = Engine(
-            whole, FP32 * share, 2 * FP32 * share, FP32 * n, 0, 0, each * n + FP32 * at_once, 0, 0
+        return EngineMemory(
+            weights,
+            masters=0,
+            moments=2 * FP32 * trained,
+            gradients=FP32 * trained,
+            reduction=FP32 * min(trained, BUCKET),  # without ZeRO, DeepSpeed ignores reduce_bucket_size
+        )
+    masters, moments = FP32 * share, 2 * FP32 * share
+    if (
+        stage < 2 and each < FP32 and not scaled
+    ):  # gradients accumulate in a persistent fp32 copy of all of them
+        engine = EngineMemory(
+            weights,
+            masters,
+            moments,
+            buffers=FP32 * trained,
+            reduction=each * trained + FP32 * min(trained, BUCKET),
         )
     elif stage < 2:
-        gradients = FP32 * n + (0 if each == FP32 else each * n)
-        engine = Engine(
-            whole,
-            FP32 * share,
-            2 * FP32 * share,
-            0,
-            FP32 * bucket,
-            gradients,
-            FP32 * (flat + share),
-            FP32 * share,
-            0,
+        engine = EngineMemory(
+            weights,
+            masters,
+            moments,
+            bucket=FP32 * bucket,
+            gradients=FP32 * trained + (0 if each == FP32 else each * trained),
+            reduction=FP32 * (flat + share),
+            step=FP32 * share,
         )
     elif stage == 2:
-        engine = Engine(
-            whole,
-            FP32 * share,
-            2 * FP32 * share,
-            0,
-            each * bucket,
-            FP32 * share,
-            each * (flat + share),
-            FP32 * share,
-            0,
+        engine = EngineMemory(
+            weights,
+            masters,
+            moments,
+            bucket=each * bucket,
+            gradients=FP32 * share,
+            reduction=each * (flat + share),
+            step=FP32 * share,
         )
     else:
-        live = each * min(all_of_it, REUSE // 2 + PREFETCH + shape.tensor)
-        weights = each * -(-all_of_it // ranks)
-        engine = Engine(
-            weights,
-            FP32 * share,
-            2 * FP32 * share,
-            FP32 * share + each * bucket,
-            0,
-            0,
-            each * flat,
-            FP32 * share,
-            live,
+        engine = EngineMemory(
+            each * -(-shape.parameters // ranks),
+            masters,
+            moments,
+            buffers=FP32 * share + each * bucket,
+            reduction=each * flat,
+            step=FP32 * share,
+            gathered=each * min(shape.parameters, REUSE // 2 + PREFETCH + shape.largest_tensor),
         )
-    return (
-        _offloaded(engine, shape, stage, each, share, offload_optimizer, offload_params)
-        if separate_host
-        else engine
-    )
-
-
-def _offloaded(
-    engine: Engine, shape: Shape, stage: int, each: int, share: int, optimizer: bool, params: bool
-) -> Engine:
-    """States and this rank's gradients in CPU memory; what a backward and a gather need stays on the device."""
-    if optimizer:
-        host = engine.masters + engine.moments + (FP32 + each) * share
-        buffers = engine.buffers - FP32 * share if stage == 3 else each * shape.largest
+    if separate_host and offload_optimizer:  # states and this rank's gradients; a backward needs the rest
         engine = replace(
             engine,
             masters=0,
             moments=0,
-            buffers=buffers,
+            buffers=engine.buffers - FP32 * share if stage == 3 else each * shape.largest_trained,
             gradients=0 if stage > 1 else engine.gradients,
             step=0,
-            host=host,
+            host=masters + moments + (FP32 + each) * share,
         )
-    if params:
+    if separate_host and offload_params:
         engine = replace(engine, weights=0, host=engine.host + engine.weights)
     return engine
 
 
-def kept_by_layers(shape: Shape, tokens: int, length: int, each: int, checkpointing: bool) -> int:
-    """Activations that a forward over ``tokens`` places, in rows of ``length``, leaves for its backward; the head's not among them."""
-    norm = (
-        3 if each == FP32 else 4 / each + 2
-    ) * shape.hidden  # the input in fp32, the normalised state, that times the weight
+def activation_bytes(shape: Shape, tokens: int, length: int, each: int, checkpointing: bool) -> int:
+    """Computes the activations that a forward keeps for its backward, without those of the head.
+
+    Args:
+        tokens: Tokens of the forward, padding included, in rows of ``length``.
+        each: Bytes of an activation.
+    """
+    # the input in fp32, the normalised state, and its product with the weight
+    norm = (3 if each == FP32 else 4 / each + 2) * shape.hidden
     if shape.trained < shape.parameters:
-        norm -= shape.hidden  # a frozen weight asks for no normalised state
-    attention = (
-        2 * shape.width + 2 * shape.kv_width + shape.width * FP32 / each / 64
-    )  # queries, keys, values, what comes out; sums of rows
+        norm -= shape.hidden  # a frozen weight needs no normalised state
+    # queries, keys, values and output; row sums of the softmax
+    attention = 2 * shape.width + 2 * shape.kv_width + shape.width * FP32 / each / 64
     if not shape.fused:
         attention += shape.heads * length * (2 + FP32 / each)
     if shape.head_norms:
         attention += norm / shape.hidden * (shape.width + shape.kv_width)
     mlp = (4 if shape.gated else 2) * shape.inner
     layer = 2 * norm + attention + mlp
-    ends = norm + shape.hidden  # the last norm, and the embedding's output
+    ends = norm + shape.hidden  # the last norm, and the output of the embedding
     if not checkpointing:
         return int(tokens * each * (shape.layers * layer + ends))
-    # the inputs of all layers, all of one that is computed again, and what its backward makes on the way
-    return int(tokens * each * (shape.layers * shape.hidden + layer + ends)) + passing(
-        shape, tokens, length, each
-    )
+    # the inputs of all layers, everything of the one that is recomputed, and the temporaries of its backward
+    kept = int(tokens * each * (shape.layers * shape.hidden + layer + ends))
+    return kept + inference_activation_bytes(shape, tokens, length, each)
 
 
-def passing(shape: Shape, tokens: int, length: int, each: int) -> int:
-    """In the middle of a layer of a forward that keeps nothing: the residual stream, and the MLP's or attention's."""
+def inference_activation_bytes(shape: Shape, tokens: int, length: int, each: int) -> int:
+    """Computes the peak inside a layer without gradients: the residual stream, and the MLP or the attention."""
     mlp = (3 if shape.gated else 2) * shape.inner
     attention = 0 if shape.fused else 4 * shape.heads * length
     return tokens * each * (2 * shape.hidden + max(mlp, attention))
 
 
-def head_forward(shape: Shape, places: int, each: int, block: int) -> int:
-    """Log-probs and entropies of ``places`` states. ``block``: numbers of the logits that are there at the same time (ops/linear_logprobs.py)."""
-    states = 2 * places * shape.hidden * each
+def head_forward_bytes(shape: Shape, positions: int, each: int, block: int) -> int:
+    """Computes the memory for log-probs and entropies of ``positions`` states.
+
+    ``block`` is the number of logits that are in memory at the same time (ops/linear_logprobs.py).
+    """
+    states = 2 * positions * shape.hidden * each
     if shape.makes_logits:
-        return states + places * shape.vocabulary * (each + 2 * FP32)
-    return states + 3 * FP32 * min(block, places * shape.vocabulary)
+        return states + positions * shape.vocabulary * (each + 2 * FP32)
+    return states + 3 * FP32 * min(block, positions * shape.vocabulary)
 
 
-def head_backward(shape: Shape, places: int, each: int, block: int, kept: int) -> int:
-    """The same with gradients: states, their fp32 gradient, blocks of logits, the kept ones where there are few, and the weight's own gradient."""
-    numbers = places * shape.vocabulary
-    states = places * shape.hidden * (3 * each + FP32)
+def head_backward_bytes(shape: Shape, positions: int, each: int, block: int, kept: int) -> int:
+    """Computes the memory of the head's forward and backward.
+
+    It holds the states, their fp32 gradient, blocks of logits, the kept logits if there are at most ``kept`` of them,
+    and the gradient of the weight.
+    """
+    logits = positions * shape.vocabulary
+    states = positions * shape.hidden * (3 * each + FP32)
     gradient = each * shape.head if shape.trained == shape.parameters else 0
     if shape.makes_logits:
-        return states + numbers * (2 * each + 3 * FP32) + gradient
-    return states + gradient + (FP32 * numbers if numbers <= kept else 0) + 4 * FP32 * min(block, numbers)
+        return states + logits * (2 * each + 3 * FP32) + gradient
+    return states + gradient + (FP32 * logits if logits <= kept else 0) + 4 * FP32 * min(block, logits)
 
 
-def cache(shape: Shape, tokens: int, each: int) -> int:
-    """Keys and values."""
+def kv_cache_bytes(shape: Shape, tokens: int, each: int) -> int:
     return 2 * shape.layers * shape.kv_width * each * tokens
 
 
-def decoding(
+def static_decode_bytes(
     shape: Shape, *, tokens: int, length: int, rows: int, prefill: int, waiting: bool, each: int
 ) -> int:
-    """The static backend's: ``rows`` answers side by side, ``tokens`` places with their prompts in rows of ``length``.
+    """Computes the peak of the static backend beside the weights.
 
-    ``prefill`` places of prompts are read in one forward, whose keys and values are then copied. The first time that is before there is a cache;
-    ``waiting``: more prompts are read later, beside it. A step takes logits in the weights' dtype and three times in fp32, to draw from them.
+    A decode step takes logits in the dtype of the weights and three times in fp32, for sampling.
+
+    Args:
+        tokens: Cached positions, prompts included, in ``rows`` rows of ``length``.
+        prefill: Prompt positions of one forward, whose keys and values are then copied. The first prefill happens
+            before the cache is allocated.
+        waiting: More prompts are prefilled later, while the cache is allocated.
     """
-    slots, read = cache(shape, tokens, each), cache(shape, prefill, each)
-    reading = read + passing(shape, prefill, length, each)
+    slots, prompt_cache = kv_cache_bytes(shape, tokens, each), kv_cache_bytes(shape, prefill, each)
+    prefilling = prompt_cache + inference_activation_bytes(shape, prefill, length, each)
     return max(
-        slots + rows * shape.vocabulary * (each + 3 * FP32), slots + (reading if waiting else read), reading
+        slots + rows * shape.vocabulary * (each + 3 * FP32),
+        slots + (prefilling if waiting else prompt_cache),
+        prefilling,
     )
 
 
-def room_to_decode(shape: Shape, tokens: int, rows: int, each: int) -> int:
-    """What any backend may take at most, which is what the way of generating is chosen by: the cache; one layer's activations where all of it is
-    read at once (four hidden states, three of the MLP's); and a row of logits each, as above."""
+def decode_bytes_bound(shape: Shape, tokens: int, rows: int, each: int) -> int:
+    """Computes an upper bound of the decode memory of any backend, by which the generation plan is chosen.
+
+    It holds the KV cache, the activations of one layer if all tokens are prefilled at once (four hidden states, three
+    of the MLP), and one row of logits per sequence, as in static_decode_bytes.
+    """
     activations = (4 * shape.hidden + 3 * shape.inner) * each
-    return cache(shape, tokens, each) + tokens * activations + rows * shape.vocabulary * (each + 3 * FP32)
+    logits = rows * shape.vocabulary * (each + 3 * FP32)
+    return kv_cache_bytes(shape, tokens, each) + tokens * activations + logits

@@ -1,4 +1,4 @@
-"""From one score per answer to one reward per token. Nothing here carries a gradient."""
+"""Shaping of scores and their conversion to per-token rewards. Results carry no gradient."""
 
 from __future__ import annotations
 
@@ -28,17 +28,31 @@ def shape_scores(
     overlong_buffer: int | Tensor | None = None,
     overlong_factor: float = 1.0,
 ) -> Tensor:
-    """scores [B] -> [B]: penalties first, then the normaliser, then the clip, so that no penalty escapes the clip.
+    """Applies penalties, then the normaliser, then the clip: scores [B] -> [B].
 
-    missing_eos, for answers that were cut off (finished = False): "subtract" the value from the score, "set" the score to the
-    value, or "scale" it by the value.
-    overlong_buffer (DAPO): over the last ``overlong_buffer`` of ``max_new_tokens`` (a number, or [B]) the penalty grows linearly to overlong_factor.
-    normalizer: maps [B] to [B]; its statistics, running or fixed, are its own. clip: limits to +-clip.
+    The clip comes last so that it also limits the penalties.
+
+    Args:
+        missing_eos: For truncated responses (finished = False), "subtract" missing_eos_value from the score,
+            "set" the score to it, or "scale" the score by it.
+        overlong_buffer: Soft overlong penalty (DAPO). Over the last ``overlong_buffer`` of ``max_new_tokens``
+            tokens (an integer or [B]) the penalty grows linearly to ``overlong_factor``.
+        normalizer: Maps [B] to [B]; it holds its own running or fixed statistics.
+        clip: Limits the score to +-clip.
     """
     scores = widen(scores)
     if missing_eos is not None:
         assert finished is not None, "missing_eos needs finished"
-        scores = torch.where(finished.bool(), scores, _cut_off(scores, missing_eos, missing_eos_value))
+        match missing_eos:
+            case "subtract":
+                truncated = scores - missing_eos_value
+            case "set":
+                truncated = torch.full_like(scores, missing_eos_value)
+            case "scale":
+                truncated = scores * missing_eos_value
+            case _:
+                raise ValueError(f"unknown missing_eos {missing_eos!r}: subtract, set or scale")
+        scores = torch.where(finished.bool(), scores, truncated)
     if overlong_buffer is not None:
         assert lengths is not None and max_new_tokens is not None, (
             "overlong_buffer needs lengths and max_new_tokens"
@@ -50,17 +64,6 @@ def shape_scores(
     return scores if clip is None else scores.clamp(-clip, clip)
 
 
-def _cut_off(scores: Tensor, mode: MissingEOS, value: float) -> Tensor:
-    match mode:
-        case "subtract":
-            return scores - value
-        case "set":
-            return torch.full_like(scores, value)
-        case "scale":
-            return scores * value
-    raise ValueError(f"unknown missing_eos {mode!r}: subtract, set or scale")
-
-
 @torch.no_grad()
 def token_rewards(
     scores: Tensor,
@@ -70,11 +73,20 @@ def token_rewards(
     place: Literal["last_token", "next_token"] = "last_token",
     token_scores: Tensor | None = None,
 ) -> Tensor:
-    """scores [B], mask [B,T] -> rewards [B,T]: -kl_coef * kl (+ token_scores) on each token, + the score at one place.
+    """Computes per-token rewards: -kl_coef * kl (+ token_scores) at each token, + the score at one position.
 
-    "last_token": the last place with mask = 1, EOS if it is an action; an empty row has no such place and gets nothing.
-    "next_token": one place further, where mask = 0 (at the last place if there is no room). That place is a state of its own for
-    the advantages: give ``next_token_mask(mask)`` to compute_gae and to value_loss (DeepSpeed-Chat, TRL).
+    Args:
+        scores: [B].
+        mask: [B,T].
+        kl: [B,T].
+        place: "last_token" adds the score at the last position with mask = 1, which is EOS if EOS is an action;
+            an empty row has no such position and gets no score. "next_token" adds it one position later, where
+            mask = 0 (at the last position if the row is full). That position is a state of its own: pass
+            ``next_token_mask(mask)`` to compute_gae and value_loss (DeepSpeed-Chat, TRL).
+        token_scores: [B,T].
+
+    Returns:
+        Rewards [B,T].
     """
     if place not in ("last_token", "next_token"):
         raise ValueError(f"unknown place {place!r}: last_token or next_token")

@@ -18,7 +18,7 @@ from torch import Tensor
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import StepInfo, TrainedModel
-from ppo_ds.ops.batching import places
+from ppo_ds.ops.batching import padded_tokens
 from ppo_ds.ops.losses import BatchTotals, batch_totals
 from ppo_ds.ppo.advantages import Whitening
 from ppo_ds.ppo.batching import microbatch_rows, microbatches, minibatches
@@ -153,7 +153,7 @@ class Learner:
     def _note_padding(self, micros: list[Experience]) -> None:
         for micro in micros:
             lengths = micro.attention_mask.sum(1)
-            spent = places(lengths, self.packed)
+            spent = padded_tokens(lengths, self.packed)
             self.seen.add_parts({"perf/pad_frac_update": torch.tensor([spent - int(lengths.sum()), spent])})
 
     def _completed(self, experience: Experience, plan: list[Tensor]) -> Experience:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ppo_ds.ops.drawing import draw
+from ppo_ds.ops.token_sampling import draw
 from ppo_ds.rollout.base import SamplingParams
 
 

@@ -80,7 +80,7 @@ class Meter:
         work = {
             "tokens": sum(lengths),
             "pairs": causal_pairs(lengths),
-            "head_places": int(experience.response_lengths.sum()),
+            "head_positions": int(experience.response_lengths.sum()),
         }
         roles = {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
         found = {}

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ppo_ds.build.data import Inputs, counted, stop_ids
+from ppo_ds.build.data import Inputs, describe_rows, stop_ids
 from ppo_ds.errors import UserError
 from tests.config.commands import MINIMAL, compose
 
@@ -20,10 +20,10 @@ def test_the_tokens_that_end_an_answer(given, ids):
 def test_what_became_of_the_rows_is_said():
     report = {"rows": 9, "truncated": 0, "dropped": 2, "lowered": 0, "repeated": 3, "same_id": 1}
     assert (
-        counted(report, "prompts")
+        describe_rows(report, "prompts")
         == '9 prompts, 2 dropped, 3 the same as an earlier one, 1 with the "id" of an earlier one'
     )
-    assert counted({"rows": 5, "truncated": 1, "dropped": 0}, "texts") == "5 texts, 1 cut"
+    assert describe_rows({"rows": 5, "truncated": 1, "dropped": 0}, "texts") == "5 texts, 1 cut"
     held_out = SimpleNamespace(path="held.jsonl", report=report | {"dropped": 0, "repeated": 0, "same_id": 0})
     texts = SimpleNamespace(
         source=SimpleNamespace(path="texts.jsonl", report={"rows": 5, "truncated": 1, "dropped": 0})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ppo_ds.ops.batching import FORWARD, balance_ranks, places, plan_forwards, plan_microbatches
+from ppo_ds.ops.batching import FORWARD, balance_ranks, padded_tokens, plan_forwards, plan_microbatches
 
 
 def lengths(n, seed=0):
@@ -79,7 +79,7 @@ def test_forwards_cover_every_row_once_within_the_budget(packed, budget, at_leas
     total = sum(lengths(23))
     plan = plan_forwards(total, budget, at_least, packed)
     assert sorted(torch.cat(plan).tolist()) == list(range(23)) and len(plan) >= at_least
-    assert all(len(rows) == 1 or places(total[rows], packed) <= budget for rows in plan)
+    assert all(len(rows) == 1 or padded_tokens(total[rows], packed) <= budget for rows in plan)
     in_order = total[torch.cat(plan)]
     assert torch.equal(in_order, in_order.sort(descending=True).values)  # the longest first
     again = plan_forwards(total, budget, at_least, packed)
@@ -88,13 +88,13 @@ def test_forwards_cover_every_row_once_within_the_budget(packed, budget, at_leas
 
 def test_forwards_worked_by_hand():
     total = torch.tensor([100, 300, 290, 90, 20])
-    # padded: 300 and 290 lose 10 places together, 100 and 90 the same; 20 alone costs a forward, with the two it would lose 80 places
+    # padded: 300 and 290 lose 10 tokens of padding together, 100 and 90 the same; 20 alone costs a forward, with the two it would lose 80 tokens of padding
     assert FORWARD == 64
     assert [rows.tolist() for rows in plan_forwards(total, 1000)] == [[1, 2], [0, 3], [4]]
     assert [rows.tolist() for rows in plan_forwards(torch.tensor([100, 300, 290, 90, 40]), 1000)] == [
         [1, 2],
         [0, 3, 4],
-    ]  # 60 places
+    ]  # 60 tokens
     assert [rows.tolist() for rows in plan_forwards(total, 599)] == [[1], [2], [0, 3], [4]]  # 2 * 300 is more
     assert [rows.tolist() for rows in plan_forwards(total, 1000, at_least=4)] == [
         [1],
@@ -143,7 +143,7 @@ def test_little_is_padded_where_lengths_vary(rows):
         total = prompts + responses
         plan = plan_forwards(total, 8192)
         spent = sum(len(group) * int(total[group].max()) for group in plan)
-        assert spent < int(total.sum()) / 0.9  # less than a tenth of the places holds no token
+        assert spent < int(total.sum()) / 0.9  # less than a tenth of the tokens are padding
         assert len(plan) <= 16  # forwards are not free
         together = plan_microbatches(
             prompts, responses, 8192
@@ -153,8 +153,8 @@ def test_little_is_padded_where_lengths_vary(rows):
 
 def test_places_worked_by_hand():
     assert (
-        places(torch.tensor([6, 2, 4]), packed=False) == 18
-        and places(torch.tensor([6, 2, 4]), packed=True) == 12
+        padded_tokens(torch.tensor([6, 2, 4]), packed=False) == 18
+        and padded_tokens(torch.tensor([6, 2, 4]), packed=True) == 12
     )
 
 

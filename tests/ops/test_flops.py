@@ -16,11 +16,11 @@ def test_a_forward_over_three_tokens():
     # the body: 3 tokens x 1192 weights x 2 = 7152
     # attention: 6 pairs x 2 layers x (a product of 8 with the key and one of 8 with the value, 2 FLOPs each: 32) = 384
     # the head at 2 places: 2 x 80 x 2 = 320
-    assert forward_flops(SIZE, tokens=3, pairs=6, head_places=2) == 7152 + 384 + 320
+    assert forward_flops(SIZE, tokens=3, pairs=6, head_positions=2) == 7152 + 384 + 320
 
 
 def test_a_head_at_no_place_costs_nothing():
-    assert forward_flops(SIZE, tokens=3, pairs=6, head_places=0) == 7536
+    assert forward_flops(SIZE, tokens=3, pairs=6, head_positions=0) == 7536
 
 
 def test_bytes_of_two_decode_steps():

@@ -25,11 +25,24 @@ from ppo_ds.models import tiny
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.size import planned_shape, shape_of
 from ppo_ds.models.tokenizer import load_tokenizer
-from ppo_ds.ops.memory import Engine, Shape, cache, decoding, kept_by_layers, trained_engine
-from ppo_ds.tools.doctor.estimate import Estimate, Frozen, Models, Place, estimate
+from ppo_ds.ops.memory import (
+    EngineMemory,
+    Shape,
+    activation_bytes,
+    kv_cache_bytes,
+    static_decode_bytes,
+    trained_engine,
+)
+from ppo_ds.tools.doctor.estimate import Estimate, FrozenModel, Hardware, Models, estimate
 from ppo_ds.tools.doctor.model_shapes import plan_models
 from ppo_ds.tools.doctor.report import Report
-from ppo_ds.tools.doctor.suggest import all_changed, changed, growth, remedies, spelled
+from ppo_ds.tools.doctor.suggest import (
+    format_settings,
+    suggest_larger_budgets,
+    suggest_reductions,
+    with_setting,
+    with_settings,
+)
 from tests.config.commands import MINIMAL, compose
 
 WORKER = Path(__file__).with_name("memory_worker.py")
@@ -41,7 +54,7 @@ BIG = Shape(10**9, 10**9, 10**8, 10**8, 10**8, False, 10**5, 10, 1000, 4000, Tru
 ADAPTED = Shape(1100, 100, 10, 100, 100, False, 20, 2, 5, 12, True, 2, 4, 2)
 
 
-def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, **more: bool) -> Engine:
+def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, **more: bool) -> EngineMemory:
     return trained_engine(shape, stage=stage, each=each, scaled=False, ranks=ranks, bucket=400, **more)
 
 
@@ -84,7 +97,7 @@ def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, 
     ],
 )
 def test_what_an_engine_keeps_by_stage(
-    found: Engine, weights: int, masters: int, moments: int, buffers: int, update: int, host: int
+    found: EngineMemory, weights: int, masters: int, moments: int, buffers: int, update: int, host: int
 ) -> None:
     kept = (
         found.weights,
@@ -98,10 +111,10 @@ def test_what_an_engine_keeps_by_stage(
 
 
 def test_a_cache_and_what_decoding_takes_beside_it() -> None:
-    assert cache(SMALL, 10, 2) == 10 * 2 * 2 * 2 * 2  # keys and values of 2 numbers in 2 layers
+    assert kv_cache_bytes(SMALL, 10, 2) == 10 * 2 * 2 * 2 * 2  # keys and values of 2 numbers in 2 layers
     # 3 rows of 8: the cache and 20 logits of each row in bf16 and three times in fp32
     assert (
-        decoding(SMALL, tokens=24, length=8, rows=3, prefill=4, waiting=False, each=2)
+        static_decode_bytes(SMALL, tokens=24, length=8, rows=3, prefill=4, waiting=False, each=2)
         == 24 * 16 + 3 * 20 * 14
     )
 
@@ -138,12 +151,12 @@ def test_activations_are_those_that_autograd_keeps(kind: str, dtype: torch.dtype
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.model(input_ids=ids, use_cache=False)
     found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    assert kept_by_layers(shape_of(model), 512, 128, each, False) == pytest.approx(found, rel=0.1)
+    assert activation_bytes(shape_of(model), 512, 128, each, False) == pytest.approx(found, rel=0.1)
 
 
 # -- who is in memory when ------------------------------------------------------------------------------------------------------------------------
 
-GPU = Place(4, 80 * GIB)
+GPU = Hardware(4, 80 * GIB)
 
 
 def plan(*arguments: str) -> Config:
@@ -151,18 +164,18 @@ def plan(*arguments: str) -> Config:
 
 
 def models(config: Config, critic: Shape | None = SMALL) -> Models:
-    return Models(SMALL, critic, Frozen(SMALL, 2, False, config.reference.zero.offload_params), {}, 100)
+    return Models(SMALL, critic, FrozenModel(SMALL, 2, False, config.reference.zero.offload_params), {}, 100)
 
 
-def resting(*arguments: str) -> dict[str, int]:
+def resident(*arguments: str) -> dict[str, int]:
     config = plan(*arguments)
-    return estimate(config, models(config), GPU).resting
+    return estimate(config, models(config), GPU).resident
 
 
 def test_each_role_takes_what_it_keeps() -> None:
-    assert resting() == {"actor": 5000, "critic": 5000, "reference": 2000}
-    assert resting("reference.zero.offload_params=true")["reference"] == 0
-    assert resting("actor.ema.decay=0.9", "algo.old_policy=lagged")["ema"] == 1000
+    assert resident() == {"actor": 5000, "critic": 5000, "reference": 2000}
+    assert resident("reference.zero.offload_params=true")["reference"] == 0
+    assert resident("actor.ema.decay=0.9", "algo.old_policy=lagged")["ema"] == 1000
 
 
 def test_an_offloaded_reference_is_on_the_gpu_while_it_is_asked() -> None:
@@ -186,7 +199,7 @@ def test_generation_takes_the_whole_weights_of_a_sharded_actor_or_what_comes_nex
 
 
 def test_a_cpu_holds_of_a_bucket_what_is_written_to_it() -> None:
-    def engines(place: Place, *arguments: str) -> dict[str, Engine]:
+    def engines(place: Hardware, *arguments: str) -> dict[str, EngineMemory]:
         config = plan(*arguments)
         return estimate(config, models(config), place).engines
 
@@ -194,9 +207,9 @@ def test_a_cpu_holds_of_a_bucket_what_is_written_to_it() -> None:
     for stage, ours in ((2, lambda e: e.bucket), (3, lambda e: e.buffers - 4 * 250)):
         arguments = [f"{role}.zero.stage={stage}" for role in ("actor", "critic")]
         assert {ours(e) for e in engines(GPU, *arguments).values()} == {2 * 500_000_000}
-        assert {ours(e) for e in engines(Place(4, None), *arguments).values()} == {2 * 1000}
+        assert {ours(e) for e in engines(Hardware(4, None), *arguments).values()} == {2 * 1000}
     smaller = engines(
-        Place(4, None), "actor.zero.stage=2", "actor.deepspeed.zero_optimization.reduce_bucket_size=400"
+        Hardware(4, None), "actor.zero.stage=2", "actor.deepspeed.zero_optimization.reduce_bucket_size=400"
     )
     assert smaller["actor"].bucket == 2 * 400
 
@@ -206,7 +219,7 @@ def test_a_cpu_holds_of_a_bucket_what_is_written_to_it() -> None:
 
 def test_what_does_not_fit_names_keys_and_what_they_bring() -> None:
     config = plan("rollout.prompts_per_step=4096", "data.max_prompt_tokens=56")
-    asked = Models(BIG, BIG, Frozen(BIG, 2, False, False), {}, 64)
+    asked = Models(BIG, BIG, FrozenModel(BIG, 2, False, False), {}, 64)
 
     def estimated(config: Config) -> Estimate:
         return estimate(config, asked, GPU)
@@ -214,27 +227,27 @@ def test_what_does_not_fit_names_keys_and_what_they_bring() -> None:
     peak = estimated(config).peak
     # two engines of 2 + (4 + 8) / 4 GB each and the reference's 2
     assert 12e9 < peak < 40e9
-    alone, together, left = remedies(config, estimated, int(0.7 * peak))
-    assert left <= 0.7 * peak and left == estimated(all_changed(config, together)).peak
+    alone, together, left = suggest_reductions(config, estimated, int(0.7 * peak))
+    assert left <= 0.7 * peak and left == estimated(with_settings(config, together)).peak
     for settings, brings in alone:
-        assert brings == estimated(all_changed(config, settings)).peak < peak
+        assert brings == estimated(with_settings(config, settings)).peak < peak
     assert [("actor.zero.offload_optimizer", True), ("critic.zero.offload_optimizer", True)] in [
         settings for settings, _ in alone
     ]
     # 1024 rows of 64 tokens on each rank are all there is for a forward; the phase that takes most has no room for more of them
-    assert dict(growth(config, estimated, 10 * peak))["memory.train_tokens"] == 1024 * 64
-    assert "memory.train_tokens" not in dict(growth(config, estimated, peak))
+    assert dict(suggest_larger_budgets(config, estimated, 10 * peak))["memory.train_tokens"] == 1024 * 64
+    assert "memory.train_tokens" not in dict(suggest_larger_budgets(config, estimated, peak))
 
 
 def test_settings_that_go_together_each_lower_the_figure() -> None:
     budgets = [f"memory.{name}_tokens=65536" for name in ("rollout", "score", "train")]
     config = plan("rollout.prompts_per_step=4096", "data.max_prompt_tokens=56", *budgets)
-    asked = Models(BIG, BIG, Frozen(BIG, 2, False, False), {}, 64)
+    asked = Models(BIG, BIG, FrozenModel(BIG, 2, False, False), {}, 64)
 
     def peak(settings: list[tuple[str, object]]) -> int:
-        return estimate(all_changed(config, settings), asked, GPU).peak
+        return estimate(with_settings(config, settings), asked, GPU).peak
 
-    _, together, left = remedies(
+    _, together, left = suggest_reductions(
         config, lambda config: estimate(config, asked, GPU), 1
     )  # out of reach: all that helps
     assert left == peak(together) and len(together) > 4
@@ -247,10 +260,10 @@ def test_settings_that_go_together_each_lower_the_figure() -> None:
 
 
 def test_a_key_is_set_however_deep() -> None:
-    config = changed(plan(), "actor.deepspeed.zero_optimization.reduce_bucket_size", 7)
+    config = with_setting(plan(), "actor.deepspeed.zero_optimization.reduce_bucket_size", 7)
     assert config.actor.deepspeed == {"zero_optimization": {"reduce_bucket_size": 7}}
     assert (
-        spelled([("actor.zero.offload_optimizer", True), ("memory.train_tokens", 8)])
+        format_settings([("actor.zero.offload_optimizer", True), ("memory.train_tokens", 8)])
         == "actor.zero.offload_optimizer=true memory.train_tokens=8"
     )
 
@@ -309,7 +322,7 @@ def test_a_run_that_fits(start: Path, capsys: pytest.CaptureFixture[str]) -> Non
     # 6 layers x (q, o: 1024 each; k, v: 768 each; gate, up, down: 1920 each) x 4
     adapters = 6 * (2 * 1024 + 2 * 768 + 3 * 1920) * 4
     assert f"{adapters / 1e6:.1f} M of them trained" in said
-    assert "reference" not in said.split("what stays")[1]  # the actor without its adapters
+    assert "reference" not in said.split("resident")[1]  # the actor without its adapters
     for text in (
         "16 prompts x 1 = 16 samples a step, 8 on each rank",
         "the longest has 64 tokens",
@@ -326,7 +339,7 @@ def test_a_run_that_does_not_fit_says_what_would(start: Path, capsys: pytest.Cap
         capsys, *arguments(start, "actor.model.dtype=bf16"), "--gpus", "2", "--gpu-mem", "3.0"
     )
     assert code == 1
-    assert "too much" in said and "reduce_bucket_size=50000000 brings it to 0." in said
+    assert "too much" in said and "reduce_bucket_size=50000000 reduces it to 0." in said
 
 
 def test_a_gpu_too_small_for_cuda_itself_is_one_line_without_advice(
@@ -334,17 +347,20 @@ def test_a_gpu_too_small_for_cuda_itself_is_one_line_without_advice(
 ) -> None:
     code, said = diagnosis(capsys, *arguments(start), "--gpus", "8", "--gpu-mem", "1")
     assert code == 1 and said.splitlines()[-1].startswith(
-        "too much   1.0 GiB of a GPU is less than the 1.5 GiB that CUDA itself takes"
+        "too much   a GPU of 1.0 GiB is smaller than the 1.5 GiB that CUDA itself needs"
     )
-    assert "brings it" not in said and "together" not in said
+    assert "reduce" not in said and "all of" not in said
 
 
 def test_before_prepare_has_run_it_says_what_it_did_not_look_at(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, said = diagnosis(capsys, "+experiment=quickstart", f"run.dir={tmp_path}/run", "--gpus", "1")
-    assert code == 0 and f"\ndisk       run.dir={tmp_path}/run: " in said and "GiB are free\n" in said
-    assert "models and data were not looked at, since `prepare` has not run" in said.splitlines()[-1]
+    assert code == 0 and f"\ndisk       run.dir={tmp_path}/run: " in said and "GiB free\n" in said
+    assert (
+        "`prepare` creates models and data when the run starts, so they were not checked"
+        in said.splitlines()[-1]
+    )
 
 
 def test_all_that_is_wrong_is_said_together(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -444,7 +460,7 @@ def test_the_estimate_is_within_15_percent_of_a_run(start: Path, tmp_path: Path)
     config = compose(*argv)
     planned = plan_models(config, load_tokenizer(config.actor.model.path), Report())
     assert planned is not None
-    found = estimate(config, planned, Place(1, None), 64).phases
+    found = estimate(config, planned, Hardware(1, None), 64).phases
     for phase in ("generate", "old_logprobs", "ref_logprobs", "values", "update_actor", "update_critic"):
         assert found[phase] == pytest.approx(measured[phase], rel=0.15), (
             phase,

@@ -1,6 +1,7 @@
-"""What a run takes in memory on one rank, phase by phase: a config and the shapes of its models in, bytes out. Nothing is loaded.
+"""Estimate of the memory of a run on one rank, by phase, from its config and the shapes of its models.
 
-The sums are those of ops/memory.py; here stands who is in memory when. Phases are called as the trainer's time/* metrics call them.
+No weights are loaded. ops/memory.py computes the parts; this module adds up which of them are in memory at the same
+time. Phases have the names of the trainer's time/* metrics.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from ppo_ds.ops.memory import (
     FP32,
     PREFETCH,
     REUSE,
-    Engine,
+    EngineMemory,
     Shape,
-    decoding,
-    head_backward,
-    head_forward,
-    kept_by_layers,
-    passing,
-    room_to_decode,
+    activation_bytes,
+    decode_bytes_bound,
+    head_backward_bytes,
+    head_forward_bytes,
+    inference_activation_bytes,
+    static_decode_bytes,
     trained_engine,
 )
 from ppo_ds.rollout.static import COLUMNS, PREFILL_TOKENS, whole_rows
@@ -35,11 +36,11 @@ from ppo_ds.rollout.static import COLUMNS, PREFILL_TOKENS, whole_rows
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # beside tensors: the CUDA context, NCCL, kernels. A guess for H100s with torch 2.13, not measured
 CONTEXT = 3 * 2**29
-USABLE = 0.95  # of what is left: fragments between tensors
+USABLE = 0.95  # of the rest; the remainder is lost to fragmentation
 
 
 @dataclass(frozen=True)
-class Frozen:
+class FrozenModel:
     """A model that only scores."""
 
     shape: Shape
@@ -47,47 +48,47 @@ class Frozen:
     sharded: bool
     offloaded: bool
 
-    def resting(self, ranks: int) -> int:
+    def resident(self, ranks: int) -> int:
         return self.each * ceil(self.shape.parameters / (ranks if self.sharded else 1))
 
 
 @dataclass(frozen=True)
 class Models:
-    """The shapes of all roles. What shares another's weights has none of its own here."""
+    """The shapes of all roles. A role that shares the weights of another has no entry."""
 
     actor: Shape
     critic: Shape | None
-    reference: Frozen | None
-    rewards: Mapping[str, Frozen]  # by their config key
+    reference: FrozenModel | None
+    rewards: Mapping[str, FrozenModel]  # by their config key
     reward_length: int  # tokens of the longest text that they read
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where it is to run."""
+class Hardware:
+    """The ranks of a run and the memory of each GPU."""
 
     ranks: int
-    room: int | None  # bytes of a GPU; None: on CPUs
+    gpu_memory: int | None  # bytes; None: the run is on CPUs
 
     @property
     def on_gpu(self) -> bool:
-        return self.room is not None
+        return self.gpu_memory is not None
 
     @property
     def usable(self) -> int | None:
-        """Bytes for tensors."""
-        return None if self.room is None else int((self.room - CONTEXT) * USABLE)
+        """Bytes of a GPU for tensors."""
+        return None if self.gpu_memory is None else int((self.gpu_memory - CONTEXT) * USABLE)
 
 
 @dataclass(frozen=True)
 class Estimate:
     """Bytes on one rank."""
 
-    resting: dict[str, int]  # by role, on the device between two phases
-    phases: dict[str, int]  # peaks, what rests included
-    host: int  # in CPU memory: what is offloaded, on GPUs only
-    engines: dict[str, Engine]
-    generation: str  # how weights are there for decoding
+    resident: dict[str, int]  # by role, on the device between two phases
+    phases: dict[str, int]  # peaks, resident bytes included
+    host: int  # in CPU memory because of offloading, for runs on GPUs
+    engines: dict[str, EngineMemory]
+    generation: str  # how the weights are held for decoding
 
     @property
     def peak(self) -> int:
@@ -98,260 +99,253 @@ class Estimate:
         return max(self.phases, key=lambda phase: self.phases[phase])
 
 
-def estimate(config: Config, models: Models, place: Place, longest_prompt: int | None = None) -> Estimate:
-    """``longest_prompt``: tokens; None: data.max_prompt_tokens."""
-    return _Sum(config, models, place, longest_prompt or config.data.max_prompt_tokens)()
+def estimate(
+    config: Config, models: Models, hardware: Hardware, longest_prompt: int | None = None
+) -> Estimate:
+    """Estimates the memory of a run on one rank.
+
+    Args:
+        longest_prompt: Tokens of the longest prompt; None uses data.max_prompt_tokens.
+    """
+    return _Estimator(config, models, hardware, longest_prompt or config.data.max_prompt_tokens).estimate()
 
 
-class _Sum:
-    def __init__(self, config: Config, models: Models, place: Place, longest_prompt: int):
-        self.config, self.models, self.place = config, models, place
+class _Estimator:
+    def __init__(self, config: Config, models: Models, hardware: Hardware, longest_prompt: int):
+        self.config, self.models, self.hardware = config, models, hardware
         self.prompt, self.length = longest_prompt, longest_prompt + config.sampling.max_new_tokens
-        self.rows = rollout_size(config) // place.ranks
-        self.block = GPU_BLOCK if place.on_gpu else CPU_BLOCK
-        self.engines = {"actor": self._engine(config.actor, models.actor, config.actor.model.dtype)}
+        self.rows = rollout_size(config) // hardware.ranks
+        self.block = GPU_BLOCK if hardware.on_gpu else CPU_BLOCK
+        self.frozen = dict(models.rewards)
+        if models.reference is not None:
+            self.frozen = {"reference": models.reference, **self.frozen}
+        self.engines = {"actor": self._engine(config.actor, models.actor)}
         if models.critic is not None:
-            self.engines["critic"] = self._engine(config.critic, models.critic, config.critic.model.dtype)
+            self.engines["critic"] = self._engine(config.critic, models.critic)
 
-    def __call__(self) -> Estimate:
-        resting = self._resting()
-        rest = sum(resting.values())
-        phases = {"loading": self._loading(), **{name: rest + more for name, more in self._scoring().items()}}
-        generation, moved = self._generation(rest, phases)
-        phases |= {name: rest + more for name, more in self._updates().items()}
-        return Estimate(resting, phases, self._host() + moved, self.engines, generation)
-
-    def _engine(self, role: ActorConfig | CriticConfig, shape: Shape, dtype: str) -> Engine:
+    def _engine(self, role: ActorConfig | CriticConfig, shape: Shape) -> EngineMemory:
+        dtype, zero = str(role.model.dtype), role.zero
         bucket = int(role.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", BUCKET))
         return trained_engine(
             shape,
-            stage=role.zero.stage,
+            stage=zero.stage,
             each=BYTES[dtype],
             scaled=dtype == "fp16",
-            ranks=self.place.ranks,
-            offload_optimizer=role.zero.offload_optimizer,
-            offload_params=role.zero.offload_params,
-            # DeepSpeed asks for all of it, whatever the model's size: a GPU gives that, a CPU only what is written to
-            bucket=bucket if self.place.on_gpu else min(bucket, shape.trained),
-            separate_host=self.place.on_gpu,
+            ranks=self.hardware.ranks,
+            offload_optimizer=zero.offload_optimizer,
+            offload_params=zero.offload_params,
+            # DeepSpeed allocates the whole bucket for any model: a GPU reserves it, a CPU only the pages written to
+            bucket=bucket if self.hardware.on_gpu else min(bucket, shape.trained),
+            separate_host=self.hardware.on_gpu,
         )
 
-    # -- what stays ---------------------------------------------------------------------------------------------------------------------------
-
-    def _frozen(self) -> dict[str, Frozen]:
-        return ({"reference": self.models.reference} if self.models.reference else {}) | dict(
-            self.models.rewards
-        )
-
-    def _resting(self) -> dict[str, int]:
-        resting = {role: engine.resting for role, engine in self.engines.items()}
-        resting |= {
-            key: 0 if f.offloaded and self.place.on_gpu else f.resting(self.place.ranks)
-            for key, f in self._frozen().items()
-        }
-        share = (
-            self.models.actor.trained
-            if self.config.actor.zero.stage == 0
-            else ceil(self.models.actor.trained / self.place.ranks)
-        )
-        sets = {
+    def estimate(self) -> Estimate:
+        ranks, on_gpu = self.hardware.ranks, self.hardware.on_gpu
+        resident = {role: engine.resident for role, engine in self.engines.items()}
+        host = sum(engine.host for engine in self.engines.values()) if on_gpu else 0
+        for key, model in self.frozen.items():
+            offloaded = model.offloaded and on_gpu
+            resident[key] = 0 if offloaded else model.resident(ranks)
+            host += model.resident(ranks) if offloaded else 0
+        trained, stage = self.models.actor.trained, self.config.actor.zero.stage
+        copies = {
             "ema": self.config.actor.ema.decay is not None,
             "lagged": self.config.algo.old_policy == "lagged",
         }
-        return resting | {name: FP32 * share for name, kept in sets.items() if kept}
+        copy = FP32 * (trained if stage == 0 else ceil(trained / ranks))
+        resident |= {name: copy for name, kept in copies.items() if kept}
+        rest = sum(resident.values())
+        phases = {"loading": self._loading()}
+        phases |= {name: rest + more for name, more in self._scoring().items()}
+        generation, moved = self._generation(rest, phases)
+        phases |= {name: rest + more for name, more in self._updates().items()}
+        return Estimate(resident, phases, host + moved, self.engines, generation)
 
-    def _host(self) -> int:
-        if not self.place.on_gpu:
-            return 0
-        return sum(e.host for e in self.engines.values()) + sum(
-            f.resting(self.place.ranks) for f in self._frozen().values() if f.offloaded
-        )
+    def _role(self, role: str) -> tuple[Any, Shape, int]:
+        """Returns the config of a trained role, its shape and the bytes of a weight."""
+        section = self.config.actor if role == "actor" else self.config.critic
+        shape = self.models.actor if role == "actor" else self.models.critic
+        assert shape is not None
+        return section, shape, BYTES[str(section.model.dtype)]
+
+    # -- loading ----------------------------------------------------------------------------------------------
 
     def _loading(self) -> int:
-        """One model after the other. An engine below stage 3 copies the weights it trains into one flat tensor while the old ones are there."""
-        there = peak = 0
+        """Computes the peak while models are loaded one after the other.
+
+        An engine below ZeRO stage 3 copies its trained weights into one flat tensor before the old ones are freed.
+        """
+        loaded = peak = 0
         for role, engine in self.engines.items():
-            zero, shape, each = self._zero(role)
-            flat = each * (shape.trained if zero.stage in (1, 2) or (zero.stage == 0 and each < FP32) else 0)
-            peak = max(peak, there + engine.weights + flat)
-            there += engine.resting - engine.moments
-        return max(
-            peak,
-            there
-            + sum(
-                f.resting(self.place.ranks)
-                for f in self._frozen().values()
-                if not (f.offloaded and self.place.on_gpu)
-            ),
-        )
+            section, shape, each = self._role(role)
+            stage = section.zero.stage
+            flat = each * shape.trained if stage in (1, 2) or (stage == 0 and each < FP32) else 0
+            peak = max(peak, loaded + engine.weights + flat)
+            loaded += engine.resident - engine.moments
+        for model in self.frozen.values():
+            if not (model.offloaded and self.hardware.on_gpu):
+                loaded += model.resident(self.hardware.ranks)
+        return max(peak, loaded)
 
-    def _zero(self, role: str) -> tuple[Any, Shape, int]:
-        if role == "actor":
-            return self.config.actor.zero, self.models.actor, BYTES[self.config.actor.model.dtype]
-        assert self.models.critic is not None
-        return self.config.critic.zero, self.models.critic, BYTES[self.config.critic.model.dtype]
-
-    # -- forwards -----------------------------------------------------------------------------------------------------------------------------
-
-    def _places(self, budget: int, rows: int, length: int) -> int:
-        """Of the largest forward: whole rows within the budget, at least one."""
-        return length * max(1, min(budget // length, rows))
+    # -- scoring ----------------------------------------------------------------------------------------------
 
     def _scoring(self) -> dict[str, int]:
         budget, models = self.config.memory.score_tokens, self.models
-        tokens = self._places(budget, self.rows, self.length)
-        found = {}
+        tokens = _forward_tokens(budget, self.rows, self.length)
+        peaks = {}
         if models.rewards:
-            text = self._places(budget, self.rows, models.reward_length)
-            found["reward"] = max(
-                self._frozen_forward(f, text, models.reward_length) for f in models.rewards.values()
+            text = _forward_tokens(budget, self.rows, models.reward_length)
+            peaks["reward"] = max(
+                self._frozen_forward(model, text, models.reward_length) for model in models.rewards.values()
             )
-        # DeepSpeed gathers ahead once it has seen a few forwards alike: those of an update in between make it begin anew
-        ahead = self.rows * self.length > 2 * tokens
-        zero, shape, each = self._zero("actor")
-        found["old_logprobs"] = self._forward(
-            shape, tokens, self.length, each, self._gathered(shape, each, ahead) if zero.stage == 3 else 0
-        )
+        # DeepSpeed prefetches after it has seen a few equal forwards; an update in between starts it over
+        prefetch = self.rows * self.length > 2 * tokens
+        peaks["old_logprobs"] = self._trained_forward("actor", tokens, prefetch)
         if models.reference is not None:
-            found["ref_logprobs"] = self._frozen_forward(models.reference, tokens, self.length)
+            peaks["ref_logprobs"] = self._frozen_forward(models.reference, tokens, self.length)
         if models.critic is not None:
-            zero, shape, each = self._zero("critic")
-            found["values"] = self._forward(
-                shape, tokens, self.length, each, self._gathered(shape, each, ahead) if zero.stage == 3 else 0
-            )
-        return found
+            peaks["values"] = self._trained_forward("critic", tokens, prefetch)
+        return peaks
 
-    def _frozen_forward(self, model: Frozen, tokens: int, length: int) -> int:
-        arriving = model.resting(self.place.ranks) if model.offloaded and self.place.on_gpu else 0
-        gathered = self._gathered(model.shape, model.each, ahead=True) if model.sharded else 0
-        return arriving + self._forward(model.shape, tokens, length, model.each, gathered)
+    def _trained_forward(self, role: str, tokens: int, prefetch: bool) -> int:
+        section, shape, each = self._role(role)
+        gathered = _gathered(shape, each, prefetch) if section.zero.stage == 3 else 0
+        return gathered + self._forward(shape, tokens, self.length, each)
 
-    def _forward(self, shape: Shape, tokens: int, length: int, each: int, gathered: int) -> int:
-        """Of one that keeps nothing."""
-        head = head_forward(shape, self._asked(tokens), each, self.block) if shape.head else 0
-        return gathered + max(passing(shape, tokens, length, each), head)
+    def _frozen_forward(self, model: FrozenModel, tokens: int, length: int) -> int:
+        uploaded = model.resident(self.hardware.ranks) if model.offloaded and self.hardware.on_gpu else 0
+        gathered = _gathered(model.shape, model.each, prefetch=True) if model.sharded else 0
+        return uploaded + gathered + self._forward(model.shape, tokens, length, model.each)
 
-    def _gathered(self, shape: Shape, each: int, ahead: bool) -> int:
-        """ZeRO-3's, in a forward: a layer's largest tensor twice for a moment, as it is put together; or ``ahead`` all that comes next."""
-        return each * min(2 * shape.parameters, (2 * PREFETCH if ahead else 0) + 2 * shape.tensor)
+    def _forward(self, shape: Shape, tokens: int, length: int, each: int) -> int:
+        """Computes the peak of a forward without gradients."""
+        positions = self._head_positions(tokens)
+        head = head_forward_bytes(shape, positions, each, self.block) if shape.head else 0
+        return max(inference_activation_bytes(shape, tokens, length, each), head)
 
-    def _asked(self, tokens: int) -> int:
-        """Places of answers, of all in a forward."""
+    def _head_positions(self, tokens: int) -> int:
+        """Counts the response tokens among ``tokens``; the head is applied to those only."""
         return ceil(tokens * self.config.sampling.max_new_tokens / self.length)
 
-    # -- generation ---------------------------------------------------------------------------------------------------------------------------
+    # -- generation -------------------------------------------------------------------------------------------
 
     def _generation(self, rest: int, phases: dict[str, int]) -> tuple[str, int]:
-        """Adds the phases of generation; how weights are there for it, and bytes of states that wait in CPU memory meanwhile."""
-        zero, shape, each = self._zero("actor")
-        memory, sharded, weights = self.config.memory, zero.stage == 3, each * shape.parameters
-        slots = max(1, min(memory.rollout_tokens // self.length, whole_rows(self.rows)))
+        """Adds the phases of generation to ``phases``.
+
+        Returns a description of how the weights are held, and the bytes of optimizer states that are offloaded to
+        CPU memory meanwhile.
+        """
+        actor, shape, each = self._role("actor")
+        memory, sharded, weights = self.config.memory, actor.zero.stage == 3, each * shape.parameters
+        budget = memory.rollout_tokens
+        slots = max(1, min(budget // self.length, whole_rows(self.rows)))
         length = -(-self.length // COLUMNS) * COLUMNS
         prompts = min(slots, ceil(self.rows / self.config.rollout.samples_per_prompt))
-        prefill = min(max(min(memory.rollout_tokens, PREFILL_TOKENS), self.prompt), prompts * self.prompt)
-        decode = decoding(
+        decode = static_decode_bytes(
             shape,
             tokens=slots * length,
             length=length,
             rows=slots,
-            prefill=prefill,
+            prefill=min(max(min(budget, PREFILL_TOKENS), self.prompt), prompts * self.prompt),
             waiting=self.rows > slots,
             each=each,
         )
-        asked = min(memory.rollout_tokens, self.rows * self.length)
+        tokens = min(budget, self.rows * self.length)
+        rows = min(self.rows, max(1, tokens // self.config.sampling.max_new_tokens))
         idle = sum(
-            e.masters + e.moments + (e.buffers if self._zero(role)[0].stage == 3 else 0)
-            for role, e in self.engines.items()
+            engine.masters + engine.moments + (engine.buffers if self._role(role)[0].zero.stage == 3 else 0)
+            for role, engine in self.engines.items()
         )
-        room = MemoryBudget(
-            free=2**62 if self.place.usable is None else max(0, self.place.usable - rest),
-            weights=weights if sharded else 0,
-            layer=min(weights, each * REUSE) if sharded else 0,
-            decoding=room_to_decode(
-                shape, asked, min(self.rows, max(1, asked // self.config.sampling.max_new_tokens)), each
+        usable = self.hardware.usable
+        plan = choose(
+            MemoryBudget(
+                free=2**62 if usable is None else max(0, usable - rest),
+                weights=weights if sharded else 0,
+                layer=min(weights, each * REUSE) if sharded else 0,
+                decoding=decode_bytes_bound(shape, tokens, rows, each),
+                idle=idle,
             ),
-            idle=idle,
+            generate=actor.zero.generation_gather,
+            offload_states=actor.zero.offload_states,
+            on_gpu=self.hardware.on_gpu,
         )
-        choice = choose(
-            room,
-            generate=zero.generation_gather,
-            offload_states=zero.offload_states,
-            on_gpu=self.place.on_gpu,
-        )
-        there = rest - (idle if choice.states_away and self.place.on_gpu else 0)
-        gathered = 0 if not sharded else weights if choice.whole else self._gathered(shape, each, ahead=True)
-        if sharded and choice.whole:
-            phases["switch"] = there + weights + each * min(shape.parameters, GATHER_ELEMENTS + shape.tensor)
-        phases["generate"] = there + gathered + decode
-        how = (
-            "weights whole on each rank"
-            if not sharded
-            else "weights gathered once"
-            if choice.whole
-            else "weights gathered layer by layer"
-        )
-        return how + (
-            "; optimizer states make way" if choice.states_away else ""
-        ), idle if choice.states_away and self.place.on_gpu else 0
+        moved = idle if plan.states_away and self.hardware.on_gpu else 0
+        if not sharded:
+            gathered, description = 0, "weights whole on each rank"
+        elif plan.whole:
+            gathered, description = weights, "weights gathered once"
+            switch = each * min(shape.parameters, GATHER_ELEMENTS + shape.largest_tensor)
+            phases["switch"] = rest - moved + weights + switch
+        else:
+            gathered, description = _gathered(shape, each, prefetch=True), "weights gathered layer by layer"
+        phases["generate"] = rest - moved + gathered + decode
+        return description + ("; optimizer states offloaded" if plan.states_away else ""), moved
 
-    # -- updates ------------------------------------------------------------------------------------------------------------------------------
+    # -- updates ----------------------------------------------------------------------------------------------
 
     def _updates(self) -> dict[str, int]:
-        """Of each model the most of three moments: the largest micro-batch's backward begins, the last one ends, the optimizer steps.
+        """Computes the peak of each model's update.
 
-        Both backwards come before both steps (ppo/learner.py): what the actor's has left waits while the critic's runs, and the other way about.
+        The peak is at one of three moments: the backward of the largest micro-batch begins, the last backward ends, or
+        the optimizer steps. Both backwards come before both steps (ppo/learner.py): the gradients of one model stay
+        in memory during the backward of the other.
         """
         actor, critic = self.engines["actor"], self.engines.get("critic")
-        found = {
-            "update_actor": max(
-                self._backward("actor"), actor.gradients + actor.step + (critic.gradients if critic else 0)
-            )
+        if critic is None:
+            return {"update_actor": max(self._backward("actor"), actor.gradients + actor.step)}
+        return {
+            "update_actor": max(self._backward("actor"), actor.gradients + actor.step + critic.gradients),
+            "update_critic": max(actor.gradients + self._backward("critic"), critic.gradients + critic.step),
         }
-        if critic is not None:
-            found["update_critic"] = max(
-                actor.gradients + self._backward("critic"), critic.gradients + critic.step
-            )
-        return found
 
     def _backward(self, role: str) -> int:
-        engine, (_, shape, each), config = self.engines[role], self._zero(role), self.config
-        model = config.actor.model if role == "actor" else config.critic.model
-        rows = (config.algo.minibatch_size or rollout_size(config)) // self.place.ranks
-        tokens = self._places(config.memory.train_tokens, rows, self.length)
-        asked = self._asked(tokens)
-        kept = kept_by_layers(shape, tokens, self.length, each, bool(model.gradient_checkpointing))
-        head = (
-            head_backward(shape, asked, each, self.block, KEPT)
-            if shape.head
-            else 2 * FP32 * shape.hidden * asked
-        )
-        before = engine.gradients if rows * self.length > tokens else 0
+        engine, (section, shape, each), config = self.engines[role], self._role(role), self.config
+        rows = (config.algo.minibatch_size or rollout_size(config)) // self.hardware.ranks
+        tokens = _forward_tokens(config.memory.train_tokens, rows, self.length)
+        positions = self._head_positions(tokens)
+        checkpointing = bool(section.model.gradient_checkpointing)
+        kept = activation_bytes(shape, tokens, self.length, each, checkpointing)
+        if shape.head:
+            head = head_backward_bytes(shape, positions, each, self.block, KEPT)
+        else:
+            head = 2 * FP32 * shape.hidden * positions
+        accumulated = engine.gradients if rows * self.length > tokens else 0
         return max(
-            engine.gathered + kept + head + engine.bucket + before,
-            engine.gradients + engine.bucket + engine.last,
+            engine.gathered + kept + head + engine.bucket + accumulated,
+            engine.gradients + engine.bucket + engine.reduction,
         )
+
+
+def _forward_tokens(budget: int, rows: int, length: int) -> int:
+    """Counts the tokens of the largest forward: whole rows within the budget, at least one."""
+    return length * max(1, min(budget // length, rows))
+
+
+def _gathered(shape: Shape, each: int, prefetch: bool) -> int:
+    """Computes the weights that ZeRO-3 gathers at the same time in a forward.
+
+    The largest tensor counts twice while it is assembled; with ``prefetch``, the next tensors are gathered too.
+    """
+    return each * min(2 * shape.parameters, (2 * PREFETCH if prefetch else 0) + 2 * shape.largest_tensor)
 
 
 def step_flops(config: Config, models: Models, longest_prompt: int | None = None) -> int:
-    """Of one PPO step over all ranks, were every prompt and every answer as long as can be: the forwards of all, and the backwards of the updates at
-    twice a forward (a third one where activations are computed again)."""
+    """Computes the FLOPs of one PPO step over all ranks if all prompts and responses have their maximum length.
+
+    A backward counts as two forwards, three with gradient checkpointing.
+    """
     prompt = longest_prompt or config.data.max_prompt_tokens
-    rows, answer = rollout_size(config), config.sampling.max_new_tokens
-    length = prompt + answer
+    rows, response = rollout_size(config), config.sampling.max_new_tokens
+    length = prompt + response
 
     def forward(shape: Shape) -> int:
-        return forward_flops(shape.size, rows * length, rows * causal_pairs([length]), rows * answer)
+        return forward_flops(shape.size, rows * length, rows * causal_pairs([length]), rows * response)
 
-    trained = [(models.actor, config.actor.model)] + (
-        [(models.critic, config.critic.model)] if models.critic else []
-    )
+    trained = [(models.actor, config.actor.model)]
+    if models.critic is not None:
+        trained.append((models.critic, config.critic.model))
     frozen = [model.shape for model in (models.reference, *models.rewards.values()) if model is not None]
-    updates = (
-        sum(forward(shape) * (4 if model.gradient_checkpointing else 3) for shape, model in trained)
-        * config.algo.epochs
-    )
-    return (
-        forward(models.actor)
-        + sum(forward(shape) for shape in (*(shape for shape, _ in trained), *frozen))
-        + updates
-    )
+    generation = forward(models.actor)
+    scoring = sum(forward(shape) for shape in (*(shape for shape, _ in trained), *frozen))
+    epoch = sum(forward(shape) * (4 if model.gradient_checkpointing else 3) for shape, model in trained)
+    return generation + scoring + config.algo.epochs * epoch

@@ -1,4 +1,4 @@
-"""The shapes of all roles of a run, from config.json files alone."""
+"""The shapes of all models of a run, from their config.json files alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ppo_ds.build.roles import CLASSIFIER, CriticStart, critic_start
+from ppo_ds.build.roles import CLASSIFIER, critic_start
 from ppo_ds.config.schema import (
     Config,
     FrozenZeroConfig,
@@ -18,96 +18,79 @@ from ppo_ds.config.schema import (
 from ppo_ds.models.size import planned_shape
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.memory import Shape
-from ppo_ds.tools.doctor.estimate import BYTES, Frozen, Models
+from ppo_ds.tools.doctor.estimate import BYTES, FrozenModel, Models
 from ppo_ds.tools.doctor.report import Report
 
 
 def plan_models(config: Config, tokenizer: Tokenizer | None, report: Report) -> Models | None:
-    """From config.json files; None where the actor's cannot be read, or another's that a table without would mislead."""
-    before = len(report.lines)
-    actor = report.tried(
-        "actor", lambda: _actor(config), lambda s: f"{config.actor.model.path}: {_parameters(s)}"
+    """Reads the shapes of all roles and reports each of them.
+
+    Returns None if one of them cannot be read, since an estimate without it would mislead.
+    """
+    errors = report.errors
+    actor = report.attempt(
+        "actor",
+        lambda: _trained_shape(
+            config.actor.model,
+            config.actor.lora,
+            classifier=False,
+            value_head=config.critic.share_trunk,
+            key="actor.model.path",
+        ),
+        lambda shape: f"{config.actor.model.path}: {_describe(shape)}",
     )
-    start = _critic_start(config, tokenizer, report) if has_critic(config) else None
-    critic = (
-        report.tried("critic", lambda: _critic(config, start), lambda s: f"{start.path}: {_parameters(s)}")
-        if start
-        else None
-    )
-    reference = report.tried(
+    critic, initial_reward = _critic(config, tokenizer, report) if has_critic(config) else (None, None)
+    reference = report.attempt(
         "reference",
         lambda: _reference(config),
-        lambda f: f and f"{config.reference.model.path}: {_parameters(f.shape)}",
+        lambda model: model and f"{config.reference.model.path}: {_describe(model.shape)}",
     )
-    rewards, length = {}, 0
-    seen: set[Any] = (
-        {_identity(start.reward)} if start and start.reward and config.critic.lora.rank else set()
-    )
-    for key, model, zero, kind in _reward_models(config.reward, "reward"):
-        identity = (_identity(model), zero.stage, zero.offload_params)
-        if _identity(model) in seen or identity in seen:
-            report.add("reward", f"{key}={model.path}: in memory already")
-        elif kind != CLASSIFIER:
-            report.add(
-                "reward", f"{key}={model.path}: a model with code of its own; its memory is not estimated"
-            )
-        else:
-            shape = report.tried(
-                "reward",
-                lambda model=model, key=key: _planned(model, key),
-                lambda s, m=model: f"{m.path}: {_parameters(s)}",
-            )
-            if shape is not None:
-                rewards[key] = Frozen(shape, BYTES[model.dtype], zero.stage == 3, zero.offload_params)
-        seen.add(identity)
-    if any(not line.ok for line in report.lines[before:]) or actor is None:
+    loaded = {_identity(initial_reward)} if initial_reward and config.critic.lora.rank else set()
+    rewards = _rewards(config, report, loaded)
+    if report.errors > errors or actor is None:
         return None
-    return Models(
-        actor,
-        critic,
-        reference,
-        rewards,
-        length or config.data.max_prompt_tokens + config.sampling.max_new_tokens,
+    length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    return Models(actor, critic, reference, rewards, length)
+
+
+def _critic(
+    config: Config, tokenizer: Tokenizer | None, report: Report
+) -> tuple[Shape | None, ModelConfig | None]:
+    """Returns the critic's shape, and the reward model if the critic starts from it."""
+    if tokenizer is None:
+        report.add("critic", "not checked: its initial weights depend on the actor's tokenizer", ok=False)
+        return None, None
+    start = report.attempt("critic", lambda: critic_start(config, tokenizer), lambda _: None)
+    if start is None:
+        return None, None
+    shape = report.attempt(
+        "critic",
+        lambda: _trained_shape(
+            start,
+            config.critic.lora,
+            classifier=True,
+            attn_implementation=config.critic.model.attn_implementation or "sdpa",
+            key=start.key,
+        ),
+        lambda shape: f"{start.path}: {_describe(shape)}",
     )
+    return shape, start.reward
 
 
-def _actor(config: Config) -> Shape:
-    model, lora = config.actor.model, config.actor.lora
+def _trained_shape(model: Any, lora: Any, **options: Any) -> Shape:
+    """Returns the shape of a trained role; ``model`` has path, revision and trust_remote_code."""
+    options.setdefault("attn_implementation", getattr(model, "attn_implementation", None))
     return planned_shape(
         model.path,
-        classifier=False,
         trained=True,
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
-        attn_implementation=model.attn_implementation,
         lora=(lora.rank, lora.targets) if lora.rank else None,
-        value_head=config.critic.share_trunk,
-        key="actor.model.path",
+        **options,
     )
 
 
-def _critic_start(config: Config, tokenizer: Tokenizer | None, report: Report) -> CriticStart | None:
-    if tokenizer is None:
-        report.add("critic", "what it starts from hangs on the actor's tokenizer", ok=False)
-        return None
-    return report.tried("critic", lambda: critic_start(config, tokenizer), lambda _: None)
-
-
-def _critic(config: Config, start: CriticStart) -> Shape:
-    lora = config.critic.lora
-    return planned_shape(
-        start.path,
-        classifier=True,
-        trained=True,
-        revision=start.revision,
-        trust_remote_code=start.trust_remote_code,
-        attn_implementation=config.critic.model.attn_implementation or "sdpa",
-        lora=(lora.rank, lora.targets) if lora.rank else None,
-        key=start.key,
-    )
-
-
-def _reference(config: Config) -> Frozen | None:
+def _reference(config: Config) -> FrozenModel | None:
     model, zero = config.reference.model, config.reference.zero
     if not uses_reference(config) or reference_is_base(config):
         return None
@@ -120,36 +103,53 @@ def _reference(config: Config) -> Frozen | None:
         attn_implementation=model.attn_implementation or "sdpa",
         key="reference.model.path",
     )
-    return Frozen(shape, BYTES[model.dtype or "bf16"], zero.stage == 3, zero.offload_params)
+    return FrozenModel(shape, BYTES[model.dtype or "bf16"], zero.stage == 3, zero.offload_params)
+
+
+def _rewards(config: Config, report: Report, loaded: set[Any]) -> dict[str, FrozenModel]:
+    """Returns the reward models that take memory of their own, by config key.
+
+    ``loaded`` holds the identities of models that are in memory already.
+    """
+    rewards = {}
+    for key, model, zero, target in _reward_models(config.reward, "reward"):
+        identity = (_identity(model), zero.stage, zero.offload_params)
+        if _identity(model) in loaded or identity in loaded:
+            report.add("reward", f"{key}={model.path}: shares weights that are already in memory")
+        elif target != CLASSIFIER:
+            report.add(
+                "reward", f"{key}={model.path}: a model with its own code; its memory is not estimated"
+            )
+        else:
+            shape = report.attempt(
+                "reward",
+                lambda model=model, key=key: planned_shape(
+                    model.path,
+                    classifier=True,
+                    trained=False,
+                    revision=model.revision,
+                    trust_remote_code=model.trust_remote_code,
+                    attn_implementation=model.attn_implementation,
+                    key=key,
+                ),
+                lambda shape, path=model.path: f"{path}: {_describe(shape)}",
+            )
+            if shape is not None:
+                rewards[key] = FrozenModel(shape, BYTES[model.dtype], zero.stage == 3, zero.offload_params)
+        loaded.add(identity)
+    return rewards
 
 
 def _reward_models(
     section: dict[str, Any], key: str
 ) -> Iterator[tuple[str, ModelConfig, FrozenZeroConfig, str]]:
-    """Key, model, place and kind of each reward model, however deep."""
+    """Yields key, model, ZeRO settings and target of each reward model at any depth of the section."""
     for name, inner in section.items():
         if isinstance(inner, dict) and name == "model" and isinstance(inner.get("path"), str):
-            zero = section.get("zero") or {}
-            yield (
-                f"{key}.model.path",
-                ModelConfig(**inner),
-                FrozenZeroConfig(**zero),
-                str(section.get("_target_")),
-            )
+            zero, target = section.get("zero") or {}, str(section.get("_target_"))
+            yield f"{key}.model.path", ModelConfig(**inner), FrozenZeroConfig(**zero), target
         elif isinstance(inner, dict):
             yield from _reward_models(inner, f"{key}.{name}")
-
-
-def _planned(model: ModelConfig, key: str) -> Shape:
-    return planned_shape(
-        model.path,
-        classifier=True,
-        trained=False,
-        revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
-        attn_implementation=model.attn_implementation,
-        key=key,
-    )
 
 
 def _identity(model: ModelConfig) -> tuple[Any, ...]:
@@ -157,8 +157,7 @@ def _identity(model: ModelConfig) -> tuple[Any, ...]:
     return path, model.revision, model.dtype, model.attn_implementation
 
 
-def _parameters(shape: Shape) -> str:
-    trained = (
-        "" if shape.trained in (0, shape.parameters) else f", {shape.trained / 1e6:.1f} M of them trained"
-    )
+def _describe(shape: Shape) -> str:
+    partly_trained = shape.trained not in (0, shape.parameters)
+    trained = f", {shape.trained / 1e6:.1f} M of them trained" if partly_trained else ""
     return f"{shape.parameters / 1e6:,.1f} M parameters{trained}"

@@ -1,4 +1,4 @@
-"""What a run needs of a machine and of its inputs, looked at before it starts: no weights are read."""
+"""Checks of the machine and of the inputs of a run before it starts. No weights are read."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from ppo_ds.build.data import (
     build_prompts,
     build_ptx,
     build_tokenizer,
-    counted,
+    describe_rows,
     stop_ids,
 )
 from ppo_ds.build.preflight import preflight
 from ppo_ds.config.schema import Config
 from ppo_ds.config.targets import bind
-from ppo_ds.data.prompts import PromptStream, Source
+from ppo_ds.data.prompts import PromptStream
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.tools.doctor.estimate import BYTES, Models
 
 T = TypeVar("T")
 GIB = 2**30
-CHECKPOINTED = 12  # bytes of each trained number: fp32 weight and two moments
-SMALL_SHM = GIB  # NCCL and data loaders of several GPUs want more
+STATE_BYTES = 12  # in a checkpoint, of each trained parameter: fp32 weight and two moments
+MIN_SHM = GIB  # NCCL and data loaders of several GPUs need more than the 64 MiB default of docker
 
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     text: str
@@ -49,29 +49,36 @@ class Line:
 
 
 class Report:
-    """Lines, gathered by trying one thing after the other: a mistake of the user's becomes a line, and the rest is looked at too."""
+    """Collects the results of checks. An error in one check does not stop the others."""
 
     def __init__(self) -> None:
         self.lines: list[Line] = []
 
+    @property
+    def errors(self) -> int:
+        return sum(not line.ok for line in self.lines)
+
     def add(self, name: str, text: str, ok: bool = True) -> None:
         self.lines.append(Line(name, text, ok))
 
-    def tried(
-        self, name: str, action: Callable[[], T], said: Callable[[T], str | None] = lambda _: "ok"
+    def attempt(
+        self, name: str, action: Callable[[], T], describe: Callable[[T], str | None] = lambda _: "ok"
     ) -> T | None:
-        """What ``action`` returns; None where it raises a UserError. ``said``: of the result, the line's text; None: no line."""
+        """Runs ``action`` and returns its result, or None after a UserError, which is reported.
+
+        ``describe`` makes the line of a result; None adds no line.
+        """
         try:
-            found = action()
+            result = action()
         except UserError as error:
             self.lines += [Line(name, problem, ok=False) for problem in error.problems]
             return None
-        if (text := said(found)) is not None:
+        if (text := describe(result)) is not None:
             self.add(name, text)
-        return found
+        return result
 
 
-# -- the machine ----------------------------------------------------------------------------------------------------------------------------------
+# -- the machine --------------------------------------------------------------------------------------------------
 
 
 def versions() -> str:
@@ -87,95 +94,102 @@ def versions() -> str:
     return ", ".join(parts)
 
 
-def devices() -> list[int]:
-    """Bytes of each GPU here."""
+def gpu_memory() -> list[int]:
+    """Returns the bytes of each GPU of this machine."""
     return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
 
 
-def ram() -> int:
-    """Bytes of this machine's memory."""
+def host_memory() -> int:
+    """Returns the bytes of CPU memory of this machine."""
     return psutil.virtual_memory().total
 
 
-def free_room(config: Config) -> int:
-    """Bytes where run.dir is, or will be."""
+def free_disk(config: Config) -> int:
+    """Returns the free bytes on the disk of run.dir, which need not exist yet."""
     folder = Path(str(config.run.dir)).absolute()
-    return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
-def look_at_disk(config: Config, models: Models, report: Report) -> None:
-    """Room in run.dir for the checkpoints that are kept, one more while it is written, and the model at the end."""
-    trained = models.actor.trained + (models.critic.trained if models.critic else 0)
-    sets = int(config.actor.ema.decay is not None) + int(config.algo.old_policy == "lagged")
-    each = CHECKPOINTED * trained + 4 * sets * models.actor.trained
-    kept = (
-        0 if config.checkpoint.every == 0 else config.checkpoint.keep_last + 1 + config.checkpoint.keep_best
+def check_disk(config: Config, models: Models, report: Report) -> None:
+    """Checks the free space for all kept checkpoints, one more while it is written, and the final export."""
+    actor, critic, ema = models.actor, models.critic, config.actor.ema.decay is not None
+    trained = actor.trained + (critic.trained if critic else 0)
+    copies = int(ema) + int(config.algo.old_policy == "lagged")
+    checkpoint = STATE_BYTES * trained + 4 * copies * actor.trained
+    settings = config.checkpoint
+    kept = 0 if settings.every == 0 else settings.keep_last + 1 + settings.keep_best
+    export = BYTES[config.actor.model.dtype] * actor.parameters * (1 + ema)
+    export += BYTES[config.critic.model.dtype] * critic.parameters if critic else 0
+    free = free_disk(config)
+    needed = kept * checkpoint + export
+    text = (
+        f"run.dir={config.run.dir}: {format_bytes(needed)} needed ({kept} checkpoints of {format_bytes(checkpoint)}, "
+        f"export of {format_bytes(export)}), {format_bytes(free)} free"
     )
-    export = (
-        BYTES[config.actor.model.dtype] * models.actor.parameters * (1 + (config.actor.ema.decay is not None))
-    )
-    export += BYTES[config.critic.model.dtype] * models.critic.parameters if models.critic else 0
-    free = free_room(config)
-    needed = kept * each + export
-    sums = f"{kept} checkpoints of {in_gib(each)} and the export of {in_gib(export)} are {in_gib(needed)}; {in_gib(free)} are free"
-    remedy = "" if needed <= free else "; choose another run.dir, or lower checkpoint.keep_last"
-    report.add("disk", f"run.dir={config.run.dir}: {sums}{remedy}", ok=needed <= free)
+    remedy = "" if needed <= free else "; choose another run.dir or lower checkpoint.keep_last"
+    report.add("disk", text + remedy, ok=needed <= free)
 
 
-def look_at_host(needed: int, per_node: int, on_gpu: bool, report: Report) -> None:
-    """Shared memory, and CPU memory for what is offloaded."""
+def check_host(offloaded: int, per_node: int, on_gpu: bool, report: Report) -> None:
+    """Checks shared memory, and reports the CPU memory for ``offloaded`` bytes per rank."""
     shm = Path("/dev/shm")
     if shm.exists():
         size = shutil.disk_usage(shm).total
-        short = on_gpu and per_node > 1 and size < SMALL_SHM
+        short = on_gpu and per_node > 1 and size < MIN_SHM
+        remedy = "; several GPUs need at least 1 GiB: docker run --ipc=host" if short else ""
+        report.add("/dev/shm", format_bytes(size) + remedy, ok=not short)
+    if offloaded:
         report.add(
-            "/dev/shm",
-            in_gib(size) + ("; several GPUs want 1 GiB or more: docker run --ipc=host" if short else ""),
-            ok=not short,
+            "host",
+            f"{format_bytes(offloaded)} per rank for offloading, {format_bytes(offloaded * per_node)} per node; "
+            f"this machine has {format_bytes(host_memory())}",
         )
-    if needed:
-        text = f"{in_gib(needed)} a rank for what is offloaded, {in_gib(needed * per_node)} on a node; this machine has {in_gib(ram())}"
-        report.add("host", text, ok=True)
 
 
-def in_gib(size: int) -> str:
+def format_bytes(size: int) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
-# -- what is read ------------------------------------------------------------------------------------------------------------------------------
+# -- the inputs ---------------------------------------------------------------------------------------------------
 
 
-def look_at_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, int | None]:
-    """The actor's tokenizer, and the tokens of the longest prompt, where they could be read."""
-    tokenizer = report.tried("tokenizer", lambda: build_tokenizer(config), lambda t: f"{t.vocab_size} tokens")
+def check_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, int | None]:
+    """Checks tokenizer, data and reward.
+
+    Returns the actor's tokenizer and the tokens of the longest prompt, None for what cannot be read.
+    """
+    tokenizer = report.attempt(
+        "tokenizer", lambda: build_tokenizer(config), lambda t: f"{t.vocab_size} tokens"
+    )
     if tokenizer is None:
         return None, None
-    report.tried(
-        "sampling",
-        lambda: stop_ids(config, tokenizer),
-        lambda ids: f"answers end with {_ends(tokenizer, ids)}",
-    )
-    before = len(report.lines)
-    source = report.tried(
+
+    def describe_stops(ids: tuple[int, ...]) -> str:
+        tokens = ", ".join(repr(tokenizer.decode([i], skip_special_tokens=False)) for i in ids)
+        return f"responses end with {tokens or 'the length limit only'}"
+
+    report.attempt("sampling", lambda: stop_ids(config, tokenizer), describe_stops)
+    errors = report.errors
+    source = report.attempt(
         "data",
         lambda: build_prompts(config, tokenizer),
-        lambda s: f"{s.path}: {counted(s.report, 'prompts')}; {_longest(s)}",
+        lambda s: f"{s.path}: {describe_rows(s.report, 'prompts')}; the longest has {s.longest} tokens",
     )
-    held_out = report.tried(
+    held_out = report.attempt(
         "held out",
         lambda: build_held_out(config, tokenizer),
-        lambda s: s and f"{s.path}: {counted(s.report, 'prompts')}",
+        lambda s: s and f"{s.path}: {describe_rows(s.report, 'prompts')}",
     )
-    ptx = report.tried(
+    ptx = report.attempt(
         "texts",
         lambda: build_ptx(config, tokenizer),
-        lambda s: s and f"{s.source.path}: {counted(s.source.report, 'texts')}",
+        lambda s: s and f"{s.source.path}: {describe_rows(s.source.report, 'texts')}",
     )
-    made = report.tried("reward", lambda: bind(config.reward, "reward"), lambda _: None)
-    if source is None or made is None or not all(line.ok for line in report.lines[before:]):
+    reward = report.attempt("reward", lambda: bind(config.reward, "reward"), lambda _: None)
+    if source is None or reward is None or report.errors > errors:
         return tokenizer, source and source.longest
     rollout = config.rollout
-    stream = report.tried(
+    stream = report.attempt(
         "data",
         lambda: PromptStream(
             source, prompts_per_step=rollout.prompts_per_step, samples_per_prompt=rollout.samples_per_prompt
@@ -184,23 +198,5 @@ def look_at_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, in
     )
     if stream is not None:
         inputs = Inputs(tokenizer, source, held_out, stream, ptx)
-        report.tried(
-            "reward", lambda: preflight(config, inputs), lambda _: "ok, as far as can be seen without weights"
-        )
+        report.attempt("reward", lambda: preflight(config, inputs), lambda _: "ok (weights are not checked)")
     return tokenizer, max(s.longest for s in (source, held_out) if s is not None)
-
-
-def is_to_be_made(config: Config) -> bool:
-    """Whether ``prepare`` has yet to make what the run reads."""
-    return config.prepare is not None and not Path(config.actor.model.path).exists()
-
-
-def _ends(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
-    return (
-        ", ".join(repr(tokenizer.decode([i], skip_special_tokens=False)) for i in ids)
-        or "the length limit alone"
-    )
-
-
-def _longest(source: Source) -> str:
-    return f"the longest has {source.longest} tokens"

@@ -1,4 +1,7 @@
-"""Which keys bring a run into the memory of a GPU, and which have room to grow: trials with the estimate. Nothing is loaded."""
+"""Config changes that bring a run into the memory of a GPU, or use memory that is left.
+
+The changes are tried on the estimate; nothing is loaded.
+"""
 
 from __future__ import annotations
 
@@ -18,69 +21,72 @@ from ppo_ds.config.typed import show
 from ppo_ds.tools.doctor.estimate import Estimate
 
 Setting = tuple[str, Any]
-WORTH = 0.98  # of the peak: what lowers it by less is not named
-MOST_DOUBLINGS = 6
+WORTHWHILE = 0.98  # of the peak: changes that reduce it by less are not named
+MAX_DOUBLINGS = 6
 SMALL_BUCKET = 50_000_000  # numbers: large enough to keep the links busy
 BUDGETS = ("rollout_tokens", "score_tokens", "train_tokens")
 
 
-def changed(config: Config, key: str, value: Any) -> Config:
-    """The same config with one dotted key set."""
+def with_setting(config: Config, key: str, value: Any) -> Config:
+    """Returns a copy of the config with one dotted key set."""
 
-    def at(section: Any, names: list[str]) -> Any:
+    def updated(section: Any, names: list[str]) -> Any:
+        name, rest = names[0], names[1:]
         if isinstance(section, dict):
-            return section | {names[0]: at(section.get(names[0], {}), names[1:]) if names[1:] else value}
-        return replace(
-            section, **{names[0]: at(getattr(section, names[0]), names[1:]) if names[1:] else value}
-        )
+            return section | {name: updated(section.get(name, {}), rest) if rest else value}
+        return replace(section, **{name: updated(getattr(section, name), rest) if rest else value})
 
-    return at(config, key.split("."))
+    return updated(config, key.split("."))
 
 
-def all_changed(config: Config, settings: list[Setting]) -> Config:
-    for setting in settings:
-        config = changed(config, *setting)
+def with_settings(config: Config, settings: list[Setting]) -> Config:
+    for key, value in settings:
+        config = with_setting(config, key, value)
     return config
 
 
-def remedies(
-    config: Config, estimated: Callable[[Config], Estimate], usable: int
+def suggest_reductions(
+    config: Config, estimate: Callable[[Config], Estimate], usable: int
 ) -> tuple[list[tuple[list[Setting], int]], list[Setting], int]:
-    """Single changes with the peak that each leaves, the best first; settings that together bring the peak to ``usable``, or as low as they can;
-    and that peak."""
-    first, before = config, estimated(config).peak
-    alone = [(settings, estimated(all_changed(config, settings)).peak) for settings in _changes(config)]
-    alone = sorted([each for each in alone if each[1] < WORTH * before], key=lambda each: each[1])
-    together: dict[str, Any] = {}
+    """Searches changes that reduce the peak.
+
+    Returns:
+        Single changes with the peak that each leads to, best first; settings that together bring the peak to
+        ``usable``, or as low as the search finds; and that peak.
+    """
+    original, before = config, estimate(config).peak
+    single = [(change, estimate(with_settings(config, change)).peak) for change in _reductions(config)]
+    single = sorted([each for each in single if each[1] < WORTHWHILE * before], key=lambda each: each[1])
+    combined: dict[str, Any] = {}
     peak = before
     while peak > usable:
-        tried = [
-            (estimated(all_changed(config, settings)).peak, i, settings)
-            for i, settings in enumerate(_changes(config))
+        trials = [
+            (estimate(with_settings(config, change)).peak, i, change)
+            for i, change in enumerate(_reductions(config))
         ]
-        lowest, _, settings = min(tried, default=(peak, 0, []))
+        lowest, _, change = min(trials, default=(peak, 0, []))
         if lowest >= peak:
             break
-        together |= dict(settings)
-        config, peak = all_changed(config, settings), lowest
-    for key in reversed(list(together)):  # what a later one has made needless
-        fewer = {other: value for other, value in together.items() if other != key}
-        without = estimated(all_changed(first, list(fewer.items()))).peak
-        if without <= peak and not _needed(key, fewer):
-            together, peak = fewer, without
-    return alone, list(together.items()), peak
+        combined |= dict(change)
+        config, peak = with_settings(config, change), lowest
+    for key in reversed(list(combined)):  # drop settings that later ones have made redundant
+        fewer = {other: value for other, value in combined.items() if other != key}
+        without = estimate(with_settings(original, list(fewer.items()))).peak
+        # offloading and buckets of a role are valid only with its ZeRO stage
+        role, stage, _ = key.partition(".zero.stage")
+        required = stage and any(other.startswith((f"{role}.zero.", f"{role}.deepspeed.")) for other in fewer)
+        if without <= peak and not required:
+            combined, peak = fewer, without
+    return single, list(combined.items()), peak
 
 
-def _needed(key: str, others: dict[str, Any]) -> bool:
-    """Whether what is there for a stage of ZeRO alone, offloading and buckets, would be without it."""
-    role, stage, _ = key.partition(".zero.stage")
-    return bool(stage) and any(other.startswith((f"{role}.zero.", f"{role}.deepspeed.")) for other in others)
+def _reductions(config: Config) -> Iterator[list[Setting]]:
+    """Yields single changes of the actor, the critic, both, the reference and the token budgets.
 
-
-def _changes(config: Config) -> Iterator[list[Setting]]:
-    """One step further with each key that trades speed, or nothing, for memory: of the actor, of the critic, of both; and of the rest. No result
-    hangs on any of them."""
-    actor, critic = dict(_of_role(config.actor)), dict(_of_role(config.critic)) if has_critic(config) else {}
+    Each trades speed for memory, or costs nothing; none changes results.
+    """
+    actor = dict(_role_reductions(config.actor))
+    critic = dict(_role_reductions(config.critic)) if has_critic(config) else {}
     for key, value in actor.items():
         yield [(f"actor.{key}", value)]
     for key, value in critic.items():
@@ -93,11 +99,11 @@ def _changes(config: Config) -> Iterator[list[Setting]]:
         if not config.reference.zero.offload_params:
             yield [("reference.zero.offload_params", True)]
     for key in BUDGETS:
-        if (now := getattr(config.memory, key)) > 1:
-            yield [(f"memory.{key}", now // 2)]
+        if (tokens := getattr(config.memory, key)) > 1:
+            yield [(f"memory.{key}", tokens // 2)]
 
 
-def _of_role(role: ActorConfig | CriticConfig) -> Iterator[Setting]:
+def _role_reductions(role: ActorConfig | CriticConfig) -> Iterator[Setting]:
     zero = role.zero
     if zero.stage < 3:
         yield "zero.stage", 2 if zero.stage < 2 else 3
@@ -111,22 +117,27 @@ def _of_role(role: ActorConfig | CriticConfig) -> Iterator[Setting]:
         yield "deepspeed.zero_optimization.reduce_bucket_size", SMALL_BUCKET
 
 
-def growth(config: Config, estimated: Callable[[Config], Estimate], usable: int) -> list[Setting]:
-    """How far each token budget alone could be doubled within ``usable``; those that could, and would make larger forwards."""
-    found = []
+def suggest_larger_budgets(
+    config: Config, estimate: Callable[[Config], Estimate], usable: int
+) -> list[Setting]:
+    """Returns the largest doubling of each token budget, on its own, that still fits ``usable``.
+
+    Budgets whose doubling would not make any forward larger are left out.
+    """
+    larger = []
     for key in BUDGETS:
-        value, most = getattr(config.memory, key), None
-        before = estimated(config)
-        for _ in range(MOST_DOUBLINGS):
-            value *= 2
-            after = estimated(changed(config, f"memory.{key}", value))
+        tokens, best = getattr(config.memory, key), None
+        before = estimate(config)
+        for _ in range(MAX_DOUBLINGS):
+            tokens *= 2
+            after = estimate(with_setting(config, f"memory.{key}", tokens))
             if after.peak > usable or after.phases == before.phases:
                 break
-            most, before = value, after
-        if most is not None:
-            found.append((f"memory.{key}", most))
-    return found
+            best, before = tokens, after
+        if best is not None:
+            larger.append((f"memory.{key}", best))
+    return larger
 
 
-def spelled(settings: list[Setting]) -> str:
+def format_settings(settings: list[Setting]) -> str:
     return " ".join(f"{key}={show(value)}" for key, value in settings)

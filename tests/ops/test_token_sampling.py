@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from ppo_ds.ops.drawing import draw, invert, narrowed
+from ppo_ds.ops.token_sampling import draw, filter_logits, inverse_cdf
 
 NEUTRAL = dict(temperature=1.0, top_k=0, top_p=1.0)
 
@@ -16,7 +16,7 @@ def double(*numbers):
 def test_the_token_where_the_running_sum_passes():
     """Weights 1 3 0 4 of 8 in all: [0, 1/8) is token 0, [1/8, 1/2) token 1, none is token 2, [1/2, 1) token 3."""
     weights = torch.tensor([[1.0, 3.0, 0.0, 4.0]]).expand(7, -1)
-    found = invert(weights, double(0.0, 0.124, 0.126, 0.499, 0.501, 0.9, 1 - 2**-53))
+    found = inverse_cdf(weights, double(0.0, 0.124, 0.126, 0.499, 0.501, 0.9, 1 - 2**-53))
     assert found.tolist() == [0, 0, 1, 1, 3, 3, 3]
 
 
@@ -27,7 +27,7 @@ def test_tokens_of_probability_zero_are_never_hit(vocabulary):
     for pair in ((0, vocabulary - 1), (126, 127), (vocabulary // 2, vocabulary // 2 + 1)):
         weights = torch.zeros(len(uniforms), vocabulary)
         weights[:, pair[0]], weights[:, pair[1]] = 1e-6, 3e-6
-        found = invert(weights, uniforms)
+        found = inverse_cdf(weights, uniforms)
         assert set(found.tolist()) == set(pair)
         assert torch.equal(found == pair[0], uniforms < 0.25)
 
@@ -37,7 +37,7 @@ def test_evenly_spaced_numbers_hit_each_token_in_proportion():
     torch.manual_seed(0)
     weights = torch.rand(1000).pow(3)
     n = 100_000
-    found = invert(weights.expand(n, -1), (torch.arange(n, dtype=torch.float64) + 0.5) / n)
+    found = inverse_cdf(weights.expand(n, -1), (torch.arange(n, dtype=torch.float64) + 0.5) / n)
     wanted = weights.double() / weights.double().sum() * n
     assert (torch.bincount(found, minlength=1000) - wanted).abs().max() < 1.1
     assert (found.diff() >= 0).all()
@@ -91,4 +91,4 @@ def test_what_is_left_is_what_transformers_leaves(top_k, top_p):
         wanted = TopKLogitsWarper(top_k)(None, wanted)
     if top_p < 1:
         wanted = TopPLogitsWarper(top_p)(None, wanted)
-    assert torch.equal(narrowed(scores, top_k, top_p), wanted)
+    assert torch.equal(filter_logits(scores, top_k, top_p), wanted)

@@ -1,0 +1,88 @@
+"""Sampling of the next token of each row on the device, without host synchronisation, from one uniform number each.
+
+Tokens are sampled by inverting the cumulative distribution function at a given uniform number. The caller may draw
+all numbers of a rollout at its start, one per row and position. The token that a row samples then depends on no other
+row, on no batch width and on no scheduling.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK = 128  # the vocabulary is searched in two levels: blocks, then tokens of one block
+# keeps the target below the total, so that a token is always found, and never one of probability 0
+_BELOW_ONE = 1 - 1e-12
+
+
+def draw(
+    logits: Tensor,
+    uniforms: Tensor,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    barred: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Samples one token per row and returns tokens [n] long and their log-probs [n] float32.
+
+    Log-probs are those of the whole distribution at ``temperature``, before ``top_k``, ``top_p`` and ``barred`` are
+    applied. Filters are those of the logits warpers of transformers, in the same order.
+
+    Args:
+        logits: [n,V].
+        uniforms: [n] float64 in [0,1).
+        top_k: 0 is off, 1 is greedy.
+        top_p: 1.0 is off.
+        barred: Token ids [k] and a mask of the rows [n] that may not take them.
+    """
+    scores = logits.float()
+    logprobs = torch.log_softmax(scores if temperature == 1.0 else scores / temperature, dim=-1)
+    if barred is not None:
+        ids, rows = barred
+        masked = scores.index_select(1, ids).masked_fill_(rows[:, None], -torch.inf)
+        scores = scores.index_copy(1, ids, masked)
+    if top_k == 1:
+        tokens = scores.argmax(dim=-1)
+    elif barred is None and top_k == 0 and top_p == 1.0:
+        tokens = inverse_cdf(logprobs.exp(), uniforms)
+    else:
+        tokens = inverse_cdf(filter_logits(scores / temperature, top_k, top_p).softmax(dim=-1), uniforms)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def filter_logits(scores: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Sets scores [n,V] outside the ``top_k`` (ties stay) and in the tail of mass 1 - ``top_p`` to -inf."""
+    if 0 < top_k < scores.shape[1]:
+        scores = scores.masked_fill(scores < scores.topk(top_k, dim=-1).values[:, -1:], -torch.inf)
+    if top_p < 1.0:
+        ascending, order = scores.sort(dim=-1)
+        tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+        tail[:, -1] = False  # the most likely token always stays
+        scores = scores.masked_fill(tail.scatter(1, order, tail), -torch.inf)
+    return scores
+
+
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Returns the token of each row [n] at which the running sum of the weights exceeds u x total.
+
+    A float32 running sum over 150k tokens would be off by more than its smallest terms. Sums of blocks are therefore
+    accumulated in float64, then the tokens of the selected block.
+
+    Args:
+        weights: [n,V] >= 0, of any positive sum.
+        uniforms: [n] float64 in [0,1).
+    """
+    n, vocabulary = weights.shape
+    if vocabulary % _BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, -vocabulary % _BLOCK))
+    blocks = weights.view(n, -1, _BLOCK)
+    sums = blocks.sum(dim=-1).double()
+    running = sums.cumsum(dim=-1)
+    target = (uniforms * _BELOW_ONE * running[:, -1])[:, None]
+    block = (running <= target).sum(dim=-1, keepdim=True)
+    mass = sums.gather(1, block)
+    # the position within the block, relative: block sums round differently from the sums of their terms
+    fraction = ((target - (running.gather(1, block) - mass)) / mass).clamp_(0.0, _BELOW_ONE)
+    inner = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(dim=-1)
+    return block[:, 0] * _BLOCK + (inner <= fraction * inner[:, -1:]).sum(dim=-1)

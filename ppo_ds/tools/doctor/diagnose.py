@@ -1,0 +1,125 @@
+"""Diagnosis of a run before it starts: prints all checks, the memory estimate, and what to change."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from ppo_ds.build.banner import batch_equation
+from ppo_ds.config.schema import Config
+from ppo_ds.tools.doctor.estimate import CONTEXT, Estimate, Hardware, Models, estimate, step_flops
+from ppo_ds.tools.doctor.model_shapes import plan_models
+from ppo_ds.tools.doctor.report import (
+    GIB,
+    Report,
+    check_disk,
+    check_host,
+    check_inputs,
+    format_bytes,
+    free_disk,
+    host_memory,
+    versions,
+)
+from ppo_ds.tools.doctor.suggest import format_settings, suggest_larger_budgets, suggest_reductions
+
+MAX_REDUCTIONS = 8  # shown
+
+
+def diagnose(config: Config, per_node: int, nodes: int, gpu_memory: int | None) -> bool:
+    """Prints the diagnosis and returns whether the run can start and fits.
+
+    Args:
+        per_node: Ranks on each node.
+        gpu_memory: Bytes of a GPU; None if the run is on CPUs.
+    """
+    hardware, report = Hardware(per_node * nodes, gpu_memory), Report()
+    device = f"GPU(s) of {format_bytes(gpu_memory)}" if gpu_memory is not None else "rank(s) on CPUs"
+    report.add(
+        "for", f"{hardware.ranks} {device}" + (f", {per_node} on each of {nodes} nodes" if nodes > 1 else "")
+    )
+    report.add("versions", versions())
+    models, found, longest = None, None, None
+    reason = "see the errors above"
+    if config.prepare is not None and not Path(config.actor.model.path).exists():
+        reason = "`prepare` creates models and data when the run starts, so they were not checked"
+        report.add("disk", f"run.dir={config.run.dir}: {format_bytes(free_disk(config))} free")
+    else:
+        tokenizer, longest = check_inputs(config, report)
+        models = plan_models(config, tokenizer, report)
+    if models is not None:
+        found = estimate(config, models, hardware, longest)
+        check_disk(config, models, report)
+    check_host(found.host if found else 0, per_node, hardware.on_gpu, report)
+    print("\n".join(map(str, report.lines)))
+    print("\n".join(batch_equation(config, hardware.ranks)))
+    if found is None or models is None:
+        print(f"memory     not estimated: {reason}")
+        return report.errors == 0
+    print(_table(found))
+    print(f"work       up to {step_flops(config, models, longest) / 1e12:,.3g} TFLOP per step over all ranks")
+    fits = _print_fit(config, models, hardware, per_node, longest, found)
+    return fits and report.errors == 0
+
+
+def _table(found: Estimate) -> str:
+    """Formats GiB on each rank: resident memory by role, and the peak of each phase."""
+
+    def row(name: str, *cells: int | str) -> str:
+        texts = [cell if isinstance(cell, str) else f"{cell / GIB:.2f}" for cell in cells]
+        return f"  {name:<28}" + "".join(f"{text:>11}" for text in texts)
+
+    lines = [
+        "memory     GiB on each rank",
+        row("resident", "weights", "masters", "moments", "buffers", "total"),
+    ]
+    for role, total in found.resident.items():
+        if engine := found.engines.get(role):
+            parts = (engine.weights, engine.masters, engine.moments, engine.buffers)
+            lines.append(row(role, *parts, total))
+        else:
+            lines.append(row(role, total, "", "", "", total))
+    lines.append(row("phase", "peak"))
+    for phase, peak in found.phases.items():
+        notes = [found.generation] if phase == "generate" else []
+        notes += ["highest peak"] if phase == found.peak_phase else []
+        lines.append(row(phase, peak) + "".join(f"   {note}" for note in notes))
+    return "\n".join(lines)
+
+
+def _print_fit(
+    config: Config,
+    models: Models,
+    hardware: Hardware,
+    per_node: int,
+    longest_prompt: int | None,
+    found: Estimate,
+) -> bool:
+    """Prints whether the estimate fits, and the config changes that help."""
+    again = partial(estimate, models=models, hardware=hardware, longest_prompt=longest_prompt)
+    if hardware.usable is not None and hardware.usable <= 0:
+        print(
+            f"too much   a GPU of {format_bytes(hardware.gpu_memory)} is smaller than the {format_bytes(CONTEXT)} "
+            "that CUDA itself needs: nothing can run on it"
+        )
+        return False
+    if hardware.usable is None:
+        usable = host_memory() // per_node
+        room = f"{format_bytes(usable)} for each rank on this machine (the imported libraries are not in the estimate)"
+    else:
+        usable = hardware.usable
+        room = f"{format_bytes(usable)} available for tensors"
+    if found.peak <= usable:
+        larger = suggest_larger_budgets(config, again, usable)
+        spare = f"; enough is left for any one of: {format_settings(larger)}" if larger else ""
+        print(f"fits       {format_bytes(found.peak)} of {room}{spare}")
+        return True
+    print(f"too much   {format_bytes(found.peak)} in {found.peak_phase}, of {room}")
+    single, combined, peak = suggest_reductions(config, again, usable)
+    single = single[:MAX_REDUCTIONS]
+    for settings, left in single:
+        verdict = "" if left > usable else ", fits"
+        print(f"           {format_settings(settings)} reduces it to {format_bytes(left)}{verdict}")
+    if combined and combined not in [settings for settings, _ in single]:
+        verdict = "fits" if peak <= usable else "the lowest found; use more GPUs, a smaller model or LoRA"
+        print(f"           all of {format_settings(combined)} reduce it to {format_bytes(peak)}, {verdict}")
+    return False
