@@ -230,7 +230,7 @@ def test_equal_scores_have_no_advantage_however_they_round():
 @pytest.mark.parametrize("kind", ["rloo", "grpo", "dr_grpo", "mean", "opo"])
 def test_groups_of_one(kind):
     scores, groups, lengths = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1]), torch.ones(3)
-    with pytest.raises(ValueError, match="one answer"):
+    with pytest.raises(ValueError, match="one response has no baseline"):
         group_advantages(scores, groups, kind, lengths=lengths)
     assert group_advantages(scores, groups, kind, lengths=lengths, singleton="score")[2] == 5.0
     assert group_advantages(scores, groups, kind, lengths=lengths, singleton="zero")[2] == 0.0
