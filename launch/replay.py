@@ -44,15 +44,17 @@ def lines(found: Replay) -> list[str]:
     said = [f"step {dump.step}; then: {dump.what}{where}"]
     for row in found.rows:
         losses = "  ".join(f"{name} {loss:+.4e}" for name, loss in row.losses.items())
-        prompt = dump.rows[row.place]["prompt"][:SHOWN]
+        prompt = dump.rows[row.position]["prompt"][:SHOWN]
         said.append(
-            f"row {dump.row(row.place):3d}  loss: {losses}  first not finite: {row.first or '-'}  prompt {prompt!r}"
+            f"row {dump.row(row.position):3d}  loss: {losses}  first not finite: {row.first or '-'}  prompt {prompt!r}"
         )
     bad = next((row for row in found.rows if row.first is not None), None)
     if found.given is not None:
         said.append(f"not finite in what the step was given: {found.given}")
     if bad is not None:
-        said.append(f"first tensor that is not finite: {bad.first}, row {dump.row(bad.place)} of the rollout")
+        said.append(
+            f"first tensor that is not finite: {bad.first}, row {dump.row(bad.position)} of the rollout"
+        )
     if found.given is None and bad is None:
         said.append(
             "every loss and gradient is finite on this CPU: the numbers went wrong elsewhere (the hardware, a kernel, the order of sums)"

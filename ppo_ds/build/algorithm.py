@@ -221,8 +221,8 @@ def learner(
         ),
         ptx=PtxObjective(algo.ptx.coef) if ptx_texts is not None else None,
         ptx_texts=ptx_texts,
-        average=ema,
-        decay=config.actor.ema.decay or 0.0,
+        ema=ema,
+        ema_decay=config.actor.ema.decay or 0.0,
         timer=timer,
         health=health,
     )

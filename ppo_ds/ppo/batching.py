@@ -7,6 +7,7 @@ known without asking anybody. So the number of ranks changes nothing but speed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -40,14 +41,10 @@ def concatenated(parts: list[S]) -> S:
     return replace(wide[0], **tensors, **objects)
 
 
-def minibatches(n_rows: int, epochs: int, minibatch_size: int, generator: torch.Generator) -> list[Tensor]:
-    """Row indices of each optimizer step: every epoch is a new permutation of all rows, cut into equal parts."""
+def minibatches(n_rows: int, minibatch_size: int, generator: torch.Generator) -> Iterable[Tensor]:
+    """Returns the row indices of each optimizer step of one epoch: a permutation of all rows in equal parts."""
     assert n_rows % minibatch_size == 0, f"{n_rows} rows do not make minibatches of {minibatch_size}"
-    return [
-        rows
-        for _ in range(epochs)
-        for rows in torch.randperm(n_rows, generator=generator).split(minibatch_size)
-    ]
+    return torch.randperm(n_rows, generator=generator).split(minibatch_size)
 
 
 def microbatch_rows(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,10 @@ def dump_failure(
     blamed = blame(learner, trouble)
     rows = finite(sample_rows(trouble.minibatch, tokenizer, -1))
     line = f"step {step}: not finite: {blamed.what}"
-    if blamed.place is not None:
-        prompt = rows[blamed.place]["prompt"]
+    if blamed.position is not None:
+        prompt = rows[blamed.position]["prompt"]
         shown = prompt if len(prompt) <= SHOWN else f"{prompt[: SHOWN // 2]} ... {prompt[-SHOWN // 2 :]}"
-        line += f", on rank {blamed.rank}, in row {int(trouble.places[blamed.place])} of the rollout, prompt {shown!r}"
+        line += f", on rank {blamed.rank}, in row {int(trouble.places[blamed.position])} of the rollout, prompt {shown!r}"
     try:
         write_dump(folder, step, trouble, blamed, rows, learner, config)
     except CheckpointError as error:
@@ -93,7 +93,9 @@ def write_dump(
             write_tensors(folder / "update.safetensors", trouble.minibatch.tensors())
             about = {
                 "step": step,
-                **asdict(blamed),
+                "what": blamed.what,
+                "rank": blamed.rank,
+                "place": blamed.position,
                 "kl_coef": trouble.kl_coef,
                 "critic_only": trouble.critic_only,
             }

@@ -1,116 +1,133 @@
-"""What went wrong first: an optimizer step once more, a row at a time, with an eye on every module and every gradient. Nothing is learned from it."""
+"""Replays an optimizer step row by row and locates the first non-finite tensor. No weight changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.ppo.batching import microbatch_rows
-from ppo_ds.ppo.learner import Learner, Update
+from ppo_ds.ppo.learner import Learner
 from ppo_ds.training.health import NonFiniteStep
 from ppo_ds.types import Experience
 
 
 @dataclass
 class Row:
-    """One row of an optimizer step, on the rank that had it."""
+    """One row of an optimizer step, replayed alone."""
 
-    place: int  # in the minibatch
-    rank: int
-    losses: dict[str, float] = field(
-        default_factory=dict
-    )  # by model: the row's part of the loss of the optimizer step
-    first: str | None = None  # of all its tensors, the first that was not finite
+    position: int  # in the minibatch
+    rank: int  # that replayed it
+    losses: dict[str, float] = field(default_factory=dict)  # by model: the row's part of the step's loss
+    first: str | None = None  # the first of its tensors that was not finite
 
 
 @dataclass(frozen=True)
 class Blame:
-    """What is known of the first number that was not finite."""
+    """The origin of the first non-finite number, as far as it could be found."""
 
     what: str
-    rank: int | None  # the one that computed it
-    place: int | None  # of its row in the minibatch
+    rank: int | None  # that computed it
+    position: int | None  # of its row in the minibatch
 
 
 def locate_nonfinite(learner: Learner, minibatch: Experience, kl_coef: float, critic_only: bool) -> list[Row]:
-    """Every row of ``minibatch``, in its order. Weights, optimizers and counters stay as they are. A collective."""
+    """Replays every row of ``minibatch`` and returns the rows in their order. A collective.
+
+    Weights, optimizers and counters stay as they are.
+    """
     world = learner.world
     plan = microbatch_rows(minibatch, 1, world)
     micros = [minibatch.select(part).trimmed() for part in plan]
     rows = [Row(int(part), world.rank) for part in plan]
-    update = Update(minibatch, torch.arange(len(minibatch)), micros, kl_coef, critic_only)
-    for name, (model, losses) in learner.losses(update).items():
-        with _watching(model.module, name) as seen:
-            for i, (row, make) in enumerate(zip(rows, losses, strict=True), start=1):
-                loss, _ = make()
-                _look(seen, f"loss of the {name}", loss.detach())
-                model.backward(loss, last=i == len(rows))
-                row.losses[name] = float(loss.detach()) / world.size
-                row.first, seen[:] = row.first or next(iter(seen), None), []
-        model.skip(overflow=False)
-    return sorted((row for mine in world.gather_objects(rows) for row in mine), key=lambda row: row.place)
+    totals, value_totals = learner.totals(minibatch)
+    if not critic_only:
+        loss = partial(learner.policy_loss, totals=totals, value_totals=value_totals, kl_coef=kl_coef)
+        _replay("actor", learner.actor, loss, micros, rows)
+    if learner.critic is not None:
+        _replay("critic", learner.critic, partial(learner.value_loss, totals=value_totals), micros, rows)
+    return sorted((row for part in world.gather_objects(rows) for row in part), key=lambda row: row.position)
 
 
 def blame(learner: Learner, trouble: NonFiniteStep) -> Blame:
-    """As much as can be found out. A collective."""
+    """Finds the row and the tensor that made ``trouble``, as far as a replay shows them. A collective."""
     if trouble.row is not None:
         return Blame(trouble.what[0], trouble.rank, trouble.places.tolist().index(trouble.row))
     for row in locate_nonfinite(learner, trouble.minibatch, trouble.kl_coef, trouble.critic_only):
         if row.first is not None:
-            return Blame(row.first, row.rank, row.place)
+            return Blame(row.first, row.rank, row.position)
+    what = " and ".join(trouble.what)
     return Blame(
-        f"{' and '.join(trouble.what)} (not again when the step was repeated: the hardware's fault, or a kernel's?)",
-        None,
-        None,
+        f"{what} (finite when the step was replayed: a fault of the hardware or of a kernel?)", None, None
     )
+
+
+def _replay(
+    name: str,
+    model: TrainedModel,
+    compute_loss: Callable[[Experience], tuple[Any, ...]],
+    micros: list[Experience],
+    rows: list[Row],
+) -> None:
+    """Runs forward and backward of one model on each row alone, and drops the gradients."""
+    with _nonfinite_tensors(name, model) as found:
+        for i, (micro, row) in enumerate(zip(micros, rows, strict=True), start=1):
+            loss, *_ = compute_loss(micro)
+            _note(found, f"loss of the {name}", loss.detach())
+            model.backward(loss, last=i == len(rows))
+            row.losses[name] = float(loss.detach()) / model.world.size
+            row.first, found[:] = row.first or next(iter(found), None), []
+    model.skip(overflow=False)
 
 
 @contextmanager
-def _watching(module: nn.Module, name: str) -> Iterator[list[str]]:
-    """Inside, the list is told what is not finite, in the order in which it comes about."""
-    seen: list[str] = []
+def _nonfinite_tensors(name: str, model: TrainedModel) -> Iterator[list[str]]:
+    """Inside, appends each non-finite output and gradient of ``model`` to the list, in the order of computation."""
+    found: list[str] = []
     with ExitStack() as hooks:
-        for path, part in module.named_modules():
+        for path, module in model.module.named_modules():
             if not path:
-                hooks.callback(part.register_forward_hook(partial(_look_at_answer, seen, name)).remove)
-            elif not any(part.children()):
-                hooks.callback(
-                    part.register_forward_hook(
-                        partial(_look_at_output, seen, f"output of {name}.{path}")
-                    ).remove
-                )
-        for path, parameter in module.named_parameters():
+                hook = partial(_note_policy if name == "actor" else _note_values, found)
+            elif not any(module.children()):
+                hook = partial(_note_output, found, f"output of {name}.{path}")
+            else:
+                continue
+            hooks.callback(module.register_forward_hook(hook).remove)
+        for path, parameter in model.module.named_parameters():
             if parameter.requires_grad:
-                hooks.callback(
-                    parameter.register_hook(partial(_look, seen, f"gradient of {name}.{path}")).remove
-                )
-        yield seen
+                hook = partial(_note, found, f"gradient of {name}.{path}")
+                hooks.callback(parameter.register_hook(hook).remove)
+        yield found
 
 
-def _look(seen: list[str], what: str, tensor: Tensor) -> None:
+def _note(found: list[str], what: str, tensor: Tensor) -> None:
     if not tensor.isfinite().all():
-        seen.append(what)
+        found.append(what)
 
 
-def _look_at_output(seen: list[str], what: str, module: nn.Module, given: Any, output: Any) -> None:
-    for tensor in output if isinstance(output, tuple | list) else [output]:
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            _look(seen, what, tensor.detach())
+def _note_output(found: list[str], what: str, module: Any, inputs: Any, output: Any) -> None:
+    for leaf in tree_leaves(output):
+        if torch.is_tensor(leaf) and leaf.is_floating_point():
+            _note(found, what, leaf.detach())
 
 
-def _look_at_answer(seen: list[str], name: str, module: nn.Module, given: Any, output: Any) -> None:
-    """Log-probs or values of the one row, all of them attended."""
-    what, numbers = (
-        (f"value of state {{}} of the {name}", output)
-        if isinstance(output, Tensor)
-        else ("log-prob of token {}", output.logprobs)
-    )
-    broken = (~numbers.detach().isfinite()).nonzero()
-    if len(broken):
-        seen.append(what.format(int(broken[0, -1])))
+def _note_policy(found: list[str], module: Any, inputs: Any, output: Any) -> None:
+    _note_position(found, "log-prob of token {}", output.logprobs)
+
+
+def _note_values(found: list[str], module: Any, inputs: Any, output: Tensor) -> None:
+    _note_position(found, "value of state {} of the critic", output)
+
+
+def _note_position(found: list[str], what: str, numbers: Tensor) -> None:
+    """``numbers`` [1,R] or [1,S] belong to the only row, every position of which is attended."""
+    bad = (~numbers.detach().isfinite()).nonzero()
+    if len(bad):
+        found.append(what.format(int(bad[0, -1])))

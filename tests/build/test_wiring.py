@@ -126,7 +126,7 @@ def test_what_two_keys_make(world):
     assert norm == 33 and made(world)[1].norm == composed("standard").sampling.max_new_tokens
     average = object()
     with_average = made(world, "actor.ema.decay=0.7", ema=average)[1]
-    assert with_average.average is average and with_average.decay == 0.7
+    assert with_average.ema is average and with_average.ema_decay == 0.7
     texts = iter(())
     assert made(world, "algo.ptx.coef=0.3", "data.ptx_path=org/texts", ptx_texts=texts)[1].ptx.coef == 0.3
     assert made(world)[1].ptx is None

@@ -5,7 +5,7 @@
         os.kill(run.pids[1], signal.SIGKILL)
         assert ranks.wait(run) == [-9, -9]
 
-Like a launcher, ``wait`` ends what is left once a rank has ended badly. Nothing outlives the ``with``.
+NAN_LOSSES in a run's environment makes losses NaN, see injection.py. Like a launcher, ``wait`` ends what is left once a rank has ended badly. Nothing outlives the ``with``.
 """
 
 from __future__ import annotations
@@ -157,6 +157,11 @@ def _be(
             "MASTER_PORT": port,
         }
         os.environ.update({**{name: str(value) for name, value in places.items()}, **environment})
+        if "NAN_LOSSES" in environment:
+            from ppo_ds.ppo.learner import Learner
+            from tests.faults.injection import injected
+
+            setattr(Learner, *injected(environment["NAN_LOSSES"]))
         code = main(arguments)
     except BaseException:
         traceback.print_exc()

@@ -7,26 +7,31 @@ never saw that minibatch; with ZeRO-0 in fp32 also ``unguarded``, planted and no
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import json
 import math
-import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from ppo_ds.build.trainer import build_trainer
 from ppo_ds.config.checks import validated
-from ppo_ds.distributed import faults
 from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.checkpoint import state
 from ppo_ds.engine.checkpoint.files import together, write_json
 from ppo_ds.engine.checkpoint.state import consolidated, save_model, save_shadow
 from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.ppo import learner
+from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.trainer import Trainer
 from tests.engine.checkpoint_worker import NOT_PERSISTENT, allow_fp16_on_cpu, make
+from tests.faults.injection import injected, step_unguarded
 from tests.faults.worlds_worker import HANG, config, on_ranks
 
 BAD = 2  # the optimizer step with the NaN, from 0, of eight
@@ -78,18 +83,18 @@ def updates(root: Path, name: str, stage: int, dtype: str, place: str) -> None:
     trainer = build_trainer(validated(tree, 2))
     experience, _ = trainer.make_experience(trainer.sample(trainer.prompts)[0], 0.1)
     start = trainer.checkpoints.save(1, trainer._models(), trainer.state_dict(), shadows=trainer._shadows())
-    agreed, update = trainer.learn._agreed, trainer.learn._update
     for variant in ("faulted", "left_out") + (("unguarded",) if name == "zero0" else ()):
         trainer.resume(start)
-        plant("" if variant == "left_out" else f"nan@{place}:rank=1:at={BAD + 1}")
-        if variant == "left_out":
-            met = iter(range(10**6))
-            trainer.learn._update = lambda minibatch, met=met: 0.0 if next(met) == BAD else update(minibatch)
-        if variant == "unguarded":
-            trainer.learn._agreed = lambda pending: ([], [], 0.0)
-        said = [trainer.learn(experience, 0.1, seed=seed)[1] for seed in (5, 6)]
+        with ExitStack() as patches:
+            if variant == "left_out":
+                patches.enter_context(patch.object(learner, "minibatches", all_but(BAD)))
+            else:
+                method, replacement = injected(f"{place}:rank=1:at={BAD + 1}")
+                patches.enter_context(patch.object(Learner, method, replacement))
+            if variant == "unguarded":
+                patches.enter_context(patch.object(learner, "step_or_skip", step_unguarded))
+            said = [trainer.learn(experience, 0.1, seed=seed)[1] for seed in (5, 6)]
         keep(root / name / variant, trainer, said)
-        trainer.learn._agreed, trainer.learn._update = agreed, update
     trainer.actor.engine.destroy()
     trainer.critic.engine.destroy()
 
@@ -103,16 +108,22 @@ def keep(folder: Path, trainer: Trainer, said: list[dict[str, float]]) -> None:
     together(world, lambda: write_json(folder / "said.json", everyone) if world.is_main else None)
 
 
-def plant(fault: str) -> None:
-    os.environ["PPO_DS_FAULT"] = fault
-    faults._reached.clear()
+def all_but(left_out: int) -> Callable[..., Iterator[torch.Tensor]]:
+    """The minibatches of learn(), without the one with this number."""
+    numbers, minibatches = itertools.count(), learner.minibatches
+
+    def others(n_rows: int, minibatch_size: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+        for rows in minibatches(n_rows, minibatch_size, generator):
+            if next(numbers) != left_out:
+                yield rows
+
+    return others
 
 
 # -- engines alone ----------------------------------------------------------------------------------------------------------------------------
 
 
 def engines(root: Path) -> None:
-    plant("")
     world, found = connect(5), {}
     allow_fp16_on_cpu()
     for name, (stage, dtype, offload) in ENGINES.items():

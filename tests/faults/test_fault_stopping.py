@@ -219,7 +219,7 @@ def test_stopped_in_every_phase_it_ends_with_the_weights_of_an_undisturbed_run(
         f"{IN_GENERATION}=2",  # of the second step; the first call was the evaluation's before the training
         "here=2",  # in the reward of the evaluation after the second step, which this start begins with
         "here=2",  # in the reward of the third step: this start makes up for the evaluation first
-        "stop@loss.actor=1",  # in the update of the third step
+        "stop@update=1",  # in the update of the third step
         "",
     ):
         codes, output = ranks.run(2, arguments(root, "stopped"), STOP=stop)

@@ -141,7 +141,7 @@ def learner(
         actor=actor, critic=critic, world=world, epochs=epochs, minibatch_size=minibatch_size, token_budget=budget, norm=NORM, target_kl=None,
         packed=False,
         whitening=AS_IT_IS, policy=PolicyObjective(**POLICY | (policy or {})), value=ValueObjective(**VALUE | (value or {})),
-        ptx=None, ptx_texts=None, average=None, decay=0.0, timer=timer, health=Health(max_skips=1000),
+        ptx=None, ptx_texts=None, ema=None, ema_decay=0.0, timer=timer, health=Health(max_skips=1000),
     )  # fmt: skip
     return Learner(**plain | changes)
 
@@ -157,6 +157,12 @@ def same(engines, modules):
     for engine, module in zip(engines, modules, strict=True):
         for ours, theirs in zip(engine.module.parameters(), module.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def shuffled(n_rows, epochs, minibatch_size, seed):
+    """The row indices of every optimizer step of learn()."""
+    generator = torch.Generator().manual_seed(seed)
+    return [rows for _ in range(epochs) for rows in minibatches(n_rows, minibatch_size, generator)]
 
 
 # -- the independent implementation ---------------------------------------------------------------------------------------------------------
@@ -202,7 +208,7 @@ def by_hand(
     actor, critic = TinyPolicy(V, 1, shared=shared), TinyCritic(1, 2)
     optimizer = torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=LR)
     low, high = 1 - shape["clip_low"], 1 + (shape["clip_high"] or shape["clip_low"])
-    order = minibatches(len(rows), epochs, minibatch_size, torch.Generator().manual_seed(seed))[:steps]
+    order = shuffled(len(rows), epochs, minibatch_size, seed)[:steps]
     for part in [part for i, part in enumerate(order) if i != left_out]:
         surrogate, entropies, kls, errors, squares = [], [], [], [], []
         for i in part.tolist():

@@ -6,6 +6,7 @@ import torch
 from ppo_ds.ppo.batching import all_gather_rows, concatenated, microbatches, minibatches
 from ppo_ds.ppo.scoring import score_states, score_tokens, scoring_plan
 from tests.ppo.algo_cases import answers
+from tests.ppo.learner_cases import shuffled
 
 PROMPTS, ANSWERS = [3, 7, 1, 5, 2, 2, 9, 4], [6, 1, 2, 8, 3, 3, 1, 5]
 
@@ -74,22 +75,22 @@ def test_concatenated_rows_have_the_width_of_the_widest():
 
 
 def test_minibatches_cover_all_rows_once_an_epoch():
-    parts = minibatches(12, 3, 4, torch.Generator().manual_seed(0))
+    parts = shuffled(12, 3, 4, seed=0)
     assert len(parts) == 9 and {len(part) for part in parts} == {4}
     epochs = [torch.cat(parts[i : i + 3]).tolist() for i in (0, 3, 6)]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
     assert (
         len({tuple(epoch) for epoch in epochs}) == 3 and list(range(12)) not in epochs
     )  # shuffled, and anew each time
-    again = minibatches(12, 3, 4, torch.Generator().manual_seed(0))
+    again = shuffled(12, 3, 4, seed=0)
     assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
-    other = minibatches(12, 3, 4, torch.Generator().manual_seed(1))
+    other = shuffled(12, 3, 4, seed=1)
     assert not all(torch.equal(a, b) for a, b in zip(parts, other, strict=True))
 
 
 def test_minibatches_must_fit():
     with pytest.raises(AssertionError, match="12 rows do not make minibatches of 5"):
-        minibatches(12, 1, 5, torch.Generator())
+        minibatches(12, 5, torch.Generator())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

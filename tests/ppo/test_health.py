@@ -12,13 +12,16 @@ from launch.replay import lines
 from ppo_ds.distributed import faults
 from ppo_ds.ops.kl import AdaptiveKLController, ThresholdKLController
 from ppo_ds.ops.running import RunningMoments
+from ppo_ds.ppo import learner as learner_module
 from ppo_ds.ppo import trainer
 from ppo_ds.ppo.failure_dump import Dump
+from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.nan_debug import Row, blame, locate_nonfinite
 from ppo_ds.tools.replay import Replay
 from ppo_ds.training.health import Health, KLMonitor, NonFiniteStep, TooManySkips, first_nonfinite
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.training.schedule import TrainState
+from tests.faults.injection import injected, step_unguarded
 from tests.ppo.algo_cases import NAN, answers, maker, shaper
 from tests.ppo.learner_cases import (
     ANSWERS,
@@ -35,6 +38,7 @@ from tests.ppo.learner_cases import (
 )
 
 INF = math.inf
+LOSSES = {name: getattr(Learner, name) for name in ("policy_loss", "value_loss")}
 
 
 @pytest.fixture
@@ -50,6 +54,18 @@ def plant(monkeypatch):
 
     yield plant
     faults._reached.clear()
+
+
+@pytest.fixture
+def inject(monkeypatch):
+    """Makes losses or gradients NaN; a second call undoes the first."""
+
+    def inject(spec):
+        for name, method in LOSSES.items():
+            monkeypatch.setattr(Learner, name, method)
+        monkeypatch.setattr(Learner, *injected(spec))
+
+    return inject
 
 
 # -- in an experience ---------------------------------------------------------------------------------------------------------------------
@@ -130,7 +146,9 @@ def test_it_is_one_decision_however_many_optimizer_steps_it_was_for(on_ranks, ro
         with pytest.raises(TooManySkips, match="log-prob of token 1 under the old policy") as raised:
             learn(bad, 0.0, 3)
         trouble = raised.value.trouble
-        assert trouble.places[blame(learn, trouble).place] == 6 == trouble.row and len(trouble.minibatch) == 2
+        assert (
+            trouble.places[blame(learn, trouble).position] == 6 == trouble.row and len(trouble.minibatch) == 2
+        )
         return trouble.rank
 
     assert on_ranks(4, work) == [3] * 4
@@ -167,12 +185,12 @@ def test_the_fault_of_a_log_prob_is_in_the_experience(world, plant):
 
 
 @pytest.mark.parametrize("place", ["loss.actor", "grad.actor", "loss.critic", "grad.critic"])
-def test_actor_and_critic_skip_together(world, rows, plant, place):
+def test_actor_and_critic_skip_together(world, rows, inject, place):
     """One micro-batch each: the third optimizer step of four is as if it had not been."""
-    plant(f"nan@{place}:at=3")
+    inject(f"{place}:at=3")
     followed, health = [], Health(2)
     seen, actor, critic = learned(
-        world, rows, average=SimpleNamespace(ema_update=followed.append), decay=0.5, health=health
+        world, rows, ema=SimpleNamespace(ema_update=followed.append), ema_decay=0.5, health=health
     )
     same((actor, critic), by_hand(rows, left_out=2))
     assert (actor.steps, critic.steps, len(followed)) == (
@@ -209,17 +227,17 @@ def test_a_gradient_of_one_rank_stops_the_step_on_all(on_ranks, rows, culprit):
     assert sorted([bad, sound]) == [[False], [True]] and (bad == [True]) == (culprit == "actor")
 
 
-def test_without_the_guard_it_would_not_be_so(world, rows, plant):
-    plant("nan@loss.actor:at=3")
+def test_without_the_guard_it_would_not_be_so(monkeypatch, world, rows, inject):
+    inject("loss.actor:at=3")
+    monkeypatch.setattr(learner_module, "step_or_skip", step_unguarded)
     actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
     learn = learner(world, actor, critic)
-    learn._agreed = lambda pending: ([], [], 0.0)
     learn(rows, 0.0, 3)
     assert actor.module.head.isnan().all() and critic.steps == 4
 
 
-def test_so_many_in_a_row_end_the_update(world, rows, plant):
-    plant("nan@loss.critic:at=2:times=2")
+def test_so_many_in_a_row_end_the_update(world, rows, inject):
+    inject("loss.critic:at=2:times=2")
     health = Health(2)
     with pytest.raises(TooManySkips, match="loss of the critic") as raised:
         learned(world, rows, health=health)
@@ -255,10 +273,10 @@ def test_the_end_says_in_which_earlier_step_skipping_began(monkeypatch, rows, co
     assert said == f"LINE; no optimizer step was made 3 times in a row (health.max_skips){began}"
 
 
-def test_an_overflow_counts_for_nothing_while_the_loss_scale_can_fall(world, rows, plant):
+def test_an_overflow_counts_for_nothing_while_the_loss_scale_can_fall(world, rows, inject):
     """fp16 begins with a scale that is too high on purpose; a loss that is not finite is another matter."""
     for place, counted in (("grad.actor", 0), ("loss.actor", 1)):
-        plant(f"nan@{place}:at=4")
+        inject(f"{place}:at=4")
         actor, critic, health = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world), Health(9)
         actor.finds_its_scale = True
         seen = learner(world, actor, critic, health=health)(rows, 0.0, 3)[1]
@@ -289,12 +307,12 @@ def test_the_row_and_the_first_tensor_are_found(on_ranks, rows):
         return locate_nonfinite(learn, rows, 0.0, False), blame(learn, trouble), actor.steps, critic.skipped
 
     for found, blamed, steps, skipped in on_ranks(2, work):
-        assert [one.place for one in found] == list(range(8)) and steps == 0 and skipped == [False, False]
+        assert [one.position for one in found] == list(range(8)) and steps == 0 and skipped == [False, False]
         assert [one.first is not None for one in found] == met and not all(met)
         assert found[row].first == f"log-prob of token {first}" and math.isnan(found[row].losses["actor"])
         assert {one.rank for one in found} == {0, 1}
         worst = next(one for one in found if one.first)
-        assert (blamed.what, blamed.place, blamed.rank) == (worst.first, worst.place, worst.rank)
+        assert (blamed.what, blamed.position, blamed.rank) == (worst.first, worst.position, worst.rank)
         values = TinyCritic(1, 2)(rows.ids, rows.attention_mask, rows.response_width).detach()
         errors = (values - rows.returns)[rows.value_mask].double()
         assert sum(one.losses["critic"] for one in found) == pytest.approx(
@@ -326,8 +344,8 @@ def test_what_does_not_come_back_is_said_to_be_so(world, rows):
     found = blame(
         learn, NonFiniteStep(("gradient of the critic",), rows, torch.arange(8), None, None, 0.0, False)
     )
-    assert found.place is None and found.what.startswith(
-        "gradient of the critic (not again when the step was repeated"
+    assert found.position is None and found.what.startswith(
+        "gradient of the critic (finite when the step was replayed"
     )
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ppo_ds.ppo.batching import minibatches
 from ppo_ds.ppo.losses import PtxObjective
 from ppo_ds.types import Sequences
 from tests.ppo.algo_cases import AS_IT_IS, attended, without_critic
@@ -23,6 +22,7 @@ from tests.ppo.learner_cases import (
     learner,
     old_around,
     same,
+    shuffled,
     unpadded,
 )
 
@@ -43,7 +43,7 @@ def near(experience):
 def distances(rows):
     """How far the policy is from the old one before each optimizer step: sum of r - 1 - ln r over the minibatch's tokens / tokens."""
     found = []
-    for k, part in enumerate(minibatches(len(rows), 2, 4, torch.Generator().manual_seed(3))):
+    for k, part in enumerate(shuffled(len(rows), 2, 4, seed=3)):
         actor, terms = by_hand(rows, steps=k)[0], []
         for i in part.tolist():
             logprobs = actor(*unpadded(rows, i)).logprobs[0].tolist()
@@ -80,7 +80,7 @@ def test_what_the_last_minibatch_finds_ends_nothing(world, near):
 def test_the_critic_alone(world, rows):
     actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
     followed = []
-    learn = learner(world, actor, critic, target_kl=1e-9, average=SimpleNamespace(ema_update=followed.append))
+    learn = learner(world, actor, critic, target_kl=1e-9, ema=SimpleNamespace(ema_update=followed.append))
     _, seen = learn(rows, 0.0, 3, critic_only=True)
     same([critic], by_hand(rows)[1:])
     same([actor], [TinyPolicy(V, 1)])
@@ -193,7 +193,7 @@ def test_other_texts(on_ranks, rows, ranks, budget):
     coef, plain = 0.3, without_critic(rows)
     expected = TinyPolicy(V, 1, temperature=0.7)
     optimizer, ptx_losses = torch.optim.SGD(expected.parameters(), lr=LR), []
-    for k, part in enumerate(minibatches(8, 1, 4, torch.Generator().manual_seed(3))):
+    for k, part in enumerate(shuffled(8, 1, 4, seed=3)):
         surrogates, losses = [], []
         for i in part.tolist():
             log_ratio = expected(*unpadded(rows, i)).logprobs[0] - rows.old_logprobs[i, : ANSWERS[i]]
@@ -237,7 +237,7 @@ def test_an_average_follows_each_step_of_the_actor(world, rows):
             seen.append((decay, actor.steps))
 
     seen, actor = [], Engine(TinyPolicy(V, 1), world)
-    learner(world, actor, Engine(TinyCritic(1, 2), world), average=Average(), decay=0.9)(rows, 0.0, 3)
+    learner(world, actor, Engine(TinyCritic(1, 2), world), ema=Average(), ema_decay=0.9)(rows, 0.0, 3)
     assert seen == [(0.9, 1), (0.9, 2), (0.9, 3), (0.9, 4)]
 
 
@@ -245,7 +245,7 @@ def test_an_average_follows_each_step_of_the_actor(world, rows):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_advantages_whitened_by_the_minibatch(on_ranks, rows, ranks, unbiased):
     advantages = rows.advantages.clone()
-    for part in minibatches(8, 1, 4, torch.Generator().manual_seed(3)):
+    for part in shuffled(8, 1, 4, seed=3):
         found = torch.cat([rows.advantages[i, : ANSWERS[i]] for i in part]).double()
         for i in part:
             advantages[i] = ((rows.advantages[i] - found.mean()) / found.std(unbiased=unbiased)).float()

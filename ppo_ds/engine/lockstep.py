@@ -1,0 +1,58 @@
+"""All ranks step, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_ds.distributed.world import World
+from ppo_ds.engine.trained import StepInfo, TrainedModel
+
+
+@dataclass(frozen=True)
+class LockstepResult:
+    """The outcome of one optimizer step of all models, the same on every rank."""
+
+    infos: dict[str, StepInfo]  # by model
+    nonfinite: tuple[str, ...]  # such as "loss of the actor"; empty if all models stepped, else none did
+    scale_adapts: bool  # only gradients overflowed, of models whose loss scale can still fall
+    sums: list[float]  # ``extra``, summed over ranks
+
+
+def step_or_skip(
+    models: Mapping[str, TrainedModel],
+    losses: Mapping[str, Tensor],
+    extra: Tensor | None,
+    *,
+    world: World,
+    timer: Callable[[str], AbstractContextManager[None]],
+) -> LockstepResult:
+    """Steps all ``models`` if every loss and gradient is finite on every rank, else drops their gradients.
+
+    One collective, and one wait for the device. A step on some ranks or of some models alone would let replicas
+    drift apart, and ZeRO-3 hang.
+
+    ``models``: by name, with their gradients accumulated. ``losses``: by the same names, 0-dim, the sums over this
+    rank's micro-batches. ``extra`` [n]: further numbers to be summed over ranks by the same collective.
+    """
+    numbers = [number for name in models for number in (losses[name], models[name].squared_gradient())]
+    numbers += [] if extra is None else list(extra)
+    sums = world.sum(torch.stack([number.double().to(world.device) for number in numbers]))
+    finite = sums.float().isfinite().tolist()  # float32, in which DeepSpeed computes the norm
+    bad_losses = [name for name, good in zip(models, finite[0::2], strict=False) if not good]
+    overflows = [name for name, good in zip(models, finite[1::2], strict=False) if not good]
+    nonfinite = [f"loss of the {name}" for name in bad_losses] + [
+        f"gradient of the {name}" for name in overflows
+    ]
+    infos = {}
+    for name, model in models.items():
+        with timer(f"update_{name}"):
+            infos[name] = model.skip(overflow=name in overflows) if nonfinite else model.step()
+    scale_adapts = not bad_losses and all(models[name].finds_its_scale for name in overflows)
+    return LockstepResult(
+        infos, tuple(nonfinite), scale_adapts, [] if extra is None else sums[2 * len(models) :].tolist()
+    )
