@@ -1,0 +1,223 @@
+"""Tables of the parts that a config chooses by name: what each is called, what it needs, and where its code is.
+
+The tables import neither torch nor the code that they name, so that a config is checked before anything is loaded. The config
+checks, `--help` and docs/config.md read them; `resolve` imports a part when a run is built. To add a part, write it (anywhere that
+can be imported) and add one line here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named part: a dotted ``target`` and the keyword arguments that select its variant."""
+
+    target: str  # package.module.name
+    description: str
+    options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator(Entry):
+    """Turns rewards into advantages. What it needs decides how it is called (shapes: B answers, S states, R tokens).
+
+    needs_critic  (rewards [B,S], values [B,S], mask [B,S], gamma, lam, bootstrap_value, lam_critic) -> advantages, returns [B,S]
+    needs_group   (scores [B], group_ids [B], lengths=[B]) -> advantages [B], one for each answer
+    neither       (rewards [B,S], mask [B,S], gamma) -> advantages [B,S]
+    """
+
+    needs_critic: bool = field(default=False, kw_only=True)
+    needs_group: bool = field(default=False, kw_only=True)  # two or more answers to each prompt
+    divides_by_std: bool = field(default=False, kw_only=True)  # whitening would divide a second time
+
+    @property
+    def action_levels(self) -> tuple[str, ...]:
+        """Values of algo.action_level that it works with: one number for each token makes no single action."""
+        return ("token", "sequence") if self.needs_critic or self.needs_group else ("token",)
+
+
+@dataclass(frozen=True)
+class PolicyLoss(Entry):
+    """A policy loss, called as `ppo_ds.ops.losses.policy_loss` is, without ``kind``; returns the loss and its metrics."""
+
+    own_ratio: bool = field(
+        default=False, kw_only=True
+    )  # of whole answers, so algo.action_level must be token
+    # At action_level=sequence: True where the terms of an answer's tokens add up to its loss, False where each token
+    # carries the term of the whole answer.
+    sums_over_tokens: bool = field(default=True, kw_only=True)
+
+
+@dataclass(frozen=True)
+class KLEstimator(Entry):
+    """An estimator of the KL to the reference, called as (logprobs, ref_logprobs) -> [B,R]."""
+
+    in_reward: bool = field(default=True, kw_only=True)  # False: differs from another only in its gradient
+    flaw_as_loss: str | None = field(default=None, kw_only=True)  # why it should not be a loss
+
+
+@dataclass(frozen=True)
+class LossAggregation(Entry):
+    """A mean over the tokens of an optimizer step, called as (loss, mask, totals=...) -> 0-dim."""
+
+    needs_norm: bool = field(default=False, kw_only=True)  # divides by algo.loss.norm
+
+
+@dataclass(frozen=True)
+class DecodeBackend(Entry):
+    """A class that generates answers; `rollout.backend=auto` tries those with ``in_auto`` in the order of the table."""
+
+    # A dotted function (model, longest sequence) -> the reason why it cannot decode this model, or None; None: any model.
+    refusal: str | None = field(default=None, kw_only=True)
+    in_auto: bool = field(default=True, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Stage(Entry):
+    """A kind of training, called with the config to build what `training/run.py` runs."""
+
+
+_GAE = "ppo_ds.ops.advantages.compute_gae"
+_RETURNS = "ppo_ds.ops.advantages.discounted_returns"
+_GROUP = "ppo_ds.ops.advantages.group_advantages"
+_POLICY_LOSS = "ppo_ds.ops.losses.policy_loss"
+_KL = "ppo_ds.ops.kl.approx_kl"
+_AGGREGATE = "ppo_ds.ops.losses.aggregate"
+
+ADVANTAGE_ESTIMATORS = {
+    "gae": AdvantageEstimator(
+        _GAE,
+        "Generalized advantage estimation with a critic (Schulman et al. 2016); at action_level=sequence, score - V.",
+        needs_critic=True,
+    ),
+    "reinforce": AdvantageEstimator(_RETURNS, "Discounted sum of the rewards to come, without a baseline."),
+    "rloo": AdvantageEstimator(
+        _GROUP,
+        "Score minus the mean score of the other answers to the prompt (Ahmadian et al. 2024).",
+        options={"kind": "rloo"},
+        needs_group=True,
+    ),
+    "grpo": AdvantageEstimator(
+        _GROUP,
+        "Score minus the group's mean, divided by its standard deviation (Shao et al. 2024).",
+        options={"kind": "grpo"},
+        needs_group=True,
+        divides_by_std=True,
+    ),
+    "dr_grpo": AdvantageEstimator(
+        _GROUP,
+        "Score minus the group's mean (Liu et al. 2025).",
+        options={"kind": "dr_grpo"},
+        needs_group=True,
+    ),
+    "opo": AdvantageEstimator(
+        _GROUP,
+        "Score minus the group's mean weighted by answer length (Hao et al. 2025).",
+        options={"kind": "opo"},
+        needs_group=True,
+    ),
+}
+
+POLICY_LOSSES = {
+    "ppo": PolicyLoss(
+        _POLICY_LOSS,
+        "Clipped surrogate (Schulman et al. 2017), with an optional dual clip.",
+        options={"kind": "ppo"},
+        sums_over_tokens=False,
+    ),
+    "gspo": PolicyLoss(
+        _POLICY_LOSS,
+        "Clipped surrogate with one ratio per answer, the geometric mean of its tokens' (Zheng et al. 2025).",
+        options={"kind": "gspo"},
+        own_ratio=True,
+    ),
+    "cispo": PolicyLoss(
+        _POLICY_LOSS,
+        "The clipped ratio as a constant weight of the log-probability (MiniMax 2025).",
+        options={"kind": "cispo"},
+    ),
+    "reinforce": PolicyLoss(
+        _POLICY_LOSS, "Advantage times log-probability, without a ratio.", options={"kind": "reinforce"}
+    ),
+}
+
+KL_ESTIMATORS = {
+    "k1": KLEstimator(
+        _KL,
+        "log p - log p_ref: unbiased, signed.",
+        options={"estimator": "k1"},
+        flaw_as_loss="has no gradient in expectation, so it holds nothing back (k2 does)",
+    ),
+    "abs": KLEstimator(
+        _KL,
+        "|log p - log p_ref|.",
+        options={"estimator": "abs"},
+        flaw_as_loss="is not the gradient of any KL (k2 is)",
+    ),
+    "k2": KLEstimator(
+        _KL,
+        "(log p - log p_ref)^2 / 2: its gradient is that of the reverse KL in expectation.",
+        options={"estimator": "k2"},
+    ),
+    "k3": KLEstimator(
+        _KL,
+        "exp(log p_ref - log p) - 1 + log p - log p_ref: unbiased, never negative.",
+        options={"estimator": "k3"},
+    ),
+    "k1+": KLEstimator(
+        _KL, "The value of k1 with the gradient of k2.", options={"estimator": "k1+"}, in_reward=False
+    ),
+    "k3+": KLEstimator(
+        _KL, "The value of k3 with the gradient of k2.", options={"estimator": "k3+"}, in_reward=False
+    ),
+}
+
+LOSS_AGGREGATIONS = {
+    "token_mean": LossAggregation(_AGGREGATE, "Mean over all tokens.", options={"mode": "token_mean"}),
+    "seq_mean_token_mean": LossAggregation(
+        _AGGREGATE,
+        "Mean over answers of the mean over their tokens.",
+        options={"mode": "seq_mean_token_mean"},
+    ),
+    "seq_mean_token_sum": LossAggregation(
+        _AGGREGATE, "Mean over answers of the sum over their tokens.", options={"mode": "seq_mean_token_sum"}
+    ),
+    "token_sum_norm": LossAggregation(
+        _AGGREGATE,
+        "Sum over all tokens, divided by a constant for each answer.",
+        options={"mode": "token_sum_norm"},
+        needs_norm=True,
+    ),
+}
+
+# Fastest first, as measured.
+DECODE_BACKENDS = {
+    "static": DecodeBackend(
+        "ppo_ds.rollout.static.StaticGenerator",
+        "A preallocated key-value cache of fixed shape, with CUDA graphs on a GPU.",
+        refusal="ppo_ds.rollout.decoding.can_decode",
+    ),
+    "hf": DecodeBackend("ppo_ds.rollout.hf.HFGenerator", "transformers' generate; decodes every model."),
+}
+
+STAGES = {
+    "ppo": Stage("ppo_ds.build.trainer.build_trainer", "PPO and its relatives: generate, score, update."),
+}
+
+
+def resolve(entry: Entry) -> Callable[..., Any]:
+    """Imports what a table entry names, with the entry's options bound."""
+    target = import_target(entry.target)
+    return partial(target, **entry.options) if entry.options else target
+
+
+def import_target(path: str) -> Any:
+    """Imports ``package.module.name``. Raises ImportError or AttributeError where there is no such thing."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
