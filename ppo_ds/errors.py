@@ -1,31 +1,33 @@
-"""The exceptions that are printed as plain lines, never as a traceback: what the user can mend, and what has ended a run."""
+"""Exceptions that are printed as plain lines without a traceback."""
 
-_LONGEST = 2000  # characters of a line
+_MAX_CHARACTERS = 2000  # of one line
 
 
 class UserError(ValueError):
-    """Something in the config, the data or a model folder is wrong.
+    """Reports mistakes in the config, the data or a model folder that the user can correct.
 
-    Each problem is one line that names the key (or file:line), the value and the remedy. What is quoted in it may hold anything: what does
-    not print (line breaks, terminal codes, half surrogates, characters that turn the direction of writing) is shown as its escape.
+    Each problem is one line that names the key (or ``file:line``), the value and the remedy. Quoted content is
+    arbitrary, so non-printable characters (line breaks, terminal codes, lone surrogates, bidirectional controls)
+    are shown as escapes.
     """
 
     def __init__(self, *problems: str):
-        self.problems = [_on_one_line(problem) for problem in problems]
+        self.problems = [_single_line(problem) for problem in problems]
         super().__init__("\n".join(self.problems))
 
 
 class RunError(RuntimeError):
-    """What ended a run that had begun, told in full by its message and no other rank's doing: one line, exit code 1."""
+    """Ends a run during training for a reason that its one-line message fully explains; the exit code is 1.
+
+    It is raised on the rank that found the problem, never as a consequence of another rank's failure.
+    """
 
 
-def _on_one_line(text: str) -> str:
-    if len(text) > _LONGEST:  # the key stands at the beginning, the remedy at the end
-        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
-    return (
-        text
-        if text.isprintable()
-        else "".join(
-            c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
-        )
+def _single_line(text: str) -> str:
+    if len(text) > _MAX_CHARACTERS:  # the key is at the beginning and the remedy at the end: cut the middle
+        text = f"{text[: _MAX_CHARACTERS // 2]} ... {text[-_MAX_CHARACTERS // 2 :]}"
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
     )

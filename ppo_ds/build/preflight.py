@@ -5,7 +5,7 @@ A run with a large model takes minutes to load it. Whoever loads a model checks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ppo_ds.build.data import Inputs
@@ -16,8 +16,8 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.chat_scorer import expect_trusted
 from ppo_ds.models.loading import load_config
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.rewards.base import RewardError
-from ppo_ds.rewards.model import expect_readable
+from ppo_ds.rewards.base import reward_errors_as_user_errors
+from ppo_ds.rewards.model import check_reward_model
 from ppo_ds.types import Row
 
 CHAT_SCORER = "ppo_ds.rewards.get_score.get_score_reward"
@@ -62,23 +62,15 @@ def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str,
 def _expect_reward(section: dict[str, Any], key: str, inputs: Inputs) -> None:
     if section["_target_"] == CLASSIFIER:
         options = {name: section[name] for name in ("template", "append_eos") if name in section}
-        expect_readable(ModelConfig(**section["model"]), inputs.examples(), key=key, **options)
+        check_reward_model(ModelConfig(**section["model"]), inputs.examples(), key=key, **options)
     elif section["_target_"] == CHAT_SCORER:
         model = ModelConfig(**section["model"])
         expect_trusted(model.path, model.trust_remote_code, f"{key}.model")
     else:
         reward = bind(section, key)(tokenizer=inputs.tokenizer, reduce=lambda tensor: tensor)
-        if hasattr(reward, "expect"):
-            inputs.expect(_as_the_users(reward.expect))
 
+        def check_row(row: Row) -> None:
+            with reward_errors_as_user_errors():
+                reward.check_row(row)
 
-def _as_the_users(expect: Callable[[Row], None]) -> Callable[[Row], None]:
-    """Before training, a row that cannot be judged is the user's to mend."""
-
-    def expected(row: Row) -> None:
-        try:
-            expect(row)
-        except RewardError as error:
-            raise UserError(str(error)) from error
-
-    return expected
+        inputs.expect(check_row)

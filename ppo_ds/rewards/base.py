@@ -1,109 +1,145 @@
-"""What every kind of reward shares. The protocol itself, ``Reward: Rollout -> Scores``, is in types.py."""
+"""Shared parts of all rewards; the ``Reward`` protocol (``Rollout -> Scores``) is defined in ``types.py``."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ppo_ds.errors import RunError, UserError
-from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.types import Rollout, Row, Scores
+
+_MAX_SCORE = torch.finfo(torch.float32).max
 
 
 class RewardError(RunError):
-    """A reward gave something that is no score, while training. What a reward function raises itself is none: that keeps its traceback."""
+    """Raised during training when a reward returns something that is not a valid score.
+
+    Exceptions raised inside a user's reward function are passed on unchanged, with their traceback.
+    """
+
+
+@contextmanager
+def reward_errors_as_user_errors() -> Iterator[None]:
+    """Turns a RewardError into a UserError: before training starts the user can correct its cause."""
+    try:
+        yield
+    except RewardError as error:
+        raise UserError(str(error)) from error
 
 
 @dataclass(frozen=True)
-class Answers:
-    """B answers as text: all that a reward which reads text may judge by."""
+class Responses:
+    """B responses as text, with the rows that they belong to: the input of every text-based reward."""
 
     rows: tuple[Row, ...]  # B raw rows; "prompt_text" is the prompt
     texts: tuple[str, ...]  # B, without special tokens
-    finished: tuple[bool, ...]  # B: ended with a stop
+    finished: tuple[bool, ...]  # B; True: ended with a stop token or stop string
 
     @classmethod
-    def of(cls, rollout: Rollout, tokenizer: Tokenizer) -> Answers:
-        """``tokenizer``: the actor's."""
-        return cls(
-            tuple(rollout.metadata),
-            tuple(decoded_responses(rollout, tokenizer)),
-            tuple(rollout.finished.tolist()),
+    def of(cls, rollout: Rollout, tokenizer: Tokenizer) -> Responses:
+        """Decodes the tokens under the response mask, whatever their ids; ``tokenizer`` is the actor's."""
+        ids = rollout.ids[:, rollout.prompt_width :]
+        texts = tuple(
+            tokenizer.decode(row[mask].tolist())
+            for row, mask in zip(ids, rollout.response_mask.bool(), strict=True)
         )
+        return cls(tuple(rollout.metadata), texts, tuple(rollout.finished.tolist()))
 
-    def inside(self, tag: str) -> Answers:
-        """The same rows, each with what stands between its first <tag> and </tag>: a finished text, and an empty one where they are not there."""
-        found = [text_inside(text, tag) for text in self.texts]
+    def inside(self, tag: str) -> Responses:
+        """Returns the same rows with each text reduced to the content of its first <tag>...</tag>.
+
+        A response that has the tags counts as finished; one without them becomes an empty text.
+        """
+        contents = [text_inside(text, tag) for text in self.texts]
         return replace(
             self,
-            texts=tuple(text or "" for text in found),
-            finished=tuple(done or text is not None for done, text in zip(self.finished, found, strict=True)),
+            texts=tuple(content or "" for content in contents),
+            finished=tuple(
+                done or content is not None for done, content in zip(self.finished, contents, strict=True)
+            ),
         )
 
 
 class TextReward(ABC):
-    """A reward that reads text alone. Kinds define ``judge``; whoever has other texts for the same rows may call it on those as well.
+    """Base class of rewards that read only text.
 
-    Where ranks work together (a sharded model), each must be given as many texts as it has rows, the same number of times.
+    Subclasses define ``judge``; other rewards may also call it on modified texts of the same rows. A reward
+    whose model is sharded over ranks must be called the same number of times on each rank, each time with one
+    text per row.
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        """``tokenizer``: the actor's."""
+        """Keeps ``tokenizer``, the actor's, to decode responses."""
         self._tokenizer = tokenizer
 
     def __call__(self, rollout: Rollout) -> Scores:
-        return sequence_scores(self.judge(Answers.of(rollout, self._tokenizer)), rollout)
+        return sequence_scores(self.judge(Responses.of(rollout, self._tokenizer)), rollout)
 
-    def expect(self, row: Row) -> None:
-        """RewardError for a raw row without what its answers are to be judged by. All rows are shown to it before anything is loaded."""
+    def check_row(self, row: Row) -> None:
+        """Raises RewardError if a raw row lacks what the reward needs.
+
+        All rows are checked before any model is loaded.
+        """
         return
 
     @abstractmethod
-    def judge(self, answers: Answers) -> Tensor:
-        """One finite score each, [B]."""
+    def judge(self, responses: Responses) -> Tensor:
+        """Returns one finite score for each response, [B]."""
 
 
-def expect_writable(tags: Iterable[str], tokenizer: Tokenizer, key: str) -> None:
-    """UserError where a tag is lost between ids and text, as special tokens are: no answer would ever show it."""
+def check_tags_decodable(tags: Iterable[str], tokenizer: Tokenizer, key: str) -> None:
+    """Raises UserError if a tag is lost in a round trip through token ids, as special tokens are.
+
+    No decoded response could ever contain such a tag.
+    """
     for tag in tags:
-        back = tokenizer.decode(tokenizer.encode_many([tag], special_tokens=False)[0])
-        if tag not in back:
+        decoded = tokenizer.decode(tokenizer.encode_many([tag], special_tokens=False)[0])
+        if tag not in decoded:
             raise UserError(
-                f"{key}: the actor's tokenizer reads {tag} back as {shown(back)}; it must be a token that is not special, or other text"
+                f"{key}: the actor's tokenizer decodes {tag} to {quoted(decoded)}; "
+                "use a tag that is not a special token, or other text"
             )
 
 
-def both_tags(name: str | None) -> list[str]:
-    """answer -> <answer>, </answer>; None has none."""
+def tag_pair(name: str | None) -> list[str]:
+    """Returns the opening and the closing tag of ``name``, or an empty list for None."""
     return [] if name is None else [f"<{name}>", f"</{name}>"]
 
 
 def text_inside(text: str, tag: str) -> str | None:
-    """What stands between the first <tag> and the next </tag>, stripped; None without them. By find: a lazy regex takes quadratic time."""
+    """Returns the stripped text between the first <tag> and the next </tag>, or None without such a pair.
+
+    It uses ``str.find`` because a lazy regular expression takes quadratic time on adversarial texts.
+    """
     start = text.find(f"<{tag}>")
     end = text.find(f"</{tag}>", start)
     return text[start + len(tag) + 2 : end].strip() if 0 <= start < end else None
 
 
-def decoded_responses(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
-    """The B answers as text, without special tokens: the tokens under the response mask, whatever their ids are."""
-    ids = rollout.ids[:, rollout.prompt_width :]
-    return [
-        tokenizer.decode(row[mask].tolist())
-        for row, mask in zip(ids, rollout.response_mask.bool(), strict=True)
-    ]
+def conversation(row: Row) -> list[Message]:
+    """Returns the row's messages, or its prompt as a single user message."""
+    return row.get("messages") or [{"role": "user", "content": row["prompt_text"]}]
 
 
 def sequence_scores(total: Tensor, rollout: Rollout) -> Scores:
-    """One score for each answer as a whole; ``total`` [B]."""
+    """Builds Scores from one score per response; ``total`` is [B], the per-token scores are zero."""
     device = rollout.ids.device
     return Scores(total.float().to(device), torch.zeros(rollout.response_mask.shape, device=device), {})
 
 
-def shown(text: str) -> str:
-    """A text as error messages quote it: short, on one line."""
+def is_float32(value: Any) -> TypeGuard[Real]:
+    """Tells whether ``value`` is a finite number in the range of float32."""
+    return isinstance(value, Real) and abs(value) <= _MAX_SCORE  # False for NaN
+
+
+def quoted(text: str) -> str:
+    """Quotes a text for an error message: shortened, on one line."""
     return repr(text if len(text) <= 80 else text[:77] + "...")

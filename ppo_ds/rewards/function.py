@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache, reduce
-from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,16 +20,16 @@ from torch import Tensor
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.rewards.base import Answers, RewardError, TextReward, shown
-
-_LARGEST = torch.finfo(torch.float32).max
+from ppo_ds.rewards.base import Responses, RewardError, TextReward, is_float32, quoted
 
 
 class FunctionReward(TextReward):
-    """``path`` is ``pkg.mod:fn`` or ``file.py:fn``. The function gets three lists of length B: prompts and responses as text, and the raw rows.
+    """Scores responses with the function at ``path``, which is ``pkg.mod:fn`` or ``file.py:fn``.
 
-    It may do with these as it likes, for they are copies, and with torch's random numbers too: the next answers are drawn as if it had not.
-    An exception inside the function is the user's own and goes through as it is, with a note on what was being scored.
+    The function gets three lists of length B: prompts and responses as text, and the raw rows. It may modify
+    these copies and use torch's random generators, whose state is restored: it does not change what is
+    sampled next. An exception raised inside the function passes unchanged, with a note that says what was
+    being scored.
     """
 
     def __init__(self, path: str, *, tokenizer: Tokenizer, key: str = "reward"):
@@ -38,89 +37,102 @@ class FunctionReward(TextReward):
         self._name = f"{key}.path={path}"
         self._function = load_function(path, f"{key}.path")
 
-    def judge(self, answers: Answers) -> Tensor:
-        prompts = [row["prompt_text"] for row in answers.rows]
+    def judge(self, responses: Responses) -> Tensor:
+        prompts = [row["prompt_text"] for row in responses.rows]
         try:
             with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
-                result = self._function(list(prompts), list(answers.texts), deepcopy(list(answers.rows)))
-        except BaseException as error:  # sys.exit() too
+                result = self._function(list(prompts), list(responses.texts), deepcopy(list(responses.rows)))
+        except BaseException as error:  # SystemExit too
             error.add_note(
-                f"in {self._name}, scoring {len(prompts)} answers; row 0 has the prompt {shown(prompts[0])}"
+                f"in {self._name}, scoring {len(prompts)} responses; row 0 has the prompt "
+                f"{quoted(prompts[0])}"
             )
             raise
-        return torch.tensor(self._floats(result, prompts), dtype=torch.float32, device="cpu")
-
-    def _floats(self, result: Any, prompts: list[str]) -> list[float]:
-        values = result.tolist() if hasattr(result, "tolist") else result  # numpy arrays and tensors
+        values = result.tolist() if hasattr(result, "tolist") else result  # numpy, torch, pandas
         if not isinstance(values, (list, tuple)):
             raise RewardError(
-                f"{self._name} returned {_described(result)}; it must return a list of {len(prompts)} floats"
+                f"{self._name} returned {_describe(result)}; it must return a list of {len(prompts)} floats"
             )
         if len(values) != len(prompts):
             raise RewardError(f"{self._name} returned {len(values)} scores for {len(prompts)} responses")
-        return [
-            self._float(value, row, prompt)
-            for row, (value, prompt) in enumerate(zip(values, prompts, strict=True))
-        ]
+        scores = [self._to_float(value, row, prompts[row]) for row, value in enumerate(values)]
+        return torch.tensor(scores, dtype=torch.float32, device="cpu")
 
-    def _float(self, value: Any, row: int, prompt: str) -> float:
+    def _to_float(self, value: Any, row: int, prompt: str) -> float:
+        """Converts one score, which may be a numpy or torch scalar."""
         try:
-            number = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
-        except (ValueError, RuntimeError):  # it is several
+            number = value.item() if hasattr(value, "item") else value
+        except (ValueError, RuntimeError):  # an array of several elements
             number = None
-        if not isinstance(number, Real) or not abs(number) <= _LARGEST:  # nan is not <= anything
-            place = f"row {row}, prompt {shown(prompt)}"
+        if not is_float32(number):
             raise RewardError(
-                f"{self._name} returned {_described(value)} for {place}; a score must be a finite number"
+                f"{self._name} returned {_describe(value)} for row {row}, prompt {quoted(prompt)}; "
+                "a score must be a finite number"
             )
         return float(number)
 
 
 def load_function(path: str, key: str = "reward.path") -> Callable[..., Any]:
-    """The callable at ``pkg.mod:fn`` or ``file.py:fn``, checked to take three arguments; UserError naming ``key`` if that cannot be."""
-    place, _, name = path.rpartition(":")
-    if not place or not name:
+    """Imports the function at ``pkg.mod:fn`` or ``file.py:fn`` and checks that it takes three arguments.
+
+    Raises UserError naming ``key`` if it cannot be imported or is not such a function.
+    """
+    source, _, name = path.rpartition(":")
+    if not source or not name:
         raise UserError(f"{key}={path}: must be pkg.mod:function or file.py:function")
-    module = _file_module(path, place, key) if place.endswith(".py") else _module(path, place, key)
+    module = _import_source(source, f"{key}={path}")
     try:
         function = reduce(getattr, name.split("."), module)
     except AttributeError:
+        functions = [
+            name
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
         raise UserError(
-            f"{key}={path}: {place} has no {name}; its functions are: {_functions(module)}"
+            f"{key}={path}: {source} has no {name}; its functions are: {', '.join(functions) or 'none'}"
         ) from None
     if isinstance(function, type) or not callable(function):
         raise UserError(
-            f"{key}={path}: {_described(function)} is not a function; give one that takes (prompts, responses, rows)"
+            f"{key}={path}: {_describe(function)} is not a function; give one that takes (prompts, "
+            "responses, rows)"
         )
     if inspect.iscoroutinefunction(function):
-        raise UserError(f"{key}={path}: is an async function; give a plain one")
-    _expect_three_arguments(function, path, key)
+        raise UserError(f"{key}={path}: an async function is not supported; give a plain function")
+    _check_signature(function, f"{key}={path}")
     return function
 
 
-def _module(path: str, name: str, key: str) -> ModuleType:
-    _importable(Path.cwd())  # sys.path begins with the folder of the launch script, not with that of the user
+def _import_source(source: str, setting: str) -> ModuleType:
+    """Imports ``pkg.mod`` or ``file.py``; ``setting`` is the config entry that errors name."""
+    is_file = source.endswith(".py")
+    file = Path(source).expanduser().resolve()
+    if is_file and not file.is_file():
+        raise UserError(f"{setting}: no such file: {file}")
+    # sys.path starts with the launch script's folder, not the current one. The folder is appended, so that
+    # the user's files never hide an installed package, and stays: functions may import modules when they are
+    # called.
+    folder = str(file.parent if is_file else Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
     try:
-        return importlib.import_module(name)
+        return _execute_file(file) if is_file else importlib.import_module(source)
     except (Exception, SystemExit) as error:
-        raise UserError(f"{key}={path}: cannot import {name}: {_reason(error)}") from error
-
-
-def _file_module(path: str, place: str, key: str) -> ModuleType:
-    file = Path(place).expanduser().resolve()
-    if not file.is_file():
-        raise UserError(f"{key}={path}: no such file: {file}")
-    _importable(file.parent)
-    try:
-        return _executed(file)
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{key}={path}: cannot import {place}: {_reason(error)}") from error
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename != __file__ and "importlib" not in frame.filename
+        ]
+        location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        raise UserError(
+            f"{setting}: cannot import {source}: {type(error).__name__}: {error}{location}"
+        ) from error
 
 
 @cache
-def _executed(file: Path) -> ModuleType:
-    """Once in a process, like any module."""
-    # a name of its own: the user's math.py must not become `math`, nor one score.py another
+def _execute_file(file: Path) -> ModuleType:
+    """Imports a file as a module, once per process."""
+    # a unique name: the user's math.py must not replace `math`, nor one score.py another
     name = f"_reward_of_{file.stem}_{crc32(str(file).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
@@ -134,32 +146,7 @@ def _executed(file: Path) -> ModuleType:
     return module
 
 
-def _importable(folder: Path) -> None:
-    """At the end, so that the user's files never hide an installed package. For good: functions may import when they are called."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-
-def _reason(error: BaseException) -> str:
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if f.filename != __file__ and "importlib" not in f.filename
-    ]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
-
-
-def _functions(module: ModuleType) -> str:
-    own = [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__
-    ]
-    return ", ".join(own) or "none"
-
-
-def _expect_three_arguments(function: Callable[..., Any], path: str, key: str) -> None:
+def _check_signature(function: Callable[..., Any], setting: str) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:  # some builtins have none
@@ -168,9 +155,9 @@ def _expect_three_arguments(function: Callable[..., Any], path: str, key: str) -
         signature.bind([], [], [])
     except TypeError as error:
         raise UserError(
-            f"{key}={path}: is called as fn(prompts, responses, rows), but takes {signature}: {error}"
+            f"{setting}: is called as fn(prompts, responses, rows), but takes {signature}: {error}"
         ) from None
 
 
-def _described(value: Any) -> str:
-    return f"{shown(str(value))} ({type(value).__name__})"
+def _describe(value: Any) -> str:
+    return f"{quoted(str(value))} ({type(value).__name__})"

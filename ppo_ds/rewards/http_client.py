@@ -1,7 +1,8 @@
-"""An address on the network: JSON is posted to it, JSON comes back.
+"""Posts JSON to a service and returns the JSON of its reply.
 
-What may pass by itself is tried again, after a pause that doubles: no connection, a time-out, 429, 5xx. Anything else fails at once. Redirects are
-not followed, replies are read up to a limit, and the service's key, which the environment alone holds, is cut out of whatever is said of it.
+Transient failures (no connection, a timeout, status 429 or 5xx) are retried after a pause that doubles each
+time; any other failure is final. Redirects are not followed and replies are read up to a size limit. The
+service's key comes from the environment and is removed from every error and reply.
 """
 
 from __future__ import annotations
@@ -23,36 +24,37 @@ import httpx
 
 from ppo_ds.errors import UserError
 
-_LONGEST_PAUSE = 60.0  # seconds, whatever Retry-After asks for
-_SHORTEST_KEY = (
-    8  # of those that are looked for in what a judge says; shorter ones are stand-ins for none ("EMPTY")
-)
-_QUOTED = 200  # characters of a reply that an error shows
+_MAX_PAUSE = 60.0  # seconds, whatever Retry-After asks for: the other ranks wait
+_MIN_KEY_LENGTH = 8  # shorter keys are placeholders ("EMPTY"), and are not removed from replies
+_MAX_QUOTED = 200  # characters of a reply in an error
 _SECRET = re.compile(r"key|token|secret|passw|signature|^(sig|auth|code)$", re.IGNORECASE)
 
 
-class Address:
-    """How a config key that holds an address is read: before config.yaml is written, since that is no place for a password."""
+class ServiceUrl:
+    """Validates a config key that holds a URL and refuses URLs that contain secrets.
+
+    It runs before config.yaml is written.
+    """
 
     def read(self, value: Any, key: str) -> str:
+        section = key.rpartition(".")[0]
         try:
             url = httpx.URL(value)
         except (httpx.InvalidURL, TypeError, ValueError):
-            raise UserError(f"{key}: is no address; give one such as http://localhost:8000/score") from None
+            raise UserError(f"{key}: is not a URL; give one such as http://localhost:8000/score") from None
         if url.userinfo or any(_SECRET.search(name) for name in url.params):
             raise UserError(
-                f"{key}: holds a password or a key; put it into an environment variable and name that in {_beside(key, 'key_env')}"
+                f"{key}: holds a password or a key; put it into an environment variable and name that in "
+                f"{f'{section}.key_env'.lstrip('.')}"
             )
         if url.scheme not in ("http", "https") or not url.host:
-            quoted = (
-                "" if "@" in value else f"={value}"
-            )  # me:password@host has no scheme, and so no user either
-            raise UserError(f"{key}{quoted}: must begin with http:// or https:// and a host")
+            shown = "" if "@" in value else f"={value}"  # me:password@host has no scheme and so no userinfo
+            raise UserError(f"{key}{shown}: must begin with http:// or https:// and a host")
         return str(url)
 
 
-class KeyName:
-    """How a config key that names an environment variable is read. What looks like the secret itself is not shown again."""
+class KeyVariable:
+    """Validates a config key that names an environment variable; errors never repeat a secret."""
 
     def read(self, value: Any, key: str) -> str:
         if not isinstance(value, str) or not re.fullmatch(r"[A-Z_][A-Z0-9_]*", value):
@@ -62,37 +64,39 @@ class KeyName:
         secret = os.environ.get(value, "").strip()
         if not secret:
             raise UserError(
-                f"{key}={value}: no such environment variable, or an empty one; set it where the run starts"
+                f"{key}={value}: this environment variable is not set or empty; set it where the run starts"
             )
         if not (secret.isascii() and secret.isprintable() and " " not in secret):
             raise UserError(
-                f"{key}={value}: what this variable holds cannot be sent as a key: it has blanks, line breaks or letters beyond ASCII"
+                f"{key}={value}: the value of this variable cannot be sent as a key: it contains spaces, "
+                "line "
+                "breaks or non-ASCII characters"
             )
         return value
 
 
 class ServiceError(RuntimeError):
-    """No reply that could be used: what was the matter, and how often the service was asked."""
+    """Raised when a service gives no usable reply; the message has the reason and the number of attempts."""
 
 
-class _Failure(Exception):
-    """One attempt in vain. ``pause``: the seconds to wait at least before another one makes sense; None: it makes none."""
+class _FailedAttempt(Exception):
+    """Raised for a failed attempt; ``retry_after``: the minimum pause in seconds, None for no retry."""
 
-    def __init__(self, reason: str, pause: float | None = None):
+    def __init__(self, reason: str, retry_after: float | None = None):
         super().__init__(reason)
-        self.pause = pause
+        self.retry_after = retry_after
 
 
 class _Deadline:
-    """Ends a request that takes longer than ``seconds`` in all, by shutting its connection: httpx's own limits are for each piece that comes.
+    """Bounds the total time of a request by shutting down its socket; httpx's timeouts apply to each read.
 
-    Only a new connection is told of, so that none may be used twice.
+    httpcore reports the socket of a new connection only, so connections must not be reused.
     """
 
     def __init__(self, seconds: float):
         self.passed = False
         self._socket: socket.socket | None = None
-        self._lock, self._timer = Lock(), Timer(seconds, self._pass)
+        self._lock, self._timer = Lock(), Timer(seconds, self._expire)
         self._timer.daemon = True
 
     def __enter__(self) -> _Deadline:
@@ -102,28 +106,31 @@ class _Deadline:
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
 
-    def watch(self, event: str, info: dict[str, Any]) -> None:
-        """httpcore's trace: what it does, and the stream that came of it."""
+    def trace(self, event: str, info: dict[str, Any]) -> None:
+        """Receives httpcore's trace events and keeps the socket of the connection."""
         if event.endswith(("connect_tcp.complete", "start_tls.complete")):
             with self._lock:
                 self._socket = info["return_value"].get_extra_info("socket")
-                self._shut()
+                self._shut_down_if_passed()
 
-    def _pass(self) -> None:
+    def _expire(self) -> None:
         with self._lock:
             self.passed = True
-            self._shut()
+            self._shut_down_if_passed()
 
-    def _shut(self) -> None:
+    def _shut_down_if_passed(self) -> None:
         if self.passed and self._socket is not None:
-            with suppress(OSError):  # closed by the other side or by httpx meanwhile
-                socket.socket.shutdown(
-                    self._socket, socket.SHUT_RDWR
-                )  # of a TLS socket too, which another thread is reading
+            with suppress(OSError):  # already closed by the other side or by httpx
+                # the plain socket's method: it also interrupts a thread that is reading a TLS socket
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
 class JsonClient:
-    """``url`` and ``key_env`` as Address and KeyName leave them. One attempt may take ``timeout_seconds``; there are ``retries`` more."""
+    """Posts JSON to one URL with retries.
+
+    The retry loop is not a library's, because a pause must end when the run is cancelled, follow
+    ``Retry-After`` and draw its jitter without touching the process-wide random state.
+    """
 
     def __init__(
         self,
@@ -135,145 +142,157 @@ class JsonClient:
         backoff_seconds: float,
         max_response_mb: float,
     ):
+        """Initializes the client.
+
+        Args:
+            url: As validated by ServiceUrl.
+            key_env: The environment variable with the service's key, as validated by KeyVariable.
+            timeout_seconds: The limit of one attempt, from the connection to the reply's last byte.
+            retries: The number of attempts after the first.
+            backoff_seconds: The pause before the first retry.
+            max_response_mb: The limit of a reply's size.
+        """
         self._url = httpx.URL(url)
-        self._secret = os.environ[key_env].strip() if key_env else None
-        written = (
-            []
-            if self._secret is None
-            else [
-                self._secret,
-                json.dumps(self._secret)[1:-1],
-                quote(self._secret),
-                quote(self._secret, safe=""),
-            ]
-        )
-        self._forms = sorted(
-            {form for text in written for form in (text, text.replace("/", "\\/"))}, key=len, reverse=True
-        )
+        self._key = os.environ[key_env].strip() if key_env else None
         self._timeout, self._retries, self._backoff = timeout_seconds, retries, backoff_seconds
         self._max_bytes = int(max_response_mb * 2**20)
-        self._jitter = random.Random()  # its own: a run's random state must not hang on the weather
+        self._jitter = random.Random()  # its own generator, so that retries do not change the run
+        encodings = set()  # the key as a reply may spell it: in JSON or a URL, with escaped slashes
+        if self._key:
+            for text in (
+                self._key,
+                json.dumps(self._key)[1:-1],
+                quote(self._key),
+                quote(self._key, safe=""),
+            ):
+                encodings |= {text, text.replace("/", "\\/")}
+        self._key_encodings = sorted(encodings, key=len, reverse=True)
 
     @property
     def shown(self) -> str:
-        """The address without what follows its path."""
+        """The URL without query and fragment."""
         return str(self._url.copy_with(query=None, fragment=None))
 
-    def client(self, connections: int) -> httpx.Client:
+    def open(self, connections: int) -> httpx.Client:
+        """Opens an httpx client for at most ``connections`` simultaneous requests."""
         for library in (
             "httpx",
             "httpcore",
-        ):  # they log addresses with their queries, and headers, in which a service may repeat the key
+        ):  # they log URLs with queries, and headers that may repeat the key
             logging.getLogger(library).setLevel(logging.WARNING)
         headers = {
             "Content-Type": "application/json",
             "Accept": "application/json",
             "Accept-Encoding": "identity",
         }
-        if self._secret:
-            headers["Authorization"] = f"Bearer {self._secret}"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)  # see _Deadline
         return httpx.Client(headers=headers, timeout=self._timeout, limits=limits, follow_redirects=False)
 
-    def post(self, client: httpx.Client, payload: bytes, stopped: Event) -> Any:
-        """The reply's JSON. Raises ServiceError: after the last attempt, or once ``stopped`` is set instead of the next one."""
+    def post(self, client: httpx.Client, payload: bytes, cancelled: Event) -> Any:
+        """Returns the reply's JSON.
+
+        Raises ServiceError after a final failure or the last attempt; once ``cancelled`` is set there is no
+        retry.
+        """
         attempt = 1
         while True:
             try:
                 return self._attempt(client, payload)
-            except _Failure as failure:
+            except _FailedAttempt as failure:
                 if (
-                    failure.pause is None
+                    failure.retry_after is None
                     or attempt > self._retries
-                    or stopped.wait(self._pause(failure.pause, attempt))
+                    or cancelled.wait(self._pause(failure.retry_after, attempt))
                 ):
-                    raise ServiceError(f"{failure}; asked {attempt} time(s)") from None
+                    raise ServiceError(f"{failure}; {attempt} attempt(s)") from None
             attempt += 1
 
-    def _pause(self, asked: float, attempt: int) -> float:
-        """Doubled each time, and not the same for all who wait."""
-        return min(
-            _LONGEST_PAUSE, max(asked, self._backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.0))
-        )
+    def _pause(self, at_least: float, attempt: int) -> float:
+        """Doubles with each attempt; the jitter keeps clients from retrying all at once."""
+        backoff = self._backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.0)
+        return min(_MAX_PAUSE, max(at_least, backoff))
 
     def _attempt(self, client: httpx.Client, payload: bytes) -> Any:
-        late = _Failure(f"no answer within {self._timeout:g} s", pause=0.0)
+        timed_out = _FailedAttempt(f"no reply within {self._timeout:g} s", retry_after=0.0)
         with _Deadline(self._timeout) as deadline:
             try:
                 with client.stream(
-                    "POST", self._url, content=payload, extensions={"trace": deadline.watch}
+                    "POST", self._url, content=payload, extensions={"trace": deadline.trace}
                 ) as response:
-                    body, whole = self._body(response)
+                    body = self._read_body(response)
             except httpx.TimeoutException:
-                raise late from None
+                raise timed_out from None
             except httpx.TransportError as error:
-                raise (
-                    late
-                    if deadline.passed
-                    else _Failure(self._clean(f"{type(error).__name__}: {error}"), pause=0.0)
-                ) from None
-        if deadline.passed:  # a reply of no stated length looks complete where it was cut off
-            raise late
-        status, text = response.status_code, body.decode("utf-8", "replace")
-        if status == 429 or status >= 500:
-            raise _Failure(
-                self._clean(f"answered {status}: {text}"),
-                _asked_pause(response.headers.get("Retry-After", "")),
-            )
-        if 300 <= status < 400:
-            raise _Failure(
-                f"answered {status}, which sends to {self._goal(response)}; redirects are not followed"
-            )
-        if status >= 400:
-            raise _Failure(self._clean(f"answered {status}: {text}"))
-        if not whole:
-            raise _Failure(f"answered more than {self._max_bytes / 2**20:g} MB")
+                if deadline.passed:
+                    raise timed_out from None
+                reason = self._excerpt(f"{type(error).__name__}: {error}")
+                raise _FailedAttempt(reason, retry_after=0.0) from None
+        if deadline.passed:  # a reply without Content-Length looks complete when it is cut off
+            raise timed_out
+        self._check_status(response, body)
+        if len(body) > self._max_bytes:
+            raise _FailedAttempt(f"the reply exceeds {self._max_bytes / 2**20:g} MB")
         try:
-            return self._unrevealing(json.loads(body))
+            reply = json.loads(body)
         except (ValueError, RecursionError):
-            raise _Failure(self._clean(f"answered what is no JSON: {text}")) from None
+            text = body.decode("utf-8", "replace")
+            raise _FailedAttempt(self._excerpt(f"the reply is not JSON: {text}")) from None
+        if self._key is None or len(self._key) < _MIN_KEY_LENGTH:
+            return reply
+        # errors quote parts of a reply; it is encoded anew because a service may have escaped any character
+        return json.loads(self._without_key(json.dumps(reply, ensure_ascii=False)))
 
-    def _body(self, response: httpx.Response) -> tuple[bytes, bool]:
-        """The body as far as the limit, and whether that is all. Raw: a small compressed body could be a huge one."""
+    def _read_body(self, response: httpx.Response) -> bytes:
+        """Reads the body, and stops after the size limit."""
         if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise _Failure("answered in compressed form, which it was not asked for")
+            # a small compressed body can expand to a huge one
+            raise _FailedAttempt("the reply is compressed, which the request does not accept")
         body = b""
         for piece in response.iter_raw():
             body += piece
             if len(body) > self._max_bytes:
-                return body[: self._max_bytes], False
-        return body, True
+                break
+        return body
+
+    def _check_status(self, response: httpx.Response, body: bytes) -> None:
+        status = response.status_code
+        if status < 300:
+            return
+        if status < 400:
+            raise _FailedAttempt(
+                f"status {status} redirects to {self._redirect_target(response)}; redirects are not followed"
+            )
+        text = body[: self._max_bytes].decode("utf-8", "replace")
+        retry_after = None
+        if status == 429 or status >= 500:
+            retry_after = _parse_retry_after(response.headers.get("Retry-After", ""))
+        raise _FailedAttempt(self._excerpt(f"status {status}: {text}"), retry_after)
+
+    def _redirect_target(self, response: httpx.Response) -> str:
+        """Describes where a redirect leads, without query and key."""
+        try:
+            target = self._url.join(response.headers.get("Location", ""))
+        except httpx.InvalidURL:
+            return "an invalid URL"
+        if (target.scheme, target.host, target.port) == (self._url.scheme, self._url.host, self._url.port):
+            return self._excerpt(f"{target.path} of the same host")
+        return self._excerpt(f"another host, {target.scheme}://{target.host}")
 
     def _without_key(self, text: str) -> str:
-        """Stars for the key, also as JSON and addresses write it."""
-        for form in self._forms:
-            text = text.replace(form, "***")
+        for encoding in self._key_encodings:
+            text = text.replace(encoding, "***")
         return text
 
-    def _unrevealing(self, reply: Any) -> Any:
-        """The same without the key: errors quote parts of a reply. Written anew, since a service may have escaped any letter of it."""
-        if self._secret is None or len(self._secret) < _SHORTEST_KEY:
-            return reply
-        return json.loads(self._without_key(json.dumps(reply, ensure_ascii=False)))
-
-    def _goal(self, response: httpx.Response) -> str:
-        """Where a redirect leads, as far as can be said aloud."""
-        try:
-            goal = self._url.join(response.headers.get("Location", ""))
-        except httpx.InvalidURL:
-            return "no address"
-        if (goal.scheme, goal.host, goal.port) == (self._url.scheme, self._url.host, self._url.port):
-            return self._clean(f"{goal.path} of the same host")
-        return self._clean(f"another host, {goal.scheme}://{goal.host}")
-
-    def _clean(self, text: str) -> str:
-        """On one line, short, and without the key, which some services repeat."""
+    def _excerpt(self, text: str) -> str:
+        """Prepares text from a service for an error: one line, shortened, without the key."""
         text = self._without_key("".join(c if c.isprintable() else "?" for c in " ".join(text.split())))
-        return text if len(text) <= _QUOTED else text[: _QUOTED - 3] + "..."
+        return text if len(text) <= _MAX_QUOTED else text[: _MAX_QUOTED - 3] + "..."
 
 
-def _asked_pause(value: str) -> float:
-    """Seconds, from a number of them or a date."""
+def _parse_retry_after(value: str) -> float:
+    """Returns the seconds of a Retry-After header, which is a number or a date; 0 if it is neither."""
     try:
         return max(0.0, float(value))
     except ValueError:
@@ -282,7 +301,3 @@ def _asked_pause(value: str) -> float:
         return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
     except (ValueError, TypeError):  # TypeError: a date without a time zone
         return 0.0
-
-
-def _beside(key: str, name: str) -> str:
-    return f"{key.rpartition('.')[0]}.{name}".lstrip(".")

@@ -1,11 +1,10 @@
-"""A reward model: any sequence classifier with one label, reading answers with its own tokenizer and template."""
+"""A reward model that is a sequence classifier with one label and reads responses with its own tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,87 +15,69 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.models.value import ScoreModel, expect_reward_model, load_reward_model
 from ppo_ds.ops.batching import plan_forwards, plan_microbatches
-from ppo_ds.rewards.audit import Audit, audit_classifier, conclude
-from ppo_ds.rewards.base import Answers, RewardError, TextReward, shown
-from ppo_ds.rewards.text import Template, Text, TextEncoder, left_padded, right_padded
+from ppo_ds.rewards.audit import AuditMode, audit_classifier
+from ppo_ds.rewards.base import RewardError
+from ppo_ds.rewards.frozen_model import REPLICA, FrozenModelReward, FrozenScorer, LoadFrozen
+from ppo_ds.rewards.text import EncodedText, Template, TextEncoder, left_padded, right_padded
 from ppo_ds.types import Row
 
-_REPLICA = FrozenZeroConfig()
+_UNKNOWN_LENGTH = 10**9  # transformers sets model_max_length to 1e30 if the tokenizer's files do not give it
 
 
-class Scorer(Protocol):
-    """A placed ScoreModel, such as engine.frozen.FrozenModel: on one device, perhaps away in CPU memory or sharded between its turns."""
+class ModelReward(FrozenModelReward):
+    """Scores responses with a sequence classifier.
 
-    device: torch.device
-
-    def resident(self) -> AbstractContextManager[None]: ...
-
-    def __call__(self, ids: Tensor, attention_mask: Tensor, *, token_type_ids: Tensor | None) -> Tensor: ...
-
-
-LoadFrozen = Callable[
-    [Callable[..., ScoreModel], ModelConfig, FrozenZeroConfig, str], tuple[ScoreModel, Scorer]
-]  # roles.py, RewardModels
-
-
-class ModelReward(TextReward):
-    """Scores texts, not ids: the answer is decoded with the actor's ``tokenizer`` and read by ``encode`` with the reward model's own."""
+    Responses are decoded with the actor's ``tokenizer`` and encoded by ``encoder`` with the reward model's
+    own.
+    """
 
     def __init__(
         self,
-        score: Scorer,
-        encode: TextEncoder,
+        scorer: FrozenScorer,
+        encoder: TextEncoder,
         *,
         tokenizer: Tokenizer,
         pad_id: int,
         token_budget: int,
         all_reduce_max: Callable[[int], int],
-        key: str = "reward",
+        key: str,
+        name: str,
     ):
-        """``pad_id``: the reward model's. ``token_budget``: tokens, padding counted, of one forward. ``all_reduce_max``: the largest of all ranks' numbers."""
-        super().__init__(tokenizer)
-        self._score, self._encode = score, encode
-        self._pad_id, self._key = pad_id, key
-        self._token_budget, self._all_reduce_max = token_budget, all_reduce_max
+        """Initializes the reward; see FrozenModelReward for the other arguments.
 
-    def judge(self, answers: Answers) -> Tensor:
-        scores = self.score(
-            [self._encode(*each) for each in zip(answers.rows, answers.texts, answers.finished, strict=True)]
-        )
-        if not scores.isfinite().all():
-            row = int((~scores.isfinite()).nonzero()[0])
-            response = shown(answers.texts[row])
-            raise RewardError(
-                f"the reward model scored {scores[row]} for row {row}, response {response}; try {self._key}.model.dtype=fp32"
-            )
-        return scores
+        Args:
+            encoder: Encodes rows and responses for the reward model.
+            pad_id: The pad token of the reward model.
+            all_reduce_max: Returns the maximum of a number over all ranks.
+        """
+        super().__init__(scorer, tokenizer=tokenizer, token_budget=token_budget, key=key, name=name)
+        self._encoder, self._pad_id, self._all_reduce_max = encoder, pad_id, all_reduce_max
 
-    def score(self, texts: list[Text], left: bool | None = None) -> Tensor:
-        """[B], whatever they are. ``left``: whether on that side, for an audit: padded as much as can be. None: as little."""
-        scores, plan = torch.zeros(len(texts)), self._plan(texts, sparing=left is None)
-        with self._score.resident():
-            found = [self._forward([texts[i] for i in rows.tolist()], bool(left)) for rows in plan]
-            scores[torch.cat(plan)] = torch.cat(
-                found
-            ).cpu()  # once: the host waits for the last forward alone
-        return scores
+    def encode(self, row: Row, response: str, finished: bool) -> EncodedText:
+        return self._encoder(row, response, finished)
 
-    def _plan(self, texts: list[Text], sparing: bool) -> list[Tensor]:
-        """Rows of each forward, as many forwards on every rank: a sharded model gathers its weights inside them."""
-        lengths = torch.tensor([len(text) for text in texts])
-        plan = (
-            partial(plan_forwards, lengths)
-            if sparing
-            else partial(plan_microbatches, lengths, torch.zeros_like(lengths))
-        )
-        return plan(self._token_budget, at_least=self._all_reduce_max(len(plan(self._token_budget))))
+    def score(self, inputs: Sequence[EncodedText], padding_side: str | None = None) -> Tensor:
+        """Scores encoded texts.
 
-    def _forward(self, texts: list[Text], left: bool) -> Tensor:
-        ids, mask, types = (left_padded if left else right_padded)(
-            texts, self._pad_id, torch.device("cpu")
-        )  # the model takes them over
-        with torch.no_grad():
-            return self._score(ids, mask, token_type_ids=types)
+        Without ``padding_side`` the texts are padded on the right and as little as possible. The audit
+        chooses the side, and then the texts are batched so that they get much padding.
+        """
+        lengths = torch.tensor([len(text) for text in inputs])
+        if padding_side is None:
+            plan = partial(plan_forwards, lengths)
+        else:
+            plan = partial(plan_microbatches, lengths, torch.zeros_like(lengths))
+        # a sharded model gathers its weights in each forward, so every rank must run equally many
+        batches = plan(self._token_budget, at_least=self._all_reduce_max(len(plan(self._token_budget))))
+        collate = left_padded if padding_side == "left" else right_padded
+
+        def forward(texts: list[EncodedText]) -> Tensor:
+            # the scorer moves the tensors to its device
+            ids, mask, types = collate(texts, self._pad_id, torch.device("cpu"))
+            with torch.no_grad():
+                return self._scorer(ids, mask, token_type_ids=types)
+
+        return self._score_in_batches(inputs, batches, forward)
 
 
 def model_reward(
@@ -104,8 +85,8 @@ def model_reward(
     template: Literal["auto", "chat", "pair", "concat"] = "auto",
     max_tokens: Count | None = None,
     append_eos: bool | None = None,
-    zero: FrozenZeroConfig = _REPLICA,
-    audit: Audit = "report",
+    zero: FrozenZeroConfig = REPLICA,
+    audit: AuditMode = "report",
     *,
     tokenizer: Tokenizer,
     load_frozen: LoadFrozen,
@@ -114,103 +95,113 @@ def model_reward(
     note: Callable[[str], None] = lambda line: None,
     key: str = "reward",
 ) -> ModelReward:
-    """``template``: auto is chat where the reward model's tokenizer has a chat template, else pair for encoders and concat for decoders.
+    """Loads a sequence classifier as a reward.
 
-    ``append_eos``: see TextEncoder. ``max_tokens``: longer texts are cut; None: as many as the model has positions for. ``load_frozen`` calls the loader
-    (under ZeRO-3 so that each weight is sharded as it is read) and puts the model where it is to run, or gives one that is there already.
-    ``audit``: see audit.py; its lines go to ``note``. ``key``: this section's.
+    Args:
+        model: The reward model.
+        template: ``auto`` chooses chat if the reward model's tokenizer has a chat template, else pair for
+            encoders and concat for decoders; see TextEncoder.
+        max_tokens: Longer texts are truncated; None: the number of positions of the model.
+        append_eos: See TextEncoder.
+        zero: Sharding and offloading of the model.
+        audit: See audit.py.
+        tokenizer: The actor's tokenizer.
+        load_frozen: Loads the model (under ZeRO-3 each weight is sharded as it is read) and hands it to the
+            engine, or returns a model that is already loaded.
+        all_reduce_max: Returns the maximum of a number over all ranks.
+        score_tokens: Maximum number of tokens of one forward, padding included.
+        note: Receives the audit's lines for the start-up banner.
+        key: The reward's section in the config, for errors.
     """
     path = model.path
-    own = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
-    module, score = load_frozen(load_reward_model, model, zero, f"{key}.model.path")
-    _expect_ids(own, module.vocab_size, path, key)
-    template = _chosen(template, own, module.is_decoder)
-    limit = _limit(max_tokens, own, module, key)
-    encode = TextEncoder(
-        own,
-        template,
+    own_tokenizer = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
+    module, scorer = load_frozen(load_reward_model, model, zero, f"{key}.model.path")
+    _check_vocabulary(own_tokenizer, module.vocab_size, path, key)
+    limit = _resolve_max_tokens(max_tokens, own_tokenizer, module, key)
+    encoder = TextEncoder(
+        own_tokenizer,
+        _resolve_template(template, own_tokenizer, module.is_decoder),
         limit,
         append_eos,
         key,
-        actors_vocabulary=own.hf.get_vocab() == tokenizer.hf.get_vocab(),
+        actors_vocabulary=own_tokenizer.hf.get_vocab() == tokenizer.hf.get_vocab(),
     )
     reward = ModelReward(
-        score,
-        encode,
+        scorer,
+        encoder,
         tokenizer=tokenizer,
-        pad_id=own.pad_id,
+        pad_id=own_tokenizer.pad_id,
         token_budget=score_tokens,
         all_reduce_max=all_reduce_max,
         key=key,
+        name=f"{key}.model.path={path}",
     )
-    if audit in ("report", "strict"):
-        try:
-            found = audit_classifier(
-                reward.score,
-                encode,
-                tokenizer=tokenizer,
-                eos_id=own.hf.eos_token_id,
-                max_tokens=limit,
-                is_decoder=module.is_decoder,
-                dtype=model.dtype,
-            )
-        except RewardError as error:  # before training it is the user's to mend
-            raise UserError(str(error)) from error
-        conclude(
-            found,
-            audit,
-            name=f"{key}.model.path={path}",
-            key=key,
-            note=note,
-            all_reduce_max=all_reduce_max,
-        )
+    inspect = partial(
+        audit_classifier,
+        reward.score,
+        encoder,
+        tokenizer=tokenizer,
+        eos_id=own_tokenizer.hf.eos_token_id,
+        max_tokens=limit,
+        is_decoder=module.is_decoder,
+        dtype=model.dtype,
+    )
+    reward.audit(inspect, audit, note=note, all_reduce_max=all_reduce_max)
     return reward
 
 
-def expect_readable(
+def check_reward_model(
     model: ModelConfig,
-    examples: Sequence[tuple[str, Row]],
+    examples: Iterable[tuple[str, Row]],
     template: Literal["auto", "chat", "pair", "concat"] = "auto",
     append_eos: bool | None = None,
     key: str = "reward",
 ) -> None:
-    """UserError for what can be said of a reward model without its weights: whether it is one, and whether it can read the data.
+    """Raises UserError if the model is not a reward model or cannot encode the data; loads no weights.
 
-    ``examples``: places and rows, one for each order of roles (PromptSource.examples).
+    ``examples`` holds locations and rows, one for each sequence of roles in the data (see
+    PromptSource.examples).
     """
     path = model.path
-    own = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
+    own_tokenizer = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
     vocab_size, is_decoder = expect_reward_model(
         path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=f"{key}.model.path"
     )
-    _expect_ids(own, vocab_size, path, key)
-    encode = TextEncoder(own, _chosen(template, own, is_decoder), None, append_eos, key)
-    for place, row in examples:
+    _check_vocabulary(own_tokenizer, vocab_size, path, key)
+    template = _resolve_template(template, own_tokenizer, is_decoder)
+    encoder = TextEncoder(own_tokenizer, template, None, append_eos, key)
+    for location, row in examples:
         try:
-            encode(row, "x", True)
+            encoder(row, "x", True)
         except RewardError as error:
-            raise UserError(f"{place}: {error}") from error
+            raise UserError(f"{location}: {error}") from error
 
 
-def _expect_ids(own: Tokenizer, vocab_size: int, path: str, key: str) -> None:
-    if own.id_bound > vocab_size:
+def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: str, key: str) -> None:
+    if tokenizer.id_bound > vocab_size:
         raise UserError(
-            f"{key}.model.path={path}: its tokenizer has ids up to {own.id_bound - 1}, its embedding only {vocab_size} rows"
+            f"{key}.model.path={path}: its tokenizer has ids up to {tokenizer.id_bound - 1}, "
+            f"its embedding only {vocab_size} rows"
         )
 
 
-def _chosen(
-    template: Literal["auto", "chat", "pair", "concat"], own: Tokenizer, is_decoder: bool
+def _resolve_template(
+    template: Literal["auto", "chat", "pair", "concat"], tokenizer: Tokenizer, is_decoder: bool
 ) -> Template:
-    if template == "auto":
-        return "chat" if own.has_chat_template else "concat" if is_decoder else "pair"
-    return template
+    if template != "auto":
+        return template
+    if tokenizer.has_chat_template:
+        return "chat"
+    return "concat" if is_decoder else "pair"
 
 
-def _limit(asked: int | None, tokenizer: Tokenizer, module: ScoreModel, key: str) -> int | None:
-    if asked is not None and module.max_tokens is not None and asked > module.max_tokens:
-        raise UserError(f"{key}.max_tokens={asked}: the reward model has {module.max_tokens} positions")
-    limits = [asked, module.max_tokens]
-    if asked is None and tokenizer.hf.model_max_length < 10**9:  # transformers writes 1e30 for "not known"
+def _resolve_max_tokens(
+    max_tokens: int | None, tokenizer: Tokenizer, module: ScoreModel, key: str
+) -> int | None:
+    """Returns the configured limit, or the smaller of the model's and the tokenizer's; None: unlimited."""
+    if max_tokens is not None and module.max_tokens is not None and max_tokens > module.max_tokens:
+        raise UserError(f"{key}.max_tokens={max_tokens}: the reward model has {module.max_tokens} positions")
+    limits = [max_tokens, module.max_tokens]
+    if max_tokens is None and tokenizer.hf.model_max_length < _UNKNOWN_LENGTH:
         limits.append(tokenizer.hf.model_max_length)
     return min((limit for limit in limits if limit is not None), default=None)

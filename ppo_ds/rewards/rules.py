@@ -1,7 +1,8 @@
-"""Rewards that are rules on the text of an answer: format, match with a reference, number, pattern, length, repetition.
+"""Rule-based rewards: format, exact match, number, regular expression, length, repetition.
 
-Each is a `_target_` of its own and may be a part of a mixture (weighted.py). ``inside`` is the name of a tag: the rule then reads only what
-stands between <tag> and </tag>, an empty text where an answer has no such pair. A reference stands in the row, in ``column``.
+Each rule is a ``_target_`` of its own and may be a part of a weighted reward (weighted.py). ``inside`` names
+a tag: the rule then reads only the text between <tag> and </tag>, which is empty if a response has no such
+pair. The reference answer is in the row's column ``column``.
 """
 
 from __future__ import annotations
@@ -18,13 +19,20 @@ from torch import Tensor
 from ppo_ds.config.typed import Bound, Count, Natural, NonNegative
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.rewards.base import Answers, RewardError, TextReward, both_tags, expect_writable, shown
+from ppo_ds.rewards.base import (
+    Responses,
+    RewardError,
+    TextReward,
+    check_tags_decodable,
+    quoted,
+    tag_pair,
+)
 from ppo_ds.rewards.numbers import Number, reference_number, stated_number
 from ppo_ds.types import Row
 
 
 class _Regex:
-    """What a text must be for `re` to compile it."""
+    """Accepts texts that ``re`` compiles."""
 
     def __contains__(self, pattern: str) -> bool:
         try:
@@ -34,10 +42,12 @@ class _Regex:
         return True
 
     def __str__(self) -> str:
-        return "a regular expression, as Python's re reads it"
+        return "a regular expression of Python's re module"
 
 
 class _TagName:
+    """Accepts names of tags without brackets."""
+
     def __contains__(self, name: str) -> bool:
         return re.fullmatch(r"[\w.:-]+", name) is not None
 
@@ -51,31 +61,33 @@ Penalty = Annotated[float, Bound(high=0)]
 
 
 class Rule(TextReward):
-    """Rates answers one by one."""
+    """Base class of rewards that score each response separately with ``rate``."""
 
     def __init__(self, inside: str | None, tokenizer: Tokenizer, key: str):
-        """``key``: this section's in the config, for messages."""
+        """Checks that the tokenizer can produce the tag ``inside``; ``key`` is its section."""
         super().__init__(tokenizer)
         self._inside, self._key = inside, key
-        expect_writable(both_tags(inside), tokenizer, f"{key}.inside={inside}")
+        check_tags_decodable(tag_pair(inside), tokenizer, f"{key}.inside={inside}")
 
-    def judge(self, answers: Answers) -> Tensor:
-        read = answers.inside(self._inside) if self._inside else answers
-        return torch.tensor(
-            [self.rate(text, row) for text, row in zip(read.texts, read.rows, strict=True)],
-            dtype=torch.float32,
-        )
+    def judge(self, responses: Responses) -> Tensor:
+        if self._inside:
+            responses = responses.inside(self._inside)
+        scores = [self.rate(text, row) for text, row in zip(responses.texts, responses.rows, strict=True)]
+        return torch.tensor(scores, dtype=torch.float32)
 
     @abstractmethod
     def rate(self, text: str, row: Row) -> float:
-        """One answer, or the part of it that is to be read."""
+        """Scores one response, or its part inside the tag."""
 
 
 class FormatReward(Rule):
-    """MiniMind's reward for reasoning in tags: the whole form, and so that it can be found step by step, each tag by itself.
+    """Rewards the format of tagged reasoning like MiniMind: the whole format and each tag on its own.
 
-    ``pattern_score`` where one of ``patterns`` matches from the start (re.DOTALL), and ``tag_score`` for each of ``tags`` that is there exactly
-    once: 0.5 + 4 x 0.25 for a right answer. The patterns are MiniMind's but for (?>...), which finds the same in linear time.
+
+    A response gets ``pattern_score`` if one of ``patterns`` matches from its start (re.DOTALL), and
+    ``tag_score`` for each of ``tags`` that occurs exactly once: 0.5 + 4 x 0.25 for a well-formed response.
+    The patterns are MiniMind's except for the atomic groups (?>...), which match the same texts in linear
+    time.
     """
 
     def __init__(
@@ -92,22 +104,18 @@ class FormatReward(Rule):
         key: str = "reward",
     ):
         super().__init__(None, tokenizer, key)
-        self._pattern_score, self._patterns = (
-            pattern_score,
-            [re.compile(pattern, re.DOTALL) for pattern in patterns],
-        )
-        self._tag_score, self._tags = tag_score, tags
-        expect_writable(tags, tokenizer, f"{key}.tags")
+        self._pattern_score, self._tag_score, self._tags = pattern_score, tag_score, tags
+        self._patterns = [re.compile(pattern, re.DOTALL) for pattern in patterns]
+        check_tags_decodable(tags, tokenizer, f"{key}.tags")
 
     def rate(self, text: str, row: Row) -> float:
-        formed = any(pattern.match(text) for pattern in self._patterns)
-        return self._pattern_score * formed + self._tag_score * sum(
-            text.count(tag) == 1 for tag in self._tags
-        )
+        well_formed = any(pattern.match(text) for pattern in self._patterns)
+        tags_used_once = sum(text.count(tag) == 1 for tag in self._tags)
+        return self._pattern_score * well_formed + self._tag_score * tags_used_once
 
 
 class ExactMatchReward(Rule):
-    """``score`` where the answer is the reference, else ``miss``. The reference may be a list of texts, each of which is right."""
+    """Gives ``score`` to a response that equals the reference, or one of several, else ``miss``."""
 
     def __init__(
         self,
@@ -121,28 +129,29 @@ class ExactMatchReward(Rule):
         tokenizer: Tokenizer,
         key: str = "reward",
     ):
-        """``strip``: white space around either does not count."""
+        """Ignores, with ``strip``, white space around the response and the reference."""
         super().__init__(inside, tokenizer, key)
         self._column, self._strip, self._ignore_case = column, strip, ignore_case
         self._score, self._miss = score, miss
 
-    def expect(self, row: Row) -> None:
+    def check_row(self, row: Row) -> None:
         references(row, self._column, self._key)
 
     def rate(self, text: str, row: Row) -> float:
-        accepted = {self._plain(reference) for reference in references(row, self._column, self._key)}
-        return self._score if self._plain(text) in accepted else self._miss
+        accepted = {self._normalize(reference) for reference in references(row, self._column, self._key)}
+        return self._score if self._normalize(text) in accepted else self._miss
 
-    def _plain(self, text: str) -> str:
+    def _normalize(self, text: str) -> str:
         text = text.strip() if self._strip else text
         return text.casefold() if self._ignore_case else text
 
 
 class NumericReward(Rule):
-    """``score`` where the number that the answer states equals the reference's, else ``miss``; see numbers.py for which number that is.
+    """Gives ``score`` to a response that states the reference's number (see numbers.py), else ``miss``.
 
-    The reference is a number, a text that is one, a solution that ends in one ("#### 42", \\boxed{42}), or a list of such, each of which is right.
-    ``tolerance``: relative, absolute below 1.
+    The reference is a number, a text that is a number, a solution that ends in one ("#### 42", \\boxed{42}),
+    or a list of these, each of which is accepted. ``tolerance`` is relative, and absolute for numbers below
+    1.
     """
 
     def __init__(
@@ -160,30 +169,33 @@ class NumericReward(Rule):
         self._column, self._tolerance = column, tolerance
         self._score, self._miss = score, miss
 
-    def expect(self, row: Row) -> None:
-        self._wanted(row)
+    def check_row(self, row: Row) -> None:
+        self._accepted(row)
 
     def rate(self, text: str, row: Row) -> float:
-        wanted = self._wanted(row)
+        accepted = self._accepted(row)
         stated = stated_number(text)
-        right = stated is not None and any(stated.equals(number, self._tolerance) for number in wanted)
-        return self._score if right else self._miss
+        correct = stated is not None and any(stated.equals(number, self._tolerance) for number in accepted)
+        return self._score if correct else self._miss
 
-    def _wanted(self, row: Row) -> list[Number]:
-        return [self._number(reference) for reference in references(row, self._column, self._key)]
-
-    def _number(self, reference: str) -> Number:
-        number = reference_number(reference)
-        if number is None or not math.isfinite(number.value):
-            place = f"{self._key}.column={self._column}"
-            raise RewardError(
-                f"{place}: no number in the reference {shown(reference)} that is all of it; mend it, or name another column"
-            )
-        return number
+    def _accepted(self, row: Row) -> list[Number]:
+        numbers = []
+        for reference in references(row, self._column, self._key):
+            number = reference_number(reference)
+            if number is None or not math.isfinite(number.value):
+                raise RewardError(
+                    f"{self._key}.column={self._column}: the reference {quoted(reference)} is not a single "
+                    "finite number; correct it, or name another column"
+                )
+            numbers.append(number)
+        return numbers
 
 
 class RegexReward(Rule):
-    """``score`` where ``pattern`` is found in the answer (``full``: is all of it), else ``miss``. Flags stand in the pattern: (?is)..."""
+    """Gives ``score`` to a response that contains ``pattern``, or with ``full`` matches it, else ``miss``.
+
+    Flags are part of the pattern: (?is)...
+    """
 
     def __init__(
         self,
@@ -206,9 +218,10 @@ class RegexReward(Rule):
 
 
 class LengthReward(Rule):
-    """``score`` for a length from ``shortest`` to ``longest``, falling in a line to 0 over ``ramp`` more or fewer; in tokens or characters.
+    """Gives ``score`` to lengths from ``shortest`` to ``longest``, and less to others.
 
-    Tokens are those of the text as the actor's tokenizer writes it, without the end token.
+    Outside that range the score falls linearly to 0 over ``ramp`` units. The length is in tokens (of the text
+    as the actor's tokenizer encodes it, without the end token) or characters.
     """
 
     def __init__(
@@ -225,13 +238,11 @@ class LengthReward(Rule):
     ):
         super().__init__(inside, tokenizer, key)
         if longest is None and shortest == 0:
-            raise UserError(
-                f"{key}.longest is missing: the most {unit} that an answer should have (or {key}.shortest)"
-            )
+            raise UserError(f"{key}.longest is missing: set it, or {key}.shortest, to a number of {unit}")
         if longest is not None and longest < shortest:
             raise UserError(f"{key}.longest={longest}: must be at least {key}.shortest={shortest}")
-        self._shortest, self._longest, self._ramp, self._unit = shortest, longest, ramp, unit
-        self._score = score
+        self._shortest, self._longest, self._ramp = shortest, longest, ramp
+        self._unit, self._score = unit, score
 
     def rate(self, text: str, row: Row) -> float:
         length = len(units(text, self._unit, self._tokenizer))
@@ -240,10 +251,11 @@ class LengthReward(Rule):
 
 
 class RepetitionPenalty(Rule):
-    """``max_penalty`` times the share of the answer's n-grams that were there before, as in open-r1: from ``max_penalty`` to 0.
+    """Penalizes the share of repeated n-grams like open-r1, from 0 down to ``max_penalty``.
 
-    (1 - different n-grams / all n-grams) * max_penalty; 0 for answers without an n-gram. ``unit``: words are lower-case and split at white
-    space; take tokens or characters for languages that do not write spaces.
+    The score is (1 - distinct n-grams / all n-grams) * max_penalty, and 0 for responses shorter than an
+    n-gram. ``unit``: words are lower-cased and split at white space; use tokens or characters for languages
+    without spaces.
     """
 
     def __init__(
@@ -262,42 +274,42 @@ class RepetitionPenalty(Rule):
     def rate(self, text: str, row: Row) -> float:
         parts = units(text, self._unit, self._tokenizer)
         total = len(parts) - self._n + 1
-        different = len(set(zip(*(parts[i:] for i in range(self._n)), strict=False)))
-        return self._max_penalty * (1 - different / total) if total > 0 else 0.0
+        distinct = len(set(zip(*(parts[i:] for i in range(self._n)), strict=False)))
+        return self._max_penalty * (1 - distinct / total) if total > 0 else 0.0
 
 
 def units(text: str, unit: str, tokenizer: Tokenizer) -> Sequence[Any]:
-    """The words, characters or token ids of a text."""
+    """Splits a text into words, characters or token ids."""
     if unit == "words":
         return text.lower().split()
     return text if unit == "characters" else tokenizer.encode_many([text], special_tokens=False)[0]
 
 
 def references(row: Row, column: str, key: str) -> list[str]:
-    """What the row has in ``column``, as texts: one, or those of a list. RewardError where there is nothing to compare with."""
+    """Returns the reference answers in ``column`` as texts: one, or those of a list.
+
+    Raises RewardError if the column is missing, empty, or neither text nor number.
+    """
     if column not in row:
         raise RewardError(
             f"{key}.column={column}: no such column in the rows; they have {', '.join(row)}; set {key}.column"
         )
     value = row[column]
-    found = [
-        _reference(one, f"{key}.column={column}")
-        for one in (value if isinstance(value, (list, tuple)) else [value])
-    ]
-    if not found or not all(text.strip() for text in found):
-        place = f" for prompt {shown(row['prompt_text'])}" if "prompt_text" in row else ""
+    texts = []
+    for reference in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(reference, bool) or not (reference is None or isinstance(reference, (str, int, float))):
+            raise RewardError(
+                f"{key}.column={column}: the reference {quoted(str(reference))} is neither a text nor a "
+                "number; correct it, or name another column"
+            )
+        if reference is None or reference != reference:  # NaN stands for a missing value
+            reference = ""
+        elif isinstance(reference, float) and reference.is_integer():
+            reference = int(reference)  # Parquet stores whole numbers as floats if a row has none
+        texts.append(str(reference))
+    if not texts or not all(text.strip() for text in texts):
+        prompt = f" for prompt {quoted(row['prompt_text'])}" if "prompt_text" in row else ""
         raise RewardError(
-            f"{key}.column={column}: the reference is empty{place}; give each row one, or set {key}.column"
+            f"{key}.column={column}: the reference is empty{prompt}; give each row one, or set {key}.column"
         )
-    return found
-
-
-def _reference(value: Any, place: str) -> str:
-    """One reference as text. A file format may have made 5 into 5.0, as Parquet does with whole numbers where a row has none."""
-    if isinstance(value, bool) or not (value is None or isinstance(value, (str, int, float))):
-        raise RewardError(
-            f"{place}: the reference {shown(str(value))} is neither a text nor a number; mend it, or name another column"
-        )
-    if value is None or value != value:  # nan: a gap
-        return ""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    return texts

@@ -1,24 +1,24 @@
-"""What a reward model reads: prompt and answer as ids of its own tokenizer."""
+"""Encodes a prompt and a response as ids of a reward model's own tokenizer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.tokenizer import Message, TemplateFault, Tokenizer, render
-from ppo_ds.rewards.base import RewardError
+from ppo_ds.models.tokenizer import TemplateFault, Tokenizer, render
+from ppo_ds.rewards.base import RewardError, conversation
 from ppo_ds.types import Row, moved
 
 Template = Literal["chat", "pair", "concat"]
 
 
 @dataclass(frozen=True)
-class Text:
-    """Ids of one text, special tokens included, and the token types where the tokenizer gives them."""
+class EncodedText:
+    """Token ids of one text, special tokens included, with token types if the tokenizer produces them."""
 
     ids: list[int]
     types: list[int] | None
@@ -28,16 +28,22 @@ class Text:
 
 
 class TextEncoder:
-    """A row and its answer -> Text.
+    """Encodes a row and its response for a reward model.
 
-    chat    the tokenizer's chat template over the row's messages (or its prompt as the user's one message) and the answer.
-    pair    two segments, as cross-encoders are trained: the prompt (the contents of the row's messages) and the answer.
-    concat  the prompt and the answer as one text. Of a chat: the contents of its messages and the answer, a line break between any two; as the
-            actor's template renders the prompt where the vocabularies are the same (``actors_vocabulary``): the markup is then the reward
-            model's too.
+    ``template`` selects the format:
 
-    Texts are cut to ``max_tokens`` on the left, for the answer is at the end; a pair loses of its prompt alone, unless the answer leaves it no room.
-    ``append_eos``: True ends each text with the end token, False none, None those that end so of themselves: a finished answer under concat.
+    - chat: the reward tokenizer's chat template, applied to the row's messages (or its prompt as a single
+      user message) and the response.
+    - pair: two segments, the prompt (the contents of the row's messages) and the response, as cross-encoders
+      are trained.
+    - concat: prompt and response as one text. If the reward model has the actor's vocabulary
+      (``actors_vocabulary``), the prompt is taken as the actor's chat template renders it, because the markup
+      is the reward model's too. Otherwise the contents of the messages and the response are joined by line
+      breaks.
+
+    Texts are truncated to ``max_tokens`` on the left, because the response is at the end. A pair loses only
+    prompt tokens, unless the response alone fills the limit. ``append_eos``: True appends the end token to
+    each text, False never does, None does so for finished responses under concat only.
     """
 
     def __init__(
@@ -57,70 +63,73 @@ class TextEncoder:
         self._append_eos = append_eos
         if template == "chat" and not tokenizer.has_chat_template:
             raise UserError(
-                f"{key}.template=chat: the reward model's tokenizer has no chat template; use auto, pair or concat"
+                f"{key}.template=chat: the reward model's tokenizer has no chat template; use auto, pair or "
+                "concat"
             )
         if append_eos and self._hf.eos_token_id is None:
             raise UserError(f"{key}.append_eos=true: the reward model's tokenizer has no end token")
 
-    def __call__(self, row: Row, response: str, finished: bool) -> Text:
+    def __call__(self, row: Row, response: str, finished: bool) -> EncodedText:
         if self.template == "pair":
-            return self._pair(_spoken(row), response)
+            return self._encode_pair(prompt_content(row), response)
         if self.template == "chat":
-            messages = row.get("messages") or [{"role": "user", "content": row["prompt_text"]}]
-            text = self._rendered([*messages, {"role": "assistant", "content": response}])
-            return self._single(text, special_tokens=False, end=bool(self._append_eos))
-        foreign = row.get("messages") and not self._actors_vocabulary
-        text = f"{_spoken(row)}\n{response}" if foreign else row["prompt_text"] + response
-        # a chat that was rendered with the same beginning already has it
+            chat = [*conversation(row), {"role": "assistant", "content": response}]
+            try:
+                text = render(self._hf, chat)
+            except TemplateFault as error:
+                raise RewardError(
+                    f"{self._key}.template=chat: the reward model's chat template {error}; "
+                    f"set {self._key}.template=pair or {self._key}.template=concat"
+                ) from error
+            return self._encode_single(text, special_tokens=False, end=bool(self._append_eos))
+        foreign_markup = row.get("messages") and not self._actors_vocabulary
+        text = f"{prompt_content(row)}\n{response}" if foreign_markup else row["prompt_text"] + response
+        # a chat that was rendered by a template with a BOS token must not get a second one
         has_bos = self._hf.bos_token is not None and text.startswith(self._hf.bos_token)
-        return self._single(
+        return self._encode_single(
             text, special_tokens=not has_bos, end=finished if self._append_eos is None else self._append_eos
         )
 
-    def _rendered(self, messages: list[Message]) -> str:
-        try:
-            return render(self._hf, messages)
-        except TemplateFault as error:
-            raise RewardError(
-                f"{self._key}.template=chat: the reward model's chat template {error}; set {self._key}.template=pair or {self._key}.template=concat"
-            ) from error
-
-    def _single(self, text: str, *, special_tokens: bool, end: bool) -> Text:
-        encoded = self._hf(
-            text, add_special_tokens=special_tokens, **self._cut("longest_first", room_for=int(end))
-        )
+    def _encode_single(self, text: str, *, special_tokens: bool, end: bool) -> EncodedText:
+        truncation = self._truncation("longest_first", reserved=int(end))
+        encoded = self._hf(text, add_special_tokens=special_tokens, **truncation)
         ids, types = encoded["input_ids"], encoded.get("token_type_ids")
         eos = self._hf.eos_token_id
         if end and eos is not None and ids[-1:] != [eos]:
             ids, types = [*ids, eos], None if types is None else [*types, types[-1] if types else 0]
-        return Text(ids, types)
+        return EncodedText(ids, types)
 
-    def _pair(self, prompt: str, response: str) -> Text:
-        answer = len(
-            self._hf(response, add_special_tokens=False, verbose=False)["input_ids"]
-        ) + self._hf.num_special_tokens_to_add(pair=True)
-        fits = self._max_tokens is None or answer < self._max_tokens  # and some of the prompt
-        # as lists: of a lone empty answer the tokenizer would make a single text, without the second segment
-        encoded = self._hf([prompt], [response], **self._cut("only_first" if fits else "longest_first"))
+    def _encode_pair(self, prompt: str, response: str) -> EncodedText:
+        response_ids = self._hf(response, add_special_tokens=False, verbose=False)["input_ids"]
+        needed = len(response_ids) + self._hf.num_special_tokens_to_add(pair=True)
+        leaves_room = self._max_tokens is None or needed < self._max_tokens
+        # Passed as lists: for an empty response outside a list the tokenizer would build a single-segment
+        # text.
+        encoded = self._hf(
+            [prompt], [response], **self._truncation("only_first" if leaves_room else "longest_first")
+        )
         types = encoded.get("token_type_ids")
-        return Text(encoded["input_ids"][0], None if types is None else types[0])
+        return EncodedText(encoded["input_ids"][0], None if types is None else types[0])
 
-    def _cut(self, strategy: str, room_for: int = 0) -> dict[str, object]:
+    def _truncation(self, strategy: str, reserved: int = 0) -> dict[str, Any]:
         if self._max_tokens is None:
             return {"verbose": False}
-        return {"truncation": strategy, "max_length": self._max_tokens - room_for, "verbose": False}
+        return {"truncation": strategy, "max_length": self._max_tokens - reserved, "verbose": False}
 
 
-def _spoken(row: Row) -> str:
-    """The prompt without any chat markup, which is another model's."""
+def prompt_content(row: Row) -> str:
+    """Returns the prompt without chat markup, which belongs to the actor's tokenizer."""
     messages = row.get("messages")
     return "\n".join(message["content"] for message in messages) if messages else row["prompt_text"]
 
 
 def right_padded(
-    texts: list[Text], pad_id: int, device: torch.device
+    texts: list[EncodedText], pad_id: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """ids [b,T], attention mask [b,T] from the lengths, token types [b,T] or None."""
+    """Collates texts into ids, attention mask and token types (None without them), each [b,T].
+
+    The mask is made from the lengths.
+    """
     lengths = torch.tensor([len(text) for text in texts])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     ids = torch.full(mask.shape, pad_id)
@@ -133,8 +142,12 @@ def right_padded(
     return moved(ids, device), moved(mask, device), types
 
 
-def left_padded(texts: list[Text], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same with the padding before the texts."""
-    backwards = [Text(text.ids[::-1], None if text.types is None else text.types[::-1]) for text in texts]
-    ids, mask, types = right_padded(backwards, pad_id, device)
+def left_padded(
+    texts: list[EncodedText], pad_id: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Collates texts like ``right_padded``, with the padding on the left."""
+    reversed_texts = [
+        EncodedText(text.ids[::-1], None if text.types is None else text.types[::-1]) for text in texts
+    ]
+    ids, mask, types = right_padded(reversed_texts, pad_id, device)
     return ids.flip(1), mask.flip(1), None if types is None else types.flip(1)

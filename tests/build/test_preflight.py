@@ -184,7 +184,7 @@ def test_held_out_rows_are_tried_too(check, folder, tmp_path):
             "numeric",
             [{"prompt": "e", "answer": "many"}, *ROWS, {"prompt": "e", "answer": None}, {"prompt": "e", "answer": float("nan")}],
             [
-                "x.jsonl:1: reward.column=answer: no number in the reference 'many' that is all of it; mend it, or name another column",
+                "x.jsonl:1: reward.column=answer: the reference 'many' is not a single finite number; correct it, or name another column",
                 "x.jsonl:4: reward.column=answer: the reference is empty; give each row one, or set reward.column (and 1 more rows)",
             ],
         ),
@@ -193,7 +193,7 @@ def test_held_out_rows_are_tried_too(check, folder, tmp_path):
             [*ROWS, {"prompt": "e", "answer": " "}, {"prompt": "e", "answer": True}],
             [
                 "x.jsonl:3: reward.column=answer: the reference is empty; give each row one, or set reward.column",
-                "x.jsonl:4: reward.column=answer: the reference 'True' is neither a text nor a number; mend it, or name another column",
+                "x.jsonl:4: reward.column=answer: the reference 'True' is neither a text nor a number; correct it, or name another column",
             ],
         ),
     ],
@@ -209,7 +209,7 @@ def test_the_parts_of_a_mixture(check, folder):
     """One with a model in it is looked at part by part, another as a whole."""
     model = f"reward.parts.b.reward.model.path={scorer(folder, num_labels=3)}"
     assert check(*PARTS, model, rows=[{"prompt": "a", "answer": "x"}] * 2)[0].startswith(
-        "x.jsonl:1: reward.parts.a.reward.column=answer: no number in"
+        "x.jsonl:1: reward.parts.a.reward.column=answer: the reference 'x' is not a single finite number"
     )
     assert check(*PARTS, model) == [
         "reward.parts.b.reward.model.path=rm: has 3 labels; a score needs a sequence classifier with one (num_labels=1)"

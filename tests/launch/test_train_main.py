@@ -14,7 +14,7 @@ import pytest
 
 from launch import train
 from ppo_ds.errors import UserError
-from ppo_ds.rewards.base import Answers, RewardError, TextReward
+from ppo_ds.rewards.base import Responses, RewardError, TextReward
 from ppo_ds.rewards.function import FunctionReward
 from ppo_ds.rewards.remote import RemoteReward
 from tests.config.commands import MINIMAL
@@ -98,7 +98,7 @@ def judged(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """The lines of a run whose reward is asked for one score."""
 
     def judged(reward: TextReward) -> list[str]:
-        answers = Answers(({"prompt_text": "p"},), ("a",), (True,))
+        answers = Responses(({"prompt_text": "p"},), ("a",), (True,))
         assert run(fit=lambda: reward.judge(answers)) == 1
         return capsys.readouterr().err.splitlines()
 

@@ -73,7 +73,7 @@ def test_a_sound_model(tmp_path, build):
     build(path, audit="strict")
     assert warnings(build) == [] and len(build.notes) == 1
     assert remark(build).startswith(
-        "the end token moves a score by up to "
+        "the end token changes a score by up to "
     ) and "; its texts end with it; " in remark(build)
     assert torch.equal(torch.get_rng_state(), before)  # a run with an audit is the run without
     assert len(build.placed.batches) == 2 + len(DIALOGUES) + 1 and build.placed.batches[0] == (
@@ -102,13 +102,13 @@ def test_scores_that_hang_on_the_batch(tmp_path, build, broken):
     path = save_model(tmp_path / "rm", LLAMA)
     build(path, audit="report", broken=broken)
     (line, *_) = warnings(build)
-    assert line.startswith("a text alone scores up to ") and line.endswith(
-        "answers would be judged by their neighbours"
+    assert line.startswith("the score of a text alone differs by up to ") and line.endswith(
+        "a response's score would depend on the rest of its batch"
     )
     with pytest.raises(UserError) as caught:
         build(path, audit="strict", broken=broken)
     assert (
-        f"reward.model.path={path}: {line} (reward.audit=strict; report goes on with a warning)"
+        f"reward.model.path={path}: {line} (reward.audit=strict; with report it is a warning)"
         in caught.value.problems
     )
 
@@ -120,8 +120,8 @@ def test_positions_that_count_the_padding(tmp_path, build):
     assert warnings(build) == []
     build(path, audit="report", broken=instead(as_they_lie))
     (line,) = warnings(build)
-    assert line.startswith("padded on the left its scores differ by up to ")
-    assert line.endswith("but a critic that starts from it reads prompts padded on the left")
+    assert line.startswith("with padding on the left its scores differ by up to ")
+    assert line.endswith("but a critic initialized from this model reads prompts padded on the left")
     with pytest.raises(UserError, match="padded on the left"):
         build(path, audit="strict", broken=instead(as_they_lie))
 
@@ -132,19 +132,19 @@ def test_encoders_never_meet_left_padding(tmp_path, build, config):
     path = save_model(tmp_path / "rm", config, cross_encoder=True)
     build(path, audit="strict")
     assert warnings(build) == []
-    assert remark(build).startswith("padded on the left its scores differ by up to ")
-    assert ", which does no harm: texts are padded on the right; " in remark(build)
+    assert remark(build).startswith("with padding on the left its scores differ by up to ")
+    assert ", which is harmless: texts are padded on the right; " in remark(build)
 
 
 def test_an_end_token_that_is_not_read(tmp_path, build):
     """The end token is the pad token, and transformers looks for the last id that is not the pad: right, left, alone, always the place before."""
     path = save_model(tmp_path / "rm", LLAMA, pad="<eos>")
     build(path, audit="report")
-    assert "the end token moves a score by" in remark(build)  # read at its place here
+    assert "the end token changes a score by" in remark(build)  # read at its place here
     build(path, audit="report", broken=instead(transformers_own_rule))
     assert warnings(build) == []
     assert (
-        "its texts end with the end token, which changes no score: the place before it may be what it reads"
+        "its texts end with the end token, which changes no score: the model may read the position before it"
         in remark(build)
     )
 
@@ -165,11 +165,11 @@ def test_heads_that_say_nothing(tmp_path, build):
         return broken
 
     build(path, audit="report", broken=filled(float("nan")))
-    assert warnings(build) == ["18 of its 18 scores are no finite numbers"] and len(build.notes) == 1
+    assert warnings(build) == ["18 of its 18 scores are not finite"] and len(build.notes) == 1
     build(path, audit="report", broken=halves)
-    assert warnings(build) == ["9 of its 18 scores are no finite numbers"]
+    assert warnings(build) == ["9 of its 18 scores are not finite"]
     build(path, audit="report", broken=filled(0.0))
-    assert warnings(build) == ["its scores of 18 different texts are all 0: it teaches nothing"]
+    assert warnings(build) == ["its scores of 18 different texts are all 0: it gives no training signal"]
     for value in (float("nan"), 0.0):
         with pytest.raises(UserError, match="reward.audit=strict"):
             build(path, audit="strict", broken=filled(value))
@@ -182,14 +182,14 @@ def test_plausibility_is_told(tmp_path, build):
     longer = sum(a > b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True))
     assert 0 < longer < 6
     assert (
-        f"a fitting answer scores above an empty one in 6 of 6 and above another's in {longer} of 6 dialogues"
+        f"a fitting answer scores above an empty one in 6 of 6 and above an unrelated one in {longer} of 6 dialogues"
         in remark(build)
     )
 
 
 def test_all_ranks_stop_where_one_saw_a_failure(tmp_path, build):
     path = save_model(tmp_path / "rm", LLAMA)
-    with pytest.raises(UserError, match="another rank found it wanting .reward.audit=strict"):
+    with pytest.raises(UserError, match="the audit failed on another rank .reward.audit=strict"):
         build(path, audit="strict", ranks=lambda n: max(n, 1))
     asked = []
     build(path, audit="report", ranks=lambda n: asked.append(n) or n)
@@ -225,7 +225,7 @@ def test_what_is_read(tokenizer):
         for chat in rows
     )
     assert {len(chat) for chat in rows} == {1, 3} and len(set(probe.fitting)) == len(rows)
-    assert any(not text.isascii() for text in probe.fitting) and probe.others == (
+    assert any(not text.isascii() for text in probe.fitting) and probe.unrelated == (
         *probe.fitting[1:],
         probe.fitting[0],
     )

@@ -114,7 +114,7 @@ def test_what_it_raises_says_what_was_scored(scored_by, tmp_path, body, kind):
     with pytest.raises(kind) as caught:
         scored_by(body)
     assert caught.value.__notes__ == [
-        f"in reward.path={tmp_path}/mine.py:score, scoring 3 answers; row 0 has the prompt '1+1='"
+        f"in reward.path={tmp_path}/mine.py:score, scoring 3 responses; row 0 has the prompt '1+1='"
     ]
 
 

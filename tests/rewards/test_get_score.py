@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaModel, dynamic_module_utils
 from ppo_ds.config.targets import bind
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.errors import UserError
-from ppo_ds.rewards.base import Answers, RewardError
+from ppo_ds.rewards.base import Responses, RewardError
 from tests.rewards.own_code import BOTH, GET_SCORE, GET_SCORES, by_hand, save_own_code
 from tests.rewards.reward_cases import VOCAB, loaded, make_rollout, save_tokenizer
 
@@ -116,11 +116,13 @@ def test_get_scores_that_says_otherwise_is_not_used(tmp_path, build, tokenizer):
     reward = build(path)
     (warning,) = [note for note in build.notes if note.startswith("warning")]
     assert warning.startswith(
-        f"warning    reward.model.path={path}: a text alone scores up to "
-    ) and warning.endswith("but get_score one by one")
+        f"warning    reward.model.path={path}: the score of a text alone differs by up to "
+    ) and warning.endswith("get_score is called one by one instead of get_scores")
     torch.testing.assert_close(reward(rollout).total, expected(path), atol=1e-5, rtol=1e-5)
     assert build.module.model.batches == ["one"] * 4
-    with pytest.raises(UserError, match=r"^reward.model.path=.*get_scores is not used.*reward.audit=strict"):
+    with pytest.raises(
+        UserError, match=r"^reward.model.path=.*get_score is called one by one.*reward.audit=strict"
+    ):
         build(path, audit="strict")
     assert not torch.allclose(build(path, audit="off")(rollout).total, expected(path))  # nobody looked
     assert build.notes == []
@@ -233,8 +235,8 @@ def test_too_few_scores_stop_the_run(tmp_path, build):
         ),
         audit="off",
     )
-    with pytest.raises(RewardError, match="its code gave 1 scores for 2 chats"):
-        reward.judge(Answers(({"prompt_text": "p"},) * 2, ("a", "b"), (True, True)))
+    with pytest.raises(RewardError, match="its code returned 1 scores for 2 chats"):
+        reward.judge(Responses(({"prompt_text": "p"},) * 2, ("a", "b"), (True, True)))
 
 
 RAISES = """

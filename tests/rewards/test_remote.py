@@ -20,7 +20,7 @@ from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from ppo_ds.rewards import http_client
-from ppo_ds.rewards.base import Answers, RewardError
+from ppo_ds.rewards.base import Responses, RewardError
 from ppo_ds.rewards.remote import RemoteReward
 from tests.rewards.reward_cases import make_rollout
 from tests.rewards.service import lengths, says, serving
@@ -50,7 +50,7 @@ def ask(tokenizer):
 
     def asked(service, *texts, **settings):
         texts = texts or ("yes", "no")
-        answers = Answers(
+        answers = Responses(
             tuple({"prompt_text": f"p{i}"} for i in range(len(texts))), texts, (True,) * len(texts)
         )
         return bound(tokenizer, service.url, **QUICK | settings).judge(answers)
@@ -139,7 +139,7 @@ def test_a_failure_that_may_pass_is_tried_again(ask, status):
         line = refused(ask, service, retries=1)
         assert (
             line
-            == f"reward.url={service.url}: answered {status}: busy; asked 2 time(s) (rows 0 to 1, prompt 'p0')"
+            == f"reward.url={service.url}: status {status}: busy; 2 attempt(s) (rows 0 to 1, prompt 'p0')"
         )
 
 
@@ -195,9 +195,9 @@ def test_a_service_that_is_slow_or_gone(ask):
     with serving(reply) as service:
         line = refused(ask, service, timeout_seconds=0.2, retries=1)
         release.set()
-    assert "no answer within 0.2 s; asked 2 time(s)" in line
+    assert "no reply within 0.2 s; 2 attempt(s)" in line
     line = refused(ask, service, retries=2)
-    assert "ConnectError" in line and "asked 3 time(s)" in line
+    assert "ConnectError" in line and "3 attempt(s)" in line
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_a_reply_that_trickles_in_has_a_limit_too(ask, tokenizer, start):
     reward = RemoteReward(
         f"http://127.0.0.1:{listening.getsockname()[1]}/", timeout_seconds=0.3, retries=0, tokenizer=tokenizer
     )
-    with pytest.raises(RewardError, match="no answer within 0.3 s"):
-        reward.judge(Answers(({"prompt_text": "p"},), ("a",), (True,)))
+    with pytest.raises(RewardError, match="no reply within 0.3 s"):
+        reward.judge(Responses(({"prompt_text": "p"},), ("a",), (True,)))
     over.set()
     listening.close()
 
@@ -242,34 +242,34 @@ def test_other_refusals_end_at_once(ask, status):
     with serving(lambda number, body: (status, {}, b"no\nsuch\x1b[31m model " + SECRET.encode())) as service:
         line = refused(ask, service, key_env="JUDGE_KEY")
         assert len(service.bodies) == 1
-    assert f"answered {status}: no such?[31m model ***; asked 1 time(s)" in line
+    assert f"status {status}: no such?[31m model ***; 1 attempt(s)" in line
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"{", "answered what is no JSON: {; asked 1 time(s)"),
-        (b"[" * 100_000, "answered what is no JSON: [[["),
-        (b"\xff\xfe", "answered what is no JSON"),
-        (b"", "answered what is no JSON"),
-        ([1, 2], "answered '[1, 2]', not {\"scores\": [...]}"),
-        ({"score": [1, 2]}, "answered \"{'score': [1, 2]}\", not"),
+        (b"{", "the reply is not JSON: {; 1 attempt(s)"),
+        (b"[" * 100_000, "the reply is not JSON: [[["),
+        (b"\xff\xfe", "the reply is not JSON"),
+        (b"", "the reply is not JSON"),
+        ([1, 2], "the reply is '[1, 2]', not {\"scores\": [...]}"),
+        ({"score": [1, 2]}, "the reply is \"{'score': [1, 2]}\", not"),
         ({"scores": 3}, "not {"),
-        ({"scores": [1]}, "answered 1 scores for 2 items"),
-        ({"scores": [1, 2, 3]}, "answered 3 scores for 2 items"),
-        (b'{"scores": [1, NaN]}', "answered 'nan' for item 1; a score must be a finite number"),
-        (b'{"scores": [1, 1e999]}', "answered 'inf' for item 1"),
-        (b'{"scores": [-1e39, 1]}', "answered '-1e+39' for item 0"),
-        ({"scores": [1, None]}, "answered 'None' for item 1"),
-        ({"scores": [True, 1]}, "answered 'True' for item 0"),
-        ({"scores": ["1", 1]}, "answered '1' for item 0"),
+        ({"scores": [1]}, "the reply has 1 scores for 2 items"),
+        ({"scores": [1, 2, 3]}, "the reply has 3 scores for 2 items"),
+        (b'{"scores": [1, NaN]}', "the reply has 'nan' for item 1; a score must be a finite number"),
+        (b'{"scores": [1, 1e999]}', "the reply has 'inf' for item 1"),
+        (b'{"scores": [-1e39, 1]}', "the reply has '-1e+39' for item 0"),
+        ({"scores": [1, None]}, "the reply has 'None' for item 1"),
+        ({"scores": [True, 1]}, "the reply has 'True' for item 0"),
+        ({"scores": ["1", 1]}, "the reply has '1' for item 0"),
     ],
 )
 def test_what_is_no_list_of_scores_is_an_error_and_never_a_zero(ask, content, said):
     with serving(lambda number, body: (200, {}, content)) as service:
         line = refused(ask, service)
         assert len(service.bodies) == 1  # it would say the same again
-    assert said in line and line.endswith("; asked 1 time(s) (rows 0 to 1, prompt 'p0')")
+    assert said in line and line.endswith("; 1 attempt(s) (rows 0 to 1, prompt 'p0')")
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -279,24 +279,21 @@ def test_redirects_are_not_followed(ask, status):
             line = refused(ask, service, key_env="JUDGE_KEY")
         assert other.bodies == []  # neither the texts nor the key went there
     assert (
-        f"answered {status}, which sends to another host, http://127.0.0.1; redirects are not followed"
-        in line
+        f"status {status} redirects to another host, http://127.0.0.1; redirects are not followed" in line
         and "query" not in line
     )
     with serving(lambda number, body: (status, {"Location": "/score/?token=1"}, b"")) as service:
         line = refused(ask, service)
         assert len(service.bodies) == 1
-    assert "which sends to /score/ of the same host;" in line
+    assert "redirects to /score/ of the same host;" in line
 
 
 def test_a_reply_may_not_be_too_large(ask):
     with serving(lambda number, body: (200, {}, {"scores": [1, 2], "padding": "x" * 5000})) as service:
         assert ask(service).tolist() == [1, 2]
-        assert "answered more than 0.00390625 MB; asked 1 time(s)" in refused(
-            ask, service, max_response_mb=2**-8
-        )
+        assert "the reply exceeds 0.00390625 MB; 1 attempt(s)" in refused(ask, service, max_response_mb=2**-8)
     with serving(lambda number, body: (200, {"Content-Encoding": "gzip"}, b"a bomb, perhaps")) as service:
-        assert "in compressed form" in refused(ask, service)
+        assert "reply is compressed" in refused(ask, service)
     bomb = gzip.compress(b'{"scores": [1, 2], "padding": "' + bytes(2**24) + b'"}')  # 16 MB in 16 KB
     for headers in (
         {"Content-Encoding": "gzip"},
@@ -306,7 +303,7 @@ def test_a_reply_may_not_be_too_large(ask):
     ):
         with serving(lambda number, body, headers=headers: (200, headers, bomb)) as service:
             line = refused(ask, service)
-        assert ("in compressed form" in line) == bool(headers) and ("is no JSON" in line) == (not headers)
+        assert ("reply is compressed" in line) == bool(headers) and ("is not JSON" in line) == (not headers)
     assert service.headers[0]["Accept-Encoding"] == "identity"
 
 
@@ -362,8 +359,8 @@ def test_the_query_is_sent_but_not_shown(ask):
         (dict(url="host/x"), "reward.url=host/x: must begin with http:// or https:// and a host"),
         (dict(url="http:///x"), "reward.url=http:///x: must begin"),
         (dict(url="me:pass@host/x"), "reward.url: must begin"),
-        (dict(url="http://host:pass/x"), "reward.url: is no address"),
-        (dict(url=7), "reward.url: is no address"),
+        (dict(url="http://host:pass/x"), "reward.url: is not a URL"),
+        (dict(url=7), "reward.url: is not a URL"),
         (
             dict(key_env="sk-pass"),
             "reward.key_env: must be the name of an environment variable, in capitals, never the secret itself",
@@ -371,11 +368,11 @@ def test_the_query_is_sent_but_not_shown(ask):
         (dict(key_env="hf_pass"), "reward.key_env: must be the name"),
         (
             dict(key_env="NOT_THERE"),
-            "reward.key_env=NOT_THERE: no such environment variable, or an empty one",
+            "reward.key_env=NOT_THERE: this environment variable is not set or empty",
         ),
         (
             dict(key_env="BROKEN_KEY"),
-            "reward.key_env=BROKEN_KEY: what this variable holds cannot be sent as a key",
+            "reward.key_env=BROKEN_KEY: the value of this variable cannot be sent as a key",
         ),
         (
             dict(model="judge"),
@@ -384,11 +381,11 @@ def test_the_query_is_sent_but_not_shown(ask):
         (dict(protocol="openai"), "reward.model is missing"),
         (
             JUDGED | dict(template="Rate {response}"),
-            "reward.template: has no {prompt}, so the judge would not see what it judges",
+            "reward.template: has no {prompt}, which the judge must see",
         ),
         (JUDGED | dict(template=""), "reward.template: has no {prompt} and no {response}"),
-        (JUDGED | dict(pattern="("), "reward.pattern=(: is no regular expression"),
-        (JUDGED | dict(pattern=r"\d+"), r"reward.pattern=\d+: has 0 groups; it needs one"),
+        (JUDGED | dict(pattern="("), "reward.pattern=(: is not a regular expression"),
+        (JUDGED | dict(pattern=r"\d+"), r"reward.pattern=\d+: has 0 groups; it needs exactly one"),
         (dict(batch_size=0), "reward.batch_size=0: must be at least 1"),
         (dict(api_key="pass"), "reward.api_key=...: no such key"),
         (dict(key="pass"), "reward.key=...: no such key"),
@@ -415,7 +412,7 @@ def test_a_variable_that_is_not_set():
             "reward",
         )
     assert caught.value.problems == [
-        "reward.key_env=NOT_THERE: no such environment variable, or an empty one; set it where the run starts"
+        "reward.key_env=NOT_THERE: this environment variable is not set or empty; set it where the run starts"
     ]
 
 
@@ -423,9 +420,9 @@ def test_a_row_that_is_no_json(tokenizer):
     reward = bound(tokenizer, "http://host.invalid/", send_rows=True)
     with pytest.raises(
         RewardError,
-        match=r"^reward.url=http://host.invalid/: what is to be sent is no JSON \(.*set.*\) \(row 0, prompt 'p'\)",
+        match=r"^reward.url=http://host.invalid/: the request cannot be written as JSON \(.*set.*\) \(row 0, prompt 'p'\)",
     ):
-        reward.judge(Answers(({"prompt_text": "p", "image": {1, 2}},), ("a",), (True,)))
+        reward.judge(Responses(({"prompt_text": "p", "image": {1, 2}},), ("a",), (True,)))
 
 
 def test_after_an_error_nobody_goes_on(ask):
@@ -438,7 +435,7 @@ def test_after_an_error_nobody_goes_on(ask):
 
     with serving(reply) as service:
         line = refused(ask, service, "a", "b", batch_size=1, concurrency=2)
-        assert "answered 400: broken" in line and "(row 1, prompt 'p1')" in line
+        assert "status 400: broken" in line and "(row 1, prompt 'p1')" in line
         assert len(service.bodies) == 2
 
 
@@ -458,7 +455,7 @@ def test_once_the_scores_are_not_wanted_nobody_waits_for_them(tokenizer, slow):
         with serving(reply) as service:
             reward = bind(spec | {"url": service.url}, "reward")(tokenizer=tokenizer, should_stop=came.is_set)
             start = time.monotonic()
-            scores = reward.judge(Answers(({"prompt_text": "p"},) * 3, ("a", "b", "c"), (True,) * 3))
+            scores = reward.judge(Responses(({"prompt_text": "p"},) * 3, ("a", "b", "c"), (True,) * 3))
             assert len(scores) == 3 and time.monotonic() - start < 30
             exit_now.set()
     finally:
@@ -516,7 +513,7 @@ def test_a_score_out_of_bounds_is_none(ask, words, limits):
         line = refused(ask, service, "a", **JUDGED | limits, parse_retries=1)
         assert len(service.bodies) == 2
         assert (
-            f"the judge gave {words[7:]}, no score from 1 to {limits.get('highest', 5)}: '{words}'; asked 2 time(s)"
+            f"the judge gave {words[7:]}, outside of 1 to {limits.get('highest', 5)}: '{words}'; 2 attempt(s)"
             in line
         )
         assert ask(service, "a", **JUDGED, lowest=None, highest=None).tolist() == [float(words[7:])]
@@ -546,15 +543,13 @@ def test_a_judge_without_a_score_is_asked_again_and_then_an_error(ask, words):
         service.bodies.clear()
         line = refused(ask, service, "a", **JUDGED, parse_retries=1)
         assert len(service.bodies) == 2
-    assert "the judge gave no score: " in line and "asked 2 time(s) (row 0, prompt 'p0')" in line
+    assert "the judge gave no score: " in line and "2 attempt(s) (row 0, prompt 'p0')" in line
 
 
 def test_what_is_no_chat_completion_is_an_error_at_once(ask):
     for content in ({"choices": []}, {"error": "x"}, [], "text", {"choices": [{"text": "Score: 1"}]}):
         with serving(lambda number, body, content=content: (200, {}, content)) as service:
-            assert "which is no chat completion; asked 1 time(s) (row 0" in refused(
-                ask, service, "a", **JUDGED
-            )
+            assert "not a chat completion; 1 attempt(s) (row 0" in refused(ask, service, "a", **JUDGED)
             assert len(service.bodies) == 1
 
 
@@ -622,7 +617,7 @@ def test_a_whole_run_leaves_the_key_nowhere(tmp_path, monkeypatch):
                 said, _ = child.communicate(timeout=240)
             finally:
                 child.kill()
-    assert child.returncode == 1 and "answered 500: ***; asked 2" in said, said
+    assert child.returncode == 1 and "status 500: ***; 2 attempt(s)" in said, said
     assert service.headers[0]["Authorization"] == f"Bearer {SECRET}" and len(service.bodies) == 3
     assert any("wandb_child" in line for line in lines), lines
     run = tmp_path / "run"

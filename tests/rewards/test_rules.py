@@ -11,7 +11,7 @@ from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.models.tokenizer import load_tokenizer
-from ppo_ds.rewards.base import Answers, RewardError
+from ppo_ds.rewards.base import Responses, RewardError
 from ppo_ds.rewards.rules import (
     ExactMatchReward,
     FormatReward,
@@ -34,7 +34,7 @@ WELL_FORMED = "<think>\na\n</think>\n<answer>\nb\n</answer>"
 
 def answers(*texts, rows=None):
     rows = [{"prompt_text": "q", **row} for row in rows or [{}] * len(texts)]
-    return Answers(tuple(rows), texts, (True,) * len(texts))
+    return Responses(tuple(rows), texts, (True,) * len(texts))
 
 
 @pytest.fixture
@@ -115,14 +115,12 @@ def test_another_form(rates):
 def test_tags_that_no_text_can_show_are_refused(tokenizer, tmp_path):
     tokenizer.hf.add_special_tokens({"additional_special_tokens": ["<think>"]})
     tokenizer.save(tmp_path)
-    with pytest.raises(UserError, match="^reward.tags: the actor's tokenizer reads <think> back as ''"):
+    with pytest.raises(UserError, match="^reward.tags: the actor's tokenizer decodes <think> to ''"):
         FormatReward(tokenizer=load_tokenizer(str(tmp_path)))
-    with pytest.raises(
-        UserError, match="^reward.inside=think: the actor's tokenizer reads <think> back as ''"
-    ):
+    with pytest.raises(UserError, match="^reward.inside=think: the actor's tokenizer decodes <think> to ''"):
         RegexReward("x", inside="think", tokenizer=load_tokenizer(str(tmp_path)))
     RegexReward("x", inside="answer", tokenizer=load_tokenizer(str(tmp_path)))
-    with pytest.raises(UserError, match="reads <answer> back as"):
+    with pytest.raises(UserError, match="decodes <answer> to"):
         RegexReward("x", inside="answer", tokenizer=character_tokenizer("0123456789"))
 
 
@@ -151,7 +149,7 @@ def test_inside_reads_as_the_seeds_search_does(rates, text, inner):
 
 
 def test_what_is_inside_is_finished_and_what_is_not_there_is_as_finished_as_the_answer():
-    cut = Answers(
+    cut = Responses(
         ({},) * 3, ("<answer>4</answer> and", "<answer></answer> and", "<answer>4"), (False, False, False)
     )
     assert cut.inside("answer").finished == (True, True, False)
@@ -186,7 +184,7 @@ def test_a_reference_that_is_neither_text_nor_number_stops_the_run(rates, kind):
     ):
         with pytest.raises(RewardError) as caught:
             rates(kind, "5", rows=one(value))
-        wanted = f"reward.parts.r.reward.column=answer: the reference {seen} is neither a text nor a number; mend it, or name another column"
+        wanted = f"reward.parts.r.reward.column=answer: the reference {seen} is neither a text nor a number; correct it, or name another column"
         assert str(caught.value) == wanted
 
 

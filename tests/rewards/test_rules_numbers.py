@@ -150,7 +150,7 @@ def test_what_is_not_one_number_is_not_half_read(tokenizer, text):
     for reference in (text, f"12, so \\boxed{{{text}}}", f"12\n#### {text}"):
         with pytest.raises(
             RewardError,
-            match="^reward.column=answer: no number in the reference '.*; mend it, or name another column$",
+            match="^reward.column=answer: the reference '.*' is not a single finite number; correct it, or name another column$",
         ):
             NumericReward(tokenizer=tokenizer).judge(answers("4", rows=[{"answer": reference}]))
 
@@ -207,7 +207,9 @@ def test_numeric(tokenizer, text, reference, settings, score):
 
 @pytest.mark.parametrize("reference", ["unknown", "1/0", "0^{-1}", "9^{999}", "<answer>none</answer> 4"])
 def test_a_reference_without_a_number_stops_the_run(tokenizer, reference):
-    with pytest.raises(RewardError, match="^reward.column=answer: no number in the reference '"):
+    with pytest.raises(
+        RewardError, match="^reward.column=answer: the reference .* is not a single finite number"
+    ):
         NumericReward(tokenizer=tokenizer).judge(answers("4", rows=[{"answer": reference}]))
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
-from ppo_ds.rewards.base import Answers, RewardError, TextReward
+from ppo_ds.rewards.base import Responses, RewardError, TextReward
 from ppo_ds.rewards.weighted import AnswerMix
 from ppo_ds.types import Scores
 from tests.rewards.reward_cases import VOCAB, Placed, loaded, make_rollout, save_tokenizer
@@ -166,7 +166,7 @@ def test_the_seeds_printed_mix(tokenizer):
     table = dict(zip(texts, whole, strict=True)) | {f"a{i}": score for i, score in enumerate(answer)}
     mix = AnswerMix(Looked(table, tokenizer=tokenizer), clip=case["params"]["scale"], tokenizer=tokenizer)
     torch.testing.assert_close(
-        mix.judge(Answers(({},) * 3, tuple(texts), (True,) * 3)), torch.tensor(wanted), atol=1e-6, rtol=0
+        mix.judge(Responses(({},) * 3, tuple(texts), (True,) * 3)), torch.tensor(wanted), atol=1e-6, rtol=0
     )
 
 
@@ -281,7 +281,7 @@ def test_the_state_is_plain_and_comes_back(build, rolled):
     assert plain.state_dict() == {"moments": {}}
     plain.load_state_dict({"moments": {}})
     with pytest.raises(
-        UserError, match="^reward.parts: normalised with running moments are none, in the checkpoint a"
+        UserError, match="^reward.parts: the parts with normalize=running are none, in the checkpoint a"
     ):
         plain.load_state_dict(reward.state_dict())
 
@@ -365,7 +365,7 @@ def test_a_mixture_whose_weights_are_all_0(build, weights):
             )
         )
     assert caught.value.problems == [
-        "reward.parts: every weight is 0: nothing would be rewarded; give one part another weight"
+        "reward.parts: every weight is 0, so every total is 0; give one part another weight"
     ]
 
 
@@ -377,28 +377,28 @@ def test_what_does_not_read_text_has_no_inside_and_no_mix(build):
 
     refused(
         spec(MIXTURE, parts={"a": {"inside": "answer", "reward": spec("ByToken")}}),
-        "reward.parts.a.inside=answer: ByToken does not read text alone; make it null",
+        "reward.parts.a.inside=answer: ByToken does not read text alone; set it to null",
     )
     refused(
         spec(MIX, reward=spec("ByToken")),
-        "reward.reward: ByToken does not read text alone; put the mix of whole and answer around its parts",
+        "reward.reward: ByToken does not read text alone; put an AnswerMix around each of its parts",
     )
     inner = spec(MIXTURE, parts={"b": {"reward": spec("ByToken")}})
     refused(
         spec(MIXTURE, parts={"a": {"reward": inner}}),
-        "reward.parts.a.reward: is a mixture itself; put its parts beside the others",
+        "reward.parts.a.reward: is a weighted reward itself; put its parts beside the others",
     )
 
 
 def test_tags_that_no_text_can_show_are_refused():
     digits = character_tokenizer("0123456789")
     with pytest.raises(
-        UserError, match="^reward.parts.a.inside=answer: the actor's tokenizer reads <answer> back as"
+        UserError, match="^reward.parts.a.inside=answer: the actor's tokenizer decodes <answer> to"
     ):
         bind(spec(MIXTURE, parts={"a": {"inside": "answer", "reward": looked(x=1.0)}}), "reward")(
             tokenizer=digits, reduce=None
         )
-    with pytest.raises(UserError, match="^reward.tag=final: the actor's tokenizer reads <final> back as"):
+    with pytest.raises(UserError, match="^reward.tag=final: the actor's tokenizer decodes <final> to"):
         bind(spec(MIX, tag="final", reward=looked(x=1.0)), "reward")(tokenizer=digits)
 
 

@@ -1,0 +1,125 @@
+"""Base class of the rewards that score responses with a frozen model."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ppo_ds.config.schema import FrozenZeroConfig, ModelConfig
+from ppo_ds.errors import UserError
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.rewards.audit import AuditMode, Findings
+from ppo_ds.rewards.base import (
+    Responses,
+    RewardError,
+    TextReward,
+    quoted,
+    reward_errors_as_user_errors,
+)
+from ppo_ds.types import Row
+
+REPLICA = FrozenZeroConfig()  # the default: a whole copy of the model on each rank
+
+
+class FrozenScorer(Protocol):
+    """A frozen model as the engine runs it: between two uses it may be offloaded to CPU memory or sharded."""
+
+    def resident(self) -> AbstractContextManager[None]: ...
+
+    def __call__(self, *inputs: Any, **options: Any) -> Tensor: ...
+
+
+# (loader, model section, ZeRO section, key for errors) -> (module, the same module as the engine runs it)
+LoadFrozen = Callable[
+    [Callable[..., nn.Module], ModelConfig, FrozenZeroConfig, str], tuple[Any, FrozenScorer]
+]
+
+
+class FrozenModelReward(TextReward):
+    """Base class of rewards that encode each response, score it with a frozen model and check the scores.
+
+    Subclasses define ``encode`` (one response to the model's input) and ``score`` (inputs to scores).
+    """
+
+    def __init__(self, scorer: FrozenScorer, *, tokenizer: Tokenizer, token_budget: int, key: str, name: str):
+        """Initializes the reward.
+
+        Args:
+            scorer: The model as the engine runs it.
+            tokenizer: The actor's tokenizer.
+            token_budget: Maximum number of tokens of one forward, padding included.
+            key: The reward's section in the config, for errors.
+            name: The model's key and path, for errors.
+        """
+        super().__init__(tokenizer)
+        self._scorer, self._token_budget = scorer, token_budget
+        self._key, self._name = key, name
+
+    @abstractmethod
+    def encode(self, row: Row, response: str, finished: bool) -> Any:
+        """Builds the model's input for one response."""
+
+    @abstractmethod
+    def score(self, inputs: Sequence[Any]) -> Tensor:
+        """Scores inputs in batches under the token budget, [B]; scores may be non-finite."""
+
+    def judge(self, responses: Responses) -> Tensor:
+        scores = self.score(
+            [
+                self.encode(*each)
+                for each in zip(responses.rows, responses.texts, responses.finished, strict=True)
+            ]
+        )
+        if not scores.isfinite().all():
+            row = int((~scores.isfinite()).nonzero()[0])
+            raise RewardError(
+                f"the reward model scored {scores[row]} for row {row}, response "
+                f"{quoted(responses.texts[row])}; "
+                f"try {self._key}.model.dtype=fp32"
+            )
+        return scores
+
+    def _score_in_batches(
+        self, inputs: Sequence[Any], batches: list[Tensor], forward: Callable[[list[Any]], Tensor]
+    ) -> Tensor:
+        """Runs ``forward`` on each batch (row indices) and returns the scores in input order, [B]."""
+        scores = torch.zeros(len(inputs))
+        with self._scorer.resident():
+            parts = [forward([inputs[i] for i in rows.tolist()]) for rows in batches]
+            scores[torch.cat(batches)] = torch.cat(parts).cpu()  # one GPU synchronisation, after the last
+        return scores
+
+    def audit(
+        self,
+        inspect: Callable[[], Findings],
+        mode: AuditMode,
+        *,
+        note: Callable[[str], None],
+        all_reduce_max: Callable[[int], int],
+    ) -> Findings | None:
+        """Runs ``inspect`` unless the audit is off and passes its findings to ``note``, one line each.
+
+        With ``strict`` every rank raises UserError if any rank found a failure.
+        """
+        if mode not in ("report", "strict"):
+            return None
+        with reward_errors_as_user_errors():
+            findings = inspect()
+        if all_reduce_max(len(findings.failures)) and mode == "strict":
+            failures = findings.failures or ["the audit failed on another rank"]
+            raise UserError(
+                *(
+                    f"{self._name}: {line} ({self._key}.audit=strict; with report it is a warning)"
+                    for line in failures
+                )
+            )
+        for line in findings.failures:
+            note(f"warning    {self._name}: {line}")
+        if findings.remarks:
+            note(f"audit      {self._name}: {'; '.join(findings.remarks)}")
+        return findings
