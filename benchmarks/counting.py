@@ -37,20 +37,20 @@ class Lengths:
 
 @dataclass
 class Recorder:
-    """Stands in the place of a trainer's ``sample`` and notes the lengths of what came, and the process's CPU seconds at each step's start."""
+    """Stands in the place of a trainer's ``collect`` and notes the lengths of what came, and the process's CPU seconds at each step's start."""
 
-    trainer: Any
+    stage: Any
     steps: list[Lengths] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._sample, self.trainer.sample = self.trainer.sample, self
+        self._collect, self.stage.collect = self.stage.collect, self
 
     def __call__(self, prompts: Any) -> Any:
         self.cpu.append(time.process_time())
-        rollout, metrics = self._sample(prompts)
+        rollout, metrics = self._collect(prompts)
         mine = (rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist())
-        shares = self.trainer.world.gather_objects(mine)
+        shares = self.stage.context.world.gather_objects(mine)
         self.steps.append(Lengths([n for p, _ in shares for n in p], [n for _, r in shares for n in r]))
         return rollout, metrics
 
@@ -64,9 +64,9 @@ class Sizes:
     bytes_each: int
 
 
-def sizes(trainer: Any) -> Sizes:
+def sizes(stage: Any) -> Sizes:
     """Those that the run's own perf/* count with."""
-    meter = trainer.meter
+    meter = stage.meter
     return Sizes(meter.actor, meter.critic, meter.weight_bytes)
 
 

@@ -4,7 +4,7 @@
     deepspeed --num_gpus 2 benchmarks/ppo_step.py W2 --set rollout.backend=hf --json w2.json
     python benchmarks/ppo_step.py W2 --against trl --trl-python TRL_ENV/bin/python --threads 1
 
-It runs the trainer as launch/train.py does: the same config, the same build_trainer, the same fit.
+It runs the trainer as launch/train.py does: the same config, the same build_run, the same fit.
 """
 
 from __future__ import annotations
@@ -86,18 +86,21 @@ def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """The figures of a training run by ``config``, and whether this is the rank that shows them. The first step is not counted."""
     from benchmarks.counting import Recorder, sizes
     from benchmarks.report import distance, figures
-    from ppo_ds.build.trainer import build_trainer
+    from ppo_ds.build.run import build_run
+    from ppo_ds.training import run as training_run
 
     with redirect_stdout(sys.stderr):
-        trainer = build_trainer(config)
-        trainer.folder = NoExport()
-        recorder = Recorder(trainer)
-        trainer.fit()
+        run = build_run(config)
+        # the trained weights of a benchmark are of no use to anyone
+        run.stage.export = lambda run_dir: None
+        training_run.write_report = lambda *_, **__: None
+        recorder = Recorder(run.stage)
+        run.fit()
     recorder.cpu.append(time.process_time())
-    trainer.world.barrier()  # the limits are measured by all ranks at once, as they worked
-    limits = None if args.no_limits else _limits(trainer, config)
-    trainer.world.barrier()
-    if not trainer.world.is_main:
+    run.world.barrier()  # the limits are measured by all ranks at once, as they worked
+    limits = None if args.no_limits else _limits(run.stage, config)
+    run.world.barrier()
+    if not run.world.is_main:
         return {}, False
     records = [
         json.loads(line)
@@ -106,28 +109,20 @@ def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     steps, cpu = recorder.steps[1:], [b - a for a, b in zip(recorder.cpu[1:], recorder.cpu[2:], strict=False)]
     found = {
         "workload": args.workload,
-        "machine": _machine(trainer.world.device),
+        "machine": _machine(run.world.device),
         "overrides": overrides(args),
     } | figures(records, steps, cpu)
     if limits is not None:
         epochs = [record["policy/epochs_run"] for record in records]
-        found |= distance(found, steps, sizes(trainer), epochs, limits, trainer.world.size)
+        found |= distance(found, steps, sizes(run.stage), epochs, limits, run.world.size)
     return found, True
 
 
-class NoExport:
-    """In the place of a run's folder: the trained weights of a benchmark are of no use to anyone."""
-
-    def export(self, *models: Any) -> None: ...
-
-    def report(self, *rows: Any, **what: Any) -> None: ...
-
-
-def _limits(trainer: Any, config: Any) -> Any:
+def _limits(stage: Any, config: Any) -> Any:
     from benchmarks.report import Limits
     from ppo_ds.engine.peak import bytes_per_s, gemm_flops_per_s
 
-    lm, device = trainer.actor.module.lm, trainer.world.device
+    lm, device = stage.actor.module.lm, stage.context.world.device
     hidden = lm.config.hidden_size
     inner = getattr(lm.config, "intermediate_size", 4 * hidden)
     rows = min(config.memory.train_tokens, 2048)

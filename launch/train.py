@@ -52,11 +52,10 @@ def main(argv: list[str]) -> int:
     if config.run.dry_run:
         os.environ |= NO_GPU
     prepare_environment(config.run.verbose)
-    from ppo_ds.build.trainer import build_trainer
+    # these import torch, deepspeed and transformers, which takes seconds
+    from ppo_ds.build.run import build_run
     from ppo_ds.distributed.watchdog import Watchdog
-    from ppo_ds.training.schedule import (
-        EXIT_CODES,
-    )  # torch, deepspeed and transformers: seconds, so only for a sound config
+    from ppo_ds.training.state import EXIT_CODES
 
     watch = Watchdog()
     try:
@@ -66,23 +65,23 @@ def main(argv: list[str]) -> int:
             config = dry_run.begin(
                 config, int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
             )
-        trainer = build_trainer(config, watch)
+        run = build_run(config, watch)
     except UserError as error:
         exit_now(watch.fail(complaint(error), str(error), 2, own=True) if watch.started else complain(error))
     except BaseException as error:  # also KeyboardInterrupt, and sys.exit() in a user's code
         exit_now(report(error, watch))
-    watch.set_timeout(config.run.timeout_minutes, lambda why: trainer.fail(RuntimeError(why)))
+    watch.set_timeout(config.run.timeout_minutes, lambda why: run.fail(RuntimeError(why)))
     try:
-        reason = trainer.fit()
+        reason = run.fit()
         if config.run.dry_run and reason == "done":
-            dry_run.conclude(trainer, config)
-        trainer.world.barrier()  # to stop watching while others still work would be to miss how they fare
+            dry_run.conclude(run, config)
+        run.world.barrier()  # to stop watching while others still work would be to miss how they fare
     except BaseException as error:
         code = report(error, watch)
-        run_with_timeout(CLOSING, partial(trainer.fail, error))
+        run_with_timeout(CLOSING, partial(run.fail, error))
         exit_now(code)
     watch.stop()
-    trainer.world.close()
+    run.world.close()
     exit_now(
         EXIT_CODES[reason]
     )  # what threads of the libraries do in an orderly end can abort a run that went well

@@ -193,13 +193,11 @@ def prepare(models: list[dict[str, Any]], first: dict[str, Any] | None) -> None:
         save_shrunk(**{**model, "folder": Path(model["folder"])})
 
 
-def conclude(trainer: Any, config: Config) -> None:
+def conclude(run: Any, config: Config) -> None:
     """After fit(), on all ranks: the checkpoint is read again, what was shown is said, and the folder goes. ``config``: of ``begin``."""
-    path = trainer.checkpoints.latest()
+    path = run.checkpoints.latest()
     assert path is not None, "the dry run has left no checkpoint"
-    trainer.resume(path)
-    if trainer.world.is_main:
-        print(
-            f"{SHOWN.format(steps=trainer.progress.step, ranks=trainer.world.size)}; {NOT_SHOWN}", flush=True
-        )
+    run.resume(path)
+    if run.world.is_main:
+        print(f"{SHOWN.format(steps=run.state.step, ranks=run.world.size)}; {NOT_SHOWN}", flush=True)
         shutil.rmtree(str(config.run.dir), ignore_errors=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,17 +16,10 @@ from ppo_ds.engine.rng import undisturbed
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.metrics import MetricSums
-from ppo_ds.types import Metrics, Prompts, Reward, Rollout, Row
+from ppo_ds.training.stage import Evaluation
+from ppo_ds.types import Prompts, Reward, Rollout, Row
 
 _PLACE = "in an evaluation"
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What one evaluation found over all ranks: eval/* and the answers, alike on every rank."""
-
-    metrics: Metrics
-    rows: list[dict[str, Any]]
 
 
 class Evaluator:

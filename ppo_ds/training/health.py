@@ -50,29 +50,43 @@ class TooManySkips(Exception):
 
 @dataclass
 class Health:
-    """Counts decisions to skip: an optimizer step, or a rollout as a whole, which is one of them however many optimizer steps it was for."""
+    """Counts skipped optimizer steps; the only owner of these counts.
+
+    A rollout that is skipped as a whole counts once, however many optimizer steps it was for.
+    """
 
     max_skips: int
-    skips: int = 0  # in a row, up to now
-    step: int = 1  # that is being made
-    since: int | None = None  # the step of the first of them; None: of an earlier start
+    skips: int = 0  # in a row, so far
+    step: int = 1  # the step in progress
+    since: int | None = None  # the step of the first skip in this row; None if an earlier start made it
     reasons: list[str] = field(default_factory=list)  # since they were last taken
 
+    def begin_step(self, step: int) -> None:
+        self.step = step
+
     def sound(self) -> None:
+        """Records an optimizer step that was made."""
         self.skips = 0
 
     def skip(self, trouble: NonFiniteStep, forgiven: bool = False) -> None:
-        """``forgiven``: as long as a loss scale looks for its level, an overflow is nothing to count."""
+        """Records a skipped optimizer step; raises TooManySkips at the limit.
+
+        ``forgiven`` skips are not counted: overflows while the loss scale is still adapting.
+        """
         self.reasons += trouble.what
         self.since = self.since if self.skips else self.step
         self.skips += not forgiven
         if self.skips >= self.max_skips:
             raise TooManySkips(trouble)
 
-    def take(self) -> list[str]:
-        """The reasons, each once and in their order."""
+    def take_reasons(self) -> list[str]:
+        """Returns the reasons since the last call, each once, in their order."""
         taken, self.reasons = list(dict.fromkeys(self.reasons)), []
         return taken
+
+    def restore(self, skips: int, step: int) -> None:
+        """Sets the count of a checkpoint; ``step`` is the one to do next."""
+        self.skips, self.step, self.since = skips, step, None
 
 
 @dataclass

@@ -8,10 +8,9 @@ import signal
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import Protocol
 
 from ppo_ds.distributed.launcher import launcher_pids
-from ppo_ds.distributed.store import StoreUnavailable
+from ppo_ds.distributed.store import RankStore, StoreUnavailable
 from ppo_ds.distributed.world import World
 
 log = logging.getLogger(__name__)
@@ -27,24 +26,16 @@ class Abandoned(Exception):
     """The step in progress is left by all ranks at the same place. It is to be as if it had not begun."""
 
 
-class Board(Protocol):
-    """Where ranks leave each other texts without a collective, such as engine.notices.Notices."""
-
-    def put(self, name: str, text: str) -> None: ...
-
-    def get(self, name: str) -> str | None: ...
-
-
 class StopRequest:
     """SIGTERM, SIGINT and SIGUSR1 to any rank ask all of them to stop; so does a launcher that has ended. A second Ctrl-C, later, ends it at once.
 
-    ``asked`` is known on every rank within about a second, also while others wait in a collective, but not at the same moment: what hangs on it
-    alone must not be a collective. ``check`` and ``agreed`` are, and say the same everywhere.
+    ``should_stop`` is known on every rank within about a second, also while others wait in a collective, but not at the same moment: what hangs on it
+    alone must not be a collective. ``raise_if_stopped`` and ``agreed_reason`` are, and say the same everywhere.
     """
 
-    def __init__(self, world: World, max_minutes: float | None, notices: Board):
+    def __init__(self, world: World, max_minutes: float | None, store: RankStore):
         self.world = world
-        self.notices = notices
+        self.store = store
         self.max_minutes = max_minutes
         self.deadline: float | None = None
         self._why: str | None = None
@@ -53,7 +44,7 @@ class StopRequest:
         self._launchers = launcher_pids()
         self._caught: int | None = None  # where numbers of signals can be read
 
-    def listen(self) -> None:
+    def install_handlers(self) -> None:
         """Until now a signal has ended this process: there was nothing to save."""
         self.deadline = None if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
         self._caught, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -62,21 +53,21 @@ class StopRequest:
         for number in SIGNALS:
             signal.signal(number, self._handle)
 
-    def asked(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether a signal has come to any rank, as far as this one knows. Costs nothing; once true it stays so."""
         return self._why is not None
 
-    def agreed(self) -> str | None:
+    def agreed_reason(self) -> str | None:
         """ "signal", "time_limit" or None, alike on every rank. A collective."""
         late = self.deadline is not None and time.monotonic() > self.deadline
-        return _REASON.get(self.world.max_int(_SIGNAL if self.asked() else _TIME if late else _NO))
+        return _REASON.get(self.world.max_int(_SIGNAL if self.should_stop() else _TIME if late else _NO))
 
-    def check(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raises Abandoned on all ranks where any is asked to stop. A collective."""
-        if self.world.max_int(int(self.asked())):
+        if self.world.max_int(int(self.should_stop())):
             raise Abandoned
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """From a thread, about twice a second: what has come here is told to the others, and what they tell is noted."""
         if self._caught is None:
             return
@@ -98,12 +89,12 @@ class StopRequest:
         with suppress(
             StoreUnavailable
         ):  # who held the store has ended: its launcher with it, or it fails the next collective
-            return self.notices.get(NOTICE)
+            return self.store.get(NOTICE)
         return None
 
     def _tell(self, why: str) -> None:
         with suppress(StoreUnavailable):  # as above
-            self.notices.put(NOTICE, why)
+            self.store.put(NOTICE, why)
         if self.world.is_main:
             log.warning(
                 "stopping: %s; a step whose update has not begun is abandoned, and repeated by the next start",

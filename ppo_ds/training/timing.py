@@ -79,7 +79,7 @@ class PhaseTimer:
         return seconds | {"time/other": total - sum(seconds.values()), "time/step": total}
 
 
-def spread(world: World, step_seconds: float) -> Metrics:
+def rank_time_spread(world: World, step_seconds: float) -> Metrics:
     """health/rank_time_spread_s: the own seconds of the rank that worked longest less those of the one that worked least; a straggler keeps it high.
 
     Own seconds are those of the step without the waiting in the collectives of World. What ranks wait for each other inside ZeRO's (its updates,

@@ -12,7 +12,6 @@ from ppo_ds.build.algorithm import (
     learner,
     pretraining,
 )
-from ppo_ds.build.trainer import _plan
 from ppo_ds.training.health import Health
 from ppo_ds.training.timing import PhaseTimer
 from tests.ppo.preset_runs import composed
@@ -157,24 +156,6 @@ def test_the_controllers():
         3.0,
         0.01,
         0.9,
-    )
-
-
-def test_the_plan():
-    switches = (
-        "algo.value.warmup_steps=1",
-        "algo.value.pretrain_rollouts=3",
-        "algo.lag=2",
-        "algo.kl.after_update=true",
-        "algo.kl.unit=token",
-    )
-    plan = _plan(composed("standard", *switches, "run.steps=9"), 9)
-    assert (plan.critic_warmup, plan.critic_pretraining, plan.lag, plan.kl_after_update, plan.kl_metric) == (
-        1,
-        3,
-        2,
-        True,
-        "kl/ref_token_mean",
     )
 
 

@@ -34,9 +34,9 @@ HANG = 60  # seconds until ranks that do not end are killed
 
 class Loop:
     def __init__(self, world: Any, folder: Path, case: str):
-        from ppo_ds.training.timing import PhaseTimer, spread
+        from ppo_ds.training.timing import PhaseTimer, rank_time_spread
 
-        self.spread = spread
+        self.spread = rank_time_spread
         self.world, self.folder, self.case = world, folder, case
         self.timer = PhaseTimer(world.device)
 
@@ -82,8 +82,8 @@ def run(folder: Path, case: str) -> None:
     """As launch/train.py does it, but for what is loaded and what is trained."""
     minutes = float(os.environ.get("TIMEOUT_MINUTES", "5"))
     wiring = ModuleType("build")
-    wiring.build_trainer = lambda config, watch: build(folder, case, minutes, watch)  # type: ignore[attr-defined]
-    sys.modules["ppo_ds.build.trainer"] = wiring
+    wiring.build_run = lambda config, watch: build(folder, case, minutes, watch)  # type: ignore[attr-defined]
+    sys.modules["ppo_ds.build.run"] = wiring
     train.load_config = lambda argv: SimpleNamespace(
         run=SimpleNamespace(verbose=False, dry_run=False, timeout_minutes=minutes)
     )

@@ -110,7 +110,7 @@ def _serve() -> None:
     launch.train.prepare_environment(verbose=False)
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import ppo_ds.build.trainer  # noqa: F401
+    import ppo_ds.build.run  # noqa: F401
     from ppo_ds.engine.checkpoint import state
 
     state.SHARD_BYTES = SHARD_BYTES

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from ppo_ds.build.trainer import build_trainer
+from ppo_ds.build.run import build_run
 from ppo_ds.config.checks import validated
 from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.checkpoint import state
@@ -29,7 +29,7 @@ from ppo_ds.engine.checkpoint.state import consolidated, save_model, save_shadow
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.ppo import learner
 from ppo_ds.ppo.learner import Learner
-from ppo_ds.ppo.trainer import Trainer
+from ppo_ds.ppo.trainer import PPOTrainer
 from tests.engine.checkpoint_worker import NOT_PERSISTENT, allow_fp16_on_cpu, make
 from tests.faults.injection import injected, step_unguarded
 from tests.faults.worlds_worker import HANG, config, on_ranks
@@ -80,11 +80,12 @@ def updates(root: Path, name: str, stage: int, dtype: str, place: str) -> None:
     tree["memory"]["train_tokens"] = 10_000  # one micro-batch in each optimizer step
     for role in ("actor", "critic"):
         tree[role]["zero"] |= {"offload_optimizer": name == OFFLOADED}
-    trainer = build_trainer(validated(tree, 2))
-    experience, _ = trainer.make_experience(trainer.sample(trainer.prompts)[0], 0.1)
-    start = trainer.checkpoints.save(1, trainer._models(), trainer.state_dict(), shadows=trainer._shadows())
+    run = build_run(validated(tree, 2))
+    trainer = run.stage
+    experience, _ = trainer.make_experience(trainer.collect(trainer.prompts)[0], 0.1)
+    start = run.checkpoints.save(1, trainer.models, run.state_dict(), shadows=trainer.weight_copies)
     for variant in ("faulted", "left_out") + (("unguarded",) if name == "zero0" else ()):
-        trainer.resume(start)
+        run.resume(start)
         with ExitStack() as patches:
             if variant == "left_out":
                 patches.enter_context(patch.object(learner, "minibatches", all_but(BAD)))
@@ -99,9 +100,9 @@ def updates(root: Path, name: str, stage: int, dtype: str, place: str) -> None:
     trainer.critic.engine.destroy()
 
 
-def keep(folder: Path, trainer: Trainer, said: list[dict[str, float]]) -> None:
-    world = trainer.world
-    for role, model in trainer._models().items():
+def keep(folder: Path, trainer: PPOTrainer, said: list[dict[str, float]]) -> None:
+    world = trainer.context.world
+    for role, model in trainer.models.items():
         save_model(model, folder / role)
     save_shadow(trainer.ema, folder / "ema")
     everyone = world.gather_objects(said)

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ppo_ds.build.trainer import build_trainer
+from ppo_ds.build.run import build_run
 from ppo_ds.config.checks import validated
 from ppo_ds.engine.checkpoint import state
 from ppo_ds.engine.checkpoint.state import consolidated
-from ppo_ds.ppo.trainer import Trainer
-from ppo_ds.training import run_dir as folder
+from ppo_ds.training import report
+from ppo_ds.training.run import Run
 from tests.invariant import invariant_assets
 
 HANG = 240  # seconds of one case, after which it says where it hangs and ends
@@ -49,7 +49,7 @@ UNEVEN: dict[str, Tree] = {
 def main() -> None:
     root = Path(sys.argv[1])
     state.SHARD_BYTES = 30_000  # several shards, so that both ranks write
-    folder.plot_curves = lambda *_, **__: False  # a second each, and looked at by nobody
+    report.plot_curves = lambda *_, **__: False  # a second each, and looked at by nobody
     on_ranks(2, lambda: train(root))
     on_ranks(2, lambda: train_unevenly(root))
     on_ranks(1, lambda: take_over(root))
@@ -75,12 +75,10 @@ def take_over(root: Path) -> None:
         run(name, root / "one" / name, config(root, **what, resume=root / "two" / name), save_again)
     run("uneven", root / "one" / "uneven", uneven(config(root, stage=0)))
 
-    def load(trainer: Trainer) -> None:
+    def load(built: Run) -> None:
         """Another stage too."""
-        trainer.checkpoints.load(
-            checkpoint(root / "two" / "zero3"), {"actor": trainer.actor, "critic": trainer.critic}
-        )
-        for role, model in (("actor", trainer.actor), ("critic", trainer.critic)):
+        built.checkpoints.load(checkpoint(root / "two" / "zero3"), built.stage.models)
+        for role, model in built.stage.models.items():
             weights = consolidated(model)
             assert weights is not None
             save_file(weights, root / "one" / f"{role}_without_zero.safetensors")
@@ -97,27 +95,27 @@ def checkpoint(run_dir: Path) -> Path:
     return run_dir / "checkpoints" / f"step_{SAVED:06d}"
 
 
-def save_again(trainer: Trainer) -> None:
-    assert trainer.progress.step == SAVED
-    trainer.saved_step = None
-    trainer._save(last=True)
+def save_again(built: Run) -> None:
+    assert built.state.step == SAVED
+    built.saved_step = None
+    built.save_if_due(last=True)
 
 
 def run(
-    name: str, run_dir: Path, tree: Tree, before: Callable[[Trainer], None] | None = None, fit: bool = True
+    name: str, run_dir: Path, tree: Tree, before: Callable[[Run], None] | None = None, fit: bool = True
 ) -> None:
     faulthandler.dump_traceback_later(HANG, exit=True)
     size = int(os.environ["WORLD_SIZE"])
     print("==", name, "on", size, flush=True)
     tree["run"]["dir"] = str(run_dir)
-    trainer = build_trainer(validated(tree, size))
+    built = build_run(validated(tree, size))
     if before is not None:
-        before(trainer)
+        before(built)
     if fit:
-        assert trainer.fit() == "done"
-    for model in (trainer.actor, trainer.critic):
+        assert built.fit() == "done"
+    for model in built.stage.models.values():
         model.engine.destroy()
-    del trainer, model
+    del built, model
     gc.collect()
     faulthandler.cancel_dump_traceback_later()
 

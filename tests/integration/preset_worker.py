@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launch.cli import load_config  # noqa: E402
-from ppo_ds.build.trainer import build_trainer  # noqa: E402
+from ppo_ds.build.run import build_run  # noqa: E402
 
 HANG = 200  # seconds of one case, after which it says where it hangs and ends
 
@@ -27,12 +27,12 @@ def main() -> None:
         faulthandler.dump_traceback_later(HANG, exit=True)
         if os.environ["RANK"] == "0":
             print("==", name, flush=True)
-        trainer = build_trainer(load_config(arguments))
-        assert trainer.fit() == "done"
-        for model in (trainer.actor, trainer.critic):
+        run = build_run(load_config(arguments))
+        assert run.fit() == "done"
+        for model in run.stage.models.values():
             if model is not None:
                 model.engine.destroy()
-        del trainer
+        del run
         gc.collect()
         faulthandler.cancel_dump_traceback_later()
     torch.distributed.barrier()

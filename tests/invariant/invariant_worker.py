@@ -20,11 +20,11 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ppo_ds.build.trainer import build_trainer
+from ppo_ds.build.run import build_run
 from ppo_ds.config.checks import validated
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.ppo.trainer import Trainer
+from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Experience, Metrics, Prompts, Rollout, ScoredRollout
 from tests.invariant.mistakes import made
@@ -37,8 +37,8 @@ Found = dict[str, Any]
 class Recorder:
     """Keeps every rollout of one rank for others to replay."""
 
-    def __init__(self, trainer: Trainer, file: Path):
-        self.generate, self.file = trainer.sample.generator, file
+    def __init__(self, trainer: PPOTrainer, file: Path):
+        self.generate, self.file = trainer.collect.generator, file
         self.tensors: dict[str, Tensor] = {}
         self.calls = 0
 
@@ -53,8 +53,8 @@ class Recorder:
 class Replayer:
     """Gives each rank its part of the recorded rollouts, cut to its own widths. The prompts must be those that were recorded."""
 
-    def __init__(self, trainer: Trainer, file: Path):
-        self.world, self.tensors = trainer.world, load_file(file)
+    def __init__(self, trainer: PPOTrainer, file: Path):
+        self.world, self.tensors = trainer.context.world, load_file(file)
         self.calls = 0
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
@@ -80,9 +80,9 @@ class Interrupted(Exception):
 class Disturber(Replayer):
     """Before it replays: generation mode is left by an exception on all ranks, on one rank alone, and entered again inside itself."""
 
-    def __init__(self, trainer: Trainer, file: Path):
+    def __init__(self, trainer: PPOTrainer, file: Path):
         super().__init__(trainer, file)
-        self.actor, self.generate = trainer.actor, trainer.sample.generator
+        self.actor, self.generate = trainer.actor, trainer.collect.generator
         self.seen: list[dict[str, bool]] = []
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
@@ -146,7 +146,7 @@ def watch_steps(model: TrainedModel) -> list[float]:
     return norms
 
 
-def watch_experience(trainer: Trainer) -> list[Experience]:
+def watch_experience(trainer: PPOTrainer) -> list[Experience]:
     found: list[Experience] = []
     make = trainer.make_experience
 
@@ -159,14 +159,9 @@ def watch_experience(trainer: Trainer) -> list[Experience]:
     return found
 
 
-def trained(trainer: Trainer) -> dict[str, TrainedModel]:
-    """By role; without a critic where there is none, or none but a head on the actor."""
-    return {"actor": trainer.actor} | ({} if trainer.critic is None else {"critic": trainer.critic})
-
-
-def count_layer_runs(trainer: Trainer) -> dict[str, int]:
+def count_layer_runs(trainer: PPOTrainer) -> dict[str, int]:
     """How often the first layer of each trained model has run with gradients: twice in each backward where it is checkpointed."""
-    counted = dict.fromkeys(trained(trainer), 0)
+    counted = dict.fromkeys(trainer.models, 0)
 
     def counter(role: str) -> Callable[..., None]:
         def count(*_: Any) -> None:
@@ -174,13 +169,13 @@ def count_layer_runs(trainer: Trainer) -> dict[str, int]:
 
         return count
 
-    for role, model in trained(trainer).items():
+    for role, model in trainer.models.items():
         whole = model.module.lm if role == "actor" else model.module.model
         whole.model.layers[0].input_layernorm.register_forward_hook(counter(role))
     return counted
 
 
-def count_forwards(trainer: Trainer) -> list[int]:
+def count_forwards(trainer: PPOTrainer) -> list[int]:
     """[number of decoding forwards so far]."""
     counted = [0]
 
@@ -193,7 +188,7 @@ def count_forwards(trainer: Trainer) -> list[int]:
 
 
 @torch.no_grad()
-def views_of_the_actor(trainer: Trainer, experience: Experience) -> dict[str, Tensor]:
+def views_of_the_actor(trainer: PPOTrainer, experience: Experience) -> dict[str, Tensor]:
     """What the trained models say of the last rollout: log-probs and values of all states by the engines, logits by the decoding model."""
     ids, mask = experience.ids, experience.attention_mask
     with trainer.actor.generation_mode():
@@ -206,7 +201,7 @@ def views_of_the_actor(trainer: Trainer, experience: Experience) -> dict[str, Te
     return seen if values is None else seen | {"trained_values": values}
 
 
-def rotary(trainer: Trainer) -> Found:
+def rotary(trainer: PPOTrainer) -> Found:
     """The RoPE frequencies of all models, which no dtype and no sharding may round."""
     reference = trainer.make_experience.reference.model
     lms = {"actor": trainer.actor.module.lm, "reference": getattr(reference, "module", reference).lm}
@@ -216,21 +211,21 @@ def rotary(trainer: Trainer) -> Found:
     return {name: {"dtype": str(buffer.dtype), "values": buffer.tolist()} for name, buffer in buffers.items()}
 
 
-def set_generator(trainer: Trainer, how: str, file: Path) -> list[dict[str, bool]]:
+def set_generator(trainer: PPOTrainer, how: str, file: Path) -> list[dict[str, bool]]:
     """Returns what a Disturber will see."""
     if how == "record":
-        trainer.sample.generator = Recorder(trainer, file)
+        trainer.collect.generator = Recorder(trainer, file)
     elif how == "replay":
-        trainer.sample.generator = Replayer(trainer, file)
+        trainer.collect.generator = Replayer(trainer, file)
     elif how == "disturb":
-        disturber, sample = Disturber(trainer, file), trainer.sample
+        disturber, sample = Disturber(trainer, file), trainer.collect
 
         def interrupted_sample(prompts: Iterator[Prompts]) -> tuple[ScoredRollout, Metrics]:
             mine = next(prompts)
             disturber.interrupt(mine, sample.sampling)
             return sample(iter([mine]))
 
-        sample.generator, trainer.sample = disturber, interrupted_sample
+        sample.generator, trainer.collect = disturber, interrupted_sample
         return disturber.seen
     else:
         assert how == "sample", how
@@ -239,15 +234,15 @@ def set_generator(trainer: Trainer, how: str, file: Path) -> list[dict[str, bool
 
 def run(case: Case, root: Path, out: Path) -> None:
     config = validated(case["config"], int(os.environ["WORLD_SIZE"]))
-    trainer = build_trainer(config)
-    world = trainer.world
+    training = build_run(config)
+    world, trainer = training.world, training.stage
     found: Found = {"rotary": rotary(trainer)}
-    norms = {role: watch_steps(model) for role, model in trained(trainer).items()}
+    norms = {role: watch_steps(model) for role, model in trainer.models.items()}
     experiences = watch_experience(trainer)
     forwards, layer_runs = count_forwards(trainer), count_layer_runs(trainer)
     found["seen"] = set_generator(trainer, case.get("generate", "replay"), root / "rollouts.safetensors")
     with made(case.get("mistake")):
-        found["reason"] = trainer.fit()
+        found["reason"] = training.fit()
     found |= {
         "norms": norms,
         "layer_runs": layer_runs,
@@ -255,7 +250,7 @@ def run(case: Case, root: Path, out: Path) -> None:
         "seen": world.gather_objects(found["seen"]),
     }
     tensors = views_of_the_actor(trainer, experiences[-1])
-    for role, model in trained(trainer).items():
+    for role, model in trainer.models.items():
         weights = consolidated(model) or {}
         tensors |= {f"{role}/{name}": weight.clone() for name, weight in weights.items()}
     for when, experience in (("first", experiences[0]), ("last", experiences[-1])):
@@ -265,7 +260,7 @@ def run(case: Case, root: Path, out: Path) -> None:
             {name: tensor.contiguous() for name, tensor in tensors.items()}, out / "tensors.safetensors"
         )
         (out / "found.json").write_text(json.dumps(found))
-    for model in trained(trainer).values():
+    for model in trainer.models.values():
         model.engine.destroy()
 
 

@@ -26,7 +26,7 @@ class Left(BaseException):
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """main() with what fit() or build_trainer() does; gives the exit code."""
+    """main() with what fit() or build_run() does; gives the exit code."""
 
     def exit_now(code: int) -> None:
         raise Left(code)
@@ -34,10 +34,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(fit: Any = None, build: Any = None) -> int:
         world = SimpleNamespace(barrier=lambda: None, close=lambda: closed.append(True))
         wiring = ModuleType("build")
-        wiring.build_trainer = build or (
+        wiring.build_run = build or (
             lambda config, watch: SimpleNamespace(fit=fit, fail=lambda error: None, world=world)
         )  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "ppo_ds.build.trainer", wiring)
+        monkeypatch.setitem(sys.modules, "ppo_ds.build.run", wiring)
         monkeypatch.setattr(train, "prepare_environment", lambda verbose: None)
         monkeypatch.setattr(train, "exit_now", exit_now)
         closed: list[bool] = []

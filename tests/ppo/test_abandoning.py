@@ -12,8 +12,8 @@ from tests.ppo.trainer_cases import Counter, named, stand_ins
 
 
 @pytest.fixture
-def loop(world, tokenizer):
-    return stand_ins(world, tokenizer)
+def loop(world, tokenizer, monkeypatch):
+    return stand_ins(world, tokenizer, monkeypatch)
 
 
 class Moments(Counter):
@@ -41,16 +41,16 @@ def draws():
     return torch.rand(()).item(), np.random.rand(), random.random()
 
 
-def leave_in(trainer, name, step):
+def leave_in(run, name, step):
     """From the ``step``-th call on, the part does what it does, draws random numbers, and is told to leave."""
-    owner, calls = trainer.stop if name == "check" else trainer, []
+    owner, calls = run.context.stop if name == "raise_if_stopped" else run.stage, []
     part = getattr(owner, name)
 
     def left(*args, **kwargs):
         found = part(*args, **kwargs)
         calls.append(1)
         draws()
-        trainer.parts["counter"].n += 1  # a running moment, say
+        run.stage.stateful["counter"].n += 1  # a running moment, say
         if len(calls) >= step:
             raise Abandoned
         return found
@@ -58,17 +58,17 @@ def leave_in(trainer, name, step):
     setattr(owner, name, left)
 
 
-@pytest.mark.parametrize("name", ["sample", "make_experience", "check"])
+@pytest.mark.parametrize("name", ["collect", "make_experience", "raise_if_stopped"])
 def test_what_is_saved_is_the_state_before_the_step(loop, name):
-    trainer, events = loop(checkpoint_every=2, parts={"counter": Moments()})
-    leave_in(trainer, name, step=2)
-    after_one, log = [], trainer._log
-    trainer._log = lambda *line: (
+    run, events = loop(checkpoint_every=2, parts={"counter": Moments()})
+    leave_in(run, name, step=2)
+    after_one, log = [], run.log
+    run.log = lambda *line: (
         log(*line),
-        after_one.append((deepcopy(trainer.state_dict()), draws_and_back())),
+        after_one.append((deepcopy(run.state_dict()), draws_and_back())),
     )  # the last of the first step
-    assert trainer.fit() == "signal"
-    assert trainer.state_dict() == after_one[0][0] and trainer.prompts.n == 1
+    assert run.fit() == "signal"
+    assert run.state_dict() == after_one[0][0] and run.stage.prompts.n == 1
     assert draws() == after_one[0][1]
     assert len(named(events, "learn")) == 1 and named(events, "log") == [1] and named(events, "save") == [1]
     assert named(events, "finish") == [{"exit_reason": "signal"}] and not named(events, "export")
@@ -84,35 +84,35 @@ def draws_and_back():
 
 
 def test_a_checkpoint_of_the_step_before_is_not_written_again(loop):
-    trainer, events = loop(checkpoint_every=1, parts={"counter": Counter()})
-    leave_in(trainer, "sample", step=3)
-    assert trainer.fit() == "signal" and named(events, "save") == [1, 2]
+    run, events = loop(checkpoint_every=1, parts={"counter": Counter()})
+    leave_in(run, "collect", step=3)
+    assert run.fit() == "signal" and named(events, "save") == [1, 2]
 
 
 def test_before_the_first_update_there_is_nothing_to_save(loop):
-    trainer, events = loop(checkpoint_every=1, parts={"counter": Counter()})
-    leave_in(trainer, "sample", step=1)
-    assert trainer.fit() == "signal" and not named(events, "save") and not named(events, "log")
+    run, events = loop(checkpoint_every=1, parts={"counter": Counter()})
+    leave_in(run, "collect", step=1)
+    assert run.fit() == "signal" and not named(events, "save") and not named(events, "log")
 
 
 def test_a_critics_pretraining_and_a_first_evaluation_are_left_too(loop):
-    trainer, events = loop(critic_pretraining=3, parts={"counter": Counter()})
-    leave_in(trainer, "sample", step=2)
-    assert trainer.fit() == "signal" and len(named(events, "learn critic")) == 1 and not named(events, "save")
-    trainer, events = loop(scores=[0.1], parts={"counter": Counter()})
-    leave_in(trainer, "evaluator", step=1)
-    assert trainer.fit() == "signal" and "prompts 1" not in events
+    run, events = loop(algo=("algo.value.pretrain_rollouts=3",), parts={"counter": Counter()})
+    leave_in(run, "collect", step=2)
+    assert run.fit() == "signal" and len(named(events, "learn critic")) == 1 and not named(events, "save")
+    run, events = loop(scores=[0.1], parts={"counter": Counter()})
+    leave_in(run, "evaluator", step=1)
+    assert run.fit() == "signal" and "prompts 1" not in events
 
 
 def test_the_update_is_finished(loop):
     """A signal during the update is seen at the next look, that of the evaluation or of the next step."""
-    trainer, events = loop(stop=(None, "signal"))
-    assert trainer.fit() == "signal" and named(events, "log") == [1] and named(events, "save") == [1]
+    run, events = loop(stop=(None, "signal"))
+    assert run.fit() == "signal" and named(events, "log") == [1] and named(events, "save") == [1]
 
 
 def cut_short(loop, **plan):
     """A run that is left in the evaluation after its second step, and what it was saved as."""
-    trainer, events = loop(
+    run, events = loop(
         stop=(None, None, "signal"),
         scores=[0.1, 0.2],
         eval_every=2,
@@ -120,27 +120,27 @@ def cut_short(loop, **plan):
         parts={"counter": Counter()},
         **plan,
     )
-    leave_in(trainer, "evaluator", step=2)
-    assert trainer.fit() == "signal"
-    return trainer, events
+    leave_in(run, "evaluator", step=2)
+    assert run.fit() == "signal"
+    return run, events
 
 
-def resumed(loop, trainer, **how):
+def resumed(loop, run, **how):
     again, events = loop(eval_every=2, total_steps=4, parts={"counter": Counter()}, **how)
-    again.checkpoints.load = lambda path, models, shadows: trainer.checkpoints.saved[-1]
+    again.checkpoints.load = lambda path, models, shadows: run.checkpoints.saved[-1]
     again.resume("somewhere")
     return again, events
 
 
 def test_a_step_whose_evaluation_was_cut_short_is_done_and_has_its_line(loop):
-    trainer, events = cut_short(loop)
+    run, events = cut_short(loop)
     assert named(events, "log") == [1, 2] and named(events, "save") == [2]
-    assert "policy/loss" in trainer.tracker.metrics[2] and "eval/score_mean" not in trainer.tracker.metrics[2]
+    assert "policy/loss" in run.tracker.metrics[2] and "eval/score_mean" not in run.tracker.metrics[2]
 
 
 def test_the_next_start_makes_up_for_it_before_anything_else(loop):
-    trainer, _ = cut_short(loop, keep_best=True)
-    again, events = resumed(loop, trainer, scores=[0.7, 0.5], keep_best=True)
+    run, _ = cut_short(loop, keep_best=True)
+    again, events = resumed(loop, run, scores=[0.7, 0.5], keep_best=True)
     assert again.fit() == "done"
     assert [
         event for event in events if event in ("evaluate", "prompts 3", ("log", 2), ("save", 2, True))
@@ -154,25 +154,23 @@ def test_the_next_start_makes_up_for_it_before_anything_else(loop):
     line = again.tracker.metrics[2]
     assert line["eval/score_mean"] == 0.7 and line["policy/loss"] == 1.0 and line["episodes"] == 4
     assert again.checkpoints.saved[0]["progress"]["unevaluated"] is None
-    assert named(events, "log") == [2, 3, 4] and again.progress.best_score == 0.7
+    assert named(events, "log") == [2, 3, 4] and again.state.best_score == 0.7
 
 
 def test_it_may_be_cut_short_again(loop):
-    trainer, _ = cut_short(loop)
-    again, events = resumed(loop, trainer, stop=("signal",), scores=[0.7])
+    run, _ = cut_short(loop)
+    again, events = resumed(loop, run, stop=("signal",), scores=[0.7])
     leave_in(again, "evaluator", step=1)
     assert again.fit() == "signal" and not named(events, "log") and not named(events, "save")
-    assert again.progress.unevaluated is not None
+    assert again.state.unevaluated is not None
 
 
 def test_after_the_last_step_too(loop):
-    trainer, _ = loop(
-        stop=(None, None, "signal"), scores=[0.1, 0.2], total_steps=2, parts={"counter": Counter()}
-    )
-    leave_in(trainer, "evaluator", step=2)
-    assert trainer.fit() == "signal"
+    run, _ = loop(stop=(None, None, "signal"), scores=[0.1, 0.2], total_steps=2, parts={"counter": Counter()})
+    leave_in(run, "evaluator", step=2)
+    assert run.fit() == "signal"
     again, events = loop(total_steps=2, scores=[0.6], parts={"counter": Counter()})
-    again.checkpoints.load = lambda path, models, shadows: trainer.checkpoints.saved[-1]
+    again.checkpoints.load = lambda path, models, shadows: run.checkpoints.saved[-1]
     again.resume("somewhere")
     assert again.fit() == "done" and named(events, "log") == [2] and named(events, "export")
     assert named(events, "finish")[0]["heldout_score_mean_after"] == 0.6

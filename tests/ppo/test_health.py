@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,14 +12,12 @@ from ppo_ds.distributed import faults
 from ppo_ds.ops.kl import AdaptiveKLController, ThresholdKLController
 from ppo_ds.ops.running import RunningMoments
 from ppo_ds.ppo import learner as learner_module
-from ppo_ds.ppo import trainer
 from ppo_ds.ppo.failure_dump import Dump
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.nan_debug import Row, blame, locate_nonfinite
 from ppo_ds.tools.replay import Replay
 from ppo_ds.training.health import Health, KLMonitor, NonFiniteStep, TooManySkips, first_nonfinite
 from ppo_ds.training.metrics import MetricSums
-from ppo_ds.training.schedule import TrainState
 from tests.faults.injection import injected, step_unguarded
 from tests.ppo.algo_cases import NAN, answers, maker, shaper
 from tests.ppo.learner_cases import (
@@ -36,6 +33,7 @@ from tests.ppo.learner_cases import (
     old_around,
     same,
 )
+from tests.ppo.trainer_cases import stand_ins
 
 INF = math.inf
 LOSSES = {name: getattr(Learner, name) for name in ("policy_loss", "value_loss")}
@@ -207,7 +205,7 @@ def test_actor_and_critic_skip_together(world, rows, inject, place):
     assert own.skipped == [True] and other.skipped == [False]  # whose loss scale falls
     what, role = place.split(".")
     name = {"loss": "loss", "grad": "gradient"}[what]
-    assert f"{name} of the {role}" in health.take() and health.take() == []
+    assert f"{name} of the {role}" in health.take_reasons() and health.take_reasons() == []
 
 
 @pytest.mark.parametrize("culprit", ["actor", "critic"])
@@ -247,11 +245,13 @@ def test_so_many_in_a_row_end_the_update(world, rows, inject):
 @pytest.mark.parametrize(
     ("counted", "ended", "began"), [(4, 6, "; the first of these was in step 4"), (6, 6, ""), (None, 6, "")]
 )
-def test_the_end_says_in_which_earlier_step_skipping_began(monkeypatch, rows, counted, ended, began):
+def test_the_end_says_in_which_earlier_step_skipping_began(
+    world, tokenizer, monkeypatch, rows, counted, ended, began
+):
     trouble = NonFiniteStep(("loss of the actor",), rows, torch.arange(len(rows)), None, None, 0.1, False)
     health = Health(3, skips=2 if counted is None else 0)  # None: two of an earlier start
     for step in [counted, counted, ended] if counted else [ended]:
-        health.step = step
+        health.begin_step(step)
         if health.skips == 2:
             with pytest.raises(TooManySkips) as raised:
                 health.skip(trouble)
@@ -260,16 +260,11 @@ def test_the_end_says_in_which_earlier_step_skipping_began(monkeypatch, rows, co
             health.skip(trouble)
         else:
             health.skip(trouble)
-    monkeypatch.setattr(trainer, "dump_failure", lambda *_: "LINE")
-    run = SimpleNamespace(
-        progress=TrainState(step=ended - 1),
-        folder=SimpleNamespace(path=Path("run")),
-        learn=None,
-        tokenizer=None,
-        health=health,
-        home=None,
-    )
-    said = trainer.Trainer._last_words(run, raised.value)
+    run, _ = stand_ins(world, tokenizer, monkeypatch)()
+    run = replace(run, context=replace(run.context, health=health))
+    run.state.step = ended - 1
+    monkeypatch.setattr("ppo_ds.ppo.trainer.dump_failure", lambda *_: "LINE")
+    said = run.dump_failure(raised.value)
     assert said == f"LINE; no optimizer step was made 3 times in a row (health.max_skips){began}"
 
 

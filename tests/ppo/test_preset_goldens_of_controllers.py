@@ -1,20 +1,19 @@
-"""The coefficient of the KL as the loop moves it: kl_controller.json through a preset, its Plan and Trainer.fit."""
+"""The coefficient of the KL as the loop moves it: kl_controller.json through a preset, and PPOTrainer.step."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from ppo_ds.build.algorithm import kl_controller
-from ppo_ds.build.trainer import _plan
-from ppo_ds.ppo.trainer import Trainer
-from ppo_ds.training.health import Health, KLMonitor
+from ppo_ds.ppo.trainer import PPOTrainer
+from ppo_ds.training.health import KLMonitor
 from ppo_ds.types import Experience
 from tests.ops.golden import assert_no_stale_entries, look_up, outputs
 from tests.ppo.preset_runs import composed
+from tests.ppo.trainer_cases import context
 
 
 def one_token_answers(kl, n):
@@ -40,32 +39,32 @@ def one_token_answers(kl, n):
 
 
 def coefficients(world, config, kls, n_steps):
-    """What Trainer.fit makes of the coefficient, step after step, as these KLs are met."""
+    """What PPOTrainer.step makes of the coefficient, step after step, as these KLs are met."""
     met, used = iter(zip(kls, n_steps, strict=True)), []
-    nothing = dict.fromkeys(("critic", "make_pretraining", "ema", "lagged", "evaluator", "tokenizer"))
-    trainer = Trainer(
-        world=world,
+    nothing = dict.fromkeys(
+        ("critic", "make_pretraining_experience", "ema", "lagged", "prompts", "evaluator", "eval_weights")
+    )
+    stage = PPOTrainer(
+        context=context(world, ()),
+        algo=config.algo,
+        seed=config.run.seed,
+        total_steps=len(kls),
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        sample_rows=0,
         actor=SimpleNamespace(take_switched_gb=lambda: 0.0),
-        prompts=None,
-        sample=lambda prompts: (None, {}),
+        collect=lambda prompts: (None, {}),
         make_experience=lambda rollout, kl_coef: (one_token_answers(*next(met)), {}),
         learn=lambda experience, kl_coef, seed, critic_only: (experience, used.append(kl_coef) or {}),
         kl=kl_controller(config),
-        parts={},
-        eval_weights=None,
-        tracker=MagicMock(),
-        checkpoints=None,
-        stop=SimpleNamespace(agreed=lambda: None, listen=lambda: None, check=lambda: None),
-        timer=SimpleNamespace(take=lambda: {"time/step": 1.0, "time/generate": 1.0}),
+        stateful={},
+        tokenizer=None,
         meter=lambda *seen: {},
-        plan=_plan(config, len(kls)),
-        folder=MagicMock(),
-        health=Health(1),
-        ceiling=KLMonitor(None, stops=False),
+        kl_monitor=KLMonitor(None, stops=False),
         **nothing,
     )
-    assert trainer.fit() == "done"
-    return [*used[1:], trainer.kl.value]
+    for index in range(len(kls)):
+        stage.step(index)
+    return [*used[1:], stage.kl.value]
 
 
 CONTROLLERS = {

@@ -7,38 +7,38 @@ from types import SimpleNamespace
 import pytest
 
 from ppo_ds.errors import UserError
-from ppo_ds.training.health import TooManySkips
-from ppo_ds.training.run_dir import RunDirectory
-from ppo_ds.training.schedule import EXIT_CODES
+from ppo_ds.training.health import KLMonitor, TooManySkips
+from ppo_ds.training.report import write_report
+from ppo_ds.training.state import EXIT_CODES, TrainState
 from tests.ppo.trainer_cases import named, stand_ins
 
 
 @pytest.fixture
-def loop(world, tokenizer):
-    return stand_ins(world, tokenizer)
+def loop(world, tokenizer, monkeypatch):
+    return stand_ins(world, tokenizer, monkeypatch)
 
 
 def test_a_step_is_sample_then_learn_then_log(loop):
-    trainer, events = loop()
-    assert trainer.fit() == "done" and EXIT_CODES["done"] == 0
+    run, events = loop()
+    assert run.fit() == "done" and EXIT_CODES["done"] == 0
     assert events[:4] == ["prompts 1", ("make", "answers 1"), ("learn", 0.1, 7 * 1_000_003), ("log", 1)]
-    assert named(events, "log") == [1, 2, 3] and trainer.prompts.n == 3
+    assert named(events, "log") == [1, 2, 3] and run.stage.prompts.n == 3
     assert [event[2] for event in events if event[0] == "learn"] == [
         7 * 1_000_003 + i for i in range(3)
     ]  # every step orders the rows anew
-    assert (trainer.progress.step, trainer.progress.episodes, trainer.progress.tokens) == (3, 6, 9)
+    assert (run.state.step, run.state.episodes, run.state.tokens) == (3, 6, 9)
 
 
 def test_the_coefficient_of_a_step_is_the_one_before_its_update(loop):
-    trainer, events = loop(total_steps=2)
-    trainer.fit()
+    run, events = loop(total_steps=2)
+    run.fit()
     assert named(events, "learn") == pytest.approx([0.1, 0.12])
 
 
 def test_what_was_moved_for_generation_is_told_of_each_step_by_itself(loop):
-    trainer, _ = loop(total_steps=2)
-    trainer.fit()  # the stand-in's first number is that of before the first step
-    assert [trainer.tracker.metrics[step]["perf/switch_gb"] for step in (1, 2)] == [0.5, 1.0]
+    run, _ = loop(total_steps=2)
+    run.fit()  # the stand-in's first number is that of before the first step
+    assert [run.tracker.metrics[step]["perf/switch_gb"] for step in (1, 2)] == [0.5, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_what_was_moved_for_generation_is_told_of_each_step_by_itself(loop):
     ],
 )
 def test_why_it_ends(loop, stop, plan, reason, steps):
-    trainer, events = loop(stop, **plan)
-    assert trainer.fit() == reason and trainer.progress.step == steps
+    run, events = loop(stop, **plan)
+    assert run.fit() == reason and run.state.step == steps
     assert (("save", steps, False) in events) == (
         steps > 0
     )  # always at the end, unless there is nothing to keep
@@ -69,7 +69,7 @@ AGAIN = "run/step_1   the same command goes on (run.resume=auto)"
     ("how", "exported", "checkpoint"),
     [
         (dict(stop=(None, "signal")), False, AGAIN),
-        (dict(max_kl=1e-9, stops=True), False, AGAIN),
+        (dict(kl_monitor=KLMonitor(1e-9, stops=True)), False, AGAIN),
         (dict(stop=(None, "time_limit")), True, AGAIN),
         (
             dict(stop_at_step=1),
@@ -81,28 +81,23 @@ AGAIN = "run/step_1   the same command goes on (run.resume=auto)"
         (dict(total_steps=1), True, None),
     ],
 )
-def test_a_run_that_was_ended_early_says_how_it_goes_on(loop, how, exported, checkpoint):
-    trainer, _ = loop(**how)
+def test_a_run_that_was_ended_early_says_how_it_goes_on(loop, monkeypatch, how, exported, checkpoint):
+    run, _ = loop(**how)
     told = []
-    trainer.checkpoints.save = lambda step, *_, **__: Path(f"run/step_{step}")
-    trainer.folder.report = lambda *_, **said: told.append(said)
-    trainer.fit()
+    run.checkpoints.save = lambda step, *_, **__: Path(f"run/step_{step}")
+    monkeypatch.setattr("ppo_ds.training.run.write_report", lambda *_, **said: told.append(said))
+    run.fit()
     assert told == [{"exported": exported, "checkpoint": checkpoint}]
 
 
 @pytest.mark.parametrize("exported", [True, False])
-def test_a_run_that_was_broken_off_shows_no_old_evaluation(world, tokenizer, tmp_path, capsys, exported):
+def test_a_run_that_was_broken_off_shows_no_old_evaluation(tmp_path, capsys, exported):
     (tmp_path / "metrics.jsonl").touch()
     rows = [{"prompt": "p", "asked": "p", "response": "r", "score": 1.0}]
-    folder = RunDirectory(tmp_path, world=world, tokenizer=tokenizer, title="a run")
-    folder.report(
-        {"eval/accuracy": 0.5},
-        {"eval/accuracy": 0.75},
-        rows,
-        rows,
-        exported=exported,
-        checkpoint="run/step_1   goes on",
+    state = TrainState(
+        first_eval={"eval/accuracy": 0.5}, last_eval={"eval/accuracy": 0.75}, first_rows=rows, last_rows=rows
     )
+    write_report(tmp_path, "a run", state, exported=exported, checkpoint="run/step_1   goes on")
     shown = capsys.readouterr().out
     assert ("Held-out prompts" in shown) == ("Sample answers" in shown) == exported
     assert "checkpoint  run/step_1   goes on" in shown
@@ -110,14 +105,14 @@ def test_a_run_that_was_broken_off_shows_no_old_evaluation(world, tokenizer, tmp
 
 @pytest.mark.parametrize(("every", "steps"), [(None, [3]), (0, []), (1, [1, 2, 3]), (2, [2, 3]), (3, [3])])
 def test_checkpoints_are_saved_when_due_and_once(loop, every, steps):
-    trainer, events = loop(checkpoint_every=every)
-    trainer.fit()
+    run, events = loop(checkpoint_every=every)
+    run.fit()
     assert named(events, "save") == steps
 
 
 def test_evaluation_before_on_the_way_and_after_the_last(loop):
-    trainer, events = loop(scores=[0.2, 0.4, 0.6], eval_every=2)
-    trainer.fit()
+    run, events = loop(scores=[0.2, 0.4, 0.6], eval_every=2)
+    run.fit()
     order = [event for event in events if event == "evaluate" or event[0] == "learn"]
     assert [event if event == "evaluate" else "learn" for event in order] == [
         "evaluate",
@@ -135,7 +130,7 @@ def test_evaluation_before_on_the_way_and_after_the_last(loop):
         "heldout_score_mean_before": 0.2,
         "heldout_score_mean_after": 0.6,
     }
-    assert len(trainer.progress.first_rows) == len(trainer.progress.last_rows) == 8
+    assert len(run.state.first_rows) == len(run.state.last_rows) == 8
 
 
 @pytest.mark.parametrize(
@@ -148,30 +143,30 @@ def test_evaluation_before_on_the_way_and_after_the_last(loop):
     ],
 )
 def test_the_best_is_what_scored_above_all_before(loop, scores, best):
-    trainer, events = loop(scores=scores, eval_every=1, keep_best=True, checkpoint_every=0)
-    trainer.fit()
+    run, events = loop(scores=scores, eval_every=1, keep_best=True, checkpoint_every=0)
+    run.fit()
     assert [event[1:] for event in events if event[0] == "save"] == [(step, True) for step in best]
 
 
 def test_a_resumed_run_goes_on_where_the_checkpoint_was(loop):
-    trainer, _ = loop(scores=[0.1, 0.2], stop_at_step=2)
-    trainer.fit()
-    state = trainer.state_dict()
+    run, _ = loop(scores=[0.1, 0.2], stop_at_step=2)
+    run.fit()
+    state = run.state_dict()
     resumed, events = loop(scores=[0.9])
     resumed.checkpoints.load = lambda path, models, shadows: state
     resumed.resume("somewhere")
-    assert resumed.kl.value == trainer.kl.value != 0.1
+    assert resumed.stage.kl.value == run.stage.kl.value != 0.1
     assert resumed.fit() == "done" and named(events, "log") == [3] and "prompts 3" in events
     (summary,) = named(events, "finish")
     assert (summary["heldout_accuracy_before"], summary["heldout_accuracy_after"]) == (0.05, 0.45)
-    assert resumed.progress.episodes == 6
+    assert resumed.state.episodes == 6
 
 
 def test_a_run_resumed_at_its_end_does_nothing_more(loop):
-    trainer, _ = loop(scores=[0.1, 0.2])
-    trainer.fit()
+    run, _ = loop(scores=[0.1, 0.2])
+    run.fit()
     resumed, events = loop(scores=[])
-    resumed.checkpoints.load = lambda path, models, shadows: trainer.state_dict()
+    resumed.checkpoints.load = lambda path, models, shadows: run.state_dict()
     resumed.resume("somewhere")
     assert resumed.fit() == "done" and not named(events, "log") and not named(events, "save")
     assert named(events, "finish")[0]["heldout_accuracy_after"] == 0.1
@@ -179,12 +174,12 @@ def test_a_run_resumed_at_its_end_does_nothing_more(loop):
 
 def test_numbers_that_go_wrong_take_the_run_back_once_and_then_end_it(loop, monkeypatch):
     """The third step's update gives up each time; the checkpoint is of the second."""
-    trainer, events = loop(checkpoint_every=1)
-    learn, checkpoints, said = trainer.learn, trainer.checkpoints, []
+    run, events = loop(checkpoint_every=1)
+    learn, checkpoints, said = run.stage.learn, run.checkpoints, []
 
     def gives_up(rows, kl_coef, seed, critic_only):
-        if trainer.progress.step == 2:
-            trainer.health.skips = 2
+        if run.state.step == 2:
+            run.context.health.skips = 2
             raise TooManySkips(SimpleNamespace(what=("score",)))
         return learn(rows, kl_coef, seed, critic_only)
 
@@ -192,25 +187,23 @@ def test_numbers_that_go_wrong_take_the_run_back_once_and_then_end_it(loop, monk
         checkpoints.saved.append(deepcopy(state))
         return Path(f"step_{step}")
 
-    trainer.learn, checkpoints.save = gives_up, save
+    run.stage.learn, checkpoints.save = gives_up, save
     monkeypatch.setattr(
         "ppo_ds.ppo.trainer.dump_failure",
         lambda folder, step, *rest: said.append((folder.name, step)) or "told",
     )
-    trainer.folder.path = Path("run")
-    assert trainer.fit() == "nonfinite" and EXIT_CODES["nonfinite"] == 1
+    assert run.fit() == "nonfinite" and EXIT_CODES["nonfinite"] == 1
     assert [event for event in events if str(event).startswith("prompts")] == [
         f"prompts {n}" for n in (1, 2, 3, 3)
     ]
     assert named(events, "log") == [1, 2] and named(events, "rewind") == [2] and said == [("step_000003", 3)]
-    assert len(checkpoints.saved) == 2 and trainer.progress.rollbacks == 1 and not named(events, "export")
+    assert len(checkpoints.saved) == 2 and run.state.rollbacks == 1 and not named(events, "export")
     assert "told" in named(events, "finish")[0]["error"]
 
 
 def test_without_a_sound_checkpoint_there_is_no_way_back(loop, monkeypatch):
-    trainer, events = loop()
+    run, events = loop()
     monkeypatch.setattr("ppo_ds.ppo.trainer.dump_failure", lambda *_: "told")
-    trainer.folder.path = Path("run")
 
     def gives_up(rows, kl_coef, seed, critic_only):
         raise TooManySkips(SimpleNamespace(what=("score",)))
@@ -218,8 +211,6 @@ def test_without_a_sound_checkpoint_there_is_no_way_back(loop, monkeypatch):
     def damaged(path, models, shadows):
         raise UserError("it is damaged")
 
-    trainer.learn, trainer.checkpoints.load, trainer.home = gives_up, damaged, Path("step_7")
-    assert (
-        trainer.fit() == "nonfinite" and "no way back: it is damaged" in named(events, "finish")[0]["error"]
-    )
+    run.stage.learn, run.checkpoints.load, run.last_checkpoint = gives_up, damaged, Path("step_7")
+    assert run.fit() == "nonfinite" and "no way back: it is damaged" in named(events, "finish")[0]["error"]
     assert named(events, "log") == [] == named(events, "save")

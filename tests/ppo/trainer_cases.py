@@ -1,24 +1,23 @@
-"""A trainer of stand-ins."""
+"""A run of the PPO stage, made of stand-ins."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
+from ppo_ds.config.schema import CheckpointConfig
 from ppo_ds.ops.kl import AdaptiveKLController
-from ppo_ds.ppo.evaluation import Evaluation
-from ppo_ds.ppo.trainer import Trainer
+from ppo_ds.ppo.trainer import PPOTrainer
+from ppo_ds.tracking.banner import Banner
 from ppo_ds.training.health import Health, KLMonitor
-from ppo_ds.training.schedule import Schedule
+from ppo_ds.training.run import Run
+from ppo_ds.training.stage import Evaluation, RunContext
 from ppo_ds.training.timing import PhaseTimer
 from tests.ppo.algo_cases import make_experience
-
-PLAN = dict(
-    total_steps=3, stop_at_step=None, eval_every=None, checkpoint_every=None, keep_best=False, critic_warmup=0, critic_pretraining=0, lag=1,
-    kl_after_update=False, samples_per_prompt=1, sample_rows=2, seed=7, kl_metric="kl/ref_seq_mean", kl_target=None,
-)  # fmt: skip
+from tests.ppo.preset_runs import composed
 
 
 class Stream:
@@ -52,7 +51,7 @@ class Maker:
         return {"kl/before_update": 0.5, "kl/after_update": 0.25}
 
 
-class Shadow:
+class Copy:
     """A second set of weights, by name."""
 
     def __init__(self, events, name):
@@ -63,7 +62,7 @@ class Shadow:
 
 
 class Counter:
-    """A part with a state of its own."""
+    """A component with a state of its own."""
 
     def __init__(self, n=0):
         self.n = n
@@ -75,109 +74,173 @@ class Counter:
         self.n = state["n"]
 
 
-class Notes:
-    """Records every call of any method as (name, first argument)."""
+class Log:
+    """Records every call of any method as (name, first argument), and the metrics of each step."""
 
     def __init__(self, events):
-        self.events = events
+        self.events, self.metrics = events, {}
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: self.events.append((name, args[0] if args else None))
-
-
-class Log(Notes):
-    """What was logged of each step, too."""
-
-    def __init__(self, events):
-        super().__init__(events)
-        self.metrics = {}
 
     def log(self, step, metrics):
         self.events.append(("log", step))
         self.metrics[step] = metrics
 
 
-def stand_ins(world, tokenizer):
-    """A trainer of stand-ins, and the list of what it did.
+def context(world, stop, run_dir=Path("run"), max_skips=2):
+    """The services of a run. ``stop``: the reasons to stop that the ranks agree on before each step."""
+    reasons = iter(stop)
+    return RunContext(
+        world=world,
+        run_dir=run_dir,
+        stop=SimpleNamespace(
+            agreed_reason=lambda: next(reasons, None),
+            install_handlers=lambda: None,
+            raise_if_stopped=lambda: None,
+        ),
+        timer=PhaseTimer(torch.device("cpu")),
+        health=Health(max_skips),
+        banner=Banner(),
+    )
+
+
+def stand_ins(world, tokenizer, monkeypatch):
+    """A maker of runs on stand-ins; it returns the run and the list of what it did.
 
     ``scores``: of each held-out evaluation, the one before the training first. ``ema``, ``lagged``: whether there are such weights.
+    ``algo``: keys of the command line.
     """
 
-    def make(stop=(), scores=None, ema=False, lagged=False, parts=None, max_kl=None, stops=False, **plan):
-        events, saved, kept, reasons, results = [], [], [], iter(stop), iter(scores or ())
-        kl, prompts = (
-            AdaptiveKLController(0.1, target=1e-9, horizon=2),
-            Stream(),
-        )  # times 1.2 whenever the KL is above 0
-
-        rows = make_experience([1, 2], [2, 1])
-        rows = replace(rows, ref_logprobs=rows.logprobs - 0.5)  # a KL above 0
-
-        def sample(prompts):
-            events.append(next(prompts))
-            with trainer.timer("generate"):
-                return f"answers {prompts.n}", {"rollout/rounds": 1.0}
-
-        @contextmanager
-        def eval_weights():
-            events.append("to the average")
-            yield
-            events.append("back")
-
-        def evaluate():
-            events.append("evaluate")
-            score = next(results)
-            return Evaluation(
-                {"eval/score_mean": score, "eval/accuracy": score / 2},
-                [{"prompt": "x", "response": "y", "score": score}] * 20,
-            )
-
-        def learn(rows, kl_coef, seed, critic_only):
-            events.append(("learn critic" if critic_only else "learn", kl_coef, seed))
-            return rows, {"value/loss": float(trainer.prompts.n), "value/explained_var": 0.5} | (
-                {} if critic_only else {"policy/loss": 1.0}
-            )
-
-        def save(step, models, state, best, shadows):
-            events.append(("save", step, best))
-            saved.append(state)
-            kept.append(shadows)
-
-        def load(path, models, shadows):
-            kept.append(shadows)
-            return saved[-1]
-
-        trainer = Trainer(
-            world=world,
-            actor=SimpleNamespace(take_switched_gb=count(0.0, 0.5).__next__),
-            critic=None,
-            prompts=prompts,
-            sample=sample,
-            make_experience=Maker(events, rows),
-            make_pretraining=Maker(events, rows, "make for pretraining")
-            if plan.get("critic_pretraining")
-            else None,
-            learn=learn,
-            kl=kl,
-            parts={"kl": kl, "prompts": prompts} | (parts or {}),
-            ema=Shadow(events, "ema") if ema else None,
-            lagged=Shadow(events, "lagged") if lagged else None,
-            eval_weights=eval_weights if ema else nullcontext,
-            evaluator=evaluate if scores is not None else None,
+    def make(
+        stop=(),
+        *,
+        algo=(),
+        scores=None,
+        ema=False,
+        lagged=False,
+        parts=None,
+        kl_monitor=None,
+        total_steps=3,
+        stop_at_step=None,
+        eval_every=None,
+        checkpoint_every=None,
+        keep_best=False,
+    ):
+        monkeypatch.setattr("ppo_ds.training.run.write_report", lambda *_, **__: events.append("report"))
+        settings = composed("standard", "run.steps=9", *algo).algo
+        events = []
+        stage = PPOTrainer(
+            context=context(world, stop),
+            algo=settings,
+            seed=7,
+            total_steps=total_steps,
+            samples_per_prompt=1,
+            sample_rows=2,
             tokenizer=tokenizer,
-            tracker=Log(events),
-            checkpoints=SimpleNamespace(save=save, load=load, saved=saved, kept=kept),
-            stop=SimpleNamespace(agreed=lambda: next(reasons, None), listen=lambda: None, check=lambda: None),
-            timer=PhaseTimer(torch.device("cpu")),
+            **models(events, ema, lagged),
+            **algorithm(events, parts or {}, pretraining=settings.value.pretrain_rollouts > 0),
+            **evaluation(events, scores, ema),
             meter=lambda rows, times, metrics: {"perf/rows": float(len(rows))},
-            plan=Schedule(**PLAN | plan),
-            folder=Notes(events),
-            health=Health(max_skips=2),
-            ceiling=KLMonitor(max_kl, stops=stops),
+            kl_monitor=kl_monitor or KLMonitor(None, stops=False),
         )
-        return trainer, events
+        stage.collect, stage.learn = collecting(stage, events), learning(stage, events)
+        stage.export = lambda run_dir: events.append(("export", run_dir))
+        run = Run(
+            context=stage.context,
+            stage=stage,
+            checkpoints=checkpoints(events),
+            tracker=Log(events),
+            name="a run",
+            stop_at_step=stop_at_step,
+            eval_every=eval_every,
+            checkpoint=CheckpointConfig(every=checkpoint_every, keep_best=keep_best),
+        )
+        return run, events
 
     return make
+
+
+def models(events, ema, lagged):
+    return {
+        "actor": SimpleNamespace(take_switched_gb=count(0.0, 0.5).__next__),
+        "critic": None,
+        "ema": Copy(events, "ema") if ema else None,
+        "lagged": Copy(events, "lagged") if lagged else None,
+    }
+
+
+def algorithm(events, parts, pretraining):
+    rows = make_experience([1, 2], [2, 1])
+    rows = replace(rows, ref_logprobs=rows.logprobs - 0.5)  # a KL above 0
+    kl = AdaptiveKLController(0.1, target=1e-9, horizon=2)  # times 1.2 whenever the KL is above 0
+    prompts = Stream()
+    return {
+        "prompts": prompts,
+        "collect": None,
+        "make_experience": Maker(events, rows),
+        "make_pretraining_experience": Maker(events, rows, "make for pretraining") if pretraining else None,
+        "learn": None,
+        "kl": kl,
+        "stateful": {"kl": kl, "prompts": prompts} | parts,
+    }
+
+
+def collecting(stage, events):
+    def collect(prompts):
+        events.append(next(prompts))
+        with stage.context.timer("generate"):
+            return f"answers {prompts.n}", {"rollout/rounds": 1.0}
+
+    return collect
+
+
+def learning(stage, events):
+    def learn(rows, kl_coef, seed, critic_only):
+        events.append(("learn critic" if critic_only else "learn", kl_coef, seed))
+        return rows, {"value/loss": float(stage.prompts.n), "value/explained_var": 0.5} | (
+            {} if critic_only else {"policy/loss": 1.0}
+        )
+
+    return learn
+
+
+def evaluation(events, scores, ema):
+    results = iter(scores or ())
+
+    def evaluate():
+        events.append("evaluate")
+        score = next(results)
+        return Evaluation(
+            {"eval/score_mean": score, "eval/accuracy": score / 2},
+            [{"prompt": "x", "asked": "x", "response": "y", "score": score}] * 20,
+        )
+
+    @contextmanager
+    def eval_weights():
+        events.append("to the average")
+        yield
+        events.append("back")
+
+    return {
+        "evaluator": evaluate if scores is not None else None,
+        "eval_weights": eval_weights if ema else nullcontext,
+    }
+
+
+def checkpoints(events):
+    saved, kept = [], []
+
+    def save(step, models, state, best, shadows):
+        events.append(("save", step, best))
+        saved.append(state)
+        kept.append(shadows)
+
+    def load(path, models, shadows):
+        kept.append(shadows)
+        return saved[-1]
+
+    return SimpleNamespace(save=save, load=load, saved=saved, kept=kept)
 
 
 def named(events, name):

@@ -24,6 +24,7 @@ config = load_config(json.loads((folder / "arguments.json").read_text()))
 prepare_environment(verbose=False)
 
 from ppo_ds.build import trainer as build  # noqa: E402
+from ppo_ds.build.run import build_run  # noqa: E402
 from ppo_ds.distributed import world  # noqa: E402
 from ppo_ds.training.timing import PhaseTimer  # noqa: E402
 
@@ -57,12 +58,11 @@ def loaded(*args: Any, **kwargs: Any) -> Any:
     global before
     begin()
     before = kilobytes("VmRSS")
-    return roles(*args, **kwargs)
+    return load_models(*args, **kwargs)
 
 
 timed, PhaseTimer.__call__ = PhaseTimer.__call__, measured
-roles, build._roles = build._roles, loaded
-trainer = build.build_trainer(config)
-trainer.fit()
+load_models, build.load_models = build.load_models, loaded
+build_run(config).fit()
 (folder / "peaks.json").write_text(json.dumps({phase: 1024 * peak for phase, peak in peaks.items()}))
 exit_now(0)

@@ -236,7 +236,7 @@ def listening(handlers):
         board = Board() if board is None else board
         stops = [StopRequest(world or Rank(rank), max_minutes, board) for rank in range(ranks)]
         for stop in stops:
-            stop.listen()  # the last has the handlers
+            stop.install_handlers()  # the last has the handlers
         return stops
 
     return make
@@ -245,33 +245,33 @@ def listening(handlers):
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_only_sets_a_flag(listening, world, number):
     (stop,) = listening(world=world)
-    assert stop.agreed() is None and not stop.asked()
-    stop.check()
+    assert stop.agreed_reason() is None and not stop.should_stop()
+    stop.raise_if_stopped()
     os.kill(os.getpid(), number)
-    assert stop.asked() and stop.agreed() == stop.agreed() == "signal"
+    assert stop.should_stop() and stop.agreed_reason() == stop.agreed_reason() == "signal"
     with pytest.raises(Abandoned):
-        stop.check()
+        stop.raise_if_stopped()
 
 
 def test_before_it_listens_it_is_deaf_and_looks_at_nothing(world):
     stop = StopRequest(world, None, None)
-    stop.look()
-    assert stop.agreed() is None
+    stop.poll()
+    assert stop.agreed_reason() is None
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_what_one_rank_hears_all_know_after_a_look_of_each(listening, caplog, number):
     others = listening(ranks=2)
-    (mine,) = listening(world=Rank(2), board=others[0].notices)
+    (mine,) = listening(world=Rank(2), board=others[0].store)
     os.kill(os.getpid(), number)
-    assert [stop.asked() for stop in (mine, *others)] == [True, False, False]
+    assert [stop.should_stop() for stop in (mine, *others)] == [True, False, False]
     for stop in (mine, *others):
-        stop.look()
-    assert all(stop.asked() for stop in others)
+        stop.poll()
+    assert all(stop.should_stop() for stop in others)
     (said,) = [record.getMessage() for record in caplog.records]  # by rank 0 alone
     assert said.startswith(f"stopping: {signal.Signals(number).name} to rank 2;")
     for stop in (mine, *others):
-        stop.look()
+        stop.poll()
     assert len(caplog.records) == 1
 
 
@@ -283,8 +283,8 @@ def test_a_signal_is_known_while_the_main_thread_does_not_get_back_to_python(lis
     def other_thread():
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
-        while not stop.asked() and time.monotonic() < until:
-            stop.look()
+        while not stop.should_stop() and time.monotonic() < until:
+            stop.poll()
         seen.append(time.monotonic())
 
     thread = threading.Thread(target=other_thread)
@@ -304,18 +304,18 @@ def test_a_signal_that_comes_while_the_thread_looks_is_not_forgotten(listening):
             return None
 
     (stop,) = listening(board=Slow())
-    stop.look()
-    assert stop.asked()
+    stop.poll()
+    assert stop.should_stop()
 
 
 def test_a_launcher_that_has_ended_is_a_signal(listening, monkeypatch):
     monkeypatch.setattr("ppo_ds.training.stopping.launcher_pids", lambda: (17, 4))
     (stop,) = listening()
-    stop.look()
-    assert not stop.asked()
+    stop.poll()
+    assert not stop.should_stop()
     monkeypatch.setattr("ppo_ds.training.stopping.launcher_pids", lambda: ())  # its parent is another one now
-    stop.look()
-    assert stop.asked() and "launcher of rank 0" in stop.notices["stop"]
+    stop.poll()
+    assert stop.should_stop() and "launcher of rank 0" in stop.store["stop"]
 
 
 def test_without_the_store_each_rank_goes_by_what_it_sees_itself(listening, monkeypatch):
@@ -327,11 +327,11 @@ def test_without_the_store_each_rank_goes_by_what_it_sees_itself(listening, monk
             raise StoreUnavailable
 
     (stop,) = listening(board=Dead())
-    stop.look()
-    assert not stop.asked()
+    stop.poll()
+    assert not stop.should_stop()
     monkeypatch.setattr("ppo_ds.training.stopping.launcher_pids", lambda: (-1,))
-    stop.look()
-    assert stop.asked()
+    stop.poll()
+    assert stop.should_stop()
 
 
 def test_a_time_limit_is_no_reason_to_abandon_a_step(listening, world, monkeypatch):
@@ -339,12 +339,12 @@ def test_a_time_limit_is_no_reason_to_abandon_a_step(listening, world, monkeypat
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     (stop,) = listening(world=world, max_minutes=0.5)
     now[0] += 29.9
-    assert stop.agreed() is None
+    assert stop.agreed_reason() is None
     now[0] += 0.2
-    assert stop.agreed() == "time_limit" and not stop.asked()
-    stop.check()
+    assert stop.agreed_reason() == "time_limit" and not stop.should_stop()
+    stop.raise_if_stopped()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.agreed() == "signal"  # the stronger reason
+    assert stop.agreed_reason() == "signal"  # the stronger reason
 
 
 @pytest.mark.parametrize(
@@ -361,9 +361,9 @@ def test_one_rank_stops_all(on_ranks, world, flags, late, reason):
         stop = StopRequest(world, None, Board())
         stop._why = "SIGTERM" if flags[world.rank] else None
         stop.deadline = 0.0 if late[world.rank] else None
-        found = stop.agreed()
+        found = stop.agreed_reason()
         try:
-            stop.check()
+            stop.raise_if_stopped()
         except Abandoned:
             return found, "abandoned"
         return found, "goes on"
@@ -387,4 +387,4 @@ def test_sigterm_as_often_as_it_likes_and_a_first_ctrl_c_after_it_end_nothing_at
     monkeypatch.setattr("ppo_ds.training.stopping.time.monotonic", lambda: next(clock))
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         os.kill(os.getpid(), number)
-    assert stop.asked()
+    assert stop.should_stop()

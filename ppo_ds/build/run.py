@@ -1,0 +1,133 @@
+"""Builds a run of any stage from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.build.banner import resumed
+from ppo_ds.build.trainer import build_trainer
+from ppo_ds.config.resume import judge, open_run_directory, ranks_line
+from ppo_ds.config.schema import Config, resolved
+from ppo_ds.config.targets import bind
+from ppo_ds.distributed.store import RankStore
+from ppo_ds.distributed.watchdog import Watchdog
+from ppo_ds.distributed.world import World, connect, seed_everything
+from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
+from ppo_ds.errors import UserError
+from ppo_ds.tracking.banner import Banner
+from ppo_ds.tracking.console import ConsoleTracker
+from ppo_ds.tracking.jsonl import JsonlTracker
+from ppo_ds.tracking.tracker import Tracker, Trackers
+from ppo_ds.tracking.wandb import WandbTracker
+from ppo_ds.training.health import Health
+from ppo_ds.training.run import Run
+from ppo_ds.training.stage import RunContext
+from ppo_ds.training.stopping import StopRequest
+from ppo_ds.training.timing import PhaseTimer
+
+
+def build_run(config: Config, watchdog: Watchdog | None = None) -> Run:
+    """Connects the ranks, builds the stage and resumes from the last checkpoint. A collective.
+
+    ``watchdog`` is started once the ranks are connected. Raises UserError for mistakes in config, data and models.
+    """
+    bind(config.reward, "reward")  # before the ranks are connected, since it only reads signatures
+    prepare = bind(config.prepare, "prepare") if config.prepare else None
+    world = connect(config.run.timeout_minutes, config.run.verbose, config.run.threads)
+    store = RankStore()
+    stop = StopRequest(world, config.run.max_minutes, store)
+    if watchdog is not None:
+        watchdog.start(world, store)
+        watchdog.add_callback(stop.poll)
+    if world.device.type == "cpu":
+        roles = {"actor": config.actor, "critic": config.critic}
+        fp16 = [name for name, role in roles.items() if role.model.dtype == "fp16"]
+        if fp16:
+            raise UserError(*[f"{name}.model.dtype=fp16: needs a GPU; use bf16 or fp32" for name in fp16])
+
+    run_dir, settings, banner = Path(config.run.dir or ""), resolved(config), Banner()
+    checkpoints = Checkpoints(
+        run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last, settings=settings
+    )
+    start = find_start(config.run.resume, checkpoints)
+    if start is not None:
+        before = checkpoints.settings_of(start)
+        banner.note(*(judge(before, settings, start) if before else []))
+        banner.note(*ranks_line(checkpoints.ranks_of(start), world.size))
+    on_main(world, lambda: banner.note(*open_run_directory(run_dir, settings, start)))
+    if prepare:
+        on_main(world, prepare)
+
+    seed_everything(config.run.seed)
+    context = RunContext(
+        world=world,
+        run_dir=run_dir,
+        stop=stop,
+        timer=PhaseTimer(world.device),
+        health=Health(config.health.max_skips),
+        banner=banner,
+    )
+    run = Run(
+        context=context,
+        stage=build_trainer(config, context),
+        checkpoints=checkpoints,
+        name=config.run.name,
+        stop_at_step=config.run.stop_at_step,
+        eval_every=config.eval.every,
+        checkpoint=config.checkpoint,
+    )
+    if start is not None:
+        run.resume(start)
+    run.expect_disk_space()
+    if world.is_main:
+        steps, done = run.stage.total_steps, run.state.step
+        banner.summarize(*resumed(str(run_dir), done, steps))
+        run.track(start_trackers(config, steps, done, banner.render()))
+    return run
+
+
+def on_main(world: World, action: Callable[[], Any]) -> None:
+    """Runs ``action`` on rank 0 alone; its UserError is raised on every rank. A collective."""
+    problems: list[str] = []
+    if world.is_main:
+        try:
+            action()
+        except UserError as error:
+            problems = error.problems
+    problems = world.gather_objects(problems)[0]
+    if problems:
+        raise UserError(*problems)
+
+
+def find_start(resume: str, checkpoints: Checkpoints) -> Path | None:
+    """Returns the verified checkpoint that ``run.resume`` names, or None to start from the beginning."""
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return checkpoints.latest()
+    checkpoints.verify(Path(resume))
+    return Path(resume)
+
+
+def start_trackers(config: Config, steps: int, done: int, banner: str) -> Trackers:
+    """Prints the banner and starts the trackers of rank 0. ``done`` steps are in the checkpoint."""
+    run_dir, wandb = Path(config.run.dir or ""), config.tracker.wandb
+    console, jsonl = ConsoleTracker(steps, first_step=done), JsonlTracker(run_dir, resumed_at=done)
+    console.banner(banner, title=f"ppo_ds: {config.run.name}")
+    chosen: list[Tracker] = [jsonl, console]
+    if wandb.mode != "disabled":
+        chosen.append(
+            WandbTracker(
+                run_dir,
+                mode=wandb.mode,
+                project=wandb.project,
+                name=wandb.name or config.run.name,
+                entity=wandb.entity,
+                tags=wandb.tags,
+            )
+        )
+    trackers = Trackers(chosen, max_samples=config.tracker.samples, elapsed=jsonl.elapsed)
+    trackers.start(resolved(config))
+    return trackers

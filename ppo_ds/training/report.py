@@ -1,0 +1,36 @@
+"""Final report of a run: learning curves, held-out metrics and sample answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ppo_ds.tracking.report import before_after, plot_curves
+from ppo_ds.training.state import TrainState
+
+
+def write_report(
+    run_dir: Path, title: str, state: TrainState, *, exported: bool, checkpoint: str | None = None
+) -> None:
+    """Draws curves.png and prints what the run has achieved and saved. Called by rank 0 alone.
+
+    The held-out table and the sample answers are left out of a run that was not ``exported``: it was interrupted, and
+    its last evaluation is older than its weights. ``checkpoint`` is the last checkpoint, with a hint how to resume.
+    """
+    before, after = state.first_eval, state.last_eval
+    drawn = plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", title=title, before=before)
+    names = ("accuracy", "score_mean", "resp_len_mean")
+    measured = [name for name in names if exported and before and after and f"eval/{name}" in before]
+    scores = {name: (before.get(f"eval/{name}"), after.get(f"eval/{name}")) for name in measured}
+    answers = {row["prompt"]: row for row in state.last_rows}
+    samples = [
+        {"prompt": row["asked"], "before": row["response"], "after": now["response"], "score": now["score"]}
+        for row in state.first_rows
+        if exported and (now := answers.get(row["prompt"]))
+    ]
+    saved: dict[str, Path | str] = {"model": run_dir / "model"} if exported else {}
+    if drawn:
+        saved["curves"] = run_dir / "curves.png"
+    saved["metrics"] = run_dir / "metrics.jsonl"
+    if checkpoint:
+        saved["checkpoint"] = checkpoint
+    before_after(scores, samples, saved)

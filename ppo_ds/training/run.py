@@ -1,0 +1,320 @@
+"""The run that all stages share: steps, evaluation, logging, checkpoints, rollback and the end."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.config.schema import CheckpointConfig
+from ppo_ds.distributed.world import World
+from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
+from ppo_ds.engine.rng import random_states
+from ppo_ds.errors import UserError
+from ppo_ds.tracking.tracker import Trackers
+from ppo_ds.training.health import TooManySkips
+from ppo_ds.training.report import write_report
+from ppo_ds.training.stage import RunContext, Stage, StepResult
+from ppo_ds.training.state import EXIT_CODES, RESUME_HINTS, ExitReason, TrainState, is_due
+from ppo_ds.training.stopping import Abandoned
+from ppo_ds.training.timing import rank_time_spread
+from ppo_ds.types import Metrics
+
+log = logging.getLogger(__name__)
+REPORTED_ANSWERS = 8  # held-out answers of the first and the last evaluation that the final report compares
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Trains a stage to its end, or until a signal, a limit or repeated non-finite numbers end it.
+
+    Every rank holds one, and all make the same decisions: stop requests are all-reduced, metrics are reduced already.
+    """
+
+    # components
+    context: RunContext
+    stage: Stage
+    checkpoints: Checkpoints
+    tracker: Trackers = field(default_factory=Trackers)  # empty on every rank but rank 0
+
+    # settings
+    name: str
+    stop_at_step: int | None
+    eval_every: int | None  # steps
+    checkpoint: CheckpointConfig
+
+    # progress, saved in every checkpoint
+    state: TrainState = field(init=False, default_factory=TrainState)
+
+    # this process
+    reason: ExitReason = field(init=False, default="done")
+    error: str | None = field(init=False, default=None)  # set when numbers, not a request, end the run
+    saved_step: int | None = field(init=False, default=None)
+    last_checkpoint: Path | None = field(init=False, default=None)  # saved or resumed from
+    eval_score: float | None = field(init=False, default=None)  # of the step in progress
+
+    @property
+    def world(self) -> World:
+        return self.context.world
+
+    def track(self, tracker: Trackers) -> None:
+        """Sends metrics, samples and the summary to ``tracker`` from now on."""
+        self.tracker = tracker
+
+    def fit(self) -> ExitReason:
+        """Trains, exports and reports; returns why the run ended."""
+        self.context.stop.install_handlers()
+        try:
+            self.start()
+            for index in self.steps():
+                with self.rollback_on_nonfinite():
+                    with self.undo_if_abandoned():
+                        result = self.stage.step(index)
+                    self.count(result)
+                    self.log(result, self.evaluate_if_due())
+                    self.warn(result)
+                    self.save_if_due()
+        except Abandoned:
+            self.reason = "signal"
+        return self.finish()
+
+    def start(self) -> None:
+        """Evaluates and prepares a new run, or completes the evaluation that a stop request interrupted."""
+        if self.state.unevaluated is not None:
+            self.complete_step(self.state.unevaluated)
+        elif self.state.step == 0:
+            evaluation = self.stage.evaluate()
+            if evaluation is not None:
+                self.state.first_eval = evaluation.metrics
+                self.state.first_rows = evaluation.rows[:REPORTED_ANSWERS]
+                self.tracker.samples(0, evaluation.rows, split="eval")
+            with self.rollback_on_nonfinite():
+                self.stage.start()
+        self.costs()  # the first step starts here
+
+    def steps(self) -> Iterator[int]:
+        """Yields the index of every step that is left, until all ranks agree on a reason to end."""
+        while self.error is None:
+            step = self.state.step
+            requested = self.context.stop.agreed_reason()
+            if requested is not None:
+                self.reason = requested
+            elif step >= self.stage.total_steps:
+                self.reason = "done"
+            elif self.stop_at_step is not None and step >= self.stop_at_step:
+                self.reason = "stop_at_step"
+            else:
+                yield step
+                continue
+            return
+
+    def count(self, result: StepResult) -> None:
+        self.state.step += 1
+        self.state.episodes += result.episodes
+        self.state.tokens += result.tokens
+        self.context.health.begin_step(self.state.step + 1)
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def evaluate_if_due(self) -> Metrics | None:
+        """Returns the evaluation metrics of this step, {} if none is due, None if a stop request interrupted it."""
+        step = self.state.step
+        if step not in (self.stage.total_steps, self.stop_at_step) and not is_due(step, self.eval_every):
+            return {}
+        try:
+            evaluation = self.stage.evaluate()
+        except Abandoned:
+            return None
+        if evaluation is None:
+            return {}
+        self.state.last_eval, self.state.last_rows = evaluation.metrics, evaluation.rows[:REPORTED_ANSWERS]
+        self.tracker.samples(step, evaluation.rows, split="eval")
+        return evaluation.metrics
+
+    def complete_step(self, metrics: Metrics) -> None:
+        """Repeats the interrupted evaluation of the last step, then logs and saves that step again."""
+        evaluated = self.evaluate_if_due()
+        if evaluated is not None:
+            self.tracker.log(self.state.step, metrics | evaluated)
+            self.state.unevaluated, self.eval_score = None, evaluated.get("eval/score_mean")
+            self.saved_step = None  # the checkpoint that was resumed from lacks the evaluation
+            self.save_if_due(last=True)
+
+    # -- logging ------------------------------------------------------------------------------------------------------
+
+    def log(self, result: StepResult, evaluated: Metrics | None) -> None:
+        state, costs = self.state, self.costs()
+        counts = {
+            "episodes": state.episodes,
+            "tokens": state.tokens,
+            "health/rollbacks": float(state.rollbacks),
+        }
+        line = counts | result.metrics | (evaluated or {}) | costs | result.performance(costs)
+        self.tracker.log(state.step, line)
+        self.tracker.samples(state.step, result.samples)
+        state.unevaluated = dict(line) if evaluated is None else None
+        self.eval_score = (evaluated or {}).get("eval/score_mean")
+
+    def costs(self) -> Metrics:
+        """Returns seconds (time/*) and counters since the last call. A collective."""
+        times = self.context.timer.take()
+        spread = rank_time_spread(self.world, times["time/step"])
+        return times | spread | {name: take() for name, take in self.stage.counters.items()}
+
+    def warn(self, result: StepResult) -> None:
+        """Logs the warnings of the step and ends the run if the step asks for it."""
+        warnings = list(result.warnings)
+        if reasons := self.context.health.take_reasons():
+            skipped = f"{result.metrics['health/skipped_steps']:.0f} optimizer step(s) skipped"
+            warnings.insert(0, f"{skipped}, not finite: {', '.join(reasons)}")
+        if result.failure is not None:
+            reason, text = result.failure
+            self.reason, self.error = reason, f"step {self.state.step}: {text}"
+        for text in warnings if self.world.is_main else []:
+            log.warning("warning: step %d: %s", self.state.step, text)
+
+    # -- non-finite numbers -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def rollback_on_nonfinite(self) -> Iterator[None]:
+        """Returns to the last checkpoint after too many skipped optimizer steps in a row.
+
+        The run ends instead if it has no checkpoint, the checkpoint is damaged or it was rolled back before.
+        """
+        try:
+            yield
+        except TooManySkips as error:
+            if self.state.rollbacks or self.last_checkpoint is None:
+                self.reason, self.error = "nonfinite", self.dump_failure(error)
+                return
+            try:
+                self.roll_back(self.last_checkpoint, error)
+            except UserError as damaged:
+                self.reason = "nonfinite"
+                self.error = f"{self.dump_failure(error)}; there is no way back: {damaged}"
+
+    def roll_back(self, checkpoint: Path, error: TooManySkips) -> None:
+        health, failed_step, rollbacks = self.context.health, self.state.step + 1, self.state.rollbacks
+        self.resume(checkpoint)
+        self.state.rollbacks = rollbacks + 1
+        health.restore(0, self.state.step + 1)
+        health.take_reasons()
+        self.eval_score = None
+        self.tracker.rewind(self.state.step)
+        self.costs()  # the next step starts here
+        if self.world.is_main:
+            log.warning(
+                "warning: step %d: %d times in a row no optimizer step was made (%s: not finite): back to %s, once; "
+                "the next time the run ends",
+                failed_step, health.max_skips, error, checkpoint,
+            )  # fmt: skip
+
+    def dump_failure(self, error: TooManySkips) -> str:
+        """Dumps the last skipped optimizer step and returns the message that ends the run."""
+        step, health = self.state.step + 1, self.context.health
+        line = self.stage.dump_failure(error, step, self.context.run_dir)
+        before = f"after going back to {self.last_checkpoint} " if self.state.rollbacks else ""
+        since = health.since
+        began = f"; the first of these was in step {since}" if since is not None and since < step else ""
+        return f"{line}; {before}no optimizer step was made {health.max_skips} times in a row (health.max_skips){began}"
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_if_due(self, last: bool = False) -> None:
+        """Saves a checkpoint if one is due, at the ``last`` call unless checkpoint.every is 0.
+
+        No checkpoint while steps are being skipped: a rollback needs a healthy state.
+        """
+        if self.context.health.skips and not last:
+            return
+        step, every = self.state.step, self.checkpoint.every
+        bar = -math.inf if self.state.best_score is None else self.state.best_score
+        best = self.checkpoint.keep_best and self.eval_score is not None and self.eval_score > bar
+        if best:
+            self.state.best_score = self.eval_score
+        # never before the first step: an interrupted Stage.start is repeated from the beginning
+        due = step > 0 and (is_due(step, every) or (last and every != 0))
+        if (due or best) and self.saved_step != step:
+            with self.context.timer("checkpoint"):
+                self.last_checkpoint = self.checkpoints.save(
+                    step,
+                    self.stage.models,
+                    self.state_dict(),
+                    best=best,
+                    shadows=self.stage.weight_copies,
+                )
+            self.saved_step = step
+
+    def resume(self, path: Path) -> None:
+        """Continues from a checkpoint: weights, optimizers, random states, the state of the stage and progress."""
+        state = self.checkpoints.load(path, self.stage.models, self.stage.weight_copies)
+        saved, kept = set(state) - {"progress"}, set(self.stage.state_dict())
+        if saved != kept:
+            raise UserError(
+                f"run.resume: {path} holds the state of {', '.join(sorted(saved)) or 'nothing'}, "
+                f"this run has {', '.join(sorted(kept))}: keep algo.kl.controller, algo.ptx and the kind of reward "
+                "as they were, or start in another run.dir"
+            )
+        self.load_state_dict(state)
+        self.saved_step, self.last_checkpoint = self.state.step, path
+
+    def expect_disk_space(self) -> None:
+        """Raises UserError if the disk has no room for a checkpoint that is still to be saved."""
+        saves = self.checkpoint.every != 0 or self.checkpoint.keep_best
+        if saves and self.state.step < self.stage.total_steps:
+            self.checkpoints.expect_room(self.stage.models, self.stage.weight_copies)
+
+    def state_dict(self) -> dict[str, Any]:
+        progress = asdict(self.state) | {"skips": self.context.health.skips}
+        return {"progress": progress, **self.stage.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        progress = dict(state["progress"])
+        skips = progress.pop("skips")
+        self.state = TrainState(**progress)
+        self.context.health.restore(skips, self.state.step + 1)
+        self.stage.load_state_dict({name: part for name, part in state.items() if name != "progress"})
+
+    @contextmanager
+    def undo_if_abandoned(self) -> Iterator[None]:
+        """Restores state and random states if a stop request interrupts a step before its update.
+
+        An abandoned step has changed no weights, so the next start repeats it exactly.
+        """
+        state, restore_random_states = deepcopy(self.state_dict()), random_states(self.world)
+        try:
+            yield
+        except Abandoned:
+            self.load_state_dict(state)
+            restore_random_states()
+            raise
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> ExitReason:
+        """Saves, exports and reports; returns the reason."""
+        if self.reason != "nonfinite":  # which ends the run in the middle of a step
+            self.save_if_due(last=True)
+        succeeded = EXIT_CODES[self.reason] == 0  # no export after a signal: its sender waits for the exit
+        if succeeded:
+            self.stage.export(self.context.run_dir)
+        error = {"error": self.error} if self.error else {}
+        self.tracker.finish({"exit_reason": self.reason} | error | self.state.heldout_metrics())
+        if self.world.is_main:
+            hint = RESUME_HINTS.get(self.reason)
+            checkpoint = f"{self.last_checkpoint}   {hint}" if self.last_checkpoint and hint else None
+            write_report(
+                self.context.run_dir, self.name, self.state, exported=succeeded, checkpoint=checkpoint
+            )
+            if self.error:
+                log.error("error: %s", self.error)
+        return self.reason
+
+    def fail(self, error: BaseException) -> None:
+        """Closes the trackers of a run that ``error`` has ended. Not a collective."""
+        self.tracker.finish({"exit_reason": "error", "error": f"{type(error).__name__}: {error}"})

@@ -1,0 +1,90 @@
+"""The protocol between a run (run.py) and the stage that it trains, such as PPO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from ppo_ds.distributed.world import World
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.tracking.banner import Banner
+from ppo_ds.training.health import Health, TooManySkips
+from ppo_ds.training.state import ExitReason
+from ppo_ds.training.stopping import StopRequest
+from ppo_ds.training.timing import PhaseTimer
+from ppo_ds.types import Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """Services of a run that its stage uses too."""
+
+    world: World
+    run_dir: Path
+    stop: StopRequest
+    timer: PhaseTimer
+    health: Health  # counts skipped optimizer steps
+    banner: Banner
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of one held-out evaluation, the same on every rank."""
+
+    metrics: Metrics  # eval/*
+    rows: list[dict[str, Any]]  # prompts, responses and scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Result of one training step."""
+
+    metrics: Metrics  # the same on every rank; includes health/skipped_steps
+    episodes: int  # samples of all ranks
+    tokens: int  # response tokens of all ranks
+    samples: list[dict[str, Any]] = field(default_factory=list)  # logged by rank 0
+    performance: Callable[[Metrics], Metrics] = lambda costs: {}  # time/* -> perf/* and mem/*; a collective
+    warnings: tuple[str, ...] = ()
+    failure: tuple[ExitReason, str] | None = None  # ends the run once the step is logged
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A component whose state a checkpoint saves as JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Stage(Stateful, Protocol):
+    """One kind of training. All methods are collectives."""
+
+    models: Mapping[str, TrainedModel]  # saved in every checkpoint
+    weight_copies: Mapping[str, WeightCopy]  # saved with them
+    total_steps: int
+    counters: Mapping[
+        str, Callable[[], float]
+    ]  # metrics that count since their last call; read once per step
+
+    def start(self) -> None:
+        """Prepares a new run after its first evaluation; a resumed run skips it."""
+
+    def step(self, index: int) -> StepResult:
+        """Trains one step.
+
+        Raises Abandoned on a stop request before any weight has changed; the run then restores the state of the
+        stage. Raises TooManySkips as Health does.
+        """
+
+    def evaluate(self) -> Evaluation | None:
+        """Evaluates on held-out data without changing the training; None without such data. May raise Abandoned."""
+
+    def export(self, run_dir: Path) -> None:
+        """Writes the trained models into the run directory."""
+
+    def dump_failure(self, error: TooManySkips, step: int, run_dir: Path) -> str:
+        """Writes what is needed to reproduce the last skipped optimizer step and returns one line about it."""

@@ -1,0 +1,62 @@
+"""Progress of a run and the reasons why it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ppo_ds.types import Metrics
+
+ExitReason = Literal["done", "stop_at_step", "time_limit", "signal", "nonfinite", "max_kl"]
+
+EXIT_CODES: dict[ExitReason, int] = {
+    "done": 0,
+    "stop_at_step": 0,
+    "time_limit": 0,
+    "signal": 143,
+    "nonfinite": 1,
+    "max_kl": 1,
+}
+
+RESUME_HINTS: dict[ExitReason, str] = {  # how a run that ended early continues from its last checkpoint
+    "signal": "the same command goes on (run.resume=auto)",
+    "max_kl": "the same command goes on (run.resume=auto)",
+    "time_limit": "the same command goes on (run.resume=auto)",
+    "stop_at_step": "the same command without run.stop_at_step goes on (run.resume=auto)",
+}
+
+
+@dataclass
+class TrainState:
+    """Progress of a run, saved in every checkpoint beside weights, optimizers and random states."""
+
+    # progress
+    step: int = 0  # completed steps
+    episodes: int = 0  # samples so far
+    tokens: int = 0  # response tokens so far
+    rollbacks: int = 0  # a rollback does not reset it
+
+    # evaluation
+    best_score: float | None = None
+    first_eval: Metrics | None = None
+    last_eval: Metrics | None = None
+    first_rows: list[dict[str, Any]] = field(default_factory=list)
+    last_rows: list[dict[str, Any]] = field(default_factory=list)
+    unevaluated: Metrics | None = (
+        None  # metrics of the last step if a stop request interrupted its evaluation
+    )
+
+    def heldout_metrics(self) -> dict[str, float]:
+        """Returns heldout_<name>_<before|after> for the summary; metrics that were not measured are left out."""
+        evaluations = {"before": self.first_eval or {}, "after": self.last_eval or {}}
+        return {
+            f"heldout_{name}_{when}": metrics[f"eval/{name}"]
+            for name in ("accuracy", "score_mean")
+            for when, metrics in evaluations.items()
+            if f"eval/{name}" in metrics
+        }
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Returns whether ``step`` is a multiple of ``every``; never for None and 0."""
+    return bool(every) and step % every == 0
