@@ -48,10 +48,10 @@ def rows(experience):
 def plant(monkeypatch):
     def plant(fault):
         monkeypatch.setenv("PPO_DS_FAULT", fault)
-        faults._reached.clear()
+        faults.visits.clear()
 
     yield plant
-    faults._reached.clear()
+    faults.visits.clear()
 
 
 @pytest.fixture
