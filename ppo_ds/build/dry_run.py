@@ -71,7 +71,7 @@ def dry_run_config(config: Config, ranks: int) -> Config:
                 warmup_steps=min(algo.value.warmup_steps, STEPS - 1),
                 pretrain_rollouts=min(algo.value.pretrain_rollouts, 1),
             ),
-            reward=replace(
+            reward_shaping=replace(
                 algo.reward_shaping,
                 overlong_buffer=algo.reward_shaping.overlong_buffer
                 and min(algo.reward_shaping.overlong_buffer, longest),

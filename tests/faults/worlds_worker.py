@@ -41,8 +41,8 @@ CASES: dict[str, Tree] = {  # ZeRO 0 to 3, fp32 and bf16, tied and untied, a run
     "lora": {"stage": 3, "dtype": "bf16", "actor": {**ADAPTED, "ema": {"decay": 0.9}}, "critic": ADAPTED},
 }
 UNEVEN: dict[str, Tree] = {
-    "uneven": {"generate": "whole"},
-    "uneven layers": {"generate": "layers"},
+    "uneven": {"generation_gather": "whole"},
+    "uneven layers": {"generation_gather": "layers"},
 }  # on ZeRO-3
 
 

@@ -20,7 +20,7 @@ OTHER_AGGREGATION = {
 }
 GREEDY = {"sampling": {"top_k": 1}}
 HF = {"rollout": {"backend": "hf"}}  # the default is auto, which takes static
-LAYERS = {"actor": {"zero": {"generate": "layers", "offload_states": "always"}}}
+LAYERS = {"actor": {"zero": {"generation_gather": "layers", "offload_states": "always"}}}
 SAME_PROMPT = {
     "data": {"path": f"{ASSETS}/same.jsonl"},
     "rollout": {"samples_per_prompt": 1},
