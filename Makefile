@@ -1,20 +1,23 @@
 # make quickstart   a tiny model learns small sums, on two CPU cores
-# make test         the tests
-# make lint         style
+# make test         the fast tests and one test of each promise from end to end; at most 12 minutes on two cores
+# make test-all     all tests but the nightly ones, the fast ones included; at most 45 minutes on two cores
+# make lint         style and types
 #
-# Both make .venv and install into it first; nothing but Python 3.11 to 3.13, git and make is needed.
+# Each makes .venv and install into it first; nothing but Python 3.11 to 3.13, git and make is needed.
 # PYTHON=...       the interpreter to make .venv with
 # TORCH=...        what to install as torch, e.g. TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 # ARGS=...         more for the command, e.g. make quickstart ARGS="run.seed=1", make test ARGS="tests/ops -x"
+# WORKERS=2        how many processes share the tests
 
 PYTHON ?=
 TORCH ?= torch==2.13.0
 ARGS ?=
+WORKERS ?= 2
 VENV := .venv
 # Written last: without it an installation was cut short, and is started afresh.
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test lint
+.PHONY: quickstart test test-all lint
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
@@ -24,12 +27,19 @@ help:
 quickstart: $(STAMP)
 	CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore $(VENV)/bin/deepspeed -q --num_gpus 2 launch/train.py +experiment=quickstart $(ARGS)
 
+# Tests of one group (see tests/conftest.py) run in one process, groups in the order in which they were collected.
+PYTEST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -q $(ARGS)
+	$(PYTEST) -m "not slow and not nightly" $(ARGS)
+
+test-all: $(STAMP)
+	$(PYTEST) -m "not nightly" $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/python -m mypy
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@set -e; \

@@ -158,7 +158,7 @@ def config(
         "algo": {
             "epochs": 1,
             "kl": {"coef": 0.1, "controller": "adaptive"},
-            "reward": {"normalize": "running"},
+            "reward_shaping": {"normalize": "running"},
         },
         "memory": {"rollout_tokens": 200, "score_tokens": 150, "train_tokens": 100},
         "checkpoint": {"every": 1, "keep_last": 9},
