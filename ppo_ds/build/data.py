@@ -8,7 +8,7 @@ from functools import partial
 
 from ppo_ds.config.schema import Config, rollout_size
 from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
-from ppo_ds.data.mixture import MixedSource, load_all
+from ppo_ds.data.mixture import MixedSource, collect_user_errors
 from ppo_ds.data.prompts import PromptSource, PromptStream, Source
 from ppo_ds.distributed.world import World
 from ppo_ds.errors import UserError
@@ -34,9 +34,9 @@ class Inputs:
         """Place and metadata of one prompt for each order of roles that there is."""
         return [each for source in self._sources for each in source.examples()]
 
-    def expect(self, judged: Callable[[Row], object]) -> None:
-        """UserError with the places of those rows of prompts for which ``judged`` raises one."""
-        load_all([partial(source.expect, judged) for source in self._sources])
+    def check_rows(self, check: Callable[[Row], object]) -> None:
+        """Runs ``check`` on all rows of prompts; raises UserError with the locations of those that fail."""
+        collect_user_errors([partial(source.check_rows, check) for source in self._sources])
 
     def notes(self) -> list[str]:
         """For the start-up banner: what is read beside the prompts, and what became of it."""
@@ -146,7 +146,7 @@ def build_prompts(config: Config, tokenizer: Tokenizer) -> Source:
         )
         for i, part in enumerate(data.mix)
     ]
-    return MixedSource(load_all(makers), [part.weight for part in data.mix])
+    return MixedSource(collect_user_errors(makers), [part.weight for part in data.mix])
 
 
 def build_held_out(config: Config, tokenizer: Tokenizer) -> PromptSource | None:
@@ -183,7 +183,7 @@ def _prompts(
         split=split,
         revision=revision,
         prompt_column=prompt_column,
-        text_as_chat=data.apply_chat_template,
+        apply_chat_template=data.apply_chat_template,
         system=data.system,
         max_samples=max_samples,
         max_prompt_tokens=data.max_prompt_tokens,
@@ -214,7 +214,7 @@ def build_ptx(config: Config, tokenizer: Tokenizer) -> DemonstrationStream | Non
         data.ptx_path,
         tokenizer=tokenizer,
         split=data.ptx_split,
-        text_as_chat=data.apply_chat_template,
+        apply_chat_template=data.apply_chat_template,
         system=data.system,
         max_tokens=data.ptx_max_tokens,
     )

@@ -73,4 +73,4 @@ def _expect_reward(section: dict[str, Any], key: str, inputs: Inputs) -> None:
             with reward_errors_as_user_errors():
                 reward.check_row(row)
 
-        inputs.expect(check_row)
+        inputs.check_rows(check_row)

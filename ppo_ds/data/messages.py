@@ -1,7 +1,8 @@
-"""What a row asks: a text, or a chat up to where the assistant answers; and how long the answer may be.
+"""Parses raw rows into prompts (a text, or a chat up to the assistant's answer) and response length limits.
 
-A chat is a list of ``{"role", "content"}``, or of ``{"from", "value"}`` as ShareGPT has it. Roles are those that the row gives, never guessed from
-the position. A last answer that the row brings along is dropped: the policy is to give its own.
+A chat is a list of ``{"role", "content"}``, or of ``{"from", "value"}`` as in ShareGPT. Roles are taken from
+the row and never inferred from the position. A final answer in the row is removed, because the policy
+generates its own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ppo_ds.types import Row
 
 LIMIT_COLUMN = "max_new_tokens"
 CHAT_COLUMNS = ("messages", "conversations")
-PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS)  # the first that a row has
+PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS)  # the first one that a row has is taken
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -31,68 +32,71 @@ Prompt = str | list[Message]
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How a data set's rows are read. Errors do not know the row's place: the caller adds it."""
+class PromptFormat:
+    """How the prompts of a data set are stored and formatted."""
 
     column: str | None = None  # of the prompt; None: the first of PROMPT_COLUMNS that the row has
     column_key: str = "data.prompt_column"  # for errors
-    text_as_chat: bool = False  # a text is what a user says, a chat of one message
-    system: str | None = None  # a system message for chats that have none
+    apply_chat_template: bool = False  # a text becomes a chat with a single user message
+    system: str | None = None  # a system message for chats without one
 
 
-def reading_for(
-    tokenizer: Tokenizer, column: str | None, text_as_chat: bool | None, system: str | None, key: str
-) -> Reading:
-    """How the rows of a data set are read for this tokenizer; ``key``: the path's."""
+def prompt_format(
+    tokenizer: Tokenizer, column: str | None, apply_chat_template: bool | None, system: str | None, key: str
+) -> PromptFormat:
+    """Builds the format for a tokenizer; ``key`` is the config key of the data set's path."""
     if system is not None and not tokenizer.has_chat_template:
         raise UserError(
-            f"data.system={system[:40]!r}: the tokenizer has no chat template to put it in; set data.chat_template, or write it into the prompts"
+            f"data.system={system[:40]!r}: the tokenizer has no chat template for it; set "
+            "data.chat_template, "
+            "or write it into the prompts"
         )
-    as_chat = tokenizer.has_chat_template if text_as_chat is None else text_as_chat
-    return Reading(column, f"{key.rpartition('.')[0]}.prompt_column", as_chat, system)
+    if apply_chat_template is None:
+        apply_chat_template = tokenizer.has_chat_template
+    return PromptFormat(column, f"{key.rpartition('.')[0]}.prompt_column", apply_chat_template, system)
 
 
-def prompt_of(row: Row, reading: Reading) -> Prompt:
-    """The row's prompt."""
-    name = _column(row, reading)
+def parse_prompt(row: Row, format: PromptFormat) -> Prompt:
+    """Returns the row's prompt; errors do not name the row's location, which the caller adds."""
+    name = _prompt_column(row, format)
     value = row[name]
     if isinstance(value, str):
-        if name in CHAT_COLUMNS and reading.column is None:
+        if name in CHAT_COLUMNS and format.column is None:
             raise UserError(
-                f'column "{name}" must be a list of messages, not a text (CSV has no lists: use JSONL or Parquet, or set {reading.column_key})'
+                f'column "{name}" must be a list of messages, not a text (CSV has no lists: use JSONL or '
+                f"Parquet, or set {format.column_key})"
             )
-        return spoken(text_of(value, f'column "{name}"'), name, reading)
+        text = check_text(value, f'column "{name}"')
+        if format.apply_chat_template:
+            return add_system_message([{"role": "user", "content": text}], format)
+        if format.system is not None:
+            raise UserError(
+                f'column "{name}" is used as a bare text, which has no place for data.system; '
+                "remove data.system or data.apply_chat_template=false"
+            )
+        return text
     if isinstance(value, list):
         if row.get("tools"):
             raise UserError(
-                'column "tools": tools are not shown to the policy; write them into the system message and remove or rename the column'
+                'column "tools": tools are not shown to the policy; write them into the system message and '
+                "remove or rename the column"
             )
-        return with_system(asked(chat_of(value, name), name), reading)
-    raise UserError(f'column "{name}" must be a text or a list of messages, not {_kind(value)}')
+        return add_system_message(remove_final_answer(parse_chat(value, name), name), format)
+    raise UserError(f'column "{name}" must be a text or a list of messages, not {_type_name(value)}')
 
 
-def spoken(text: str, name: str, reading: Reading) -> Prompt:
-    """A text prompt of the column ``name``: as it is, or as a chat."""
-    if reading.text_as_chat:
-        return with_system([{"role": "user", "content": text}], reading)
-    if reading.system is not None:
-        raise UserError(
-            f'column "{name}" is a text that stays as it is, without a place for data.system; leave out data.system or data.apply_chat_template=false'
-        )
-    return text
-
-
-def with_system(messages: list[Message], reading: Reading) -> list[Message]:
-    """The chat, after the reading's system message where it has none of its own."""
-    if reading.system is None or any(message["role"] == "system" for message in messages):
+def add_system_message(messages: list[Message], format: PromptFormat) -> list[Message]:
+    """Prepends the format's system message to a chat without one."""
+    if format.system is None or any(message["role"] == "system" for message in messages):
         return messages
-    return [{"role": "system", "content": reading.system}, *messages]
+    return [{"role": "system", "content": format.system}, *messages]
 
 
-def limit_of(row: Row) -> int | None:
-    """The most tokens that the row wants its answer to have, from its column "max_new_tokens"; None where it does not say.
+def parse_max_new_tokens(row: Row) -> int | None:
+    """Returns the row's limit of response tokens, from its column "max_new_tokens", or None without one.
 
-    Whole numbers come as floats from a Parquet column with gaps, and as text from CSV, where an empty cell says nothing.
+    Integers arrive as floats from a Parquet column with gaps and as text from CSV, where an empty cell means
+    None.
     """
     value = row.get(LIMIT_COLUMN)
     if value is None or value == "":
@@ -101,89 +105,91 @@ def limit_of(row: Row) -> int | None:
         number = float("nan" if isinstance(value, bool) else value)
     except (TypeError, ValueError, OverflowError):
         number = float("nan")
-    if number < 1 or number % 1 != 0:  # also what is no number
+    if not number >= 1 or number % 1 != 0:
         raise UserError(f'column "{LIMIT_COLUMN}" must be a whole number of at least 1, not {show(value)!r}')
     return int(number)
 
 
-def _column(row: Row, reading: Reading) -> str:
-    column, key = reading.column, reading.column_key
-    if column is not None and column not in row:
-        raise UserError(f"{key}={column}: no such column; the row has: {names_of(row)}")
-    there = [c for c in PROMPT_COLUMNS if c in row]
-    if column is None and not there:
+def _prompt_column(row: Row, format: PromptFormat) -> str:
+    column, key = format.column, format.column_key
+    if column is not None:
+        if column not in row:
+            raise UserError(f"{key}={column}: no such column; the row has: {column_names(row)}")
+        return column
+    present = [name for name in PROMPT_COLUMNS if name in row]
+    if not present:
         raise UserError(
-            f"none of the columns {', '.join(PROMPT_COLUMNS)}; set {key} to one that the row has: {names_of(row)}"
+            f"none of the columns {', '.join(PROMPT_COLUMNS)}; "
+            f"set {key} to one that the row has: {column_names(row)}"
         )
-    # a file format with columns has a null where a row has none
-    return column or next((c for c in there if row[c] is not None), there[0])
+    # in a file format with fixed columns, a column that a row lacks is null
+    return next((name for name in present if row[name] is not None), present[0])
 
 
-def chat_of(turns: list, name: str) -> list[Message]:
-    """The messages of the column ``name``, all of them, in one form."""
-    return [_message(turn, f'column "{name}", message {i}') for i, turn in enumerate(turns, start=1)]
+def parse_chat(messages: list, name: str) -> list[Message]:
+    """Converts the messages of the column ``name`` to ``{"role", "content"}``."""
+    return [_message(each, f'column "{name}", message {i}') for i, each in enumerate(messages, start=1)]
 
 
-def asked(messages: list[Message], name: str) -> list[Message]:
-    """The messages up to where the assistant answers."""
+def remove_final_answer(messages: list[Message], name: str) -> list[Message]:
+    """Removes the assistant's messages at the end of a chat."""
     n = len(messages)
     while n and messages[n - 1]["role"] == "assistant":
         n -= 1
     if not n:
         raise UserError(f'column "{name}": nothing to answer: no message before the assistant\'s')
-    text_of(messages[n - 1]["content"], f'column "{name}", message {n}')
+    check_text(messages[n - 1]["content"], f'column "{name}", message {n}')
     return messages[:n]
 
 
-def _message(turn: object, where: str) -> Message:
-    if not isinstance(turn, dict):
-        raise UserError(f"{where} must be an object with role and content, not {_kind(turn)}")
-    if turn.get("role") is not None:
-        role, content = turn["role"], turn.get("content")
-    elif turn.get("from") is not None:
-        role, content = SHAREGPT_ROLES.get(str(turn["from"])), turn.get("value")
+def _message(value: object, location: str) -> Message:
+    if not isinstance(value, dict):
+        raise UserError(f"{location} must be an object with role and content, not {_type_name(value)}")
+    if value.get("role") is not None:
+        role, content = value["role"], value.get("content")
+    elif value.get("from") is not None:
+        role, content = SHAREGPT_ROLES.get(str(value["from"])), value.get("value")
         if role is None:
             raise UserError(
-                f'{where}: "from" is {show(turn["from"])!r}; known are {", ".join(SHAREGPT_ROLES)}'
+                f'{location}: "from" is {show(value["from"])!r}; known values are {", ".join(SHAREGPT_ROLES)}'
             )
     else:
-        raise UserError(f"{where} has neither role and content nor from and value, but: {names_of(turn)}")
-    if not isinstance(role, str):
-        raise UserError(f"{where}: the role must be a text, not {_kind(role)}")
-    if turn.get("tool_calls"):
-        raise UserError(f"{where}: tool_calls are not shown to the policy; write them into the content")
-    if not isinstance(content, str):
-        raise UserError(f"{where}: the content must be a text, not {_kind(content)}")
-    return {
-        "role": _encodable(role, where),
-        "content": _encodable(content, where),
-    }  # empty texts are usual in system messages
-
-
-def text_of(value: str, where: str) -> str:
-    """The text itself, which must be one."""
-    if not value.strip():
         raise UserError(
-            f"{where} is {'nothing but white space' if value else 'empty'}: fill it in or remove the row"
+            f"{location} has neither role and content nor from and value, but: {column_names(value)}"
         )
-    return _encodable(value, where)
+    if not isinstance(role, str):
+        raise UserError(f"{location}: the role must be a text, not {_type_name(role)}")
+    if value.get("tool_calls"):
+        raise UserError(f"{location}: tool_calls are not shown to the policy; write them into the content")
+    if not isinstance(content, str):
+        raise UserError(f"{location}: the content must be a text, not {_type_name(content)}")
+    # empty contents are allowed: they are common in system messages
+    return {"role": _check_unicode(role, location), "content": _check_unicode(content, location)}
 
 
-def _encodable(value: str, where: str) -> str:
-    r"""JSON can hold half a surrogate pair ("\ud800"), which no tokenizer takes."""
+def check_text(value: str, location: str) -> str:
+    """Returns the text; raises UserError if it is empty or not valid Unicode."""
+    if not value.strip():
+        problem = "only white space" if value else "empty"
+        raise UserError(f"{location} is {problem}: fill it in or remove the row")
+    return _check_unicode(value, location)
+
+
+def _check_unicode(value: str, location: str) -> str:
+    r"""Refuses a lone surrogate ("\ud800"), which JSON can hold but no tokenizer accepts."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{where} is not valid Unicode: half a surrogate pair at character {error.start + 1}"
+            f"{location} is not valid Unicode: a lone surrogate at character {error.start + 1}"
         ) from error
     return value
 
 
-def names_of(row: dict[str, object]) -> str:
-    """Of a row's columns, for errors."""
+def column_names(row: dict[str, object]) -> str:
+    """Lists the row's columns for an error."""
     return show(", ".join(map(str, row))) or "none"
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     return "null" if value is None else type(value).__name__

@@ -1,4 +1,4 @@
-"""Several data sets mixed by weight, seen as one."""
+"""Several data sets mixed by weight and presented as one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 from ppo_ds.data.order import SEED_OFFSET, Interleaved, Order, WeightedRoundRobin
-from ppo_ds.data.prompts import PromptSource, padded
+from ppo_ds.data.prompts import PromptSource, collate_prompts
 from ppo_ds.errors import UserError
 from ppo_ds.types import Prompts, Row
 
@@ -17,11 +17,12 @@ T = TypeVar("T")
 
 
 class MixedSource:
-    """The prompts of several sets. A weight is a set's share of the prompts that are drawn, however many it holds.
+    """Mixes the prompts of several data sets; a weight is a set's share of the prompts, whatever its size.
 
-    Sets take turns by a fixed rule (`Turns`): in any run of steps each has its share, up to less than two prompts, whatever the number of ranks.
-    Each set is gone through in passes of its own, so a prompt of a small set with a large share comes up more often, possibly twice in
-    one step. One pass over the mixture (an epoch) is as many prompts as the sets hold together, though not each of them once.
+    The sets take turns by a fixed rule (``WeightedRoundRobin``): in any number of steps each set's count
+    differs from its share by less than two prompts, on any number of ranks. Each set is repeated in passes of
+    its own, so a prompt of a small set with a large share occurs more often, possibly twice in one step. One
+    epoch is as many prompts as the sets hold together, though not each of them once.
     """
 
     def __init__(self, sources: Sequence[PromptSource], weights: Sequence[float], *, key: str = "data.mix"):
@@ -31,12 +32,12 @@ class MixedSource:
 
     @property
     def shares(self) -> list[float]:
-        """Of the prompts drawn; they sum to 1."""
+        """The share of each set; they sum to 1."""
         return self._turns.shares
 
     @property
     def path(self) -> str:
-        """For people: "70% a.jsonl + 30% b.jsonl"."""
+        """A description for messages: "70% a.jsonl + 30% b.jsonl"."""
         return " + ".join(
             f"{100 * share:.3g}% {source.path}"
             for share, source in zip(self.shares, self.sources, strict=True)
@@ -44,12 +45,12 @@ class MixedSource:
 
     @property
     def report(self) -> dict[str, int]:
-        """The sums of the sets' own."""
+        """The sums of the sets' reports."""
         return {name: sum(source.report[name] for source in self.sources) for name in self.sources[0].report}
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """The number of tokens of the longest prompt."""
         return max(source.longest for source in self.sources)
 
     def __len__(self) -> int:
@@ -58,28 +59,30 @@ class MixedSource:
     def examples(self) -> list[tuple[str, Row]]:
         return [each for source in self.sources for each in source.examples()]
 
-    def expect(self, judged: Callable[[Row], object]) -> None:
-        load_all([partial(source.expect, judged) for source in self.sources])
+    def check_rows(self, check: Callable[[Row], object]) -> None:
+        collect_user_errors([partial(source.check_rows, check) for source in self.sources])
 
     def order(self, seed: int, shuffle: bool) -> Order:
         orders = [source.order(seed + i * SEED_OFFSET, shuffle) for i, source in enumerate(self.sources)]
         return Interleaved(self._turns, orders, self._starts)
 
     def batch(self, indices: Sequence[int]) -> Prompts:
-        """Prompts at ``indices``, the sets' one after the other, left-padded to their own longest."""
-        at = [(bisect_right(self._starts, i) - 1, i) for i in indices]
-        return padded([self.sources[k].row(i - self._starts[k]) for k, i in at], self.sources[0].pad_id)
+        """Returns the prompts at ``indices``, left-padded; the sets' indices follow each other."""
+        members = [(bisect_right(self._starts, i) - 1, i) for i in indices]
+        return collate_prompts(
+            [self.sources[k].row(i - self._starts[k]) for k, i in members], self.sources[0].pad_id
+        )
 
 
-def load_all(makers: Sequence[Callable[[], T]]) -> list[T]:
-    """What they make, or all that is wrong with the sets."""
-    sources: list[T] = []
+def collect_user_errors(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Runs every call and returns the results, or raises one UserError with the problems of all of them."""
+    results: list[T] = []
     problems: list[str] = []
-    for make in makers:
+    for call in calls:
         try:
-            sources.append(make())
+            results.append(call())
         except UserError as error:
             problems += error.problems
     if problems:
         raise UserError(*problems)
-    return sources
+    return results

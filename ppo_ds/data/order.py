@@ -1,4 +1,7 @@
-"""Endless orders: which prompt stands at place 0, 1, 2, ... Any place can be asked for, so a resumed run needs nothing but its step."""
+"""Endless orders of indices: ``order[position]`` is the index of the item at a position 0, 1, 2, ...
+
+Any position can be queried, so a resumed run needs only its step.
+"""
 
 from __future__ import annotations
 
@@ -10,79 +13,80 @@ from typing import Protocol
 
 import torch
 
-SEED_OFFSET = 1_000_003  # a prime: the passes over one set are not those over the next
+SEED_OFFSET = 1_000_003  # between the seeds of mixed sets; a prime, so that their passes have different seeds
 
 
 class Order(Protocol):
-    def __getitem__(self, place: int) -> int: ...
+    def __getitem__(self, position: int) -> int: ...
 
 
 class Passes:
-    """Pass after pass over ``n`` things, each in its own order, seeded with seed + pass; without ``shuffle`` all in the given one."""
+    """Repeats passes over ``n`` items, each shuffled with the seed ``seed`` + pass, or unshuffled."""
 
     def __init__(self, n: int, seed: int, shuffle: bool = True):
         self._n, self._seed, self._shuffle = n, seed, shuffle
         self._pass, self._order = -1, range(n)
 
-    def __getitem__(self, place: int) -> int:
-        number, i = divmod(place, self._n)
+    def __getitem__(self, position: int) -> int:
+        number, i = divmod(position, self._n)
         if self._shuffle and number != self._pass:
-            self._pass = number
-            self._order = torch.randperm(
-                self._n, generator=torch.Generator().manual_seed(self._seed + number)
-            ).tolist()
+            generator = torch.Generator().manual_seed(self._seed + number)
+            self._pass, self._order = number, torch.randperm(self._n, generator=generator).tolist()
         return self._order[i]
 
 
 class WeightedRoundRobin:
-    """Whose turn it is at each place, by weight: ``turns[place]`` is (i, k), the k-th turn of the i-th (both from 0).
+    """Assigns positions to members in proportion to their weights, without randomness.
 
-    Among the first n places each has its share of n, up to less than one turn, for every n; nothing is drawn at random. It is the rule
-    of Tijdeman (The chairman assignment problem, 1980): of those that are behind by 1 / (2m - 2) turns or more, m in number, the one that
-    would be the first to fall too far behind. (Always taking the one that is furthest behind is off by more than one turn for some weights.)
-    With the weights as whole numbers without a common divisor it repeats itself after as many places as their sum.
+    ``turns[position]`` is (i, k): the k-th turn of member i, both from 0. Among the first n positions each
+    member's count differs from its share of n by less than one turn, for every n. The rule is Tijdeman's (The
+    chairman assignment problem, 1980): of the m members, consider those that are behind by 1 / (2m - 2) turns
+    or more, and take the one that would be the first to fall too far behind. (Always taking the member that
+    is furthest behind is off by more than one turn for some weights.) With the weights as integers without a
+    common divisor, the sequence repeats with the period of their sum.
     """
 
     def __init__(self, weights: Sequence[float]):
         exact = [Fraction(repr(weight)) for weight in weights]  # 0.1 is a tenth
         scale = math.lcm(*(weight.denominator for weight in exact))
-        whole = [int(weight * scale) for weight in exact]
-        self._weights = [weight // math.gcd(*whole) for weight in whole]
+        integers = [int(weight * scale) for weight in exact]
+        self._weights = [weight // math.gcd(*integers) for weight in integers]
         self._period = sum(self._weights)
-        self._taken = [0] * len(whole)
-        self._who, self._turn = array("L"), array("Q")  # of the places so far, at most one period
+        self._taken = [0] * len(integers)
+        self._members, self._turns = array("L"), array("Q")  # of the positions so far, at most one period
 
     @property
     def shares(self) -> list[float]:
         return [weight / self._period for weight in self._weights]
 
-    def __getitem__(self, place: int) -> tuple[int, int]:
-        period, i = divmod(place, self._period)
-        while len(self._who) <= i:
-            self._next()
-        who = self._who[i]
-        return who, period * self._weights[who] + self._turn[i]
+    def __getitem__(self, position: int) -> tuple[int, int]:
+        period, i = divmod(position, self._period)
+        while len(self._members) <= i:
+            self._append_next()
+        member = self._members[i]
+        return member, period * self._weights[member] + self._turns[i]
 
-    def _next(self) -> None:
-        n, total, m = len(self._who) + 1, self._period, max(2 * len(self._weights) - 2, 1)
+    def _append_next(self) -> None:
+        n, total, m = len(self._members) + 1, self._period, max(2 * len(self._weights) - 2, 1)
+        # how far each member is behind, in turns times the period
         behind = [
             weight * n - total * taken for weight, taken in zip(self._weights, self._taken, strict=True)
-        ]  # turns, times the period
-        who = min(
+        ]
+        member = min(
             (i for i, late in enumerate(behind) if m * late >= total),
             key=lambda i: (total * (m - 1) - m * behind[i]) / self._weights[i],
         )
-        self._who.append(who)
-        self._turn.append(self._taken[who])
-        self._taken[who] += 1
+        self._members.append(member)
+        self._turns.append(self._taken[member])
+        self._taken[member] += 1
 
 
 class Interleaved:
-    """Several orders, taken in turns. ``starts``: what stands before each one's own numbers, as if all things stood in one row."""
+    """Interleaves several orders; member i's own indices are shifted by ``starts[i]``."""
 
     def __init__(self, turns: WeightedRoundRobin, orders: Sequence[Order], starts: Sequence[int]):
         self._turns, self._orders, self._starts = turns, orders, starts
 
-    def __getitem__(self, place: int) -> int:
-        who, turn = self._turns[place]
-        return self._starts[who] + self._orders[who][turn]
+    def __getitem__(self, position: int) -> int:
+        member, turn = self._turns[position]
+        return self._starts[member] + self._orders[member][turn]

@@ -1,7 +1,8 @@
-"""Raw rows of a data set, each with the place to name when something is wrong with it.
+"""Raw rows of a data set, with a location for each row that errors name.
 
-Local files are read here and not through `datasets`: a bad line is named as ``file:line``, rows keep exactly the values they had (no
-columns are made up for rows that lack them), and nothing is written to a cache where several ranks could meet. Values of a CSV file are text.
+Local files are read here and not by ``datasets``, so that a bad line is reported as ``file:line``, rows keep
+exactly their values (no columns are added to rows that lack them), and nothing is written to a cache that
+ranks would share. All values of a CSV file are text.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ import pyarrow.parquet
 from ppo_ds.errors import UserError
 from ppo_ds.types import Row
 
-_SHOWN = 5  # different problems of rows reported at a time
+_MAX_PROBLEMS = 5  # distinct problems in one error
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one file. ``lines``: the line each row begins at; None where rows are not lines."""
+    """Rows of one file."""
 
     name: str
     rows: Sequence[Row]
-    lines: Sequence[int] | None = None
+    lines: Sequence[int] | None = None  # the line at which each row begins; None: not a text file of rows
 
     def head(self, n: int | None) -> _Part:
         if n is None or n >= len(self.rows):
@@ -45,12 +46,12 @@ class _Part:
         rows = self.rows.select(range(n)) if isinstance(self.rows, datasets.Dataset) else self.rows[:n]
         return _Part(self.name, rows, self.lines)
 
-    def place(self, i: int) -> str:
+    def location(self, i: int) -> str:
         return f"{self.name} row {i + 1}" if self.lines is None else f"{self.name}:{self.lines[i]}"
 
 
 class Rows(Sequence[Row]):
-    """Rows of one or more files in order."""
+    """The rows of one or more files in order."""
 
     def __init__(self, parts: list[_Part]):
         self._parts = parts
@@ -63,20 +64,20 @@ class Rows(Sequence[Row]):
         for part in self._parts:
             yield from part.rows
 
-    def _at(self, i: int) -> tuple[_Part, int]:
+    def _locate(self, i: int) -> tuple[_Part, int]:
         if not 0 <= i < len(self):
             raise IndexError(i)
         p = bisect_right(self._ends, i)
         return self._parts[p], i - (self._ends[p - 1] if p else 0)
 
     def __getitem__(self, i: int) -> Row:
-        part, j = self._at(i)
+        part, j = self._locate(i)
         return part.rows[j]
 
-    def place(self, i: int) -> str:
-        """``file:line`` of a text file, ``file row n`` (from 1) of any other."""
-        part, j = self._at(i)
-        return part.place(j)
+    def location(self, i: int) -> str:
+        """Returns ``file:line`` for a text file and ``file row n`` (from 1) for any other."""
+        part, j = self._locate(i)
+        return part.location(j)
 
 
 def load_rows(
@@ -87,55 +88,57 @@ def load_rows(
     max_rows: int | None = None,
     key: str = "data.path",
 ) -> Rows:
-    """The first ``max_rows`` rows of a local file, of all data files of a local folder in the order of their names, or of a Hub data set.
+    """Loads the first ``max_rows`` rows of a data set.
 
-    ``split`` and ``revision`` are for the Hub only. ``key`` is the config key that errors name.
+    ``path`` is a local file, a local folder (all its data files in the order of their names), or a Hub data
+    set, to which ``split`` and ``revision`` apply. ``key`` is the config key that errors name.
     """
-    files = _local_files(path, key)
+    try:
+        files = _data_files(Path(os.path.expanduser(path)), path, key)
+    except OSError as error:  # an unreadable folder, a name that is too long
+        raise UserError(f"{key}={path}: {error.strerror or _one_line(error)}") from error
+    parts = []
     if files is None:
-        parts = [_from_hub(path, split, revision, key).head(max_rows)]
-    else:
-        parts = []
-        for file in files:
-            left = None if max_rows is None else max_rows - sum(len(part.rows) for part in parts)
-            if left != 0:
-                parts.append(_from_file(file, left, key).head(left))
+        parts.append(_load_from_hub(path, split, revision, key).head(max_rows))
+    for file in files or ():
+        left = None if max_rows is None else max_rows - sum(len(part.rows) for part in parts)
+        if left == 0:
+            break
+        try:
+            parts.append(_READERS[file.suffix](file, left).head(left))
+        except OSError as error:
+            raise UserError(f"{key}={file}: {error.strerror or _one_line(error)}") from error
     rows = Rows(parts)
     if not len(rows):
         raise UserError(f"{key}={path}: the data set is empty")
     return rows
 
 
-def read_rows(rows: Rows, read: Callable[[Row], T], which: Iterable[int] | None = None) -> list[T]:
-    """What ``read`` makes of the rows ``which`` (None: of all), or all that is wrong with them; its errors need not know the row's place."""
-    made: list[T] = []
-    places: dict[str, list[str]] = {}  # problem -> where; most often all rows have the same one
-    for i, row in enumerate(rows) if which is None else ((i, rows[i]) for i in which):
+def map_rows(rows: Rows, function: Callable[[Row], T], indices: Iterable[int] | None = None) -> list[T]:
+    """Applies ``function`` to the rows at ``indices`` (None: all) and returns the results.
+
+    The UserErrors of all rows are raised as one, which adds their locations.
+    """
+    results: list[T] = []
+    locations: dict[str, list[str]] = {}  # by problem, because often all rows have the same one
+    for i, row in enumerate(rows) if indices is None else ((i, rows[i]) for i in indices):
         try:
-            made.append(read(row))
+            results.append(function(row))
         except UserError as error:
-            places.setdefault(str(error), []).append(rows.place(i))
-    if places:
-        problems = [
-            f"{at[0]}: {problem}" + (f" (and {len(at) - 1} more rows)" if len(at) > 1 else "")
-            for problem, at in places.items()
-        ]
-        raise UserError(
-            *problems[:_SHOWN],
-            *([f"and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []),
-        )
-    return made
-
-
-def _local_files(path: str, key: str) -> list[Path] | None:
-    """The data files at a local path; None for what can only be a Hub name."""
-    try:
-        return _data_files(Path(os.path.expanduser(path)), path, key)
-    except OSError as error:  # a folder that may not be read, a name that is too long
-        raise UserError(f"{key}={path}: {error.strerror or _one_line(error)}") from error
+            locations.setdefault(str(error), []).append(rows.location(i))
+    if not locations:
+        return results
+    problems = []
+    for problem, at in locations.items():
+        more = f" (and {len(at) - 1} more rows)" if len(at) > 1 else ""
+        problems.append(f"{at[0]}: {problem}{more}")
+    if len(problems) > _MAX_PROBLEMS:
+        problems[_MAX_PROBLEMS:] = [f"and {len(problems) - _MAX_PROBLEMS} more problems"]
+    raise UserError(*problems)
 
 
 def _data_files(local: Path, path: str, key: str) -> list[Path] | None:
+    """Returns the data files of a local path, or None for a path that can only be a Hub name."""
     kinds = ", ".join(_READERS)
     if local.is_dir():
         files = sorted(
@@ -147,7 +150,8 @@ def _data_files(local: Path, path: str, key: str) -> list[Path] | None:
     if local.exists():
         if local.suffix not in _READERS:
             raise UserError(
-                f"{key}={path}: the name of a data file must end in one of {kinds}; unpack or convert it first"
+                f"{key}={path}: the name of a data file must end in one of {kinds}; unpack or convert it "
+                "first"
             )
         return [local]
     if local.suffix in _READERS or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
@@ -155,42 +159,40 @@ def _data_files(local: Path, path: str, key: str) -> list[Path] | None:
     return None
 
 
-def _from_hub(path: str, split: str, revision: str | None, key: str) -> _Part:
+def _load_from_hub(path: str, split: str, revision: str | None, key: str) -> _Part:
     try:
         return _Part(f"{path}[{split}]", datasets.load_dataset(path, split=split, revision=revision))
-    except (
-        ValueError
-    ) as error:  # an unknown split or a data set of several configurations: the message lists what there is
+    except ValueError as error:
+        # an unknown split, or a data set with several configurations: the message lists the valid names
         raise UserError(
             f"{key}={path}, {key.replace('path', 'split')}={split}: {_one_line(error)}"
         ) from error
     except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"{key}={path}: {_one_line(error)} (give a local file or folder, or a Hub name that can be reached)"
+            f"{key}={path}: {_one_line(error)} (give a local file or folder, or the name of a reachable Hub "
+            "data set)"
         ) from error
 
 
-def _from_file(file: Path, n: int | None, key: str) -> _Part:
-    try:
-        return _READERS[file.suffix](file, n)
-    except OSError as error:
-        raise UserError(f"{key}={file}: {error.strerror or _one_line(error)}") from error
+def _read_jsonl(file: Path, n: int | None) -> _Part:
+    return _read_lines(file, _jsonl_rows(file), n)
 
 
-def _part(name: str, numbered: Iterable[tuple[int, Row]], n: int | None) -> _Part:
+def _read_csv(file: Path, n: int | None) -> _Part:
+    return _read_lines(file, _csv_rows(file), n)
+
+
+def _read_lines(file: Path, numbered: Iterable[tuple[int, Row]], n: int | None) -> _Part:
     rows: list[Row] = []
     lines = array("L")
     for line, row in islice(numbered, n):
         rows.append(row)
         lines.append(line)
-    return _Part(name, rows, lines)
+    return _Part(str(file), rows, lines)
 
 
-def _read_jsonl(file: Path, n: int | None) -> _Part:
-    return _part(str(file), _json_lines(file), n)
-
-
-def _json_lines(file: Path) -> Iterator[tuple[int, Row]]:
+def _jsonl_rows(file: Path) -> Iterator[tuple[int, Row]]:
+    """Yields each row with its line number."""
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -201,11 +203,11 @@ def _json_lines(file: Path) -> Iterator[tuple[int, Row]]:
                 raise UserError(
                     f"{file}:{number}: not a JSON object on one line: {_one_line(error)}"
                 ) from error
-            yield number, _checked_row(row, f"{file}:{number}")
+            yield number, _check_row(row, f"{file}:{number}")
 
 
 def _read_json(file: Path, n: int | None) -> _Part:
-    """A list of rows; or, as in many ``.json`` files, one row a line."""
+    """Reads a list of rows, or one row per line, as many ``.json`` files have it."""
     text = _text(file)
     if not text.lstrip().startswith("["):
         return _read_jsonl(file, n)
@@ -213,14 +215,11 @@ def _read_json(file: Path, n: int | None) -> _Part:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}:{getattr(error, 'lineno', 1)}: not JSON: {_one_line(error)}") from error
-    return _Part(str(file), [_checked_row(row, f"{file} row {i}") for i, row in enumerate(rows, start=1)])
+    return _Part(str(file), [_check_row(row, f"{file} row {i}") for i, row in enumerate(rows, start=1)])
 
 
-def _read_csv(file: Path, n: int | None) -> _Part:
-    return _part(str(file), _csv_lines(file), n)
-
-
-def _csv_lines(file: Path) -> Iterator[tuple[int, Row]]:
+def _csv_rows(file: Path) -> Iterator[tuple[int, Row]]:
+    """Yields each row with the number of its first line; the first row has the names of the columns."""
     csv.field_size_limit(sys.maxsize)  # the default refuses texts of more than 131,072 characters
     reader = csv.reader(io.StringIO(_text(file), newline=""), strict=True)
     line = 1
@@ -228,14 +227,16 @@ def _csv_lines(file: Path) -> Iterator[tuple[int, Row]]:
         columns = next((values for values in reader if values), [])
         if len(set(columns)) < len(columns):
             raise UserError(
-                f"{file}:{reader.line_num}: two columns have the same name ({', '.join(columns)}); give each its own"
+                f"{file}:{reader.line_num}: two columns have the same name ({', '.join(columns)}); give "
+                "each its own"
             )
         line = reader.line_num + 1
         for values in reader:
             if values:
                 if len(values) != len(columns):
                     raise UserError(
-                        f"{file}:{line}: {len(values)} values for {len(columns)} columns ({', '.join(columns)})"
+                        f"{file}:{line}: {len(values)} values for {len(columns)} columns "
+                        f"({', '.join(columns)})"
                     )
                 yield line, dict(zip(columns, values, strict=True))
             line = reader.line_num + 1
@@ -246,14 +247,11 @@ def _csv_lines(file: Path) -> Iterator[tuple[int, Row]]:
 def _read_parquet(file: Path, n: int | None) -> _Part:
     try:
         table = pyarrow.parquet.read_table(file)
-        table.validate(full=True)  # texts that are not UTF-8 would fail where they are read, row by row
+        table.validate(full=True)  # otherwise invalid UTF-8 fails later, when its row is read
         return _Part(str(file), datasets.Dataset(table))
-    except (
-        pyarrow.ArrowException,
-        ValueError,
-        NotImplementedError,
-    ) as error:  # ValueError: two columns of one name
-        raise UserError(f"{file}: not a Parquet file that can be read: {_one_line(error)}") from error
+    except (pyarrow.ArrowException, ValueError, NotImplementedError) as error:
+        # ValueError: two columns with the same name
+        raise UserError(f"{file}: cannot be read as Parquet: {_one_line(error)}") from error
 
 
 _READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet, ".csv": _read_csv}
@@ -268,9 +266,11 @@ def _text(file: Path) -> str:
         raise UserError(f"{file}:{line}: not UTF-8: {error.reason}") from error
 
 
-def _checked_row(row: object, place: str) -> Row:
+def _check_row(row: object, location: str) -> Row:
     if not isinstance(row, dict):
-        raise UserError(f"{place}: a row must be a JSON object with named columns, not {type(row).__name__}")
+        raise UserError(
+            f"{location}: a row must be a JSON object with named columns, not {type(row).__name__}"
+        )
     return row
 
 

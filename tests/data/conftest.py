@@ -62,7 +62,8 @@ def source(jsonl, tokenizer):
     def make(*prompts, **options):
         rows = [{"prompt": p, "n": i} if isinstance(p, str) else p for i, p in enumerate(prompts)]
         return PromptSource(
-            jsonl(*rows), **{"tokenizer": tokenizer, "max_new_tokens": 9, "text_as_chat": False, **options}
+            jsonl(*rows),
+            **{"tokenizer": tokenizer, "max_new_tokens": 9, "apply_chat_template": False, **options},
         )
 
     return make

@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from ppo_ds.data.prompts import PromptSource, PromptStream, chunks
+from ppo_ds.data.prompts import PromptSource, PromptStream, tokenizer_chunks
 from ppo_ds.errors import UserError
 
 USER = {"role": "user", "content": "hi"}
@@ -40,20 +40,20 @@ def said(path, tokenizer, **options):
         ("x.json", b'[{"prompt": "a", "n": ' + b"9" * 5000 + b"}]", "x.json:1: not JSON: Exceeds the limit"),
         ("x.csv", b"prompt,prompt\na,b\n", "x.csv:1: two columns have the same name (prompt, prompt); give each its own"),
         ("x.csv", b'messages\n"[{""role"": ""user""}]"\n', 'x.csv:2: column "messages" must be a list of messages, not a text (CSV has no lists'),
-        ("x.parquet", b"", "x.parquet: not a Parquet file that can be read: "),
+        ("x.parquet", b"", "x.parquet: cannot be read as Parquet: "),
         ("x.jsonl", lines({"prompt": "a"}, {"prompt": None}), 'x.jsonl:2: column "prompt" must be a text or a list of messages, not null'),
         ("x.jsonl", lines({"prompt": 5}), 'x.jsonl:1: column "prompt" must be a text or a list of messages, not int'),
         ("x.jsonl", lines({"prompt": {"text": "a"}}), 'x.jsonl:1: column "prompt" must be a text or a list of messages, not dict'),
         ("x.jsonl", lines({"prompt": ""}), 'x.jsonl:1: column "prompt" is empty'),
-        ("x.jsonl", lines({"prompt": " \t\u3000\n"}), 'x.jsonl:1: column "prompt" is nothing but white space'),
-        ("x.jsonl", lines({"prompt": "a\udc80"}), 'x.jsonl:1: column "prompt" is not valid Unicode: half a surrogate pair at character 2'),
+        ("x.jsonl", lines({"prompt": " \t\u3000\n"}), 'x.jsonl:1: column "prompt" is only white space'),
+        ("x.jsonl", lines({"prompt": "a\udc80"}), 'x.jsonl:1: column "prompt" is not valid Unicode: a lone surrogate at character 2'),
         ("x.jsonl", lines({"b\n\ud800\x1b[2J": 1}), r"x.jsonl:1: none of the columns prompt, messages, conversations; set data.prompt_column to one"),
         ("x.jsonl", lines({"messages": []}), 'x.jsonl:1: column "messages": nothing to answer: no message before the assistant\'s'),
         ("x.jsonl", lines({"messages": USER}), 'x.jsonl:1: column "messages" must be a text or a list of messages, not dict'),
         ("x.jsonl", lines({"messages": [USER, None]}), 'x.jsonl:1: column "messages", message 2 must be an object with role and content, not null'),
         ("x.jsonl", lines({"messages": [USER | {"content": [{"text": "a"}]}]}), 'x.jsonl:1: column "messages", message 1: the content must'),
         ("x.jsonl", lines({"messages": [USER | {"role": "us\ud800er"}]}), 'x.jsonl:1: column "messages", message 1 is not valid Unicode'),
-        ("x.jsonl", lines({"messages": [USER | {"content": "\n"}]}), 'x.jsonl:1: column "messages", message 1 is nothing but white space'),
+        ("x.jsonl", lines({"messages": [USER | {"content": "\n"}]}), 'x.jsonl:1: column "messages", message 1 is only white space'),
         ("x.jsonl", lines({"messages": [USER | {"tool_calls": [1]}]}), 'x.jsonl:1: column "messages", message 1: tool_calls are not shown'),
         ("x.jsonl", lines({"messages": [USER], "tools": [{"name": "f"}]}), 'x.jsonl:1: column "tools": tools are not shown to the policy'),
         ("x.jsonl", lines({"prompt": "a", "max_new_tokens": "z" * 999}), 'x.jsonl:1: column "max_new_tokens" must be a whole number of at least 1'),
@@ -84,7 +84,7 @@ def test_parquet_that_lies_about_its_texts(tmp_path, tokenizer):
         tmp_path / "x.parquet",
     )
     (found,) = said(tmp_path / "x.parquet", tokenizer)
-    assert found.startswith("x.parquet: not a Parquet file that can be read: ") and "UTF8" in found
+    assert found.startswith("x.parquet: cannot be read as Parquet: ") and "UTF8" in found
 
 
 def test_a_file_format_that_fills_gaps_with_nulls(tmp_path, tokenizer):
@@ -184,7 +184,7 @@ def test_fewer_prompts_than_a_step_takes(source):
 )
 def test_long_prompts_are_tokenised_a_few_at_a_time(sizes, parts):
     """Uncut ids take a hundred bytes a token and more: a thousand prompts of 100,000 characters would fill 10 GB."""
-    assert [(part.start, part.stop) for part in chunks(sizes)] == parts
+    assert [(part.start, part.stop) for part in tokenizer_chunks(sizes)] == parts
 
 
 def test_one_example_for_each_order_of_roles(source):
@@ -219,5 +219,5 @@ def test_rows_that_cannot_be_judged_are_named_unless_they_are_dropped(source):
             raise UserError("no answer")
 
     with pytest.raises(UserError) as caught:
-        made.expect(judged)
+        made.check_rows(judged)
     assert caught.value.problems == [f"{made.path}:3: no answer"]

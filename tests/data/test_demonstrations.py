@@ -58,7 +58,7 @@ def test_of_an_answer_to_a_text_the_answer_and_its_end_are_learned(source):
         {"prompt": "a", "completion": "b"},
         {"prompt": "a", "chosen": "c"},
     ]
-    batch = source(*rows, text_as_chat=False).batch([0, 1, 2, 3])
+    batch = source(*rows, apply_chat_template=False).batch([0, 1, 2, 3])
     assert batch.ids.tolist() == [
         [A, B, C, D, EOS],
         [A, B, C, D, EOS],
@@ -123,7 +123,10 @@ def test_a_text_keeps_the_end_tokens_within_it_and_gets_no_second_one(source):
 
 def test_texts_get_the_tokenizers_own_first_token_and_answers_do_not(source, byte_tokenizer):
     made = source(
-        "a", {"prompt": "a", "response": "b"}, text_as_chat=False, tokenizer=byte_tokenizer(adds_bos=True)
+        "a",
+        {"prompt": "a", "response": "b"},
+        apply_chat_template=False,
+        tokenizer=byte_tokenizer(adds_bos=True),
     )
     batch = made.batch([0, 1])
     assert batch.ids.tolist() == [[EOS, A, EOS, PAD], [EOS, A, B, EOS]]
@@ -146,7 +149,7 @@ def test_long_rows_are_cut_on_the_right_and_dropped_where_no_answer_is_left(sour
         {"prompt": "abc", "response": "d"},
         {"prompt": "abcde", "response": "d"},
     ]
-    made = source(*rows, max_tokens=3, text_as_chat=False)
+    made = source(*rows, max_tokens=3, apply_chat_template=False)
     assert made.report == {"rows": 5, "truncated": 2, "dropped": 2} and len(made) == 3 and made.longest == 3
     batch = made.batch([0, 1, 2])
     assert batch.ids.tolist() == [[A, B, C], [A, B, EOS], [A, B, C]]
@@ -158,7 +161,7 @@ def test_dropping_everything_is_an_error(source):
         UserError,
         match="data.ptx_path=.*: all 1 rows are dropped: their answers begin after data.ptx_max_tokens=2",
     ):
-        source({"prompt": "ab", "response": "c"}, max_tokens=2, text_as_chat=False)
+        source({"prompt": "ab", "response": "c"}, max_tokens=2, apply_chat_template=False)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ def test_bad_rows_are_named(source, row, message):
 def test_a_template_that_renders_an_answered_prompt_otherwise(source, byte_tokenizer):
     thinking = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
     with pytest.raises(
-        UserError, match=r"data.jsonl:1: the chat template renders the prompt otherwise once it is answered"
+        UserError, match=r"data.jsonl:1: the chat template renders the prompt differently once it is answered"
     ):
         source({"messages": [USER, ANSWER]}, tokenizer=byte_tokenizer(template=thinking))
 
@@ -246,7 +249,8 @@ def test_batches_go_through_microbatches(source):
 
     batch = next(
         DemonstrationStream(
-            source("abcde", "a", {"prompt": "abc", "response": "d"}, "ab", text_as_chat=False), batch_size=4
+            source("abcde", "a", {"prompt": "abc", "response": "d"}, "ab", apply_chat_template=False),
+            batch_size=4,
         )
     )
     assert batch.prompt_lengths.tolist() == [1] * 4

@@ -1,6 +1,6 @@
 import pytest
 
-from ppo_ds.data.messages import Reading, prompt_of
+from ppo_ds.data.messages import PromptFormat, parse_prompt
 from ppo_ds.errors import UserError
 
 USER = {"role": "user", "content": "hi"}
@@ -44,8 +44,8 @@ SYSTEM = {"role": "system", "content": ""}
         ),
     ],
 )
-def test_prompt_of(row, column, prompt):
-    assert prompt_of(row, Reading(column)) == prompt
+def test_parse_prompt(row, column, prompt):
+    assert parse_prompt(row, PromptFormat(column)) == prompt
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_prompt_of(row, column, prompt):
         ({"prompt": None}, None, 'column "prompt" must be a text or a list of messages, not null'),
         ({"prompt": 5}, None, 'column "prompt" must be a text or a list of messages, not int'),
         ({"prompt": ""}, None, 'column "prompt" is empty'),
-        ({"prompt": "a\ud800"}, None, "half a surrogate pair at character 2"),
+        ({"prompt": "a\ud800"}, None, "a lone surrogate at character 2"),
         (
             {"question": "a", "answer": "b"},
             None,
@@ -77,13 +77,17 @@ def test_prompt_of(row, column, prompt):
         ({"messages": [{"role": 1, "content": "a"}]}, None, "message 1: the role must be a text, not int"),
         ({"messages": ["hi"]}, None, "message 1 must be an object with role and content, not str"),
         ({"messages": [{"text": "hi"}]}, None, "neither role and content nor from and value, but: text"),
-        ({"conversations": [{"from": "alien", "value": "a"}]}, None, "\"from\" is 'alien'; known are human"),
+        (
+            {"conversations": [{"from": "alien", "value": "a"}]},
+            None,
+            "\"from\" is 'alien'; known values are human",
+        ),
         ({"messages": [USER, {"role": "user", "content": "\udc00"}]}, None, "message 2 is not valid Unicode"),
     ],
 )
 def test_bad_rows(row, column, message):
     with pytest.raises(UserError) as caught:
-        prompt_of(row, Reading(column))
+        parse_prompt(row, PromptFormat(column))
     assert message in str(caught.value)
 
 
@@ -102,21 +106,21 @@ SYSTEM_PROMPT = {"role": "system", "content": "be brief"}
 )
 def test_a_system_message_for_chats_that_have_none(row, prompt):
     given = {name: list(value) if isinstance(value, list) else value for name, value in row.items()}
-    assert prompt_of(row, Reading(text_as_chat=True, system="be brief")) == prompt
+    assert parse_prompt(row, PromptFormat(apply_chat_template=True, system="be brief")) == prompt
     assert row == given
 
 
 def test_a_text_that_stays_one_has_no_place_for_a_system_message():
     with pytest.raises(
         UserError,
-        match='column "prompt" is a text that stays as it is, without a place for data.system; leave out data.system or',
+        match='column "prompt" is used as a bare text, which has no place for data.system; remove data.system or',
     ):
-        prompt_of({"prompt": "hi"}, Reading(system="be brief"))
+        parse_prompt({"prompt": "hi"}, PromptFormat(system="be brief"))
 
 
 def test_an_empty_system_message_is_one():
     """Templates that put in one of their own otherwise leave it out then."""
-    assert prompt_of({"prompt": "hi"}, Reading(text_as_chat=True, system="")) == [SYSTEM, USER]
+    assert parse_prompt({"prompt": "hi"}, PromptFormat(apply_chat_template=True, system="")) == [SYSTEM, USER]
 
 
 def test_the_key_of_the_column_is_that_of_the_set():
@@ -125,4 +129,4 @@ def test_the_key_of_the_column_is_that_of_the_set():
         ({}, r"set data.mix\[1\].prompt_column to one"),
     ):
         with pytest.raises(UserError, match=message):
-            prompt_of(row, Reading("x" if row else None, "data.mix[1].prompt_column"))
+            parse_prompt(row, PromptFormat("x" if row else None, "data.mix[1].prompt_column"))

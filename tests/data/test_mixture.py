@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from ppo_ds.data.mixture import MixedSource, load_all
+from ppo_ds.data.mixture import MixedSource, collect_user_errors
 from ppo_ds.data.prompts import PromptSource, PromptStream, eval_batches
 from ppo_ds.errors import UserError
 
@@ -18,7 +18,7 @@ def part(jsonl, tokenizer):
         rows = [{"prompt": f"{name}{i}"} for i in range(n)]
         return PromptSource(
             jsonl(*rows, name=f"{name}.jsonl"),
-            **{"tokenizer": tokenizer, "max_new_tokens": 9, "text_as_chat": False, **options},
+            **{"tokenizer": tokenizer, "max_new_tokens": 9, "apply_chat_template": False, **options},
         )
 
     return make
@@ -71,7 +71,7 @@ def test_rows_that_cannot_be_judged_are_named_in_each_set(mixed):
             raise UserError("no answer")
 
     with pytest.raises(UserError) as caught:
-        source.expect(judged)
+        source.check_rows(judged)
     assert [line.rpartition("/")[2] for line in caught.value.problems] == [
         "a.jsonl:2: no answer",
         "b.jsonl:1: no answer (and 1 more rows)",
@@ -169,7 +169,7 @@ def test_all_that_is_wrong_with_the_sets(jsonl, tokenizer, part):
 
     bad = jsonl({"prompt": "a"}, {"prompt": 5}, name="bad.jsonl")
     with pytest.raises(UserError) as caught:
-        load_all(
+        collect_user_errors(
             [
                 make(0, "missing.jsonl"),
                 make(1, part("a", 2).path),
@@ -180,7 +180,10 @@ def test_all_that_is_wrong_with_the_sets(jsonl, tokenizer, part):
     first, second, third = caught.value.problems
     assert first == "data.mix[0].path=missing.jsonl: no such file or folder"
     assert "bad.jsonl:2:" in second and "b.jsonl:1: data.mix[3].prompt_column=q: no such column" in third
-    assert [len(source) for source in load_all([make(0, part("a", 2).path), make(1, part("b", 3).path)])] == [
+    assert [
+        len(source)
+        for source in collect_user_errors([make(0, part("a", 2).path), make(1, part("b", 3).path)])
+    ] == [
         2,
         3,
     ]

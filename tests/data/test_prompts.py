@@ -83,7 +83,7 @@ def test_unusual_columns_reach_the_reward_unchanged(tmp_path, tokenizer, kind):
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
     made = PromptSource(
-        str(tmp_path / f"x.{kind}"), tokenizer=tokenizer, max_new_tokens=9, text_as_chat=False
+        str(tmp_path / f"x.{kind}"), tokenizer=tokenizer, max_new_tokens=9, apply_chat_template=False
     )
     for rank in range(2):
         (batch,) = [
@@ -108,10 +108,10 @@ def test_chat(source, tokenizer):
 
 
 def test_a_text_is_what_a_user_says_where_there_is_a_chat_template(source, byte_tokenizer):
-    made = source("hi", text_as_chat=None).batch([0]).metadata[0]
+    made = source("hi", apply_chat_template=None).batch([0]).metadata[0]
     assert made["messages"] == [USER] and made["prompt_text"] == "<user>hi<eos><assistant>"
     assert (
-        source("hi", text_as_chat=None, tokenizer=byte_tokenizer(template=None))
+        source("hi", apply_chat_template=None, tokenizer=byte_tokenizer(template=None))
         .batch([0])
         .metadata[0]["prompt_text"]
         == "hi"
@@ -249,7 +249,7 @@ def test_a_system_message(source, byte_tokenizer):
         {"messages": [USER, ANSWER, USER]},
         {"messages": [{"role": "system", "content": "own"}, USER]},
     ]
-    made = source(*rows, system="be brief", text_as_chat=None)
+    made = source(*rows, system="be brief", apply_chat_template=None)
     batch = made.batch([0, 1, 2])
     assert texts(batch) == [
         "<system>be brief<eos><user>hi<eos><assistant>",
@@ -266,14 +266,14 @@ def test_a_system_message(source, byte_tokenizer):
 def test_a_system_message_needs_a_template_that_takes_it(source, byte_tokenizer):
     with pytest.raises(
         UserError,
-        match="data.system='be brief': the tokenizer has no chat template to put it in; set data.chat_template, or",
+        match="data.system='be brief': the tokenizer has no chat template for it; set data.chat_template, or",
     ):
         source("hi", system="be brief", tokenizer=byte_tokenizer(template=None))
     with pytest.raises(
         UserError,
-        match=r"data.jsonl:1: column \"prompt\" is a text that stays as it is, .* data.apply_chat_template=false",
+        match=r"data.jsonl:1: column \"prompt\" is used as a bare text, .* data.apply_chat_template=false",
     ):
-        source("hi", system="be brief", text_as_chat=False)
+        source("hi", system="be brief", apply_chat_template=False)
     picky = byte_tokenizer(
         template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
     )

@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from ppo_ds.data.rows import _from_hub, load_rows
+from ppo_ds.data.rows import load_rows
 from ppo_ds.errors import UserError
 
 ROWS = [
@@ -39,14 +39,14 @@ def test_places(tmp_path):
     (tmp_path / "README.md").write_text("not data")
     rows = load_rows(str(tmp_path))
     assert list(rows) == ROWS * 4 and rows[6] == ROWS[0]
-    assert [rows.place(i).removeprefix(f"{tmp_path}/") for i in range(8)] == [
+    assert [rows.location(i).removeprefix(f"{tmp_path}/") for i in range(8)] == [
         "a.jsonl:1", "a.jsonl:2", "b.json row 1", "b.json row 2", "c.parquet row 1", "c.parquet row 2", "d.csv:2", "d.csv:4"
     ]  # fmt: skip
 
 
 def test_blank_lines_are_no_rows_but_count_as_lines(jsonl):
     rows = load_rows(jsonl({"prompt": "a"}, "", {"prompt": "b"}))
-    assert [rows.place(i).rsplit(":")[-1] for i in range(len(rows))] == ["1", "3"]
+    assert [rows.location(i).rsplit(":")[-1] for i in range(len(rows))] == ["1", "3"]
 
 
 def test_rows_keep_their_values(jsonl):
@@ -96,7 +96,7 @@ def test_max_rows_reads_no_further(jsonl):
         ("x.csv", b'prompt,n\na,1\n"b\nc",2,3\n', "x.csv:3: 3 values for 2 columns"),
         ("x.csv", b'prompt,n\na,1\n"b,2\nd,3\n', "x.csv:3: not CSV"),
         ("x.csv", b"prompt\na\n\xff\n", "x.csv:3: not UTF-8"),
-        ("x.parquet", b"PAR1nonsense", "x.parquet: not a Parquet file"),
+        ("x.parquet", b"PAR1nonsense", "x.parquet: cannot be read as Parquet"),
         ("x.jsonl", b"", "the data set is empty"),
         ("x.csv", b"prompt\n", "the data set is empty"),
         ("x.json", b"[]", "the data set is empty"),
@@ -143,30 +143,37 @@ def test_local_files_leave_nothing_in_a_cache_where_ranks_could_meet(tmp_path):
 
 
 @pytest.fixture
-def hub_like(tmp_path, monkeypatch):
-    """`datasets.load_dataset` treats a folder as it does a Hub data set."""
+def hub_folder(tmp_path, monkeypatch):
+    """The folder whose files ``datasets`` loads as the Hub data set "org/name"."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "hub"
     folder.mkdir()
     for split in ("train", "test"):
         (folder / f"{split}.jsonl").write_text(json.dumps({"prompt": split}) + "\n")
+    load_dataset = datasets.load_dataset
+
+    def load(path, **options):
+        assert path == "org/name"
+        return load_dataset(str(folder), **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
     return folder
 
 
-def test_hub_split(hub_like):
-    part = _from_hub(str(hub_like), "test", None, "data.path")
-    assert list(part.rows) == [{"prompt": "test"}] and part.place(0) == f"{hub_like}[test] row 1"
+def test_hub_split(hub_folder):
+    rows = load_rows("org/name", split="test")
+    assert list(rows) == [{"prompt": "test"}] and rows.location(0) == "org/name[test] row 1"
 
 
-def test_unknown_split_lists_those_there_are(hub_like):
+def test_unknown_split_lists_the_valid_ones(hub_folder):
     with pytest.raises(UserError, match=r"data.eval_path=.*, data.eval_split=dev: .*\['train', 'test'\]"):
-        _from_hub(str(hub_like), "dev", None, "data.eval_path")
+        load_rows("org/name", split="dev", key="data.eval_path")
 
 
-def test_split_that_cannot_be_read(hub_like):
-    (hub_like / "test.jsonl").write_text('{"prompt": "a"}\n{"promp')
+def test_split_that_cannot_be_read(hub_folder):
+    (hub_folder / "test.jsonl").write_text('{"prompt": "a"}\n{"promp')
     with pytest.raises(UserError, match="data.path="):
-        _from_hub(str(hub_like), "test", None, "data.path")
+        load_rows("org/name", split="test")
 
 
 def test_hub_out_of_reach(monkeypatch):
@@ -183,4 +190,4 @@ def test_hub_rows_come_through_load_rows(monkeypatch):
         lambda path, split, revision: {("org/name", "dev", "v1"): rows}[path, split, revision],
     )
     loaded = load_rows("org/name", split="dev", revision="v1", max_rows=1)
-    assert list(loaded) == ROWS[:1] and loaded.place(0) == "org/name[dev] row 1"
+    assert list(loaded) == ROWS[:1] and loaded.location(0) == "org/name[dev] row 1"
