@@ -1,4 +1,4 @@
-"""The `algo` section to the objects that do what it says."""
+"""Builds the algorithm from the `algo` section: experience maker, learner, KL controller."""
 
 from __future__ import annotations
 
@@ -6,44 +6,61 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
-from torch import Tensor
-
-from ppo_ds.config.schema import Config, rollout_size, value_position
+from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, resolve
+from ppo_ds.config.schema import (
+    AlgoConfig,
+    Config,
+    GAEConfig,
+    RolloutISConfig,
+    rollout_size,
+    value_position,
+)
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
-from ppo_ds.ppo.advantages import CriticEstimator, Estimator, ScorePosition, Whitening
-from ppo_ds.ppo.experience import Correction, ExperienceMaker, KLCharge, shared_values_of, values_of
+from ppo_ds.ppo.advantages import (
+    AdvantageEstimator,
+    ScorePosition,
+    Whitening,
+    estimate_by_critic,
+    estimate_by_group,
+    estimate_by_token,
+    estimate_one_step,
+)
+from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.losses import PolicyObjective, PtxObjective, ValueObjective
-from ppo_ds.ppo.reward_shaping import Penalties, ScoreShaper
+from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.training.health import Health
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Sequences
 
 
 def uses_critic(config: Config) -> bool:
-    """Whether values are learned at all, by a critic or by a head on the actor."""
-    return config.algo.advantage.estimator == "gae"
+    """Returns whether values are learned, by a critic or by a value head on the actor."""
+    return ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].needs_critic
 
 
 def reads_once(config: Config) -> bool:
-    """Whether the update's own forward is the only one that the actor makes over its answers: one optimizer step, and nothing that is due before it
-    needs the log-probs (a KL in the reward, weights of the decode backend, values from the same trunk, steps in which the critic alone learns).
+    """Returns whether the update's own forward is the actor's only one over its responses.
+
+    That needs a single optimizer step, and nothing before it that needs the log-probs: a KL in the reward, weights for
+    the decode backend, values from the same trunk, or steps in which only the critic learns.
     """
     algo, size = config.algo, rollout_size(config)
     one_step = algo.epochs == 1 and (algo.minibatch_size or size) == size
-    asked_before = (
+    needed_before = (
         algo.kl.place == "reward"
         or algo.rollout_is.kind != "none"
         or config.critic.share_trunk
         or algo.value.warmup_steps > 0
     )
-    return one_step and algo.old_policy == "rollout" and not asked_before
+    return one_step and algo.old_policy == "rollout" and not needed_before
 
 
 def experience_maker(
@@ -58,106 +75,82 @@ def experience_maker(
     pad_id: int,
     timer: PhaseTimer,
 ) -> ExperienceMaker:
-    algo, n = config.algo, config.rollout.samples_per_prompt
+    """Builds make_experience."""
+    algo = config.algo
     return ExperienceMaker(
         actor=actor,
-        early=not reads_once(config),
+        lagged=lagged,
         reference=reference,
-        values=_values(config, actor, critic),
-        one_trunk=critic is None and uses_critic(config),
-        world=world,
+        critic=critic,
+        share_trunk=critic is None and uses_critic(config),
+        compute_old_logprobs=not reads_once(config),
+        masked_stop_ids=masked_stop_ids(algo.train_on_eos, stop_token_ids, pad_id),
+        shaper=ScoreShaper(algo.reward_shaping, world),
+        charged_kl=resolve(KL_ESTIMATORS[algo.kl.estimator]) if algo.kl.place == "reward" else None,
+        score_position=_score_position(algo),
+        estimate_advantages=advantage_estimator(algo, algo.gae, config.rollout.samples_per_prompt),
+        whitening=_whitening(algo),
+        group_size=config.rollout.samples_per_prompt,
+        rollout_is=algo.rollout_is,
         token_budget=config.memory.score_tokens,
         packed=_all_packed(actor, reference, critic),
-        hidden_stops=hidden_stops(algo.train_on_eos, stop_token_ids, pad_id),
-        old_policy=None if lagged is None else lagged.swapped,
-        shaper=score_shaper(config, world),
-        kl=KLCharge(algo.kl.place == "reward", algo.kl.estimator),
-        place=_score_place(config),
-        estimator=_critic_estimator(config)
-        if uses_critic(config)
-        else Estimator(algo.advantage.estimator, algo.gae.gamma, n),
-        whitening=_whitening(config),
-        group_size=n,
-        correction=Correction(algo.rollout_is.kind, algo.rollout_is.low, algo.rollout_is.high),
+        world=world,
         timer=timer,
     )
 
 
-def _all_packed(*models: TrainedModel | FrozenModel | None) -> bool:
-    """Whether forwards can be planned for rows without padding."""
-    return all(model.module.packed for model in models if model is not None)
+def advantage_estimator(algo: AlgoConfig, gae: GAEConfig, group_size: int) -> AdvantageEstimator:
+    """Builds the advantage estimator of `algo.advantage.estimator`, with ``gae`` in place of `algo.gae`."""
+    entry, position = ADVANTAGE_ESTIMATORS[algo.advantage.estimator], _score_position(algo)
+    if entry.needs_critic and algo.action_level == "sequence":
+        return partial(estimate_one_step, value_position=value_position(algo), score_position=position)
+    if entry.needs_critic:
+        return partial(estimate_by_critic, compute=resolve(entry), gae=gae, score_position=position)
+    if entry.needs_group:
+        return partial(
+            estimate_by_group, compute=resolve(entry), group_size=group_size, score_position=position
+        )
+    return partial(estimate_by_token, compute=resolve(entry), gamma=gae.gamma, score_position=position)
 
 
-def pretraining(maker: ExperienceMaker) -> ExperienceMaker:
-    """The same with returns that are the rewards to come: no bootstrap from a critic that knows nothing yet."""
-    estimator = replace(maker.estimator, lam=1.0, lam_critic=None, bootstrap_truncated=False)
-    if maker.kl.in_reward:
-        return replace(maker, estimator=estimator)
-    return replace(
-        maker,
-        estimator=estimator,
-        early=False,
-        reference=None,
-        correction=replace(maker.correction, kind="none"),
-    )
+def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
+    """Returns ``maker`` for the critic's pretraining, in which returns are the rewards to come (lambda 1).
 
-
-def hidden_stops(include_eos: bool | None, stop_token_ids: tuple[int, ...], pad_id: int) -> tuple[int, ...]:
-    """The end tokens that are no actions."""
-    if include_eos is None:
-        return tuple(stop for stop in stop_token_ids if stop == pad_id)
-    return () if include_eos else stop_token_ids
-
-
-def _values(
-    config: Config, actor: TrainedModel, critic: TrainedModel | None
-) -> Callable[[Sequences], Tensor] | None:
-    if critic is not None:
-        return values_of(critic)
-    return shared_values_of(actor) if uses_critic(config) else None
-
-
-def score_shaper(config: Config, world: World) -> ScoreShaper:
-    shaping = config.algo.reward_shaping
-    return ScoreShaper(
-        penalties=Penalties(
-            shaping.missing_eos,
-            shaping.missing_eos_value,
-            shaping.overlong_buffer,
-            shaping.overlong_factor,
-            shaping.length_penalty,
-        ),
-        normalize=shaping.normalize,
-        with_std=shaping.normalize_std,
-        clip=shaping.clip,
-        world=world,
-    )
-
-
-def _score_place(config: Config) -> ScorePosition:
-    return ScorePosition(config.algo.reward_shaping.score_position, config.algo.value.next_state)
-
-
-def _critic_estimator(config: Config) -> CriticEstimator:
+    They have no bootstrap from a critic that is still untrained. Models that change no return are not run.
+    """
     algo = config.algo
-    return CriticEstimator(
-        level=algo.action_level,
-        gamma=algo.gae.gamma,
-        lam=algo.gae.lam,
-        lam_critic=algo.gae.lam_critic,
-        bootstrap_truncated=algo.gae.bootstrap_truncated,
-        position=value_position(algo),
-        place=_score_place(config),
-    )
+    estimate = advantage_estimator(algo, GAEConfig(gamma=algo.gae.gamma, lam=1.0), maker.group_size)
+    maker = replace(maker, estimate_advantages=estimate)
+    if maker.charged_kl is not None:
+        return maker
+    return replace(maker, compute_old_logprobs=False, reference=None, rollout_is=RolloutISConfig(kind="none"))
 
 
-def _whitening(config: Config) -> Whitening:
-    return Whitening(config.algo.advantage.whiten, config.algo.advantage.unbiased, config.algo.action_level)
+def masked_stop_ids(
+    train_on_eos: bool | None, stop_token_ids: tuple[int, ...], pad_id: int
+) -> tuple[int, ...]:
+    """Returns the end tokens that are not actions: none, all, or (``None``) the pad token if it ends responses."""
+    if train_on_eos is None:
+        return tuple(stop for stop in stop_token_ids if stop == pad_id)
+    return () if train_on_eos else stop_token_ids
+
+
+def _score_position(algo: AlgoConfig) -> ScorePosition:
+    return ScorePosition(algo.reward_shaping.score_position, algo.value.next_state)
+
+
+def _whitening(algo: AlgoConfig) -> Whitening:
+    return Whitening(algo.advantage.whiten, algo.advantage.unbiased, algo.action_level)
+
+
+def _all_packed(*models: TrainedModel | FrozenModel | None) -> bool:
+    """Returns whether forwards can be planned for rows without padding."""
+    return all(model.module.packed for model in models if model is not None)
 
 
 @dataclass(frozen=True)
 class Horizon:
-    """How long a run is: PPO steps, and optimizer steps at most (algo.target_kl may end the passes of a step early)."""
+    """Length of a run: its PPO steps, and its optimizer steps at most (algo.target_kl may end a PPO step early)."""
 
     steps: int
     actor: int
@@ -165,6 +158,7 @@ class Horizon:
 
 
 def horizon(config: Config, n_prompts: int) -> Horizon:
+    """Computes the length of the run. Raises UserError if no step is left for the actor."""
     value, rollout = config.algo.value, rollout_size(config)
     steps = config.run.steps or math.ceil(
         (config.run.epochs or 0) * n_prompts / config.rollout.prompts_per_step
@@ -188,47 +182,42 @@ def learner(
     timer: PhaseTimer,
     health: Health,
 ) -> Learner:
-    algo = config.algo
+    """Builds learn."""
+    algo, loss = config.algo, POLICY_LOSSES[config.algo.policy.loss]
     return Learner(
         actor=actor,
         critic=critic,
-        world=world,
+        ema=ema,
+        ema_decay=config.actor.ema.decay or 0.0,
+        policy=PolicyObjective(
+            loss=resolve(loss),
+            sums_over_tokens=loss.sums_over_tokens,
+            clip=algo.policy,
+            entropy=algo.entropy,
+            kl=resolve(KL_ESTIMATORS[algo.kl.estimator]) if algo.kl.place == "loss" else None,
+            aux_coef=(actor.module.balance_coef or 0.0) if algo.aux_coef is None else algo.aux_coef,
+            agg=algo.loss.agg,
+            level=algo.action_level,
+        ),
+        # at action level sequence there is one value per response: the mean over them, whatever that over tokens is
+        value=ValueObjective(algo.value, "token_mean" if algo.action_level == "sequence" else algo.loss.agg),
+        ptx=PtxObjective(algo.ptx.coef) if ptx_texts is not None else None,
+        ptx_texts=ptx_texts,
+        whitening=_whitening(algo),
+        norm=algo.loss.norm or config.sampling.max_new_tokens,
         epochs=algo.epochs,
         minibatch_size=algo.minibatch_size or rollout_size(config),
         token_budget=config.memory.train_tokens,
         packed=_all_packed(actor, critic),
-        norm=algo.loss.norm or config.sampling.max_new_tokens,
         target_kl=algo.target_kl,
-        whitening=_whitening(config),
-        policy=PolicyObjective(
-            level=algo.action_level,
-            kind=algo.policy.loss,
-            clip_low=algo.policy.clip_low,
-            clip_high=algo.policy.clip_high,
-            dual_clip=algo.policy.dual_clip,
-            agg=algo.loss.agg,
-            entropy_coef=algo.entropy.coef,
-            entropy_kind=algo.entropy.kind,
-            kl_in_loss=algo.kl.place == "loss",
-            kl_estimator=algo.kl.estimator,
-            aux_coef=(actor.module.balance_coef or 0.0) if algo.aux_coef is None else algo.aux_coef,
-        ),
-        value=ValueObjective(
-            algo.value.clip,
-            algo.value.half,
-            algo.value.coef,
-            "token_mean" if algo.action_level == "sequence" else algo.loss.agg,
-        ),
-        ptx=PtxObjective(algo.ptx.coef) if ptx_texts is not None else None,
-        ptx_texts=ptx_texts,
-        ema=ema,
-        ema_decay=config.actor.ema.decay or 0.0,
+        world=world,
         timer=timer,
         health=health,
     )
 
 
 def kl_controller(config: Config) -> FixedKLController:
+    """Builds the controller of the KL coefficient."""
     kl = config.algo.kl
     if kl.controller == "adaptive":
         return AdaptiveKLController(kl.coef, kl.target, kl.horizon, kl.min_coef, kl.max_coef)
@@ -242,5 +231,5 @@ def shadow(model: TrainedModel, wanted: bool) -> WeightCopy | None:
 
 
 def eval_weights(ema: WeightCopy | None, wanted: bool) -> Callable[[], AbstractContextManager[None]]:
-    """What evaluation runs inside: the averaged weights, or nothing."""
+    """Returns the context that evaluation runs in: the averaged weights if ``wanted``, else none."""
     return ema.swapped if ema is not None and wanted else nullcontext

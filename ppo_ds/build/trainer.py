@@ -8,10 +8,10 @@ from ppo_ds.build.algorithm import (
     Horizon,
     eval_weights,
     experience_maker,
-    hidden_stops,
     horizon,
     kl_controller,
     learner,
+    masked_stop_ids,
     pretraining,
     shadow,
     uses_critic,
@@ -76,7 +76,7 @@ def build_trainer(config: Config, context: RunContext) -> PPOTrainer:
     length = horizon(config, len(inputs.source))
     sampling = build_sampling(config, inputs)
     preflight(config, inputs)
-    hides_stops = bool(hidden_stops(algo.train_on_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id))
+    hides_stops = bool(masked_stop_ids(algo.train_on_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id))
     banner.note(*inputs.notes(), *warnings(config, hides_stops=hides_stops))
     if world.device.type == "cpu":
         banner.note(*slow_bf16(config, computes_bf16()))
@@ -138,7 +138,9 @@ def build_trainer(config: Config, context: RunContext) -> PPOTrainer:
         prompts=inputs.prompts,
         collect=build_collector(config, context, models, generator, sampling),
         make_experience=make_experience,
-        make_pretraining_experience=pretraining(make_experience) if algo.value.pretrain_rollouts else None,
+        make_pretraining_experience=pretraining(config, make_experience)
+        if algo.value.pretrain_rollouts
+        else None,
         learn=learn,
         kl=kl,
         stateful={name: component for name, component in stateful.items() if component is not None},

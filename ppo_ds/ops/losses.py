@@ -13,14 +13,16 @@ All are float64, so that the order of summation does not matter in practice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ppo_ds.ops.kl import KLEstimator, approx_kl
+from ppo_ds.ops.logprobs import sequence_logprobs
 from ppo_ds.ops.masked import Reduce, keep, masked_mean, masked_sum
 
 LossAgg = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"]
@@ -213,7 +215,7 @@ def clamped_log_ratio(differences: Tensor, mask: Tensor, ratio: Ratio, clamp: fl
         case "token":
             log_ratio = differences
         case "sequence":
-            log_ratio = differences.sum(dim=1, keepdim=True)
+            log_ratio = sequence_logprobs(differences, mask)[:, None]
         case "sequence_mean":
             log_ratio = masked_mean(differences, mask, dim=1)[:, None]
         case _:
@@ -316,15 +318,17 @@ def kl_loss(
     logprobs: Tensor,
     ref_logprobs: Tensor,
     mask: Tensor,
-    estimator: KLEstimator = "k2",
+    estimator: KLEstimator | Callable[[Tensor, Tensor], Tensor] = "k2",
     agg: LossAgg = "token_mean",
     totals: BatchTotals | None = None,
 ) -> Tensor:
     """Aggregates KL(policy || reference) [B,T] to a scalar loss.
 
-    On fresh samples k2 is the estimator with the right gradient, see approx_kl.
+    ``estimator``: one of approx_kl's, or a function of log-probs and reference log-probs. On fresh samples k2 is the
+    estimator with the right gradient, see approx_kl.
     """
-    return aggregate(approx_kl(keep(logprobs, mask), keep(ref_logprobs, mask), estimator), mask, agg, totals)
+    estimate = estimator if callable(estimator) else partial(approx_kl, estimator=estimator)
+    return aggregate(estimate(keep(logprobs, mask), keep(ref_logprobs, mask)), mask, agg, totals)
 
 
 def explained_variance(moments: Tensor) -> float:

@@ -1,61 +1,59 @@
-"""From scored answers to advantages and returns: what `algo.action_level`, `algo.reward_shaping.score_position`, `algo.gae` and `algo.advantage` choose between.
+"""Advantages and returns from shaped scores.
 
-B sequences, R response places, S = R + 1 states: column t of a [B,S] tensor is the state before response token t, column `length` the one
-after the last token.
+Implements `algo.action_level`, `algo.reward_shaping.score_position`, `algo.gae` and `algo.advantage`.
+
+B sequences, R response positions, S = R + 1 states: column t of a [B,S] tensor is the state before response token t,
+column `length` the state after the last token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ppo_ds.ops.advantages import compute_gae, discounted_returns, group_advantages, normalize_advantages
-from ppo_ds.ops.masked import Reduce, masked_mean
+from ppo_ds.config.schema import GAEConfig
+from ppo_ds.ops.advantages import normalize_advantages, one_step_advantages
+from ppo_ds.ops.masked import Reduce, masked_mean, masked_sum
 from ppo_ds.ops.rewards import token_rewards
 from ppo_ds.ops.sequences import broadcast_sequence, last_token_index, next_token_mask
-from ppo_ds.types import Rollout
-
-GROUP_ESTIMATORS = ("rloo", "grpo", "dr_grpo", "opo")  # judge an answer by the other answers to its prompt
+from ppo_ds.types import Rollout, ScoredRollout
 
 
 @dataclass(frozen=True)
 class ScorePosition:
-    """Where an answer's score is paid, and which states that makes.
+    """Determines where a response's score is paid, and which states exist.
 
-    With "next_token" (DeepSpeed-Chat, TRL) the place after the last action is a state of its own, unless the answer fills its limit.
-    ``next_state``: "trained" by the value loss too (TRL), "untrained" (DeepSpeed-Chat), or "ignored": the score is lost (zysNLP's code).
+    With "next_token" (DeepSpeed-Chat, TRL) the position after the last action is a state of its own, unless the
+    response fills its limit. ``next_state`` says whether the value loss trains that state: "trained" (TRL) or
+    "untrained" (DeepSpeed-Chat). With "ignored" it is no state, and the score is lost (zysNLP's code).
     """
 
-    place: str  # last_token | next_token
+    position: str  # last_token | next_token
     next_state: str  # trained | untrained | ignored
 
     def states(self, rollout: Rollout) -> Tensor:
-        """[B,S] bool: the states that rewards and advantages run over."""
-        mask = padded(rollout.response_mask)
-        if self.place == "last_token" or self.next_state == "ignored":
+        """Returns the mask [B,S] of the states that rewards and advantages run over."""
+        mask = pad(rollout.response_mask, (0, 1))
+        if self.position == "last_token" or self.next_state == "ignored":
             return mask
         return torch.where(self._has_room(rollout), next_token_mask(mask), mask)
 
     def trained(self, rollout: Rollout) -> Tensor:
-        """[B,S] bool: the states whose value is learned."""
-        return self.states(rollout) if self.next_state == "trained" else padded(rollout.response_mask)
+        """Returns the mask [B,S] of the states whose value is trained."""
+        return self.states(rollout) if self.next_state == "trained" else pad(rollout.response_mask, (0, 1))
 
-    def rewards(
-        self, scores: Tensor, rollout: Rollout, kl: Tensor, kl_coef: float, token_scores: Tensor
-    ) -> Tensor:
-        """scores [B], kl and token_scores [B,R] -> [B,S]."""
-        states, kl, token_scores = self.states(rollout), padded(kl), padded(token_scores)
-        rewards = token_rewards(scores, states, kl, kl_coef, token_scores=token_scores)
-        if (
-            self.place == "next_token" and self.next_state == "ignored"
-        ):  # paid where no state is, if there is such a place
-            return torch.where(
-                self._has_room(rollout),
-                token_rewards(scores, states, kl, kl_coef, "next_token", token_scores),
-                rewards,
-            )
+    def rewards(self, scores: Tensor, kl_penalty: Tensor, rollout: ScoredRollout) -> Tensor:
+        """Computes the rewards [B,S] from ``scores`` [B], the rollout's token scores and ``kl_penalty`` [B,R]."""
+        states, token_scores = self.states(rollout), pad(rollout.token_scores, (0, 1))
+        kl_penalty = pad(kl_penalty, (0, 1))
+        rewards = token_rewards(scores, states, kl_penalty, 1.0, "last_token", token_scores)
+        if self.position == "next_token" and self.next_state == "ignored":
+            on_next = token_rewards(scores, states, kl_penalty, 1.0, "next_token", token_scores)
+            return torch.where(self._has_room(rollout), on_next, rewards)
         return rewards
 
     @staticmethod
@@ -63,35 +61,25 @@ class ScorePosition:
         return (last_token_index(rollout.response_mask) + 1 < rollout.limits)[:, None]
 
 
-def padded(x: Tensor) -> Tensor:
-    """[B,R] -> [B,S]: nothing in the state after the last place."""
-    return torch.nn.functional.pad(x, (0, 1))
-
-
 @dataclass(frozen=True)
 class Whitening:
-    """Advantages to mean 0 and variance 1, per token, or at level sequence per answer."""
+    """Shifts and scales advantages to mean 0 and variance 1, per token, or per response at action level sequence."""
 
     over: str  # batch | none | group | minibatch
     unbiased: bool
     level: str  # token | sequence
 
     def whitened(self, advantages: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
-        """All rows together: [B,R] -> [B,R]. A collective where ``reduce`` is one."""
+        """Whitens all rows together: [B,R] -> [B,R]. A collective if ``reduce`` is one."""
         if self.level == "token":
             return normalize_advantages(advantages, mask, "batch", unbiased=self.unbiased, reduce=reduce)
-        answers = mask.any(dim=1, keepdim=True)
-        whole = normalize_advantages(
-            masked_mean(advantages, mask, dim=1)[:, None],
-            answers,
-            "batch",
-            unbiased=self.unbiased,
-            reduce=reduce,
-        )
+        per_response = masked_mean(advantages, mask, dim=1)[:, None]
+        nonempty = mask.any(dim=1, keepdim=True)
+        whole = normalize_advantages(per_response, nonempty, "batch", unbiased=self.unbiased, reduce=reduce)
         return broadcast_sequence(whole[:, 0], mask)
 
     def in_rollout(self, advantages: Tensor, mask: Tensor, group_size: int, reduce: Reduce) -> Tensor:
-        """What is done while the experience is made."""
+        """Whitens while the experience is made, over all ranks or within each group of ``group_size`` rows."""
         if self.over == "batch":
             return self.whitened(advantages, mask, reduce)
         if self.over == "group":
@@ -100,77 +88,100 @@ class Whitening:
         return advantages
 
     def in_minibatch(self, advantages: Tensor, mask: Tensor) -> Tensor:
-        """What is done for each optimizer step; the rows are those of all ranks."""
+        """Whitens for each optimizer step; the rows are those of all ranks."""
         return self.whitened(advantages, mask) if self.over == "minibatch" else advantages
 
 
 @dataclass(frozen=True)
-class Estimator:
-    """Advantages of a run without a critic."""
+class Estimate:
+    """Advantages before whitening and, with a critic, what it is trained towards."""
 
-    kind: str  # reinforce, or one of GROUP_ESTIMATORS
-    gamma: float
-    group_size: int  # neighbouring rows answer the same prompt
-
-    def __call__(self, rewards: Tensor, rollout: Rollout, states: Tensor, scores: Tensor) -> Tensor:
-        """rewards, states [B,S] -> [B,R]. reinforce: rewards-to-go of each token; else one number per answer, from its summed rewards.
-
-        scores [B]: what an answer without any action is worth to the others' baseline; there is no place to pay it.
-        """
-        mask = rollout.response_mask
-        if self.kind == "reinforce":
-            return discounted_returns(rewards, states, self.gamma)[:, :-1].masked_fill(~mask, 0.0)
-        groups = torch.arange(len(rewards)) // self.group_size
-        totals = torch.where(states.any(dim=1), rewards.masked_fill(~states, 0.0).sum(1), scores)
-        return broadcast_sequence(group_advantages(totals, groups, self.kind, lengths=mask.sum(1)), mask)
+    advantages: Tensor  # [B,R]
+    returns: Tensor | None = None  # [B,S]
+    value_mask: Tensor | None = None  # [B,S] bool: the states whose value is trained
 
 
-@dataclass(frozen=True)
-class Values:
-    """What a critic makes of an experience; all [B,S] but ``advantages`` [B,R]."""
-
-    advantages: Tensor
-    returns: Tensor
-    mask: Tensor  # bool: the states whose value is trained
+# An estimator takes rewards [B,S], values [B,S] (None without a critic), the shaped scores [B] and the rollout. The
+# functions below have this form once their keyword arguments are bound; ``compute`` is an entry of
+# config/registry.py's ADVANTAGE_ESTIMATORS.
+AdvantageEstimator = Callable[[Tensor, Tensor | None, Tensor, Rollout], Estimate]
 
 
-@dataclass(frozen=True)
-class CriticEstimator:
-    """Advantages of a run with a critic: GAE over tokens, or the whole answer as one action (level sequence).
+def estimate_by_token(
+    rewards: Tensor,
+    values: Tensor | None,
+    scores: Tensor,
+    rollout: Rollout,
+    *,
+    compute: Callable[..., Tensor],
+    gamma: float,
+    score_position: ScorePosition,
+) -> Estimate:
+    """Estimates advantages of tokens without a critic."""
+    advantages = compute(rewards, score_position.states(rollout), gamma)
+    return Estimate(advantages[:, :-1].masked_fill(~rollout.response_mask, 0.0))
 
-    ``position`` of the one value at level sequence: "prompt_last" is V(prompt); "response_last" is V(prompt, answer), which is no baseline:
-    a perfect critic of that kind gives zero advantages.
+
+def estimate_by_group(
+    rewards: Tensor,
+    values: Tensor | None,
+    scores: Tensor,
+    rollout: Rollout,
+    *,
+    compute: Callable[..., Tensor],
+    group_size: int,
+    score_position: ScorePosition,
+) -> Estimate:
+    """Estimates one advantage per response, relative to the responses of its group.
+
+    The value of a response is the sum of its rewards. A response without any action has no position for them, and
+    counts with its score in the baseline of the others.
     """
+    mask, states = rollout.response_mask, score_position.states(rollout)
+    groups = torch.arange(len(rewards)) // group_size
+    totals = torch.where(states.any(dim=1), masked_sum(rewards, states, dim=1), scores)
+    return Estimate(broadcast_sequence(compute(totals, groups, lengths=mask.sum(1)), mask))
 
-    level: str
-    gamma: float
-    lam: float
-    lam_critic: float | None
-    bootstrap_truncated: bool
-    position: str  # token | prompt_last | response_last
-    place: ScorePosition
 
-    def __call__(self, rewards: Tensor, values: Tensor, rollout: Rollout) -> Values:
-        """rewards, values [B,S]."""
-        states = self.place.states(rollout)
-        if self.level == "sequence":
-            return self._one_step(rewards.masked_fill(~states, 0.0).sum(1), values, rollout)
-        ends = values.gather(1, rollout.response_lengths[:, None])[:, 0]  # V after the last token
-        bootstrap = ends.masked_fill(rollout.finished, 0.0) if self.bootstrap_truncated else None
-        advantages, returns = compute_gae(
-            rewards, values, states, self.gamma, self.lam, bootstrap, self.lam_critic
-        )
-        return Values(
-            advantages[:, :-1].masked_fill(~rollout.response_mask, 0.0), returns, self.place.trained(rollout)
-        )
+def estimate_by_critic(
+    rewards: Tensor,
+    values: Tensor,
+    scores: Tensor,
+    rollout: Rollout,
+    *,
+    compute: Callable[..., tuple[Tensor, Tensor]],
+    gae: GAEConfig,
+    score_position: ScorePosition,
+) -> Estimate:
+    """Estimates advantages of tokens, and returns of states, with a critic."""
+    last_values = values.gather(1, rollout.response_lengths[:, None])[:, 0]  # V after the last token
+    bootstrap = last_values.masked_fill(rollout.finished, 0.0) if gae.bootstrap_truncated else None
+    advantages, returns = compute(
+        rewards, values, score_position.states(rollout), gae.gamma, gae.lam, bootstrap, gae.lam_critic
+    )
+    advantages = advantages[:, :-1].masked_fill(~rollout.response_mask, 0.0)
+    return Estimate(advantages, returns, score_position.trained(rollout))
 
-    def _one_step(self, totals: Tensor, values: Tensor, rollout: Rollout) -> Values:
-        mask = rollout.response_mask
-        column = (
-            torch.zeros(len(mask), dtype=torch.long)
-            if self.position == "prompt_last"
-            else rollout.response_lengths
-        )
-        chosen = (torch.arange(values.shape[1]) == column[:, None]) & mask.any(dim=1, keepdim=True)
-        advantages = totals - values.masked_fill(~chosen, 0.0).sum(1)
-        return Values(broadcast_sequence(advantages, mask), broadcast_sequence(totals, chosen), chosen)
+
+def estimate_one_step(
+    rewards: Tensor,
+    values: Tensor,
+    scores: Tensor,
+    rollout: Rollout,
+    *,
+    value_position: str,
+    score_position: ScorePosition,
+) -> Estimate:
+    """Estimates advantages with a critic where a whole response is one action: summed rewards - V.
+
+    ``value_position``: "prompt_last" is V(prompt). "response_last" is V(prompt, response), which is no baseline: a
+    perfect critic of that kind gives zero advantages.
+    """
+    mask, states = rollout.response_mask, score_position.states(rollout)
+    column = rollout.response_lengths
+    if value_position == "prompt_last":
+        column = torch.zeros_like(column)
+    chosen = (torch.arange(values.shape[1]) == column[:, None]) & mask.any(dim=1, keepdim=True)
+    totals, baseline = masked_sum(rewards, states, dim=1), masked_sum(values, chosen, dim=1)
+    advantages, returns = one_step_advantages(totals, baseline, whiten=False)
+    return Estimate(broadcast_sequence(advantages, mask), broadcast_sequence(returns, chosen), chosen)

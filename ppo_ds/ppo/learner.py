@@ -22,9 +22,8 @@ from ppo_ds.engine.trained import StepInfo, TrainedModel
 from ppo_ds.ops.batching import padded_tokens
 from ppo_ds.ops.losses import BatchTotals, batch_totals
 from ppo_ds.ppo.advantages import Whitening
-from ppo_ds.ppo.batching import microbatch_rows, microbatches, minibatches
+from ppo_ds.ppo.batching import microbatch_rows, microbatches, minibatches, scatter_rows
 from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective
-from ppo_ds.ppo.scoring import spread
 from ppo_ds.training.health import Health, NonFiniteStep, first_nonfinite
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.training.timing import PhaseTimer
@@ -174,9 +173,9 @@ class Learner:
             micro.ids,
             micro.attention_mask,
             micro.response_width,
-            with_entropy=self.policy.entropy_kind == "exact",
+            with_entropy=self.policy.entropy.kind == "exact",
             with_aux=self.policy.aux_coef > 0,
-            entropy_gradient=self.policy.entropy_coef > 0,
+            entropy_gradient=self.policy.entropy.coef > 0,
         )
         micro = micro.to(self.world.device)  # after the forward: the model lays its rows out on the CPU
         loss, parts = self.policy(out, micro, totals, kl_coef)
@@ -237,7 +236,7 @@ class Learner:
         A collective: each rank has computed those of its own rows.
         """
         answered = experience.attention_mask[:, experience.prompt_width :]
-        mine = spread(logprobs, plan, torch.zeros(answered.shape)).masked_fill(~answered, 0.0)
+        mine = scatter_rows(logprobs, plan, torch.zeros(answered.shape)).masked_fill(~answered, 0.0)
         everyone = self.world.sum(mine)
         return replace(experience, logprobs=everyone, old_logprobs=everyone)
 

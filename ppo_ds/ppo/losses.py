@@ -2,114 +2,107 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ppo_ds.config.schema import EntropyConfig, PolicyConfig, ValueConfig
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.ops.kl import approx_kl
-from ppo_ds.ops.losses import BatchTotals, aggregate, entropy_loss, kl_loss, policy_loss, value_loss
+from ppo_ds.ops.losses import BatchTotals, aggregate, entropy_loss, kl_loss, value_loss
 from ppo_ds.ops.masked import masked_sum
 from ppo_ds.types import Experience, Sequences
 
-Parts = dict[str, Tensor]  # local sums, see ops/losses.py
+Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see ops/losses.py
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Clipped surrogate - entropy_coef * entropy (+ kl_coef * KL where the KL is not in the reward) (+ aux_coef * the experts' balance loss).
+    """Computes policy loss - coef * entropy (+ kl_coef * KL to the reference) (+ aux_coef * load-balancing loss).
 
-    At level sequence an answer is one action: one ratio, one term in each mean, its log-prob and its KL summed over its tokens.
+    At action level sequence a response is one action: one ratio, one term in each mean, and its log-prob and its KL
+    summed over its tokens.
     """
 
-    level: str  # token | sequence
-    kind: str
-    clip_low: float
-    clip_high: float | None
-    dual_clip: float | None
-    agg: str
-    entropy_coef: float
-    entropy_kind: str  # exact | sample
-    kl_in_loss: bool
-    kl_estimator: str
+    loss: Callable[..., tuple[Tensor, Parts]]  # an entry of POLICY_LOSSES
+    sums_over_tokens: (
+        bool  # at action level sequence: False if each token carries the term of the whole response
+    )
+    clip: PolicyConfig
+    entropy: EntropyConfig
+    kl: Callable[[Tensor, Tensor], Tensor] | None  # estimator of the KL in the loss; None: not in the loss
     aux_coef: float
+    agg: str
+    level: str  # token | sequence
 
     def __call__(
         self, out: PolicyOutput, micro: Experience, totals: BatchTotals, kl_coef: float
     ) -> tuple[Tensor, Parts]:
+        """Returns the micro-batch's part of the loss of the optimizer step, and its metrics."""
         mask, logprobs = micro.response_mask, out.logprobs
-        # with one optimizer step for the rollout the old policy is the one that is about to learn: its ratio is 1, and has a gradient
-        old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-        whole = self.level == "sequence"
-        per_answer = "seq_mean_token_sum" if whole else self.agg
-        loss, seen = policy_loss(
+        # with one optimizer step per rollout the old policy is the current one: the ratio is 1 and has a gradient
+        old_logprobs = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+        sequence = self.level == "sequence"
+        agg = "seq_mean_token_sum" if sequence else self.agg
+        loss, parts = self.loss(
             logprobs,
-            old,
+            old_logprobs,
             micro.advantages,
             mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-            ratio="sequence" if whole else "token",
-            kind=self.kind,
+            clip_low=self.clip.clip_low,
+            clip_high=self.clip.clip_high,
+            dual_clip=self.clip.dual_clip,
+            ratio=self.level,
             is_weights=micro.weights,
-            # PPO's term is the whole answer's on each of its tokens; the others' have the token's own log-prob in them, and add up
-            agg="seq_mean_token_mean" if whole and self.kind == "ppo" else per_answer,
+            agg="seq_mean_token_mean" if sequence and not self.sums_over_tokens else agg,
             totals=totals,
         )
-        entropy = out.entropy if self.entropy_kind == "exact" else -logprobs
-        if self.entropy_coef:
-            loss = loss - self.entropy_coef * entropy_loss(entropy, mask, agg=per_answer, totals=totals)
-        if self.kl_in_loss:
-            if kl_coef:  # else 0 times a KL that is not finite
-                loss = loss + kl_coef * kl_loss(
-                    logprobs,
-                    micro.ref_logprobs,
-                    mask,
-                    estimator=self.kl_estimator,
-                    agg=per_answer,
-                    totals=totals,
-                )
-            seen["policy/kl_loss"] = token_sum(
-                approx_kl(logprobs, micro.ref_logprobs, self.kl_estimator), mask
-            )
+        entropy = out.entropy if self.entropy.kind == "exact" else -logprobs
+        if self.entropy.coef:
+            loss = loss - self.entropy.coef * entropy_loss(entropy, mask, agg=agg, totals=totals)
+        if self.kl is not None:
+            if kl_coef:  # else 0 times a KL that may not be finite
+                kl = kl_loss(logprobs, micro.ref_logprobs, mask, estimator=self.kl, agg=agg, totals=totals)
+                loss = loss + kl_coef * kl
+            parts["policy/kl_loss"] = token_sum(self.kl(logprobs, micro.ref_logprobs), mask)
         if self.aux_coef:
-            # a mean over the tokens of this forward: its share in the mean over the optimizer step
+            # a mean over the tokens of this forward, weighted by its share in the tokens of the optimizer step
             tokens = mask.sum()
             loss = loss + self.aux_coef * out.aux * (tokens * (totals.dp_size / max(totals.tokens, 1.0)))
-            seen["policy/aux_loss"] = torch.stack([out.aux.detach() * tokens, tokens])
-        seen["policy/entropy"] = token_sum(entropy, mask)
-        return loss, seen
+            parts["policy/aux_loss"] = torch.stack([out.aux.detach() * tokens, tokens])
+        parts["policy/entropy"] = token_sum(entropy, mask)
+        return loss, parts
 
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """coef * (1/2 if half) * squared error, clipped around the old value. At level sequence one value per answer."""
+    """Computes coef * (1/2 if half) * squared error, clipped around the old value.
 
-    clip: float | None
-    half: bool
-    coef: float
+    At action level sequence there is one value per response.
+    """
+
+    value: ValueConfig
     agg: str
 
     def __call__(self, values: Tensor, micro: Experience, totals: BatchTotals) -> tuple[Tensor, Parts]:
-        """values [b,S]."""
-        loss, seen = value_loss(
+        """Returns the loss of ``values`` [b,S], and its metrics."""
+        loss, parts = value_loss(
             values,
             micro.values,
             micro.returns,
             micro.value_mask,
-            clip=self.clip,
-            half=self.half,
+            clip=self.value.clip,
+            half=self.value.half,
             agg=self.agg,
             totals=totals,
         )
-        return self.coef * loss, seen
+        return self.value.coef * loss, parts
 
 
 @dataclass(frozen=True)
 class PtxObjective:
-    """The language-modelling loss on other texts (Ouyang et al. 2022): coef * mean over their tokens of -log p."""
+    """Computes the language-modelling loss on other texts (Ouyang et al. 2022): coef * mean over tokens of -log p."""
 
     coef: float
 
@@ -119,5 +112,5 @@ class PtxObjective:
 
 
 def token_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """[2]: sum over tokens, tokens; a mean once it is added up over micro-batches and ranks."""
+    """Returns [sum over tokens, number of tokens]: a mean once it is summed over micro-batches and ranks."""
     return torch.stack([masked_sum(x.detach(), mask), mask.sum()])

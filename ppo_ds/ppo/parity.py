@@ -1,7 +1,8 @@
-"""The start-up gate: what decodes and what trains must be the same model.
+"""The start-up check that the decode backend and the training engine are the same model.
 
-Wrong position ids, masks, a cache in another dtype or a twin with stale weights make generation-time log-probs differ from those of
-the training engine; learning then fails slowly and looks like bad tuning. A few tokens at the start tell.
+Wrong position ids, masks, a cache in another dtype or an inference copy with stale weights make the log-probs of
+generation differ from those of the training engine. Learning then fails slowly and looks like bad tuning; a few tokens
+at the start show it.
 """
 
 from __future__ import annotations
@@ -11,36 +12,39 @@ from dataclasses import replace
 import torch
 
 from ppo_ds.engine.hybrid import HybridActor
-from ppo_ds.ppo.experience import logprobs_of
-from ppo_ds.ppo.scoring import score_tokens, scoring_plan
+from ppo_ds.ppo.batching import forward_rows, scatter_tokens, scoring_plan
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.types import Prompts
 
 GATE_PROMPTS, GATE_TOKENS = 8, 16
 
-# mean |difference| per token, nats. Rounding of a forward in the dtype stays well below; an error of substance is far above
+# Mean |difference| per token, nats. The rounding of a forward in the dtype stays well below; a real error is far above
 # (left padding without position ids moves GPT-2's log-probs by 0.1 and more).
 BOUNDS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
 
 
-Gap = tuple[float, float]  # mean, max |log-prob difference| per token, nats
+Gap = tuple[float, float]  # mean and max |log-prob difference| per token, nats
 
 
 class ParityError(RuntimeError):
-    """Decoding and training disagree on the log-probs of the same tokens."""
+    """Raised if decoding and training disagree on the log-probs of the same tokens."""
 
 
 @torch.no_grad()
 def parity_gap(
     prompts: Prompts, *, actor: HybridActor, generator: Generator, sampling: SamplingParams, token_budget: int
 ) -> Gap:
-    """What ``generator`` says of the tokens that it draws, against what the training engine says of them, over all ranks. A collective."""
+    """Measures the gap between ``generator``'s log-probs of a few sampled tokens and the training engine's.
+
+    A collective.
+    """
     few = prompts.select(torch.arange(min(GATE_PROMPTS, len(prompts))))
     short = replace(sampling, max_new_tokens=min(GATE_TOKENS, sampling.max_new_tokens), min_new_tokens=0)
     with actor.generation_mode():
         rollout = generator(few, short)
-    logprobs = score_tokens(logprobs_of(actor), rollout, scoring_plan(rollout, token_budget, actor.world))
+    plan = scoring_plan(rollout, token_budget, actor.world)
+    logprobs = scatter_tokens([out.logprobs for out in forward_rows(actor, rollout, plan)], rollout, plan)
     gap = (rollout.logprobs - logprobs).abs().masked_fill(~rollout.response_mask, 0.0)
     sums = MetricSums()
     sums.add_mean("mean", gap, rollout.response_mask)
@@ -50,7 +54,7 @@ def parity_gap(
 
 
 def disagreement(gap: Gap, dtype: str) -> str | None:
-    """What is wrong with a gap that is out of bounds for a model in ``dtype``; None within."""
+    """Returns the error message for a ``gap`` out of bounds for a model in ``dtype``; None within them."""
     mean, largest = gap
     if mean <= BOUNDS[dtype]:
         return None

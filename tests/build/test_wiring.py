@@ -7,11 +7,12 @@ import pytest
 from ppo_ds.build.algorithm import (
     eval_weights,
     experience_maker,
-    hidden_stops,
     kl_controller,
     learner,
+    masked_stop_ids,
     pretraining,
 )
+from ppo_ds.ppo.advantages import estimate_one_step
 from ppo_ds.training.health import Health
 from ppo_ds.training.timing import PhaseTimer
 from tests.ppo.preset_runs import composed
@@ -48,39 +49,42 @@ def made(world, *overrides, critic=CRITIC, ema=None, ptx_texts=None):
 
 def at(owner, path):
     for name in path.split("."):
-        owner = getattr(owner, name)
+        owner = owner[name] if isinstance(owner, dict) else getattr(owner, name)
     return owner
 
 
 @pytest.mark.parametrize(
     ("override", "where", "value"),
     [
-        ("algo.kl.place=loss", "kl.in_reward", False),
-        ("algo.kl.estimator=k2", "kl.estimator", "k2"),
-        ("algo.train_on_eos=false", "hidden_stops", (2, 3)),
-        ("algo.train_on_eos=null", "hidden_stops", (3,)),
-        ("algo.gae.gamma=0.5", "estimator.gamma", 0.5),
-        ("algo.gae.lam=0.5", "estimator.lam", 0.5),
-        ("algo.gae.lam_critic=0.5", "estimator.lam_critic", 0.5),
-        ("algo.gae.bootstrap_truncated=true", "estimator.bootstrap_truncated", True),
-        ("algo.action_level=sequence", "estimator.level", "sequence"),
-        ("algo.action_level=sequence", "estimator.position", "prompt_last"),
+        ("algo.kl.place=loss", "charged_kl", None),
+        ("algo.kl.estimator=k2", "charged_kl.keywords.estimator", "k2"),
+        ("algo.train_on_eos=false", "masked_stop_ids", (2, 3)),
+        ("algo.train_on_eos=null", "masked_stop_ids", (3,)),
+        ("algo.gae.gamma=0.5", "estimate_advantages.keywords.gae.gamma", 0.5),
+        ("algo.gae.lam=0.5", "estimate_advantages.keywords.gae.lam", 0.5),
+        ("algo.gae.lam_critic=0.5", "estimate_advantages.keywords.gae.lam_critic", 0.5),
+        ("algo.gae.bootstrap_truncated=true", "estimate_advantages.keywords.gae.bootstrap_truncated", True),
+        ("algo.action_level=sequence", "estimate_advantages.func", estimate_one_step),
         ("algo.action_level=sequence", "whitening.level", "sequence"),
         ("algo.advantage.whiten=minibatch", "whitening.over", "minibatch"),
         ("algo.advantage.unbiased=true", "whitening.unbiased", True),
-        ("algo.reward_shaping.score_position=next_token", "place.place", "next_token"),
-        ("algo.value.next_state=untrained", "estimator.place.next_state", "untrained"),
-        ("algo.reward_shaping.clip=7", "shaper.clip", 7.0),
-        ("algo.reward_shaping.normalize=first", "shaper.normalize", "first"),
-        ("algo.reward_shaping.normalize_std=false", "shaper.with_std", False),
-        ("algo.reward_shaping.missing_eos=scale", "shaper.penalties.missing_eos", "scale"),
-        ("algo.reward_shaping.missing_eos_value=0.3", "shaper.penalties.missing_eos_value", 0.3),
-        ("algo.reward_shaping.overlong_buffer=4", "shaper.penalties.overlong_buffer", 4.0),
-        ("algo.reward_shaping.overlong_factor=0.3", "shaper.penalties.overlong_factor", 0.3),
-        ("algo.reward_shaping.length_penalty=0.3", "shaper.penalties.per_token", 0.3),
-        ("algo.rollout_is.kind=icepop", "correction.kind", "icepop"),
-        ("algo.rollout_is.low=0.3", "correction.low", 0.3),
-        ("algo.rollout_is.high=3", "correction.high", 3.0),
+        ("algo.reward_shaping.score_position=next_token", "score_position.position", "next_token"),
+        (
+            "algo.value.next_state=untrained",
+            "estimate_advantages.keywords.score_position.next_state",
+            "untrained",
+        ),
+        ("algo.reward_shaping.clip=7", "shaper.shaping.clip", 7.0),
+        ("algo.reward_shaping.normalize=first", "shaper.shaping.normalize", "first"),
+        ("algo.reward_shaping.normalize_std=false", "shaper.shaping.normalize_std", False),
+        ("algo.reward_shaping.missing_eos=scale", "shaper.shaping.missing_eos", "scale"),
+        ("algo.reward_shaping.missing_eos_value=0.3", "shaper.shaping.missing_eos_value", 0.3),
+        ("algo.reward_shaping.overlong_buffer=4", "shaper.shaping.overlong_buffer", 4.0),
+        ("algo.reward_shaping.overlong_factor=0.3", "shaper.shaping.overlong_factor", 0.3),
+        ("algo.reward_shaping.length_penalty=0.3", "shaper.shaping.length_penalty", 0.3),
+        ("algo.rollout_is.kind=icepop", "rollout_is.kind", "icepop"),
+        ("algo.rollout_is.low=0.3", "rollout_is.low", 0.3),
+        ("algo.rollout_is.high=3", "rollout_is.high", 3.0),
         ("memory.score_tokens=77", "token_budget", 77),
     ],
 )
@@ -97,21 +101,19 @@ def test_of_the_experience(world, override, where, value):
         ("algo.target_kl=0.3", "target_kl", 0.3),
         ("algo.advantage.whiten=minibatch", "whitening.over", "minibatch"),
         ("algo.action_level=sequence", "policy.level", "sequence"),
-        ("algo.policy.loss=cispo", "policy.kind", "cispo"),
-        ("algo.policy.clip_low=0.3", "policy.clip_low", 0.3),
-        ("algo.policy.clip_high=0.3", "policy.clip_high", 0.3),
-        ("algo.policy.dual_clip=3", "policy.dual_clip", 3.0),
+        ("algo.policy.loss=cispo", "policy.loss.keywords.kind", "cispo"),
+        ("algo.policy.clip_low=0.3", "policy.clip.clip_low", 0.3),
+        ("algo.policy.clip_high=0.3", "policy.clip.clip_high", 0.3),
+        ("algo.policy.dual_clip=3", "policy.clip.dual_clip", 3.0),
         ("algo.loss.agg=seq_mean_token_sum", "policy.agg", "seq_mean_token_sum"),
         ("algo.loss.agg=seq_mean_token_sum", "value.agg", "seq_mean_token_sum"),
-        ("algo.entropy.coef=0.3", "policy.entropy_coef", 0.3),
-        ("algo.entropy.kind=sample", "policy.entropy_kind", "sample"),
-        ("algo.kl.place=loss", "policy.kl_in_loss", True),
-        ("algo.kl.estimator=k2", "policy.kl_estimator", "k2"),
+        ("algo.entropy.coef=0.3", "policy.entropy.coef", 0.3),
+        ("algo.entropy.kind=sample", "policy.entropy.kind", "sample"),
         ("algo.aux_coef=0.3", "policy.aux_coef", 0.3),
         ("algo.aux_coef=null", "policy.aux_coef", 0.25),
-        ("algo.value.clip=0.3", "value.clip", 0.3),
-        ("algo.value.half=false", "value.half", False),
-        ("algo.value.coef=0.3", "value.coef", 0.3),
+        ("algo.value.clip=0.3", "value.value.clip", 0.3),
+        ("algo.value.half=false", "value.value.half", False),
+        ("algo.value.coef=0.3", "value.value.coef", 0.3),
         ("memory.train_tokens=77", "token_budget", 77),
     ],
 )
@@ -121,6 +123,14 @@ def test_of_the_learner(world, override, where, value):
 
 
 def test_what_two_keys_make(world):
+    in_loss = "algo.kl.place=loss"
+    assert made(world)[1].policy.kl is None and made(world, in_loss)[0].charged_kl is None
+    assert made(world, in_loss)[1].policy.kl.keywords == {"estimator": "k1"}
+    assert made(world, in_loss, "algo.kl.estimator=k2")[1].policy.kl.keywords == {"estimator": "k2"}
+    one_step = made(world, "algo.action_level=sequence")[0].estimate_advantages
+    assert one_step.keywords["value_position"] == "prompt_last"
+    at_end = made(world, "algo.action_level=sequence", "algo.value.position=response_last")[0]
+    assert at_end.estimate_advantages.keywords["value_position"] == "response_last"
     norm = made(world, "algo.loss.agg=token_sum_norm", "algo.loss.norm=33")[1].norm
     assert norm == 33 and made(world)[1].norm == composed("standard").sampling.max_new_tokens
     average = object()
@@ -132,10 +142,10 @@ def test_what_two_keys_make(world):
 
 
 def test_pretraining_has_the_rewards_to_come(world):
-    found = pretraining(
-        made(world, "algo.gae.lam_critic=0.5", "algo.gae.bootstrap_truncated=true")[0]
-    ).estimator
-    assert (found.lam, found.lam_critic, found.bootstrap_truncated) == (1.0, None, False)
+    switches = ("algo.gae.gamma=0.5", "algo.gae.lam_critic=0.5", "algo.gae.bootstrap_truncated=true")
+    found = pretraining(composed("standard", *switches), made(world, *switches)[0])
+    gae = found.estimate_advantages.keywords["gae"]
+    assert (gae.gamma, gae.lam, gae.lam_critic, gae.bootstrap_truncated) == (0.5, 1.0, None, False)
 
 
 def test_the_controllers():
@@ -168,7 +178,7 @@ def test_evaluation_by_the_average_where_asked_for():
 
 
 def test_end_tokens_that_are_no_actions():
-    assert hidden_stops(True, (2, 3), 3) == () and hidden_stops(None, (2, 3), 7) == ()
+    assert masked_stop_ids(True, (2, 3), 3) == () and masked_stop_ids(None, (2, 3), 7) == ()
 
 
 @pytest.mark.parametrize("packed", [True, False])

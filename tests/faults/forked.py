@@ -5,7 +5,7 @@
         os.kill(run.pids[1], signal.SIGKILL)
         assert ranks.wait(run) == [-9, -9]
 
-NAN_LOSSES in a run's environment makes losses NaN, see injection.py. Like a launcher, ``wait`` ends what is left once a rank has ended badly. Nothing outlives the ``with``.
+NAN in a run's environment makes numbers NaN, see injection.py. Like a launcher, ``wait`` ends what is left once a rank has ended badly. Nothing outlives the ``with``.
 """
 
 from __future__ import annotations
@@ -157,11 +157,11 @@ def _be(
             "MASTER_PORT": port,
         }
         os.environ.update({**{name: str(value) for name, value in places.items()}, **environment})
-        if "NAN_LOSSES" in environment:
-            from ppo_ds.ppo.learner import Learner
+        if "NAN" in environment:
             from tests.faults.injection import injected
 
-            setattr(Learner, *injected(environment["NAN_LOSSES"]))
+            for spec in environment["NAN"].split():
+                setattr(*injected(spec))
         code = main(arguments)
     except BaseException:
         traceback.print_exc()

@@ -1,9 +1,14 @@
-"""Makes losses or gradients of learners in this process NaN, without any code for it in the learner.
+"""Makes numbers of this process NaN, without any code for it in the product.
 
-    setattr(Learner, *injected("loss.actor:rank=1:at=3"))
+    setattr(*injected("loss.actor:rank=1:at=3"))
 
-WHAT.ROLE, then options: WHAT is ``loss`` or ``grad``, ROLE is ``actor`` or ``critic``. ``rank`` (default: all), ``at`` (the
-first loss that is affected, counted from 1; default 1), ``times`` (how many losses from there on, default 1; 0: all).
+PLACE, then options: ``rank`` (default: all), ``at`` (the first visit to the place that is affected, counted from 1; default
+1), ``times`` (the number of visits from then on, default 1; 0: unlimited). Places:
+
+    loss.actor  loss.critic    the loss of a micro-batch
+    grad.actor  grad.critic    the gradients of a micro-batch, not its loss
+    score                      the first score of a rollout
+    logprob                    the first log-prob of a rollout, by the training engine
 """
 
 from __future__ import annotations
@@ -16,42 +21,60 @@ from typing import Any
 from torch import Tensor
 
 from ppo_ds.engine.lockstep import LockstepResult
+from ppo_ds.ppo import collector
+from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.learner import Learner
 
-METHODS = {"actor": "policy_loss", "critic": "value_loss"}
+
+def nan_loss(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    loss, *rest = result
+    return loss * math.nan, *rest
 
 
-def injected(spec: str) -> tuple[str, Callable[..., Any]]:
-    """Returns the name of the learner's loss method and the method that replaces it."""
+def nan_gradient(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    result[0].register_hook(lambda gradient: gradient * math.nan)
+    return result
+
+
+def nan_score(result: Any) -> Any:
+    result.scores[0] = math.nan
+    return result
+
+
+def nan_logprob(result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    result[0][0, 0] = math.nan
+    return result
+
+
+PLACES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "loss.actor": (Learner, "policy_loss", nan_loss),
+    "loss.critic": (Learner, "value_loss", nan_loss),
+    "grad.actor": (Learner, "policy_loss", nan_gradient),
+    "grad.critic": (Learner, "value_loss", nan_gradient),
+    "score": (collector, "scored", nan_score),
+    "logprob": (ExperienceMaker, "forward_actor", nan_logprob),
+}
+
+
+def injected(spec: str) -> tuple[Any, str, Callable[..., Any]]:
+    """Returns the owner and the name of the function at the place, and the function that replaces it."""
     place, *options = spec.split(":")
-    what, role = place.split(".")
+    owner, name, make_nan = PLACES[place]
     given = dict(option.split("=") for option in options)
     rank, at, times = given.get("rank"), int(given.get("at", 1)), int(given.get("times", 1))
-    compute, calls = getattr(Learner, METHODS[role]), 0
+    compute, visits = getattr(owner, name), 0
 
-    def replacement(self: Learner, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        nonlocal calls
-        calls += 1
-        loss, *rest = compute(self, *args, **kwargs)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        nonlocal visits
+        visits += 1
+        result = compute(*args, **kwargs)
         mine = rank is None or rank == os.environ.get("RANK", "0")
-        if mine and at <= calls < (at + times if times else math.inf):
-            loss = {"loss": nan_loss, "grad": nan_gradient}[what](loss)
-        return loss, *rest
+        return make_nan(result) if mine and at <= visits < (at + times if times else math.inf) else result
 
-    return METHODS[role], replacement
+    return owner, name, replacement
 
 
 def step_unguarded(models: Any, losses: Any, extra: Any, **_: Any) -> LockstepResult:
     """Stands in for step_or_skip: steps whatever the losses and gradients are."""
     assert extra is None
     return LockstepResult({name: model.step() for name, model in models.items()}, (), False, [])
-
-
-def nan_loss(loss: Tensor) -> Tensor:
-    return loss * math.nan
-
-
-def nan_gradient(loss: Tensor) -> Tensor:
-    """The loss as it is, whose gradients are NaN."""
-    loss.register_hook(lambda gradient: gradient * math.nan)
-    return loss

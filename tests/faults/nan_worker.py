@@ -28,7 +28,6 @@ from ppo_ds.engine.checkpoint.files import together, write_json
 from ppo_ds.engine.checkpoint.state import consolidated, save_model, save_shadow
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.ppo import learner
-from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.trainer import PPOTrainer
 from tests.engine.checkpoint_worker import NOT_PERSISTENT, allow_fp16_on_cpu, make
 from tests.faults.injection import injected, step_unguarded
@@ -90,8 +89,7 @@ def updates(root: Path, name: str, stage: int, dtype: str, place: str) -> None:
             if variant == "left_out":
                 patches.enter_context(patch.object(learner, "minibatches", all_but(BAD)))
             else:
-                method, replacement = injected(f"{place}:rank=1:at={BAD + 1}")
-                patches.enter_context(patch.object(Learner, method, replacement))
+                patches.enter_context(patch.object(*injected(f"{place}:rank=1:at={BAD + 1}")))
             if variant == "unguarded":
                 patches.enter_context(patch.object(learner, "step_or_skip", step_unguarded))
             said = [trainer.learn(experience, 0.1, seed=seed)[1] for seed in (5, 6)]

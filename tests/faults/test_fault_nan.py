@@ -154,7 +154,7 @@ def test_too_many_in_a_row_and_the_run_goes_back_once_as_if_nothing_had_been(
 ) -> None:
     codes, output = ranks.run(2, command(root, "clean"))
     assert codes == [0, 0], output
-    codes, output = ranks.run(2, command(root, "back"), NAN_LOSSES="grad.critic:rank=0:at=5:times=2")
+    codes, output = ranks.run(2, command(root, "back"), NAN="grad.critic:rank=0:at=5:times=2")
     assert codes == [0, 0] and errors(output) == [], output
     assert output.count(", once; the next time") == 1 and "checkpoints/step_000002, once" in output
     assert compared(root / "back") == compared(root / "clean")
@@ -166,9 +166,7 @@ def test_too_many_in_a_row_and_the_run_goes_back_once_as_if_nothing_had_been(
 
 
 def test_nan_for_ever_ends_the_run_with_one_line_and_a_dump(root: Path, ranks: Ranks) -> None:
-    codes, output = ranks.run(
-        2, command(root, "ever", "run.steps=6"), NAN_LOSSES="loss.actor:rank=1:at=5:times=0"
-    )
+    codes, output = ranks.run(2, command(root, "ever", "run.steps=6"), NAN="loss.actor:rank=1:at=5:times=0")
     assert codes == [1, 1], output
     (line,) = errors(output)
     dump = root / "ever" / "dumps" / "step_000003"
@@ -200,9 +198,9 @@ def test_nan_for_ever_ends_the_run_with_one_line_and_a_dump(root: Path, ranks: R
 def test_a_rollout_with_a_bad_score_or_log_prob_is_left_out_and_poisons_nothing(
     root: Path, ranks: Ranks
 ) -> None:
-    faults = "nan@score:rank=1:at=2 nan@logprob:rank=0:at=3"
+    nan = "score:rank=1:at=2 logprob:rank=0:at=3"
     codes, output = ranks.run(
-        2, command(root, "left out", "run.steps=4", "health.max_skips=3", "health.max_kl=1e-9"), fault=faults
+        2, command(root, "left out", "run.steps=4", "health.max_skips=3", "health.max_kl=1e-9"), NAN=nan
     )
     assert codes == [0, 0] and errors(output) == [], output
     found = lines(root / "left out")

@@ -2,23 +2,30 @@
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.nn.functional import pad
 
+from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, resolve
+from ppo_ds.config.schema import GAEConfig, RewardShapingConfig, RolloutISConfig
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.ppo.advantages import CriticEstimator, ScorePosition, Whitening
+from ppo_ds.ppo.advantages import (
+    ScorePosition,
+    Whitening,
+    estimate_by_critic,
+    estimate_by_group,
+    estimate_by_token,
+    estimate_one_step,
+)
 from ppo_ds.ppo.collector import scored
-from ppo_ds.ppo.experience import Correction, ExperienceMaker, KLCharge, values_of
-from ppo_ds.ppo.reward_shaping import Penalties, ScoreShaper
+from ppo_ds.ppo.experience import ExperienceMaker
+from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.types import Experience, Rollout, Scores
 
 NAN = float("nan")
 RUBBISH = 1e6
 
-NO_PENALTIES = Penalties(
-    missing_eos=None, missing_eos_value=1.0, overlong_buffer=None, overlong_factor=1.0, per_token=0.0
-)
 AS_IT_IS = Whitening(over="none", unbiased=False, level="token")
 ON_THE_LAST = ScorePosition("last_token", "trained")
 
@@ -29,27 +36,31 @@ def timer(phase):
 
 def shaper(world, normalize="none", with_std=True, clip=None, **penalties):
     """Scores as they are, but for what is given."""
-    return ScoreShaper(
-        penalties=Penalties(**vars(NO_PENALTIES) | penalties),
-        normalize=normalize,
-        with_std=with_std,
-        clip=clip,
-        world=world,
-    )
+    shaping = RewardShapingConfig(normalize=normalize, normalize_std=with_std, clip=clip, **penalties)
+    return ScoreShaper(shaping, world)
 
 
-def gae(**changes):
+def gae(level="token", position=None, place=ON_THE_LAST, gamma=1.0, lam=1.0, **changes):
     """Token level, gamma 1, lambda 1: returns are rewards-to-go."""
-    plain = dict(
-        level="token",
-        gamma=1.0,
-        lam=1.0,
-        lam_critic=None,
-        bootstrap_truncated=False,
-        position="token",
-        place=ON_THE_LAST,
+    section = GAEConfig(gamma=gamma, lam=lam, **changes)
+    if level == "sequence":
+        return partial(estimate_one_step, value_position=position, score_position=place)
+    return partial(
+        estimate_by_critic, compute=resolve(ADVANTAGE_ESTIMATORS["gae"]), gae=section, score_position=place
     )
-    return CriticEstimator(**plain | changes)
+
+
+def critic_free(kind, gamma=1.0, group_size=1, place=ON_THE_LAST):
+    """An estimator of config/registry.py that needs no critic."""
+    entry = ADVANTAGE_ESTIMATORS[kind]
+    bound = dict(compute=resolve(entry), score_position=place)
+    if entry.needs_group:
+        return partial(estimate_by_group, **bound, group_size=group_size)
+    return partial(estimate_by_token, **bound, gamma=gamma)
+
+
+def kl_estimator(name):
+    return resolve(KL_ESTIMATORS[name])
 
 
 class Stub:
@@ -91,26 +102,26 @@ class Stub:
         self.is_resident = False
 
 
-def maker(world, reference=None, values=None, **changes):
+def maker(world, reference=None, critic=None, **changes):
     """log pi = -token / 10, log pi_ref = that - 0.2 V the token that follows; KL in the reward, returns are rewards-to-go, nothing is whitened."""
     parts = dict(
         actor=Stub(),
-        early=True,
+        lagged=None,
         reference=reference or Stub(shift=2.0),
-        values=values or values_of(Stub(value=True)),
-        one_trunk=False,
-        world=world,
-        token_budget=1000,
-        packed=False,
-        hidden_stops=(),
-        old_policy=None,
+        critic=critic or Stub(value=True),
+        share_trunk=False,
+        compute_old_logprobs=True,
+        masked_stop_ids=(),
         shaper=shaper(world),
-        kl=KLCharge(in_reward=True, estimator="k1"),
-        place=ON_THE_LAST,
-        estimator=gae(),
+        charged_kl=kl_estimator("k1"),
+        score_position=ON_THE_LAST,
+        estimate_advantages=gae(),
         whitening=AS_IT_IS,
         group_size=1,
-        correction=Correction("none", 0.5, 2.0),
+        rollout_is=RolloutISConfig(kind="none"),
+        token_budget=1000,
+        packed=False,
+        world=world,
         timer=timer,
     )
     return ExperienceMaker(**parts | changes)

@@ -5,6 +5,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ppo_ds.config.registry import KL_ESTIMATORS, POLICY_LOSSES, resolve
+from ppo_ds.config.schema import EntropyConfig, PolicyConfig, ValueConfig
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.batching import minibatches
@@ -134,13 +136,36 @@ def on_policy(rows):
     return replace(rows, logprobs=current, old_logprobs=current), entropy[mask]
 
 
+def policy_objective(**changes):
+    """POLICY but for what is given."""
+    made = POLICY | changes
+    entry = POLICY_LOSSES[made["kind"]]
+    return PolicyObjective(
+        loss=resolve(entry),
+        sums_over_tokens=entry.sums_over_tokens,
+        clip=PolicyConfig(**{name: made[name] for name in ("clip_low", "clip_high", "dual_clip")}),
+        entropy=EntropyConfig(coef=made["entropy_coef"], kind=made["entropy_kind"]),
+        kl=resolve(KL_ESTIMATORS[made["kl_estimator"]]) if made["kl_in_loss"] else None,
+        aux_coef=made["aux_coef"],
+        agg=made["agg"],
+        level=made["level"],
+    )
+
+
+def value_objective(**changes):
+    """VALUE but for what is given."""
+    made = VALUE | changes
+    section = ValueConfig(**{name: made[name] for name in ("clip", "half", "coef")})
+    return ValueObjective(section, made["agg"])
+
+
 def learner(
     world, actor, critic, policy=None, value=None, budget=10_000, minibatch_size=4, epochs=2, **changes
 ):
     plain = dict(
         actor=actor, critic=critic, world=world, epochs=epochs, minibatch_size=minibatch_size, token_budget=budget, norm=NORM, target_kl=None,
         packed=False,
-        whitening=AS_IT_IS, policy=PolicyObjective(**POLICY | (policy or {})), value=ValueObjective(**VALUE | (value or {})),
+        whitening=AS_IT_IS, policy=policy_objective(**policy or {}), value=value_objective(**value or {}),
         ptx=None, ptx_texts=None, ema=None, ema_decay=0.0, timer=timer, health=Health(max_skips=1000),
     )  # fmt: skip
     return Learner(**plain | changes)

@@ -170,7 +170,7 @@ class ToldReference(ToldCritic):
         yield
 
     def __call__(self, ids, attention_mask, response_width):
-        return self.said(ids, response_width, response_width), None
+        return PolicyOutput(self.said(ids, response_width, response_width), None, None, None)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def make_and_learn(config: Config, world, numbers: Numbers, experience: Experien
             timer=timer,
         )
         # the old policy is another than the one that learns, also where one optimizer step would be the first to ask for it
-        experience, seen = replace(make, early=True)(numbers.rollout(), coef)
+        experience, seen = replace(make, compute_old_logprobs=True)(numbers.rollout(), coef)
     learn = learner(
         config,
         world=world,

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.ppo.advantages import Estimator, ScorePosition
-from tests.ppo.algo_cases import answers, gae, rounded
+from ppo_ds.ppo.advantages import ScorePosition
+from tests.ppo.algo_cases import answers, critic_free, gae, rounded
 
 SCORES = [1.0, 2.0, 3.0, 4.0, 5.0]
 
@@ -23,7 +23,7 @@ def paid(place, rollout, kl=0.5, coef=0.2, token_score=0.0):
         torch.full(mask.shape, kl).masked_fill(~mask, 0.0),
         torch.full(mask.shape, token_score).masked_fill(~mask, 0.0),
     )
-    return place.rewards(rollout.scores, rollout, kl, coef, tokens)
+    return place.rewards(rollout.scores, coef * kl, replace(rollout, token_scores=tokens))
 
 
 ON_LAST = [[-0.1, 0.9, 0, 0], [1.9, 0, 0, 0], [-0.1, 2.9, 0, 0], [-0.1, -0.1, 3.9, 0], [0, 0, 0, 0]]
@@ -96,7 +96,7 @@ def test_over_tokens(where, bootstrap, lam_critic):
     rollout, place = rows(), ScorePosition(where, "trained")
     rewards, v = paid(place, rollout), values(rollout)
     made = gae(gamma=0.9, lam=0.8, lam_critic=lam_critic, bootstrap_truncated=bootstrap, place=place)(
-        rewards, v, rollout
+        rewards, v, None, rollout
     )
     for i, states in enumerate(ONE_MORE if where == "next_token" else ACTIONS):
         n, length = sum(states), rollout.response_lengths[i]
@@ -112,14 +112,14 @@ def test_over_tokens(where, bootstrap, lam_critic):
         assert made.returns[i].tolist() == pytest.approx(
             [a + x for a, x in zip(for_returns, inputs[1], strict=True)] + [0.0] * (4 - n), abs=1e-6
         )
-        assert made.mask[i].int().tolist() == states
+        assert made.value_mask[i].int().tolist() == states
 
 
 def test_what_a_cut_answer_goes_on_with():
     """Third and fourth row are cut, at V 0.9 and 1.6; the second ended on its last possible token. Gamma 1, lambda 1: on every token the same."""
     rollout = rows()
     plain, more = (
-        gae(bootstrap_truncated=b)(torch.zeros(5, 4), values(rollout), rollout).returns for b in (False, True)
+        gae(bootstrap_truncated=b)(torch.zeros(5, 4), values(rollout), None, rollout).returns for b in (False, True)
     )  # fmt: skip
     assert rounded(more - plain) == [
         [0, 0, 0, 0],
@@ -146,7 +146,7 @@ def test_the_whole_answer_as_one_action(position, columns, baselines, where):
     """One reward, the sum of all (0.1 less for each token); one value. An answer without an action has neither."""
     rollout, place = rows(), ScorePosition(where, "trained")
     made = gae(level="sequence", position=position, gamma=0.3, bootstrap_truncated=True, place=place)(
-        paid(place, rollout), values(rollout), rollout
+        paid(place, rollout), values(rollout), None, rollout
     )
     totals = [1 - 0.2, 2 - 0.1, 3 - 0.2, 4 - 0.3]
     for i, (column, length) in enumerate(zip(columns, [2, 1, 2, 3, 0], strict=True)):
@@ -154,7 +154,7 @@ def test_the_whole_answer_as_one_action(position, columns, baselines, where):
         assert made.advantages[i].tolist() == pytest.approx(
             [advantage] * length + [0.0] * (3 - length), abs=1e-6
         )
-        assert made.mask[i].tolist() == [t == column for t in range(4)]
+        assert made.value_mask[i].tolist() == [t == column for t in range(4)]
         assert made.returns[i].tolist() == pytest.approx(
             [totals[i] if t == column else 0.0 for t in range(4)], abs=1e-6
         )
@@ -164,7 +164,7 @@ def test_a_lost_score_is_lost_for_whole_answers_too():
     """Only answers that fill their limit keep theirs."""
     rollout, place = rows(), ScorePosition("next_token", "ignored")
     made = gae(level="sequence", position="prompt_last", place=place)(
-        paid(place, rollout), values(rollout), rollout
+        paid(place, rollout), values(rollout), None, rollout
     )
     assert rounded(made.returns)[:4] == [[-0.2, 0, 0, 0], [1.9, 0, 0, 0], [2.8, 0, 0, 0], [3.7, 0, 0, 0]]
 
@@ -181,9 +181,8 @@ def grouped():
 def test_rewards_to_come(where):
     """Gamma 0.5, a charge of 0.1 on each token. Paid one place later, the score is discounted once more."""
     rollout, place = grouped(), ScorePosition(where, "trained")
-    made = Estimator("reinforce", 0.5, 2)(
-        paid(place, rollout), rollout, place.states(rollout), rollout.scores
-    )
+    estimate = critic_free("reinforce", 0.5, 2, place)
+    made = estimate(paid(place, rollout), None, rollout.scores, rollout).advantages
     late = {
         "last_token": [[-0.1 + 0.5 * 0.9, 0.9, 0], [3.9, 0, 0]],
         "next_token": [[-0.1 + 0.5 * 0.4, -0.1 + 0.5, 0], [-0.1 + 2, 0, 0]],
@@ -206,7 +205,8 @@ def test_rewards_to_come(where):
 def test_against_the_other_answers_to_a_prompt(kind, expected, where):
     """The KL in the reward counts; the sum over an answer is the same wherever the score is paid."""
     rollout, place = grouped(), ScorePosition(where, "trained")
-    made = Estimator(kind, 0.5, 2)(paid(place, rollout), rollout, place.states(rollout), rollout.scores)
+    estimate = critic_free(kind, 0.5, 2, place)
+    made = estimate(paid(place, rollout), None, rollout.scores, rollout).advantages
     for i, length in enumerate([2, 1, 3, 3]):
         assert made[i].tolist() == pytest.approx([expected[i]] * length + [0.0] * (3 - length), abs=1e-5)
 
@@ -214,7 +214,8 @@ def test_against_the_other_answers_to_a_prompt(kind, expected, where):
 def test_neighbours_are_a_group():
     """The same rows as one group of four: means over 0.8, 3.9, 1.7, 1.7 = 8.1 / 4."""
     rollout, place = grouped(), ScorePosition("last_token", "trained")
-    made = Estimator("dr_grpo", 1.0, 4)(paid(place, rollout), rollout, place.states(rollout), rollout.scores)
+    estimate = critic_free("dr_grpo", 1.0, 4, place)
+    made = estimate(paid(place, rollout), None, rollout.scores, rollout).advantages
     assert made[:, 0].tolist() == pytest.approx(
         [0.8 - 2.025, 3.9 - 2.025, 1.7 - 2.025, 1.7 - 2.025], abs=1e-6
     )
@@ -225,7 +226,6 @@ def test_an_answer_without_an_action_still_counts_for_the_others():
     rollout = answers([1, 1, 1, 1], [1.0, 5.0, 1.0, 1.0])
     rollout = replace(rollout, response_mask=torch.tensor([[True], [False], [True], [True]]))
     place = ScorePosition("last_token", "trained")
-    made = Estimator("rloo", 1.0, 4)(
-        paid(place, rollout, kl=0.0), rollout, place.states(rollout), rollout.scores
-    )
+    estimate = critic_free("rloo", 1.0, 4, place)
+    made = estimate(paid(place, rollout, kl=0.0), None, rollout.scores, rollout).advantages
     torch.testing.assert_close(made[:, 0], torch.tensor([1 - 7 / 3, 0.0, 1 - 7 / 3, 1 - 7 / 3]))

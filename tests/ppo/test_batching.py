@@ -3,8 +3,17 @@
 import pytest
 import torch
 
-from ppo_ds.ppo.batching import all_gather_rows, concatenated, microbatches, minibatches
-from ppo_ds.ppo.scoring import score_states, score_tokens, scoring_plan
+from ppo_ds.ppo.batching import (
+    all_gather_rows,
+    concatenate,
+    forward_rows,
+    microbatches,
+    minibatches,
+    scatter_states,
+    scatter_tokens,
+    scoring_plan,
+)
+from ppo_ds.types import Sequences
 from tests.ppo.algo_cases import answers
 from tests.ppo.learner_cases import shuffled
 
@@ -56,7 +65,7 @@ def test_exchange_of_what_is_no_tensor(on_ranks):
 
 
 def test_concatenated_rows_have_the_width_of_the_widest():
-    rows = concatenated(
+    rows = concatenate(
         [
             answers([2], [0.5], tokens=[[3, 4]]),
             answers([1, 3], [1.5, 2.5], tokens=[[6], [7, 8, 5]], limits=[1, 4]),
@@ -123,6 +132,11 @@ def test_scoring_plans_agree_over_ranks(on_ranks, experience):
     assert len(scoring_plan(shares[0], 20, on_ranks(1, lambda world: world)[0])) == 1
 
 
+def on_rows(forward):
+    """A model whose output is ``forward`` of the rows that it is given."""
+    return lambda ids, mask, response_width: forward(Sequences(ids, mask, mask[:, -response_width:]))
+
+
 @pytest.mark.parametrize("budget", [1, 16, 25, 10_000])
 def test_scores_stay_with_their_rows_and_places(world, experience, budget):
     """Row i, place t, gets 100 * (its first prompt token) + its t-th response token; nothing lies outside the mask."""
@@ -135,7 +149,8 @@ def test_scores_stay_with_their_rows_and_places(world, experience, budget):
         answers = micro.ids[:, micro.prompt_width :]
         return (100 * first[:, None] + answers).double().masked_fill(~micro.response_mask, float("nan"))
 
-    out = score_tokens(forward, rows, scoring_plan(rows, budget, world))
+    plan = scoring_plan(rows, budget, world)
+    out = scatter_tokens(forward_rows(on_rows(forward), rows, plan), rows, plan)
     assert out.shape == rows.response_mask.shape and out.dtype == torch.float32
     assert all(size <= budget for size in sizes) or budget == 1
     for i, (p, r) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
@@ -152,7 +167,8 @@ def test_states_of_a_row_are_one_more_than_its_tokens(world, experience, budget)
         places = torch.arange(micro.response_width + 1.0)
         return 100 * micro.prompt_lengths[:, None] + places
 
-    out = score_states(forward, rows, scoring_plan(rows, budget, world))
+    plan = scoring_plan(rows, budget, world)
+    out = scatter_states(forward_rows(on_rows(forward), rows, plan), rows, plan)
     assert out.shape == (8, 9)
     for i, (p, r) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
         assert out[i].tolist() == [100.0 * p + t for t in range(r + 1)] + [0.0] * (8 - r)
@@ -164,7 +180,7 @@ def test_a_token_that_is_no_action_has_its_number_too(world):
     mask = rows.response_mask.clone()
     mask[0, 2] = False
     kept = type(rows)(**{**vars(rows), "response_mask": mask})
-    out = score_tokens(
-        lambda micro: torch.ones(micro.response_mask.shape), kept, scoring_plan(kept, 100, world)
-    )
+    plan = scoring_plan(kept, 100, world)
+    ones = forward_rows(on_rows(lambda micro: torch.ones(micro.response_mask.shape)), kept, plan)
+    out = scatter_tokens(ones, kept, plan)
     assert out.tolist() == [[1, 1, 1], [1, 0, 0]]

@@ -6,11 +6,8 @@ import pytest
 import torch
 
 from ppo_ds.ppo.collector import scored
-from ppo_ds.ppo.experience import KLCharge
 from ppo_ds.types import Rollout, Scores
-from tests.ppo.algo_cases import AS_IT_IS, Stub, gae, maker, rounded, shaper
-
-NO_CHARGE = KLCharge(in_reward=False, estimator="k1")
+from tests.ppo.algo_cases import AS_IT_IS, Stub, gae, kl_estimator, maker, rounded, shaper
 
 
 def judged(rollout, scores, per_token=0.0, **components):
@@ -68,10 +65,10 @@ def test_by_hand(world, rollout):
 
 def test_discounted_gae(world, rollout):
     """gamma 0.5, lambda 0.5, first row: delta_2 = 0.9 - 2, delta_1 = -0.1 + 0.5 * 2 - 1, A_1 = delta_1 + 0.25 * A_2."""
-    experience, _ = maker(world, estimator=gae(gamma=0.5, lam=0.5))(rollout, 0.5)
+    experience, _ = maker(world, estimate_advantages=gae(gamma=0.5, lam=0.5))(rollout, 0.5)
     assert rounded(experience.advantages)[0] == [-0.375, -1.1, 0]
     assert rounded(experience.returns)[0] == [0.625, 0.9, 0, 0]
-    apart, _ = maker(world, estimator=gae(gamma=0.5, lam=0.5, lam_critic=1.0))(rollout, 0.5)
+    apart, _ = maker(world, estimate_advantages=gae(gamma=0.5, lam=0.5, lam_critic=1.0))(rollout, 0.5)
     assert rounded(apart.advantages)[0] == [-0.375, -1.1, 0] and rounded(apart.returns)[0] == [
         0.35,
         0.9,
@@ -87,14 +84,14 @@ def test_no_kl_where_the_actor_is_the_reference(world, rollout):
 
 
 def test_no_charge_where_the_kl_is_not_in_the_reward(world, rollout):
-    experience, seen = maker(world, kl=NO_CHARGE)(rollout, 0.5)
+    experience, seen = maker(world, charged_kl=None)(rollout, 0.5)
     assert (
         rounded(experience.rewards) == [[0, 1, 0, 0], [0, 0, -2, 0]] and seen["reward/kl_penalty_mean"] == 0
     )
 
 
 def test_the_chosen_estimator_is_charged(world, rollout):
-    experience, seen = maker(world, kl=KLCharge(in_reward=True, estimator="k2"))(rollout, 0.5)
+    experience, seen = maker(world, charged_kl=kl_estimator("k2"))(rollout, 0.5)
     assert rounded(experience.rewards) == [[-0.01, 0.99, 0, 0], [-0.01, -0.01, -2.01, 0]]
     assert seen["reward/kl_penalty_mean"] == pytest.approx(-(0.02 + 0.03) / 2)
 
@@ -113,7 +110,7 @@ def test_the_chosen_estimator_is_charged(world, rollout):
 )
 def test_missing_stop_and_clip(world, rollout, mode, clip, shaped, clipped):
     shaped_by = shaper(world, clip=clip, missing_eos=mode, missing_eos_value=0.7)
-    experience, seen = maker(world, kl=NO_CHARGE, shaper=shaped_by)(rollout, 0.5)
+    experience, seen = maker(world, charged_kl=None, shaper=shaped_by)(rollout, 0.5)
     assert rounded(experience.rewards) == [[0, shaped[0], 0, 0], [0, 0, shaped[1], 0]]
     assert seen["reward/clipped_frac"] == clipped
     assert experience.scores.tolist() == [1.0, -2.0]  # as the reward gave them
@@ -180,9 +177,9 @@ def test_ranks_and_budgets_change_nothing(on_ranks, world, whiten):
 
     def make(world, which, budget):
         rollout = judged(rows(which), [scores[i] for i in which], style=[scores[i] for i in which])
-        return maker(world, estimator=gae(gamma=0.9, lam=0.8), whitening=whitening, token_budget=budget)(
-            rollout, 0.3
-        )
+        return maker(
+            world, estimate_advantages=gae(gamma=0.9, lam=0.8), whitening=whitening, token_budget=budget
+        )(rollout, 0.3)
 
     whole, seen = make(world, [0, 1, 2, 3], 1000)
     for budget in (1, 12, 1000):

@@ -2,23 +2,23 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ppo_ds.build.algorithm import hidden_stops
+from ppo_ds.build.algorithm import masked_stop_ids
+from ppo_ds.config.schema import RolloutISConfig
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.ppo.advantages import Estimator, ScorePosition
-from ppo_ds.ppo.experience import Correction, KLCharge, shared_values_of, without_stops
-from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, gae, maker, rounded
-
-NO_CHARGE = KLCharge(in_reward=False, estimator="k1")
+from ppo_ds.ppo.advantages import ScorePosition
+from ppo_ds.ppo.experience import mask_stops
+from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, critic_free, gae, maker, rounded
 
 # -- end tokens that are no actions: token 1 ends an answer, and so does 3 -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("include_eos", "pad", "hidden"),
+    ("train_on_eos", "pad", "masked"),
     [
         (True, 0, ()),
         (True, 1, ()),
@@ -29,9 +29,9 @@ NO_CHARGE = KLCharge(in_reward=False, estimator="k1")
         (None, 3, (3,)),
     ],
 )
-def test_which_end_tokens_are_no_actions(include_eos, pad, hidden):
+def test_which_end_tokens_are_no_actions(train_on_eos, pad, masked):
     """null: DeepSpeed-Chat's rule, the end token is no action where it is the pad token too."""
-    assert hidden_stops(include_eos, (1, 3), pad) == hidden
+    assert masked_stop_ids(train_on_eos, (1, 3), pad) == masked
 
 
 def ended():
@@ -43,16 +43,16 @@ def ended():
 
 
 @pytest.mark.parametrize(
-    ("hidden", "actions"),
+    ("masked", "actions"),
     [
         ((1, 3), [[1, 0, 0], [1, 1, 0], [1, 1, 0], [1, 1, 1], [0, 0, 0]]),
         ((1,), [[1, 0, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1], [0, 0, 0]]),
         ((3,), [[1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]]),
     ],
 )
-def test_an_end_token_that_is_hidden_is_no_action_but_attended_to(hidden, actions):
+def test_a_masked_end_token_is_no_action_but_attended_to(masked, actions):
     rollout = ended()
-    kept = without_stops(rollout, hidden)
+    kept = mask_stops(rollout, masked)
     assert kept.response_mask.int().tolist() == actions
     assert torch.equal(kept.attention_mask, rollout.attention_mask) and kept.response_lengths.tolist() == [
         2,
@@ -65,19 +65,21 @@ def test_an_end_token_that_is_hidden_is_no_action_but_attended_to(hidden, action
 
 
 def test_only_the_end_of_an_answer_is_its_end():
-    assert without_stops(answers([3], tokens=[[1, 5, 3]]), (1, 3)).response_mask.tolist() == [
+    assert mask_stops(answers([3], tokens=[[1, 5, 3]]), (1, 3)).response_mask.tolist() == [
         [True, True, False]
     ]
 
 
-def test_the_score_of_an_answer_whose_end_is_hidden(world):
+def test_the_score_of_a_response_whose_end_is_masked(world):
     """Last place: the last action that is left; next place: that of the hidden end itself, which is a state. An empty answer has no last place."""
     rollout = replace(ended(), scores=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
-    common = dict(hidden_stops=(1, 3), kl=NO_CHARGE)
+    common = dict(masked_stop_ids=(1, 3), charged_kl=None)
     last, _ = maker(world, **common)(rollout, 0.5)
     assert rounded(last.rewards) == [[1, 0, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0], [0, 0, 4, 0], [0, 0, 0, 0]]
     place = ScorePosition("next_token", "untrained")
-    following, _ = maker(world, **common, place=place, estimator=gae(place=place))(rollout, 0.5)
+    following, _ = maker(world, **common, score_position=place, estimate_advantages=gae(place=place))(
+        rollout, 0.5
+    )
     assert rounded(following.rewards) == [
         [0, 1, 0, 0],
         [0, 0, 2, 0],
@@ -107,7 +109,9 @@ def test_the_largest_advantage_is_one_of_an_action(world):
     """The state after the first answer has an advantage too, 90 - 6, but nobody acts in it."""
     place = ScorePosition("next_token", "trained")
     rollout = answers([2, 3], [90.0, 0.0], tokens=[[88, 89], [1, 2, 3]])
-    made, seen = maker(world, kl=NO_CHARGE, place=place, estimator=gae(place=place))(rollout, 0.0)
+    made, seen = maker(world, charged_kl=None, score_position=place, estimate_advantages=gae(place=place))(
+        rollout, 0.0
+    )
     assert rounded(made.advantages) == [[2, 1, 0], [-1, -2, -3]]
     assert made.value_mask.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert seen["adv/max_abs"] == 3 and seen["adv/mean"] == pytest.approx(-3 / 5)
@@ -129,7 +133,7 @@ def test_a_lagging_old_policy_changes_the_ratio_alone(world):
 
     rollout = answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]])
     plain, numbers = maker(world)(rollout, 0.5)
-    made, seen = maker(world, actor=actor, old_policy=lagged)(rollout, 0.5)
+    made, seen = maker(world, actor=actor, lagged=SimpleNamespace(swapped=lagged))(rollout, 0.5)
     assert rounded(made.old_logprobs) == [[-0.6, -0.7], [-0.8, 0]] and rounded(made.logprobs) == [
         [-0.1, -0.2],
         [-0.3, 0],
@@ -145,7 +149,7 @@ def test_a_lagging_old_policy_changes_the_ratio_alone(world):
 
 def test_without_a_critic_there_is_an_experience_without_values(world):
     """Rewards-to-go: the charge is 0.5 * 0.2 on each token, the score on the last."""
-    reinforce = replace(maker(world, estimator=Estimator("reinforce", 0.5, 1)), values=None)
+    reinforce = replace(maker(world, estimate_advantages=critic_free("reinforce", 0.5)), critic=None)
     made, seen = reinforce(answers([2, 1], [1.0, -2.0], tokens=[[1, 2], [3]]), 0.5)
     assert made.values is None and made.returns is None and made.value_mask is None
     assert rounded(made.rewards) == [[-0.1, 0.9, 0], [-2.1, 0, 0]]
@@ -163,14 +167,13 @@ def test_a_value_head_on_the_actor(world):
 
     rollout = answers([2, 1], [1.0, -2.0], tokens=[[1, 2], [3]])
     apart, _ = maker(world)(rollout, 0.5)
-    for one_trunk, forwards in ((False, 4), (True, 2)):  # two micro-batches: read twice, or once for both
-        actor = Shared()
-        made, _ = maker(
-            world, actor=actor, values=shared_values_of(actor), one_trunk=one_trunk, token_budget=1
-        )(rollout, 0.5)
-        assert rounded(made.values) == [[1, 2, 6], [3, 6, 0]] and actor.forwards == forwards
-        for name in ("logprobs", "values", "returns", "advantages"):
-            assert torch.equal(getattr(made, name), getattr(apart, name)), name
+    actor = Shared()
+    make = replace(maker(world, actor=actor, share_trunk=True, token_budget=1), critic=None)
+    made, _ = make(rollout, 0.5)
+    # two micro-batches, one forward each for both
+    assert rounded(made.values) == [[1, 2, 6], [3, 6, 0]] and actor.forwards == 2
+    for name in ("logprobs", "values", "returns", "advantages"):
+        assert torch.equal(getattr(made, name), getattr(apart, name)), name
 
 
 @pytest.mark.parametrize("whiten", ["none", "batch", "group", "minibatch"])
@@ -187,9 +190,11 @@ def test_two_ranks_make_the_experience_of_one(on_ranks, world, kind, whiten):
             limits=[5] * len(which),
         )
         parts = dict(
-            estimator=Estimator(kind, 0.9, 2), whitening=replace(AS_IT_IS, over=whiten), group_size=2
+            estimate_advantages=critic_free(kind, 0.9, 2),
+            whitening=replace(AS_IT_IS, over=whiten),
+            group_size=2,
         )
-        return replace(maker(world, **parts), values=None)(rollout, 0.3)
+        return replace(maker(world, **parts), critic=None)(rollout, 0.3)
 
     whole, numbers = make(world, [0, 1, 2, 3])
     for made, seen in on_ranks(2, lambda world: make(world, [2 * world.rank, 2 * world.rank + 1])):
@@ -207,7 +212,7 @@ def test_importance_weights(world):
     gaps = torch.tensor([[3.0, 1.5], [0.25, 1.0]]).log()
     rollout = replace(rollout, logprobs=torch.tensor([[-0.1, -0.2], [-0.3, 0.0]]) - gaps)
     weighed = {
-        kind: maker(world, correction=Correction(kind, 0.5, 2.0))(rollout, 0.5)
+        kind: maker(world, rollout_is=RolloutISConfig(kind=kind, low=0.5, high=2.0))(rollout, 0.5)
         for kind in ("none", "tis", "icepop", "seq_mask_tis")
     }
     mask = rollout.response_mask
@@ -223,7 +228,7 @@ def test_importance_weights(world):
         weighed["tis"][1]["parity/weight_mean"] == pytest.approx(4 / 3, abs=1e-6)
         and "parity/weight_mean" not in weighed["none"][1]
     )
-    wider, _ = maker(world, correction=Correction("seq_mask_tis", 0.5, 2.2))(rollout, 0.5)
+    wider, _ = maker(world, rollout_is=RolloutISConfig(kind="seq_mask_tis", low=0.5, high=2.2))(rollout, 0.5)
     assert [round(w, 4) for w in wider.weights[mask].tolist()] == [3, 1.5, 0]
 
 

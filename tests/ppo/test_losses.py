@@ -8,9 +8,9 @@ import torch
 
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ops.losses import batch_totals
-from ppo_ds.ppo.losses import PolicyObjective, PtxObjective, ValueObjective
+from ppo_ds.ppo.losses import PtxObjective
 from tests.ppo.algo_cases import RUBBISH
-from tests.ppo.learner_cases import POLICY, VALUE
+from tests.ppo.learner_cases import policy_objective, value_objective
 
 # two answers, of two tokens and of one; the padding holds rubbish
 DIFFERENCES = [
@@ -47,7 +47,7 @@ def policy(micro, out=None, kl_coef=0.0, totals=None, **changes):
     """Loss, parts, and the gradient on the log-probs."""
     out = out or PolicyOutput(now_of(micro.old_logprobs), torch.full((2, 2), 5.0).double(), None, None)
     out = PolicyOutput(*(x.clone().requires_grad_() if x is not None else None for x in out))
-    objective = PolicyObjective(**POLICY | dict(clip_low=0.2) | changes)
+    objective = policy_objective(**changes)
     loss, seen = objective(out, micro, totals or batch_totals([micro.response_mask]), kl_coef)
     loss.backward()
     return loss.item(), seen, out
@@ -220,7 +220,7 @@ def test_values(micro):
     )
     values = torch.tensor([[0.0, 9.0, 0.0], [-1.0, 9.0, 9.0]], requires_grad=True)
     totals = batch_totals([states])
-    loss, seen = ValueObjective(**VALUE | dict(clip=None, coef=0.1))(values, rows, totals)
+    loss, seen = value_objective(clip=None, coef=0.1)(values, rows, totals)
     assert loss.item() == pytest.approx(0.1 * (1 + 4 + 9) / 2 / 3) and mean(
         seen["value/loss"]
     ) == pytest.approx(14 / 6)
@@ -229,7 +229,7 @@ def test_values(micro):
         values.grad[states].tolist() == pytest.approx([-0.1 / 3, -0.2 / 3, 0.3 / 3])
         and values.grad[~states].abs().max() == 0
     )
-    clipped, _ = ValueObjective(**VALUE | dict(clip=0.5, half=False))(values, rows, totals)
+    clipped, _ = value_objective(clip=0.5, half=False)(values, rows, totals)
     assert clipped.item() == pytest.approx((1 + 4 + 3.5**2) / 3)
 
 
@@ -237,7 +237,7 @@ def test_one_value_for_each_answer(micro):
     """At level sequence each answer counts once, however long: errors 1 and 3."""
     states = torch.tensor([[False, False, True], [False, True, False]])
     rows = replace(micro, values=torch.zeros(2, 3), returns=torch.full((2, 3), 1.0), value_mask=states)
-    loss, _ = ValueObjective(clip=None, half=False, coef=0.5, agg="token_mean")(
+    loss, _ = value_objective(clip=None, half=False, coef=0.5)(
         torch.tensor([[9.0, 9, 0], [9, 4, 9]]), rows, batch_totals([states])
     )
     assert loss.item() == pytest.approx(0.5 * (1 + 9) / 2)

@@ -7,13 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ppo_ds.ppo.parity import BOUNDS, disagreement, parity_gap
+from ppo_ds.models.policy import PolicyOutput
+from ppo_ds.ppo.parity import disagreement, parity_gap
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Prompts, Rollout
 
 SAMPLING = SamplingParams(
     max_new_tokens=100, min_new_tokens=20, temperature=0.7, top_p=1.0, top_k=0, stop_token_ids=(1,), stop_strings=()
 )  # fmt: skip
+ALLOWED = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}  # mean |difference| per token, nats
 LENGTHS = [1, 3, 2, 4, 4, 1, 2, 3]
 
 
@@ -23,7 +25,7 @@ def measured(world, errors=(0.0,), n=10, sampling=SAMPLING, seen=None):
 
     def train(ids, mask, width):
         assert not generating
-        return -ids[:, -width:].double() / 10, None
+        return PolicyOutput(-ids[:, -width:].double() / 10, None, None, None)
 
     @contextmanager
     def generation_mode():
@@ -70,9 +72,9 @@ def test_fewer_prompts_and_shorter_answers_than_the_gate_would_take(world):
     assert [(n, sampling.max_new_tokens) for n, sampling in seen] == [(3, 2)]
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dtype", ALLOWED)
 def test_off_by_more_than_the_dtype_allows(world, dtype):
-    bound = BOUNDS[dtype]
+    bound = ALLOWED[dtype]
     gap = measured(world, [0.9 * bound])
     assert gap[0] == pytest.approx(0.9 * bound, rel=1e-2) and disagreement(gap, dtype) is None
     assert re.search(

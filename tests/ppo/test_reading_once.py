@@ -7,8 +7,7 @@ import torch
 
 from ppo_ds.build.algorithm import pretraining, reads_once
 from ppo_ds.config.schema import uses_reference
-from ppo_ds.ppo.experience import KLCharge
-from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, maker, without, without_critic
+from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, kl_estimator, maker, without, without_critic
 from tests.ppo.learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, learner, on_policy
 from tests.ppo.preset_runs import composed
 
@@ -88,14 +87,16 @@ def test_an_experience_without_a_reference_is_learned_from(world, rows):
 @pytest.mark.parametrize("with_reference", [True, False])
 def test_who_is_not_asked_makes_no_forward(world, early, with_reference):
     actor, reference = Stub(), Stub(shift=2.0)
-    make = replace(maker(world, actor=actor, reference=reference, kl=KLCharge(False, "k1")), early=early)
+    make = replace(
+        maker(world, actor=actor, reference=reference, charged_kl=None), compute_old_logprobs=early
+    )
     make = make if with_reference else replace(make, reference=None)
     rollout = answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]])
     made, seen = make(rollout, 0.5)
     assert (made.logprobs is not None, made.old_logprobs is not None) == (early, early)
     assert (made.ref_logprobs is not None) == with_reference
     assert (actor.forwards > 0, reference.forwards > 0) == (early, with_reference)
-    full, expected = maker(world, kl=KLCharge(False, "k1"))(rollout, 0.5)
+    full, expected = maker(world, charged_kl=None)(rollout, 0.5)
     assert (
         torch.equal(made.advantages, full.advantages)
         and torch.equal(made.rewards, full.rewards)
@@ -106,7 +107,9 @@ def test_who_is_not_asked_makes_no_forward(world, early, with_reference):
 @pytest.mark.parametrize(("in_reward", "asked"), [(True, 1), (False, 0)])
 def test_the_critics_pretraining_asks_nobody_whose_word_changes_no_return(world, in_reward, asked):
     actor, reference = Stub(), Stub(shift=2.0)
-    make = pretraining(maker(world, actor=actor, reference=reference, kl=KLCharge(in_reward, "k1")))
+    charged = kl_estimator("k1") if in_reward else None
+    make = maker(world, actor=actor, reference=reference, charged_kl=charged)
+    make = pretraining(composed("standard"), make)
     made, _ = make(answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]]), 0.5)
     assert (actor.forwards, reference.forwards) == (asked, asked) and made.returns is not None
 

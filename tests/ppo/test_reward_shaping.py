@@ -93,14 +93,17 @@ def test_each_token_costs(world):
         rollout, response_mask=torch.tensor([[True, True, False], [True, False, False], [False] * 3])
     )
     for rows in (rollout, hidden):
-        assert penalised(world, rows, per_token=0.25) == [0.25, 0.75, 1.0]
-    assert penalised(world, rollout, per_token=-1.0) == [4.0, 2.0, 1.0]
+        assert penalised(world, rows, length_penalty=0.25) == [0.25, 0.75, 1.0]
+    assert penalised(world, rollout, length_penalty=-1.0) == [4.0, 2.0, 1.0]
 
 
 def test_the_price_of_a_token_is_taken_off_before_a_missing_end_is_seen_to(world):
     rollout = answers([2, 2], [1.0, 1.0], finished=[True, False])
-    assert penalised(world, rollout, per_token=0.5, missing_eos="set", missing_eos_value=-3.0) == [0.0, -3.0]
-    assert penalised(world, rollout, per_token=0.5, missing_eos="subtract", missing_eos_value=1.0) == [
+    assert penalised(world, rollout, length_penalty=0.5, missing_eos="set", missing_eos_value=-3.0) == [
+        0.0,
+        -3.0,
+    ]
+    assert penalised(world, rollout, length_penalty=0.5, missing_eos="subtract", missing_eos_value=1.0) == [
         0.0,
         -1.0,
     ]

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.ppo.experience import values_of
 from ppo_ds.types import Sequences
 from tests.ppo.algo_cases import Stub, answers, maker, without
 from tests.ppo.learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, learner, old_around
@@ -100,9 +99,7 @@ def test_of_an_experience(world, reads):
     rollout, found = answers([1, 2, 3, 4], [0.5, 1.0, 2.0, 3.0]), {}
     for budget in (1000, 1):
         actor, reference, critic = DeviceStub(), DeviceStub(shift=2.0), DeviceStub(value=True)
-        maker(world, actor=actor, reference=reference, values=values_of(critic), token_budget=budget)(
-            rollout, 0.5
-        )
+        maker(world, actor=actor, reference=reference, critic=critic, token_budget=budget)(rollout, 0.5)
         found[actor.forwards] = reads()
     assert (
         found.keys() == {1, 4} and found[1] == found[4] == ["cpu"] * 3
