@@ -1,11 +1,10 @@
-"""The head of a language model where it counts: on the states that are asked about, and without logits where it can be.
+"""LM head that returns the log-probs of given tokens instead of logits, and the forwards of a causal LM around it.
 
-A causal LM of transformers ends with ``logits = head(hidden)``. While a question is put, the head gets the asked states alone, and a linear head
-answers with their log-probs and entropy themselves, which the model hands on as if they were logits. All of it happens within the head's own
-forward, so that under ZeRO-3 the engine gathers the head's weight before it, and again before its backward.
+A causal LM of transformers ends with ``logits = head(hidden)``. A policy needs the log-probs of the response tokens only: the
+trunk computes the hidden states once, and ``LMHead`` computes log-probs and entropy at the response positions without logits.
 
-Some families do something to their logits behind the head: a soft cap (Gemma 2), a scale (Cohere, Granite), a cut of the vocabulary. Then what
-comes out is not what the head gave; that is seen at the first forward, and such a model makes the logits of the asked states ever after.
+Some families change the logits after the head: a soft cap (Gemma 2), a scale (Cohere, Granite), a cut of the vocabulary. Others have a
+head that is not linear. ``probe_head`` detects both, and such a model computes the logits of the response positions by its own forward.
 """
 
 from __future__ import annotations
@@ -14,103 +13,104 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ppo_ds.ops.linear_logprobs import linear_logprobs_and_entropy
-from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
 
-_MARK = 1000.1  # what a cap, a scale or a narrower dtype changes
-
-
-class Question(NamedTuple):
-    """What is asked of a forward."""
-
-    places: Tensor  # [K] into the states [b,t], flattened
-    labels: Tensor  # [K] the token after each
-    temperature: float
-    with_entropy: bool
-    entropy_gradient: bool  # whether the entropy is differentiable, which costs more
+_MARK = 1000.1  # a soft cap or a scale changes it
 
 
-class Answer(NamedTuple):
-    logprobs: Tensor  # [K] fp32, nats
-    entropy: Tensor | None  # [K] fp32, nats
-    states: Tensor  # [b*t,H] what the head was given, before any were picked
-    out: ModelOutput  # the rest of what the model says
+class LMHead(nn.Linear):
+    """Linear LM head that computes logits, or log-probs and entropy where labels are given.
 
+    Both are this module's ``forward``: under ZeRO-3 the hooks of the forward gather the weight, and gather it again for the backward.
+    """
 
-class ScoringHead(nn.Linear):
-    """A linear head that answers a question with log-probs in place of logits; without one it is what it was."""
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Returns the logits [...,V] of hidden [...,H], or with labels [K] of hidden [K,H]: log-probs [K] and entropy [K] or None.
 
-    question: Question | None = None
-    untouched: bool | None = None  # whether the model hands on what its head gives; None: not known yet
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[...,H] -> logits [...,V]; asked, [1,K,H] -> rows [1,n,V] of numbers: K log-probs, K entropies, and marks, a row of them or more."""
-        if self.question is None:
+        Log-probs and entropy are those of softmax(logits / temperature), in nats and fp32.
+        """
+        if labels is None:
             return super().forward(hidden)
-        asked, width = self.question, self.out_features
-        logprobs, entropy = linear_logprobs_and_entropy(
-            hidden[0],
-            self.weight,
-            self.bias,
-            asked.labels,
-            asked.temperature,
-            with_entropy=asked.with_entropy,
+        return linear_logprobs_and_entropy(
+            hidden, self.weight, self.bias, labels, temperature, with_entropy=with_entropy
         )
-        if entropy is not None:
-            logprobs = torch.cat([logprobs, entropy if asked.entropy_gradient else entropy.detach()])
-        # rows as wide as logits, so that whatever a model does to logits it can do to these, and be seen to do it
-        return F.pad(logprobs, (0, 2 * width - logprobs.numel() % width), value=_MARK).view(1, -1, width)
 
 
-def install(lm: nn.Module) -> None:
-    """Makes a linear head a ``ScoringHead``: the same module, with the same parameters and hooks."""
-    head = lm.get_output_embeddings()
-    if type(head) is nn.Linear:
-        head.__class__ = ScoringHead
+def install_head(lm: PreTrainedModel) -> None:
+    """Replaces a linear head by an ``LMHead`` with the same parameters (under ZeRO-3: the same shards). Other heads stay."""
+    linear = lm.get_output_embeddings()
+    if type(linear) is nn.Linear:
+        head = LMHead(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        head.weight, head.bias = linear.weight, linear.bias
+        lm.set_output_embeddings(head.train(linear.training))
 
 
-def ask(lm: nn.Module, question: Question, arguments: dict[str, Any]) -> Answer:
-    """One forward of ``lm`` with ``arguments``."""
-    head = lm.get_output_embeddings()
-    fused = isinstance(head, ScoringHead) and head.untouched is not False
+class HeadProbe(NamedTuple):
+    """The place of the head in a causal LM's forward."""
+
+    makes_logits: bool  # the model returns the output of an ``LMHead`` as its logits, unchanged
+    reads_trunk: bool  # the input of the head is the last hidden state of ``lm.base_model``, unchanged
+
+
+def probe_head(lm: PreTrainedModel, arguments: dict[str, Any]) -> tuple[HeadProbe, Tensor, ModelOutput]:
+    """Runs the model's own forward with the output of its ``LMHead`` replaced by a constant.
+
+    Returns what that shows, the states [b*t,H] that the head was given, and the model's output.
+    """
+    seen: dict[str, Tensor] = {}
+
+    def keep_states(module: nn.Module, inputs: Any, out: Any) -> None:
+        if module is not lm:  # a model without a base model is its own
+            seen["trunk"] = out.last_hidden_state.detach().flatten(0, -2).clone()
+
+    def mark(module: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
+        seen["marked"] = torch.full_like(logits, _MARK)
+        return seen["marked"].clone()
+
+    hooks = [
+        lm.base_model.register_forward_hook(keep_states),
+        lm.get_output_embeddings().register_forward_hook(mark),
+    ]
+    try:
+        states, out = forward_at(lm, arguments["input_ids"].new_zeros(1), arguments)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    reads_trunk = "trunk" in seen and _same(seen["trunk"], states.detach())
+    return HeadProbe(_same(out.logits, seen["marked"]), reads_trunk), states, out
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def forward_at(
+    lm: PreTrainedModel, positions: Tensor, arguments: dict[str, Any]
+) -> tuple[Tensor, ModelOutput]:
+    """Runs the model's own forward with its head applied to ``positions`` [K] of the flattened states [b*t] only.
+
+    Returns the states [b*t,H] that the head was given and the model's output, with logits [1,K,V].
+    """
     given: list[Tensor] = []
 
-    def pick(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+    def pick(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         given.append(inputs[0].flatten(0, -2))
-        return given[0][question.places].unsqueeze(0)
+        return given[0][positions].unsqueeze(0)
 
-    hook = head.register_forward_pre_hook(pick)
-    if fused:
-        head.question = question
+    # before the hooks of ZeRO-3, so that the states are not inputs of the head to them
+    hook = lm.get_output_embeddings().register_forward_pre_hook(pick, prepend=True)
     try:
         out = lm(**arguments)
     finally:
         hook.remove()
-        if fused:
-            head.question = None
-    assert len(given) == 1, f"{type(lm).__name__} has called its head {len(given)} times"
-    if fused and head.untouched is None:
-        head.untouched = out.logits.shape[-1] == head.out_features and bool(
-            (out.logits[0, -1] == _MARK).all()
-        )
-        if not head.untouched:
-            return ask(lm, question, arguments)
-    logprobs, entropy = (_read if fused else _from_logits)(out.logits, question)
-    return Answer(
-        logprobs, entropy if entropy is None or question.entropy_gradient else entropy.detach(), given[0], out
-    )
-
-
-def _from_logits(logits: Tensor, question: Question) -> tuple[Tensor, Tensor | None]:
-    return logprobs_and_entropy_from_logits(
-        logits[0], question.labels, question.temperature, with_entropy=question.with_entropy
-    )
-
-
-def _read(rows: Tensor, question: Question) -> tuple[Tensor, Tensor | None]:
-    """What ``ScoringHead`` has written."""
-    numbers, count = rows.flatten(), len(question.labels)
-    return numbers[:count], numbers[count : 2 * count] if question.with_entropy else None
+    assert len(given) == 1, f"{type(lm).__name__} called its head {len(given)} times"
+    return given[0], out

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.integrations import HfDeepSpeedConfig
 
 from ppo_ds.models.layout import lay_out
-from ppo_ds.models.lm_head import Question, ask, install
+from ppo_ds.models.lm_head import HeadProbe, LMHead, forward_at, install_head, probe_head
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
 from ppo_ds.models.lora import adapter_layers, merged_state, plain_modules, save_adapter
 from ppo_ds.models.packed_attention import laid_out
 from ppo_ds.models.value import zeroed_head
+from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
 
 
 class PolicyOutput(NamedTuple):
@@ -40,7 +41,7 @@ class Policy(nn.Module):
         """``value_head``: critic and policy share the trunk; the head begins at zero, and so do the values."""
         super().__init__()
         self.lm = lm
-        install(lm)
+        install_head(lm)
         self.value_head = (
             zeroed_head(lm.get_output_embeddings().in_features, lm.dtype) if value_head else None
         )
@@ -50,6 +51,9 @@ class Policy(nn.Module):
         self.generation_config = saveable(lm.generation_config)
         lm.generation_config = GenerationConfig()
         self.packed = False  # how the rows of a forward are laid out
+        # the first forward finds out what a model does with its head; a head of another kind makes logits
+        linear = isinstance(lm.get_output_embeddings(), LMHead)
+        self.head_probe: HeadProbe | None = None if linear else HeadProbe(False, False)
         self._positions = "position_ids" in inspect.signature(lm.forward).parameters
 
     def forward(
@@ -62,28 +66,49 @@ class Policy(nn.Module):
         temperature: float | None = None,
         entropy_gradient: bool = True,
     ) -> PolicyOutput:
-        """ids, attention_mask [B,T] -> log-probs of the last ``response_width`` tokens, and what else is asked for; 0 beyond the end of an answer.
+        """Returns the log-probs of the last ``response_width`` tokens of ids [B,T], 0 after the end of an answer.
 
-        ``temperature``: another than that of sampling. ``entropy_gradient``: False where the entropy is only looked at, which costs less.
-
-        The head runs on the response places alone, and makes no logits where the model allows it (head.py).
+        ``with_entropy`` and ``with_aux`` ask for more. ``temperature`` replaces that of sampling. ``entropy_gradient=False``
+        detaches the entropy, which makes the backward cheaper.
         """
         layout = lay_out(ids, attention_mask, response_width, self.lm, packed=self.packed)
         arguments = layout.arguments(self._positions, masked=with_aux)
-        if with_aux:
-            arguments["output_router_logits"] = True
         temperature = self.temperature if temperature is None else temperature
-        question = Question(layout.places, layout.labels, temperature, with_entropy, entropy_gradient)
         with laid_out(self.lm, self.packed):
-            answer = ask(self.lm, question, arguments)
-        return PolicyOutput(
-            layout.spread(answer.logprobs),
-            None if answer.entropy is None else layout.spread(answer.entropy),
-            None
-            if self.value_head is None
-            else layout.spread_states(self.value_head(answer.states[layout.state_places]).squeeze(-1)),
-            answer.out.aux_loss if with_aux else None,
-        )
+            states, logits, aux = self._hidden_states(layout.places, arguments, with_aux)
+            if logits is None:
+                logprobs, entropy = self.lm.get_output_embeddings()(
+                    states[layout.places], layout.labels, temperature, with_entropy
+                )
+            else:
+                logprobs, entropy = logprobs_and_entropy_from_logits(
+                    logits[0], layout.labels, temperature, with_entropy=with_entropy
+                )
+        if entropy is not None:
+            entropy = layout.spread(entropy if entropy_gradient else entropy.detach())
+        values = None
+        if self.value_head is not None:
+            values = layout.spread_states(self.value_head(states[layout.state_places]).squeeze(-1))
+        return PolicyOutput(layout.spread(logprobs), entropy, values, aux)
+
+    def _hidden_states(
+        self, positions: Tensor, arguments: dict[str, Any], with_aux: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the states [b*t,H] that the head reads, the logits [1,K,V] at ``positions`` where the head alone does not
+        make them, and the load-balancing loss where it is asked for."""
+        if with_aux:
+            arguments = arguments | {"output_router_logits": True}
+        states = out = None
+        if self.head_probe is None:
+            self.head_probe, states, out = probe_head(self.lm, arguments)
+        makes_logits, reads_trunk = self.head_probe
+        if not makes_logits:
+            states, out = forward_at(self.lm, positions, arguments)
+        elif states is None and reads_trunk and not with_aux:
+            states = self.lm.base_model(**arguments).last_hidden_state.flatten(0, -2)
+        elif states is None:  # the model's own forward alone computes a load-balancing loss
+            states, out = forward_at(self.lm, positions[:1], arguments)
+        return states, None if makes_logits else out.logits, out.aux_loss if with_aux else None
 
     @property
     def trunk(self) -> nn.Module:

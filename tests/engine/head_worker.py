@@ -18,7 +18,7 @@ from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import LRSchedule, TrainedModel
 from ppo_ds.engine.zero import deepspeed_config
-from ppo_ds.models.lm_head import ScoringHead
+from ppo_ds.models.lm_head import LMHead
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading
 
@@ -100,7 +100,7 @@ def case(world: World, root: Path, kind: str) -> dict[str, Any]:
     ours, theirs = consolidated(sharded), consolidated(whole)
     return {
         "case": kind,
-        "fused": isinstance(head, ScoringHead) and head.untouched,
+        "fused": isinstance(head, LMHead) and all(sharded.module.head_probe),
         "released": released(sharded.module),
         "norms": norms,
         "gap": 0.0 if ours is None else distance(ours, theirs),

@@ -20,7 +20,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from ppo_ds.models.lm_head import ScoringHead
+from ppo_ds.models.lm_head import HeadProbe, LMHead
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, unsharded_twin
 
@@ -102,8 +102,9 @@ def test_numbers_and_gradients_are_those_of_the_logits(batch, family, temperatur
         loss_of(*found).backward()
         for (name, ours), theirs in zip(lm.named_parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
-    head = lm.get_output_embeddings()
-    assert isinstance(head, ScoringHead) and head.untouched == (family in LINEAR)
+    assert isinstance(lm.get_output_embeddings(), LMHead)
+    # OPT's own forward calls the decoder inside its base model
+    assert policy.head_probe == HeadProbe(makes_logits=family in LINEAR, reads_trunk=family != "opt")
     assert policy(*batch, R).entropy is None
 
 
