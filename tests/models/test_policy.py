@@ -125,7 +125,11 @@ def test_the_head_runs_on_the_response_places_alone(tmp_path, batch):
     policy(*batch, R)
     policy(*batch, R)
     answers = (sum(r for _, r in LENGTHS), 16)
-    assert given == [(1, 1, 16), answers, answers]  # the first forward finds out where the head is, at one position
+    assert given == [
+        (1, 1, 16),
+        answers,
+        answers,
+    ]  # the first forward finds out where the head is, at one position
 
 
 @EVERY
