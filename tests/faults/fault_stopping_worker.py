@@ -29,16 +29,16 @@ def main() -> None:
     notices = RankStore()
     watch.start(world, notices)
     stop = StopRequest(world, None, notices)
-    watch.add_callback(stop.look)
-    stop.listen()
+    watch.add_callback(stop.poll)
+    stop.install_handlers()
     world.barrier()
     (folder / f"ready{world.rank}").write_text(json.dumps([os.getpid(), *launcher_pids()]))
     if world.rank == 1:
         until = time.monotonic() + BUSY
-        while not stop.asked() and time.monotonic() < until:
+        while not stop.should_stop() and time.monotonic() < until:
             time.sleep(0.02)
     try:
-        stop.check()
+        stop.raise_if_stopped()
         told = False
     except Abandoned:
         told = True
