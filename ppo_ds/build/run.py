@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.build.banner import resumed
-from ppo_ds.build.trainer import build_trainer
+from ppo_ds.config.registry import STAGES, resolve
 from ppo_ds.config.resume import judge, open_run_directory, ranks_line
 from ppo_ds.config.schema import Config, resolved
 from ppo_ds.config.targets import bind
@@ -29,7 +29,7 @@ from ppo_ds.training.timing import PhaseTimer
 
 
 def build_run(config: Config, watchdog: Watchdog | None = None) -> Run:
-    """Connects the ranks, builds the stage and resumes from the last checkpoint. A collective.
+    """Connects the ranks, builds the stage of ``config.stage`` and resumes from the last checkpoint. A collective.
 
     ``watchdog`` is started once the ranks are connected. Raises UserError for mistakes in config, data and models.
     """
@@ -71,7 +71,7 @@ def build_run(config: Config, watchdog: Watchdog | None = None) -> Run:
     )
     run = Run(
         context=context,
-        stage=build_trainer(config, context),
+        stage=resolve(STAGES[config.stage])(config, context),
         checkpoints=checkpoints,
         name=config.run.name,
         stop_at_step=config.run.stop_at_step,

@@ -80,7 +80,7 @@ class DecodeBackend(Entry):
 
 @dataclass(frozen=True)
 class Stage(Entry):
-    """A kind of training, called with the config to build what `training/run.py` runs."""
+    """A kind of training, called with the config and a RunContext to build the Stage that `training/run.py` runs."""
 
 
 _GAE = "ppo_ds.ops.advantages.compute_gae"

@@ -53,6 +53,7 @@ MUTABLE = (
     ),
 )
 IMMUTABLE = (
+    "stage",
     "run.seed",
     *(
         "*.model.path",

@@ -452,6 +452,7 @@ class Config:
     reward: dict[str, Any] = _required(
         "reward=model reward.model.path=... or reward=function reward.path=pkg.mod:fn"
     )
+    stage: str = "ppo"  # the kind of training, a name in STAGES of registry.py
     prepare: dict[str, Any] | None = (
         None  # a function that makes what the run reads, under its `dir`, before anything is loaded
     )

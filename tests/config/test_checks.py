@@ -19,6 +19,10 @@ def test_the_minimal_config_is_sound() -> None:
     assert compose(*MINIMAL, ranks=4).algo.minibatch_size == 16
 
 
+def test_an_unknown_stage_is_named_with_those_that_exist() -> None:
+    assert found("stage=pppo") == "stage=pppo: must be one of ppo; did you mean ppo?"
+
+
 def test_steps_or_epochs_but_not_both() -> None:
     assert "run.steps is missing" in found("run.steps=null")
     assert "run.steps=2 and run.epochs=1 are both set" in found("run.epochs=1")

@@ -1,6 +1,6 @@
 """Ranks of the trainer for a second each: forked from one process that has imported everything. ``launch/train.py``'s own main runs in them.
 
-    with Ranks(folder) as ranks:
+    with Ranks(folder) as ranks:  # or Ranks(folder, main="package.module:main")
         run = ranks.start(2, ["run.dir=...", ...], fault="kill@checkpoint.before:at=2")
         os.kill(run.pids[1], signal.SIGKILL)
         assert ranks.wait(run) == [-9, -9]
@@ -11,6 +11,7 @@ NAN in a run's environment makes numbers NaN, see injection.py. Like a launcher,
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -40,8 +41,8 @@ class Run:
 class Ranks:
     """The client's side."""
 
-    def __init__(self, folder: Path):
-        self._folder, self._runs = folder, 0
+    def __init__(self, folder: Path, main: str = "launch.train:main"):
+        self._folder, self._main, self._runs = folder, main, 0
 
     def __enter__(self) -> Ranks:
         clean = {
@@ -57,7 +58,7 @@ class Ranks:
             "HF_HUB_OFFLINE": "1",
         }
         self._server = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, self._main],
             env=clean | quiet | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -114,10 +115,12 @@ def _serve() -> None:
     from ppo_ds.engine.checkpoint import state
 
     state.SHARD_BYTES = SHARD_BYTES
+    module, _, name = sys.argv[1].partition(":")
+    main = getattr(importlib.import_module(module), name)
     for line in sys.stdin:
         request = json.loads(line)
         if request.pop("do") == "start":
-            answer = _start(launch.train.main, **request)
+            answer = _start(main, **request)
         else:
             answer = _wait(**request)
         print(json.dumps(answer), file=answers, flush=True)

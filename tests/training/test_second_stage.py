@@ -1,0 +1,134 @@
+"""What a run does for any stage: a regression on two ranks is killed, stopped, rolled back, and ends in the same bits."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_ds.tracking.jsonl import read_metrics
+from tests.faults.forked import Ranks
+from tests.faults.test_fault_checkpoints import content
+
+STEPS = 6
+ARGUMENTS = [
+    "stage=toy", "actor.model.path=org/actor", "data.path=org/prompts", "reward=function", "reward.path=pkg.mod:score",
+    "rollout.prompts_per_step=2", "rollout.samples_per_prompt=1", "sampling.max_new_tokens=1", f"run.steps={STEPS}", "run.threads=1", "run.timeout_minutes=2",
+    "actor.optim.lr=0.1", "eval.every=2", "data.eval_path=org/heldout", "checkpoint.every=2", "checkpoint.keep_last=9", "health.max_skips=2",
+]  # fmt: skip
+
+
+class Lab:
+    def __init__(self, root: Path, ranks: Ranks):
+        self.root, self.ranks = root, ranks
+
+    def run(self, name: str, *more: str, fault: str | None = None) -> tuple[list[int], str]:
+        return self.ranks.run(2, [*ARGUMENTS, f"run.dir={self.root / name}", *more], fault=fault)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    root = tmp_path_factory.mktemp("toy")
+    with Ranks(root, main="tests.training.toy_stage:main") as ranks:
+        yield Lab(root, ranks)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab: Lab) -> Path:
+    codes, output = lab.run("undisturbed")
+    assert codes == [0, 0], output
+    return lab.root / "undisturbed"
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    skipped = re.compile("time/|time$|health/rank_time_spread_s|health/rollbacks")
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if not skipped.match(key)} for line in lines]
+
+
+def samples(run: Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in (run / "samples").iterdir()}
+
+
+def assert_same_end(run: Path, other: Path) -> None:
+    """The last checkpoint but for the rollbacks, every metric of every step, all samples, and what was exported."""
+    ends = [content(folder / "checkpoints" / f"step_{STEPS:06d}") for folder in (run, other)]
+    for end in ends:
+        del end["state.json"]["state"]["progress"]["rollbacks"]
+    assert ends[0] == ends[1]
+    assert metrics(run) == metrics(other) and samples(run) == samples(other)
+    first, second = ((folder / "model" / "model.safetensors").read_bytes() for folder in (run, other))
+    assert first == second
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())
+
+
+def test_it_learns_is_evaluated_and_logged(undisturbed: Path) -> None:
+    lines = metrics(undisturbed)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["toy/offset"] for line in lines] == [0.5**step for step in range(1, STEPS + 1)]
+    assert [line["step"] for line in lines if "eval/score_mean" in line] == [2, 4, 6]
+    found = summary(undisturbed)
+    assert found["exit_reason"] == "done" and found["episodes"] == STEPS * 16
+    assert found["heldout_score_mean_after"] > found["heldout_score_mean_before"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "toy.loss:at=4",
+        *(
+            pytest.param(place, marks=pytest.mark.slow)
+            for place in ("toy.draw:at=4", "checkpoint.after_regression:at=2")
+        ),
+    ],
+)
+def test_a_killed_run_resumes_to_the_same_bits(lab: Lab, undisturbed: Path, place: str) -> None:
+    name = place.partition(":")[0]
+    codes, output = lab.run(name, fault=f"kill@{place}:rank=1")
+    assert -signal.SIGKILL in codes and 0 not in codes, output
+    assert not (lab.root / name / "checkpoints" / "step_000004").exists()
+    codes, output = lab.run(name)
+    assert codes == [0, 0] and "resumed    after step 2" in output, output
+    assert_same_end(lab.root / name, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_signal_abandons_the_step_and_the_next_start_repeats_it(lab: Lab, undisturbed: Path) -> None:
+    codes, output = lab.run("stopped", fault="stop@toy.draw:at=4:rank=0")
+    assert codes == [143, 143], output
+    assert summary(lab.root / "stopped")["exit_reason"] == "signal"
+    assert (lab.root / "stopped" / "checkpoints" / "step_000003").is_dir()
+    codes, output = lab.run("stopped")
+    assert codes == [0, 0] and "resumed    after step 3" in output, output
+    assert_same_end(lab.root / "stopped", undisturbed)
+
+
+@pytest.mark.slow
+def test_numbers_that_go_wrong_take_it_back_once(lab: Lab, undisturbed: Path) -> None:
+    """The losses of the fourth and the fifth step are NaN the first time."""
+    codes, output = lab.run("rolled_back", fault="nan@toy.loss:at=4:times=2:rank=1")
+    assert codes == [0, 0] and "back to" in output, output
+    assert metrics(lab.root / "rolled_back")[-1]["step"] == STEPS
+    assert [
+        line["health/rollbacks"] for line in read_metrics(lab.root / "rolled_back" / "metrics.jsonl")
+    ] == [0.0] * 2 + [1.0] * 4
+    assert_same_end(lab.root / "rolled_back", undisturbed)
+
+
+@pytest.mark.slow
+def test_numbers_that_stay_wrong_end_it(lab: Lab) -> None:
+    codes, output = lab.run("ended", fault="nan@toy.loss:at=4:times=0")
+    assert codes == [1, 1], output
+    found = summary(lab.root / "ended")
+    assert found["exit_reason"] == "nonfinite" and found["error"].startswith(
+        "step 4: not finite: loss of the regression"
+    )
+    assert not (lab.root / "ended" / "model").exists()
