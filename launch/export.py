@@ -1,6 +1,6 @@
-"""A checkpoint as a Hugging Face folder: `python launch/export.py RUN_DIR`; from any directory, also while the run goes on.
+"""Exports a checkpoint as a Hugging Face folder: python launch/export.py RUN_DIR, also while the run is training.
 
-Exit code 0: written; 2: nothing was written, for a reason that is said in one line; 1: anything else.
+Exit code 0: exported; 2: nothing was written, and one line states the reason; 1: any other error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# As in train.py: the repository must be found, and what stands beside this file must not shadow packages of the same name.
+# As in train.py: makes the repository importable, and keeps launch/ itself off the path.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from launch.cli import Parser  # noqa: E402
@@ -19,26 +19,13 @@ from ppo_ds.errors import UserError  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
-    try:
-        given = _parser().parse_args(argv)
-        prepare_environment(verbose=False)
-        from ppo_ds.tools.export import export, find_checkpoint  # torch and transformers: seconds
-
-        checkpoint = find_checkpoint(given.source, given.step, given.best)
-        out = export(
-            checkpoint, given.role, given.out, force=given.force, trust_remote_code=given.trust_remote_code
-        )
-    except UserError as error:
-        return complain(error)
-    print(f"{checkpoint.name}, {given.role}: {out}")
-    return 0
-
-
-def _parser() -> Parser:
     parser = Parser(
         prog="launch/export.py",
-        description="Writes a model of a checkpoint as a Hugging Face folder. Needs no GPU.",
-        epilog="The model that the run began with must still be there; start this where the run was started if its paths were relative.",
+        description="Exports a model of a checkpoint as a Hugging Face folder. Needs no GPU.",
+        epilog=(
+            "The initial model of the run must still exist. If its path was relative, start this command in the "
+            "directory where the run was started."
+        ),
         allow_abbrev=False,
     )
     parser.add_argument("source", type=Path, metavar="RUN_DIR_OR_CHECKPOINT")
@@ -53,18 +40,36 @@ def _parser() -> Parser:
         "--role",
         choices=["actor", "critic", "ema"],
         default="actor",
-        help="ema: the running average of the actor",
+        help="ema: the exponential moving average of the actor",
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
-    which.add_argument("--step", type=int, metavar="N", help="that of step N")
-    parser.add_argument("--force", action="store_true", help="replace OUT, if it is a model folder")
+    which.add_argument("--best", action="store_true", help="export the best checkpoint instead of the newest")
+    which.add_argument("--step", type=int, metavar="N", help="export the checkpoint of step N")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is a model folder")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the Python code of models that the run trusted"
+        "--trust-remote-code",
+        action="store_true",
+        help="run the Python code of models that the run's config trusts",
     )
-    return parser
+    try:
+        options = parser.parse_args(argv)
+        prepare_environment(verbose=False)
+        from ppo_ds.tools.export import export, find_checkpoint  # imports torch and transformers: seconds
+
+        checkpoint = find_checkpoint(options.source, options.step, options.best)
+        out = export(
+            checkpoint,
+            options.role,
+            options.out,
+            force=options.force,
+            trust_remote_code=options.trust_remote_code,
+        )
+    except UserError as error:
+        return complain(error)
+    print(f"{checkpoint.name}, {options.role}: {out}")
+    return 0
 
 
 if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs are the run's
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # leaves the GPUs to the run
     sys.exit(main(sys.argv[1:]))

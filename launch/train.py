@@ -1,7 +1,7 @@
-"""The trainer: `deepspeed launch/train.py +experiment=rlhf`, or with torchrun, or with plain python; from any directory.
+"""Trains a model: deepspeed launch/train.py +experiment=rlhf, from any directory; also with torchrun or plain python.
 
-Exit code 0: done; 2: the config, the data or a model folder is wrong (one line for each problem, from one rank); 143: stopped by a signal, after
-saving; 1: anything else.
+Exit code 0: done; 2: the config, the data or a model folder is wrong (one rank prints one line per problem); 143: a
+signal stopped the run after a checkpoint was saved; 130: interrupted; 1: any other error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 HERE = Path(__file__).resolve().parent
-# Run as a script: the repository must be found, and what stands beside this file must not shadow packages of the same name.
+# Makes the repository importable, and keeps launch/ itself off the path: its modules would shadow others of the same name.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from launch.cli import load_config  # noqa: E402
@@ -37,11 +37,14 @@ QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "WANDB_SILENT": "true",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # ten lines wherever the store of another rank's is gone, which is told in one (distributed/watchdog.py)
+    # torch logs ten lines on each rank when the store of a failed rank is gone; distributed/watchdog.py prints one
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # of a dry run
-PATIENCE = 10.0  # seconds that other ranks leave rank 0 to speak for all, before the launcher ends them
-CLOSING = 5.0  # seconds for the record of a run that has failed: the other ranks have left by then
+CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # environment of a dry run
+RANK_0_SECONDS = 10.0  # that other ranks wait for rank 0 to print the problems; the launcher then ends them
+CLOSE_SECONDS = (
+    5.0  # for closing the logs of a failed run; collectives hang then, because other ranks have left
+)
 
 
 def main(argv: list[str]) -> int:
@@ -50,9 +53,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         return complain(error)
     if config.run.dry_run:
-        os.environ |= NO_GPU
+        os.environ |= CPU_ONLY
     prepare_environment(config.run.verbose)
-    # these import torch, deepspeed and transformers, which takes seconds
+    # these import torch, deepspeed and transformers, which takes seconds: only after the config is valid
     from ppo_ds.build.run import build_run
     from ppo_ds.distributed.watchdog import Watchdog
     from ppo_ds.training.state import EXIT_CODES
@@ -60,63 +63,68 @@ def main(argv: list[str]) -> int:
     watch = Watchdog()
     try:
         if config.run.dry_run:
-            from ppo_ds.build import dry_run
+            from ppo_ds.build.dry_run import finish_dry_run, start_dry_run
 
-            config = dry_run.begin(
-                config, int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
-            )
+            ranks, is_main = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+            config = start_dry_run(config, ranks, is_main)
         run = build_run(config, watch)
     except UserError as error:
-        exit_now(watch.fail(complaint(error), str(error), 2, own=True) if watch.started else complain(error))
-    except BaseException as error:  # also KeyboardInterrupt, and sys.exit() in a user's code
+        exit_now(
+            watch.fail(problem_lines(error), str(error), 2, own=True) if watch.started else complain(error)
+        )
+    except BaseException as error:  # KeyboardInterrupt too, and sys.exit() in user code
         exit_now(report(error, watch))
     watch.set_timeout(config.run.timeout_minutes, lambda why: run.fail(RuntimeError(why)))
     try:
         reason = run.fit()
         if config.run.dry_run and reason == "done":
-            dry_run.conclude(run, config)
-        run.world.barrier()  # to stop watching while others still work would be to miss how they fare
+            finish_dry_run(run, config)
+        run.world.barrier()  # the watchdog must watch until all ranks are done
     except BaseException as error:
         code = report(error, watch)
-        run_with_timeout(CLOSING, partial(run.fail, error))
+        run_with_timeout(CLOSE_SECONDS, partial(run.fail, error))
         exit_now(code)
     watch.stop()
     run.world.close()
-    exit_now(
-        EXIT_CODES[reason]
-    )  # what threads of the libraries do in an orderly end can abort a run that went well
+    # an orderly exit may crash in threads of the libraries although the run succeeded
+    exit_now(EXIT_CODES[reason])
 
 
 def report(error: BaseException, watch: Watchdog) -> int:
-    """Prints the traceback, where no other rank has failed before, and gives the exit code."""
+    """Prints the error, unless another rank has failed before, and returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
-    told = isinstance(error, RunError)
+    explained = isinstance(error, RunError)  # its message is complete without a traceback
     line = "; ".join((f"error: {error}", *getattr(error, "__notes__", ())))
-    text = censored(line if told else "".join(traceback.format_exception(error)))
+    text = censored(line if explained else "".join(traceback.format_exception(error)))
     if watch.started:
-        return watch.fail(
-            text, censored(f"{type(error).__name__}: {error}".partition("\n")[0]), code, own=told
-        )
+        summary = censored(f"{type(error).__name__}: {error}".partition("\n")[0])
+        return watch.fail(text, summary, code, own=explained)
     print(text, file=sys.stderr, flush=True)
     return code
 
 
 def complain(error: UserError) -> int:
-    """Prints the problems once. Launchers end all ranks as soon as one has ended, so the others wait for rank 0 to have printed."""
+    """Prints the problems on one rank and returns exit code 2.
+
+    Launchers end all ranks as soon as one has ended, so the other ranks wait until rank 0 has printed.
+    """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        time.sleep(PATIENCE)
-    print(complaint(error, "" if rank == "0" else f"rank {rank}: "), file=sys.stderr, flush=True)
+        time.sleep(RANK_0_SECONDS)
+    print(problem_lines(error, "" if rank == "0" else f"rank {rank}: "), file=sys.stderr, flush=True)
     return 2
 
 
-def complaint(error: UserError, speaker: str = "") -> str:
-    return "\n".join(f"{speaker}error: {censored(line)}" for line in error.problems)
+def problem_lines(error: UserError, prefix: str = "") -> str:
+    return "\n".join(f"{prefix}error: {censored(line)}" for line in error.problems)
 
 
 def prepare_environment(verbose: bool) -> None:
-    """What must be set before torch, deepspeed and transformers are imported; whatever the user has set stays."""
+    """Sets environment variables that torch, deepspeed and transformers read at import.
+
+    Variables that the user has set stay. ``verbose`` leaves the log levels of the libraries alone.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not verbose:
         for name, value in QUIET.items():

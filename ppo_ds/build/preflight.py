@@ -1,6 +1,6 @@
-"""What can be found wrong with models and rewards before any weight is loaded: from config files, tokenizers and the rows that were read.
+"""Checks of models and rewards before any weight is loaded, from config files, tokenizers and the data.
 
-A run with a large model takes minutes to load it. Whoever loads a model checks it again: this only brings the line forward.
+Loading a large model takes minutes. Each loader checks its model again; these checks only report an error earlier.
 """
 
 from __future__ import annotations
@@ -21,37 +21,45 @@ from ppo_ds.rewards.model import check_reward_model
 from ppo_ds.types import Row
 
 CHAT_SCORER = "ppo_ds.rewards.get_score.get_score_reward"
-OURS = "ppo_ds.rewards."  # what is made twice costs nothing; another's may load a model of its own
+OWN = "ppo_ds.rewards."  # cheap to build twice; another package's reward may load a model
 
 
 def preflight(config: Config, inputs: Inputs) -> None:
-    """Raises UserError. Reads the same files on every rank, and is no collective."""
-    _expect_vocabulary(config, inputs.tokenizer)
+    """Raises UserError if a model or a reward cannot work with the data.
+
+    All ranks read the same files; it is not a collective.
+    """
+    check_vocabularies(config, inputs.tokenizer)
     for key, section in _rewards(config.reward, "reward"):
-        _expect_reward(section, key, inputs)
+        check_reward(section, key, inputs)
 
 
-def _expect_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
-    """That the models which read the actor's ids have a row of their embedding for each."""
+def check_vocabularies(config: Config, tokenizer: Tokenizer) -> None:
+    """Checks that the actor's and the reference's embedding has a row for each token id of the actor's tokenizer."""
     models: dict[str, Any] = {"actor.model.path": config.actor.model}
     if uses_reference(config):
         models["reference.model.path"] = config.reference.model
     for key, model in models.items():
-        found = load_config(
+        model_config = load_config(
             model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=key
         )
-        rows = getattr(found.get_text_config(), "vocab_size", None)  # a family may call it otherwise
+        rows = getattr(
+            model_config.get_text_config(), "vocab_size", None
+        )  # some families name it differently
         if rows is not None and tokenizer.id_bound > rows:
             raise UserError(
-                f"{key}={model.path}: the actor's tokenizer has ids up to {tokenizer.id_bound - 1}, this model's embedding only {rows} rows; "
-                "they do not belong together"
+                f"{key}={model.path}: the actor's tokenizer has ids up to {tokenizer.id_bound - 1}, but this model's "
+                f"embedding has only {rows} rows; use a model and a tokenizer that belong together"
             )
 
 
 def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Those rewards that can be looked at by themselves: a mixture as a whole, unless a part of it is a model."""
+    """Yields the rewards that can be checked on their own.
+
+    A mixture is checked as a whole, unless one of its parts is a model.
+    """
     target = str(section.get("_target_", ""))
-    if target in (CLASSIFIER, CHAT_SCORER) or (target.startswith(OURS) and not any(reward_models(section))):
+    if target in (CLASSIFIER, CHAT_SCORER) or (target.startswith(OWN) and not any(reward_models(section))):
         yield key, section
         return
     for name, inner in section.items():
@@ -59,7 +67,7 @@ def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str,
             yield from _rewards(inner, f"{key}.{name}")
 
 
-def _expect_reward(section: dict[str, Any], key: str, inputs: Inputs) -> None:
+def check_reward(section: dict[str, Any], key: str, inputs: Inputs) -> None:
     if section["_target_"] == CLASSIFIER:
         options = {name: section[name] for name in ("template", "append_eos") if name in section}
         check_reward_model(ModelConfig(**section["model"]), inputs.examples(), key=key, **options)
@@ -68,9 +76,15 @@ def _expect_reward(section: dict[str, Any], key: str, inputs: Inputs) -> None:
         expect_trusted(model.path, model.trust_remote_code, f"{key}.model")
     else:
         reward = bind(section, key)(tokenizer=inputs.tokenizer, reduce=lambda tensor: tensor)
+        if not hasattr(reward, "expect"):
+            return
 
         def check_row(row: Row) -> None:
-            with reward_errors_as_user_errors():
-                reward.check_row(row)
+            try:
+                reward.expect(row)
+            except (
+                RewardError
+            ) as error:  # before training, a row without a score is an error in the user's data
+                raise UserError(str(error)) from error
 
         inputs.check_rows(check_row)

@@ -1,15 +1,13 @@
-"""A checkpoint to a Hugging Face folder, in one process on a CPU: the model of step 400 of a run that still trains, or that died.
+"""Export of a checkpoint as a Hugging Face folder, in one process on the CPU, also while its run is training.
 
-Of the run's config only the models are looked at, and nothing of its data, rewards and other code is loaded. In memory is one copy of the model;
-with adapters two, since the merged weights are made beside those of the base.
+Only the model sections of the run's config are used; its data, rewards and other code are not loaded. Memory holds one
+copy of the model, or two with adapters, since the merged weights are made beside the base weights.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,48 +16,44 @@ from safetensors import SafetensorError
 from ppo_ds.build.data import build_tokenizer
 from ppo_ds.build.roles import actor_module, critic_module, critic_start
 from ppo_ds.config.renamed import with_current_names
-from ppo_ds.config.schema import Config, from_tree, inherit, reward_models
+from ppo_ds.config.schema import Config, from_tree, inherit, resolved, reward_models
 from ppo_ds.engine.checkpoint.checkpoints import damage_of
 from ppo_ds.engine.checkpoint.reading import read_weights
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 
-FOLDERS = {
-    "actor": "model",
-    "critic": "critic",
-    "ema": "model_ema",
-}  # how a run calls what it exports at its end
+# folder names of the export at the end of a run
+FOLDERS = {"actor": "model", "critic": "critic", "ema": "model_ema"}
 
 
 def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> Path:
-    """``path`` itself, or of a run directory the newest checkpoint, the best one, or that of ``step``."""
+    """Returns the checkpoint that ``path`` is, or one of the run directory ``path``.
+
+    From a run directory it takes the newest checkpoint, the best one, or that of ``step``.
+    """
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; give a run directory, or one of its checkpoints")
     path = path.resolve()
     if (path / "state.json").exists() or (path / "manifest.json").exists():
         if best or step is not None:
-            raise UserError(
-                f"{path}: is one checkpoint; --best and --step choose among those of a run directory"
-            )
+            raise UserError(f"{path}: is a single checkpoint; --best and --step need a run directory")
         return path
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = sorted(
-        int(folder.name.removeprefix("step_"))
-        for folder in root.glob("step_*")
-        if folder.name.removeprefix("step_").isdigit()
-    )
+    numbers = (folder.name.removeprefix("step_") for folder in root.glob("step_*"))
+    steps = sorted(int(number) for number in numbers if number.isdigit())
     if not steps:
-        raise UserError(f"{path}: no checkpoint in it")
-    there = f"there are: {', '.join(map(str, steps))}"
+        raise UserError(f"{path}: contains no checkpoint")
+    available = f"available steps: {', '.join(map(str, steps))}"
     if best:
         if not (root / "best").is_file():
             raise UserError(
-                f"--best: {root} has no best one (checkpoint.keep_best=false, or no evaluation yet); {there}"
+                f"--best: {root} has no best checkpoint (checkpoint.keep_best=false, or no evaluation yet); {available}"
             )
         name = (root / "best").read_text(encoding="utf-8").strip()
         step = next((step for step in steps if name == f"step_{step:06d}"), -1)
     if step is not None and step not in steps:
-        raise UserError(f"{'--best' if best else f'--step={step}'}: no such checkpoint in {root}; {there}")
+        option = "--best" if best else f"--step={step}"
+        raise UserError(f"{option}: no such checkpoint in {root}; {available}")
     return root / f"step_{steps[-1] if step is None else step:06d}"
 
 
@@ -71,101 +65,103 @@ def export(
     force: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write ``role`` (of FOLDERS) to ``out``, the adapter to ``out/adapter``; returns the folder. It is there complete, or not at all."""
+    """Writes ``role``, a key of FOLDERS, to ``out`` and its adapter to ``out/adapter``.
+
+    The folder is written under a temporary name and renamed, so it is complete or absent.
+
+    Args:
+        force: Replaces ``out`` if it is a model folder.
+        trust_remote_code: Runs the Python code of models that the checkpoint's config trusts.
+
+    Returns:
+        The folder.
+    """
     out = (out or checkpoint.parent.parent / "exports" / checkpoint.name / FOLDERS[role]).resolve()
-    _expect_free(out, force)
-    config = _config(checkpoint, role)
+    if out.exists() and not force:
+        raise UserError(f"{out}: exists; choose another folder, or replace it with --force")
+    if out.exists() and not (out / "config.json").is_file():
+        raise UserError(
+            f"{out}: exists and is not a model folder (it has no config.json); --force replaces no other"
+        )
+    config = _read_config(checkpoint, role)
     if not trust_remote_code:
         _refuse_remote_code(config, checkpoint)
-    tokenizer, module = _as_begun(config, role, checkpoint)
+    tokenizer, module = _initial_model(config, role, checkpoint)
+    model, copy = ("actor", "ema") if role == "ema" else (role, None)
     try:
-        read_weights(
-            module,
-            checkpoint,
-            "critic" if role == "critic" else "actor",
-            shadow="ema" if role == "ema" else None,
-        )
+        read_weights(module, checkpoint, model, shadow=copy)
     except FileNotFoundError as error:
-        raise UserError(f"{checkpoint}: was pruned by its run while it was read; take a newer one") from error
-    aside = out.with_name(f".tmp_{out.name}")
+        raise UserError(f"{checkpoint}: the run deleted it while it was read; export a newer one") from error
+    temporary = out.with_name(f".tmp_{out.name}")
     try:
-        shutil.rmtree(aside, ignore_errors=True)  # of an export that was killed
-        module.save(aside)
-        tokenizer.save(aside)
+        shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
+        module.save(temporary)
+        tokenizer.save(temporary)
         if role == "actor":
-            module.save_adapter(aside / "adapter", module.lm.state_dict())
+            module.save_adapter(temporary / "adapter", module.lm.state_dict())
         if out.exists():
             shutil.rmtree(out)
-        aside.rename(out)
+        temporary.rename(out)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"{out}: cannot be written: {error}") from error
     return out
 
 
-def _expect_free(out: Path, force: bool) -> None:
-    if not out.exists():
-        return
-    if not force:
-        raise UserError(f"{out}: exists; name another folder, or --force replaces it")
-    if not (out / "config.json").is_file():
+def _read_config(checkpoint: Path, role: str) -> Config:
+    """Returns the config of the checkpoint's run, after checking that all its files are sound and hold ``role``."""
+    if damage := damage_of(checkpoint):
         raise UserError(
-            f"{out}: exists and is no model folder (no config.json in it), and --force replaces no other"
+            f"{checkpoint}: is damaged, or was deleted by its run: {'; '.join(damage[:3])}; "
+            "choose another one with --step"
         )
-
-
-def _config(checkpoint: Path, role: str) -> Config:
-    """The settings that it was made with, once all of its files are found to be sound and ``role`` among them."""
-    damage = damage_of(checkpoint)
-    if damage:
-        raise UserError(
-            f"{checkpoint}: is damaged, or was pruned meanwhile: {'; '.join(damage[:3])}; take another one with --step"
-        )
-    about = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    held = [*about["models"], *about["shadows"]]
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    held = [*state["models"], *state["shadows"]]
     if role not in held:
-        raise UserError(
-            f"--role={role}: {checkpoint} has no such weights; it holds {', '.join(name for name in held if name in FOLDERS)}"
-        )
-    settings = about.get("settings")
+        roles = ", ".join(name for name in held if name in FOLDERS)
+        raise UserError(f"--role={role}: {checkpoint} has no such weights; it holds {roles}")
+    settings = state.get("settings")
     if settings is None:
         raise UserError(
-            f"{checkpoint}: an older version made it and kept no settings in it; resume the run, and export its next checkpoint"
+            f"{checkpoint}: was written by an older version, without settings; resume the run and export its next "
+            "checkpoint"
         )
-    here = _here(settings, f"{settings['run']['dir']}/", f"{checkpoint.parent.parent}/")
-    config, wrong = from_tree(with_current_names(here))
-    if wrong:
-        raise UserError(*(f"{checkpoint / 'state.json'}: {line}" for line in wrong.values()))
+    # the run directory may have been moved since
+    settings = _moved(settings, f"{settings['run']['dir']}/", f"{checkpoint.parent.parent}/")
+    config, problems = from_tree(with_current_names(settings))
+    if problems:
+        raise UserError(*(f"{checkpoint / 'state.json'}: {line}" for line in problems.values()))
     return inherit(config)
 
 
-def _here(value: Any, before: str, now: str) -> Any:
-    """Paths below the run directory, in ``value`` and in all that it holds, as it is called today: it may have been moved."""
+def _moved(value: Any, old: str, new: str) -> Any:
+    """Returns a copy of a nested dict in which paths below ``old`` are below ``new``."""
     if isinstance(value, dict):
-        return {name: _here(item, before, now) for name, item in value.items()}
-    return now + value.removeprefix(before) if isinstance(value, str) and value.startswith(before) else value
+        return {name: _moved(item, old, new) for name, item in value.items()}
+    return new + value.removeprefix(old) if isinstance(value, str) and value.startswith(old) else value
 
 
 def _refuse_remote_code(config: Config, checkpoint: Path) -> None:
-    """The settings came with the checkpoint, which may be somebody else's: the trust that stands there is not that of who exports."""
-    for key in (name for name, model in _models(config) if model.get("trust_remote_code")):
-        raise UserError(
-            f"{checkpoint}: {key}.trust_remote_code=true runs Python code of {key}.path; read it, then repeat with --trust-remote-code"
-        )
+    """Raises UserError if a model runs code of its own.
+
+    The checkpoint may come from someone else, so the trust in its settings is not that of the current user.
+    """
+    tree = resolved(config)
+    roles = [(f"{role}.model", tree[role]["model"]) for role in ("actor", "critic")]
+    for key, model in [*roles, *reward_models(config.reward)]:
+        if model.get("trust_remote_code"):
+            raise UserError(
+                f"{checkpoint}: {key}.trust_remote_code=true runs Python code of {key}.path; read that code, then "
+                "repeat with --trust-remote-code"
+            )
 
 
-def _models(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "actor.model", asdict(config.actor.model)
-    yield "critic.model", asdict(config.critic.model)
-    yield from reward_models(config.reward)
-
-
-def _as_begun(config: Config, role: str, checkpoint: Path) -> tuple[Tokenizer, Any]:
-    """The tokenizer, and the module as its engine was given it."""
+def _initial_model(config: Config, role: str, checkpoint: Path) -> tuple[Tokenizer, Any]:
+    """Builds the tokenizer and the module of ``role`` as the run built them."""
     try:
         tokenizer = build_tokenizer(config)
-        return tokenizer, critic_module(
-            config, critic_start(config, tokenizer)
-        ) if role == "critic" else actor_module(config)
+        if role == "critic":
+            return tokenizer, critic_module(config, critic_start(config, tokenizer))
+        return tokenizer, actor_module(config)
     except UserError as error:
         raise UserError(*(f"{checkpoint}: {line}" for line in error.problems)) from error

@@ -1,8 +1,8 @@
-"""A dumped optimizer step made once more: on one rank, a row at a time, on the CPU, whatever the run was on. Nothing of the run itself is touched."""
+"""Replay of a dumped optimizer step on one rank of the CPU, row by row. The files of the run are not changed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +24,24 @@ from ppo_ds.training.timing import PhaseTimer
 
 @dataclass(frozen=True)
 class Replay:
+    """The result of a replay."""
+
     dump: Dump
-    given: str | None  # what of the dumped experience itself is not finite, and in which row of the rollout
+    given: str | None  # the first non-finite column of the dumped experience and its row, if there is one
     rows: list[Row]
 
 
 def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
-    """Loads the run's models with the weights of the dump; the models that the run began with must still be there."""
-    dump, config = read_dump(folder), _config(folder, trust_remote_code)
+    """Loads the weights of the dump and repeats the optimizer step; the run's initial models must still exist."""
+    dump, config = read_dump(folder), _read_config(folder, trust_remote_code)
     world = connect(config.run.timeout_minutes)
     timer, tokenizer = PhaseTimer(world.device), build_tokenizer(config)
     needs = Needs(tokenizer.id_bound, dump.minibatch.ids.shape[1])
     actor, critic = build_actor(config, world, needs, 1, timer), None
+    load_model(actor, folder / "actor")
     if uses_critic(config) and not config.critic.share_trunk:
         critic = build_critic(config, critic_start(config, tokenizer), world, needs, 1)
-    for role, model in {"actor": actor, "critic": critic}.items():
-        if model is not None:
-            load_model(model, folder / role)
+        load_model(critic, folder / "critic")
     learn = learner(
         config,
         world=world,
@@ -54,22 +55,27 @@ def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
     rows = locate_nonfinite(learn, dump.minibatch, dump.kl_coef, dump.critic_only)
     found = first_nonfinite(dump.minibatch)
     world.close()
-    return Replay(
-        dump, None if found is None else f"{found[0]}, row {dump.row(found[1])} of the rollout", rows
-    )
+    given = None if found is None else f"{found[0]}, row {dump.row(found[1])} of the rollout"
+    return Replay(dump, given, rows)
 
 
-def _config(folder: Path, trust_remote_code: bool) -> Config:
-    """The run's, for one rank without ZeRO, offload and the user's own DeepSpeed settings."""
+def _read_config(folder: Path, trust_remote_code: bool) -> Config:
+    """Returns the run's config, adapted to one rank: without ZeRO, offloading and DeepSpeed settings."""
+    file = folder / "config.yaml"
     try:
-        tree: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {}
+        tree: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"{folder}: its config.yaml cannot be read: {error}") from error
-    config, wrong = from_tree(with_current_names(tree))
-    if wrong:
-        raise UserError(*(f"{folder / 'config.yaml'}: {line}" for line in wrong.values()))
-    for role in (config.actor, config.critic):
-        role.zero = replace(role.zero, stage=0, offload_optimizer=False, offload_params=False)
-        role.deepspeed = {}
-        role.model.trust_remote_code = trust_remote_code
+    tree = with_current_names(tree)
+    for role in (tree.get("actor", {}), tree.get("critic", {})):
+        role["zero"] = role.get("zero", {}) | {
+            "stage": 0,
+            "offload_optimizer": False,
+            "offload_params": False,
+        }
+        role["deepspeed"] = {}
+        role["model"] = role.get("model", {}) | {"trust_remote_code": trust_remote_code}
+    config, problems = from_tree(tree)
+    if problems:
+        raise UserError(*(f"{file}: {line}" for line in problems.values()))
     return inherit(config)

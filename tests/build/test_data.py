@@ -1,4 +1,4 @@
-"""What the data section and the sampling section become, once there is a tokenizer."""
+"""Tests stop_ids and the description of the data."""
 
 from types import SimpleNamespace
 
@@ -21,16 +21,16 @@ def test_what_became_of_the_rows_is_said():
     report = {"rows": 9, "truncated": 0, "dropped": 2, "lowered": 0, "repeated": 3, "same_id": 1}
     assert (
         describe_rows(report, "prompts")
-        == '9 prompts, 2 dropped, 3 the same as an earlier one, 1 with the "id" of an earlier one'
+        == '9 prompts, 2 dropped, 3 equal to an earlier one, 1 with the "id" of an earlier one'
     )
-    assert describe_rows({"rows": 5, "truncated": 1, "dropped": 0}, "texts") == "5 texts, 1 cut"
+    assert describe_rows({"rows": 5, "truncated": 1, "dropped": 0}, "texts") == "5 texts, 1 truncated"
     held_out = SimpleNamespace(path="held.jsonl", report=report | {"dropped": 0, "repeated": 0, "same_id": 0})
     texts = SimpleNamespace(
         source=SimpleNamespace(path="texts.jsonl", report={"rows": 5, "truncated": 1, "dropped": 0})
     )
     assert Inputs(None, None, held_out, None, texts).notes() == [
         "held out   held.jsonl: 9 prompts",
-        "texts      texts.jsonl: 5 texts, 1 cut",
+        "texts      texts.jsonl: 5 texts, 1 truncated",
     ]
     assert Inputs(None, None, None, None, None).notes() == []
 
@@ -42,5 +42,5 @@ def test_a_stop_id_that_is_no_token(given):
     (line,) = error.value.problems
     assert (
         line
-        == "sampling.stop_token_ids: 4 is none: the actor's tokenizer has 4 tokens; leave it out, or null takes the model's own ends"
+        == "sampling.stop_token_ids: 4 is not a token: the actor's tokenizer has 4 tokens; remove it, or set null for the model's own end tokens"
     )

@@ -1,4 +1,4 @@
-"""Models without a single weight that could be read: what is wrong with them, and with the rows for a reward, is told all the same."""
+"""Tests the checks of models and rewards on model folders that hold no readable weights."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_reward_model_with_two_labels(check, folder):
 
 def test_ids_beyond_an_embedding(check, folder):
     small = folder("small", vocab_size=TOKENS - 1)
-    beyond = f"the actor's tokenizer has ids up to {TOKENS - 1}, this model's embedding only {TOKENS - 1} rows; they do not belong together"
+    beyond = f"the actor's tokenizer has ids up to {TOKENS - 1}, but this model's embedding has only {TOKENS - 1} rows; use a model and a tokenizer that belong together"
     assert check("reward=length", "reward.longest=3", actor=small) == [f"actor.model.path=small: {beyond}"]
     assert check("reward=length", "reward.longest=3", f"reference.model.path={small}") == [
         f"reference.model.path=small: {beyond}"
@@ -134,7 +134,7 @@ def test_an_end_beyond_the_embedding(check, folder):
     (Path(actor) / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 151645]}))
     (line,) = check("reward=length", "reward.longest=3", actor=actor)
     assert line.startswith(
-        f"actor.model.path=odd: the actor's tokenizer has ids up to 151645, this model's embedding only {TOKENS} rows"
+        f"actor.model.path=odd: the actor's tokenizer has ids up to 151645, but this model's embedding has only {TOKENS} rows"
     )
 
 
@@ -270,7 +270,7 @@ def test_a_tokenizer_without_an_end(check, folder, stops, fine):
         return
     with pytest.raises(
         UserError,
-        match="^actor.model.path=.*names an end token: no answer would end by itself; give sampling.stop_token_ids or",
+        match="^actor.model.path=.*names an end token, so no response would end by itself; set sampling.stop_token_ids or",
     ):
         stop_ids(config, build_tokenizer(config))
 

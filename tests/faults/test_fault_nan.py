@@ -300,15 +300,15 @@ def test_data_that_break_the_model_are_named_and_replayed(root: Path, ranks: Ran
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [line for line in done.stdout.splitlines() if line.startswith("row ")]
-    assert len(rows) == 8 and [i for i, row in enumerate(rows) if "first not finite: -" not in row] == broken
+    assert (
+        len(rows) == 8
+        and [i for i, row in enumerate(rows) if "first non-finite tensor: -" not in row] == broken
+    )
     numbers = [row["row_of_the_rollout"] for row in about["rows"]]
     assert [int(row.split()[1]) for row in rows] == numbers and sorted(numbers) == list(range(8))
     assert f"in row {numbers[broken[0]]} of the rollout" in line
+    assert f"first non-finite tensor: {about['what']}, row {numbers[broken[0]]} of the rollout" in done.stdout
     assert (
-        f"first tensor that is not finite: {about['what']}, row {numbers[broken[0]]} of the rollout"
-        in done.stdout
-    )
-    assert (
-        f"then: {about['what']} (rank {about['rank']}, row {numbers[broken[0]]} of the rollout)"
+        f"in the run: {about['what']} (rank {about['rank']}, row {numbers[broken[0]]} of the rollout)"
         in done.stdout
     )

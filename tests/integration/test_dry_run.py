@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from launch.cli import load_config
-from ppo_ds.build.dry_run import MARK, begin, dry_run_config, folder_of, prepare
+from ppo_ds.build.dry_run import MARKER, dry_run_config, dry_run_dir, prepare, start_dry_run
 from ppo_ds.config.checks import problems
 from ppo_ds.config.schema import Config, rollout_size
 from ppo_ds.errors import UserError
@@ -128,15 +128,17 @@ def test_what_a_run_makes_in_its_folder_is_made_in_another() -> None:
 
 def test_what_no_dry_run_has_made_is_not_touched(tmp_path: Path) -> None:
     config = composed(f"run.dir={tmp_path}/run")
-    folder = folder_of(config)
+    folder = dry_run_dir(config)
     folder.mkdir()
     (folder / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="holds something else; choose another run.name"):
-        begin(config, 1, is_main=True)
+    with pytest.raises(
+        UserError, match="that folder exists and no dry run created it; choose another run.name"
+    ):
+        start_dry_run(config, 1, is_main=True)
     assert (folder / "thesis.tex").exists()
-    (folder / MARK).touch()
-    begin(config, 1, is_main=True)
-    assert [file.name for file in folder.iterdir()] == [MARK]
+    (folder / MARKER).touch()
+    start_dry_run(config, 1, is_main=True)
+    assert [file.name for file in folder.iterdir()] == [MARKER]
 
 
 def test_a_model_that_cannot_be_had_is_named(tmp_path: Path) -> None:
@@ -195,6 +197,8 @@ def test_a_dry_run_on_two_ranks(start: Path) -> None:
     done = launch("deepspeed", "run.dry_run=true", "reward=model", *places, *stages, *size, cwd=start)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("dry run: ")]
-    assert "2 steps on 2 rank(s), a checkpoint written and read again" in said and "not shown: memory" in said
+    assert (
+        "2 steps on 2 rank(s), one checkpoint written and read again" in said and "not tested: memory" in said
+    )
     assert "reward.model.path" not in done.stderr and "step 2/2" in done.stdout
     assert not (start / "outputs" / "mine").exists() and not list((start / "outputs").iterdir())

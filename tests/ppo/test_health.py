@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from launch.replay import lines
+from launch.replay import report_lines
 from ppo_ds.ops.kl import AdaptiveKLController, ThresholdKLController
 from ppo_ds.ops.running import RunningMoments
 from ppo_ds.ppo import learner as learner_module
@@ -316,7 +316,7 @@ def test_a_replay_numbers_rows_as_the_run_did(rows):
         rows,
     )
     found = Replay(dump, None, [Row(0, 0, {"actor": 1.0}, "loss of the actor"), Row(1, 0, {"actor": 1.0})])
-    first, *each, last = lines(found)
+    first, *each, last = report_lines(found)
     assert first.endswith("(rank 1, row 5 of the rollout)") and last.endswith(
         "loss of the actor, row 5 of the rollout"
     )

@@ -1,4 +1,4 @@
-"""launch/export.py on a checkpoint that was written here by hand: what it makes of it, and what it says to mistakes."""
+"""Tests launch/export.py on a hand-written checkpoint: the exported weights and the error messages."""
 
 from __future__ import annotations
 
@@ -156,15 +156,19 @@ def nothing(run_dir: Path) -> None:
     ("happens", "arguments", "words"),
     [
         (nothing, ["RUN/nowhere"], ["RUN/nowhere: no such folder"]),
-        (lose_the_checkpoints, ["RUN"], ["RUN: no checkpoint in it"]),
-        (nothing, ["RUN", "--step=3"], ["--step=3", "there are: 2"]),
+        (lose_the_checkpoints, ["RUN"], ["RUN: contains no checkpoint"]),
+        (nothing, ["RUN", "--step=3"], ["--step=3", "available steps: 2"]),
         (nothing, ["RUN", "--best"], ["--best", "checkpoint.keep_best"]),
-        (point_elsewhere, ["RUN", "--best"], ["--best: no such checkpoint", "there are: 2"]),
-        (nothing, [f"RUN/{STEP}", "--best"], ["is one checkpoint"]),
+        (point_elsewhere, ["RUN", "--best"], ["--best: no such checkpoint", "available steps: 2"]),
+        (nothing, [f"RUN/{STEP}", "--best"], ["is a single checkpoint"]),
         (nothing, ["RUN", "--role=critic"], ["--role=critic", "it holds actor"]),
         (nothing, ["RUN", "--role=reward"], ["--role", "reward", "--help"]),
         (nothing, ["RUN", "RUN/start"], ["RUN/start: exists", "--force"]),
-        (nothing, ["RUN", "RUN/checkpoints", "--force"], ["RUN/checkpoints: exists and is no model folder"]),
+        (
+            nothing,
+            ["RUN", "RUN/checkpoints", "--force"],
+            ["RUN/checkpoints: exists and is not a model folder"],
+        ),
         (nothing, ["RUN", "RUN/start/config.json/out"], ["RUN/start/config.json/out: cannot be written"]),
         (
             flip_a_byte,
