@@ -76,15 +76,9 @@ def check_reward(section: dict[str, Any], key: str, inputs: Inputs) -> None:
         expect_trusted(model.path, model.trust_remote_code, f"{key}.model")
     else:
         reward = bind(section, key)(tokenizer=inputs.tokenizer, reduce=lambda tensor: tensor)
-        if not hasattr(reward, "expect"):
-            return
 
         def check_row(row: Row) -> None:
-            try:
-                reward.expect(row)
-            except (
-                RewardError
-            ) as error:  # before training, a row without a score is an error in the user's data
-                raise UserError(str(error)) from error
+            with reward_errors_as_user_errors():  # before training, an unusable row is an error in the user's data
+                reward.check_row(row)
 
         inputs.check_rows(check_row)

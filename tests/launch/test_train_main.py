@@ -130,7 +130,7 @@ def test_a_reward_that_raises_has_its_own_traceback(judged: Any, tmp_path: Path)
     assert lines[0].startswith("Traceback") and f'  File "{file}", line 5, in broken' in lines
     error, note = [line for line in lines if line][-2:]
     assert error == "ZeroDivisionError: division by zero" and note.startswith(
-        f"in reward.path={file}:broken, scoring 1 answers"
+        f"in reward.path={file}:broken, scoring 1 responses"
     )
 
 
