@@ -78,7 +78,9 @@ def check_reward(section: dict[str, Any], key: str, inputs: Inputs) -> None:
         reward = bind(section, key)(tokenizer=inputs.tokenizer, reduce=lambda tensor: tensor)
 
         def check_row(row: Row) -> None:
-            with reward_errors_as_user_errors():  # before training, an unusable row is an error in the user's data
+            with (
+                reward_errors_as_user_errors()
+            ):  # before training, an unusable row is an error in the user's data
                 reward.check_row(row)
 
         inputs.check_rows(check_row)
