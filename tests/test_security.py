@@ -14,7 +14,6 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -30,7 +29,7 @@ from ppo_ds.data.rows import load_rows
 from ppo_ds.engine.checkpoint.checkpoints import damage_of
 from ppo_ds.engine.checkpoint.files import sha256
 from ppo_ds.engine.checkpoint.reading import read_weights
-from ppo_ds.engine.checkpoint.state import _read_about
+from ppo_ds.engine.checkpoint.shards import read_index
 from ppo_ds.engine.rng import load_rng
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
@@ -381,10 +380,9 @@ def test_an_index_that_names_files_elsewhere(checkpoint, name):
     changed(checkpoint / "actor" / "model.json", shards={"weight": name})
     listed(checkpoint)
     assert damage_of(checkpoint) == []
-    engines = SimpleNamespace(parameters={"weight": None})
     for read in (
         lambda: read_weights(torch.nn.Linear(3, 2, bias=False), checkpoint, "actor"),  # by exports
-        lambda: _read_about(engines, checkpoint / "actor" / "model.json"),  # by runs
+        lambda: read_index(checkpoint / "actor" / "model.json", ["weight"]),  # by runs
     ):
         with pytest.raises(UserError) as caught:
             read()

@@ -55,8 +55,8 @@ def _backends(
 ) -> dict[str, Generator]:
     common = {"tokenizer": inputs.tokenizer, "token_budget": config.memory.rollout_tokens, "stopped": stopped}
     return {
-        "static": StaticGenerator(lambda: actor.lm, agree=actor.agree, **common),
-        "hf": HFGenerator(lambda: actor.lm, agree=actor.agree, **common),
+        "static": StaticGenerator(lambda: actor.lm, agree=actor.all_reduce_max, **common),
+        "hf": HFGenerator(lambda: actor.lm, agree=actor.all_reduce_max, **common),
     }
 
 

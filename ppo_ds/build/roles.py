@@ -22,7 +22,8 @@ from ppo_ds.config.schema import (
     rollout_size,
 )
 from ppo_ds.distributed.world import World
-from ppo_ds.engine.frozen import FrozenBase, FrozenModel, gathered
+from ppo_ds.engine.frozen import FrozenBase, FrozenModel, freeze
+from ppo_ds.engine.gather import gathered
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import LRSchedule, TrainedModel, parameter_counts
 from ppo_ds.engine.zero import deepspeed_config
@@ -173,7 +174,11 @@ def build_actor(
         _loaded(lambda: actor_module(config), engine_config), needs, role.model.path, "actor.model.path"
     )
     training = _training(role, "actor", policy, engine_config, world, optimizer_steps)
-    return _accepted(lambda: HybridActor(policy, twin=unsharded_twin, timed=timed, **training), role, "actor")
+    return _accepted(
+        lambda: HybridActor(policy, make_inference_copy=unsharded_twin, timer=timed, **training),
+        role,
+        "actor",
+    )
 
 
 def _accepted(make: Callable[[], T], role: ActorConfig | CriticConfig, name: str) -> T:
@@ -191,7 +196,7 @@ def _accepted(make: Callable[[], T], role: ActorConfig | CriticConfig, name: str
 def build_reference(config: Config, world: World, needs: Needs, actor: TrainedModel) -> FrozenModel:
     role = config.reference
     if reference_is_base(config):
-        return FrozenBase(actor, as_begun=without_adapters)
+        return FrozenBase(actor, base_weights=without_adapters)
 
     def load() -> Policy:
         policy = _policy(role.model, config.sampling.temperature, "reference.model.path")
@@ -207,9 +212,7 @@ def _placed(
     if zero.stage == 3:
         engine_config = deepspeed_config(stage=3, dtype=dtype, offload_params=zero.offload_params, raw={})
     module = _loaded(load, engine_config)
-    return module, FrozenModel(
-        module, world=world, offload=zero.offload_params, deepspeed_config=engine_config
-    )
+    return module, freeze(module, world=world, offload=zero.offload_params, deepspeed_config=engine_config)
 
 
 class RewardModels:
@@ -248,7 +251,7 @@ class RewardModels:
             self._note(
                 f"sharing    {key}: the critic without its adapters, with its first head; no weights of its own"
             )
-            return critic.module, FrozenBase(critic, as_begun=as_kept)
+            return critic.module, FrozenBase(critic, base_weights=as_kept)
         place = identity, zero.stage, zero.offload_params
         if place not in self._placed:
             self._placed[place] = (
@@ -369,7 +372,7 @@ def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | N
     rows = rollout_size(config) // actor.world.size
     tokens = min(config.memory.rollout_tokens, rows * (config.data.max_prompt_tokens + most))
     line = actor.plan_generation(
-        generate=zero.generation_gather,
+        generation_gather=zero.generation_gather,
         offload_states=zero.offload_states,
         decoding_bytes=decoding_bytes(actor.module.lm, tokens, min(rows, max(1, tokens // most))),
         critic=critic,

@@ -55,7 +55,7 @@ def build_run(config: Config, watchdog: Watchdog | None = None) -> Run:
     if start is not None:
         before = checkpoints.settings_of(start)
         banner.note(*(judge(before, settings, start) if before else []))
-        banner.note(*ranks_line(checkpoints.ranks_of(start), world.size))
+        banner.note(*ranks_line(checkpoints.world_size_of(start), world.size))
     on_main(world, lambda: banner.note(*open_run_directory(run_dir, settings, start)))
     if prepare:
         on_main(world, prepare)

@@ -1,7 +1,7 @@
-"""A model that only scores: the reference and the reward. Replicated, kept in CPU memory between its turns, or sharded by ZeRO-3.
+"""Models that only run forward passes: the reference and the reward model.
 
-What a model that is trained with adapters was at its start is that model itself, without them: the reference of an actor, the reward model that
-a critic began as.
+A frozen model is replicated on every rank, optionally kept in CPU memory between uses, or sharded by ZeRO-3. A model that
+is trained with adapters needs no frozen copy: its initial state is the trained model with the adapters disabled.
 """
 
 from __future__ import annotations
@@ -20,68 +20,73 @@ from ppo_ds.engine.trained import TrainedModel
 
 
 class FrozenModel:
-    """Forward without gradients. Use it inside ``resident()``, which brings an offloaded replica to the device and takes it back."""
+    """Runs forward passes without gradients, inside ``resident()``."""
 
     def __init__(
-        self, module: nn.Module, *, world: World, offload: bool, deepspeed_config: dict[str, Any] | None
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        device: torch.device,
+        *,
+        offloaded: bool = False,
     ):
-        """``deepspeed_config`` is that of a ZeRO-3 engine; None keeps a whole replica on every rank."""
-        module.eval().requires_grad_(False)
-        self.device = world.device
-        self.moves = offload and deepspeed_config is None and world.device.type != "cpu"
-        if deepspeed_config is None:
-            self.model = module if self.moves else module.to(world.device)
-        else:
-            with world.quiet():
-                self.model, *_ = deepspeed.initialize(model=module, config=deepspeed_config)
-            self.model.eval()
+        """``forward`` runs ``module``, which is in CPU memory between uses if ``offloaded``; see ``freeze``."""
+        self.module = module
+        self.device = device
+        self._forward = forward
+        self._offloaded = offloaded
         self._depth = 0
-
-    @property
-    def module(self) -> nn.Module:
-        """Without the engine around it."""
-        return getattr(self.model, "module", self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         beat()
         with torch.no_grad():
-            return self.model(*args, **kwargs)
+            return self._forward(*args, **kwargs)
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """On the device for the length of the block; does nothing for replicas that live there and for sharded ones."""
+        """Keeps an offloaded replica on the device for the length of the block; otherwise does nothing. May be nested."""
         self._depth += 1
         try:
-            if self.moves and self._depth == 1:
-                self.model.to(self.device)
+            if self._offloaded and self._depth == 1:
+                self.module.to(self.device)
             yield
         finally:
             self._depth -= 1
-            if self.moves and self._depth == 0:
-                self.model.to("cpu")
+            if self._offloaded and self._depth == 0:
+                self.module.to("cpu")
+
+
+def freeze(
+    module: nn.Module, *, world: World, offload: bool, deepspeed_config: dict[str, Any] | None
+) -> FrozenModel:
+    """Makes a FrozenModel of ``module``: a replica on every rank, or with ``deepspeed_config`` a ZeRO-3 engine.
+
+    ``offload`` keeps a replica in CPU memory between uses; an engine has its own setting for that.
+    """
+    module.eval().requires_grad_(False)
+    if deepspeed_config is None:
+        offloaded = offload and world.device.type != "cpu"
+        module = module if offloaded else module.to(world.device)
+        return FrozenModel(module, module, world.device, offloaded=offloaded)
+    with world.quiet():
+        engine, *_ = deepspeed.initialize(model=module, config=deepspeed_config)
+    engine.eval()
+    return FrozenModel(engine.module, engine, world.device)
 
 
 class FrozenBase(FrozenModel):
-    """What a model with adapters was before its training: the trained engine itself, as it began for the length of a forward.
+    """Base model of a model that is trained with adapters, without a second copy of the weights.
 
-    No second copy of the weights. Each forward switches off and on for itself, so that the trained model may be called in between.
+    Each forward pass disables and re-enables the adapters itself, so that the trained model may be called in between.
     """
 
     def __init__(
-        self, trained: TrainedModel, *, as_begun: Callable[[nn.Module], AbstractContextManager[None]]
+        self, trained: TrainedModel, *, base_weights: Callable[[nn.Module], AbstractContextManager[None]]
     ):
-        """``as_begun``: inside, the module computes what it did before its training."""
-        self.model = trained
-        self.device = trained.world.device
-        self.moves = False
-        self._as_begun = as_begun
-        self._depth = 0
+        """Inside ``base_weights(module)``, the module computes what it did before its training."""
+        super().__init__(trained.module, trained, trained.world.device)
+        self._base_weights = base_weights
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._as_begun(self.model.module):
+        with self._base_weights(self.module):
             return super().__call__(*args, **kwargs)
-
-
-def gathered(trained: TrainedModel, module: nn.Module) -> AbstractContextManager[None]:
-    """Inside, the parameters of ``module``, a part of ``trained``, are whole on every rank, to be read. A collective."""
-    return deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=trained.zero_stage == 3)

@@ -1,8 +1,9 @@
-"""What an engine has accumulated when its step is due, whatever the ZeRO stage: how large it is, and how DeepSpeed comes to drop it.
+"""Accumulated gradients of an engine before its step, for every ZeRO stage: their norm, and skipping of the step.
 
-DeepSpeed 0.19 drops a step by itself where it sees that gradients are not finite: on ZeRO 1 to 3 and in 16 bits, not in fp32 without ZeRO. It cannot
-be told to drop a sound one, so those are made to look unsound. What its own clean-up forgets is done here: with offloaded optimizers of ZeRO 1
-and 2 in 16 bits the buffers that gradients are added up in keep their NaN, and every later step would be dropped too.
+DeepSpeed 0.19 skips a step by itself if it finds gradients that are not finite: on ZeRO 1 to 3 and in 16 bits, not in fp32
+without ZeRO. It has no call that skips a step with finite gradients, so ``skip_step`` fills those with NaN. It also repairs
+what DeepSpeed leaves behind: with offloaded optimizers of ZeRO 1 and 2 in 16 bits, the accumulation buffers keep their NaN,
+so that every later step would be skipped too.
 """
 
 from __future__ import annotations
@@ -14,82 +15,89 @@ import torch
 from torch import Tensor
 
 
-def held(engine: Any) -> list[Tensor]:
-    """This rank's share of the gradients; where the optimizer is offloaded, their norms, which is what DeepSpeed goes by."""
+def local_gradients(engine: Any) -> list[Tensor]:
+    """Returns this rank's share of the gradients.
+
+    With an offloaded optimizer these are the gradients' norms, from which DeepSpeed itself computes the global norm.
+    """
     wrapper = engine.optimizer
     if hasattr(wrapper, "norm_for_param_grads"):
         return list(wrapper.norm_for_param_grads.values())
     if hasattr(wrapper, "fp32_groups_gradients_flat"):  # BF16_Optimizer: whole on every rank
         return list(wrapper.fp32_groups_gradients_flat)
     if hasattr(wrapper, "averaged_gradients"):
-        return [
-            gradient
-            for group in wrapper.averaged_gradients.values()
-            if group is not None
-            for gradient in group
-        ]
-    return [
-        parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None
-    ]  # whole on every rank
+        groups = wrapper.averaged_gradients.values()
+        return [gradient for group in groups if group is not None for gradient in group]
+    # without ZeRO in fp32: whole on every rank
+    return [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
 
 
 @torch.no_grad()
-def squared_norm(engine: Any) -> Tensor:
-    """0-dim float64 on the engine's device: the sum of squares of what is ``held``. No collective, no waiting for the device."""
-    norms = [_norm(gradient).to(engine.device) for gradient in held(engine)]
-    return (
-        torch.stack(norms).square().sum()
-        if norms
-        else torch.zeros((), dtype=torch.float64, device=engine.device)
-    )
+def local_squared_norm(engine: Any) -> Tensor:
+    """Computes the sum of squares of ``local_gradients``: 0-dim, float64, on the engine's device.
 
-
-def _norm(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient.to(torch.promote_types(gradient.dtype, torch.float32))).double()
+    Not a collective, and does not wait for the device.
+    """
+    norms = [
+        torch.linalg.vector_norm(gradient.to(torch.promote_types(gradient.dtype, torch.float32)))
+        .double()
+        .to(engine.device)
+        for gradient in local_gradients(engine)
+    ]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=engine.device)
+    return torch.stack(norms).square().sum()
 
 
 @torch.no_grad()
-def drop(engine: Any, *, lower_scale: bool) -> None:
-    """Go on without the step that is due: no weight, moment or counter of the optimizer changes. A collective, as the step would be.
+def skip_step(engine: Any, *, lower_scale: bool) -> None:
+    """Discards the accumulated gradients: no weight, moment or counter of the optimizer changes.
 
-    ``lower_scale``: a dynamic loss scale falls, as after an overflow; at its lowest it stays there.
+    A collective, as the step would be. ``lower_scale`` lowers a dynamic loss scale as an overflow does; at its minimum it
+    stays there.
     """
     wrapper = engine.optimizer
     if wrapper is engine.basic_optimizer:
         engine.zero_grad()
         return
-    spoiled = held(engine)
-    for tensor in spoiled:
-        tensor.fill_(math.nan)
+    gradients = local_gradients(engine)
+    for gradient in gradients:
+        gradient.fill_(math.nan)
     if hasattr(wrapper, "local_overflow"):
         wrapper.local_overflow = True  # ZeRO 1 and 2, offloaded in 16 bits
     if hasattr(wrapper, "check_grad_overflow"):
-        wrapper.check_grad_overflow = True  # can be switched off for bf16, where NaN would then be applied
-    scaler = scaler_of(engine)
-    before = dict(vars(scaler)) if scaler is not None else {}
-    if "raise_error_at_min_scale" in before:
+        wrapper.check_grad_overflow = True  # may be off for bf16, where NaN would then be applied
+    scaler = dynamic_loss_scaler(engine)
+    scaler_state = dict(vars(scaler)) if scaler is not None else {}
+    if "raise_error_at_min_scale" in scaler_state:
         scaler.raise_error_at_min_scale = False
     engine.step()
     if scaler is not None and not lower_scale:
-        vars(scaler).update(before)
-    for tensor in spoiled:
-        tensor.zero_()  # views of buffers that stay; DeepSpeed writes over them, but not where a parameter has no gradient
+        vars(scaler).update(scaler_state)
+    # The gradients are views of buffers that stay. DeepSpeed overwrites them, except where a parameter has no gradient.
+    for gradient in gradients:
+        gradient.zero_()
     for name in ("averaged_gradients", "all_grad_tensors"):
-        sums = getattr(wrapper, name, {})
-        for group in list(sums):
-            sums[group] = None
+        groups = getattr(wrapper, name, {})
+        for group in list(groups):
+            groups[group] = None
 
 
-def scaler_of(engine: Any) -> Any:
-    """What holds the loss scale; None where there is none."""
-    wrapper = engine.optimizer
-    return getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
+def dynamic_loss_scaler(engine: Any) -> Any:
+    """Returns DeepSpeed's object that holds fp16's dynamic loss scale, or None."""
+    for attribute, dynamic in (("loss_scaler", "dynamic"), ("loss_scale_config", "dynamic_loss_scale")):
+        scaler = getattr(engine.optimizer, attribute, None)
+        if getattr(scaler, dynamic, False):
+            return scaler
+    return None
 
 
-def scale_can_fall(engine: Any) -> bool:
-    """Whether the loss scale is dynamic and above its lowest: then an overflow is how it finds its level, and no sign of bad numbers."""
-    scaler = scaler_of(engine)
-    dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
-    return bool(dynamic) and scaler.cur_scale > getattr(
-        scaler, "min_scale", getattr(scaler, "min_loss_scale", 1.0)
-    )
+def loss_scale_can_decrease(engine: Any) -> bool:
+    """Returns whether the loss scale is dynamic and above its minimum.
+
+    Overflows are then part of finding a suitable scale and no sign of bad numbers.
+    """
+    scaler = dynamic_loss_scaler(engine)
+    if scaler is None:
+        return False
+    return scaler.cur_scale > getattr(scaler, "min_scale", getattr(scaler, "min_loss_scale", 1.0))

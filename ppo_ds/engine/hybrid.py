@@ -1,16 +1,17 @@
-"""The hybrid actor: one set of trained weights that switches between learning and generating.
+"""Hybrid actor: one set of trained weights that switches between training and generation.
 
-DeepSpeed's own hybrid engine is not used: it supports no current family and surgery on a live engine's hooks is easy to leave half
-done. With ZeRO 0 to 2 the weights are whole on every rank and decoding uses them as they are. With ZeRO-3 there are two ways
-(actor.zero.generation_gather):
+DeepSpeed's own hybrid engine is not used: it supports no current model family, and surgery on a live engine's hooks is
+easily left half done. With ZeRO 0 to 2 the weights are whole on every rank, and decoding uses them as they are. With
+ZeRO-3 there are two ways (actor.zero.generation_gather):
 
-- whole: gathered once per generation phase into a twin of the model that has no hooks, parameter by parameter; the training engine is never
-  touched, so there is nothing to repair after an exception, and ranks may decode different numbers of tokens. Adapters (LoRA), which run beside
-  their layers elsewhere, are merged into the twin (rounded to its dtype: in bf16 log-probs then differ from training's by some thousandths of
-  a nat); nothing is ever added to the trained model's own weights and taken off again. The twin's memory is given back for training: what
-  is left of it decides the size of micro-batches, while a phase takes one gather anyway. Its addresses change with every phase.
-- layers: decoding with the sharded model itself, each layer gathered in each forward (engine/layerwise_generation.py), for models that no device holds
-  whole. Ranks run forwards in step.
+- whole: the weights are gathered once per generation phase, parameter by parameter, into an inference copy of the model
+  without hooks. The training engine is not touched, so that an exception leaves nothing to repair, and ranks may decode
+  different numbers of tokens. LoRA adapters are merged into the copy, rounded to its dtype: in bf16, log-probs then differ
+  from those of training by some thousandths of a nat. Nothing is ever merged into the trained model's own weights. The
+  copy's memory is freed for training, where the free memory decides the size of micro-batches; its addresses therefore
+  change with every phase.
+- layers: decoding with the sharded model itself, each layer gathered in each forward (engine/layerwise_generation.py), for
+  models that do not fit on a device. Ranks then run forwards in lockstep.
 """
 
 from __future__ import annotations
@@ -23,82 +24,96 @@ import deepspeed
 import torch
 from torch import nn
 
+from ppo_ds.engine.gather import GATHER_ELEMENTS, chunked
 from ppo_ds.engine.layerwise_generation import layer_by_layer
-from ppo_ds.engine.memory_budget import GIB, MemoryBudget, choose, explain, free_bytes
+from ppo_ds.engine.memory_budget import GIB, MemoryBudget, describe_plan, free_bytes, plan_generation
 from ppo_ds.engine.optimizer_offload import OptimizerOffload
-from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.models.lora import PlainWeight, plain_weights
-
-GATHER_ELEMENTS = 100_000_000  # per collective: enough to keep the links busy, little beside the model
+from ppo_ds.engine.trained import TrainedModel, whole_numel
+from ppo_ds.models.lora import plain_weights
 
 
 class HybridActor(TrainedModel):
-    """A TrainedModel around a policy (``module.lm`` is the causal LM) with a generation mode."""
+    """Adds a generation mode to a TrainedModel whose module is a policy (``module.lm`` is the causal LM)."""
 
     def __init__(
         self,
         module: nn.Module,
         *,
-        twin: Callable[[nn.Module, torch.device], nn.Module],
-        timed: Callable[[str], AbstractContextManager[None]],
+        make_inference_copy: Callable[[nn.Module, torch.device], nn.Module],
+        timer: Callable[[str], AbstractContextManager[None]],
+        gather_elements: int = GATHER_ELEMENTS,
         **engine: Any,
     ):
-        """``twin`` makes an unsharded, empty copy of the causal LM; it is called once, and only with ZeRO-3.
+        """``make_inference_copy`` makes an unsharded copy of the causal LM without weights; only ZeRO-3 calls it, once.
 
-        ``timed("switch")`` is entered around the work of each switch.
+        ``timer("switch")`` is entered around the work of each switch. ``gather_elements`` bounds the chunks in which weights
+        are gathered.
         """
         super().__init__(module, **engine)
-        self._timed = timed
-        self._twin = twin(self.module.lm, self.world.device) if self.zero_stage == 3 else None
-        self._idle: list[OptimizerOffload] = []  # of the models whose optimizer states make way
+        self._timer = timer
+        self._gather_elements = gather_elements
+        self._copy = make_inference_copy(self.module.lm, self.world.device) if self.zero_stage == 3 else None
+        self._offloads: list[OptimizerOffload] = []  # of the models whose optimizer states are offloaded
         self._switched_bytes = 0
         self._depth = 0
 
     def plan_generation(
-        self, *, generate: str, offload_states: str, decoding_bytes: int, critic: TrainedModel | None
+        self, *, generation_gather: str, offload_states: str, decoding_bytes: int, critic: TrainedModel | None
     ) -> str:
-        """Collective: choose between the ways above, and whether optimizer states make way, once all models are in memory.
+        """Decides how to gather weights and whether to offload optimizer states, once all models are in memory.
 
-        Without it weights are gathered whole and nothing moves. ``generate``, ``offload_states``: as in actor.zero. ``decoding_bytes``: of cache and
-        activations. Returns the arithmetic in one line.
+        A collective. Without it, weights are gathered whole and nothing is offloaded. ``generation_gather`` and
+        ``offload_states`` are those of actor.zero; ``decoding_bytes`` is the size of cache and activations. Returns a line
+        for the start-up banner.
         """
-        states = [OptimizerOffload(model) for model in (self, critic) if model is not None]
-        free = free_bytes(self.world) - sum(s.bytes_to_come for s in states)
+        offloads = [OptimizerOffload(model) for model in (self, critic) if model is not None]
+        future = sum(offload.future_bytes for offload in offloads)
         sharded = self.zero_stage == 3
-        room = MemoryBudget(
-            free=-self.world.max_int(-free),
-            weights=self._weight_bytes if sharded else 0,
-            layer=min(self._weight_bytes, self._live_bytes) if sharded else 0,
+        weights = self._weight_bytes if sharded else 0
+        layer = 0
+        if sharded:  # ZeRO-3 keeps at most this much gathered in a forward
+            live = self.engine.zero_max_live_parameters() * next(self.module.lm.parameters()).element_size()
+            layer = min(weights, live)
+        budget = MemoryBudget(
+            free=-self.world.max_int(-(free_bytes(self.world) - future)),
+            weights=weights,
+            layer=layer,
             decoding=decoding_bytes,
-            idle=-self.world.max_int(-sum(s.bytes + s.bytes_to_come for s in states)),
+            offloadable=-self.world.max_int(-(sum(offload.bytes for offload in offloads) + future)),
         )
-        choice = choose(
-            room, generate=generate, offload_states=offload_states, on_gpu=self.world.device.type == "cuda"
+        plan = plan_generation(
+            budget,
+            generation_gather=generation_gather,
+            offload_states=offload_states,
+            on_gpu=self.world.device.type == "cuda",
         )
-        if not choice.whole:
-            self._twin = None
-        self._idle = states if choice.states_away else []
-        return explain(room, choice, sharded=sharded)
+        if not plan.gather_once:
+            self._copy = None
+        self._offloads = offloads if plan.offload_states else []
+        return describe_plan(budget, plan, sharded=sharded)
 
     @property
-    def in_step(self) -> bool:
-        """Whether every rank must run the same number of forwards of ``lm``, dummies if need be: with ZeRO-3, layer by layer."""
-        return self.zero_stage == 3 and self._twin is None
+    def lockstep(self) -> bool:
+        """Whether all ranks must run the same number of forwards of ``lm``, which holds for ZeRO-3 layer by layer."""
+        return self.zero_stage == 3 and self._copy is None
 
     @property
-    def agree(self) -> Callable[[int], int] | None:
-        """The largest of the ranks' numbers (a collective), for a decode backend that must run ``in_step``; None where ranks decode by themselves."""
-        return (lambda number: self.world.max_int(int(number))) if self.in_step else None
+    def all_reduce_max(self) -> Callable[[int], int] | None:
+        """The maximum over ranks (a collective) for a decode backend in ``lockstep``; None if ranks decode independently."""
+        return (lambda number: self.world.max_int(int(number))) if self.lockstep else None
 
     @property
     def lm(self) -> nn.Module:
-        """The causal LM to decode with: in eval mode, on this rank's device, whole unless ``in_step``. Only inside ``generation_mode()``."""
+        """The causal LM to decode with, in eval mode and whole unless ``lockstep``. Only inside ``generation_mode()``."""
         assert self._depth > 0, "the actor generates only inside generation_mode()"
-        return self.module.lm if self._twin is None else self._twin
+        return self.module.lm if self._copy is None else self._copy
 
     @contextmanager
     def generation_mode(self) -> Iterator[None]:
-        """Collective: all ranks enter together. Entered again inside, it changes nothing; left by an exception, it cleans up."""
+        """Switches to generation for the length of the block. A collective: all ranks enter together.
+
+        May be nested, which changes nothing. An exception in the block restores training like a normal exit.
+        """
         self._depth += 1
         try:
             with self._switched() if self._depth == 1 else nullcontext():
@@ -107,74 +122,58 @@ class HybridActor(TrainedModel):
             self._depth -= 1
 
     def take_switched_gb(self) -> float:
-        """GB that this rank gathered, and moved to the CPU and back, since the last call; layer by layer in every forward."""
+        """Returns the GB that this rank gathered, and moved to the CPU and back, since the last call.
+
+        Layer by layer, every forward counts.
+        """
         taken, self._switched_bytes = self._switched_bytes, 0
         return taken / GIB
 
     @contextmanager
     def _switched(self) -> Iterator[None]:
-        self.settle()
+        self.restore_weights()
         self.module.eval()
-        with ExitStack() as after:
-            after.callback(self.module.train)
-            after.callback(self._switch_back, switch := ExitStack())
-            with self._timed("switch"):
-                for states in self._idle:
-                    self._switched_bytes += 2 * switch.enter_context(states.offloaded())
-                switch.enter_context(self._decodable())
+        switch = ExitStack()
+
+        def switch_back() -> None:
+            with self._timer("switch"):
+                switch.close()
+
+        with ExitStack() as cleanup:
+            cleanup.callback(self.module.train)
+            cleanup.callback(switch_back)
+            with self._timer("switch"):
+                for offload in self._offloads:
+                    self._switched_bytes += 2 * switch.enter_context(offload.offloaded())
+                if self.lockstep:
+                    switch.enter_context(layer_by_layer(self.engine, self.module.lm, self._count_weights))
+                elif self._copy is not None:
+                    switch.enter_context(self._filled(self._copy))
             yield
-
-    def _switch_back(self, switch: ExitStack) -> None:
-        with self._timed("switch"):
-            switch.close()
-
-    def _decodable(self) -> AbstractContextManager[None]:
-        if self.in_step:
-            return layer_by_layer(self.engine, self.module.lm, self._count_weights)
-        return self._filled_twin()
-
-    @contextmanager
-    def _filled_twin(self) -> Iterator[None]:
-        try:
-            self._fill_twin()
-            yield
-        finally:
-            self._empty_twin()
 
     @property
     def _weight_bytes(self) -> int:
-        return sum(parameter.ds_numel * parameter.element_size() for parameter in self.module.lm.parameters())
-
-    @property
-    def _live_bytes(self) -> int:
-        """Of what ZeRO-3 keeps gathered at once in a forward, where the model has more."""
-        return self.engine.zero_max_live_parameters() * next(self.module.lm.parameters()).element_size()
+        return sum(
+            whole_numel(parameter) * parameter.element_size() for parameter in self.module.lm.parameters()
+        )
 
     def _count_weights(self) -> None:
         self._switched_bytes += self._weight_bytes
 
-    @torch.no_grad()
-    def _fill_twin(self) -> None:
-        if self._twin is None:
-            return
-        self._count_weights()
-        batch, elements = [], 0
-        for pair in zip(plain_weights(self.module.lm), self._twin.parameters(), strict=True):
-            batch.append(pair)
-            elements += sum(parameter.ds_numel for parameter in pair[0].parameters)
-            if elements >= GATHER_ELEMENTS:
-                self._gather(batch)
-                batch, elements = [], 0
-        self._gather(batch)
-
-    def _gather(self, pairs: list[tuple[PlainWeight, nn.Parameter]]) -> None:
-        with deepspeed.zero.GatheredParameters(
-            [parameter for sharded, _ in pairs for parameter in sharded.parameters]
-        ):
-            for sharded, whole in pairs:
-                whole.data = sharded.merged(whole.device)
-
-    def _empty_twin(self) -> None:
-        if self._twin is not None:
-            for parameter in self._twin.parameters():
+    @contextmanager
+    def _filled(self, copy: nn.Module) -> Iterator[None]:
+        """Fills the inference copy with the gathered weights and frees them afterwards."""
+        try:
+            self._count_weights()
+            pairs = zip(plain_weights(self.module.lm), copy.parameters(), strict=True)
+            for chunk in chunked(
+                pairs, lambda pair: sum(map(whole_numel, pair[0].parameters)), self._gather_elements
+            ):
+                sharded = [parameter for source, _ in chunk for parameter in source.parameters]
+                with torch.no_grad(), deepspeed.zero.GatheredParameters(sharded):
+                    for source, target in chunk:
+                        target.data = source.merged(target.device)
+            yield
+        finally:
+            for parameter in copy.parameters():
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)

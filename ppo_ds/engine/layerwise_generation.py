@@ -1,4 +1,4 @@
-"""Decoding with the sharded model itself: ZeRO-3's hooks gather each layer as a forward reaches it, and release it again."""
+"""Decoding with a model that ZeRO-3 has sharded: hooks gather each layer when a forward reaches it, and release it again."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from torch import nn
 
 
 @contextmanager
-def layer_by_layer(engine: Any, lm: nn.Module, forward_begins: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``lm``, which is a part of the DeepSpeed engine's module, may be called by itself, as often on each rank.
+def layer_by_layer(engine: Any, lm: nn.Module, on_forward: Callable[[], None]) -> Iterator[None]:
+    """Allows forwards of ``lm``, a part of the DeepSpeed engine's module, the same number on each rank.
 
-    DeepSpeed expects forwards of the engine. What it does around those is done here around those of ``lm``: the record of the order of modules,
-    by which it prefetches, starts anew with each forward (else it would grow with every token), and parameters that a module takes from
-    another one are noticed. Afterwards all is sharded again, also where an exception has left a forward half way. Not a collective.
+    DeepSpeed expects forwards of the engine, so this block does around those of ``lm`` what it does around its own. The
+    trace of modules, by which it prefetches, restarts with each forward, since it would otherwise grow with every token.
+    Parameters that a module takes from another one are registered. Afterwards everything is sharded again, even if an
+    exception has ended a forward half way. ``on_forward`` is called before each forward. Not a collective.
     """
     optimizer = engine.optimizer
 
-    def begin(*_: Any) -> None:
-        optimizer.parameter_offload.get_param_coordinator().reset_step()
-        _notice_external_parameters(lm, True)
-        forward_begins()
+    def set_in_forward(value: bool) -> None:
+        for module in lm.modules():
+            module._parameters._in_forward = value  # DeepSpeed then notices parameters of other modules
 
-    def end(*_: Any) -> None:
-        _notice_external_parameters(lm, False)
+    def before_forward(*_: Any) -> None:
+        optimizer.parameter_offload.get_param_coordinator().reset_step()
+        set_in_forward(True)
+        on_forward()
 
     hooks = [
-        lm.register_forward_pre_hook(begin, prepend=True),
-        lm.register_forward_hook(end, always_call=True),
+        lm.register_forward_pre_hook(before_forward, prepend=True),
+        lm.register_forward_hook(lambda *_: set_in_forward(False), always_call=True),
     ]
     try:
         yield
@@ -37,8 +39,3 @@ def layer_by_layer(engine: Any, lm: nn.Module, forward_begins: Callable[[], None
         for hook in hooks:
             hook.remove()
         optimizer.empty_partition_cache()
-
-
-def _notice_external_parameters(lm: nn.Module, notice: bool) -> None:
-    for module in lm.modules():
-        module._parameters._in_forward = notice

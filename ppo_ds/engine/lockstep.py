@@ -39,7 +39,7 @@ def step_or_skip(
     ``models``: by name, with their gradients accumulated. ``losses``: by the same names, 0-dim, the sums over this
     rank's micro-batches. ``extra`` [n]: further numbers to be summed over ranks by the same collective.
     """
-    numbers = [number for name in models for number in (losses[name], models[name].squared_gradient())]
+    numbers = [number for name in models for number in (losses[name], models[name].local_squared_grad_norm())]
     numbers += [] if extra is None else list(extra)
     sums = world.sum(torch.stack([number.double().to(world.device) for number in numbers]))
     finite = sums.float().isfinite().tolist()  # float32, in which DeepSpeed computes the norm
@@ -52,7 +52,7 @@ def step_or_skip(
     for name, model in models.items():
         with timer(f"update_{name}"):
             infos[name] = model.skip(overflow=name in overflows) if nonfinite else model.step()
-    scale_adapts = not bad_losses and all(models[name].finds_its_scale for name in overflows)
+    scale_adapts = not bad_losses and all(models[name].loss_scale_can_decrease for name in overflows)
     return LockstepResult(
         infos, tuple(nonfinite), scale_adapts, [] if extra is None else sums[2 * len(models) :].tolist()
     )

@@ -1,7 +1,7 @@
-"""The fp32 weights and AdamW moments of a DeepSpeed engine, by parameter name and whole, for every ZeRO stage.
+"""Access to the fp32 weights and AdamW moments of a DeepSpeed engine by parameter name, for every ZeRO stage.
 
-ZeRO keeps them in flat partitions whose layout depends on the stage and the number of ranks. Reached one whole parameter at a time,
-they fit any other layout. Each collective below is one per parameter: no rank ever holds more than one beside its own partition.
+ZeRO keeps them in flat partitions whose layout depends on the stage and the number of ranks. Whole parameters do not depend
+on either. Collectives below run per parameter, so that no rank holds more than one beside its own partition.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
+from ppo_ds.engine.gradients import dynamic_loss_scaler
 from ppo_ds.engine.trained import TrainedModel
 
 WEIGHT = "weight"
-PARTS = (WEIGHT, "exp_avg", "exp_avg_sq")  # the moments under torch's own names
+PARTS = (WEIGHT, "exp_avg", "exp_avg_sq")  # the moments by torch's names
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class MasterWeights:
-    """Get and set by name. After the last ``set`` call ``refresh()``, which makes the low-precision weights follow.
+    """Gets and sets the trained parameters of ``model``. Frozen parameters are not included.
 
-    Frozen parameters are not here: they come from where the model came from.
+    After the last ``set``, call ``refresh()``, which updates the module's weights.
     """
 
     def __init__(self, model: TrainedModel):
@@ -39,45 +40,54 @@ class MasterWeights:
         self._wrapper = model.engine.optimizer
         self._adamw: torch.optim.Optimizer = model.engine.basic_optimizer
         self._stage3 = model.zero_stage == 3
-        self.parameters = {
-            name: p for name, p in model.module.named_parameters() if p.requires_grad
-        }  # a tied one once
-        self._whole = self._whole_masters() if model.zero_stage == 0 else None
+        # a tied parameter appears once
+        self.parameters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+        # without ZeRO: the fp32 tensor of each parameter, which is the parameter itself in fp32
+        self._whole: dict[str, Tensor] | None = None
+        if model.zero_stage == 0 and isinstance(self._wrapper, FP16_UnfusedOptimizer):
+            pairs = zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups, strict=True)
+            master = {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
+            self._whole = {name: master[id(parameter)] for name, parameter in self.parameters.items()}
+        elif model.zero_stage == 0:
+            self._whole = dict(self.parameters)
         self._create_moments()
 
     def shape(self, name: str) -> list[int]:
+        """Returns the shape of the whole parameter."""
         parameter = self.parameters[name]
         return list(getattr(parameter, "ds_shape", parameter.shape))
 
     def get(self, name: str, part: str) -> Tensor:
-        """Collective: the whole fp32 tensor of one parameter, the same on every rank. Not to be written to."""
+        """Returns the whole fp32 tensor of one parameter on every rank, for reading. A collective."""
         if self._whole is not None:
             return self._whole_part(name, part)
         parameter = self.parameters[name]
-        return (
-            safe_get_full_fp32_param(parameter)
-            if part == WEIGHT
-            else safe_get_full_optimizer_state(parameter, part)
-        )
+        if part == WEIGHT:
+            return safe_get_full_fp32_param(parameter)
+        return safe_get_full_optimizer_state(parameter, part)
 
     def set(self, name: str, part: str, value: Tensor) -> None:
-        """Take this rank's share of ``value``, the whole tensor. Not a collective."""
+        """Sets this rank's share from ``value``, the whole tensor. Not a collective."""
         parameter = self.parameters[name]
         if self._whole is not None:
             self._whole_part(name, part).copy_(value)
         elif self._stage3:
-            share = self._share(value, parameter.ds_tensor.numel())
-            safe_set_local_fp32_param(parameter, share) if part == WEIGHT else safe_set_local_optimizer_state(
-                parameter, share, part
-            )
+            # ZeRO-3 cuts each parameter into equal shares and pads the last with zeros
+            flat, numel = value.flatten(), parameter.ds_tensor.numel()
+            padded = nn.functional.pad(flat, (0, numel * self._world.size - flat.numel()))
+            share = padded.narrow(0, numel * self._world.rank, numel)
+            if part == WEIGHT:
+                safe_set_local_fp32_param(parameter, share)
+            else:
+                safe_set_local_optimizer_state(parameter, share, part)
+        elif part == WEIGHT:
+            safe_set_full_fp32_param(parameter, value)
         else:
-            safe_set_full_fp32_param(parameter, value) if part == WEIGHT else safe_set_full_optimizer_state(
-                parameter, value, part
-            )
+            safe_set_full_optimizer_state(parameter, value, part)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Collective: compute the weights of the module from the fp32 ones, as a step of the optimizer does at its end."""
+        """Computes the module's weights from the fp32 ones, as an optimizer step does at its end. A collective."""
         if self._whole is not None:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self._whole[name])
@@ -93,13 +103,17 @@ class MasterWeights:
             self._wrapper.update_lp_params()
 
     def get_steps(self) -> dict[str, int]:
-        """AdamW's own counter, by parameter. Without ZeRO it lags where a parameter had no gradient; a partition has one for all."""
+        """Returns AdamW's step counter by parameter.
+
+        Without ZeRO it lags for parameters that had no gradient; a partition has one counter for all.
+        """
         if self._whole is not None:
             return {name: int(self._adamw.state[master]["step"]) for name, master in self._whole.items()}
         steps = max(int(state["step"]) for state in self._adamw.state.values())
         return dict.fromkeys(self.parameters, steps)
 
     def set_steps(self, steps: dict[str, int]) -> None:
+        """Sets AdamW's step counters."""
         if self._whole is not None:
             for name, master in self._whole.items():
                 self._adamw.state[master]["step"].fill_(steps[name])
@@ -108,63 +122,42 @@ class MasterWeights:
                 state["step"].fill_(max(steps.values()))
 
     def get_scaler(self) -> dict[str, Any]:
-        """The state of fp16's dynamic loss scale; {} where there is none."""
-        scaler = self._scaler()
+        """Returns the state of fp16's dynamic loss scale, {} without one."""
+        scaler = dynamic_loss_scaler(self._model.engine)
         return {field: getattr(scaler, field) for field in SCALER_FIELDS if hasattr(scaler, field)}
 
     def set_scaler(self, state: dict[str, Any]) -> None:
-        scaler = self._scaler()
+        """Restores the state of fp16's dynamic loss scale."""
+        scaler = dynamic_loss_scaler(self._model.engine)
         for field, value in state.items():
             if hasattr(scaler, field):
                 setattr(scaler, field, value)
-
-    def _scaler(self) -> Any:
-        for attribute, dynamic in (("loss_scaler", "dynamic"), ("loss_scale_config", "dynamic_loss_scale")):
-            scaler = getattr(self._wrapper, attribute, None)
-            if getattr(scaler, dynamic, False):
-                return scaler
-        return None
-
-    def _whole_masters(self) -> dict[str, Tensor]:
-        """Without ZeRO: fp32 parameters are their own masters, low-precision ones have a copy each in DeepSpeed's wrapper."""
-        if not isinstance(self._wrapper, FP16_UnfusedOptimizer):
-            return dict(self.parameters)
-        pairs = zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups, strict=True)
-        master = {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
-        return {name: master[id(parameter)] for name, parameter in self.parameters.items()}
 
     def _whole_part(self, name: str, part: str) -> Tensor:
         assert self._whole is not None
         master = self._whole[name]
         return master.detach() if part == WEIGHT else self._adamw.state[master][part]
 
-    def _share(self, value: Tensor, numel: int) -> Tensor:
-        """ZeRO-3 cuts each parameter in equal shares; the last is filled up with zeros."""
-        flat = value.flatten()
-        padded = nn.functional.pad(flat, (0, numel * self._world.size - flat.numel()))
-        return padded.narrow(0, numel * self._world.rank, numel)
-
     def _create_moments(self) -> None:
-        """torch creates them in the first step, so a new engine has none; neither has one whose steps were all skipped."""
+        """Creates the moments that torch has not: it does so in the first step that is not skipped."""
         fused = self._adamw.defaults["fused"]
-        for flat in self.held_by_optimizer():
+        for flat in optimizer_shares(self._model):
             state = self._adamw.state[flat]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device if fused else "cpu")
                 state["exp_avg"] = torch.zeros_like(flat, requires_grad=False)
                 state["exp_avg_sq"] = torch.zeros_like(flat, requires_grad=False)
         if hasattr(self._wrapper, "_lazy_init_hp_params_optimizer_state"):
-            # DeepSpeed does this once, after the first parameter group was stepped, and so never reaches the moments of the others
+            # DeepSpeed links them once, after the step of the first parameter group, and so misses the other groups
             self._wrapper._hp_optimizer_states_linked = False
             self._wrapper._lazy_init_hp_params_optimizer_state()
 
-    def held_by_optimizer(self) -> list[Tensor]:
-        """This rank's share of the fp32 weights."""
-        return optimizer_shares(self._model)
-
 
 def optimizer_shares(model: TrainedModel) -> list[Tensor]:
-    """This rank's share of the fp32 weights, as the optimizer steps it: flat partitions, padding included, or whole parameters without ZeRO."""
-    if model.zero_stage == 3:  # it lends them to torch's optimizer for the length of a step
+    """Returns this rank's share of the fp32 weights as the optimizer steps it.
+
+    These are flat partitions, padding included, or whole parameters without ZeRO.
+    """
+    if model.zero_stage == 3:  # torch's optimizer has them during a step only
         return list(model.engine.optimizer.fp32_partitioned_groups_flat)
     return [flat for group in model.engine.basic_optimizer.param_groups for flat in group["params"]]

@@ -1,4 +1,7 @@
-"""Memory for generation: what there is, what decoding takes, and what follows for an actor whose weights are sharded or whose room is short."""
+"""Memory budget of the generation phase, and the plan that follows from it.
+
+The plan says how sharded weights are gathered and whether the optimizer states are offloaded meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -10,69 +13,79 @@ import torch
 from ppo_ds.distributed.world import World
 
 GIB, MIB = 2**30, 2**20
-USABLE = 0.9  # of what is free: the rest goes to the fragments between tensors
+USABLE = 0.9  # of the free memory: the rest is lost to fragmentation
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes on one rank's device, in training."""
+    """Bytes on one rank's device during training."""
 
-    free: int  # of the rank that has least; optimizer states that are still to come are taken off
-    weights: int  # of the whole model; 0 where it is whole already (ZeRO 0 to 2)
-    layer: int  # of what ZeRO-3 gathers of it at once, at most; 0 where it is whole already
+    free: int  # minimum over ranks, less optimizer states that do not exist yet
+    weights: int  # of the whole model; 0 if every rank has them (ZeRO 0 to 2)
+    layer: int  # most that ZeRO-3 gathers of the model at once; 0 if every rank has the weights
     decoding: int  # cache and activations
-    idle: int  # optimizer states and gradient buffers that could make way
+    offloadable: int  # optimizer states and gradient buffers
 
     @property
     def usable(self) -> int:
+        """Free bytes that generation may take."""
         return int(self.free * USABLE)
 
 
 @dataclass(frozen=True)
-class Choice:
-    whole: bool  # the weights are gathered once for a phase; else layer by layer in each forward
-    states_away: bool
+class GenerationPlan:
+    """How the actor generates."""
+
+    gather_once: bool  # the weights are gathered once per phase; otherwise layer by layer in each forward
+    offload_states: bool  # optimizer states are in CPU memory during generation
 
 
-def choose(room: MemoryBudget, *, generate: str, offload_states: str, on_gpu: bool) -> Choice:
-    """``generate``, ``offload_states``: as in actor.zero, auto included.
+def plan_generation(
+    budget: MemoryBudget, *, generation_gather: str, offload_states: str, on_gpu: bool
+) -> GenerationPlan:
+    """Resolves ``generation_gather`` and ``offload_states`` of actor.zero, each of which may be auto.
 
-    States that move pay once per phase and layers once per token, so auto moves states before it turns to layers. It moves none on a CPU, where
-    they would stay in the same memory.
+    Offloading costs time once per phase and gathering by layers once per token, so auto offloads states before it gathers
+    by layers. On a CPU auto never offloads, since the states would stay in the same memory.
     """
-    may_move = offload_states == "always" or (offload_states == "auto" and on_gpu)
-    most = room.usable + (room.idle if may_move else 0)
-    whole = generate == "whole" or (generate == "auto" and room.weights + room.decoding <= most)
-    short = (room.weights if whole else room.layer) + room.decoding > room.usable
-    return Choice(whole, offload_states == "always" or (may_move and short and room.idle > 0))
+    may_offload = offload_states == "always" or (offload_states == "auto" and on_gpu)
+    available = budget.usable + (budget.offloadable if may_offload else 0)
+    fits = budget.weights + budget.decoding <= available
+    gather_once = generation_gather == "whole" or (generation_gather == "auto" and fits)
+    short = (budget.weights if gather_once else budget.layer) + budget.decoding > budget.usable
+    offload = offload_states == "always" or (may_offload and short and budget.offloadable > 0)
+    return GenerationPlan(gather_once, offload)
 
 
-def explain(room: MemoryBudget, choice: Choice, *, sharded: bool) -> str:
-    """The arithmetic in one line, for the start-up banner; "" where there was nothing to choose."""
-    if not (sharded or choice.states_away):
+def describe_plan(budget: MemoryBudget, plan: GenerationPlan, *, sharded: bool) -> str:
+    """Describes the plan and its numbers in one line for the start-up banner; "" if there was nothing to decide."""
+    if not (sharded or plan.offload_states):
         return ""
-    decoding = f"{in_words(room.decoding)} for cache and activations"
+    decoding = f"{format_bytes(budget.decoding)} for cache and activations"
+    weights = format_bytes(budget.weights)
     if not sharded:
-        how = f"weights as they are trained, {decoding}"
-    elif choice.whole:
-        how = f"weights gathered once per phase: {in_words(room.weights)}, {decoding}"
+        how = f"weights as trained, {decoding}"
+    elif plan.gather_once:
+        how = f"weights gathered once per phase: {weights}, {decoding}"
     else:
-        how = f"weights gathered layer by layer in each forward: up to {in_words(room.layer)} of {in_words(room.weights)}, {decoding}"
-    offloaded = (
-        f"; {in_words(room.idle)} of optimizer states and gradient buffers make way"
-        if choice.states_away
-        else ""
-    )
-    return f"generation {how}; {in_words(room.free)} free{offloaded}"
+        layer = format_bytes(budget.layer)
+        how = f"weights gathered layer by layer in each forward: up to {layer} of {weights}, {decoding}"
+    offloaded = ""
+    if plan.offload_states:
+        offloaded = f"; {format_bytes(budget.offloadable)} of optimizer states and gradient buffers offloaded"
+    return f"generation {how}; {format_bytes(budget.free)} free{offloaded}"
 
 
-def in_words(size: int) -> str:
-    """Bytes as a person reads them."""
+def format_bytes(size: int) -> str:
+    """Formats a number of bytes in GiB, or in MiB below 0.1 GiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"
 
 
 def free_bytes(world: World) -> int:
-    """Of this rank's device; on a CPU its share of what the machine has (a container's own limit is not seen)."""
+    """Returns the free memory of this rank's device.
+
+    On a CPU it is the rank's share of the machine's available memory; a container's own limit is not considered.
+    """
     if world.device.type == "cpu":
         return psutil.virtual_memory().available // world.threads.ranks
     free, _ = torch.cuda.mem_get_info(world.device)

@@ -1,14 +1,14 @@
-"""What this machine's processor has instructions for."""
+"""Detection of the processor's instructions."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel and AMD from Cooper Lake and Zen 4 on; ARM
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel since Cooper Lake, AMD since Zen 4; ARM
 
 
 def computes_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
-    """Whether it multiplies bf16 matrices itself; None where the system does not tell (only Linux does)."""
+    """Returns whether the processor multiplies bf16 matrices in hardware, or None if unknown (other than on Linux)."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -18,4 +18,4 @@ def computes_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
         for line in lines
         if line.split(":")[0].strip() in ("flags", "Features")
     ]
-    return any(_BF16 & words for words in flags) if flags else None
+    return any(BF16_FLAGS & words for words in flags) if flags else None

@@ -1,4 +1,4 @@
-"""The random states of one rank: torch (CPU and its GPU), numpy, python. On disk as safetensors, no pickles."""
+"""Random states of one rank: torch (CPU and its GPU), numpy and python. Stored as safetensors, without pickle."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ppo_ds.distributed.world import World
+from ppo_ds.distributed.world import World, seed_everything
 from ppo_ds.engine.checkpoint.files import sha256, write_tensors
 
 
 @dataclass(frozen=True)
 class RandomStates:
-    """Where all generators of one rank stood at one moment."""
+    """States of all generators of one rank at one moment."""
 
     tensors: dict[str, Tensor]  # torch, numpy, python, and cuda on a GPU
-    rest: dict[str, Any]  # what numpy and python keep beside their words
+    rest: dict[str, Any]  # the other fields of numpy's and python's states
 
 
 def take_rng(world: World) -> RandomStates:
-    """As they are now. Not a collective, as all here."""
+    """Returns the current states. Not a collective, like all functions here."""
     _, keys, position, has_gauss, gauss = np.random.get_state()
     version, words, gauss_next = random.getstate()
     tensors = {
@@ -46,6 +46,7 @@ def take_rng(world: World) -> RandomStates:
 
 
 def put_rng(states: RandomStates, world: World) -> None:
+    """Restores ``states``."""
     position, has_gauss, gauss = states.rest["numpy"]
     version, gauss_next = states.rest["python"]
     torch.set_rng_state(states.tensors["torch"])
@@ -58,8 +59,8 @@ def put_rng(states: RandomStates, world: World) -> None:
 
 
 @contextmanager
-def undisturbed(world: World) -> Iterator[None]:
-    """Whatever is drawn inside, what comes after draws as if it had not been."""
+def fork_rng(world: World) -> Iterator[None]:
+    """Restores the random states at the end of the block, so that draws inside it do not change the run."""
     before = take_rng(world)
     try:
         yield
@@ -68,11 +69,12 @@ def undisturbed(world: World) -> Iterator[None]:
 
 
 def rng_file(directory: Path, rank: int) -> Path:
+    """Returns the file of one rank's states."""
     return directory / f"rng_rank_{rank:05d}.safetensors"
 
 
 def save_rng(directory: Path, world: World, states: RandomStates | None = None) -> Path:
-    """Each rank writes its own file: ``states``, or as they are now."""
+    """Writes this rank's ``states``, by default the current ones, and returns the file."""
     states = states or take_rng(world)
     path = rng_file(directory, world.rank)
     write_tensors(path, states.tensors, metadata={"rest": json.dumps(states.rest)})
@@ -80,28 +82,17 @@ def save_rng(directory: Path, world: World, states: RandomStates | None = None) 
 
 
 def load_rng(directory: Path, world: World) -> None:
-    """Where the checkpoint had fewer ranks, this one is seeded anew, from rank 0's state and its own number."""
+    """Restores this rank's states. A rank that the saved run did not have is seeded from rank 0's file and its number."""
     path = rng_file(directory, world.rank)
     if not path.exists():
-        _seed_all(
-            int(hashlib.sha256(f"{sha256(rng_file(directory, 0))} {world.rank}".encode()).hexdigest()[:8], 16)
-        )
+        text = f"{sha256(rng_file(directory, 0))} {world.rank}"
+        seed_everything(int(hashlib.sha256(text.encode()).hexdigest()[:8], 16))
         return
     with safe_open(path, framework="pt") as file:
-        put_rng(
-            RandomStates(
-                {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["rest"])
-            ),
-            world,
-        )  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        put_rng(RandomStates(tensors, json.loads(file.metadata()["rest"])), world)
 
 
-def _seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-
-
-def random_states(world: World) -> Callable[[], None]:
-    """This rank's as they are now, in memory: what is returned puts them back."""
+def rng_snapshot(world: World) -> Callable[[], None]:
+    """Takes the current states and returns a function that restores them."""
     return partial(put_rng, take_rng(world), world)

@@ -1,9 +1,10 @@
-"""A model that learns: one DeepSpeed engine, with the loss scale, the learning rate and the accumulation in our hands."""
+"""Trained model: one DeepSpeed engine whose loss scaling, learning rate and accumulation this module controls."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 
 from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.distributed.world import World
-from ppo_ds.engine.gradients import drop, scale_can_fall, squared_norm
+from ppo_ds.engine.gradients import local_squared_norm, loss_scale_can_decrease, skip_step
 
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """Learning rate over optimizer steps: linear warm-up, then cosine, linear or constant."""
+    """Learning rate by optimizer step: linear warm-up, then cosine, linear or constant."""
 
     lr: float
     kind: str  # cosine | linear | constant
@@ -27,8 +28,8 @@ class LRSchedule:
     total_steps: int
 
     def at(self, step: int) -> float:
-        """The rate of the ``step``-th optimizer step (from 0). Never 0 on the first: a step that moves nothing hides bugs."""
-        warmup = math.ceil(self.warmup_ratio * self.total_steps - 1e-9)  # 0.07 * 100 is a little above 7
+        """Returns the rate of optimizer step ``step`` (from 0). The first is never 0, since a step without effect hides bugs."""
+        warmup = math.ceil(self.warmup_ratio * self.total_steps - 1e-9)  # 0.07 * 100 is slightly above 7
         if step < warmup:
             return self.lr * (step + 1) / (warmup + 1)
         if self.kind == "constant":
@@ -40,10 +41,10 @@ class LRSchedule:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What one optimizer step did. ``grad_norm`` is global and before clipping (NaN if skipped), ``lr`` the schedule's rate."""
+    """Result of one optimizer step."""
 
-    grad_norm: float
-    lr: float
+    grad_norm: float  # global, before clipping; NaN if skipped
+    lr: float  # of the schedule, before lr_factors
     skipped: bool
     loss_scale: float
 
@@ -51,9 +52,10 @@ class StepInfo:
 def parameter_groups(
     module: nn.Module, weight_decay: float, lr_factors: Mapping[nn.Parameter, float] | None = None
 ) -> list[dict[str, Any]]:
-    """Matrices decay; norms, biases and other vectors do not. ``lr_factors``: what multiplies the schedule's rate, where that is not 1.
+    """Groups the trained parameters by weight decay and learning rate.
 
-    The rank is read from ``ds_shape`` where ZeRO-3 has already flattened the parameter.
+    Matrices decay; norms, biases and other vectors do not. ``lr_factors`` are multiples of the schedule's rate, by default 1.
+    The number of dimensions is that of ``ds_shape`` if ZeRO-3 has already flattened the parameter.
     """
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for parameter in module.parameters():
@@ -66,18 +68,23 @@ def parameter_groups(
     ]
 
 
+def whole_numel(parameter: nn.Parameter) -> int:
+    """Returns the number of elements of the whole parameter, partitioned or not."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
 def parameter_counts(module: nn.Module) -> tuple[int, int]:
-    """How many numbers are trained, and how many there are."""
-    counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in module.parameters()]
+    """Returns the numbers of trained and of all elements."""
+    counts = [(whole_numel(p), p.requires_grad) for p in module.parameters()]
     return sum(n for n, trained in counts if trained), sum(n for n, _ in counts)
 
 
 class TrainedModel:
-    """A module under a DeepSpeed engine (ZeRO 0 to 3).
+    """Wraps a module in a DeepSpeed engine (ZeRO 0 to 3).
 
-    Losses come already divided by the totals of the whole optimizer step and multiplied by the number of ranks (ops/losses.py):
-    DeepSpeed averages over ranks, and its own division by the accumulation steps is off. That gives the exact global mean, whatever
-    the number of ranks and micro-batches.
+    The caller divides losses by the totals of the whole optimizer step and multiplies them by the number of ranks
+    (ops/losses.py). DeepSpeed averages over ranks, and its own division by the accumulation steps is off. The result is the
+    exact global mean for any number of ranks and micro-batches.
     """
 
     def __init__(
@@ -93,20 +100,22 @@ class TrainedModel:
         lr_factors: Mapping[nn.Parameter, float] | None = None,
         settings: Mapping[str, float] | None = None,
     ):
-        """``lr_factors``: see ``parameter_groups``. ``settings``: config keys with values that are part of the model but in none of its tensors."""
+        """See ``parameter_groups`` for ``lr_factors``.
+
+        ``settings`` are config keys and values that define the model but are in none of its tensors; a checkpoint stores
+        them.
+        """
         self.settings = dict(settings or {})
         self.world = world
         self.schedule = schedule
-        self.steps = 0  # optimizer steps so far; those that were skipped do not count, so that the schedule waits for them
-        self.swapped = False  # engine/weight_copy.py: the weights are another set's for now
-        self.unsettled: Callable[[], None] | None = (
-            None  # what brings the module's weights back, after an exception while they were
-        )
+        self.steps = 0  # optimizer steps so far, without skipped ones, so that the schedule waits for them
+        self._weights_replaced = False
+        self._refresh_weights: Callable[[], None] | None = None  # due before the next use of the module
         if deepspeed_config["zero_optimization"]["stage"] < 3:
             module.to(world.device)
         module.train()
         groups = parameter_groups(module, weight_decay, lr_factors)
-        # one pass over the states; on a CPU too, where torch's default takes four times as long
+        # fused: one pass over the states; on a CPU torch's default takes four times as long
         optimizer = torch.optim.AdamW(groups, lr=schedule.at(0), betas=betas, eps=eps, fused=True)
         with world.quiet():
             self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config)
@@ -120,70 +129,93 @@ class TrainedModel:
         return self.engine.zero_optimization_stage()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.settle()
+        self.restore_weights()
         beat()
         return self.engine(*args, **kwargs)
 
-    def settle(self) -> None:
-        """Before the module's weights are used. A collective where an exception has left them another set's, else nothing."""
-        if self.unsettled is not None:
-            refresh, self.unsettled = self.unsettled, None
+    @contextmanager
+    def replaced_weights(self, refresh: Callable[[], None]) -> Iterator[None]:
+        """Forbids training for the length of the block, in which the weights are another set's (engine/weight_copy.py).
+
+        If an exception leaves the block, ``refresh``, a collective, runs before the module is next used: the exception may
+        be one rank's alone, and the others would never join.
+        """
+        assert not self._weights_replaced, (
+            "weights are replaced already: WeightCopy.swapped() inside swapped()"
+        )
+        self.restore_weights()
+        self._weights_replaced = True
+        try:
+            yield
+        except BaseException:
+            self._refresh_weights = refresh
+            raise
+        finally:
+            self._weights_replaced = False
+
+    def restore_weights(self) -> None:
+        """Restores the module's own weights if an exception has left ``replaced_weights``; a collective in that case."""
+        if self._refresh_weights is not None:
+            refresh, self._refresh_weights = self._refresh_weights, None
             refresh()
 
+    def restore_steps(self, steps: int) -> None:
+        """Sets the number of optimizer steps, and so the place in the schedule, from a checkpoint."""
+        self.steps = steps
+
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of a micro-batch. ``last``: the step follows, so that ZeRO may reduce."""
-        assert not self.swapped, "training inside swapped()"
+        """Accumulates the gradient of a micro-batch. ``last`` says that the step follows, so that ZeRO reduces."""
+        assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss, scale_wrt_gas=False)
 
-    def squared_gradient(self) -> Tensor:
-        """0-dim float64 on the device: what this rank holds of the squared gradient norm, before clipping; over all ranks, a number that is not
-        finite in float32 says that the gradient is not either. Not a collective."""
-        return squared_norm(self.engine)
+    def local_squared_grad_norm(self) -> Tensor:
+        """Returns this rank's part of the squared gradient norm before clipping: 0-dim, float64, on the device.
+
+        If the sum over ranks is not finite in float32, neither is the gradient. Not a collective.
+        """
+        return local_squared_norm(self.engine)
 
     def step(self) -> StepInfo:
-        """Clip and apply what was accumulated. Without ZeRO in fp32 it must be known to be finite."""
-        assert not self.swapped, "training inside swapped()"
+        """Clips and applies the accumulated gradient. In fp32 without ZeRO the caller must know that it is finite."""
+        assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         lr = self.schedule.at(self.steps)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
-        plain_norm = self._plain_grad_norm()
+        plain = self.engine.optimizer is self.engine.basic_optimizer
+        if (
+            plain
+        ):  # fp32 without ZeRO has no wrapper that reports the norm; gradients are whole and reduced by now
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
         self.engine.step()
-        norm = self.engine.get_global_grad_norm() if plain_norm is None else plain_norm
+        if not plain:
+            norm = self.engine.get_global_grad_norm()
         skipped = bool(getattr(self.engine.optimizer, "overflow", False))
         self.steps += not skipped
-        return StepInfo(
-            float(norm) if norm is not None and not skipped else math.nan, lr, skipped, self.loss_scale
-        )
+        grad_norm = float(norm) if norm is not None and not skipped else math.nan
+        return StepInfo(grad_norm, lr, skipped, self.loss_scale)
 
     def skip(self, *, overflow: bool) -> StepInfo:
-        """Drop what was accumulated: weights, moments, their counters and the schedule stay as they are. A collective.
+        """Discards the accumulated gradient; weights, moments, their counters and the schedule do not change.
 
-        ``overflow``: the gradient was not finite, and a dynamic loss scale falls.
+        A collective. ``overflow`` says that the gradient was not finite, which lowers a dynamic loss scale.
         """
-        assert not self.swapped, "training inside swapped()"
-        drop(self.engine, lower_scale=overflow)
-        return self.nothing()
+        assert not self._weights_replaced, "training inside WeightCopy.swapped()"
+        skip_step(self.engine, lower_scale=overflow)
+        return self.skipped_step()
 
-    def nothing(self) -> StepInfo:
-        """The step that was not even begun."""
+    def skipped_step(self) -> StepInfo:
+        """Returns the StepInfo of a step that is not taken."""
         return StepInfo(math.nan, self.schedule.at(self.steps), True, self.loss_scale)
 
     @property
     def loss_scale(self) -> float:
-        return float(
-            getattr(self.engine.optimizer, "cur_scale", getattr(self.engine.optimizer, "loss_scale", 1.0))
-        )
+        """The current loss scale, 1 without loss scaling."""
+        wrapper = self.engine.optimizer
+        return float(getattr(wrapper, "cur_scale", getattr(wrapper, "loss_scale", 1.0)))
 
     @property
-    def finds_its_scale(self) -> bool:
-        """Whether a gradient that is not finite may be the loss scale's doing, which falls until none is (fp16)."""
-        return scale_can_fall(self.engine)
-
-    def _plain_grad_norm(self) -> float | None:
-        """fp32 without ZeRO has no wrapper that reports the norm; its gradients are whole and reduced by now."""
-        if self.engine.optimizer is not self.engine.basic_optimizer:
-            return None
-        return float(
-            torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
-        )
+    def loss_scale_can_decrease(self) -> bool:
+        """Whether an overflow may be caused by the loss scale, which decreases until there is none (fp16)."""
+        return loss_scale_can_decrease(self.engine)

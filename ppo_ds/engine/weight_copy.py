@@ -1,8 +1,9 @@
-"""A second set of an engine's trained weights: the running average of a policy, or a copy that lags behind it.
+"""Second set of an engine's trained weights: the exponential moving average of a policy, or a lagging copy.
 
-Each rank keeps its own share in fp32, as the optimizer keeps its masters, so following them takes no communication and is the same on
-every ZeRO stage. (Averaging the module's parameters instead does nothing with ZeRO-3, where they are empty between forwards, and loses
-small changes in 16 bit.) Whoever wants to use the second set exchanges it with the first and runs the ordinary code.
+Each rank keeps its share in fp32, as the optimizer keeps its master weights, so that updates need no communication and are
+the same for every ZeRO stage. An average of the module's parameters would do nothing with ZeRO-3, where they are empty
+between forwards, and would lose small changes in 16 bits. To use the second set, ``swapped`` exchanges it with the first
+and the ordinary code runs.
 """
 
 from __future__ import annotations
@@ -11,79 +12,68 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
-from ppo_ds.engine.master_weights import MasterWeights
+from ppo_ds.engine.master_weights import MasterWeights, optimizer_shares
 from ppo_ds.engine.trained import TrainedModel
 
 CHUNK_ELEMENTS = 16 * 1024**2  # of an exchange: 64 MiB beside the two sets
 
 
 class WeightCopy:
-    """Starts as a copy of what ``model`` trains. Frozen parameters, buffers and the optimizer's moments are not part of it."""
+    """Starts as a copy of the trained weights of ``model``, without frozen parameters, buffers and moments."""
 
-    def __init__(self, model: TrainedModel):
+    def __init__(self, model: TrainedModel, chunk_elements: int = CHUNK_ELEMENTS):
         self.model = model
         self.masters = MasterWeights(model)
-        self._shares = [master.clone() for master in self._master_shares()]
+        self._chunk_elements = chunk_elements
+        self._shares = [master.detach().clone() for master in optimizer_shares(model)]
         assert all(share.numel() for share in self._shares), (
-            "the masters are not in memory (on NVMe?): there is nothing to copy"
+            "the master weights are not in memory (offloaded to NVMe?): there is nothing to copy"
         )
 
     @torch.no_grad()
     def ema_update(self, decay: float) -> None:
-        """shadow = decay * shadow + (1 - decay) * weights. Not a collective."""
-        for share, master in zip(self._shares, self._master_shares(), strict=True):
+        """Computes copy = decay * copy + (1 - decay) * weights. Not a collective."""
+        for share, master in zip(self._shares, optimizer_shares(self.model), strict=True):
             share.lerp_(master, 1 - decay)
 
+    @torch.no_grad()
     def copy(self) -> None:
-        """shadow = weights. Not a collective."""
-        for share, master in zip(self._shares, self._master_shares(), strict=True):
+        """Sets the copy to the current weights. Not a collective."""
+        for share, master in zip(self._shares, optimizer_shares(self.model), strict=True):
             share.copy_(master)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Collective: inside, the engine's weights are the shadow's, for forwards, generation and export; nothing may train them.
+        """Makes the engine's weights those of the copy for forwards, generation and export. A collective.
 
-        Afterwards every bit is what it was. An exception may be one rank's alone, and the others would never join in a collective:
-        then the masters change back at once, and the weights of the module follow when the model is next used.
+        Training is forbidden inside; afterwards every bit is as before. After an exception the masters are exchanged back
+        at once and the module's weights when the model is next used (see ``TrainedModel.replaced_weights``).
         """
-        model = self.model
-        assert not model.swapped, "swapped() inside swapped()"
-        assert model.module.training, (
-            "swapped() goes around generation_mode(), which has its weights from where it began"
+        assert self.model.module.training, (
+            "swapped() inside generation_mode(), which has the weights of its start"
         )
-        model.settle()
-        model.swapped = True
-        try:
-            with self.exchanged():
-                self.masters.refresh()
-                yield
-        except BaseException:
-            model.unsettled = self.masters.refresh
-            raise
-        finally:
-            model.swapped = False
+        with self.model.replaced_weights(self.masters.refresh), self.exchanged():
+            self.masters.refresh()
+            yield
         self.masters.refresh()
 
     @contextmanager
     def exchanged(self) -> Iterator[MasterWeights]:
-        """Inside, the masters hold the shadow's weights and the shadow holds theirs; the module's own stay. Not a collective."""
+        """Exchanges the master weights with the copy; the module's own weights stay. Not a collective."""
         self._exchange()
         try:
             yield self.masters
         finally:
             self._exchange()
 
+    @torch.no_grad()
     def _exchange(self) -> None:
-        """In place: DeepSpeed and torch's optimizer have views of the masters."""
-        for share, master in zip(self._shares, self._master_shares(), strict=True):
-            for mine, theirs in zip(
-                share.view(-1).split(CHUNK_ELEMENTS), master.view(-1).split(CHUNK_ELEMENTS), strict=True
-            ):
-                kept = mine.clone()
-                mine.copy_(theirs)
-                theirs.copy_(kept)
-
-    def _master_shares(self) -> list[Tensor]:
-        return [master.detach() for master in self.masters.held_by_optimizer()]
+        # in place: DeepSpeed and torch's optimizer have views of the masters
+        for share, master in zip(self._shares, optimizer_shares(self.model), strict=True):
+            own = share.view(-1).split(self._chunk_elements)
+            other = master.detach().view(-1).split(self._chunk_elements)
+            for copied, weights in zip(own, other, strict=True):
+                previous = copied.clone()
+                copied.copy_(weights)
+                weights.copy_(previous)

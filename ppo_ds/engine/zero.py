@@ -1,4 +1,4 @@
-"""Our few settings -> DeepSpeed's JSON. Pure: nothing here touches a process group."""
+"""DeepSpeed's JSON config from the settings of a role. Pure functions without a process group."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """``override`` laid over ``base``, dict by dict; neither is changed."""
+    """Merges ``override`` into a copy of ``base``, recursively for dicts; neither argument is changed."""
     out = dict(base)
     for key, value in override.items():
-        both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = merged(out[key], value) if both else value
+        nested = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merged(out[key], value) if nested else value
     return out
 
 
@@ -23,12 +23,12 @@ def deepspeed_config(
     grad_clip: float = 0.0,
     raw: dict[str, Any],
 ) -> dict[str, Any]:
-    """The config of one engine.
+    """Returns the config of one engine.
 
-    Batch sizes are fixed at 1: how much is accumulated and when a step is due is said by TrainedModel, per optimizer step,
-    since micro-batches are formed by tokens and their number differs from step to step.
-    Stage 0 in 16 bit runs as stage 1: the same mathematics, but DeepSpeed's stage 0 adds micro-batch gradients up in 16 bit, and 1 + 256 x 2^-9
-    is then 1. ``raw`` is the user's own JSON (``actor.deepspeed``) and is laid over everything else.
+    Batch sizes are fixed at 1: TrainedModel sets the accumulation boundary per optimizer step, since micro-batches are
+    formed by tokens and their number differs from step to step. Stage 0 in 16 bits runs as stage 1: the mathematics is the
+    same, but DeepSpeed's stage 0 accumulates micro-batch gradients in 16 bits, where 1 + 256 x 2^-9 is 1. ``raw`` is the
+    user's own JSON (``actor.deepspeed``), which overrides everything else.
     """
     zero: dict[str, Any] = {"stage": 1 if stage == 0 and dtype != "fp32" else stage}
     if offload_optimizer:
@@ -41,7 +41,7 @@ def deepspeed_config(
         "gradient_clipping": grad_clip,
         "steps_per_print": None,
         "zero_optimization": zero,
-        # the optimizer is torch's AdamW, also where its state is offloaded: DeepSpeed's own needs a compiler
+        # the optimizer is torch's AdamW even if its state is offloaded: DeepSpeed's own needs a compiler
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
@@ -50,6 +50,6 @@ def deepspeed_config(
     elif dtype == "fp16":
         config["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 200}
     if dtype != "fp32":
-        # many micro-batches make one step: their sum needs more than 8 bits of mantissa
+        # the sum over many micro-batches needs more than 8 bits of mantissa
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return merged(config, raw)

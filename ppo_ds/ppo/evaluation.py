@@ -12,7 +12,7 @@ from torch import Tensor
 from ppo_ds.distributed import heartbeat
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
-from ppo_ds.engine.rng import undisturbed
+from ppo_ds.engine.rng import fork_rng
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.metrics import MetricSums
@@ -55,7 +55,7 @@ class Evaluator:
     def __call__(self) -> Evaluation:
         """A collective. Whatever it draws, the training goes on as if it had not been."""
         before = heartbeat.enter(_PLACE)
-        with undisturbed(self.world):
+        with fork_rng(self.world):
             found = self._evaluation()
         heartbeat.enter(*before)
         return found

@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from ppo_ds.engine.checkpoint.files import CheckpointError, together, write_json, write_tensors
+from ppo_ds.engine.checkpoint.files import CheckpointError, on_all_ranks, write_json, write_tensors
 from ppo_ds.engine.checkpoint.state import save_model
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
@@ -105,11 +105,11 @@ def write_dump(
             ]
             write_json(folder / "update.json", {"format": FORMAT, "world_size": world.size, **about})
 
-    together(world, begin)
+    on_all_ranks(world, begin)
     for role, model in {"actor": learner.actor, "critic": learner.critic}.items():
         if model is not None:
             save_model(model, folder / role)
-    together(world, end)
+    on_all_ranks(world, end)
 
 
 def read_dump(folder: Path) -> Dump:

@@ -219,7 +219,7 @@ class Learner:
         steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
         for name, model in self._models().items():
             if name == "critic" or not critic_only:
-                steps[ROLES[name]] = [model.nothing()] * count
+                steps[ROLES[name]] = [model.skipped_step()] * count
         first_epoch = minibatches(len(experience), self.minibatch_size, shuffle)
         rows = next(rows for rows in first_epoch if row in rows)
         rank = row * self.world.size // len(experience)  # all_gather_rows keeps the order of the ranks

@@ -89,7 +89,7 @@ def export(
     tokenizer, module = _initial_model(config, role, checkpoint)
     model, copy = ("actor", "ema") if role == "ema" else (role, None)
     try:
-        read_weights(module, checkpoint, model, shadow=copy)
+        read_weights(module, checkpoint, model, weight_copy=copy)
     except FileNotFoundError as error:
         raise UserError(f"{checkpoint}: the run deleted it while it was read; export a newer one") from error
     temporary = out.with_name(f".tmp_{out.name}")

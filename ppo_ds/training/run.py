@@ -14,7 +14,7 @@ from typing import Any
 from ppo_ds.config.schema import CheckpointConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
-from ppo_ds.engine.rng import random_states
+from ppo_ds.engine.rng import rng_snapshot
 from ppo_ds.errors import UserError
 from ppo_ds.tracking.tracker import Trackers
 from ppo_ds.training.health import TooManySkips
@@ -246,7 +246,7 @@ class Run:
                     self.stage.models,
                     self.state_dict(),
                     best=best,
-                    shadows=self.stage.weight_copies,
+                    copies=self.stage.weight_copies,
                 )
             self.saved_step = step
 
@@ -267,7 +267,7 @@ class Run:
         """Raises UserError if the disk has no room for a checkpoint that is still to be saved."""
         saves = self.checkpoint.every != 0 or self.checkpoint.keep_best
         if saves and self.state.step < self.stage.total_steps:
-            self.checkpoints.expect_room(self.stage.models, self.stage.weight_copies)
+            self.checkpoints.check_disk_space(self.stage.models, self.stage.weight_copies)
 
     def state_dict(self) -> dict[str, Any]:
         progress = asdict(self.state) | {"skips": self.context.health.skips}
@@ -286,12 +286,12 @@ class Run:
 
         An abandoned step has changed no weights, so the next start repeats it exactly.
         """
-        state, restore_random_states = deepcopy(self.state_dict()), random_states(self.world)
+        state, restore_rng = deepcopy(self.state_dict()), rng_snapshot(self.world)
         try:
             yield
         except Abandoned:
             self.load_state_dict(state)
-            restore_random_states()
+            restore_rng()
             raise
 
     # -- the end ------------------------------------------------------------------------------------------------------

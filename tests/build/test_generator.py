@@ -26,7 +26,7 @@ class Actor:
     """Gives its model inside generation mode only."""
 
     def __init__(self):
-        self.agree, self.inside = None, False
+        self.all_reduce_max, self.inside = None, False
 
     @contextmanager
     def generation_mode(self):

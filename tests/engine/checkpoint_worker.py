@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ppo_ds.distributed.world import World, connect
-from ppo_ds.engine.checkpoint import state as state_module
+from ppo_ds.engine.checkpoint import shards
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.checkpoint.files import CheckpointError
 from ppo_ds.engine.checkpoint.state import consolidated, load_model, model_bytes, save_model
@@ -334,7 +334,7 @@ def run(root: Path, ranks: int, mode: str) -> None:
 def be_a_rank(root: Path, mode: str) -> None:
     world = connect(5)
     allow_fp16_on_cpu()
-    state_module.SHARD_BYTES = 500  # several shards, also of a tiny model
+    shards.SHARD_BYTES = 500  # several shards, also of a tiny model
     found = []
     for case in read_references(world, root) if mode == "references" else cases(world, root, mode):
         others = world.gather_objects(case)

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -91,8 +93,7 @@ def batch(step: int, world: World) -> tuple[Tensor, Tensor]:
 
 
 def logprobs(model: TrainedModel | FrozenModel, step: int = 0) -> Tensor:
-    world = model.world if isinstance(model, TrainedModel) else model.model.world
-    ids, mask = batch(step, world)
+    ids, mask = batch(step, SimpleNamespace(rank=dist.get_rank(), size=dist.get_world_size()))
     with torch.no_grad():
         return model(ids, mask, R).logprobs.masked_fill(~mask[:, -R:], 0.0)
 

@@ -284,7 +284,7 @@ def test_where_all_are_damaged_is_no_place_to_begin_anew(checkpoints: Checkpoint
         checkpoints.latest()
     (line,) = error.value.problems
     assert line.startswith(
-        f"run.resume=auto: no checkpoint in {checkpoints.root} is whole: step_000002 (state.json has"
+        f"run.resume=auto: all checkpoints in {checkpoints.root} are damaged: step_000002 (state.json has"
     )
     assert "step_000001 (state.json has" in line and "another run.dir" in line
 
@@ -302,7 +302,7 @@ def test_settings_are_remembered(tmp_path: Path) -> None:
 def test_the_number_of_ranks_is_remembered(tmp_path: Path) -> None:
     pair = Checkpoints(tmp_path / "checkpoints", world=OneRank(size=2), keep_last=2)
     path = pair.save(1, {}, {})
-    assert Checkpoints(pair.root, world=OneRank(), keep_last=2).ranks_of(path) == 2
+    assert Checkpoints(pair.root, world=OneRank(), keep_last=2).world_size_of(path) == 2
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ def test_too_little_room_is_said_before_anything_is_written(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = checkpoints.save(1, {}, {})
-    checkpoints.expect_room({})
+    checkpoints.check_disk_space({})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(free=500_000))
     monkeypatch.setattr(checkpoint_module, "save_rng", None)  # nothing is written
     with pytest.raises(CheckpointError) as error:
@@ -329,9 +329,9 @@ def test_too_little_room_is_said_before_anything_is_written(
     assert names(checkpoints) == ["latest", "step_000001"] and checkpoints.latest() == before
     with pytest.raises(
         UserError,
-        match=f"run.dir={checkpoints.root.parent}: no room for a checkpoint: it takes 0.00105 GB, 0.0005 GB are free",
+        match=f"run.dir={checkpoints.root.parent}: no space for a checkpoint: it takes 0.00105 GB, 0.0005 GB are free",
     ):
-        checkpoints.expect_room({})
+        checkpoints.check_disk_space({})
 
 
 @pytest.mark.parametrize(("kib", "state"), [(8, {}), (100, {"long": "x" * 200_000})])
@@ -353,7 +353,7 @@ def test_a_disk_that_is_really_full(
         (disk / "others").write_bytes(bytes(free - kib * 1024))
         with pytest.raises(
             CheckpointError,
-            match="step_000002 was not written, older checkpoints are as they were: .*(?i:no space left on device)",
+            match="step_000002 was not written, older checkpoints are unchanged: .*(?i:no space left on device)",
         ):
             checkpoints.save(2, {}, state)
         assert names(checkpoints) == ["latest", "step_000001"]

@@ -11,7 +11,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppo_ds.engine.memory_budget import GIB, Choice, MemoryBudget, choose, explain, free_bytes
+from ppo_ds.engine.memory_budget import (
+    GIB,
+    GenerationPlan,
+    MemoryBudget,
+    describe_plan,
+    free_bytes,
+    plan_generation,
+)
 from ppo_ds.models.size import decoding_bytes
 from tests.engine.test_checkpoint import launch
 
@@ -72,7 +79,7 @@ def test_optimizer_states_leave_for_generation_and_come_back_to_the_bit(
 ) -> None:
     case = found[f"states {stage} {dtype}"]
     assert case["empty"] and case["full"] and case["steps"] and case["weights"], case
-    assert "of optimizer states and gradient buffers make way" in case["line"] and case["gb"] > 0, case
+    assert "of optimizer states and gradient buffers offloaded" in case["line"] and case["gb"] > 0, case
 
 
 @pytest.mark.parametrize("generate", ["whole", "layers"])
@@ -85,71 +92,97 @@ def test_neither_twin_nor_cache_is_in_memory_when_training_starts(found: dict, g
 
 
 @pytest.mark.parametrize(
-    ("weights", "decoding", "idle", "on_gpu", "expected"),
+    ("weights", "decoding", "offloadable", "on_gpu", "expected"),
     [
-        (6, 3, 5, True, Choice(whole=True, states_away=False)),  # 9 of 9
-        (6, 4, 5, True, Choice(whole=True, states_away=True)),  # 10 of 9, and 5 that can move
-        (6, 4, 5, False, Choice(whole=False, states_away=False)),  # on a CPU nothing is won by moving
+        (6, 3, 5, True, GenerationPlan(gather_once=True, offload_states=False)),  # 9 of 9
+        (
+            6,
+            4,
+            5,
+            True,
+            GenerationPlan(gather_once=True, offload_states=True),
+        ),  # 10 of 9, and 5 that can move
+        (
+            6,
+            4,
+            5,
+            False,
+            GenerationPlan(gather_once=False, offload_states=False),
+        ),  # on a CPU nothing is won by moving
         (
             12,
             3,
             5,
             True,
-            Choice(whole=False, states_away=False),
+            GenerationPlan(gather_once=False, offload_states=False),
         ),  # 15 of 14; one layer and 3 fit without moving
-        (12, 8, 5, True, Choice(whole=False, states_away=True)),  # layers, and still 10 of 9
-        (6, 4, 0, True, Choice(whole=False, states_away=False)),  # no states, as with offload_optimizer
+        (12, 8, 5, True, GenerationPlan(gather_once=False, offload_states=True)),  # layers, and still 10 of 9
+        (
+            6,
+            4,
+            0,
+            True,
+            GenerationPlan(gather_once=False, offload_states=False),
+        ),  # no states, as with offload_optimizer
     ],
 )
-def test_auto(weights: int, decoding: int, idle: int, on_gpu: bool, expected: Choice) -> None:
-    room = MemoryBudget(
-        free=10 * GIB, weights=weights * GIB, layer=2 * GIB, decoding=decoding * GIB, idle=idle * GIB
+def test_auto(weights: int, decoding: int, offloadable: int, on_gpu: bool, expected: GenerationPlan) -> None:
+    budget = MemoryBudget(
+        free=10 * GIB,
+        weights=weights * GIB,
+        layer=2 * GIB,
+        decoding=decoding * GIB,
+        offloadable=offloadable * GIB,
     )
-    assert choose(room, generate="auto", offload_states="auto", on_gpu=on_gpu) == expected
+    assert plan_generation(budget, generation_gather="auto", offload_states="auto", on_gpu=on_gpu) == expected
 
 
 def test_what_is_asked_for_is_done() -> None:
     tight, wide = (
-        MemoryBudget(free=free * GIB, weights=6 * GIB, layer=2 * GIB, decoding=3 * GIB, idle=GIB)
+        MemoryBudget(free=free * GIB, weights=6 * GIB, layer=2 * GIB, decoding=3 * GIB, offloadable=GIB)
         for free in (1, 100)
     )
-    for room in (tight, wide):
-        assert choose(room, generate="whole", offload_states="never", on_gpu=True) == Choice(
-            whole=True, states_away=False
-        )
-        assert choose(room, generate="layers", offload_states="always", on_gpu=False) == Choice(
-            whole=False, states_away=True
-        )
-    assert choose(tight, generate="auto", offload_states="never", on_gpu=True) == Choice(
-        whole=False, states_away=False
-    )
-    assert choose(tight, generate="whole", offload_states="auto", on_gpu=True) == Choice(
-        whole=True, states_away=True
-    )
+    for budget in (tight, wide):
+        assert plan_generation(
+            budget, generation_gather="whole", offload_states="never", on_gpu=True
+        ) == GenerationPlan(gather_once=True, offload_states=False)
+        assert plan_generation(
+            budget, generation_gather="layers", offload_states="always", on_gpu=False
+        ) == GenerationPlan(gather_once=False, offload_states=True)
+    assert plan_generation(
+        tight, generation_gather="auto", offload_states="never", on_gpu=True
+    ) == GenerationPlan(gather_once=False, offload_states=False)
+    assert plan_generation(
+        tight, generation_gather="whole", offload_states="auto", on_gpu=True
+    ) == GenerationPlan(gather_once=True, offload_states=True)
 
 
-def test_weights_that_are_whole_anyway_need_no_room_of_their_own() -> None:
-    plain = MemoryBudget(free=10 * GIB, weights=0, layer=0, decoding=5 * GIB, idle=3 * GIB)
-    assert choose(plain, generate="auto", offload_states="auto", on_gpu=True) == Choice(
-        whole=True, states_away=False
-    )
-    assert explain(plain, Choice(whole=True, states_away=False), sharded=False) == ""
-    full = MemoryBudget(free=4 * GIB, weights=0, layer=0, decoding=5 * GIB, idle=3 * GIB)
-    assert choose(full, generate="auto", offload_states="auto", on_gpu=True) == Choice(
-        whole=True, states_away=True
-    )
+def test_weights_that_are_whole_anyway_need_no_budget_of_their_own() -> None:
+    plain = MemoryBudget(free=10 * GIB, weights=0, layer=0, decoding=5 * GIB, offloadable=3 * GIB)
+    assert plan_generation(
+        plain, generation_gather="auto", offload_states="auto", on_gpu=True
+    ) == GenerationPlan(gather_once=True, offload_states=False)
+    assert describe_plan(plain, GenerationPlan(gather_once=True, offload_states=False), sharded=False) == ""
+    full = MemoryBudget(free=4 * GIB, weights=0, layer=0, decoding=5 * GIB, offloadable=3 * GIB)
+    assert plan_generation(
+        full, generation_gather="auto", offload_states="auto", on_gpu=True
+    ) == GenerationPlan(gather_once=True, offload_states=True)
 
 
 def test_the_arithmetic_is_told() -> None:
-    room = MemoryBudget(
-        free=int(14.2 * GIB), weights=int(0.9 * GIB), layer=50 * 2**20, decoding=GIB // 2, idle=int(3.1 * GIB)
+    budget = MemoryBudget(
+        free=int(14.2 * GIB),
+        weights=int(0.9 * GIB),
+        layer=50 * 2**20,
+        decoding=GIB // 2,
+        offloadable=int(3.1 * GIB),
     )
-    assert explain(room, Choice(whole=True, states_away=False), sharded=True) == (
+    assert describe_plan(budget, GenerationPlan(gather_once=True, offload_states=False), sharded=True) == (
         "generation weights gathered once per phase: 0.9 GiB, 0.5 GiB for cache and activations; 14.2 GiB free"
     )
-    assert explain(room, Choice(whole=False, states_away=True), sharded=True) == (
+    assert describe_plan(budget, GenerationPlan(gather_once=False, offload_states=True), sharded=True) == (
         "generation weights gathered layer by layer in each forward: up to 50.0 MiB of 0.9 GiB, 0.5 GiB for cache and activations; "
-        "14.2 GiB free; 3.1 GiB of optimizer states and gradient buffers make way"
+        "14.2 GiB free; 3.1 GiB of optimizer states and gradient buffers offloaded"
     )
 
 

@@ -90,11 +90,12 @@ def test_a_checkpoint_that_lacks_one_or_has_one_too_many(
     tmp_path: Path, name: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "ppo_ds.engine.checkpoint.checkpoints.save_shadow", lambda shadow, directory: directory.mkdir() or []
+        "ppo_ds.engine.checkpoint.checkpoints.save_weight_copy",
+        lambda shadow, directory: directory.mkdir() or [],
     )
-    monkeypatch.setattr("ppo_ds.engine.checkpoint.checkpoints.shadow_bytes", lambda shadow: 0)
+    monkeypatch.setattr("ppo_ds.engine.checkpoint.checkpoints.weight_copy_bytes", lambda shadow: 0)
     checkpoints = Checkpoints(tmp_path, world=OneRank(), keep_last=2)
-    with_it, without = checkpoints.save(1, {}, {}, shadows={name: None}), checkpoints.save(2, {}, {})
+    with_it, without = checkpoints.save(1, {}, {}, copies={name: None}), checkpoints.save(2, {}, {})
     with pytest.raises(
         UserError,
         match=f"^run.resume: .*step_000001 holds {name} weights, this run keeps none: keep {key} as it was$",

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_ds.distributed.world import World, connect
-from ppo_ds.engine import weight_copy as shadow_module
-from ppo_ds.engine.checkpoint import state as state_module
+from ppo_ds.engine.checkpoint import shards
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
-from ppo_ds.engine.checkpoint.state import consolidated, load_shadow, save_shadow
+from ppo_ds.engine.checkpoint.state import consolidated, load_weight_copy, save_weight_copy
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.master_weights import PARTS, WEIGHT, MasterWeights
 from ppo_ds.engine.trained import LRSchedule, TrainedModel
@@ -97,6 +96,10 @@ def plain_logits(given: Weights, dtype: torch.dtype) -> Tensor:
         return module(IDS)
 
 
+def copy_of(model: TrainedModel) -> WeightCopy:
+    return WeightCopy(model, chunk_elements=16)  # several chunks, also for a tiny model
+
+
 def of(shadow: WeightCopy) -> Weights:
     with shadow.swapped():
         return weights(shadow.model)
@@ -127,7 +130,7 @@ def followed(world: World, root: Path, stage: int, dtype: str, *, offload: bool 
     whole = train(undisturbed, range(6))
 
     model = make(world, stage, dtype, **kind)
-    ema, lagged = WeightCopy(model), WeightCopy(model)
+    ema, lagged = copy_of(model), copy_of(model)
     expected = {name: w.double() for name, w in weights(model).items()}
     infos, third = [], {}
     for step in range(5):
@@ -155,10 +158,10 @@ def followed(world: World, root: Path, stage: int, dtype: str, *, offload: bool 
     cast = {name: w.to(DTYPES[dtype]) for name, w in inside.items()}
 
     checkpoints = Checkpoints(root / "followed" / f"{world.size} {label}", world=world, keep_last=1)
-    path = checkpoints.save(5, {"actor": model}, {}, shadows={"ema": ema, "lagged": lagged})
+    path = checkpoints.save(5, {"actor": model}, {}, copies={"ema": ema, "lagged": lagged})
     kept = same(before, everything(model))
     resumed = make(world, stage, dtype, seed=1, **kind)
-    both = WeightCopy(resumed), WeightCopy(resumed)
+    both = copy_of(resumed), copy_of(resumed)
     checkpoints.load(path, {"actor": resumed}, dict(zip(("ema", "lagged"), both, strict=True)))
     loaded = same(of(both[0]), inside) and same(of(both[1]), third) and same(before, everything(resumed))
     infos += train(model, range(5, 6))
@@ -192,7 +195,7 @@ def followed(world: World, root: Path, stage: int, dtype: str, *, offload: bool 
 def interrupted(world: World, root: Path, stage: int, dtype: str) -> Case:
     """An exception inside: on all ranks, then on the last alone, which must not wait for the others."""
     model = make(world, stage, dtype, raw={"zero_optimization": NOT_PERSISTENT}, dropout=0.0)
-    shadow = WeightCopy(model)
+    shadow = copy_of(model)
     train(model, range(4))
     before, bits, outside = everything(model), shares(model), logits(model)
     found = []
@@ -236,8 +239,8 @@ def generated(world: World, stage: int, dtype: str, only: str) -> Case:
         parameter.requires_grad_(only in name)
     actor = HybridActor(
         policy,
-        twin=unsharded_twin,
-        timed=lambda _: nullcontext(),
+        make_inference_copy=unsharded_twin,
+        timer=lambda _: nullcontext(),
         world=world,
         deepspeed_config=deepspeed_config(
             stage=stage, dtype=dtype, raw={"zero_optimization": NOT_PERSISTENT}
@@ -247,7 +250,7 @@ def generated(world: World, stage: int, dtype: str, only: str) -> Case:
         eps=1e-8,
         weight_decay=0.0,
     )
-    shadow = WeightCopy(actor)
+    shadow = copy_of(actor)
     start = next_token_logits(actor)
     for _ in range(4):
         actor.backward(actor(IDS, torch.ones_like(IDS), 3).logprobs.sum(), last=True)
@@ -274,12 +277,12 @@ def next_token_logits(actor: HybridActor) -> Tensor:
 
 def write_reference(world: World, root: Path, stage: int, dtype: str) -> None:
     model = make(world, stage, dtype, dropout=0.0)
-    shadow = WeightCopy(model)
+    shadow = copy_of(model)
     for step in range(4):
         train(model, range(step, step + 1))
         shadow.ema_update(DECAY)
     directory = root / "ranks" / f"{world.size}-{stage}-{dtype}"
-    save_shadow(shadow, directory)
+    save_weight_copy(shadow, directory)
     average = of(shadow)
     if world.is_main:
         save_file(average, directory / "average.safetensors")
@@ -292,12 +295,12 @@ def read_references(world: World, root: Path, tag: str) -> Iterator[Case]:
         if int(size) == world.size:
             continue
         for own_stage in sorted({int(stage), 3}):
-            shadow = WeightCopy(make(world, own_stage, dtype, seed=1, dropout=0.0))
-            load_shadow(shadow, directory)
+            shadow = copy_of(make(world, own_stage, dtype, seed=1, dropout=0.0))
+            load_weight_copy(shadow, directory)
             found, written = of(shadow), load_file(directory / "average.safetensors")
             yield {"case": f"{directory.name} -> {world.size}-{own_stage}", "same": same(found, written)}
             again = root / "ranks" / f"{world.size}-{own_stage}-{dtype}-{tag}{stage}"
-            save_shadow(shadow, again)
+            save_weight_copy(shadow, again)
             if world.is_main:
                 save_file(written, again / "average.safetensors")
 
@@ -320,8 +323,7 @@ def cases(world: World, root: Path) -> Iterator[Case]:
 def main() -> None:
     root, mode = Path(sys.argv[1]), sys.argv[2]
     world = connect(5)
-    shadow_module.CHUNK_ELEMENTS = 16  # several chunks, also of a tiny model
-    state_module.SHARD_BYTES = 500
+    shards.SHARD_BYTES = 500
     found = []
     for case in read_references(world, root, "again") if mode == "references" else cases(world, root):
         others = world.gather_objects(case)

@@ -112,9 +112,9 @@ def _serve() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import ppo_ds.build.run  # noqa: F401
-    from ppo_ds.engine.checkpoint import state
+    from ppo_ds.engine.checkpoint import shards
 
-    state.SHARD_BYTES = SHARD_BYTES
+    shards.SHARD_BYTES = SHARD_BYTES
     module, _, name = sys.argv[1].partition(":")
     main = getattr(importlib.import_module(module), name)
     for line in sys.stdin:

@@ -23,9 +23,9 @@ from torch import nn
 from ppo_ds.build.run import build_run
 from ppo_ds.config.checks import validated
 from ppo_ds.distributed.world import World, connect
-from ppo_ds.engine.checkpoint import state
-from ppo_ds.engine.checkpoint.files import together, write_json
-from ppo_ds.engine.checkpoint.state import consolidated, save_model, save_shadow
+from ppo_ds.engine.checkpoint import shards
+from ppo_ds.engine.checkpoint.files import on_all_ranks, write_json
+from ppo_ds.engine.checkpoint.state import consolidated, save_model, save_weight_copy
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.ppo import learner
 from ppo_ds.ppo.trainer import PPOTrainer
@@ -57,7 +57,7 @@ ENGINES: dict[
 
 
 def main() -> None:
-    state.SHARD_BYTES = 10**9
+    shards.SHARD_BYTES = 10**9
     on_ranks(2, lambda: everything(Path(sys.argv[1])))
 
 
@@ -82,7 +82,7 @@ def updates(root: Path, name: str, stage: int, dtype: str, place: str) -> None:
     run = build_run(validated(tree, 2))
     trainer = run.stage
     experience, _ = trainer.make_experience(trainer.collect(trainer.prompts)[0], 0.1)
-    start = run.checkpoints.save(1, trainer.models, run.state_dict(), shadows=trainer.weight_copies)
+    start = run.checkpoints.save(1, trainer.models, run.state_dict(), copies=trainer.weight_copies)
     for variant in ("faulted", "left_out") + (("unguarded",) if name == "zero0" else ()):
         run.resume(start)
         with ExitStack() as patches:
@@ -102,9 +102,9 @@ def keep(folder: Path, trainer: PPOTrainer, said: list[dict[str, float]]) -> Non
     world = trainer.context.world
     for role, model in trainer.models.items():
         save_model(model, folder / role)
-    save_shadow(trainer.ema, folder / "ema")
+    save_weight_copy(trainer.ema, folder / "ema")
     everyone = world.gather_objects(said)
-    together(world, lambda: write_json(folder / "said.json", everyone) if world.is_main else None)
+    on_all_ranks(world, lambda: write_json(folder / "said.json", everyone) if world.is_main else None)
 
 
 def all_but(left_out: int) -> Callable[..., Iterator[torch.Tensor]]:
@@ -147,7 +147,7 @@ def engine(
         if step == BAD and way == "left out":
             continue
         accumulate(model, step, nan=step == BAD and way == "nan")
-        finite = math.isfinite(world.sum(model.squared_gradient().float()))
+        finite = math.isfinite(world.sum(model.local_squared_grad_norm().float()))
         info = (
             model.skip(overflow=not finite)
             if not finite or (step == BAD and way == "dropped")

@@ -282,7 +282,7 @@ def test_what_cannot_be_continued_is_refused_in_a_line_before_anything_is_loaded
     assert f"run.resume: {second} is damaged: actor/shard-00000.safetensors has 0 bytes" in line
     (first / "state.json").unlink()
     line = refusal(lab, settings())
-    assert "run.resume=auto: no checkpoint in" in line and "step_000001 (state.json is missing)" in line
+    assert "run.resume=auto: all checkpoints in" in line and "step_000001 (state.json is missing)" in line
     assert (run / "config.yaml").read_text() == written and steps(run) == [1, 2]
 
 

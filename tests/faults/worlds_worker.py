@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from ppo_ds.build.run import build_run
 from ppo_ds.config.checks import validated
-from ppo_ds.engine.checkpoint import state
+from ppo_ds.engine.checkpoint import shards
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.training import report
 from ppo_ds.training.run import Run
@@ -48,7 +48,7 @@ UNEVEN: dict[str, Tree] = {
 
 def main() -> None:
     root = Path(sys.argv[1])
-    state.SHARD_BYTES = 30_000  # several shards, so that both ranks write
+    shards.SHARD_BYTES = 30_000  # several shards, so that both ranks write
     report.plot_curves = lambda *_, **__: False  # a second each, and looked at by nobody
     on_ranks(2, lambda: train(root))
     on_ranks(2, lambda: train_unevenly(root))

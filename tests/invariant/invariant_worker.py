@@ -123,7 +123,7 @@ class Disturber(Replayer):
 
     def state(self) -> dict[str, bool]:
         sharded = self.actor.zero_stage == 3
-        whole = list(self.actor._twin.parameters()) if sharded else []
+        whole = list(self.actor._copy.parameters()) if sharded else []
         shards = list(self.actor.module.parameters()) if sharded else []
         return {
             "filled": all(p.numel() > 0 for p in whole) if sharded else self.actor._depth > 0,
@@ -182,7 +182,7 @@ def count_forwards(trainer: PPOTrainer) -> list[int]:
     def count(*_: Any) -> None:
         counted[0] += trainer.actor._depth > 0
 
-    lm = trainer.actor.module.lm if trainer.actor._twin is None else trainer.actor._twin
+    lm = trainer.actor.module.lm if trainer.actor._copy is None else trainer.actor._copy
     lm.register_forward_hook(count)
     return counted
 
@@ -203,10 +203,10 @@ def views_of_the_actor(trainer: PPOTrainer, experience: Experience) -> dict[str,
 
 def rotary(trainer: PPOTrainer) -> Found:
     """The RoPE frequencies of all models, which no dtype and no sharding may round."""
-    reference = trainer.make_experience.reference.model
-    lms = {"actor": trainer.actor.module.lm, "reference": getattr(reference, "module", reference).lm}
-    if trainer.actor._twin is not None:
-        lms["twin"] = trainer.actor._twin
+    reference = trainer.make_experience.reference.module
+    lms = {"actor": trainer.actor.module.lm, "reference": reference.lm}
+    if trainer.actor._copy is not None:
+        lms["twin"] = trainer.actor._copy
     buffers = {name: lm.model.rotary_emb.inv_freq for name, lm in lms.items()}
     return {name: {"dtype": str(buffer.dtype), "values": buffer.tolist()} for name, buffer in buffers.items()}
 

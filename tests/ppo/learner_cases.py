@@ -80,7 +80,7 @@ class Engine:
         self.module, self.world = module, world
         self.optimizer = torch.optim.SGD(module.parameters(), lr=LR)
         self.flags, self.steps, self.backwards = [], 0, []
-        self.skipped, self.finds_its_scale = [], False
+        self.skipped, self.loss_scale_can_decrease = [], False
         self.read = []  # the ids of each forward
 
     def __call__(self, *args, **kwargs):
@@ -92,7 +92,7 @@ class Engine:
         self.flags.append(last)
         loss.backward()
 
-    def squared_gradient(self):
+    def local_squared_grad_norm(self):
         """Of this rank's own share: what it adds up to over ranks is finite or not as the mean's is."""
         return sum(parameter.grad.square().sum() for parameter in self.module.parameters())
 
@@ -100,9 +100,9 @@ class Engine:
         self.skipped.append(overflow)
         self.flags = []
         self.optimizer.zero_grad()
-        return self.nothing()
+        return self.skipped_step()
 
-    def nothing(self):
+    def skipped_step(self):
         return StepInfo(float("nan"), LR / (self.steps + 1), True, 1.0)
 
     def step(self):

@@ -117,7 +117,7 @@ class Told:
         loss.backward()
         self.loss, self.ended = self.loss + loss.item(), last
 
-    def squared_gradient(self) -> Tensor:
+    def local_squared_grad_norm(self) -> Tensor:
         return self.now.grad.square().sum()
 
     def step(self) -> StepInfo:

@@ -127,7 +127,7 @@ def cut_short(loop, **plan):
 
 def resumed(loop, run, **how):
     again, events = loop(eval_every=2, total_steps=4, parts={"counter": Counter()}, **how)
-    again.checkpoints.load = lambda path, models, shadows: run.checkpoints.saved[-1]
+    again.checkpoints.load = lambda path, models, copies: run.checkpoints.saved[-1]
     again.resume("somewhere")
     return again, events
 
@@ -170,7 +170,7 @@ def test_after_the_last_step_too(loop):
     leave_in(run, "evaluator", step=2)
     assert run.fit() == "signal"
     again, events = loop(total_steps=2, scores=[0.6], parts={"counter": Counter()})
-    again.checkpoints.load = lambda path, models, shadows: run.checkpoints.saved[-1]
+    again.checkpoints.load = lambda path, models, copies: run.checkpoints.saved[-1]
     again.resume("somewhere")
     assert again.fit() == "done" and named(events, "log") == [2] and named(events, "export")
     assert named(events, "finish")[0]["heldout_score_mean_after"] == 0.6

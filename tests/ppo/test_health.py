@@ -262,7 +262,7 @@ def test_an_overflow_counts_for_nothing_while_the_loss_scale_can_fall(world, row
     for place, counted in (("grad.actor", 0), ("loss.actor", 1)):
         inject(f"{place}:at=4")
         actor, critic, health = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world), Health(9)
-        actor.finds_its_scale = True
+        actor.loss_scale_can_decrease = True
         seen = learner(world, actor, critic, health=health)(rows, 0.0, 3)[1]
         assert seen["health/skipped_steps"] == 1.0 and health.skips == counted
 

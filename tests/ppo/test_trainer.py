@@ -153,7 +153,7 @@ def test_a_resumed_run_goes_on_where_the_checkpoint_was(loop):
     run.fit()
     state = run.state_dict()
     resumed, events = loop(scores=[0.9])
-    resumed.checkpoints.load = lambda path, models, shadows: state
+    resumed.checkpoints.load = lambda path, models, copies: state
     resumed.resume("somewhere")
     assert resumed.stage.kl.value == run.stage.kl.value != 0.1
     assert resumed.fit() == "done" and named(events, "log") == [3] and "prompts 3" in events
@@ -166,7 +166,7 @@ def test_a_run_resumed_at_its_end_does_nothing_more(loop):
     run, _ = loop(scores=[0.1, 0.2])
     run.fit()
     resumed, events = loop(scores=[])
-    resumed.checkpoints.load = lambda path, models, shadows: run.state_dict()
+    resumed.checkpoints.load = lambda path, models, copies: run.state_dict()
     resumed.resume("somewhere")
     assert resumed.fit() == "done" and not named(events, "log") and not named(events, "save")
     assert named(events, "finish")[0]["heldout_accuracy_after"] == 0.1
@@ -183,7 +183,7 @@ def test_numbers_that_go_wrong_take_the_run_back_once_and_then_end_it(loop, monk
             raise TooManySkips(SimpleNamespace(what=("score",)))
         return learn(rows, kl_coef, seed, critic_only)
 
-    def save(step, models, state, best, shadows):
+    def save(step, models, state, best, copies):
         checkpoints.saved.append(deepcopy(state))
         return Path(f"step_{step}")
 
@@ -208,7 +208,7 @@ def test_without_a_sound_checkpoint_there_is_no_way_back(loop, monkeypatch):
     def gives_up(rows, kl_coef, seed, critic_only):
         raise TooManySkips(SimpleNamespace(what=("score",)))
 
-    def damaged(path, models, shadows):
+    def damaged(path, models, copies):
         raise UserError("it is damaged")
 
     run.stage.learn, run.checkpoints.load, run.last_checkpoint = gives_up, damaged, Path("step_7")

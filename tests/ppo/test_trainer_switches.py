@@ -111,8 +111,8 @@ def test_a_checkpoint_has_the_second_weights_too(loop, ema, lagged):
     resumed, _ = loop(ema=ema, lagged=lagged)
     resumed.checkpoints.saved.append(run.state_dict())
     resumed.resume("somewhere")
-    for shadows in (*run.checkpoints.kept, *resumed.checkpoints.kept):
-        assert {name: shadow.name for name, shadow in shadows.items()} == {name: name for name in names}
+    for copies in (*run.checkpoints.kept, *resumed.checkpoints.kept):
+        assert {name: copy.name for name, copy in copies.items()} == {name: name for name in names}
     assert len(run.checkpoints.kept) == len(resumed.checkpoints.kept) == 1
 
 
@@ -189,6 +189,6 @@ def test_a_checkpoint_with_the_state_of_other_parts_is_refused(loop, change):
     state = run.state_dict() | ({"ptx": {"step": 3}} if change == "more" else {})
     if change == "fewer":
         del state["prompts"]
-    resumed.checkpoints.load = lambda path, models, shadows: state
+    resumed.checkpoints.load = lambda path, models, copies: state
     with pytest.raises(UserError, match="run.resume: somewhere holds the state of .*keep algo.kl.controller"):
         resumed.resume("somewhere")

@@ -231,13 +231,13 @@ def evaluation(events, scores, ema):
 def checkpoints(events):
     saved, kept = [], []
 
-    def save(step, models, state, best, shadows):
+    def save(step, models, state, best, copies):
         events.append(("save", step, best))
         saved.append(state)
-        kept.append(shadows)
+        kept.append(copies)
 
-    def load(path, models, shadows):
-        kept.append(shadows)
+    def load(path, models, copies):
+        kept.append(copies)
         return saved[-1]
 
     return SimpleNamespace(save=save, load=load, saved=saved, kept=kept)

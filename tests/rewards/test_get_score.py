@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaModel, dynamic_module_utils
 
 from ppo_ds.config.targets import bind
-from ppo_ds.engine.frozen import FrozenModel
+from ppo_ds.engine.frozen import freeze
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import Responses, RewardError
 from tests.rewards.own_code import BOTH, GET_SCORE, GET_SCORES, by_hand, save_own_code
@@ -41,7 +41,7 @@ def build(tokenizer):
     def built(path, *, score_tokens=10_000, all_reduce_max=lambda n: n, **settings):
         def load_frozen(load, model, zero, key):
             built.module = loaded(load, model, key)
-            return built.module, FrozenModel(
+            return built.module, freeze(
                 built.module, world=CPU, offload=zero.offload_params, deepspeed_config=None
             )
 

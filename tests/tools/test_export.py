@@ -173,7 +173,7 @@ def nothing(run_dir: Path) -> None:
         (
             flip_a_byte,
             ["RUN"],
-            ["step_000002: is damaged", "actor/shard-00001.safetensors is not what was written"],
+            ["step_000002: is damaged", "actor/shard-00001.safetensors has changed since it was written"],
         ),
         (lose_a_file, ["RUN"], ["step_000002: is damaged", "actor/shard-00000.safetensors is missing"]),
         (lose_the_manifest, ["RUN"], ["step_000002: is damaged", "manifest.json"]),
@@ -181,7 +181,7 @@ def nothing(run_dir: Path) -> None:
         (
             another_base,
             ["RUN"],
-            ["step_000002: the model that it began with is another one now", "it lacks lm.model.layers.1."],
+            ["step_000002/actor: was saved from another model", "it lacks lm.model.layers.1."],
         ),
     ],
 )

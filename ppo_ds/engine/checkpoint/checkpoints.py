@@ -1,14 +1,15 @@
-"""Checkpoints of a whole run: one folder for all models and the loop, complete or not there at all.
+"""Checkpoints of a whole run: one folder for all models and the state of the loop, complete or absent.
 
     checkpoints/step_000010/{actor,critic}/...        engine/checkpoint/state.py
-                            {ema,lagged}/...          second sets of weights, where the run keeps them
+                            {ema,lagged}/...          weight copies, if the run keeps them
                             rng_rank_00000.safetensors
-                            state.json                what the loop wants to remember, and the settings of the run
+                            state.json                the state of the loop and the settings of the run
                             manifest.json             size and SHA-256 of every other file
     checkpoints/latest, checkpoints/best              names of folders
 
-A folder is written aside as ``.tmp_step_000010``, and renamed once every rank has its files on the disk. All ranks must see the same
-file system. What counts is the newest sound folder; the pointers are for people and other programs, and may be one behind after a kill.
+A folder is written as ``.tmp_step_000010`` and renamed once every rank has its files on the disk. All ranks must see the
+same file system. Resume takes the newest undamaged folder; the pointers are for people and other programs, and after a
+kill they may name the folder before it.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.files import (
     CheckpointError,
-    is_below,
+    fsync,
+    is_inside,
+    on_all_ranks,
+    on_main_rank,
     sha256,
-    sync,
-    together,
     write_json,
     write_pointer,
 )
+from ppo_ds.engine.checkpoint.shards import FORMAT
 from ppo_ds.engine.checkpoint.state import (
-    FORMAT,
     load_model,
-    load_shadow,
+    load_weight_copy,
     model_bytes,
     save_model,
-    save_shadow,
-    shadow_bytes,
+    save_weight_copy,
+    weight_copy_bytes,
 )
 from ppo_ds.engine.rng import load_rng, save_rng
 from ppo_ds.engine.trained import TrainedModel
@@ -47,25 +49,28 @@ from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
 
 log = logging.getLogger(__name__)
-OLD = ".tmp_old_"
-SHADOW_KEYS = {"ema": "actor.ema.decay", "lagged": "algo.old_policy"}  # what decides whether a run keeps one
-NO_SHADOWS: Mapping[str, WeightCopy] = {}
-REST_BYTES = 1024**2  # of a checkpoint: random states, JSON
+DELETED = ".tmp_old_"  # prefix of folders that are being deleted
+COPY_KEYS = {
+    "ema": "actor.ema.decay",
+    "lagged": "algo.old_policy",
+}  # config keys that decide on weight copies
+NO_COPIES: Mapping[str, WeightCopy] = {}
+OTHER_BYTES = 1024**2  # of a checkpoint besides tensors: random states, JSON
 
 
 class Checkpoints:
-    """The folder ``root`` of one run. Every public method is a collective."""
+    """Saves to and loads from the folder ``root`` of one run. Every public method is a collective."""
 
     def __init__(
         self, root: Path, *, world: World, keep_last: int, settings: Mapping[str, Any] | None = None
     ):
-        """``settings`` (JSON) of the run: each checkpoint remembers with which it was made."""
+        """``settings`` (JSON) of the run are stored in each checkpoint."""
         assert keep_last >= 1
         self.root = root
         self.world = world
         self.keep_last = keep_last
         self.settings = settings
-        self._sound: set[Path] = set()  # read and found undamaged by this process
+        self._verified: set[Path] = set()  # by this process
 
     def save(
         self,
@@ -74,283 +79,265 @@ class Checkpoints:
         state: dict[str, Any],
         *,
         best: bool = False,
-        shadows: Mapping[str, WeightCopy] = NO_SHADOWS,
+        copies: Mapping[str, WeightCopy] = NO_COPIES,
     ) -> Path:
-        """``state`` (JSON) is rank 0's; ``shadows``: those of SHADOW_KEYS that the run keeps.
+        """Saves a checkpoint, which is on the disk when this returns, and deletes older ones.
 
-        When this returns, the checkpoint is on the disk, and older ones are pruned.
-        Checkpoints of later steps go too: they belong to a future that was abandoned when the run went back.
-        Raises CheckpointError on all ranks where any of them could not write; nothing of the new one is left then.
+        ``state`` (JSON) is that of rank 0; ``copies`` are the weight copies of COPY_KEYS that the run keeps. Checkpoints of
+        later steps are deleted too, since the run has gone back and abandoned them. Raises CheckpointError on all ranks if
+        any rank could not write; nothing of the new checkpoint is left then.
         """
         fault("checkpoint.before")
         final = self.root / f"step_{step:06d}"
-        aside = self.root / f".tmp_{final.name}"
+        temporary = self.root / f".tmp_{final.name}"
+        metadata = {
+            "format": FORMAT,
+            "step": step,
+            "world_size": self.world.size,
+            "models": sorted(models),
+            "shadows": sorted(copies),
+            "state": state,
+            "settings": self.settings,
+        }
         try:
-            together(self.world, lambda: self._prepare(aside, models, shadows))
+            on_main_rank(self.world, lambda: self._prepare(temporary, models, copies))
             written: list[Path] = []
             for role, model in models.items():
-                written += save_model(model, aside / role)
+                written += save_model(model, temporary / role)
                 fault(f"checkpoint.after_{role}")
-            written += [
-                path for name, shadow in shadows.items() for path in save_shadow(shadow, aside / name)
-            ]
-            about = {"models": sorted(models), "shadows": sorted(shadows), "state": state}
-            written += together(self.world, lambda: self._write_loop_state(aside, step, about))
-            self._commit(aside, final, written)
+            for name, copy in copies.items():
+                written += save_weight_copy(copy, temporary / name)
+            written.append(on_all_ranks(self.world, lambda: save_rng(temporary, self.world)))
+            on_main_rank(self.world, lambda: write_json(temporary / "state.json", metadata))
+            written += [temporary / "state.json"] if self.world.is_main else []
+            self._commit(temporary, final, written)
         except CheckpointError as error:
             if self.world.is_main:
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
-                f"{final} was not written, older checkpoints are as they were: {error}"
+                f"{final} was not written, older checkpoints are unchanged: {error}"
             ) from error
-        together(self.world, lambda: self._point_and_prune(final, best))
+        on_main_rank(self.world, lambda: self._update_pointers(final, best))
         return final
 
-    def expect_room(
-        self, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy] = NO_SHADOWS
+    def check_disk_space(
+        self, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy] = NO_COPIES
     ) -> None:
-        """UserError where the disk has no room for the first checkpoint of this start."""
-        shortage = self.world.gather_objects(self._shortage(models, shadows))[0]
+        """Raises UserError if the disk has no space for one more checkpoint."""
+        shortage = self.world.gather_objects(self._shortage(models, copies))[0]
         if shortage:
-            raise UserError(f"run.dir={self.root.parent}: no room for a checkpoint: {shortage}")
+            raise UserError(f"run.dir={self.root.parent}: no space for a checkpoint: {shortage}")
 
     def latest(self) -> Path | None:
-        """The newest that is complete and undamaged; the others above it are named in a warning. None where there are no checkpoints at all.
+        """Returns the newest undamaged checkpoint, with a warning for newer damaged ones, or None without checkpoints.
 
-        UserError where all are damaged: to begin anew would throw away what may still be saved.
+        Raises UserError if all are damaged: a fresh start would delete what may still be recovered.
         """
         damaged: dict[Path, str] = {}
         for path in self.world.gather_objects(self._folders())[0]:
             damage = self._damage(path)
             if not damage:
-                self._sound.add(path)
-                for skipped, why in damaged.items() if self.world.is_main else ():
-                    log.warning("checkpoint %s is damaged and skipped: %s", skipped, why)
+                self._verified.add(path)
+                for skipped, reason in damaged.items() if self.world.is_main else ():
+                    log.warning("checkpoint %s is damaged and skipped: %s", skipped, reason)
                 return path
             damaged[path] = "; ".join(damage[:3])
         if damaged:
-            told = ", ".join(f"{path.name} ({why})" for path, why in damaged.items())
+            listed = ", ".join(f"{path.name} ({reason})" for path, reason in damaged.items())
             raise UserError(
-                f"run.resume=auto: no checkpoint in {self.root} is whole: {told}; start in another run.dir, or delete them to begin anew"
+                f"run.resume=auto: all checkpoints in {self.root} are damaged: {listed}; "
+                "start in another run.dir, or delete them to start from the beginning"
             )
         return None
 
     def settings_of(self, path: Path) -> dict[str, Any] | None:
-        """Those that a checkpoint from ``latest`` or ``verify`` was made with; None in checkpoints older than this."""
-        return self._about(path).get("settings")
+        """Returns the settings in a checkpoint from ``latest`` or ``verify``; None if its version stored none."""
+        return self._metadata(path).get("settings")
 
-    def ranks_of(self, path: Path) -> int:
-        """How many made a checkpoint from ``latest`` or ``verify``."""
-        return self._about(path)["world_size"]
+    def world_size_of(self, path: Path) -> int:
+        """Returns the number of ranks that saved a checkpoint from ``latest`` or ``verify``."""
+        return self._metadata(path)["world_size"]
 
     def verify(self, path: Path) -> None:
-        """UserError unless ``path``, which the user asked for, is complete and undamaged."""
+        """Raises UserError unless ``path``, a checkpoint that the user named, is complete and undamaged."""
         if not self.world.gather_objects(path.is_dir())[0]:
-            there = ", ".join(folder.name for folder in self._folders()) or "none"
-            raise UserError(f"run.resume: no such folder: {path}; checkpoints in {self.root}: {there}")
+            existing = ", ".join(folder.name for folder in self._folders()) or "none"
+            raise UserError(f"run.resume: no such folder: {path}; checkpoints in {self.root}: {existing}")
         damage = self._damage(path)
         if damage:
             raise UserError(
-                f"run.resume: {path} is damaged: {'; '.join(damage[:3])}: use another, or run.resume=auto for the newest good one"
+                f"run.resume: {path} is damaged: {'; '.join(damage[:3])}: "
+                "use another, or run.resume=auto for the newest undamaged one"
             )
-        self._sound.add(path)
+        self._verified.add(path)
 
     def load(
-        self, path: Path, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy] = NO_SHADOWS
+        self, path: Path, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy] = NO_COPIES
     ) -> dict[str, Any]:
-        """Restore models, shadows and random states; returns the loop's state. A ``path`` that is not from ``latest`` is verified first."""
-        if path not in self._sound:
+        """Restores models, weight copies and random states and returns the state of the loop.
+
+        Verifies a ``path`` that is not from ``latest``. Raises UserError if the run has other models or copies.
+        """
+        if path not in self._verified:
             self.verify(path)
-        about = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        if sorted(about["models"]) != sorted(models):
+        metadata = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if sorted(metadata["models"]) != sorted(models):
+            saved = ", ".join(metadata["models"])
             raise UserError(
-                f"run.resume: {path} holds {', '.join(about['models'])}, this run trains {', '.join(models)}: keep the algorithm"
+                f"run.resume: {path} holds {saved}, this run trains {', '.join(models)}: keep the algorithm"
             )
-        _refuse_other_shadows(
-            path, set(about.get("shadows", [])), set(shadows)
-        )  # checkpoints that are older than shadows name none
+        different = set(metadata.get("shadows", [])) ^ set(copies)  # older versions stored no copies
+        if different:
+            raise UserError(
+                *(
+                    f"run.resume: {path} holds {f'no {name} weights' if name in copies else f'{name} weights'}, "
+                    f"this run keeps {'them' if name in copies else 'none'}: keep {COPY_KEYS[name]} as it was"
+                    for name in sorted(different)
+                )
+            )
         for role, model in models.items():
             load_model(model, path / role)
-        for name, shadow in shadows.items():
-            load_shadow(shadow, path / name)
-        together(self.world, lambda: load_rng(path, self.world))
-        later = [folder.name for folder in self._folders() if _step_of(folder) > about["step"]]
+        for name, copy in copies.items():
+            load_weight_copy(copy, path / name)
+        on_all_ranks(self.world, lambda: load_rng(path, self.world))
+        later = ", ".join(folder.name for folder in self._folders() if _step_of(folder) > metadata["step"])
         if later and self.world.is_main:
             log.warning(
-                "going back to %s: the next checkpoint replaces the later %s in %s",
-                path,
-                ", ".join(later),
-                self.root,
+                "going back to %s: the next checkpoint replaces the later %s in %s", path, later, self.root
             )
-        if (
-            path.parent.resolve() == self.root.resolve()
-        ):  # what a kill has kept from being pruned, or a smaller checkpoint.keep_last lets go
-            together(self.world, lambda: self._prune(older_than=path))
-        return about["state"]
+        # a kill may have prevented pruning, or checkpoint.keep_last may be smaller now
+        if path.parent.resolve() == self.root.resolve():
+            on_main_rank(self.world, lambda: self._prune(newest=path))
+        return metadata["state"]
 
-    def _about(self, path: Path) -> dict[str, Any]:
-        return together(self.world, lambda: json.loads((path / "state.json").read_text(encoding="utf-8")))
+    def _metadata(self, path: Path) -> dict[str, Any]:
+        file = path / "state.json"
+        return on_all_ranks(self.world, lambda: json.loads(file.read_text(encoding="utf-8")))
 
     def _folders(self) -> list[Path]:
-        """Newest first."""
-        found = [
-            path
-            for path in self.root.glob("step_*")
-            if path.is_dir() and path.name.removeprefix("step_").isdigit()
-        ]
-        return sorted(found, key=_step_of, reverse=True)
+        """Returns the folders of checkpoints, newest first."""
+        folders = [path for path in self.root.glob("step_*") if path.is_dir()]
+        return sorted(
+            (path for path in folders if path.name.removeprefix("step_").isdigit()),
+            key=_step_of,
+            reverse=True,
+        )
 
     def _prepare(
-        self, aside: Path, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy]
+        self, temporary: Path, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy]
     ) -> None:
-        if not self.world.is_main:
-            return
         for leftover in self.root.glob(".tmp_*"):  # of a run that was killed while it saved
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        shortage = self._shortage(models, shadows)
+        shortage = self._shortage(models, copies)
         if shortage:
             raise OSError(shortage)
-        aside.mkdir(parents=True)
+        temporary.mkdir(parents=True)
 
-    def _shortage(self, models: Mapping[str, TrainedModel], shadows: Mapping[str, WeightCopy]) -> str | None:
-        """What is missing on the disk for one more checkpoint. Not a collective."""
-        needed = (
-            sum(map(model_bytes, models.values())) + sum(map(shadow_bytes, shadows.values())) + REST_BYTES
-        )
-        free = shutil.disk_usage(
-            next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
-        ).free
+    def _shortage(self, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy]) -> str | None:
+        """Returns the reason if the disk has no space for one more checkpoint. Not a collective."""
+        tensors = sum(map(model_bytes, models.values())) + sum(map(weight_copy_bytes, copies.values()))
+        needed = tensors + OTHER_BYTES
+        existing = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(existing).free
         if free >= needed:
             return None
         return (
-            f"it takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free in {self.root}: make room, keep fewer with a smaller "
-            "checkpoint.keep_last, or choose another run.dir"
+            f"it takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free in {self.root}: free some space, "
+            "keep fewer with a smaller checkpoint.keep_last, or choose another run.dir"
         )
 
-    def _write_loop_state(self, aside: Path, step: int, about: dict[str, Any]) -> list[Path]:
-        written = [save_rng(aside, self.world)]
-        if self.world.is_main:
-            about = {
-                "format": FORMAT,
-                "step": step,
-                "world_size": self.world.size,
-                **about,
-                "settings": self.settings,
+    def _commit(self, temporary: Path, final: Path, written: list[Path]) -> None:
+        """Writes the manifest and renames the folder, from which moment on the checkpoint exists.
+
+        Each rank hashes the files that it has written itself.
+        """
+
+        def hash_files() -> dict[str, Any]:
+            return {
+                str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+                for path in written
             }
-            write_json(aside / "state.json", about)
-            written.append(aside / "state.json")
-        return written
 
-    def _commit(self, aside: Path, final: Path, written: list[Path]) -> None:
-        """Each rank hashes what it wrote itself; the rename is the moment from which the checkpoint exists."""
-        mine = together(
-            self.world,
-            lambda: {
-                str(p.relative_to(aside)): {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in written
-            },
-        )
-        files = {
-            name: entry for entries in self.world.gather_objects(mine) for name, entry in entries.items()
-        }
+        hashed = self.world.gather_objects(on_all_ranks(self.world, hash_files))
+        files = {name: entry for entries in hashed for name, entry in entries.items()}
         fault("checkpoint.before_rename")
-        together(self.world, lambda: self._rename(aside, final, files))
+
+        def rename() -> None:
+            write_json(temporary / "manifest.json", {"format": FORMAT, "files": dict(sorted(files.items()))})
+            for folder in [path for path in temporary.iterdir() if path.is_dir()] + [temporary]:
+                fsync(folder)
+            if final.exists():  # saved before, or damaged and skipped
+                _mark_deleted(final)
+            temporary.rename(final)
+            fsync(self.root)
+
+        on_main_rank(self.world, rename)
         fault("checkpoint.after_rename")
 
-    def _rename(self, aside: Path, final: Path, files: dict[str, Any]) -> None:
-        if not self.world.is_main:
-            return
-        write_json(aside / "manifest.json", {"format": FORMAT, "files": dict(sorted(files.items()))})
-        for folder in [path for path in aside.iterdir() if path.is_dir()] + [aside]:
-            sync(folder)
-        if final.exists():  # saved again, or damaged and skipped
-            _set_aside(final)
-        aside.rename(final)
-        sync(self.root)
-
-    def _point_and_prune(self, final: Path, best: bool) -> None:
-        if not self.world.is_main:
-            return
+    def _update_pointers(self, final: Path, best: bool) -> None:
+        """Points ``latest`` (and ``best``) to the new checkpoint, then deletes abandoned and old ones."""
         write_pointer(self.root / "latest", final.name)
         if best:
             write_pointer(self.root / "best", final.name)
         fault("checkpoint.before_prune")
-        pointer, later = (
-            self.root / "best",
-            [folder for folder in self._folders() if _step_of(folder) > _step_of(final)],
-        )
+        later = [folder for folder in self._folders() if _step_of(folder) > _step_of(final)]
         if self._best() in [folder.name for folder in later]:
-            pointer.unlink()
+            (self.root / "best").unlink()
         for folder in later:
-            _set_aside(folder)
-        self._prune(older_than=final)
+            _mark_deleted(folder)
+        self._prune(newest=final)
 
-    def _prune(self, older_than: Path) -> None:
-        """Of ``older_than`` and those before it, the last ``keep_last`` and the best stay."""
-        if not self.world.is_main:
-            return
+    def _prune(self, newest: Path) -> None:
+        """Deletes checkpoints up to ``newest`` but the last ``keep_last`` of them and the best."""
         best = self._best()
-        for folder in [folder for folder in self._folders() if _step_of(folder) <= _step_of(older_than)][
-            self.keep_last :
-        ]:
+        folders = [folder for folder in self._folders() if _step_of(folder) <= _step_of(newest)]
+        for folder in folders[self.keep_last :]:
             if folder.name != best:
-                _set_aside(folder)
-        for folder in self.root.glob(f"{OLD}*"):
+                _mark_deleted(folder)
+        for folder in self.root.glob(f"{DELETED}*"):
             shutil.rmtree(folder)
 
     def _best(self) -> str | None:
-        """The name of its folder."""
         pointer = self.root / "best"
         return pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
     def _damage(self, path: Path) -> list[str]:
-        mine = damage_of(path, self.world.rank, self.world.size)
-        return sorted({problem for problems in self.world.gather_objects(mine) for problem in problems})
+        own = damage_of(path, self.world.rank, self.world.size)
+        return sorted({problem for problems in self.world.gather_objects(own) for problem in problems})
 
 
 def damage_of(path: Path, rank: int = 0, size: int = 1) -> list[str]:
-    """What is wrong with the files of the checkpoint ``path``, of which each rank reads its share; [] for a sound one. Not a collective."""
+    """Returns the problems of the files of the checkpoint ``path``, [] for an undamaged one.
+
+    Each of ``size`` ranks reads its share of the files. Not a collective.
+    """
     try:
         listed = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]
-        files = {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in listed.items()}
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in listed.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return ["manifest.json is missing or unreadable"]
-    if outside := [name for name in files if not is_below(name)]:
+    if outside := [name for name in files if not is_inside(name)]:
         return [f"manifest.json names {show(outside[0])}, which is no file of the checkpoint"]
-    return [
-        what for name in sorted(files)[rank::size] if (what := _damage_of(path / name, name, files[name]))
-    ]
-
-
-def _refuse_other_shadows(path: Path, held: set[str], kept: set[str]) -> None:
-    problems = [
-        f"run.resume: {path} holds {f'no {name} weights' if name in kept else f'{name} weights'}, "
-        f"this run keeps {'them' if name in kept else 'none'}: keep {SHADOW_KEYS[name]} as it was"
-        for name in sorted(held ^ kept)
-    ]
-    if problems:
-        raise UserError(*problems)
+    problems = []
+    for name in sorted(files)[rank::size]:
+        expected_size, digest = files[name]
+        try:
+            found = (path / name).stat().st_size
+            if found != expected_size:
+                problems.append(f"{name} has {found} bytes instead of {expected_size}")
+            elif sha256(path / name) != digest:
+                problems.append(f"{name} has changed since it was written (its SHA-256 differs)")
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error}")
+    return problems
 
 
 def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-def _set_aside(folder: Path) -> None:
-    """Before it is deleted, so that a kill half way leaves no folder that looks like a checkpoint."""
-    folder.rename(folder.with_name(f"{OLD}{folder.name}"))
-
-
-def _damage_of(file: Path, name: str, expected: dict[str, Any]) -> str | None:
-    try:
-        size = file.stat().st_size
-        if size != expected["bytes"]:
-            return f"{name} has {size} bytes instead of {expected['bytes']}"
-        return (
-            None
-            if sha256(file) == expected["sha256"]
-            else f"{name} is not what was written (its SHA-256 differs)"
-        )
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read: {error}"
+def _mark_deleted(folder: Path) -> None:
+    """Renames a folder before its deletion, so that a kill half way leaves nothing that looks like a checkpoint."""
+    folder.rename(folder.with_name(f"{DELETED}{folder.name}"))

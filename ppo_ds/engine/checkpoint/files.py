@@ -1,4 +1,4 @@
-"""Files that survive a crash, written by several ranks that must agree whether all went well."""
+"""Durable files, and writing by several ranks that must agree whether all succeeded."""
 
 from __future__ import annotations
 
@@ -22,54 +22,66 @@ T = TypeVar("T")
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written or read (disk full, no permission): the same message on every rank."""
+    """A checkpoint could not be written or read (disk full, no permission). All ranks get the same message."""
 
 
-def agree(world: World, error: Exception | None) -> None:
-    """Collective: what went wrong on any rank is raised on all of them, since one that goes on alone would wait for ever."""
+def raise_on_all_ranks(world: World, error: Exception | None) -> None:
+    """Raises CheckpointError on every rank if any rank has an error. A collective.
+
+    A rank that raised alone would leave the others waiting in their next collective.
+    """
     messages = world.gather_objects(None if error is None else str(error))
     found = [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None]
     if found:
         raise CheckpointError("; ".join(found)) from error
 
 
-def together(world: World, work: Callable[[], T]) -> T:
-    """Collective: each rank does its own ``work``, and all have finished when it returns. OSErrors become everybody's CheckpointError."""
+def on_all_ranks(world: World, work: Callable[[], T]) -> T:
+    """Runs ``work`` on each rank and returns when all have finished. A collective.
+
+    An OSError on any rank becomes a CheckpointError on all of them.
+    """
     error = None
     try:
         result = work()
     except OSError as caught:
         error = caught
-    agree(world, error)
+    raise_on_all_ranks(world, error)
     return result
 
 
+def on_main_rank(world: World, work: Callable[[], object]) -> None:
+    """Runs ``work`` on rank 0 alone; otherwise like ``on_all_ranks``. A collective."""
+    on_all_ranks(world, lambda: work() if world.is_main else None)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file, on the disk when this returns."""
+    """Writes a safetensors file, which is on the disk when this returns."""
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
         fault("checkpoint.write")
-    except SafetensorError as error:  # how safetensors reports a full disk
+    except SafetensorError as error:  # the error of safetensors for a full disk
         raise OSError(f"{path}: {error}") from error
-    sync(path)
+    fsync(path)
 
 
 def write_json(path: Path, content: Any) -> None:
+    """Writes a JSON file, which is on the disk when this returns."""
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    sync(path)
+    fsync(path)
 
 
 def write_pointer(path: Path, text: str) -> None:
-    """A small text file that holds either the old or the new text, whenever the machine stops."""
-    aside = path.with_name(f".tmp_{path.name}")
-    aside.write_text(text + "\n", encoding="utf-8")
-    sync(aside)
-    os.replace(aside, path)
-    sync(path.parent)
+    """Replaces a small text file atomically: after a crash it has either the old or the new text."""
+    temporary = path.with_name(f".tmp_{path.name}")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    fsync(temporary)
+    os.replace(temporary, path)
+    fsync(path.parent)
 
 
-def is_below(name: Any) -> bool:
-    """Whether a file's name, read from JSON that may be somebody else's, stays below the folder it is said to be in."""
+def is_inside(name: Any) -> bool:
+    """Returns whether a file name, read from JSON of unknown origin, is relative and stays inside its directory."""
     return (
         isinstance(name, str)
         and "\0" not in name
@@ -78,17 +90,17 @@ def is_below(name: Any) -> bool:
     )
 
 
-def expect_below(names: Iterable[Any], file: Path) -> None:
-    """UserError unless all files that ``file`` names are below its folder."""
+def check_inside(names: Iterable[Any], source: Path) -> None:
+    """Raises UserError unless all ``names``, which the file ``source`` lists, stay inside its directory."""
     for name in names:
-        if not is_below(name):
+        if not is_inside(name):
             raise UserError(
-                f"{file}: names {show(name)}, which is no file of that folder; use another checkpoint"
+                f"{source}: names {show(name)}, which is no file of that folder; use another checkpoint"
             )
 
 
-def sync(path: Path) -> None:
-    """fsync of a file, or of a folder: of the names in it."""
+def fsync(path: Path) -> None:
+    """Forces a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -97,5 +109,6 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

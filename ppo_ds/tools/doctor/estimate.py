@@ -12,8 +12,8 @@ from math import ceil
 from typing import Any
 
 from ppo_ds.config.schema import ActorConfig, Config, CriticConfig, rollout_size
-from ppo_ds.engine.hybrid import GATHER_ELEMENTS
-from ppo_ds.engine.memory_budget import MemoryBudget, choose
+from ppo_ds.engine.gather import GATHER_ELEMENTS
+from ppo_ds.engine.memory_budget import MemoryBudget, plan_generation
 from ppo_ds.ops.flops import causal_pairs, forward_flops
 from ppo_ds.ops.linear_logprobs import CPU_BLOCK, GPU_BLOCK, KEPT
 from ppo_ds.ops.memory import (
@@ -257,29 +257,29 @@ class _Estimator:
             for role, engine in self.engines.items()
         )
         usable = self.hardware.usable
-        plan = choose(
+        plan = plan_generation(
             MemoryBudget(
                 free=2**62 if usable is None else max(0, usable - rest),
                 weights=weights if sharded else 0,
                 layer=min(weights, each * REUSE) if sharded else 0,
                 decoding=decode_bytes_bound(shape, tokens, rows, each),
-                idle=idle,
+                offloadable=idle,
             ),
-            generate=actor.zero.generation_gather,
+            generation_gather=actor.zero.generation_gather,
             offload_states=actor.zero.offload_states,
             on_gpu=self.hardware.on_gpu,
         )
-        moved = idle if plan.states_away and self.hardware.on_gpu else 0
+        moved = idle if plan.offload_states and self.hardware.on_gpu else 0
         if not sharded:
             gathered, description = 0, "weights whole on each rank"
-        elif plan.whole:
+        elif plan.gather_once:
             gathered, description = weights, "weights gathered once"
             switch = each * min(shape.parameters, GATHER_ELEMENTS + shape.largest_tensor)
             phases["switch"] = rest - moved + weights + switch
         else:
             gathered, description = _gathered(shape, each, prefetch=True), "weights gathered layer by layer"
         phases["generate"] = rest - moved + gathered + decode
-        return description + ("; optimizer states offloaded" if plan.states_away else ""), moved
+        return description + ("; optimizer states offloaded" if plan.offload_states else ""), moved
 
     # -- updates ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,133 @@
+"""Shards of a checkpoint: safetensors files with whole fp32 parameters by name, and the JSON index that lists them.
+
+A shard holds tensors ``<part>/<parameter>`` (weight/..., exp_avg/..., exp_avg_sq/...). The index maps each parameter to
+its shard. Nothing depends on the ZeRO stage or on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from ppo_ds.distributed.world import World
+from ppo_ds.engine.checkpoint.files import check_inside, on_all_ranks, raise_on_all_ranks, write_tensors
+from ppo_ds.engine.master_weights import WEIGHT, MasterWeights
+from ppo_ds.errors import UserError
+
+FORMAT = 1
+INDEX_OF_MODEL, INDEX_OF_COPY = "model.json", "shadow.json"
+SHARD_BYTES = 2 * 1024**3
+
+
+class ShardWriter:
+    """Assigns shards to ranks in turn and writes one shard per rank at the same time."""
+
+    def __init__(self, directory: Path, world: World, parts: Sequence[str]):
+        self.index: dict[str, str] = {}  # parameter -> file, the same on every rank
+        self.written: list[Path] = []  # by this rank
+        self._directory, self._world, self._parts = directory, world, parts
+        self._shard, self._bytes = 0, 0
+        self._tensors: dict[str, Tensor] = {}  # of this rank's current shard
+        # raised by ``finish`` on all ranks: one that raised alone would leave the others waiting
+        self._error: OSError | None = None
+
+    def add(self, name: str, masters: MasterWeights) -> None:
+        """Adds one parameter. A collective."""
+        if self._bytes >= SHARD_BYTES:
+            self._shard, self._bytes = self._shard + 1, 0
+            if self._shard % self._world.size == 0:
+                self._flush()
+        self.index[name] = f"shard-{self._shard:05d}.safetensors"
+        for part in self._parts:
+            whole = masters.get(name, part)
+            self._bytes += whole.nbytes
+            if self._shard % self._world.size == self._world.rank:
+                self._tensors[f"{part}/{name}"] = whole.cpu()
+                self._file = self._directory / self.index[name]
+
+    def finish(self) -> None:
+        """Writes the last shards. Raises CheckpointError on all ranks if any could not write. A collective."""
+        self._flush()
+        raise_on_all_ranks(self._world, self._error)
+
+    def _flush(self) -> None:
+        if self._tensors and self._error is None:
+            try:
+                write_tensors(self._file, self._tensors)
+                self.written.append(self._file)
+            except OSError as error:
+                self._error = error
+        self._tensors = {}
+
+
+def write_shards(masters: MasterWeights, directory: Path, world: World, parts: Sequence[str]) -> ShardWriter:
+    """Writes ``parts`` of all trained parameters. A collective."""
+    on_all_ranks(world, lambda: directory.mkdir(parents=True, exist_ok=True))
+    writer = ShardWriter(directory, world, parts)
+    for name in masters.parameters:
+        writer.add(name, masters)
+    writer.finish()
+    return writer
+
+
+def read_index(file: Path, parameters: Collection[str], *, key: str = "") -> dict[str, Any]:
+    """Reads the index of a model or weight copy and compares it with the trained ``parameters`` of the model at hand.
+
+    Raises UserError for another format, files outside the directory or other parameters. The message starts with ``key``.
+    """
+    directory = file.parent
+    index = json.loads(file.read_text(encoding="utf-8"))
+    if index["format"] != FORMAT:
+        raise UserError(
+            f"{key}{directory}: has format {index['format']}, this version reads {FORMAT}: use the version that wrote it"
+        )
+    check_inside(index["shards"].values(), file)
+    missing = [name for name in parameters if name not in index["shards"]]
+    unknown = [name for name in index["shards"] if name not in parameters]
+    if missing or unknown:
+        differences = [f"it lacks {name}" for name in missing[:3]]
+        differences += [f"it has {name}, which the model lacks" for name in unknown[:3]]
+        text = f"{'; '.join(differences)} ({len(missing) + len(unknown)} in all)"
+        raise _other_model(f"{key}{directory}", text, missing + unknown)
+    return index
+
+
+def read_shards(
+    directory: Path,
+    shards: Mapping[str, str],
+    shapes: Mapping[str, Sequence[int]],
+    parts: Sequence[str],
+    *,
+    key: str = "",
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Reads ``parts`` of the parameters in ``shapes``, one tensor at a time, as (parameter, part, tensor).
+
+    ``shards`` is the index. Raises UserError for another shape; the message starts with ``key``.
+    """
+    with ExitStack() as stack:
+        files = {
+            name: stack.enter_context(safe_open(directory / name, framework="pt"))
+            for name in sorted(set(shards.values()))
+        }
+        for name, shape in shapes.items():
+            file = files[shards[name]]
+            saved = file.get_slice(f"{WEIGHT}/{name}").get_shape()
+            if saved != list(shape):
+                raise _other_model(
+                    f"{key}{directory}", f"{name} is {saved} there and {list(shape)} here", [name]
+                )
+            for part in parts:
+                yield name, part, file.get_tensor(f"{part}/{name}")
+
+
+def _other_model(directory: str, difference: str, names: Collection[str]) -> UserError:
+    adapters = ", with its lora.rank and lora.targets" if any(".lora_" in name for name in names) else ""
+    return UserError(
+        f"{directory}: was saved from another model: {difference}; use the model that it was saved from{adapters}"
+    )

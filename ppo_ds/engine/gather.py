@@ -1,0 +1,36 @@
+"""Gathering of parameters that ZeRO-3 has partitioned, in chunks of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import deepspeed
+from torch import nn
+
+from ppo_ds.engine.trained import TrainedModel
+
+T = TypeVar("T")
+GATHER_ELEMENTS = (
+    100_000_000  # per collective: enough to use the bandwidth of the links, small beside a large model
+)
+
+
+def chunked(items: Iterable[T], numel: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Splits ``items`` in order into lists, each of which ends with the item that reaches ``limit`` elements."""
+    chunk: list[T] = []
+    elements = 0
+    for item in items:
+        chunk.append(item)
+        elements += numel(item)
+        if elements >= limit:
+            yield chunk
+            chunk, elements = [], 0
+    if chunk:
+        yield chunk
+
+
+def gathered(trained: TrainedModel, module: nn.Module) -> AbstractContextManager[None]:
+    """Makes the parameters of ``module``, a part of ``trained``, whole on every rank for reading. A collective."""
+    return deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=trained.zero_stage == 3)
