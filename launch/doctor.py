@@ -1,10 +1,11 @@
-"""Checks a run before it starts: python launch/doctor.py +experiment=rlhf [KEY=VALUE ...] [--gpus 8] [--gpu-mem 80].
+"""Checks a run before it starts: python launch/doctor.py +experiment=rlhf [KEY=VALUE ...] [--gpus 8] ...
 
-It takes the command line of launch/train.py, reports whether models, data and reward can be read, and estimates the
-memory of each phase. Models are read from their config.json files; no weights are loaded. Without --gpus and
---gpu-mem it checks for this machine.
+It takes the command line of launch/train.py, reports whether models, data and reward can be read, and
+estimates the memory of each phase. Models are read from their config.json files; no weights are loaded.
+Without --gpus and --gpu-mem it checks for this machine.
 
-Exit code 0: the run can start and fits; 1: it does not fit, or an input cannot be read; 2: the config is wrong.
+Exit code 0: the run can start and fits; 1: it does not fit, or an input cannot be read; 2: the config is
+wrong.
 """
 
 from __future__ import annotations

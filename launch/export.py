@@ -1,4 +1,6 @@
-"""Exports a checkpoint as a Hugging Face folder: python launch/export.py RUN_DIR, also while the run is training.
+"""Exports a checkpoint as a Hugging Face folder: python launch/export.py RUN_DIR.
+
+The run may still be training.
 
 Exit code 0: exported; 2: nothing was written, and one line states the reason; 1: any other error.
 """
@@ -23,8 +25,8 @@ def main(argv: list[str]) -> int:
         prog="launch/export.py",
         description="Exports a model of a checkpoint as a Hugging Face folder. Needs no GPU.",
         epilog=(
-            "The initial model of the run must still exist. If its path was relative, start this command in the "
-            "directory where the run was started."
+            "The initial model of the run must still exist. If its path was relative, start this command in "
+            "the directory where the run was started."
         ),
         allow_abbrev=False,
     )

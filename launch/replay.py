@@ -2,8 +2,8 @@
 
 It runs on the CPU, row by row, and prints the losses of each row and its first non-finite tensor.
 
-Exit code 0: replayed, with any result; 2: the replay is not possible, and one line states the reason; 1: any other
-error.
+Exit code 0: replayed, with any result; 2: the replay is not possible, and one line states the reason; 1: any
+other error.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="launch/replay.py",
         description=(
-            "Replays a dumped optimizer step and prints the first non-finite tensor. Needs no GPU and changes no files."
+            "Replays a dumped optimizer step and prints the first non-finite tensor. "
+            "Needs no GPU and changes no files."
         ),
         epilog=(
-            "The initial models of the run must still exist. If their paths were relative, start this command in the "
-            "directory where the run was started."
+            "The initial models of the run must still exist. If their paths were relative, start this command "
+            "in the directory where the run was started."
         ),
         allow_abbrev=False,
     )
@@ -66,7 +67,8 @@ def report_lines(result: Replay) -> list[str]:
         prompt = dump.rows[row.position]["prompt"][:PROMPT_CHARACTERS]
         first = row.first or "-"
         lines.append(
-            f"row {dump.row(row.position):3d}  loss: {losses}  first non-finite tensor: {first}  prompt {prompt!r}"
+            f"row {dump.row(row.position):3d}  loss: {losses}  first non-finite tensor: {first}  "
+            f"prompt {prompt!r}"
         )
     bad = next((row for row in result.rows if row.first is not None), None)
     if result.given is not None:

@@ -1,7 +1,7 @@
-"""Trains a model: deepspeed launch/train.py +experiment=rlhf, from any directory; also with torchrun or plain python.
+"""Trains a model: deepspeed launch/train.py +experiment=rlhf. Also starts with torchrun and plain python.
 
-Exit code 0: done; 2: the config, the data or a model folder is wrong (one rank prints one line per problem); 143: a
-signal stopped the run after a checkpoint was saved; 130: interrupted; 1: any other error.
+Exit code 0: done; 2: the config, the data or a model folder is wrong (one rank prints one line per problem);
+143: a signal stopped the run after a checkpoint was saved; 130: interrupted; 1: any other error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 HERE = Path(__file__).resolve().parent
-# Makes the repository importable, and keeps launch/ itself off the path: its modules would shadow others of the same name.
+# Makes the repository importable, and keeps launch/ itself off the path: its modules would shadow others.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from launch.cli import load_config  # noqa: E402
@@ -37,7 +37,7 @@ QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "WANDB_SILENT": "true",
-    # torch logs ten lines on each rank when the store of a failed rank is gone; distributed/watchdog.py prints one
+    # otherwise torch logs ten lines on each rank when a failed rank's store is gone
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # environment of a dry run

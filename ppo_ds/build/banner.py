@@ -24,8 +24,8 @@ def summary(
 ) -> list[str]:
     """Returns the summary of a PPO run: devices, models, data and batch sizes.
 
-    ``critic_start`` is the path of the critic's first weights, None without a critic of its own. ``gap`` is the mean and
-    the maximum that the parity gate found.
+    ``critic_start`` is the path of the critic's first weights, None without a critic of its own. ``gap`` is
+    the mean and the maximum that the parity gate found.
     """
     actor, critic, reference, algo = config.actor, config.critic, config.reference, config.algo
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
@@ -47,7 +47,8 @@ def summary(
         f"reward     {_reward(config.reward)}; KL {kl}",
         f"data       {source.path}: {describe_rows(source.report, 'prompts')}",
         *batch_equation(config, world.size, f", {optimizer_steps} in {steps} steps"),
-        f"parity     log-probs of generation and training differ by {gap[0]:.2g} on average, {gap[1]:.2g} at most",
+        f"parity     log-probs of generation and training differ by {gap[0]:.2g} on average, "
+        f"at most {gap[1]:.2g}",
     ]
 
 
@@ -60,18 +61,21 @@ def resumed(run_dir: str, done: int, steps: int) -> list[str]:
         ]
     if done:
         return [
-            f"resumed    after step {done}, from {run_dir}/checkpoints (run.name or run.dir chooses another place)"
+            f"resumed    after step {done}, from {run_dir}/checkpoints (set run.name or run.dir to start "
+            "another run)"
         ]
     return []
 
 
-def batch_equation(config: Config, ranks: int, in_all: str = "") -> list[str]:
-    """Samples and optimizer steps of one PPO step. ``in_all``: what is said of the whole run."""
+def batch_equation(config: Config, ranks: int, total: str = "") -> list[str]:
+    """Returns lines on the samples and optimizer steps of one PPO step; ``total`` adds those of the run."""
     rollout, epochs, size = config.rollout, config.algo.epochs, rollout_size(config)
     minibatch = config.algo.minibatch_size or size
     return [
-        f"rollout    {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples a step, {size // ranks} on each rank",
-        f"update     {epochs} epochs x ({size} / {minibatch}) = {epochs * size // minibatch} optimizer steps a step{in_all}",
+        f"rollout    {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {size} samples "
+        f"per step, {size // ranks} per rank",
+        f"update     {epochs} epochs x ({size} / {minibatch}) = {epochs * size // minibatch} optimizer "
+        f"steps per step{total}",
     ]
 
 
@@ -82,7 +86,7 @@ def _reference_place(config: Config) -> str:
 
 
 def _reward(section: dict[str, Any]) -> str:
-    """``FunctionReward path=a:b``, sections within in parentheses."""
+    """Formats a reward section as ``FunctionReward path=a:b``, nested sections in parentheses."""
     name = [str(section["_target_"]).rpartition(".")[2]] if "_target_" in section else []
     keys = {key: value for key, value in section.items() if key != "_target_"}
     return " ".join(

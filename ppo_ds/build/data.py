@@ -1,4 +1,7 @@
-"""Builds the tokenizer and the data of a run: prompts, held-out prompts, and texts for the language-modelling loss."""
+"""Builds the tokenizer and the data of a run.
+
+Data are prompts, held-out prompts, and texts for the language-modelling loss.
+"""
 
 from __future__ import annotations
 
@@ -107,17 +110,17 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     if given is None:
         if not tokenizer.stop_ids and not config.sampling.stop:
             raise UserError(
-                f"actor.model.path={config.actor.model.path}: neither the tokenizer nor generation_config.json names "
-                "an end token, so no response would end by itself; set sampling.stop_token_ids or sampling.stop, or "
-                "sampling.stop_token_ids=[] if that is intended"
+                f"actor.model.path={config.actor.model.path}: neither the tokenizer nor "
+                "generation_config.json names an end token, so no response would end by itself; set sampling.stop_token_ids or "
+                "sampling.stop, or sampling.stop_token_ids=[] if that is intended"
             )
         return tokenizer.stop_ids
     # a vocabulary may have gaps, so that ids above its size are valid
     unknown = [i for i in given if i >= tokenizer.vocab_size and i not in tokenizer.hf.get_vocab().values()]
     if unknown:
         raise UserError(
-            f"sampling.stop_token_ids: {unknown[0]} is not a token: the actor's tokenizer has {tokenizer.vocab_size} "
-            "tokens; remove it, or set null for the model's own end tokens"
+            f"sampling.stop_token_ids: {unknown[0]} is not a token: the actor's tokenizer has "
+            f"{tokenizer.vocab_size} tokens; remove it, or set null for the model's own end tokens"
         )
     return tuple(given)
 

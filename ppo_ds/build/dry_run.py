@@ -1,8 +1,10 @@
-"""Dry run (run.dry_run): two steps on tiny random models, to test that config, data, reward and loop work together.
+"""Dry run (run.dry_run): two steps on tiny random models.
 
-A dry run is an ordinary run of a modified config: model paths point to tiny models of the same architectures, batches
-are small, and run.dir is another folder. The config's ``prepare`` creates the tiny models; rank 0 runs it before
-anything is loaded.
+It tests that config, data, reward and loop work together.
+
+A dry run is an ordinary run of a modified config: model paths point to tiny models of the same architectures,
+batches are small, and run.dir is another folder. The config's ``prepare`` creates the tiny models; rank 0
+runs it before anything is loaded.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ def _with_tiny_models(section: dict[str, Any], tiny: dict[Model, str]) -> dict[s
 
 
 def _moved(value: Any, old: str, new: str) -> Any:
-    """Returns a copy of ``value`` in which each string that is the folder ``old``, or a path below it, is in ``new``."""
+    """Returns a copy of ``value`` with the folder ``old`` replaced by ``new``, also in paths below it."""
     if isinstance(value, dict):
         return {name: _moved(item, old, new) for name, item in value.items()}
     if isinstance(value, list):
@@ -130,8 +132,8 @@ def start_dry_run(config: Config, ranks: int, is_main: bool) -> Config:
     if is_main:
         if folder.exists() and not (folder / MARKER).exists():
             raise UserError(
-                f"run.dry_run=true: the dry run writes to {folder}, but that folder exists and no dry run created it; "
-                "choose another run.name"
+                f"run.dry_run=true: the dry run writes to {folder}, but that folder exists and no dry run "
+                "created it; choose another run.name"
             )
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -1,6 +1,7 @@
 """Checks of models and rewards before any weight is loaded, from config files, tokenizers and the data.
 
-Loading a large model takes minutes. Each loader checks its model again; these checks only report an error earlier.
+Loading a large model takes minutes. Each loader checks its model again; these checks only report an error
+earlier.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def preflight(config: Config, inputs: Inputs) -> None:
 
 
 def check_vocabularies(config: Config, tokenizer: Tokenizer) -> None:
-    """Checks that the actor's and the reference's embedding has a row for each token id of the actor's tokenizer."""
+    """Checks that actor and reference have an embedding row for each id of the actor's tokenizer."""
     models: dict[str, Any] = {"actor.model.path": config.actor.model}
     if uses_reference(config):
         models["reference.model.path"] = config.reference.model
@@ -48,8 +49,8 @@ def check_vocabularies(config: Config, tokenizer: Tokenizer) -> None:
         )  # some families name it differently
         if rows is not None and tokenizer.id_bound > rows:
             raise UserError(
-                f"{key}={model.path}: the actor's tokenizer has ids up to {tokenizer.id_bound - 1}, but this model's "
-                f"embedding has only {rows} rows; use a model and a tokenizer that belong together"
+                f"{key}={model.path}: the actor's tokenizer has ids up to {tokenizer.id_bound - 1}, but this "
+                f"model's embedding has only {rows} rows; use a model and a tokenizer that belong together"
             )
 
 

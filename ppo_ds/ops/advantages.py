@@ -27,7 +27,7 @@ def compute_gae(
 ) -> tuple[Tensor, Tensor]:
     """Computes generalised advantage estimates (Schulman et al. 2016) and returns, [B,T] each.
 
-        delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lam * A_{t+1}        returns = A + V
+        delta_t = r_t + gamma * V_{t+1} - V_t      A_t = delta_t + gamma * lam * A_{t+1}      returns = A + V
 
     Position t + 1 is the next position with mask = 1: holes (tool output, another speaker's turn) are skipped
     without decay. After the last position V is ``bootstrap_value`` [B], or 0.
@@ -149,7 +149,8 @@ def one_step_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Computes advantages and returns of the whole response as one action, [B] each.
 
-    Advantages are scores - V(prompt), whitened over all ranks (unbiased) if ``whiten``. Returns are the scores.
+    Advantages are scores - V(prompt), whitened over all ranks (unbiased) if ``whiten``. Returns are the
+    scores.
     """
     scores = widen(scores).detach()
     advantages = scores - widen(values)

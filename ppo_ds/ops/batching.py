@@ -18,15 +18,16 @@ def plan_forwards(
 ) -> list[Tensor]:
     """Groups rows of ``lengths`` [B] into forward passes, each row in one group.
 
-    Rows are sorted by length, longest first, so that lengths within a group are similar and running out of memory
-    shows in the first group. A group stays within ``token_budget``, unless it is a single row that exceeds it.
+    Rows are sorted by length, longest first, so that lengths within a group are similar and running out of
+    memory shows in the first group. A group stays within ``token_budget``, unless it is a single row that
+    exceeds it.
 
     Args:
-        at_least: Minimum number of groups, at most B; the most expensive groups are halved until it is reached.
-            Every rank must run the same number of forward passes.
-        packed: Rows share a line without padding, and a group costs the sum of its lengths. Otherwise rows are
-            padded to the longest of the group, which costs rows * longest, and the grouping has the smallest total
-            cost, where each group costs ``FORWARD`` more.
+        at_least: Minimum number of groups, at most B; the most expensive groups are halved until it is
+            reached. Every rank must run the same number of forward passes.
+        packed: Rows share a line without padding, and a group costs the sum of its lengths. Otherwise rows
+            are padded to the longest of the group, which costs rows * longest, and the grouping has the
+            smallest total cost, where each group costs ``FORWARD`` more.
 
     Returns:
         Row indices of each group (LongTensor).
@@ -97,7 +98,8 @@ def fill_groups(descending: list[int], token_budget: int) -> list[int]:
 def cheapest_groups(descending: list[int], token_budget: int) -> list[int]:
     """Returns the ends of the padded groups with the smallest total cost, by dynamic programming.
 
-    The cheapest grouping of the first ``end`` rows is a last group and the cheapest grouping of the rows before it.
+    The cheapest grouping of the first ``end`` rows is a last group and the cheapest grouping of the rows
+    before it.
     """
     groupings: list[tuple[int, list[int]]] = [(0, [])]  # of the first 0, 1, 2, ... rows: cost, ends
     for end in range(1, len(descending) + 1):
@@ -116,8 +118,8 @@ def cheapest_groups(descending: list[int], token_budget: int) -> list[int]:
 def balance_ranks(lengths: Tensor, ranks: int) -> list[Tensor]:
     """Assigns rows of ``lengths`` [B] to ranks, B divisible by ``ranks``.
 
-    Rows are sorted by length, longest first (a stable sort), and assigned in snake order (0 1 2 2 1 0 0 1 2 ...).
-    Every rank gets the same number of rows and about the same number of tokens.
+    Rows are sorted by length, longest first (a stable sort), and assigned in snake order (0 1 2 2 1 0 0 1 2
+    ...). Every rank gets the same number of rows and about the same number of tokens.
 
     Returns:
         Row indices of each rank (LongTensor [B/ranks]).

@@ -1,7 +1,10 @@
-"""FLOPs and bytes of a transformer's forward passes, computed from its sizes: a lower bound for any implementation.
+"""FLOPs and bytes of a transformer's forward passes, computed from its sizes.
 
-A multiplication and an addition are two FLOPs. Norms, softmax and activation functions are left out (below 1 %).
-Recomputation (gradient checkpointing) is not counted, as in PaLM's MFU (Chowdhery et al. 2022, appendix B).
+They are lower bounds for any implementation.
+
+A multiplication and an addition are two FLOPs. Norms, softmax and activation functions are left out (below
+1 %). Recomputation (gradient checkpointing) is not counted, as in PaLM's MFU (Chowdhery et al. 2022, appendix
+B).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""KL estimators (Schulman, "Approximating KL divergence") and controllers of the KL coefficient. All in nats."""
+"""KL estimators (Schulman, "Approximating KL divergence") and controllers of the KL coefficient.
+
+All values are in nats."""
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ def approx_kl(
 
         k1 = d        abs = |d|        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
 
-    "k1+" and "k3+" have the value of k1 and k3 and the gradient of k2. Of the three, only k2 has the gradient of
-    the reverse KL in expectation (the gradient of k1 is 0, that of k3 is the gradient of the forward KL).
+    "k1+" and "k3+" have the value of k1 and k3 and the gradient of k2. Of the three, only k2 has the gradient
+    of the reverse KL in expectation (the gradient of k1 is 0, that of k3 is the gradient of the forward KL).
 
-    k3 limits -d to 20: beyond that the value stays finite and the gradient is 0. For large d, exp(-d) vanishes.
+    k3 limits -d to 20: beyond that the value stays finite and the gradient is 0. For large d, exp(-d)
+    vanishes.
 
     Args:
         clamp: Limits the value to +-clamp; the gradient is 0 beyond it, except for "k1+" and "k3+". None: no
@@ -74,7 +77,8 @@ class FixedKLController:
 class AdaptiveKLController(FixedKLController):
     """Proportional controller in log space (Ziegler et al. 2019, section 2.2).
 
-    ``target`` has the unit of the KL passed to update(): the default of 6 nats is per sequence, not per token.
+    ``target`` has the unit of the KL passed to update(): the default of 6 nats is per sequence, not per
+    token.
     """
 
     def __init__(
@@ -99,8 +103,8 @@ class AdaptiveKLController(FixedKLController):
 class ThresholdKLController(FixedKLController):
     """Multiplies the coefficient by ``up`` or ``down`` when the KL leaves a band around the target.
 
-    The factor is ``up`` if KL > ``high`` * target and ``down`` if KL < ``low`` * target, both strictly. The KL is 0
-    at the start of training, so without ``min_coef`` the coefficient would be halved in every step.
+    The factor is ``up`` if KL > ``high`` * target and ``down`` if KL < ``low`` * target, both strictly. The
+    KL is 0 at the start of training, so without ``min_coef`` the coefficient would be halved in every step.
     """
 
     def __init__(

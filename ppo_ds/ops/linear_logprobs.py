@@ -1,14 +1,14 @@
 """Log-probabilities and entropy of a linear head without materialising the logits.
 
-The logits of K hidden states and V tokens are K x V numbers, and so is their gradient: 5 GB each in float32 for
-8,192 states and 151,936 tokens. Here they are computed for one block of the vocabulary at a time, [K,b], and
-discarded. The backward pass recomputes them, a fourth matrix product beside the three that a head always costs. If
-all blocks together are small, they are kept instead. Each block holds every state, so the gradient of a weight row is
-one product and nothing is accumulated in 16 bits.
+The logits of K hidden states and V tokens are K x V numbers, and so is their gradient: 5 GB each in float32
+for 8,192 states and 151,936 tokens. Here they are computed for one block of the vocabulary at a time, [K,b],
+and discarded. The backward pass recomputes them, a fourth matrix product beside the three that a head always
+costs. If all blocks together are small, they are kept instead. Each block holds every state, so the gradient
+of a weight row is one product and nothing is accumulated in 16 bits.
 
-Logits are converted to float32 (float64 for float64 inputs) first. For 16-bit states and weights, CUDA returns the
-products in float32; the CPU rounds them to 16 bits, as the head of the model does, because it has no other fast
-product of them. The CUDA branches have not been run on a GPU.
+Logits are converted to float32 (float64 for float64 inputs) first. For 16-bit states and weights, CUDA
+returns the products in float32; the CPU rounds them to 16 bits, as the head of the model does, because it has
+no other fast product of them. The CUDA branches have not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, t
 
 
 def _within(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Returns a mask of the labels inside the block [K] and their columns in it [K,1]; column 0 for the others."""
+    """Returns a mask [K] of the labels inside the block, and their columns [K,1]; 0 for other labels."""
     inside = (labels >= block.start) & (labels < block.stop)
     return inside, torch.where(inside, labels - block.start, 0).unsqueeze(-1)
 
@@ -137,8 +137,8 @@ class _LinearStatistics(torch.autograd.Function):
                 kept += [exp, sums.largest]
         log_sum = sums.exp.log()
         entropy = log_sum - sums.weighted / sums.exp if with_entropy else None
-        # saves the parameter itself: under ZeRO-3 it is empty between the passes, and the engine gathers it again
-        # for the backward
+        # saves the parameter itself: under ZeRO-3 it is empty between the passes, and the engine gathers it
+        # again for the backward
         ctx.save_for_backward(hidden, weight, bias, labels, sums.largest + log_sum, entropy, *kept)
         ctx.temperature, ctx.size = temperature, size
         ctx.set_materialize_grads(False)
@@ -198,7 +198,7 @@ def logits_gradient(
     entropy: Tensor,
     for_entropy: Tensor | None,
 ) -> Tensor:
-    """Computes the gradient [K,b] of a block of logits from its probabilities p [K,b], which are overwritten."""
+    """Computes the gradient [K,b] of a block of logits from its probabilities p [K,b]; overwrites p."""
     if for_entropy is None:
         d = p.mul_(-for_logprobs.unsqueeze(-1))
     else:

@@ -1,9 +1,9 @@
 """Log-probabilities and entropy from logits, in float32 or wider, without a float32 copy of all logits.
 
-log_softmax in bf16 over a vocabulary of 150k is off by up to 0.065 per token, so rows are upcast. [B,T,V] in float32
-takes tens of gigabytes, so ``chunk_size`` rows are upcast at a time, also in the backward pass, which recomputes the
-softmax. Beyond the logits, this takes a few [chunk_size, V] float32 tensors and, after the backward pass, the
-gradient in the dtype of the logits.
+log_softmax in bf16 over a vocabulary of 150k is off by up to 0.065 per token, so rows are upcast. [B,T,V] in
+float32 takes tens of gigabytes, so ``chunk_size`` rows are upcast at a time, also in the backward pass, which
+recomputes the softmax. Beyond the logits, this takes a few [chunk_size, V] float32 tensors and, after the
+backward pass, the gradient in the dtype of the logits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def logprobs_and_entropy_from_logits(
     chunk_size: int | None = 1024,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes log-probs and entropy in one pass over the logits; the entropy is None without ``with_entropy``."""
+    """Computes log-probs and entropy in one pass over the logits; without ``with_entropy`` it is None."""
     logprobs, entropy = _RowStatistics.apply(_as_3d(logits), labels, temperature, chunk_size, with_entropy)
     return logprobs.view(labels.shape), entropy.view(labels.shape) if with_entropy else None
 
@@ -74,7 +74,7 @@ def _blocks(rows: int, width: int, chunk_size: int | None) -> Iterator[tuple[sli
 
 
 def _shifted(block: Tensor, temperature: float) -> Tensor:
-    """Computes block / temperature - row maximum as a new float32 (or float64) tensor, never a view of the logits."""
+    """Computes block / temperature - row maximum as a new float32 (or float64) tensor, never a view."""
     x = widen(block)
     if temperature != 1.0:
         x = x / temperature
@@ -82,7 +82,10 @@ def _shifted(block: Tensor, temperature: float) -> Tensor:
 
 
 class _RowStatistics(torch.autograd.Function):
-    """Computes log-probs [B,T] (or None) and entropy [B,T] (or None) of logits [B,T,V] and labels [B,T] (or None)."""
+    """Autograd function of log-probs and entropy.
+
+    logits [B,T,V], labels [B,T] or None -> log-probs [B,T] or None, entropy [B,T] or None.
+    """
 
     @staticmethod
     def forward(

@@ -1,10 +1,11 @@
 """Policy, value, entropy and KL losses, and their aggregation over all tokens of an optimizer step.
 
-Gradients flow into the policy's log-probs (or the values, or the entropy) only. A micro-batch without any action
-has a loss of 0 with zero gradients, not NaN: its rank must still run the same backward as the other ranks.
+Gradients flow into the policy's log-probs (or the values, or the entropy) only. A micro-batch without any
+action has a loss of 0 with zero gradients, not NaN: its rank must still run the same backward as the other
+ranks.
 
-Metrics of a loss are detached *local sums* that add up exactly over micro-batches and ranks. Their shape tells how
-to reduce them:
+Metrics of a loss are detached *local sums* that add up exactly over micro-batches and ranks. Their shape
+tells how to reduce them:
     [2]     (sum, count), a mean after summation
     [5]     moments, the input of explained_variance() after summation
     0-dim   a maximum
@@ -68,10 +69,10 @@ def aggregate(
     Sequences without tokens count 0.
 
     Args:
-        totals: None aggregates over this batch alone. With totals, the result is this micro-batch's share of the
-            whole optimizer step, times dp_size, since data-parallel training averages gradients over ranks.
-            Summed over micro-batches and averaged over ranks it is the mean over the whole step, for any split of
-            the rows (with DeepSpeed: ``engine.backward(loss, scale_wrt_gas=False)``).
+        totals: None aggregates over this batch alone. With totals, the result is this micro-batch's share of
+            the whole optimizer step, times dp_size, since data-parallel training averages gradients over
+            ranks. Summed over micro-batches and averaged over ranks it is the mean over the whole step, for
+            any split of the rows (with DeepSpeed: ``engine.backward(loss, scale_wrt_gas=False)``).
     """
     total = _numerator(loss, mask, mode)
     if totals is None:
@@ -155,24 +156,25 @@ def policy_loss(
     cispo      -A clip(r).detach() log pi (MiniMax 2025)
     reinforce  -A log pi, without a ratio
 
-    The log-ratio is masked, then clamped, then exponentiated. Without the clamp float32 gives 0 * inf = NaN gradients
-    although the loss is finite.
+    The log-ratio is masked, then clamped, then exponentiated. Without the clamp float32 gives 0 * inf = NaN
+    gradients although the loss is finite.
 
     Args:
         logprobs, old_logprobs, mask: [B,T].
         advantages: [B,T] or [B].
         clip_high: None uses clip_low.
         dual_clip: A constant c > 1 that bounds the loss by -A c where A < 0 (Ye et al. 2020).
-        ratio: One ratio per token, or one for all tokens of a response: exp of the sum ("sequence") or of the mean
-            ("sequence_mean") of the log-ratios.
+        ratio: One ratio per token, or one for all tokens of a response: exp of the sum ("sequence") or of the
+            mean ("sequence_mean") of the log-ratios.
         log_ratio_clamp: Limits the log-ratio to +-log_ratio_clamp; the gradient is 0 beyond it.
         is_weights: Importance weights [B,T] of the sampling engine, see rollout_is_weights.
 
     Returns:
-        The loss, 0-dim, and metrics, each (sum, count) unless noted, see the module's docstring: policy/loss as
-        aggregated by ``agg``; over tokens policy/clipfrac (the clip zeroes the gradient), policy/clipfrac_low (the
-        dual clip does), policy/approx_kl (k3 of old || new, with the clamped log-ratio), policy/kl_k1 (old - new,
-        per token and unclamped) and policy/ratio_mean; policy/ratio_max, 0-dim.
+        The loss, 0-dim, and metrics, each (sum, count) unless noted, see the module's docstring: policy/loss
+        as aggregated by ``agg``; over tokens policy/clipfrac (the clip zeroes the gradient),
+        policy/clipfrac_low (the dual clip does), policy/approx_kl (k3 of old || new, with the clamped
+        log-ratio), policy/kl_k1 (old - new, per token and unclamped) and policy/ratio_mean; policy/ratio_max,
+        0-dim.
     """
     current, old = keep(logprobs, mask), keep(old_logprobs.detach(), mask)
     advantages = keep((advantages if advantages.dim() == 2 else advantages[:, None]).detach(), mask)
@@ -226,7 +228,7 @@ def clamped_log_ratio(differences: Tensor, mask: Tensor, ratio: Ratio, clamp: fl
 def clipped_objective(
     r: Tensor, advantages: Tensor, bounds: tuple[float, float], dual_clip: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes PPO's clipped objective per token, and masks of the tokens where the clip and the dual clip apply."""
+    """Computes PPO's clipped objective per token, and masks of the tokens where either clip applies."""
     plain, bounded = -advantages * r, -advantages * r.clamp(*bounds)
     loss = torch.maximum(plain, bounded)
     clipped_low = torch.zeros_like(r, dtype=torch.bool)
@@ -284,8 +286,8 @@ def value_loss(
         half: Multiplies the loss by 1/2.
 
     Returns:
-        The loss and metrics, see the module's docstring: value/loss, value/clipfrac and value/mean (of the values)
-        are (sum, count); value/explained_var holds the moments for explained_variance().
+        The loss and metrics, see the module's docstring: value/loss, value/clipfrac and value/mean (of the
+        values) are (sum, count); value/explained_var holds the moments for explained_variance().
     """
     values, old, returns = keep(values, mask), keep(old_values.detach(), mask), keep(returns.detach(), mask)
     loss = (values - returns).square()
@@ -324,8 +326,8 @@ def kl_loss(
 ) -> Tensor:
     """Aggregates KL(policy || reference) [B,T] to a scalar loss.
 
-    ``estimator``: one of approx_kl's, or a function of log-probs and reference log-probs. On fresh samples k2 is the
-    estimator with the right gradient, see approx_kl.
+    ``estimator``: one of approx_kl's, or a function of log-probs and reference log-probs. On fresh samples k2
+    is the estimator with the right gradient, see approx_kl.
     """
     estimate = estimator if callable(estimator) else partial(approx_kl, estimator=estimator)
     return aggregate(estimate(keep(logprobs, mask), keep(ref_logprobs, mask)), mask, agg, totals)
@@ -352,7 +354,10 @@ def _part(loss: Tensor, mask: Tensor, agg: LossAgg, totals: BatchTotals | None) 
 
 
 def explained_variance_moments(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Returns (count, sum of returns, of their squares, sum of errors returns - values, of their squares), [5]."""
+    """Returns the count, and sums of returns, squared returns, errors and squared errors, [5].
+
+    Errors are returns - values.
+    """
     returns = returns.double()
     errors = keep(returns - values, mask)
     return torch.stack(

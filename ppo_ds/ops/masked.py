@@ -1,7 +1,7 @@
 """Masked statistics.
 
-Positions with mask = 0 may hold anything, including NaN and infinities. They are replaced *before* any arithmetic,
-so that they affect neither a value nor a gradient (0 * inf would be NaN).
+Positions with mask = 0 may hold anything, including NaN and infinities. They are replaced *before* any
+arithmetic, so that they affect neither a value nor a gradient (0 * inf would be NaN).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def masked_mean_var(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes mean, variance and count (0-dim) of the positions with mask = 1 over all ranks; detached.
 
-    The computation takes two passes (squared differences from the global mean), both summed and reduced in float64:
-    E[x^2] - E[x]^2 would lose every digit of advantages that are far from 0. Fewer than two positions have variance
-    0.
+    The computation takes two passes (squared differences from the global mean), both summed and reduced in
+    float64: E[x^2] - E[x]^2 would lose every digit of advantages that are far from 0. Fewer than two
+    positions have variance 0.
     """
     total = reduce or (lambda t: t)
     mask = mask.bool().expand_as(x)
@@ -71,8 +71,8 @@ def masked_whiten(
     With fewer than two positions the variance is undefined, and the result is x - mean.
 
     Args:
-        shift_mean: False keeps the mean, as in TRL. A shift of rewards would be a bonus per token, and thus for
-            length.
+        shift_mean: False keeps the mean, as in TRL. A shift of rewards would be a bonus per token, and thus
+            for length.
     """
     mean, var, count = masked_mean_var(x, mask, unbiased, reduce)
     whitened = (keep(x, mask) - mean) * torch.where(count < 2, 1.0, torch.rsqrt(var + eps))

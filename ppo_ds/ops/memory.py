@@ -1,8 +1,9 @@
 """Memory of models in bytes, by arithmetic alone: engines by ZeRO stage, activations, KV caches.
 
-The persistent and temporary buffers of DeepSpeed (0.19.8) were read from its code. Activations are those that autograd
-keeps of a decoder as transformers writes it: norms in fp32, fused attention, a gated MLP. Other families are treated
-as one of these, without the gate if they have none. docs/reliability.md compares the sums with measured runs.
+The persistent and temporary buffers of DeepSpeed (0.19.8) were read from its code. Activations are those that
+autograd keeps of a decoder as transformers writes it: norms in fp32, fused attention, a gated MLP. Other
+families are treated as one of these, without the gate if they have none. docs/reliability.md compares the
+sums with measured runs.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def activation_bytes(shape: Shape, tokens: int, length: int, each: int, checkpoi
 
 
 def inference_activation_bytes(shape: Shape, tokens: int, length: int, each: int) -> int:
-    """Computes the peak inside a layer without gradients: the residual stream, and the MLP or the attention."""
+    """Computes the peak inside a layer without gradients: residual stream, and MLP or attention."""
     mlp = (3 if shape.gated else 2) * shape.inner
     attention = 0 if shape.fused else 4 * shape.heads * length
     return tokens * each * (2 * shape.hidden + max(mlp, attention))
@@ -208,8 +209,8 @@ def head_forward_bytes(shape: Shape, positions: int, each: int, block: int) -> i
 def head_backward_bytes(shape: Shape, positions: int, each: int, block: int, kept: int) -> int:
     """Computes the memory of the head's forward and backward.
 
-    It holds the states, their fp32 gradient, blocks of logits, the kept logits if there are at most ``kept`` of them,
-    and the gradient of the weight.
+    It holds the states, their fp32 gradient, blocks of logits, the kept logits if there are at most ``kept``
+    of them, and the gradient of the weight.
     """
     logits = positions * shape.vocabulary
     states = positions * shape.hidden * (3 * each + FP32)
@@ -232,8 +233,8 @@ def static_decode_bytes(
 
     Args:
         tokens: Cached positions, prompts included, in ``rows`` rows of ``length``.
-        prefill: Prompt positions of one forward, whose keys and values are then copied. The first prefill happens
-            before the cache is allocated.
+        prefill: Prompt positions of one forward, whose keys and values are then copied. The first prefill
+            happens before the cache is allocated.
         waiting: More prompts are prefilled later, while the cache is allocated.
     """
     slots, prompt_cache = kv_cache_bytes(shape, tokens, each), kv_cache_bytes(shape, prefill, each)
@@ -248,8 +249,8 @@ def static_decode_bytes(
 def decode_bytes_bound(shape: Shape, tokens: int, rows: int, each: int) -> int:
     """Computes an upper bound of the decode memory of any backend, by which the generation plan is chosen.
 
-    It holds the KV cache, the activations of one layer if all tokens are prefilled at once (four hidden states, three
-    of the MLP), and one row of logits per sequence, as in static_decode_bytes.
+    It holds the KV cache, the activations of one layer if all tokens are prefilled at once (four hidden
+    states, three of the MLP), and one row of logits per sequence, as in static_decode_bytes.
     """
     activations = (4 * shape.hidden + 3 * shape.inner) * each
     logits = rows * shape.vocabulary * (each + 3 * FP32)

@@ -1,7 +1,8 @@
 """Masks, positions and position ids of prompt + response sequences.
 
 B sequences, P padded prompt width (left), T padded response width (right). Masks come from lengths and stop
-tokens, never from ``ids != pad``: if pad == eos, that comparison masks the EOS, the action that receives the score.
+tokens, never from ``ids != pad``: if pad == eos, that comparison masks the EOS, the action that receives the
+score.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ def response_mask(
     Args:
         response_ids: [B,T].
         lengths: Generated tokens per row [B], if the backend knows them; everything after them is padding.
-        include_eos: False removes the stop token from the mask, but not from the lengths: it was generated and
-            is attended to.
+        include_eos: False removes the stop token from the mask, but not from the lengths: it was generated
+            and is attended to.
 
     Returns:
-        mask [B,T] bool; lengths [B] long up to and including the first stop token; finished [B] bool, True if the
-        row contains a stop token.
+        mask [B,T] bool; lengths [B] long up to and including the first stop token; finished [B] bool, True if
+        the row contains a stop token.
     """
     width = response_ids.shape[1]
     positions = torch.arange(width, device=response_ids.device)
@@ -78,8 +79,8 @@ def next_token_mask(mask: Tensor) -> Tensor:
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
     """Numbers the attended positions of each row 0, 1, 2, ...: [B,S] -> [B,S] long.
 
-    Masked positions get 1, since any valid position id will do. Without explicit position ids, left padding shifts
-    the positions of models with learned position embeddings (GPT-2, OPT).
+    Masked positions get 1, since any valid position id will do. Without explicit position ids, left padding
+    shifts the positions of models with learned position embeddings (GPT-2, OPT).
     """
     attended = attention_mask.bool()
     return torch.where(attended, attended.long().cumsum(dim=1) - 1, 1)

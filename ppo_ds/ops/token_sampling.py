@@ -1,8 +1,8 @@
-"""Sampling of the next token of each row on the device, without host synchronisation, from one uniform number each.
+"""Sampling of the next token of each row, on the device and without host synchronisation.
 
-Tokens are sampled by inverting the cumulative distribution function at a given uniform number. The caller may draw
-all numbers of a rollout at its start, one per row and position. The token that a row samples then depends on no other
-row, on no batch width and on no scheduling.
+Tokens are sampled by inverting the cumulative distribution function at a given uniform number. The caller may
+draw all numbers of a rollout at its start, one per row and position. The token that a row samples then
+depends on no other row, on no batch width and on no scheduling.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Samples one token per row and returns tokens [n] long and their log-probs [n] float32.
 
-    Log-probs are those of the whole distribution at ``temperature``, before ``top_k``, ``top_p`` and ``barred`` are
-    applied. Filters are those of the logits warpers of transformers, in the same order.
+    Log-probs are those of the whole distribution at ``temperature``, before ``top_k``, ``top_p`` and
+    ``barred`` are applied. Filters are those of the logits warpers of transformers, in the same order.
 
     Args:
         logits: [n,V].
@@ -66,8 +66,8 @@ def filter_logits(scores: Tensor, top_k: int, top_p: float) -> Tensor:
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Returns the token of each row [n] at which the running sum of the weights exceeds u x total.
 
-    A float32 running sum over 150k tokens would be off by more than its smallest terms. Sums of blocks are therefore
-    accumulated in float64, then the tokens of the selected block.
+    A float32 running sum over 150k tokens would be off by more than its smallest terms. Sums of blocks are
+    therefore accumulated in float64, then the tokens of the selected block.
 
     Args:
         weights: [n,V] >= 0, of any positive sum.

@@ -1,7 +1,7 @@
 """Export of a checkpoint as a Hugging Face folder, in one process on the CPU, also while its run is training.
 
-Only the model sections of the run's config are used; its data, rewards and other code are not loaded. Memory holds one
-copy of the model, or two with adapters, since the merged weights are made beside the base weights.
+Only the model sections of the run's config are used; its data, rewards and other code are not loaded. Memory
+holds one copy of the model, or two with adapters, since the merged weights are made beside the base weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> 
     if best:
         if not (root / "best").is_file():
             raise UserError(
-                f"--best: {root} has no best checkpoint (checkpoint.keep_best=false, or no evaluation yet); {available}"
+                f"--best: {root} has no best checkpoint (checkpoint.keep_best=false, or no evaluation yet); "
+                f"{available}"
             )
         name = (root / "best").read_text(encoding="utf-8").strip()
         step = next((step for step in steps if name == f"step_{step:06d}"), -1)
@@ -109,7 +110,10 @@ def export(
 
 
 def _read_config(checkpoint: Path, role: str) -> Config:
-    """Returns the config of the checkpoint's run, after checking that all its files are sound and hold ``role``."""
+    """Returns the config of the checkpoint's run.
+
+    All files of the checkpoint must be sound and hold ``role``.
+    """
     if damage := damage_of(checkpoint):
         raise UserError(
             f"{checkpoint}: is damaged, or was deleted by its run: {'; '.join(damage[:3])}; "
@@ -123,8 +127,8 @@ def _read_config(checkpoint: Path, role: str) -> Config:
     settings = state.get("settings")
     if settings is None:
         raise UserError(
-            f"{checkpoint}: was written by an older version, without settings; resume the run and export its next "
-            "checkpoint"
+            f"{checkpoint}: was written by an older version, without settings; resume the run and export "
+            "its next checkpoint"
         )
     # the run directory may have been moved since
     settings = _moved(settings, f"{settings['run']['dir']}/", f"{checkpoint.parent.parent}/")
@@ -151,8 +155,8 @@ def _refuse_remote_code(config: Config, checkpoint: Path) -> None:
     for key, model in [*roles, *reward_models(config.reward)]:
         if model.get("trust_remote_code"):
             raise UserError(
-                f"{checkpoint}: {key}.trust_remote_code=true runs Python code of {key}.path; read that code, then "
-                "repeat with --trust-remote-code"
+                f"{checkpoint}: {key}.trust_remote_code=true runs Python code of {key}.path; read that code, "
+                "then repeat with --trust-remote-code"
             )
 
 

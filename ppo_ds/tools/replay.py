@@ -1,4 +1,4 @@
-"""Replay of a dumped optimizer step on one rank of the CPU, row by row. The files of the run are not changed."""
+"""Replay of a dumped optimizer step on one CPU rank, row by row. No file of the run is changed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Replay:
 
 
 def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
-    """Loads the weights of the dump and repeats the optimizer step; the run's initial models must still exist."""
+    """Repeats the dumped optimizer step; the run's initial models must still exist."""
     dump, config = read_dump(folder), _read_config(folder, trust_remote_code)
     world = connect(config.run.timeout_minutes)
     timer, tokenizer = PhaseTimer(world.device), build_tokenizer(config)

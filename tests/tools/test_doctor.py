@@ -324,7 +324,7 @@ def test_a_run_that_fits(start: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert f"{adapters / 1e6:.1f} M of them trained" in said
     assert "reference" not in said.split("resident")[1]  # the actor without its adapters
     for text in (
-        "16 prompts x 1 = 16 samples a step, 8 on each rank",
+        "16 prompts x 1 = 16 samples per step, 8 per rank",
         "the longest has 64 tokens",
         "fits",
         "deepspeed 0.",
@@ -407,7 +407,7 @@ def test_a_hub_model_that_cannot_be_had_is_one_line(start: Path, tmp_path: Path)
         )
     assert "huggingface.co" not in done.stdout
     assert (
-        "16 samples a step" in done.stdout
+        "16 samples per step" in done.stdout
         and "not estimated" in done.stdout
         and "Traceback" not in done.stderr
     )

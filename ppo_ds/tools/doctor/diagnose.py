@@ -98,13 +98,13 @@ def _print_fit(
     again = partial(estimate, models=models, hardware=hardware, longest_prompt=longest_prompt)
     if hardware.usable is not None and hardware.usable <= 0:
         print(
-            f"too much   a GPU of {format_bytes(hardware.gpu_memory)} is smaller than the {format_bytes(CONTEXT)} "
-            "that CUDA itself needs: nothing can run on it"
+            f"too much   a GPU of {format_bytes(hardware.gpu_memory)} is smaller than the "
+            f"{format_bytes(CONTEXT)} that CUDA itself needs: nothing can run on it"
         )
         return False
     if hardware.usable is None:
         usable = host_memory() // per_node
-        room = f"{format_bytes(usable)} for each rank on this machine (the imported libraries are not in the estimate)"
+        room = f"{format_bytes(usable)} per rank on this machine, without the imported libraries"
     else:
         usable = hardware.usable
         room = f"{format_bytes(usable)} available for tensors"

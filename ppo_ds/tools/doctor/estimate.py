@@ -1,7 +1,7 @@
 """Estimate of the memory of a run on one rank, by phase, from its config and the shapes of its models.
 
-No weights are loaded. ops/memory.py computes the parts; this module adds up which of them are in memory at the same
-time. Phases have the names of the trainer's time/* metrics.
+No weights are loaded. ops/memory.py computes the parts; this module adds up which of them are in memory at
+the same time. Phases have the names of the trainer's time/* metrics.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class _Estimator:
             ranks=self.hardware.ranks,
             offload_optimizer=zero.offload_optimizer,
             offload_params=zero.offload_params,
-            # DeepSpeed allocates the whole bucket for any model: a GPU reserves it, a CPU only the pages written to
+            # DeepSpeed allocates the whole bucket for any model: a GPU reserves all of it, a CPU only the
+            # pages that are written to
             bucket=bucket if self.hardware.on_gpu else min(bucket, shape.trained),
             separate_host=self.hardware.on_gpu,
         )
@@ -168,12 +169,13 @@ class _Estimator:
         assert shape is not None
         return section, shape, BYTES[str(section.model.dtype)]
 
-    # -- loading ----------------------------------------------------------------------------------------------
+    # -- loading -------------------------------------------------------------------------------------------
 
     def _loading(self) -> int:
         """Computes the peak while models are loaded one after the other.
 
-        An engine below ZeRO stage 3 copies its trained weights into one flat tensor before the old ones are freed.
+        An engine below ZeRO stage 3 copies its trained weights into one flat tensor before the old ones are
+        freed.
         """
         loaded = peak = 0
         for role, engine in self.engines.items():
@@ -187,7 +189,7 @@ class _Estimator:
                 loaded += model.resident(self.hardware.ranks)
         return max(peak, loaded)
 
-    # -- scoring ----------------------------------------------------------------------------------------------
+    # -- scoring -------------------------------------------------------------------------------------------
 
     def _scoring(self) -> dict[str, int]:
         budget, models = self.config.memory.score_tokens, self.models
@@ -227,13 +229,13 @@ class _Estimator:
         """Counts the response tokens among ``tokens``; the head is applied to those only."""
         return ceil(tokens * self.config.sampling.max_new_tokens / self.length)
 
-    # -- generation -------------------------------------------------------------------------------------------
+    # -- generation ----------------------------------------------------------------------------------------
 
     def _generation(self, rest: int, phases: dict[str, int]) -> tuple[str, int]:
         """Adds the phases of generation to ``phases``.
 
-        Returns a description of how the weights are held, and the bytes of optimizer states that are offloaded to
-        CPU memory meanwhile.
+        Returns a description of how the weights are held, and the bytes of optimizer states that are
+        offloaded to CPU memory meanwhile.
         """
         actor, shape, each = self._role("actor")
         memory, sharded, weights = self.config.memory, actor.zero.stage == 3, each * shape.parameters
@@ -281,14 +283,14 @@ class _Estimator:
         phases["generate"] = rest - moved + gathered + decode
         return description + ("; optimizer states offloaded" if plan.offload_states else ""), moved
 
-    # -- updates ----------------------------------------------------------------------------------------------
+    # -- updates -------------------------------------------------------------------------------------------
 
     def _updates(self) -> dict[str, int]:
         """Computes the peak of each model's update.
 
-        The peak is at one of three moments: the backward of the largest micro-batch begins, the last backward ends, or
-        the optimizer steps. Both backwards come before both steps (ppo/learner.py): the gradients of one model stay
-        in memory during the backward of the other.
+        The peak is at one of three moments: the backward of the largest micro-batch begins, the last backward
+        ends, or the optimizer steps. Both backwards come before both steps (ppo/learner.py): the gradients of
+        one model stay in memory during the backward of the other.
         """
         actor, critic = self.engines["actor"], self.engines.get("critic")
         if critic is None:
@@ -324,13 +326,14 @@ def _forward_tokens(budget: int, rows: int, length: int) -> int:
 def _gathered(shape: Shape, each: int, prefetch: bool) -> int:
     """Computes the weights that ZeRO-3 gathers at the same time in a forward.
 
-    The largest tensor counts twice while it is assembled; with ``prefetch``, the next tensors are gathered too.
+    The largest tensor counts twice while it is assembled; with ``prefetch``, the next tensors are gathered
+    too.
     """
     return each * min(2 * shape.parameters, (2 * PREFETCH if prefetch else 0) + 2 * shape.largest_tensor)
 
 
 def step_flops(config: Config, models: Models, longest_prompt: int | None = None) -> int:
-    """Computes the FLOPs of one PPO step over all ranks if all prompts and responses have their maximum length.
+    """Computes the FLOPs of one PPO step over all ranks, with prompts and responses of maximum length.
 
     A backward counts as two forwards, three with gradient checkpointing.
     """

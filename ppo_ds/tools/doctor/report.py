@@ -78,7 +78,7 @@ class Report:
         return result
 
 
-# -- the machine --------------------------------------------------------------------------------------------------
+# -- the machine -------------------------------------------------------------------------------------------
 
 
 def versions() -> str:
@@ -123,8 +123,8 @@ def check_disk(config: Config, models: Models, report: Report) -> None:
     free = free_disk(config)
     needed = kept * checkpoint + export
     text = (
-        f"run.dir={config.run.dir}: {format_bytes(needed)} needed ({kept} checkpoints of {format_bytes(checkpoint)}, "
-        f"export of {format_bytes(export)}), {format_bytes(free)} free"
+        f"run.dir={config.run.dir}: {format_bytes(needed)} needed ({kept} checkpoints of "
+        f"{format_bytes(checkpoint)}, export of {format_bytes(export)}), {format_bytes(free)} free"
     )
     remedy = "" if needed <= free else "; choose another run.dir or lower checkpoint.keep_last"
     report.add("disk", text + remedy, ok=needed <= free)
@@ -141,8 +141,8 @@ def check_host(offloaded: int, per_node: int, on_gpu: bool, report: Report) -> N
     if offloaded:
         report.add(
             "host",
-            f"{format_bytes(offloaded)} per rank for offloading, {format_bytes(offloaded * per_node)} per node; "
-            f"this machine has {format_bytes(host_memory())}",
+            f"{format_bytes(offloaded)} per rank for offloading, "
+            f"{format_bytes(offloaded * per_node)} per node; this machine has {format_bytes(host_memory())}",
         )
 
 
@@ -150,7 +150,7 @@ def format_bytes(size: int) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
-# -- the inputs ---------------------------------------------------------------------------------------------------
+# -- the inputs --------------------------------------------------------------------------------------------
 
 
 def check_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, int | None]:
