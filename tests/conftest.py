@@ -2,9 +2,12 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.ranks import RankServer
 
 # Child processes compute with one thread too, unless a test says otherwise: on a loaded machine, threads that wait for
 # one another cost minutes.
@@ -38,3 +41,10 @@ def _place(item: pytest.Item) -> tuple[str, str]:
     """Returns the folder below tests/ and the name of the file."""
     *folders, file = item.path.relative_to(TESTS).parts
     return (folders[0] if folders else ""), file
+
+
+@pytest.fixture(scope="session")
+def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+    """Starts process groups of ranks without importing anything again."""
+    with RankServer(tmp_path_factory.mktemp("ranks")) as server:
+        yield server

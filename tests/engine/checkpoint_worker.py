@@ -1,20 +1,13 @@
-"""Run by test_checkpoint.py: small models of every kind, trained, saved and loaded. Writes what it found as JSON.
-
-``checkpoint_worker.py ROOT RANKS:MODE ...``, one process group after the other.
-"""
+"""Ranks of test_checkpoint.py: small models of every kind, trained, saved and loaded. Writes what it found as JSON."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-import os
 import random
 import resource
-import signal
-import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -306,32 +299,8 @@ def cases(world: World, root: Path, mode: str) -> Iterator[Case]:
         yield whole_run(world, root)
 
 
-def run(root: Path, ranks: int, mode: str) -> None:
-    """One process group, each rank a fork of this process, which has imported everything: that is what takes the time."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ |= {
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(probe.getsockname()[1]),
-        }
-    pids = []
-    for rank in range(ranks):
-        pids.append(os.fork())
-        if not pids[-1]:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            try:
-                be_a_rank(root, mode)
-            finally:
-                traceback.print_exc()
-                os._exit(1)
-    for _ in pids:
-        if os.wait()[1]:
-            os.killpg(0, signal.SIGKILL)  # the others too, and this process
-
-
-def be_a_rank(root: Path, mode: str) -> None:
+def main() -> None:
+    root, mode = Path(sys.argv[1]), sys.argv[2]
     world = connect(5)
     allow_fp16_on_cpu()
     shards.SHARD_BYTES = 500  # several shards, also of a tiny model
@@ -349,11 +318,3 @@ def be_a_rank(root: Path, mode: str) -> None:
     if world.is_main:
         (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
     world.close()
-    os._exit(
-        0
-    )  # what is left of dozens of engines can abort the interpreter at its end ("terminate called without an active exception")
-
-
-if __name__ == "__main__":
-    for launched in sys.argv[2:]:  # such as 2:all
-        run(Path(sys.argv[1]), int(launched[0]), launched[2:])

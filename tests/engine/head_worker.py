@@ -1,10 +1,9 @@
-"""Run under torchrun by test_head_engines.py: policies trained under ZeRO-3 and without it, from the same folder. Writes what it found as JSON."""
+"""Ranks of test_head_engines.py: policies trained under ZeRO-3 and without it, from the same folder. Writes what it found as JSON."""
 
 from __future__ import annotations
 
 import faulthandler
 import json
-import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -125,8 +124,3 @@ def main() -> None:
     if world.is_main:
         (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
     world.close()
-    os._exit(0)  # as in checkpoint_worker.py
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,9 @@
-"""Run under torchrun by test_lora_engines.py: tiny models with adapters, built as a run builds them, trained, saved, loaded. Leaves JSON."""
+"""Ranks of test_lora_engines.py: tiny models with adapters, built as a run builds them, trained, saved, loaded. Leaves JSON."""
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -386,10 +385,3 @@ def main() -> None:
     if world.is_main:
         (root / f"{world.size}.json").write_text(json.dumps(found))
     world.close()
-    os._exit(
-        0
-    )  # what is left of dozens of engines can abort the interpreter at its end ("terminate called without an active exception")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,9 @@
-"""Run under torchrun by test_sharing.py: roles that are one model, built as a run builds them, on every ZeRO stage. Leaves JSON."""
+"""Ranks of test_sharing.py: roles that are one model, built as a run builds them, on every ZeRO stage. Leaves JSON."""
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -199,8 +198,3 @@ def main() -> None:
     if world.is_main:
         (root / "found.json").write_text(json.dumps({case["case"]: case for case in found}))
     world.close()
-    os._exit(0)  # what is left of the engines can abort the interpreter at its end
-
-
-if __name__ == "__main__":
-    main()

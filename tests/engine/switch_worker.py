@@ -1,11 +1,10 @@
-"""Run under torchrun by test_hybrid_switch.py: a tiny actor that generates in every way, and trains on afterwards. Writes what it found as JSON."""
+"""Ranks of test_hybrid_switch.py: a tiny actor that generates in every way, and trains on afterwards. Writes what it found as JSON."""
 
 from __future__ import annotations
 
 import faulthandler
 import gc
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -376,8 +375,3 @@ def main() -> None:
     if world.is_main:
         (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
     world.close()
-    os._exit(0)  # as in checkpoint_worker.py
-
-
-if __name__ == "__main__":
-    main()

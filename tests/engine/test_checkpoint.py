@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,60 +23,13 @@ from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.checkpoint.files import CheckpointError
 from ppo_ds.engine.rng import load_rng, save_rng
 from ppo_ds.errors import UserError
-
-WORKER = Path(__file__).with_name("checkpoint_worker.py")
-ROOT = WORKER.parents[2]
+from tests.support.ranks import RankServer
 
 
-def environment() -> dict[str, str]:
-    quiet = {
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return {**os.environ, **quiet}
-
-
-def launch(ranks: int, directory: Path, mode: str, worker: Path) -> list[dict[str, Any]]:
-    """What ``worker`` found under torchrun."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(ranks),
-        str(worker),
-        str(directory),
-        mode,
-    ]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+def launch(server: RankServer, ranks: int, directory: Path, mode: str, worker: str) -> list[dict[str, Any]]:
+    """Returns what the module ``worker`` of this folder found."""
+    server.check(f"tests.engine.{worker}:main", ranks, str(directory), mode)
     return json.loads((directory / f"{mode}-{ranks}.json").read_text())
-
-
-def forked(directory: Path, *modes: str) -> list[list[dict[str, Any]]]:
-    """What this file's own worker found in each of the modes, RANKS:MODE, one after the other."""
-    with (directory / "log").open("w") as log:
-        command = [sys.executable, str(WORKER), str(directory), *modes]
-        done = subprocess.run(
-            command,
-            env=environment(),
-            stdout=log,
-            stderr=log,
-            timeout=600,
-            check=False,
-            start_new_session=True,
-        )
-    assert done.returncode == 0, (directory / "log").read_text()[-6000:]
-    return [
-        json.loads((directory / f"{mode}-{ranks}.json").read_text())
-        for ranks, _, mode in (launched.partition(":") for launched in modes)
-    ]
 
 
 def assert_exact(cases: list[dict[str, Any]]) -> None:
@@ -88,15 +40,15 @@ def assert_exact(cases: list[dict[str, Any]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def found(
+    tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer
+) -> dict[str, list[dict[str, Any]]]:
     """1 rank, 2 ranks, and once more 1, which reads what 2 have written."""
-    return dict(
-        zip(
-            ("one", "two", "back"),
-            forked(tmp_path_factory.mktemp("checkpoints"), "1:all", "2:all", "1:references"),
-            strict=True,
-        )
-    )
+    directory = tmp_path_factory.mktemp("checkpoints")
+    return {
+        name: launch(rank_server, ranks, directory, mode, "checkpoint_worker")
+        for name, ranks, mode in (("one", 1, "all"), ("two", 2, "all"), ("back", 1, "references"))
+    }
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
@@ -145,8 +97,11 @@ def test_a_full_disk_on_one_rank_is_one_error_on_all_and_the_checkpoint_before_i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_resume_is_exact_with_fp16_and_offload_too(tmp_path: Path, ranks: int) -> None:
-    cases = [case for case in forked(tmp_path, f"{ranks}:full")[0] if "forget" not in case["case"]]
+def test_resume_is_exact_with_fp16_and_offload_too(
+    tmp_path: Path, rank_server: RankServer, ranks: int
+) -> None:
+    found = launch(rank_server, ranks, tmp_path, "full", "checkpoint_worker")
+    cases = [case for case in found if "forget" not in case["case"]]
     assert len(cases) == 23
     assert_exact(cases)
 

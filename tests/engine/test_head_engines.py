@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPTJConfig, LlamaCo
 
 from tests.engine.head_worker import KINDS, STEPS, V
 from tests.engine.test_checkpoint import launch
+from tests.support.ranks import RankServer
 
-WORKER = Path(__file__).with_name("head_worker.py")
 SIZES = dict(
     vocab_size=V, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3,
     pad_token_id=0,
@@ -28,12 +27,12 @@ FOLDERS = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> dict[str, dict[str, Any]]:
     root = tmp_path_factory.mktemp("heads")
     for name, config in FOLDERS.items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config()).save_pretrained(root / name)
-    return {case["case"]: case for case in launch(2, root, "all", WORKER)}
+    return {case["case"]: case for case in launch(rank_server, 2, root, "all", "head_worker")}
 
 
 @pytest.mark.parametrize("kind", KINDS)

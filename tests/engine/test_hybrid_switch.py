@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,14 +20,17 @@ from ppo_ds.engine.memory_budget import (
 )
 from ppo_ds.models.size import decoding_bytes
 from tests.engine.test_checkpoint import launch
+from tests.support.ranks import RankServer
 
-WORKER = Path(__file__).with_name("switch_worker.py")
 KINDS = ["plain", "tied", "adapters"]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return {case["case"]: case for case in launch(2, tmp_path_factory.mktemp("switch"), "all", WORKER)}
+def found(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> dict[str, dict[str, Any]]:
+    return {
+        case["case"]: case
+        for case in launch(rank_server, 2, tmp_path_factory.mktemp("switch"), "all", "switch_worker")
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)

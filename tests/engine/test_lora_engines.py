@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,8 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.engine.lora_worker import LORA_LR, LR, ROWS, P, R, V
+from tests.support.ranks import RankServer
 
-WORKER = Path(__file__).with_name("lora_worker.py")
-ROOT = WORKER.parents[2]
 Case = dict[str, Any]
 
 
@@ -46,29 +42,8 @@ def make_models(root: Path) -> None:
         LlamaForCausalLM(config).save_pretrained(root / name)
 
 
-def launch(ranks: int, root: Path) -> list[Case]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "ignore",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(ranks),
-        str(WORKER),
-        str(root),
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+def launch(server: RankServer, ranks: int, root: Path) -> list[Case]:
+    server.check("tests.engine.lora_worker:main", ranks, str(root))
     return json.loads((root / f"{ranks}.json").read_text())
 
 
@@ -80,8 +55,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(root: Path) -> dict[str, Case]:
-    return {case["case"]: case for ranks in (1, 2) for case in launch(ranks, root)}
+def found(root: Path, rank_server: RankServer) -> dict[str, Case]:
+    return {case["case"]: case for ranks in (1, 2) for case in launch(rank_server, ranks, root)}
 
 
 FP32 = [

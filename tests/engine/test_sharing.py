@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from tests.engine.sharing_worker import V
+from tests.support.ranks import RankServer
 
-WORKER = Path(__file__).with_name("sharing_worker.py")
-ROOT = WORKER.parents[2]
 SIZES = dict(
     vocab_size=V,
     hidden_size=16,
@@ -29,31 +24,13 @@ CASES = ["zero0 fp32", "zero1 fp32", "zero2 fp32", "zero3 fp32", "zero2 bf16", "
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> dict[str, dict[str, Any]]:
     root = tmp_path_factory.mktemp("sharing")
     for seed, name in enumerate(("actor", "other")):
         torch.manual_seed(seed)
         LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(root / name)
     LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).save_pretrained(root / "reward")
-    quiet = {
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "ignore",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        str(WORKER),
-        str(root),
-    ]
-    environment = os.environ | quiet | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    rank_server.check("tests.engine.sharing_worker:main", 2, str(root))
     return json.loads((root / "found.json").read_text())
 
 

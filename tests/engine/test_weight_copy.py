@@ -10,18 +10,19 @@ import pytest
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.errors import UserError
 from tests.engine.test_checkpoint import OneRank, launch
-
-WORKER = Path(__file__).with_name("weight_copy_worker.py")
+from tests.support.ranks import RankServer
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def found(
+    tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer
+) -> dict[str, list[dict[str, Any]]]:
     """One launch for each number of ranks; then 2 ranks read what 1 has written of what 2 had written."""
     directory = tmp_path_factory.mktemp("shadows")
     return {
-        "two": launch(2, directory, "all", WORKER),
-        "one": launch(1, directory, "all", WORKER),
-        "back": launch(2, directory, "references", WORKER),
+        "two": launch(rank_server, 2, directory, "all", "weight_copy_worker"),
+        "one": launch(rank_server, 1, directory, "all", "weight_copy_worker"),
+        "back": launch(rank_server, 2, directory, "references", "weight_copy_worker"),
     }
 
 

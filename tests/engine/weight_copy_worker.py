@@ -1,9 +1,8 @@
-"""Run under torchrun by test_shadow.py: engines of every kind, each with a running average and a lagging copy. Writes what it found as JSON."""
+"""Ranks of test_weight_copy.py: engines of every kind, each with a running average and a lagging copy. Writes what it found as JSON."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -343,8 +342,3 @@ def main() -> None:
     if world.is_main:
         (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
     world.close()
-    os._exit(0)  # as in checkpoint_worker.py
-
-
-if __name__ == "__main__":
-    main()

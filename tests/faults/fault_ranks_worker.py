@@ -1,21 +1,14 @@
 """launch/train.py with a loop of sleeps and collectives in place of the trainer. ``fault_ranks_worker.py FOLDER [CASE]`` is one rank of it.
 
 It reaches the places ``generate``, ``reward`` and ``update`` of PPO_DS_FAULT in every step, and writes into FOLDER when each rank was last there.
-
-``fault_ranks_worker.py serve`` imports what takes seconds and then answers on stdin: each line is {"folder", "case", "environment"} of a run of
-two ranks, which are forked; the answer is {"codes", "seconds"}: how each ended, and how long after the last sign of any. No launcher is involved.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import signal
-import socket
 import sys
 import time
-import traceback
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -29,7 +22,6 @@ from ppo_ds.errors import UserError  # noqa: E402
 
 STEPS = 3
 PHASES = ("generate", "reward", "update")
-HANG = 60  # seconds until ranks that do not end are killed
 
 
 class Loop:
@@ -90,59 +82,11 @@ def run(folder: Path, case: str) -> None:
     train.main([])
 
 
-# -- many runs of one start -------------------------------------------------------------------------------------------------------------------
-
-
-def serve() -> None:
-    train.prepare_environment(False)
-    import deepspeed  # noqa: F401
-
-    import ppo_ds.distributed.watchdog  # noqa: F401
-
-    for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(forked(Path(asked["folder"]), asked["case"], asked["environment"])), flush=True)
-
-
-def forked(folder: Path, case: str, environment: dict[str, str]) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ours = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    pids = [
-        fork(folder, case, environment | ours | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
-    codes, until = dict.fromkeys(pids), time.monotonic() + HANG
-    while None in codes.values():
-        if time.monotonic() > until:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)  # also one that has ended: nobody has waited for it
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            codes[pid] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    signs = [float(file.read_text()) for file in folder.glob("sign?")]
-    return {"codes": [codes[pid] for pid in pids], "seconds": time.time() - max(signs, default=time.time())}
-
-
-def fork(folder: Path, case: str, environment: dict[str, str]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        os.environ.update(environment)
-        for stream in (1, 2):
-            os.dup2(os.open(folder / "output", os.O_CREAT | os.O_APPEND | os.O_WRONLY), stream)
-        try:
-            run(folder, case)
-        finally:
-            traceback.print_exc()  # train.main leaves by itself
-            os._exit(99)
-    return pid
+def of_this_test() -> None:
+    """One of two ranks without a launcher; train.main leaves by itself."""
+    run(Path(sys.argv[1]), sys.argv[2])
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve()
-    else:
-        sys.argv = [argument for argument in sys.argv if not argument.startswith("--local_rank")]
-        run(Path(sys.argv[1]), (*sys.argv[2:], "")[0])
+    sys.argv = [argument for argument in sys.argv if not argument.startswith("--local_rank")]
+    run(Path(sys.argv[1]), (*sys.argv[2:], "")[0])

@@ -1,4 +1,4 @@
-"""Started by test_fault_nan.py: NaN on one of two ranks in one optimizer step, for actor and critic and for single engines. ``nan_worker.py ROOT``
+"""Ranks of test_fault_nan.py: NaN on one of two ranks in one optimizer step, for actor and critic and for single engines.
 
 Of each case ROOT has what the models are in the end, as in a checkpoint: ``faulted``, and ``left_out``, where nothing was planted and the learner
 never saw that minibatch; with ZeRO-0 in fp32 also ``unguarded``, planted and not looked at.
@@ -31,7 +31,7 @@ from ppo_ds.ppo import learner
 from ppo_ds.ppo.trainer import PPOTrainer
 from tests.engine.checkpoint_worker import NOT_PERSISTENT, allow_fp16_on_cpu, make
 from tests.faults.injection import injected, step_unguarded
-from tests.faults.worlds_worker import HANG, config, on_ranks
+from tests.faults.worlds_worker import HANG, config
 
 BAD = 2  # the optimizer step with the NaN, from 0, of eight
 CASES: dict[
@@ -58,15 +58,14 @@ ENGINES: dict[
 
 def main() -> None:
     shards.SHARD_BYTES = 10**9
-    on_ranks(2, lambda: everything(Path(sys.argv[1])))
-
-
-def everything(root: Path) -> None:
+    root = Path(sys.argv[1])
     for name, case in CASES.items():
         faulthandler.dump_traceback_later(HANG, exit=True)
         updates(root, name, *case)
     faulthandler.dump_traceback_later(HANG, exit=True)
     engines(root)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 # -- actor and critic -------------------------------------------------------------------------------------------------------------------------
@@ -177,7 +176,3 @@ def accumulate(model: TrainedModel, step: int, nan: bool) -> None:
 
 def same(a: dict[str, torch.Tensor] | None, b: dict[str, torch.Tensor] | None) -> bool:
     return a is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor
 from ppo_ds.tracking.jsonl import read_metrics
 from tests.faults.forked import Ranks, Run
 from tests.invariant import invariant_assets
+from tests.support.ranks import RankServer
 
 UNCOMPARED = re.compile(
     r"(time|perf|mem)/|time$|health/rank_time_spread_s"
@@ -83,10 +84,8 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    root = tmp_path_factory.mktemp("faults")
-    with Ranks(root) as ranks:
-        yield Lab(root, ranks)
+def lab(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> Lab:
+    return Lab(tmp_path_factory.mktemp("faults"), Ranks(rank_server))
 
 
 # all that has a state beside models: an evaluation that draws, a best checkpoint, an average policy, a normalised reward, a controller

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from torch import Tensor
 
 from tests.faults.forked import Ranks
 from tests.faults.nan_worker import BAD, CASES, ENGINES
-from tests.faults.working import work
 from tests.invariant import invariant_assets
+from tests.support.ranks import RankServer
 
-WORKER = Path(__file__).with_name("nan_worker.py")
-REPLAY = WORKER.parents[2] / "launch" / "replay.py"
+REPLAY = Path(__file__).parents[2] / "launch" / "replay.py"
 PATIENCE = 900  # a hang fails; a case that hangs says where, long before
 UNCOMPARED = ("time", "perf/", "mem/", "health/rank_time_spread_s", "health/rollbacks")
 UNKNOWN_TOKEN = 2  # of the tiny tokenizer: what is not in its alphabet
@@ -39,8 +37,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def worked(root: Path) -> Path:
-    work(WORKER, root, PATIENCE)
+def worked(root: Path, rank_server: RankServer) -> Path:
+    rank_server.check("tests.faults.nan_worker:main", 2, str(root), limit=PATIENCE)
     return root
 
 
@@ -113,9 +111,8 @@ def test_an_engine_goes_on_after_a_nan_and_after_a_step_that_was_dropped(worked:
 
 
 @pytest.fixture(scope="module")
-def ranks(root: Path) -> Iterator[Ranks]:
-    with Ranks(root) as ranks:
-        yield ranks
+def ranks(rank_server: RankServer) -> Ranks:
+    return Ranks(rank_server)
 
 
 def command(root: Path, name: str, *more: str) -> list[str]:

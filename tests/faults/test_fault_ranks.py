@@ -7,17 +7,20 @@ import os
 import re
 import signal
 import subprocess
-import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import LAUNCHERS, TIMEOUT, command, environment, free_port
+from tests.integration.launching import LAUNCHERS, TIMEOUT, command
 from tests.integration.test_launchers import SMALL
+from tests.support.environment import environment
+from tests.support.ports import reserved_port
 
 WORKER = Path(__file__).with_name("fault_ranks_worker.py")
-SOON = 20.0  # seconds; it takes 3 to 7, and where a rank waits for the others, minutes
+SOON = 60.0  # seconds; it takes 3 to 7 on an idle machine, and where a rank waits for the others, HANG
+HANG = 240.0  # seconds until ranks that do not end are killed
 
 
 @dataclass
@@ -34,31 +37,24 @@ class Ended:
         return self.text.splitlines()
 
 
-@pytest.fixture(scope="module")
-def server():
-    command = [sys.executable, str(WORKER), "serve"]
-    ours = environment() | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, env=ours, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    yield process
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-
-
 @pytest.fixture
-def run(server, tmp_path):
+def run(rank_server, tmp_path):
     def run(case="", fault=None, minutes=5.0):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         surroundings = {"TIMEOUT_MINUTES": str(minutes)} | ({"PPO_DS_FAULT": fault} if fault else {})
-        server.stdin.write(
-            json.dumps({"folder": str(folder), "case": case, "environment": surroundings}) + "\n"
+        group = rank_server.start(
+            "tests.faults.fault_ranks_worker:of_this_test",
+            2,
+            str(folder),
+            case,
+            log=folder / "output",
+            **surroundings,
         )
-        server.stdin.flush()
-        answer = json.loads(server.stdout.readline())
-        text = (folder / "output").read_text() if (folder / "output").exists() else ""
-        return Ended(answer["codes"], answer["seconds"], text, folder)
+        codes = rank_server.wait(group, limit=HANG, grace=None)
+        signs = [float(file.read_text()) for file in folder.glob("sign?")]
+        seconds = time.time() - max(signs, default=time.time())
+        return Ended(codes, seconds, group.output(), folder)
 
     return run
 
@@ -181,7 +177,7 @@ def test_a_mistake_that_one_rank_finds_is_the_launchers_exit_code(tmp_path):
     start = [
         *LAUNCHERS["deepspeed"],
         "--master_port",
-        str(free_port()),
+        str(reserved_port()),
         str(WORKER),
         str(tmp_path),
         "mistake on one",

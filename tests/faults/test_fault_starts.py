@@ -10,8 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.integration.launching import BIN, TIMEOUT, TRAIN, environment, free_port
+from tests.integration.launching import BIN, TIMEOUT, TRAIN
 from tests.integration.test_launchers import SMALL
+from tests.support.environment import environment
+from tests.support.ports import reserved_port
 
 # two runs of two ranks, one after the other, the second rank 2 s late each; then what they have left in /dev/shm
 TWICE = """
@@ -77,8 +79,8 @@ def test_ranks_that_come_one_by_one_without_a_compiler_and_with_little_shared_me
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "PORT1": str(free_port()),
-        "PORT2": str(free_port()),
+        "PORT1": str(reserved_port()),
+        "PORT2": str(reserved_port()),
     }
     cache = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
     shell = [shutil.which("sh"), "-c", TWICE, "sh", sys.executable, TRAIN, *SMALL]
@@ -107,7 +109,7 @@ def own_mounts() -> tuple[list[str], dict[str, str]]:
 
 def test_two_nodes_on_one_machine(tmp_path):
     (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
-    port = str(free_port())
+    port = str(reserved_port())
     nodes = []
     for rank in (0, 1):
         launcher = [

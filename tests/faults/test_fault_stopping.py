@@ -18,8 +18,11 @@ from typing import Any
 import pytest
 
 from tests.faults.forked import Ranks
-from tests.integration.launching import LAUNCHERS, environment, free_port
+from tests.integration.launching import LAUNCHERS
 from tests.invariant import invariant_assets
+from tests.support.environment import environment
+from tests.support.ports import reserved_port
+from tests.support.ranks import RankServer
 
 WORKER = Path(__file__).with_name("fault_stopping_worker.py")
 PATIENCE = 300.0  # a hang fails; the start of a launch takes 5 s on an idle machine
@@ -69,7 +72,7 @@ def launched(case: tuple[str, str, signal.Signals], folder: Path) -> Outcome:
     launcher, whom, number = case
     folder.mkdir()
     mark, log = f"stopping_{uuid.uuid4().hex}", folder / "log"
-    port = ["--master_port", str(free_port())] if launcher == "deepspeed" else []
+    port = ["--master_port", str(reserved_port())] if launcher == "deepspeed" else []
     with log.open("w") as output:
         process = subprocess.Popen(
             [
@@ -167,9 +170,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(root: Path) -> Iterator[Ranks]:
-    with Ranks(root) as ranks:
-        yield ranks
+def ranks(rank_server: RankServer) -> Ranks:
+    return Ranks(rank_server)
 
 
 def arguments(root: Path, name: str, *more: str) -> list[str]:

@@ -14,18 +14,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from launch import export
-from tests.faults.working import work
 from tests.faults.worlds_worker import CASES, SAVED, UNEVEN, checkpoint
 from tests.invariant import invariant_assets
+from tests.support.ranks import RankServer
 
-WORKER = Path(__file__).with_name("worlds_worker.py")
 PATIENCE = 1500  # a hang fails; a case that hangs says where, long before
 UNCOMPARED = ("time", "perf/", "mem/", "health/rank_time_spread_s")
 EVERY = pytest.mark.parametrize("case", CASES)
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> Path:
     root = tmp_path_factory.mktemp("worlds")
     invariant_assets.make(root)
     rows = [
@@ -33,7 +32,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i, prompt in enumerate(2 * invariant_assets.PROMPTS)
     ]
     (root / "uneven.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:16]))
-    work(WORKER, root, PATIENCE)
+    for part, ranks in (("train", 2), ("train_unevenly", 2), ("take_over", 1), ("take_back", 2)):
+        rank_server.check(f"tests.faults.worlds_worker:{part}", ranks, str(root), limit=PATIENCE)
     return root
 
 

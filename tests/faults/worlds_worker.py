@@ -1,6 +1,6 @@
-"""Started by test_fault_worlds.py: the same runs on two ranks, then on one, then on two again. ``worlds_worker.py ROOT``
+"""Ranks of test_fault_worlds.py: the same runs on two ranks, then on one, then on two again.
 
-Everything is imported once; the ranks of each part are forks of this process. What a run leaves is its run directory ``ROOT/{two,one,back}/<case>``.
+Each part is a function of its own. What a run leaves is its run directory ``ROOT/{two,one,back}/<case>``.
 """
 
 from __future__ import annotations
@@ -8,10 +8,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
-import signal
-import socket
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,22 +43,27 @@ UNEVEN: dict[str, Tree] = {
 }  # on ZeRO-3
 
 
-def main() -> None:
-    root = Path(sys.argv[1])
-    shards.SHARD_BYTES = 30_000  # several shards, so that both ranks write
-    report.plot_curves = lambda *_, **__: False  # a second each, and looked at by nobody
-    on_ranks(2, lambda: train(root))
-    on_ranks(2, lambda: train_unevenly(root))
-    on_ranks(1, lambda: take_over(root))
-    on_ranks(2, lambda: take_back(root))
+def of_this_test(part: Callable[[Path], None]) -> Callable[[], None]:
+    """``part`` on one rank, with the folder that the test gives."""
+
+    def run_part() -> None:
+        shards.SHARD_BYTES = 30_000  # several shards, so that both ranks write
+        report.plot_curves = lambda *_, **__: False  # a second each, and no test looks at it
+        part(Path(sys.argv[1]))
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+    return run_part
 
 
+@of_this_test
 def train(root: Path) -> None:
     """Four steps with a checkpoint after each."""
     for name, what in CASES.items():
         run(name, root / "two" / name, config(root, **what))
 
 
+@of_this_test
 def train_unevenly(root: Path) -> None:
     """Every collective is compared between the ranks before it is made: gloo lets those of other shapes pass, with wrong numbers."""
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
@@ -69,6 +71,7 @@ def train_unevenly(root: Path) -> None:
         run(name, root / "two" / name, uneven(config(root, stage=3, actor={"zero": zero})))
 
 
+@of_this_test
 def take_over(root: Path) -> None:
     """On one rank: what two have saved is loaded, saved, and trained on."""
     for name, what in CASES.items():
@@ -86,6 +89,7 @@ def take_over(root: Path) -> None:
     run("without zero", root / "one" / "without zero", config(root, stage=0), load, fit=False)
 
 
+@of_this_test
 def take_back(root: Path) -> None:
     for name, what in CASES.items():
         run(name, root / "back" / name, config(root, **what, resume=root / "one" / name), save_again)
@@ -175,49 +179,3 @@ def uneven(tree: Tree) -> Tree:
     tree["data"] |= {"path": str(Path(tree["data"]["path"]).with_name("uneven.jsonl")), "shuffle": False}
     tree["sampling"]["stop_token_ids"] = []
     return tree
-
-
-# -- processes ----------------------------------------------------------------------------------------------------------------------------
-
-
-def on_ranks(size: int, work: Callable[[], None]) -> None:
-    """``work`` in ``size`` processes; all are gone when this returns, and this process with them where one has failed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [fork(work, rank, size, port) for rank in range(size)]
-    while ranks:
-        rank, status = os.wait()
-        ranks.remove(rank)
-        if status:
-            for other in ranks:
-                os.kill(other, signal.SIGKILL)
-            sys.exit(1)
-
-
-def fork(work: Callable[[], None], rank: int, size: int, port: int) -> int:
-    child = os.fork()
-    if child:
-        return child
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    code = 1
-    try:
-        work()
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

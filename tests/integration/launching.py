@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.environment import ROOT, environment
+from tests.support.ports import reserved_port
+
 TRAIN = str(ROOT / "launch" / "train.py")
 BIN = Path(sys.executable).parent
 LAUNCHERS = {
@@ -19,40 +22,31 @@ LAUNCHERS = {
 TIMEOUT = 600  # a hang fails; nothing here takes a tenth of it on an idle machine
 
 
-def environment() -> dict[str, str]:
-    """As it is, without a GPU, a network, or what a launcher around the tests may have set."""
-    mine = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    }
-    return mine | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-
-
 def command(launcher: str, *overrides: str) -> list[str]:
     start = LAUNCHERS[launcher]
     if launcher == "deepspeed":  # its port is always the same one otherwise
-        start = [*start, "--master_port", str(free_port())]
+        start = [*start, "--master_port", str(reserved_port())]
     return [*start, TRAIN, *overrides]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def run(command: list[str], cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command whose processes all end with it, or at the limit of time."""
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=TIMEOUT)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def launch(launcher: str, *overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(launcher, *overrides),
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    return run(command(launcher, *overrides), cwd, environment())

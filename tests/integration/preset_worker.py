@@ -1,4 +1,4 @@
-"""Runs one short training after the other in one process group. Started by torchrun: ``preset_worker.py CASES.json``.
+"""Runs one short training after the other in one process group.
 
 CASES.json: name -> the arguments of launch/train.py. What each run leaves is in its run.dir.
 """
@@ -14,10 +14,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from launch.cli import load_config  # noqa: E402
-from ppo_ds.build.run import build_run  # noqa: E402
+from launch.cli import load_config
+from ppo_ds.build.run import build_run
 
 HANG = 200  # seconds of one case, after which it says where it hangs and ends
 
@@ -37,7 +35,3 @@ def main() -> None:
         faulthandler.cancel_dump_traceback_later()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

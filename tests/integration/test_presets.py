@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from ppo_ds.examples.sums import prepare
-from tests.integration.launching import BIN, ROOT, environment, launch
+from tests.integration.launching import ROOT, launch
+from tests.support.ranks import RankServer
 
 PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
 CRITIC_FREE = {"rloo", "grpo", "dr_grpo", "reinforce_pp", "dapo", "gspo"}
@@ -60,31 +60,20 @@ def arguments(start: Path, run_dir: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(start, tmp_path_factory):
+def runs(start, tmp_path_factory, rank_server):
     """What all presets printed, and where each left its record."""
     root = tmp_path_factory.mktemp("presets")
     cases = {preset: arguments(start, root / preset, f"algo={preset}") for preset in PRESETS}
-    return root, together(root, cases)
+    return root, together(rank_server, root, cases)
 
 
-def together(root: Path, cases: dict[str, list[str]]) -> str:
+def together(server: RankServer, root: Path, cases: dict[str, list[str]]) -> str:
     """Runs the cases on two ranks, in one process group."""
     (root / "cases.json").write_text(json.dumps(cases))
-    worker = Path(__file__).with_name("preset_worker.py")
-    command = [
-        str(BIN / "torchrun"),
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        str(worker),
-        str(root / "cases.json"),
-    ]
-    with (root / "log").open("w") as log:  # a file: pipes of a hanging child would keep us waiting
-        done = subprocess.run(
-            command, env=environment(), stdout=log, stderr=subprocess.STDOUT, timeout=PATIENCE, check=False
-        )
-    text = (root / "log").read_text()
-    assert done.returncode == 0, text[-6000:]
+    codes, text = server.run(
+        "tests.integration.preset_worker:main", 2, str(root / "cases.json"), limit=PATIENCE
+    )
+    assert codes == [0, 0], text[-6000:]
     return text
 
 

@@ -1,26 +1,38 @@
-"""All runs are made once, by one launch for each number of ranks; the tests compare what they left."""
+"""All runs are made once, on one rank and on two; the tests compare what they left."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.invariant import invariant_assets
-from tests.invariant.invariant_cases import MORE_ON_TWO_RANKS, ON_ONE_RANK, ON_TWO_RANKS
-from tests.invariant.invariant_runs import Launches
+from tests.invariant.invariant_cases import CORE, MORE_ON_TWO_RANKS, ON_ONE_RANK, ON_TWO_RANKS
+from tests.invariant.invariant_runs import Case, Launches
+from tests.support.ranks import RankServer
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer
+) -> Launches:
+    """The runs of CORE, and all others where a test that is marked slow is to run."""
     root = tmp_path_factory.mktemp("invariant")
     invariant_assets.make(root)
-    launches = Launches(root)
-    launches.launch(1, ON_ONE_RANK)  # records the rollouts that all others replay
-    launches.launch(2, ON_TWO_RANKS)
+    launches = Launches(root, rank_server)
+    everything = any(
+        "runs" in getattr(item, "fixturenames", ()) and item.get_closest_marker("slow")
+        for item in request.session.items
+    )
+
+    def wanted(ranks: int, cases: list[Case]) -> list[Case]:
+        return [case for case in cases if everything or f"{ranks}/{case['label']}" in CORE]
+
+    launches.launch(1, wanted(1, ON_ONE_RANK))  # records the rollouts that all others replay
+    launches.launch(2, wanted(2, ON_TWO_RANKS))
     return launches
 
 
 @pytest.fixture(scope="session")
 def more_runs(runs: Launches) -> Launches:
-    """Also those for which there is not always time."""
+    """Also the stages that only some tests look at."""
     runs.launch(2, MORE_ON_TWO_RANKS, name="more")
     return runs

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import pytest
 
 from tests.invariant.invariant_runs import ASSETS, Case, case, merged, staged
 from tests.invariant.mistakes import MISTAKES
@@ -115,7 +118,6 @@ ON_TWO_RANKS: list[Case] = [
         for stage in (0, 3)
     ],
     case("replicated reference", staged(0), OTHER_REFERENCE, frozen(0), ONE_STEP),
-    case("offloaded reference", staged(0), OTHER_REFERENCE, frozen(0, offload_params=True), ONE_STEP),
     case("sharded reference", staged(0), OTHER_REFERENCE, frozen(3), ONE_STEP),
     case(
         "sharded and offloaded reference",
@@ -147,3 +149,16 @@ MORE_ON_TWO_RANKS: list[Case] = [
     *[case(f"zero{stage} tied", staged(stage), TIED) for stage in (1, 2)],
     *[case(f"zero{stage} disturbed", staged(stage), generate="disturb") for stage in (0, 1, 2)],
 ]
+
+# The runs that the fast tests compare; a test that needs another is marked slow.
+CORE_MISTAKES = ("ranks forgotten in the scale", "no exchange", "each micro-batch taken for the last")
+CORE = {
+    *(f"1/{label}" for label in ("zero0", "zero3", "zero0 row by row", "zero0 packed")),
+    *(f"2/{label}" for label in ("zero0", "zero2", "zero3", *CORE_MISTAKES)),
+}
+
+
+def tiered(names: Iterable[str], ranks: int | None = None) -> list[Any]:
+    """Parameters of a test: those whose run is not in CORE are slow. ``ranks``: of labels without a number of ranks."""
+    full = {name: name if ranks is None else f"{ranks}/{name}" for name in names}
+    return [name if full[name] in CORE else pytest.param(name, marks=pytest.mark.slow) for name in full]

@@ -1,11 +1,8 @@
-"""Launches worker.py with a list of cases, and reads what each of them left."""
+"""Runs invariant_worker.py with a list of cases, and reads what each of them left."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.invariant import invariant_assets
+from tests.support.ranks import RankServer
 
-WORKER = Path(__file__).with_name("invariant_worker.py")
-ROOT = WORKER.parents[2]
 PATIENCE = 1500  # seconds of one launch; a case that hangs ends by itself long before
 UNCOMPARED = ("time/", "perf/", "mem/", "health/rank_time_spread_s")  # what may differ between equal runs
 ASSETS = "ASSETS"  # in a case: the folder of the models and prompts
@@ -74,7 +70,7 @@ def staged(stage: int, dtype: str = "fp32", reference: int | None = None, **zero
 
 
 def case(label: str, *overlays: dict[str, Any], **switches: str) -> Case:
-    """``switches``: generate=record|replay|sample|disturb, mistake=..., see worker.py."""
+    """``switches``: generate=record|replay|sample|disturb, mistake=..., see invariant_worker.py."""
     config: dict[str, Any] = {}
     for overlay in overlays:
         config = merged(config, overlay)
@@ -127,6 +123,7 @@ class Launches:
     """``launches["2/zero3"]`` is the Run of case "zero3" on 2 ranks."""
 
     root: Path
+    server: RankServer
     runs: dict[str, Run] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Run:
@@ -136,32 +133,7 @@ class Launches:
         name = name or str(ranks)
         configured = [entry | {"config": merged(base(), entry["config"])} for entry in cases]
         (self.root / f"{name}.json").write_text(json.dumps(configured).replace(f"{ASSETS}/", f"{self.root}/"))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PYTHONWARNINGS": "ignore",
-            "TRANSFORMERS_VERBOSITY": "error",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            str(ranks),
-            str(WORKER),
-            str(self.root),
-            name,
-        ]
-        with (self.root / f"{name}.log").open(
-            "w"
-        ) as log:  # a file: pipes of a hanging child would keep us waiting
-            done = subprocess.run(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=PATIENCE, check=False
-            )
-        assert done.returncode == 0, (self.root / f"{name}.log").read_text()[-6000:]
+        self.server.check(
+            "tests.invariant.invariant_worker:main", ranks, str(self.root), name, limit=PATIENCE
+        )
         self.runs |= {f"{name}/{entry['label']}": Run(self.root / name / entry["label"]) for entry in cases}

@@ -1,4 +1,4 @@
-"""Runs many small trainings, one after the other, in one process group. Started by torchrun: ``worker.py ROOT NAME`` reads ``ROOT/NAME.json``.
+"""Runs many small trainings, one after the other, in one process group. Its arguments are ROOT and NAME; it reads ``ROOT/NAME.json``.
 
 Each case is {"label", "config", and switches}; what it leaves is in ``ROOT/NAME/<label>``: metrics.jsonl, samples/, model/, critic/ of the
 run itself, and found.json and tensors.safetensors of what was seen on the way (rank 0).
@@ -29,7 +29,7 @@ from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Experience, Metrics, Prompts, Rollout, ScoredRollout
 from tests.invariant.mistakes import made
 
-HANG = 150  # seconds of one case, after which it says where it hangs and ends
+HANG = 300  # seconds of one case, after which it says where it hangs and ends
 Case = dict[str, Any]
 Found = dict[str, Any]
 
@@ -276,7 +276,3 @@ def main() -> None:
         faulthandler.cancel_dump_traceback_later()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,6 +7,8 @@ import torch
 
 from tests.invariant.invariant_runs import Launches, Run
 
+pytestmark = pytest.mark.slow  # its runs are not in CORE
+
 
 def answers(run: Run) -> list[tuple[str, str, int, str]]:
     """All answers of all steps, in order."""
@@ -91,7 +93,6 @@ def test_an_exception_inside_leaves_nothing_behind(runs: Launches) -> None:
     assert_undisturbed(runs["2/zero3"], runs["2/zero3 disturbed"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_nor_does_it_on_the_other_stages(more_runs: Launches, stage: int) -> None:
     assert_undisturbed(more_runs[f"2/zero{stage}"], more_runs[f"more/zero{stage} disturbed"])

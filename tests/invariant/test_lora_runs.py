@@ -11,6 +11,8 @@ from tests.invariant import plain_ppo
 from tests.invariant.invariant_runs import Launches
 from tests.invariant.test_training import assert_checkpointed, gaps
 
+pytestmark = pytest.mark.slow  # its runs are not in CORE
+
 ON_TWO = [
     *(f"2/zero{stage} lora" for stage in range(4)),
     "2/zero3 lora checkpointed",

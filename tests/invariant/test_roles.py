@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.invariant import plain_ppo
+from tests.invariant.invariant_cases import tiered
 from tests.invariant.invariant_runs import Launches, Run
 
 
@@ -31,7 +32,8 @@ def assert_rows_close(padded: Tensor, mask: Tensor, expected: list[Tensor], atol
         torch.testing.assert_close(got[kept], want, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("where", ["replicated", "offloaded", "sharded", "sharded and offloaded"])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["replicated", "sharded", "sharded and offloaded"])
 @torch.no_grad()
 def test_a_reference_gives_the_same_log_probs_wherever_it_is(runs: Launches, where: str) -> None:
     experience = runs[f"2/{where} reference"].experience("first")
@@ -43,6 +45,7 @@ def test_a_reference_gives_the_same_log_probs_wherever_it_is(runs: Launches, whe
     ).abs().max() > 1  # another model than the actor, so that this says something
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1/zero0", "2/zero3"])
 @torch.no_grad()
 def test_a_critic_from_a_reward_model_starts_with_its_scores(runs: Launches, name: str) -> None:
@@ -61,6 +64,7 @@ def test_a_critic_from_a_reward_model_starts_with_its_scores(runs: Launches, nam
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_critic_from_the_actor_starts_at_zero_and_learns(runs: Launches, stage: int) -> None:
     run = runs[f"2/zero{stage} critic from actor"]
@@ -71,7 +75,7 @@ def test_a_critic_from_the_actor_starts_at_zero_and_learns(runs: Launches, stage
     )
 
 
-@pytest.mark.parametrize("name", ["2/zero0 bf16", "2/zero3 bf16", "2/zero3 tied bf16", "2/zero3"])
+@pytest.mark.parametrize("name", tiered(["2/zero0 bf16", "2/zero3 bf16", "2/zero3 tied bf16", "2/zero3"]))
 def test_rope_frequencies_stay_in_fp32(runs: Launches, name: str) -> None:
     exact = runs["1/zero0"].found["rotary"]["actor"]["values"]
     found = runs[name].found["rotary"]
@@ -128,7 +132,7 @@ def check_exported_critic(run: Run, dtype: torch.dtype) -> None:
     assert_rows_close(run.tensors["trained_values"], states(experience), expected, bound)
 
 
-@pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.parametrize("name", tiered(EXPORTS))
 @torch.no_grad()
 def test_what_is_saved_is_what_was_trained(runs: Launches, name: str) -> None:
     """As plain transformers loads it: the same weights, ties and logits."""

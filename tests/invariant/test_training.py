@@ -11,7 +11,7 @@ import torch
 
 from ppo_ds.models.tokenizer import load_tokenizer
 from tests.invariant import invariant_assets, plain_ppo
-from tests.invariant.invariant_cases import ALGORITHMS
+from tests.invariant.invariant_cases import ALGORITHMS, tiered
 from tests.invariant.invariant_runs import Launches, Run
 from tests.invariant.mistakes import MISTAKES
 
@@ -95,21 +95,20 @@ def test_training_equals_ppo_in_plain_torch(runs: Launches) -> None:
                 )
 
 
-@pytest.mark.parametrize("name", [f"1/{label}" for label in ON_ONE] + [f"2/{label}" for label in ON_TWO])
+@pytest.mark.parametrize(
+    "name", tiered([f"1/{label}" for label in ON_ONE] + [f"2/{label}" for label in ON_TWO])
+)
 def test_ranks_stages_and_micro_batches_change_nothing(runs: Launches, name: str) -> None:
     assert gaps(runs["1/zero0"], runs[name]) == []
 
 
-def test_what_is_packed_has_no_padding(runs: Launches) -> None:
-    shares = {}
-    for name in ("1/zero0", "1/zero0 packed", "2/zero3 packed"):
+@pytest.mark.parametrize("name", tiered(["1/zero0 packed", "2/zero3 packed"]))
+def test_what_is_packed_has_no_padding(runs: Launches, name: str) -> None:
+    def shares(name: str) -> list[float]:
         lines = (runs[name].folder / "metrics.jsonl").read_text().splitlines()
-        shares[name] = [json.loads(line)["perf/pad_frac_update"] for line in lines]
-    assert (
-        all(share > 0 for share in shares["1/zero0"])
-        and not any(shares["1/zero0 packed"])
-        and not any(shares["2/zero3 packed"])
-    )
+        return [json.loads(line)["perf/pad_frac_update"] for line in lines]
+
+    assert all(share > 0 for share in shares("1/zero0")) and not any(shares(name))
 
 
 @pytest.mark.slow
@@ -124,6 +123,7 @@ def assert_checkpointed(plain: Run, checkpointed: Run) -> None:
         assert checkpointed.found["layer_runs"][role] == 2 * runs > 0, role
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_is_active_and_changes_nothing(runs: Launches) -> None:
     assert_checkpointed(runs["1/zero0"], runs["1/zero0 checkpointed"])
     assert_checkpointed(runs["2/zero3"], runs["2/zero3 checkpointed"])
@@ -135,6 +135,7 @@ def test_gradient_checkpointing_on_the_other_stages(more_runs: Launches, stage: 
     assert_checkpointed(more_runs[f"2/zero{stage}"], more_runs[f"more/zero{stage} checkpointed"])
 
 
+@pytest.mark.slow
 def test_other_losses_do_not_depend_on_ranks_either(runs: Launches) -> None:
     """Sequence means, the KL in the loss, no whitening."""
     expected = runs["1/zero0 other aggregation"]
@@ -149,12 +150,14 @@ def test_other_losses_on_the_other_stages(more_runs: Launches, stage: int) -> No
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", ["1/zero3", "2/zero0", "2/zero3"])
 def test_nor_do_other_algorithms(runs: Launches, algorithm: str, name: str) -> None:
     assert gaps(runs[f"1/zero0 {algorithm}"], runs[f"{name} {algorithm}"], weights_within=1e-6) == []
 
 
+@pytest.mark.slow
 def test_the_other_algorithms_are_at_work(runs: Launches) -> None:
     steps = {name: runs[f"1/zero0 {name}"].steps[0] for name in ALGORITHMS}
     has_values = {name: "value/loss" in step for name, step in steps.items()}
@@ -174,6 +177,7 @@ def test_the_other_algorithms_are_at_work(runs: Launches) -> None:
     )  # V(prompt) alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["2/zero0 tied", "2/zero3 tied"])
 def test_tied_embeddings_train_alike(runs: Launches, name: str) -> None:
     assert gaps(runs["1/zero0 tied"], runs[name]) == []
@@ -185,7 +189,7 @@ def test_tied_embeddings_on_the_other_stages(more_runs: Launches, stage: int) ->
     assert gaps(more_runs["1/zero0 tied"], more_runs[f"more/zero{stage} tied"]) == []
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", tiered(MISTAKES, ranks=2))
 def test_these_comparisons_notice(runs: Launches, mistake: str) -> None:
     found = gaps(runs["1/zero0"], runs[f"2/{mistake}"])
     assert any("norm" in line for line in found) and any("weight" in line for line in found), found
@@ -200,7 +204,7 @@ FP32 = (
 )
 
 
-@pytest.mark.parametrize("name", FP32)
+@pytest.mark.parametrize("name", tiered(FP32))
 def test_the_first_ratio_is_one_and_the_policy_starts_as_its_reference(runs: Launches, name: str) -> None:
     run = runs[name]
     assert [step["parity/ratio_first_minibatch_max"] for step in run.steps] == pytest.approx(
@@ -218,6 +222,7 @@ def test_the_first_ratio_is_one_and_the_policy_starts_as_its_reference(runs: Lau
 AT_THE_START = ("reward/score_mean", "value/pred_mean", "value/return_mean", "adv/std", "adv/max_abs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_trains_on_every_stage(runs: Launches, stage: int) -> None:
     run, exact = runs[f"2/zero{stage} bf16"], runs["1/zero0"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from ppo_ds.tracking.jsonl import read_metrics
 from tests.faults.forked import Ranks
 from tests.faults.test_fault_checkpoints import content
+from tests.support.ranks import RankServer
 
 STEPS = 6
 ARGUMENTS = [
@@ -32,10 +32,8 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    root = tmp_path_factory.mktemp("toy")
-    with Ranks(root, main="tests.training.toy_stage:main") as ranks:
-        yield Lab(root, ranks)
+def lab(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> Lab:
+    return Lab(tmp_path_factory.mktemp("toy"), Ranks(rank_server, main="tests.training.toy_stage:main"))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,21 @@
+"""The environment of processes that tests start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SET_BY_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Returns the current environment without a GPU, a network or what a launcher around the tests has set."""
+    inherited = {key: value for key, value in os.environ.items() if key not in SET_BY_LAUNCHERS}
+    return inherited | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+        **more,
+    }

@@ -1,0 +1,219 @@
+"""Process groups of ranks, forked from one process that has imported torch, deepspeed and ppo_ds once.
+
+    with RankServer(folder) as server:
+        group = server.start("tests.engine.switch_worker:main", 2, str(folder), "all")
+        os.kill(group.pids[1], signal.SIGKILL)
+        assert server.wait(group) == [-9, -9]
+
+The target is a function without parameters, which reads its arguments from sys.argv and returns an exit code or None.
+Its module is imported in each rank after the fork. The ranks of a group are a process group of the operating system, so
+that a limit of time ends whatever they have started too. Nothing outlives the ``with``, or the process that is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.environment import ROOT, environment
+from tests.support.ports import reserved_port
+
+LIMIT = 900.0  # seconds that a group may take; a hang fails
+
+
+@dataclass
+class RankGroup:
+    """Ranks that have been started: their process ids by rank, and the file with all that they print."""
+
+    pids: list[int]
+    log: Path
+    codes: dict[int, int] = field(default_factory=dict)
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+class RankServer:
+    """The client's side."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._started = folder, 0
+
+    def __enter__(self) -> RankServer:
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.ranks"],
+            env=environment(
+                PYTHONPATH=str(ROOT),
+                OMP_NUM_THREADS="1",
+                TOKENIZERS_PARALLELISM="false",
+                TRANSFORMERS_VERBOSITY="error",
+            ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(self._folder / "server.log").open("w"),
+            text=True,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stdin.close()  # the server ends all groups
+        try:
+            self._server.wait(30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._server.pid, signal.SIGKILL)
+
+    def start(
+        self, target: str, ranks: int, *arguments: str, log: Path | None = None, **environment: str
+    ) -> RankGroup:
+        """Starts ``target``, as "module:function", on this many ranks."""
+        self._started += 1
+        log = log or self._folder / f"group_{self._started:03d}.log"
+        pids = self._ask(
+            do="start",
+            target=target,
+            ranks=ranks,
+            arguments=arguments,
+            environment=environment,
+            log=str(log),
+        )
+        return RankGroup(pids, log)
+
+    def wait(self, group: RankGroup, *, limit: float = LIMIT, grace: float | None = 15.0) -> list[int]:
+        """Returns the exit codes by rank; a rank that a signal has ended has minus its number.
+
+        Args:
+            limit: the seconds after which all ranks are killed.
+            grace: the seconds that the other ranks have once one has ended badly; after a SIGKILL none. As under a
+                launcher. None: they have until the limit.
+        """
+        deadline = time.monotonic() + limit
+        while len(group.codes) < len(group.pids):
+            for pid, code in self._ask(do="poll", pids=[p for p in group.pids if p not in group.codes]):
+                group.codes[pid] = code
+                if code != 0 and grace is not None:
+                    left = 0.0 if code == -signal.SIGKILL else grace
+                    deadline = min(deadline, time.monotonic() + left)
+            if time.monotonic() > deadline:
+                self._ask(do="kill", leader=group.pids[0])
+                deadline = float("inf")
+            time.sleep(0.01)
+        self._ask(do="kill", leader=group.pids[0])  # processes that ranks have started and left
+        return [group.codes[pid] for pid in group.pids]
+
+    def run(
+        self, target: str, ranks: int, *arguments: str, limit: float = LIMIT, **environment: str
+    ) -> tuple[list[int], str]:
+        """Starts, waits, and returns the exit codes and all that was printed."""
+        group = self.start(target, ranks, *arguments, **environment)
+        return self.wait(group, limit=limit), group.output()
+
+    def check(self, target: str, ranks: int, *arguments: str, limit: float = LIMIT) -> None:
+        """Runs what must succeed."""
+        codes, output = self.run(target, ranks, *arguments, limit=limit)
+        assert codes == [0] * ranks, f"{target} on {ranks} rank(s): {codes}\n{output[-6000:]}"
+
+    def _ask(self, **request: Any) -> Any:
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        assert answer, (self._folder / "server.log").read_text()[-6000:]
+        return json.loads(answer)
+
+
+# -- the server's side, in a process of its own --------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Answers requests until the client has closed stdin, then ends all groups."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _import_once()
+    leaders: set[int] = set()
+    for line in sys.stdin:
+        request = json.loads(line)
+        match request.pop("do"):
+            case "start":
+                answer: Any = _start(**request)
+                leaders.add(answer[0])
+            case "poll":
+                answer = _poll(**request)
+            case "kill":
+                _kill(**request)
+                leaders.discard(request["leader"])
+                answer = None
+        print(json.dumps(answer), file=answers, flush=True)
+    for leader in leaders:
+        _kill(leader)
+
+
+def _import_once() -> None:
+    import launch.train
+
+    launch.train.prepare_environment(verbose=False)
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import ppo_ds.build.run  # noqa: F401
+
+
+def _start(target: str, ranks: int, arguments: list[str], environment: dict[str, str], log: str) -> list[int]:
+    port, pids = reserved_port(), []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, pids[0] if pids else 0)
+            launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in launched.items()} | environment)
+            _become(target, arguments, log)
+        pids.append(pid)
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # here too: whoever is first
+            os.setpgid(pid, pids[0])
+    return pids
+
+
+def _become(target: str, arguments: list[str], log: str) -> None:
+    """Runs the target in this process and ends it."""
+    code = 70
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        module, _, function = target.partition(":")
+        sys.argv = [module, *arguments]
+        code = getattr(importlib.import_module(module), function)() or 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        # Interpreters that have held dozens of engines can abort at their end.
+        os._exit(code)
+
+
+def _poll(pids: list[int]) -> list[tuple[int, int]]:
+    """Returns (process id, exit code) of those that have ended."""
+    ended = [os.waitpid(pid, os.WNOHANG) for pid in pids]
+    return [(pid, os.waitstatus_to_exitcode(status)) for pid, status in ended if pid]
+
+
+def _kill(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    serve()
