@@ -9,9 +9,9 @@ import argparse
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -22,8 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppo_ds.config.checks import validated
+from ppo_ds.config.reading import defaults, section_of
 from ppo_ds.config.schema import Config, default_dir, resolved
-from ppo_ds.config.typed import defaults, did_you_mean
+from ppo_ds.config.text import did_you_mean
+from ppo_ds.config.types import Section
 from ppo_ds.errors import UserError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -303,15 +305,14 @@ def _help(folders: _Folders) -> str:
     groups = "\n".join(f"  {group:12}{', '.join(folders.options(group))}" for group in folders.groups())
     keys = "\n".join(
         f"  {section:12}{' '.join(_keys(hint))}"
-        for section, hint in get_type_hints(Config).items()
-        if is_dataclass(hint)
+        for section, field in Config.model_fields.items()
+        if (hint := section_of(field))
     )
     keys += "\n  reward      the arguments of the chosen reward"
     return f"{USAGE}\ngroups:\n{groups}\n\nkeys (types, defaults and meanings: ppo_ds/config/schema.py):\n{keys}\n"
 
 
-def _keys(section: type) -> Iterator[str]:
-    hints = get_type_hints(section)
-    for f in fields(section):
-        inner = " ".join(_keys(hints[f.name])) if is_dataclass(hints[f.name]) else ""
-        yield f"{f.name}{{{inner}}}" if inner else f.name
+def _keys(section: type[Section]) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = section_of(field)
+        yield f"{name}{{{' '.join(_keys(inner))}}}" if inner else name

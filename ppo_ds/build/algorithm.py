@@ -9,14 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, resolve
-from ppo_ds.config.schema import (
-    AlgoConfig,
-    Config,
-    GAEConfig,
-    RolloutISConfig,
-    rollout_size,
-    value_position,
-)
+from ppo_ds.config.schema import Config, rollout_size, value_position
+from ppo_ds.config.sections.algo import AlgoConfig, GAEConfig, RolloutISConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel

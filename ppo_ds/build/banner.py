@@ -8,7 +8,7 @@ import torch
 
 from ppo_ds.build.data import describe_rows
 from ppo_ds.config.schema import Config, reference_is_base, rollout_size, uses_reference
-from ppo_ds.config.typed import show
+from ppo_ds.config.text import show
 from ppo_ds.data.prompts import Source
 from ppo_ds.distributed.world import World
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ppo_ds.config.schema import Config, DataConfig, MixtureConfig, rollout_size
+from ppo_ds.config.schema import Config, rollout_size
+from ppo_ds.config.sections.data import DataConfig, MixtureConfig
 from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
 from ppo_ds.data.mixture import MixedSource, collect_user_errors
 from ppo_ds.data.prompts import PromptSource, PromptStream, Source

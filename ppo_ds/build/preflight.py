@@ -11,7 +11,8 @@ from typing import Any
 
 from ppo_ds.build.data import Inputs
 from ppo_ds.build.roles import CLASSIFIER
-from ppo_ds.config.schema import Config, ModelConfig, reward_models, uses_reference
+from ppo_ds.config.schema import Config, reward_models, uses_reference
+from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models.chat_scorer import expect_trusted

@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
 
-from ppo_ds.config.schema import (
+from ppo_ds.config.schema import Config, reference_is_base, rollout_size
+from ppo_ds.config.sections.models import (
     ActorConfig,
-    Config,
     CriticConfig,
     FrozenZeroConfig,
     InheritedModelConfig,
     LoraConfig,
     ModelConfig,
-    reference_is_base,
-    rollout_size,
 )
+from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel, freeze
 from ppo_ds.engine.gather import gathered

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ppo_ds.config.registry import STAGES
+from ppo_ds.config.reading import dotted_keys
 from ppo_ds.config.resume import unknown_names, unusable_start
 from ppo_ds.config.schema import (
     Config,
@@ -18,7 +18,7 @@ from ppo_ds.config.schema import (
     rollout_size,
     uses_reference,
 )
-from ppo_ds.config.typed import did_you_mean, dotted_keys, show
+from ppo_ds.config.text import show
 from ppo_ds.errors import UserError
 from ppo_ds.secrets import secrets_in
 
@@ -54,8 +54,6 @@ def validated(tree: dict[str, Any], world_size: int) -> Config:
 
 def problems(config: Config, world_size: int) -> Iterator[str]:
     """Every mistake that takes more than one key, or the file system, to see. Each line names all the keys it judged by."""
-    if config.stage not in STAGES:
-        yield f"stage={show(config.stage)}: must be one of {', '.join(STAGES)}{did_you_mean(config.stage, STAGES)}"
     yield from _length(config)
     yield from _batches(config, world_size)
     yield from _roles(config)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ppo_ds.config.text import show
+
 # Old key -> new key; what stands below a section moves with it. The more specific names come first.
 RENAMED = {
     "algo.reward.place": "algo.reward_shaping.score_position",
@@ -29,6 +31,19 @@ def current_name(key: str) -> str | None:
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
     return None
+
+
+def old_spellings(key: str, value: Any) -> dict[str, str]:
+    """Maps each old key at or below ``key`` to the line that names the new one; empty if nothing there was renamed."""
+    below = value if isinstance(value, dict) else {}
+    lines = {
+        name: line
+        for inner, item in below.items()
+        for name, line in old_spellings(f"{key}.{inner}", item).items()
+    }
+    if not below and (new := current_name(key)):
+        lines[key] = f"{key}={show(value)}: is called {new} now"
+    return lines
 
 
 def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from typing import Any
 
 import yaml
 
+from ppo_ds.config.reading import defaults, dotted_keys
 from ppo_ds.config.renamed import with_current_names
 from ppo_ds.config.schema import Config
-from ppo_ds.config.typed import defaults, did_you_mean, dotted_keys, show
+from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.errors import UserError
 
 MUTABLE = (

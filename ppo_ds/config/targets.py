@@ -1,20 +1,24 @@
 """Open parts of the config: a `_target_` and its keyword arguments, checked against the callable's own signature.
 
-An argument may be such a part itself, at any depth of lists, mappings and dataclasses: annotated ``Annotated[Reward, NESTED]``, it is checked
-with the whole and made with the same services, before what it belongs to.
+An argument may be such a part itself, at any depth of lists, mappings and sections: annotated ``Annotated[Reward, NESTED]``,
+it is checked with the whole and made with the same services, before the object that it belongs to.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import re
+import types
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
-from difflib import get_close_matches
-from typing import Any, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ppo_ds.config.typed import convert, show
+from pydantic import GetCoreSchemaHandler, ValidationError, create_model
+from pydantic_core import CoreSchema, core_schema
+
+from ppo_ds.config.reading import complete, problems
+from ppo_ds.config.registry import import_target
+from ppo_ds.config.types import FROM_LIST, Number, OneOf, Section, Text, refuse
 from ppo_ds.errors import UserError
 
 _SERVICE = inspect.Parameter.KEYWORD_ONLY
@@ -22,84 +26,118 @@ _KEY = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 @dataclass(frozen=True)
-class _Unmade:
-    """Stands for an object until the services are there."""
+class Part:
+    """A callable with its checked arguments, before the services are there to call it."""
 
-    make: Callable[..., Any]
+    target: Callable[..., Any]
+    arguments: dict[str, Any]
+
+    def make(self, key: str, services: dict[str, Any]) -> Any:
+        """Calls the target with the services that its signature names; ``key`` is the section's name, and a service."""
+        available = services | {"key": key}
+        wanted = {
+            name: available[name]
+            for name, parameter in inspect.signature(self.target).parameters.items()
+            if parameter.kind is _SERVICE
+            and (name in available or parameter.default is inspect.Parameter.empty)
+        }
+        made = {name: _made(value, f"{key}.{name}", services) for name, value in self.arguments.items()}
+        return self.target(**made, **wanted)
 
 
-class _Nested:
-    def read(self, value: Any, key: str) -> _Unmade:
+class Nested:
+    """Marks an argument as an open part."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._part)
+
+    @staticmethod
+    def _part(value: Any) -> Part:
         if not isinstance(value, dict):
-            raise UserError(f"{key}={show(value)}: must be a section with a _target_")
-        return _Unmade(bind(value, key))
+            refuse("must be a section with a _target_")
+        try:
+            return _bound(value, "$KEY")
+        except UserError as error:
+            refuse("\n".join(error.problems), whole_line=True)
 
 
-NESTED = _Nested()
+NESTED = Nested()
 
 
 def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
-    """The callable of ``spec`` with its config arguments typed and bound; what is still open are its keyword-only services.
+    """Returns the callable of ``spec`` with its arguments checked and bound; the result takes the services.
 
-    ``key`` is the section's name in the config, and a service too: objects name their keys in messages. Raises UserError with every unknown,
-    missing or mistyped key, before anything is loaded.
+    ``key`` is the section's name in the config. Raises UserError with every unknown, missing or mistyped key, before anything
+    is loaded.
     """
+    part = _bound(spec, key)
+    return lambda **services: part.make(key, services)
+
+
+def _bound(spec: dict[str, Any], key: str) -> Part:
     target = _imported(spec.get("_target_"), key)
-    parameters = inspect.signature(target).parameters
-    hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
-    open_keys = {name: p for name, p in parameters.items() if p.kind is _KEY}
     given = {name: value for name, value in spec.items() if name != "_target_"}
-    problems = [
-        f"{key}.{name}={_shown(name, given[name])}: no such key{_known(name, open_keys, key)}"
-        for name in given
-        if name not in open_keys
-    ]
-    arguments = {}
-    for name, parameter in open_keys.items():
-        hint, required = hints.get(name, Any), parameter.default is inspect.Parameter.empty
-        if name in given or (
-            required and is_dataclass(hint)
-        ):  # a section that is not there at all lacks its own required keys
-            try:
-                arguments[name] = convert(given.get(name, {}), hint, f"{key}.{name}")
-            except UserError as error:
-                problems += error.problems
-        elif required:
-            problems.append(f"{key}.{name} is missing")
-    if problems:
-        raise UserError(*problems)
-
-    def call(**services: Any) -> Any:
-        services = services | {"key": key}
-        wanted = [
-            name
-            for name, p in parameters.items()
-            if p.kind is _SERVICE and (name in services or p.default is inspect.Parameter.empty)
-        ]
-        return target(**_made(arguments, services), **{name: services[name] for name in wanted})
-
-    return call
+    section = _arguments(target)
+    try:
+        arguments = section.model_validate(given | complete(section, given))  # a key may be null here
+    except ValidationError as error:
+        raise UserError(*problems(error, section, key).values()) from None
+    # What is not given keeps the default of the signature.
+    return Part(target, {name: getattr(arguments, name) for name in arguments.model_fields_set})
 
 
-def _made(value: Any, services: dict[str, Any]) -> Any:
-    """``value`` with every nested part in it made."""
-    if isinstance(value, _Unmade):
-        return value.make(**services)
+def _arguments(target: Callable[..., Any]) -> type[Section]:
+    """Makes a section from a signature: its keyword-only parameters are services, all others are keys."""
+    hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(target).parameters.items():
+        if parameter.kind is _KEY:
+            default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+            fields[name] = (_checked_as(hints.get(name, Any)), default)
+    with warnings.catch_warnings():  # of arguments that are called as a method of pydantic's
+        warnings.simplefilter("ignore", UserWarning)
+        return create_model(getattr(target, "__name__", "arguments"), __base__=Section, **fields)
+
+
+def _checked_as(hint: Any) -> Any:
+    """Translates the annotation of an argument: values come from YAML, and unknown classes are not checked."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return Annotated[_checked_as(args[0]), *args[1:]]
+    if origin in (Union, types.UnionType):
+        return Union[tuple(_checked_as(one) for one in args)]  # noqa: UP007
+    if origin is Literal:
+        return Annotated[Any, OneOf(args)]
+    if origin is tuple:
+        return Annotated[tuple[tuple(one if one is ... else _checked_as(one) for one in args)], FROM_LIST]
+    if origin in (list, dict):
+        return origin[tuple(_checked_as(one) for one in args)]
+    if hint in (int, bool, list, dict, type(None)) or (isinstance(hint, type) and issubclass(hint, Section)):
+        return hint
+    return {float: Number, str: Text}.get(hint, Any)
+
+
+def _made(value: Any, key: str, services: dict[str, Any]) -> Any:
+    """Makes every open part in a checked value."""
+    if isinstance(value, Part):
+        return value.make(key, services)
     if isinstance(value, dict):
-        return {name: _made(item, services) for name, item in value.items()}
+        return {name: _made(item, f"{key}.{name}", services) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_made(item, services) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _made(getattr(value, f.name), services) for f in fields(value)})
+        return type(value)(_made(item, f"{key}[{i}]", services) for i, item in enumerate(value))
+    if isinstance(value, Section):
+        made = {
+            name: _made(getattr(value, name), f"{key}.{name}", services) for name in type(value).model_fields
+        }
+        return value.model_copy(update=made)
     return value
 
 
 def _imported(path: Any, key: str) -> Callable[..., Any]:
     if path in (None, "", "???"):
         raise UserError(f"{key}._target_ is missing: give package.module.name")
-    module, _, name = str(path).rpartition(".")
     try:
-        target = getattr(importlib.import_module(module), name)
+        target = import_target(str(path))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(
             f"{key}._target_={path}: cannot be imported ({error}); give package.module.name"
@@ -107,17 +145,3 @@ def _imported(path: Any, key: str) -> Callable[..., Any]:
     if not callable(target):
         raise UserError(f"{key}._target_={path}: is not callable")
     return target
-
-
-def _shown(name: str, value: Any) -> str:
-    """Of a key that is none; what may be a secret that somebody wrote into the config is not repeated."""
-    return "..." if re.search(r"(^|_)(key|token|secret|password)$", name, re.IGNORECASE) else show(value)
-
-
-def _known(name: str, keys: dict[str, Any], section: str) -> str:
-    close = get_close_matches(
-        name, list(keys), n=1, cutoff=0.6
-    )  # of the bare names: the section that all share would make any two alike
-    if close:
-        return f"; did you mean {section}.{close[0]}?"
-    return f"; its keys are {', '.join(f'{section}.{known}' for known in keys) or 'none'}"

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from ppo_ds.config.schema import (
     Config,
-    ModelConfig,
     has_critic,
     reference_is_base,
     reward_models,
     uses_reference,
     value_position,
 )
-from ppo_ds.config.typed import show
+from ppo_ds.config.sections.models import ModelConfig
+from ppo_ds.config.text import show
 
 
 def warnings(config: Config, hides_stops: bool) -> list[str]:
@@ -43,7 +43,10 @@ def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
         dtypes["critic.model"] = config.critic.model.dtype
     if uses_reference(config) and not reference_is_base(config):
         dtypes["reference.model"] = config.reference.model.dtype
-    dtypes |= {key: model.get("dtype", ModelConfig.dtype) for key, model in reward_models(config.reward)}
+    dtypes |= {
+        key: model.get("dtype", ModelConfig.model_fields["dtype"].default)
+        for key, model in reward_models(config.reward)
+    }
     slow = " ".join(f"{key}.dtype=bf16" for key, dtype in dtypes.items() if dtype == "bf16")
     if computes_bf16 is not False or not slow:
         return []

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ppo_ds.config.typed import show
+from ppo_ds.config.text import show
 from ppo_ds.errors import UserError
 
 ADAPTER = "default"  # peft's name for the only one

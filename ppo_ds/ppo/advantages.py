@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ppo_ds.config.schema import GAEConfig
+from ppo_ds.config.sections.algo import GAEConfig
 from ppo_ds.ops.advantages import normalize_advantages, one_step_advantages
 from ppo_ds.ops.masked import Reduce, masked_mean, masked_sum
 from ppo_ds.ops.rewards import token_rewards

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_ds.config.schema import EntropyConfig, PolicyConfig, ValueConfig
+from ppo_ds.config.sections.algo import EntropyConfig, PolicyConfig, ValueConfig
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ops.losses import BatchTotals, aggregate, entropy_loss, kl_loss, value_loss
 from ppo_ds.ops.masked import masked_sum

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ppo_ds.config.schema import RewardShapingConfig
+from ppo_ds.config.sections.algo import RewardShapingConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.ops.rewards import shape_scores
 from ppo_ds.ops.running import RunningMoments

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ppo_ds.config.schema import AlgoConfig
+from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy

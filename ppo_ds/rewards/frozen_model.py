@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ppo_ds.config.schema import FrozenZeroConfig, ModelConfig
+from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.audit import AuditMode, Findings

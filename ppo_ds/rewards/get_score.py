@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ppo_ds.config.schema import FrozenZeroConfig, ModelConfig
+from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.chat_scorer import Chat, load_chat_scorer
 from ppo_ds.models.tokenizer import Tokenizer

@@ -17,12 +17,13 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from threading import Event, Lock, Timer
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import httpx
+from pydantic import PlainValidator
 
-from ppo_ds.errors import UserError
+from ppo_ds.config.types import refuse
 
 _MAX_PAUSE = 60.0  # seconds, whatever Retry-After asks for: the other ranks wait
 _MIN_KEY_LENGTH = 8  # shorter keys are placeholders ("EMPTY"), and are not removed from replies
@@ -30,49 +31,46 @@ _MAX_QUOTED = 200  # characters of a reply in an error
 _SECRET = re.compile(r"key|token|secret|passw|signature|^(sig|auth|code)$", re.IGNORECASE)
 
 
-class ServiceUrl:
+def _service_url(value: Any) -> str:
     """Validates a config key that holds a URL and refuses URLs that contain secrets.
 
     It runs before config.yaml is written.
     """
-
-    def read(self, value: Any, key: str) -> str:
-        section = key.rpartition(".")[0]
-        try:
-            url = httpx.URL(value)
-        except (httpx.InvalidURL, TypeError, ValueError):
-            raise UserError(f"{key}: is not a URL; give one such as http://localhost:8000/score") from None
-        if url.userinfo or any(_SECRET.search(name) for name in url.params):
-            raise UserError(
-                f"{key}: holds a password or a key; put it into an environment variable and name that in "
-                f"{f'{section}.key_env'.lstrip('.')}"
-            )
-        if url.scheme not in ("http", "https") or not url.host:
-            shown = "" if "@" in value else f"={value}"  # me:password@host has no scheme and so no userinfo
-            raise UserError(f"{key}{shown}: must begin with http:// or https:// and a host")
-        return str(url)
+    try:
+        url = httpx.URL(value)
+    except (httpx.InvalidURL, TypeError, ValueError):
+        refuse("$KEY: is not a URL; give one such as http://localhost:8000/score", whole_line=True)
+    if url.userinfo or any(_SECRET.search(name) for name in url.params):
+        refuse(
+            "$KEY: holds a password or a key; put it into an environment variable and name that in $SECTION.key_env",
+            whole_line=True,
+        )
+    if url.scheme not in ("http", "https") or not url.host:
+        shown = "" if "@" in value else f"={value}"  # me:password@host has no scheme and so no userinfo
+        refuse(f"$KEY{shown}: must begin with http:// or https:// and a host", whole_line=True)
+    return str(url)
 
 
-class KeyVariable:
+def _key_variable(value: Any) -> str:
     """Validates a config key that names an environment variable; errors never repeat a secret."""
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Z_][A-Z0-9_]*", value):
+        refuse(
+            "$KEY: must be the name of an environment variable, in capitals, never the secret itself",
+            whole_line=True,
+        )
+    secret = os.environ.get(value, "").strip()
+    if not secret:
+        refuse("this environment variable is not set or empty; set it where the run starts")
+    if not (secret.isascii() and secret.isprintable() and " " not in secret):
+        refuse(
+            "the value of this variable cannot be sent as a key: it contains spaces, line breaks or non-ASCII "
+            "characters"
+        )
+    return value
 
-    def read(self, value: Any, key: str) -> str:
-        if not isinstance(value, str) or not re.fullmatch(r"[A-Z_][A-Z0-9_]*", value):
-            raise UserError(
-                f"{key}: must be the name of an environment variable, in capitals, never the secret itself"
-            )
-        secret = os.environ.get(value, "").strip()
-        if not secret:
-            raise UserError(
-                f"{key}={value}: this environment variable is not set or empty; set it where the run starts"
-            )
-        if not (secret.isascii() and secret.isprintable() and " " not in secret):
-            raise UserError(
-                f"{key}={value}: the value of this variable cannot be sent as a key: it contains spaces, "
-                "line "
-                "breaks or non-ASCII characters"
-            )
-        return value
+
+ServiceUrl = Annotated[str, PlainValidator(_service_url)]
+KeyVariable = Annotated[str, PlainValidator(_key_variable)]
 
 
 class ServiceError(RuntimeError):

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ppo_ds.config.schema import FrozenZeroConfig, ModelConfig
-from ppo_ds.config.typed import Count
+from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
+from ppo_ds.config.types import Count
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.models.value import ScoreModel, expect_reward_model, load_reward_model

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Event
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import httpx
 import torch
 from torch import Tensor
 
-from ppo_ds.config.typed import Count, Natural, NonNegative, Positive
+from ppo_ds.config.types import Count, Natural, NonNegative, Positive
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import Responses, RewardError, TextReward, is_float32, quoted
@@ -163,7 +163,7 @@ class RemoteReward(TextReward):
 
     def __init__(
         self,
-        url: Annotated[str, ServiceUrl()],
+        url: ServiceUrl,
         protocol: Literal["json", "openai"] = "json",
         model: str | None = None,
         template: str = JUDGE,
@@ -179,7 +179,7 @@ class RemoteReward(TextReward):
         retries: Natural = 4,
         backoff_seconds: NonNegative = 1.0,
         max_response_mb: Positive = 8.0,
-        key_env: Annotated[str, KeyVariable()] | None = None,
+        key_env: KeyVariable | None = None,
         *,
         tokenizer: Tokenizer,
         should_stop: Callable[[], bool] = lambda: False,

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Le
 from torch import Tensor
 
-from ppo_ds.config.typed import Bound, Count, Natural, NonNegative
+from ppo_ds.config.types import Count, Must, Natural, NonNegative
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import (
@@ -31,33 +32,21 @@ from ppo_ds.rewards.numbers import Number, reference_number, stated_number
 from ppo_ds.types import Row
 
 
-class _Regex:
-    """Accepts texts that ``re`` compiles."""
-
-    def __contains__(self, pattern: str) -> bool:
-        try:
-            re.compile(pattern)
-        except (re.error, OverflowError):
-            return False
-        return True
-
-    def __str__(self) -> str:
-        return "a regular expression of Python's re module"
+def _is_regex(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError):
+        return False
+    return True
 
 
-class _TagName:
-    """Accepts names of tags without brackets."""
-
-    def __contains__(self, name: str) -> bool:
-        return re.fullmatch(r"[\w.:-]+", name) is not None
-
-    def __str__(self) -> str:
-        return "the name of a tag without its brackets, such as answer"
+def _is_tag_name(name: str) -> bool:
+    return re.fullmatch(r"[\w.:-]+", name) is not None
 
 
-Regex = Annotated[str, _Regex()]
-Tag = Annotated[str, _TagName()]
-Penalty = Annotated[float, Bound(high=0)]
+Regex = Annotated[str, Must(_is_regex, "a regular expression of Python's re module")]
+Tag = Annotated[str, Must(_is_tag_name, "the name of a tag without its brackets, such as answer")]
+Penalty = Annotated[float, Le(0)]
 
 
 class Rule(TextReward):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from ppo_ds.config.targets import NESTED
-from ppo_ds.config.typed import Positive
+from ppo_ds.config.types import Must, Number, Positive, Section
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.running import RunningMoments
@@ -29,26 +28,15 @@ from ppo_ds.rewards.rules import Tag
 from ppo_ds.types import Reward, Rollout, Row, Scores
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(Section):
     """One reward of a weighted sum and the transformation of its score."""
 
     reward: Annotated[Reward, NESTED]  # a section with a `_target_` of its own
-    weight: float = 1.0  # 0: the score is only computed and logged
+    weight: Number = 1.0  # 0: the score is only computed and logged
     # running: by mean and std of all its scores so far, including this batch, over all ranks
     normalize: Literal["none", "running"] = "none"
     clip: Positive | None = None  # to [-clip, clip], after normalizing; null: off
     inside: Tag | None = None  # the reward reads only the text between <tag> and </tag>, empty without them
-
-
-class _NonEmpty:
-    """Accepts mappings with at least one part."""
-
-    def __contains__(self, parts: dict[str, Part]) -> bool:
-        return bool(parts)
-
-    def __str__(self) -> str:
-        return "one part or more, as NAME: {weight: 1, reward: {_target_: ...}}"
 
 
 class WeightedReward:
@@ -62,7 +50,10 @@ class WeightedReward:
 
     def __init__(
         self,
-        parts: Annotated[dict[str, Part], _NonEmpty()],
+        parts: Annotated[
+            dict[str, Part],
+            Must(bool, "one part or more, as NAME: {weight: 1, reward: {_target_: ...}}"),
+        ],
         *,
         tokenizer: Tokenizer,
         reduce: Callable[[Tensor], Tensor],

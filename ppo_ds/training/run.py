@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppo_ds.config.schema import CheckpointConfig
+from ppo_ds.config.sections.run import CheckpointConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.rng import rng_snapshot

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ppo_ds.config.reading import dotted_keys
 from ppo_ds.config.renamed import RENAMED, current_name, with_current_names
 from ppo_ds.config.resume import judge
 from ppo_ds.config.schema import Config, resolved
-from ppo_ds.config.typed import dotted_keys
 from tests.config.commands import MINIMAL, complaints, compose
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ppo_ds.config.reading import dotted_keys
 from ppo_ds.config.resume import (
     IMMUTABLE,
     MUTABLE,
@@ -22,7 +23,6 @@ from ppo_ds.config.resume import (
     unknown_names,
 )
 from ppo_ds.config.schema import Config, resolved
-from ppo_ds.config.typed import dotted_keys
 from ppo_ds.errors import UserError
 from tests.config.commands import MINIMAL, complaints, compose
 

@@ -1,12 +1,11 @@
 """Open parts of the config: keys are checked against the callable's own signature before it is called."""
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import pytest
 
 from ppo_ds.config.targets import NESTED, bind
-from ppo_ds.config.typed import Bound, Fraction
+from ppo_ds.config.types import Count, Fraction, Section
 from ppo_ds.errors import UserError
 
 HERE = __name__
@@ -14,8 +13,7 @@ NOT_CALLABLE = 3
 CALLS = []
 
 
-@dataclass
-class Engine:
+class Engine(Section):
     power: float
     fuel: Literal["gas", "coal"] = "gas"
 
@@ -24,7 +22,7 @@ class Machine:
     def __init__(
         self,
         path: str,
-        batch: Annotated[int, Bound(1)] = 8,
+        batch: Count = 8,
         ratio: Fraction | None = None,
         *,
         tokenizer,
@@ -37,8 +35,7 @@ def powered(engine: Engine, *, note: str = "none"):
     return engine, note
 
 
-@dataclass
-class Trailer:
+class Trailer(Section):
     pulled: Annotated[object, NESTED]
     load: float = 1.0
 
@@ -115,24 +112,24 @@ def test_the_sections_own_name_is_a_service():
 
 def test_a_service_with_a_default_may_be_absent():
     engine, note = bind(spec("powered", engine={"power": 2}), "reward")(tokenizer="t")
-    assert (engine, note) == (Engine(2.0, "gas"), "none")
+    assert (engine, note) == (Engine(power=2.0, fuel="gas"), "none")
 
 
 def test_a_service_cannot_be_set_from_the_config():
     refused(
         spec("Machine", path="x", tokenizer="mine"),
-        "reward.tokenizer=mine: no such key; its keys are reward.path, reward.batch, reward.ratio",
+        "reward.tokenizer=mine: no such key; the keys of reward are path, batch, ratio",
     )
 
 
 def test_unknown_key_with_a_suggestion_and_without():
     refused(spec("Machine", path="x", bach=4), "reward.bach=4: no such key; did you mean reward.batch?")
-    refused(spec("plain", path="x", zzz=None), "reward.zzz=null: no such key; its keys are reward.path")
+    refused(spec("plain", path="x", zzz=None), "reward.zzz=null: no such key; the keys of reward are path")
 
 
 def test_open_ended_signatures_take_no_keys_beyond_the_named_ones():
     assert bind(spec("open_ended", path="x"), "reward")(tokenizer="t") == ("x", (), {})
-    refused(spec("open_ended", path="x", rest=1), "reward.rest=1: no such key; its keys are reward.path")
+    refused(spec("open_ended", path="x", rest=1), "reward.rest=1: no such key; the keys of reward are path")
 
 
 def test_missing_key():
@@ -199,7 +196,7 @@ def test_nested_sections_are_made_with_the_same_services_and_know_their_keys():
         "t",
         None,
     )
-    assert train.named == {"x": Trailer(("three", "reward.named.x.pulled"), 2.0)}
+    assert (train.named["x"].pulled, train.named["x"].load) == (("three", "reward.named.x.pulled"), 2.0)
 
 
 def test_problems_of_nested_sections_come_together():

@@ -22,7 +22,8 @@ from ppo_ds.build.roles import (
     build_critic,
     build_reference,
 )
-from ppo_ds.config.schema import Config, FrozenZeroConfig, ModelConfig, from_tree, inherit
+from ppo_ds.config.schema import Config, from_tree, inherit
+from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.checkpoint.state import consolidated, load_model, save_model
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel

@@ -152,7 +152,7 @@ def test_values_that_hydra_cannot_read_are_text(text: str) -> None:
     ("argument", "line"),
     [
         ("algo.epoch=3", "algo.epoch=3: no such key; did you mean algo.epochs?"),
-        ("+unknown=1", "unknown=1: no such key; the keys of the config are run, actor"),
+        ("+unknown=1", "unknown=1: no such key; the keys of the config are stage, run, actor"),
         ("steps=4", "steps=4: no such key; did you mean run.steps?"),
         ("actor.optim.lr=fast", "actor.optim.lr=fast: must be a number"),
         ("actor.model=gpt2", "actor.model=gpt2: must be a section with keys path, revision"),

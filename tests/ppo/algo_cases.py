@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, resolve
-from ppo_ds.config.schema import GAEConfig, RewardShapingConfig, RolloutISConfig
+from ppo_ds.config.sections.algo import GAEConfig, RewardShapingConfig, RolloutISConfig
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.advantages import (
     ScorePosition,

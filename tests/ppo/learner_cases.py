@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ppo_ds.config.registry import KL_ESTIMATORS, POLICY_LOSSES, resolve
-from ppo_ds.config.schema import EntropyConfig, PolicyConfig, ValueConfig
+from ppo_ds.config.sections.algo import EntropyConfig, PolicyConfig, ValueConfig
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.batching import minibatches

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ppo_ds.build.algorithm import masked_stop_ids
-from ppo_ds.config.schema import RolloutISConfig
+from ppo_ds.config.sections.algo import RolloutISConfig
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.advantages import ScorePosition
 from ppo_ds.ppo.experience import mask_stops

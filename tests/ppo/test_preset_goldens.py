@@ -7,8 +7,6 @@ golden's with that one term put right by hand: ``expected``. Answers as single a
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import numpy as np
 import pytest
 import torch
@@ -50,7 +48,7 @@ def test_every_preset_is_here():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_switches_what_it_should(preset):
-    assert dict(dotted(asdict(of_all_sizes(preset).algo))) == STANDARD | DEPARTURES[preset]
+    assert dict(dotted(of_all_sizes(preset).algo.model_dump())) == STANDARD | DEPARTURES[preset]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from ppo_ds.config.schema import CheckpointConfig
+from ppo_ds.config.sections.run import CheckpointConfig
 from ppo_ds.ops.kl import AdaptiveKLController
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.tracking.banner import Banner

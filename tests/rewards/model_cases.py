@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForSequenceClassification, DebertaV2Config, GPT2Config, LlamaConfig
 
-from ppo_ds.config.schema import ModelConfig
+from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.rewards.model import model_reward
 from tests.rewards.reward_cases import VOCAB, Placed, loaded, save_tokenizer
 

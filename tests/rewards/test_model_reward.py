@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from ppo_ds.config.schema import FrozenZeroConfig
+from ppo_ds.config.sections.models import FrozenZeroConfig
 from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import RewardError

@@ -311,7 +311,7 @@ def test_mistakes_of_all_parts_come_together_with_their_full_keys():
     }
     lines = refusals(spec(MIXTURE, parts=parts, weights=[1]))
     starts = [
-        "reward.weights=[1]: no such key; its keys are reward.parts",
+        "reward.weights=[1]: no such key; the keys of reward are parts",
         "reward.parts.quality.reward.model.path is missing",
         "reward.parts.quality.weight=much: must be a number",
         "reward.parts.depth.reward.model.dtype=fp64: must be one of",

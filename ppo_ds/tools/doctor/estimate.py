@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from ppo_ds.config.schema import ActorConfig, Config, CriticConfig, rollout_size
+from ppo_ds.config.schema import Config, rollout_size
+from ppo_ds.config.sections.models import ActorConfig, CriticConfig
 from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.engine.memory_budget import MemoryBudget, plan_generation
 from ppo_ds.ops.flops import causal_pairs, forward_flops

@@ -6,18 +6,12 @@ The changes are tried on the estimate; nothing is loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
-from ppo_ds.config.schema import (
-    ActorConfig,
-    Config,
-    CriticConfig,
-    has_critic,
-    reference_is_base,
-    uses_reference,
-)
-from ppo_ds.config.typed import show
+from ppo_ds.config.schema import Config, has_critic, reference_is_base, uses_reference
+from ppo_ds.config.sections.models import ActorConfig, CriticConfig
+from ppo_ds.config.text import show
+from ppo_ds.config.types import replace
 from ppo_ds.tools.doctor.estimate import Estimate
 
 Setting = tuple[str, Any]

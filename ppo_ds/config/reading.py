@@ -1,0 +1,255 @@
+"""Reads nested dicts into sections, with one line for each problem, all of them at once."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from ppo_ds.config.renamed import old_spellings
+from ppo_ds.config.text import show
+from ppo_ds.config.types import RANGE, Section
+
+T = TypeVar("T", bound=Section)
+Problems = dict[str, str]  # full key -> line
+
+_UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
+_STAND_INS = {int: 1, float: 1.0, str: "", dict: {}}
+_SECRET = re.compile(r"(^|_)(key|token|secret|password)$", re.IGNORECASE)
+
+
+def read(section: type[T], tree: Any, key: str = "") -> tuple[T, Problems]:
+    """Reads a section from a nested dict; ``key`` is its full name.
+
+    A wrong value is replaced by its default, or by something of its type, so that the caller can look for more problems.
+    """
+    completed = complete(section, tree)
+    try:
+        return section.model_validate(completed), {}
+    except ValidationError as error:
+        for wrong in error.errors(include_url=False):
+            completed = _without(section, completed, wrong["loc"])
+        usable = section.model_validate(complete(section, completed, stand_ins=True))
+        return usable, problems(error, section, key)
+
+
+def complete(section: type[Section], tree: Any, stand_ins: bool = False) -> Any:
+    """Adds sections that are absent, so that each names what it lacks, and removes required keys without a value.
+
+    With ``stand_ins``, required keys that are missing get a value of their type.
+    """
+    if not isinstance(tree, dict):
+        return tree
+    made = dict(tree)
+    for name, field in section.model_fields.items():
+        if inner := section_of(field):
+            if name in made or field.is_required():
+                made[name] = complete(inner, made.get(name, {}), stand_ins)
+        elif field.is_required():
+            if name in made and (
+                made[name] is None or made[name] in ("", "???")
+            ):  # ???: missing in OmegaConf
+                del made[name]
+            if stand_ins:
+                made.setdefault(name, _STAND_INS.get(get_origin(field.annotation) or field.annotation))
+    return made
+
+
+def _without(section: type[Section], tree: Any, location: tuple[int | str, ...]) -> Any:
+    """Removes the key of an error; an error inside a list or a mapping removes all of it."""
+    if not isinstance(tree, dict) or not location:
+        return {}
+    name, *rest = location
+    field = section.model_fields.get(str(name))
+    inner = section_of(field) if field else None
+    if inner and rest and name in tree:
+        return tree | {name: _without(inner, tree[name], tuple(rest))}
+    return {other: value for other, value in tree.items() if other != name}
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """Returns the section that a field holds, None for any other field."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def defaults(section: type[Section]) -> dict[str, Any]:
+    """Returns the defaults of a section as a nested dict, without the keys that are required."""
+    return {
+        name: defaults(inner) if inner else field.get_default(call_default_factory=True)
+        for name, field in section.model_fields.items()
+        if (inner := section_of(field)) or not field.is_required()
+    }
+
+
+def dotted_keys(section: type[Section], prefix: str = "") -> list[str]:
+    """Lists the full names of all keys below a section, leaves and sections."""
+    keys = []
+    for name, field in section.model_fields.items():
+        full = f"{prefix}.{name}" if prefix else name
+        inner = section_of(field)
+        keys += [full, *(dotted_keys(inner, full) if inner else [])]
+    return keys
+
+
+# ---- messages
+
+
+def problems(error: ValidationError, section: type[Section], key: str = "") -> Problems:
+    """Turns the errors of a section into lines, in the order of the keys; unknown keys come first in each section."""
+    known, found = dotted_keys(section, key), Problems()
+    items: dict[str, int] = {}  # keys of lists and mappings, in the order in which their errors come
+    places = [(_place(section, key, wrong, items), wrong) for wrong in error.errors(include_url=False)]
+    for place, wrong in sorted(places, key=lambda pair: pair[0].order):
+        kind, value = wrong["type"], wrong["input"]
+        if kind in _UNKNOWN_KEY:
+            lines = old_spellings(place.key, value) or {place.key: _unknown_key(place, value, known)}
+        elif kind == "whole_line":
+            text = wrong["msg"].replace("$KEY", place.key).replace("$SECTION", place.key.rpartition(".")[0])
+            lines = {f"{place.key}#{i}": line for i, line in enumerate(text.split("\n"))}
+        elif kind == "missing" and place.complete:
+            lines = {place.key: f"{place.key} is missing{_how(place.holder.model_fields[place.name])}"}
+        else:
+            lines = {
+                place.key: f"{place.key}={show(list(value) if isinstance(value, tuple) else value)}: {_remedy(wrong, place)}"
+            }
+        found |= {name: line for name, line in lines.items() if name not in found}
+    return found
+
+
+def _how(field: FieldInfo) -> str:
+    """The description of a key, as the end of a sentence."""
+    text = field.description or ""
+    return f": {text[0].lower()}{text[1:].rstrip('.')}" if text else ""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an error is, and the type that the value there should have."""
+
+    key: str
+    holder: type[Section]  # the innermost section around it
+    name: str  # of the key in the holder
+    hint: Any  # without Annotated, and without None where the value may be null
+    metadata: list[Any]
+    nullable: bool
+    order: list[int]  # positions of its keys among those of their sections; -1: an unknown key
+    complete: bool  # False where the error is deeper: in a branch of a union, or an item that is missing
+
+
+def _place(section: type[Section], key: str, wrong: Mapping[str, Any], items: dict[str, int]) -> _Place:
+    holder, name, whole, order = section, "", True, []
+    hint, metadata, nullable = unwrapped(section)
+    for part in wrong["loc"]:
+        kind, args = get_origin(hint) or hint, get_args(hint)
+        inner: Any = Any
+        if isinstance(kind, type) and issubclass(kind, Section):
+            holder, name = kind, str(part)
+            key = f"{key}.{name}" if key else name
+            order.append(list(kind.model_fields).index(name) if name in kind.model_fields else -1)
+            if field := kind.model_fields.get(name):
+                inner = Annotated[field.annotation, None, *field.metadata]
+        elif (kind is dict and part != "[key]") or (kind in (list, tuple) and wrong["type"] != "missing"):
+            key = f"{key}.{part}" if kind is dict else f"{key}[{part}]"
+            order.append(items.setdefault(key, len(items)))
+            inner = args[-1] if kind is dict else args[0] if kind is list or ... in args else args[int(part)]
+        else:
+            whole = False
+            break
+        hint, metadata, nullable = unwrapped(inner)
+    return _Place(key, holder, name, hint, metadata, nullable, order, whole)
+
+
+def unwrapped(hint: Any) -> tuple[Any, list[Any], bool]:
+    """Returns a type without Annotated and without None, the metadata of Annotated, and whether there was a None."""
+    metadata: list[Any] = []
+    nullable = False
+    while True:
+        args = get_args(hint)
+        if get_origin(hint) is Annotated:
+            hint, metadata = args[0], [*metadata, *args[1:]]
+        elif get_origin(hint) in (Union, types.UnionType) and type(None) in args:
+            nullable = True
+            hint = Union[tuple(one for one in args if one is not type(None))]  # noqa: UP007
+        else:
+            return hint, metadata, nullable
+
+
+def _remedy(wrong: Mapping[str, Any], place: _Place) -> str:
+    if wrong["type"] == "model_type":
+        names, value = place.hint.model_fields, wrong["input"]
+        hint = (
+            f"; did you mean {place.key}.path={show(value)}?"
+            if isinstance(value, str) and "path" in names
+            else ""
+        )
+        return f"must be a section with keys {', '.join(names)}{hint}"
+    if wrong["type"] == "refused":
+        text = wrong["msg"]
+    else:
+        text = f"must be {_type_in_words(wrong, place)}"
+    wanted, mark, hint = text.partition("; ")
+    return f"{wanted} or null{mark}{hint}" if place.nullable and text.startswith("must be ") else text
+
+
+def _type_in_words(wrong: Mapping[str, Any], place: _Place) -> str:
+    kind, args = wrong["type"], get_args(place.hint)
+    if get_origin(place.hint) in (Union, types.UnionType):
+        return " or ".join(_in_words(one) for one in args)
+    if kind in ("list_type", "tuple_type"):
+        return f"a list, as in {place.key}=[{show(wrong['input']).strip('[]')}]"
+    if kind == "dict_type":
+        return f"a mapping ({place.key}.<name>=<value>)"
+    if kind in ("missing", "too_long"):
+        return f"a list of {len(args)}"
+    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        return bounds(place.metadata)
+    return _in_words(place.hint)
+
+
+def _in_words(hint: Any) -> str:
+    hint = unwrapped(hint)[0]
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        list: "a list",
+        dict: "a mapping",
+    }
+    kind = get_origin(hint) or hint
+    return names.get(kind) or f"one of {', '.join(map(show, get_args(hint)))}"
+
+
+def bounds(metadata: list[Any]) -> str:
+    """Describes the range of a number: ``at least 0 and at most 1``, or nothing."""
+    limits = [
+        (attribute, getattr(one, attribute))
+        for one in metadata
+        for attribute in RANGE
+        if hasattr(one, attribute)
+    ]
+    return " and ".join(f"{RANGE[attribute]} {limit:g}" for attribute, limit in limits)
+
+
+def _unknown_key(place: _Place, value: Any, known: list[str]) -> str:
+    """Says what may have been meant: the same name deeper down, one like it beside it, the same name elsewhere."""
+    name, siblings = place.name, place.holder.model_fields
+    section = place.key.removesuffix(name)  # with its dot
+    shown = "..." if _SECRET.search(name) else show(value)
+    elsewhere = [k for k in known if k.rsplit(".", 1)[-1] == name] or [
+        k for k in known if k.replace(".", "_").endswith(f"_{name}")
+    ]
+    inside = [k for k in elsewhere if section and k.startswith(section)]
+    near = [section + sibling for sibling in get_close_matches(name, list(siblings), n=1, cutoff=0.6)]
+    exact = [k for k in known if k.startswith(section) and k[len(section) :].replace(".", "_") == name]
+    best = exact or inside or (not section and elsewhere) or near or elsewhere
+    if best:
+        return f"{place.key}={shown}: no such key; did you mean {' or '.join(best[:3])}?"
+    return f"{place.key}={shown}: no such key; the keys of {section.rstrip('.') or 'the config'} are {', '.join(siblings)}"

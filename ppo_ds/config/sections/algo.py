@@ -1,0 +1,212 @@
+"""The algo section: every switch of the algorithm. A preset in conf/algo/ is a set of departures from the defaults."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES
+from ppo_ds.config.types import Count, Fraction, Natural, NonNegative, Number, OneOf, Positive, Section
+
+
+class KLConfig(Section):
+    """KL penalty against the reference."""
+
+    place: Literal["reward", "loss", "none"] = Field("reward", description="Where the penalty is applied.")
+    estimator: Annotated[str, OneOf(KL_ESTIMATORS)] = Field("k1", description="Estimator of the KL.")
+    coef: NonNegative = Field(0.05, description="Coefficient of the penalty, or its initial value.")
+    controller: Literal["fixed", "adaptive", "threshold"] = Field(
+        "fixed", description="How the coefficient changes with the measured KL."
+    )
+    target: Positive = Field(
+        6.0, description="KL that adaptive and threshold controllers aim at, in nats per algo.kl.unit."
+    )
+    horizon: Positive = Field(
+        10000.0,
+        description="Samples in which the adaptive controller changes the coefficient by about 20 % at most.",
+    )
+    unit: Literal["sequence", "token"] = Field(
+        "sequence", description="Unit of the KL that the controller reads."
+    )
+    min_coef: NonNegative = Field(0.0, description="Lower limit of the coefficient.")
+    max_coef: Positive | None = Field(None, description="Upper limit of the coefficient; null: none.")
+    after_update: bool = Field(
+        False, description="Measures the KL to the reference again after each update, with one more forward."
+    )
+
+
+class GAEConfig(Section):
+    """Generalized advantage estimation."""
+
+    gamma: Fraction = Field(1.0, description="Discount factor.")
+    lam: Fraction = Field(0.95, description="Lambda of the advantages.")
+    lam_critic: Fraction | None = Field(None, description="Lambda of the returns; null: algo.gae.lam.")
+    bootstrap_truncated: bool = Field(
+        False,
+        description="Adds the value of the last state to a response cut at the length limit, instead of 0.",
+    )
+
+
+class AdvantageConfig(Section):
+    """Advantage estimator and whitening."""
+
+    estimator: Annotated[str, OneOf(ADVANTAGE_ESTIMATORS)] = Field("gae", description="Advantage estimator.")
+    whiten: Literal["batch", "none", "group", "minibatch"] = Field(
+        "batch",
+        description="Whitens advantages under the mask, over all ranks, per rollout (batch) or optimizer step "
+        "(minibatch); group: over the responses to one prompt.",
+    )
+    unbiased: bool = Field(False, description="Divides by n - 1 in the variance.")
+
+
+class PolicyConfig(Section):
+    """Policy loss."""
+
+    loss: Annotated[str, OneOf(POLICY_LOSSES)] = Field("ppo", description="Policy loss.")
+    clip_low: Positive = Field(0.2, description="Lower clip range: the ratio is clipped to 1 - clip_low.")
+    clip_high: Positive | None = Field(None, description="Upper clip range; null: algo.policy.clip_low.")
+    dual_clip: Positive | None = Field(
+        None, description="Bound of the loss for negative advantages, above 1 (dual-clip PPO); null: off."
+    )
+
+
+class ValueConfig(Section):
+    """Value loss, and where values are taken."""
+
+    position: Literal["token", "prompt_last", "response_last"] | None = Field(
+        None, description="Position of the values; null: token, or prompt_last at algo.action_level=sequence."
+    )
+    clip: Positive | None = Field(0.2, description="Clip range around the old values; null: off.")
+    half: bool = Field(True, description="Multiplies the squared error by 1/2.")
+    coef: NonNegative = Field(1.0, description="Coefficient of the value loss.")
+    next_state: Literal["trained", "untrained", "ignored"] = Field(
+        "trained",
+        description="Treatment of the state after the end, where reward_shaping.score_position=next_token pays.",
+    )
+    warmup_steps: Natural = Field(0, description="PPO steps at the start that train only the critic.")
+    pretrain_rollouts: Natural = Field(
+        0, description="Rollouts before the first step that train only the critic, with lambda 1."
+    )
+
+
+class EntropyConfig(Section):
+    """Entropy bonus."""
+
+    coef: NonNegative = Field(0.0, description="Coefficient of the entropy bonus.")
+    kind: Literal["exact", "sample"] = Field(
+        "exact", description="exact: entropy of the whole distribution; sample: -log p of the sampled token."
+    )
+
+
+class LossConfig(Section):
+    """Aggregation of the losses over a whole optimizer step, on all ranks."""
+
+    agg: Annotated[str, OneOf(LOSS_AGGREGATIONS)] = Field(
+        "token_mean", description="How the losses of tokens become one number."
+    )
+    norm: Count | None = Field(
+        None,
+        description="Tokens per response in the divisor of token_sum_norm; null: sampling.max_new_tokens.",
+    )
+
+
+class RewardShapingConfig(Section):
+    """What happens to scores before they become rewards."""
+
+    score_position: Literal["last_token", "next_token"] = Field(
+        "last_token", description="Position that gets the score: the last action, or one position after it."
+    )
+    clip: Positive | None = Field(5.0, description="Clips scores to [-clip, clip]; null: off.")
+    normalize: Literal["none", "running", "first"] = Field(
+        "none",
+        description="Normalizes scores, before the clip, by the mean and standard deviation of all scores so far "
+        "(running) or of the first rollout (first).",
+    )
+    normalize_std: bool = Field(
+        True, description="Divides by the standard deviation; false: only subtracts the mean."
+    )
+    missing_eos: Literal["subtract", "set", "scale"] | None = Field(
+        None, description="Penalty on the score of a response cut at the length limit; null: none."
+    )
+    missing_eos_value: Number = Field(1.0, description="The value to subtract, to set, or to scale by.")
+    overlong_buffer: Positive | None = Field(
+        None,
+        description="Tokens before the limit over which a length penalty grows (DAPO); below 1: a share of the limit.",
+    )
+    overlong_factor: NonNegative = Field(1.0, description="Overlong penalty at the length limit.")
+    length_penalty: Number = Field(0.0, description="Penalty per token, subtracted from the score.")
+
+
+class RolloutISConfig(Section):
+    """Importance weights for a decode backend whose log-probs differ from the training engine's."""
+
+    kind: Literal["none", "tis", "icepop", "seq_mask_tis"] = Field(
+        "none", description="Truncated weights, masked weights, or truncated weights with masked sequences."
+    )
+    low: NonNegative = Field(0.5, description="Lower limit of the weights.")
+    high: Positive = Field(2.0, description="Upper limit of the weights.")
+
+
+class DynamicSamplingConfig(Section):
+    """Resamples prompts whose responses all have the same score, since they give a group baseline no signal (DAPO).
+
+    The reward's own scores decide, before any penalty.
+    """
+
+    enabled: bool = Field(False, description="Replaces such prompts by others.")
+    max_rounds: Count = Field(
+        10,
+        description="Rounds of generation in one step; after these, such prompts fill the remaining places.",
+    )
+
+
+class PtxConfig(Section):
+    """Language-modelling loss on the texts of data.ptx_path beside PPO's losses (InstructGPT)."""
+
+    coef: NonNegative = Field(0.0, description="Coefficient of the PTX loss; 0: off.")
+    batch_size: Count | None = Field(
+        None, description="Texts per optimizer step, over all ranks; null: algo.minibatch_size."
+    )
+
+
+class AlgoConfig(Section):
+    """The algorithm."""
+
+    kl: KLConfig = KLConfig()
+    gae: GAEConfig = GAEConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    policy: PolicyConfig = PolicyConfig()
+    value: ValueConfig = ValueConfig()
+    entropy: EntropyConfig = EntropyConfig()
+    loss: LossConfig = LossConfig()
+    reward_shaping: RewardShapingConfig = RewardShapingConfig()
+    rollout_is: RolloutISConfig = RolloutISConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    ptx: PtxConfig = PtxConfig()
+    action_level: Literal["token", "sequence"] = Field(
+        "token",
+        description="What one action is: a token, or a whole response with one ratio and one advantage.",
+    )
+    train_on_eos: bool | None = Field(
+        True,
+        description="Treats the end token as an action; null: unless it is also the pad token (as in DeepSpeed-Chat).",
+    )
+    old_policy: Literal["rollout", "lagged"] = Field(
+        "rollout",
+        description="Policy of the old log-probs: the one that generated, or a copy from up to algo.lag steps ago.",
+    )
+    lag: Count = Field(4, description="PPO steps between two copies of the lagged policy.")
+    aux_coef: NonNegative | None = Field(
+        0.0,
+        description="Coefficient of a mixture of experts' load-balancing loss; null: the model's own, 0 without experts.",
+    )
+    epochs: Count = Field(2, description="Passes over one rollout.")
+    target_kl: Positive | None = Field(
+        None,
+        description="Ends the passes once the policy is this far from the old one, in nats per token (or per response "
+        "at algo.action_level=sequence); null: off.",
+    )
+    minibatch_size: Count | None = Field(
+        None, description="Samples per optimizer step, over all ranks; null: the whole rollout."
+    )

@@ -1,0 +1,91 @@
+"""Sections of the data and of generation: prompts, rollouts and sampling."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ppo_ds.config.registry import DECODE_BACKENDS
+from ppo_ds.config.types import Count, Fraction, Natural, OneOf, Positive, Section, Text
+
+
+class RolloutConfig(Section):
+    """How many responses a PPO step collects, and what generates them."""
+
+    prompts_per_step: Count = Field(description="The prompts of one PPO step, over all ranks.")
+    samples_per_prompt: Count = Field(1, description="Responses to each prompt.")
+    backend: Annotated[str, OneOf(DECODE_BACKENDS, also=("auto",))] = Field(
+        "auto",
+        description="Decode backend; auto: the fastest that supports the model and agrees with training.",
+    )
+
+
+class SamplingConfig(Section):
+    """How responses are sampled."""
+
+    max_new_tokens: Count = Field(description="The longest response, in tokens.")
+    min_new_tokens: Natural = Field(0, description="Tokens before which no end token is sampled.")
+    temperature: Positive = Field(
+        1.0, description="Sampling temperature; log-probs are computed at the same temperature."
+    )
+    top_p: Fraction = Field(
+        1.0, description="Samples from the smallest set of tokens with this probability; 1: off."
+    )
+    top_k: Natural = Field(0, description="Samples from the k most probable tokens; 0: off; 1: greedy.")
+    stop_token_ids: list[Natural] | None = Field(
+        None, description="Token ids that end a response; null: the model's own end tokens; []: none."
+    )
+    stop: list[Text] = Field([], description="Strings that end a response.")
+
+
+class MixtureConfig(Section):
+    """One data set of a mixture; null keys take the values of the data section."""
+
+    path: Text = Field(description="A Hub data set or a file of prompts.")
+    weight: Positive = Field(1.0, description="Share of the prompts, relative to the other data sets.")
+    split: Text | None = Field(None, description="Split of a Hub data set; null: data.split.")
+    revision: Text | None = Field(None, description="Branch, tag or commit of a Hub data set.")
+    prompt_column: Text | None = Field(None, description="Column of the prompts; null: data.prompt_column.")
+
+
+class DataConfig(Section):
+    """Prompts for training and evaluation, and texts for the PTX loss."""
+
+    path: Text | None = Field(
+        None, description="A Hub data set, or a JSONL, JSON, Parquet or CSV file of prompts."
+    )
+    mix: list[MixtureConfig] = Field(
+        [], description="Several data sets mixed by weight, instead of data.path."
+    )
+    split: Text = Field("train", description="Split of a Hub data set.")
+    revision: Text | None = Field(None, description="Branch, tag or commit of a Hub data set.")
+    prompt_column: Text | None = Field(
+        None,
+        description="Column of the prompts; null: the first of prompt, messages and conversations that exists.",
+    )
+    system: Text | None = Field(None, description="System message put before each chat that has none.")
+    apply_chat_template: bool | None = Field(
+        None,
+        description="Treats a text prompt as a user message and applies the chat template; null: if the tokenizer has "
+        "a template; false: uses the text as it is.",
+    )
+    max_samples: Count | None = Field(None, description="Rows to use of each data set; null: all of them.")
+    max_prompt_tokens: Count = Field(512, description="Longest prompt, in tokens.")
+    long_prompts: Literal["truncate_left", "drop"] = Field(
+        "truncate_left", description="What happens to prompts longer than data.max_prompt_tokens."
+    )
+    eval_path: Text | None = Field(None, description="Held-out prompts: a Hub data set or a file.")
+    eval_split: Text = Field("test", description="Split of a Hub data set of held-out prompts.")
+    shuffle: bool = Field(True, description="Shuffles the prompts anew in each pass.")
+    ptx_path: Text | None = Field(
+        None, description="Texts or demonstrations for the PTX loss: a Hub data set or a file."
+    )
+    ptx_split: Text = Field("train", description="Split of a Hub data set of PTX texts.")
+    ptx_max_tokens: Count = Field(
+        512, description="Longest PTX text, in tokens; longer ones are cut on the right."
+    )
+    chat_template: Text | None = Field(
+        None, description="Jinja chat template, as a file or as text; null: the tokenizer's."
+    )
+    chat_template_kwargs: dict[Any, Any] = Field({}, description="Keyword arguments of the chat template.")

@@ -1,0 +1,166 @@
+"""Sections of the models: weights, ZeRO, optimizer, adapters and averaged weights of each role."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ppo_ds.config.types import FROM_LIST, Fraction, Natural, NonNegative, OneOf, Positive, Section, Text
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+
+
+class ModelConfig(Section):
+    """Weights and architecture of a model."""
+
+    path: Text = Field(description="A Hub id or a model folder.")
+    revision: Text | None = Field(None, description="Branch, tag or commit of a Hub id.")
+    dtype: Dtype = Field("bf16", description="Type of the weights in a forward.")
+    trust_remote_code: bool = Field(False, description="Runs Python code that comes with the model.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recomputes activations in the backward pass: less memory, more time."
+    )
+    attn_implementation: Text = Field("sdpa", description="Attention implementation of transformers.")
+
+
+class InheritedModelConfig(Section):
+    """A model whose null keys take the actor's values."""
+
+    path: Text | None = Field(None, description="A Hub id or a model folder.")
+    revision: Text | None = Field(None, description="Branch, tag or commit of a Hub id.")
+    dtype: Dtype | None = Field(None, description="Type of the weights in a forward; null: the actor's.")
+    trust_remote_code: bool | None = Field(
+        None,
+        description="Runs Python code that comes with the model; null: as the actor if the path is the actor's.",
+    )
+    gradient_checkpointing: bool | None = Field(
+        None, description="Recomputes activations in the backward pass; null: as the actor."
+    )
+    attn_implementation: Text | None = Field(
+        None, description="Attention implementation of transformers; null: the actor's."
+    )
+
+
+class ZeroConfig(Section):
+    """DeepSpeed ZeRO of a trained model."""
+
+    stage: Annotated[int, OneOf((0, 1, 2, 3))] = Field(
+        2, description="Shards nothing (0), the optimizer (1), gradients too (2), or weights too (3)."
+    )
+    offload_optimizer: bool = Field(
+        False, description="Keeps the optimizer states in CPU memory; needs stage 1, 2 or 3."
+    )
+    offload_params: bool = Field(False, description="Keeps the weights in CPU memory; needs stage 3.")
+
+
+class ActorZeroConfig(ZeroConfig):
+    """DeepSpeed ZeRO of the actor, and how its weights are gathered for generation."""
+
+    generation_gather: Literal["auto", "whole", "layers"] = Field(
+        "auto",
+        description="At stage 3, gathers the weights once for a generation phase (whole) or layer by layer in each "
+        "forward (layers); auto: whole where memory allows.",
+    )
+    offload_states: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Moves optimizer states to CPU memory during generation; auto: where GPU memory is short.",
+    )
+
+
+class FrozenZeroConfig(Section):
+    """DeepSpeed ZeRO of a model that is not trained."""
+
+    stage: Annotated[int, OneOf((0, 3))] = Field(
+        0, description="Keeps a replica on each rank (0) or shards the weights (3)."
+    )
+    offload_params: bool = Field(False, description="Keeps the weights in CPU memory.")
+
+
+class OptimConfig(Section):
+    """AdamW and its learning rate schedule, which covers the actual number of optimizer steps."""
+
+    lr: Positive = Field(1e-6, description="Learning rate after the warm-up.")
+    betas: Annotated[tuple[Fraction, Fraction], FROM_LIST] = Field(
+        (0.9, 0.95), description="Decay rates of AdamW's first and second moments."
+    )
+    eps: Positive = Field(1e-8, description="Epsilon in AdamW's denominator.")
+    weight_decay: NonNegative = Field(0.0, description="Weight decay; norms and biases are exempt.")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="Shape of the learning rate after the warm-up."
+    )
+    warmup_ratio: Fraction = Field(
+        0.03, description="Share of all optimizer steps in which the rate rises from 0."
+    )
+    min_lr_ratio: Fraction = Field(
+        0.1, description="Final learning rate of cosine and linear, as a share of lr."
+    )
+    grad_clip: NonNegative = Field(1.0, description="Clips the global gradient norm to this value; 0: off.")
+
+
+class CriticOptimConfig(OptimConfig):
+    """AdamW of the critic."""
+
+    lr: Positive = Field(5e-6, description="Learning rate after the warm-up.")
+
+
+class LoraConfig(Section):
+    """Low-rank adapters on frozen weights (Hu et al. 2021)."""
+
+    rank: Natural = Field(0, description="Rank of the adapters; 0: off, all weights are trained.")
+    alpha: Positive | None = Field(
+        None, description="The update is scaled by alpha / rank; null: twice the rank."
+    )
+    targets: list[Text] | None = Field(
+        None, description="Names of the linear layers to adapt, such as q_proj; null: all but the LM head."
+    )
+    lr: Positive | None = Field(None, description="Learning rate of the adapters; null: optim.lr.")
+
+
+class EmaConfig(Section):
+    """Exponential moving average of the weights in fp32, updated after each optimizer step."""
+
+    decay: Fraction | None = Field(
+        None, description="Decay of the average, which is also written to model_ema/; null: no average."
+    )
+    evaluate: bool = Field(
+        False, description="Evaluates the averaged weights, which then also decide the best checkpoint."
+    )
+
+
+class ActorConfig(Section):
+    """The policy that is trained."""
+
+    model: ModelConfig
+    zero: ActorZeroConfig = ActorZeroConfig()
+    optim: OptimConfig = OptimConfig()
+    lora: LoraConfig = LoraConfig()
+    ema: EmaConfig = EmaConfig()
+    deepspeed: dict[Any, Any] = Field({}, description="Raw DeepSpeed settings, merged last.")
+
+
+class CriticConfig(Section):
+    """The value model."""
+
+    model: InheritedModelConfig = InheritedModelConfig()
+    zero: ZeroConfig = ZeroConfig()
+    optim: CriticOptimConfig = CriticOptimConfig()
+    lora: LoraConfig = LoraConfig()
+    init: Literal["auto", "reward", "actor", "path"] = Field(
+        "auto",
+        description="Initial weights: of the reward model, of the actor, or of critic.model.path; auto: the reward "
+        "model if it is a decoder with the actor's tokenizer, else the actor.",
+    )
+    share_trunk: bool = Field(
+        False,
+        description="Uses a value head on the actor instead of a separate model; optim, zero and lora are then the "
+        "actor's.",
+    )
+    deepspeed: dict[Any, Any] = Field({}, description="Raw DeepSpeed settings, merged last.")
+
+
+class ReferenceConfig(Section):
+    """The frozen policy that the KL is measured against; by default the actor's initial weights."""
+
+    model: InheritedModelConfig = InheritedModelConfig()
+    zero: FrozenZeroConfig = FrozenZeroConfig()

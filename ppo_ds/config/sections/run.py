@@ -1,0 +1,130 @@
+"""Sections that every stage shares: the run itself, memory, checkpoints, health, tracking and evaluation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from ppo_ds.config.types import Count, Natural, Number, Positive, Section, Text
+
+
+class RunConfig(Section):
+    """How long a run is, where it is written, and how it is resumed."""
+
+    name: Text = Field("ppo", description="Name of the run, and of its directory below outputs/.")
+    dir: Text | None = Field(
+        None, description="Run directory, where everything is written; null: outputs/<run.name>."
+    )
+    seed: Natural = Field(0, description="Seed of all random number generators.")
+    steps: Count | None = Field(
+        None, description="Number of PPO steps; each collects and trains on one rollout."
+    )
+    epochs: Positive | None = Field(
+        None,
+        description="Passes over the prompts, instead of run.steps. One pass over a mixture has as many prompts as "
+        "its data sets together.",
+    )
+    resume: Text = Field(
+        "auto",
+        description="auto: continue from the newest checkpoint, or start; never: refuse a used run directory; or the "
+        "path of a checkpoint folder.",
+    )
+    resume_allow_changes: list[Text] = Field(
+        [],
+        description="Keys or sections that may differ from the checkpoint although they change the result.",
+    )
+    dry_run: bool = Field(
+        False,
+        description="Runs two steps of the same loop on the CPU, with tiny random models of the same architectures.",
+    )
+    stop_at_step: Count | None = Field(
+        None, description="Stops early at this step, with the schedules of the whole run."
+    )
+    max_minutes: Positive | None = Field(None, description="Saves a checkpoint and stops after this time.")
+    threads: Count | None = Field(
+        None, description="CPU threads of each rank; null: the machine's cores divided by its ranks."
+    )
+    timeout_minutes: Positive = Field(
+        30.0, description="A phase without a heartbeat for this time counts as a hang and ends the run."
+    )
+    verbose: bool = Field(False, description="Shows the log output of the libraries.")
+
+
+class MemoryConfig(Section):
+    """Token budgets of one forward on one rank, padding counted. They change speed and memory, never the result.
+
+    Generation counts each prompt with the longest response that it may get; every other forward counts the rows as they are.
+    """
+
+    rollout_tokens: Count = Field(32768, description="Most tokens in one batch of generation on one rank.")
+    score_tokens: Count = Field(
+        16384,
+        description="Most tokens in one forward without gradients on one rank (log-probs, values, rewards).",
+    )
+    train_tokens: Count = Field(8192, description="Most tokens in one micro-batch of training on one rank.")
+    layout: Literal["auto", "packed", "padded"] = Field(
+        "auto",
+        description="Layout of the rows of a forward; auto: packed where the model's attention supports it and it "
+        "is faster.",
+    )
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are saved, and which are kept."""
+
+    every: Natural | None = Field(
+        None, description="Steps between two checkpoints; null: only at the end; 0: no checkpoints."
+    )
+    keep_last: Count = Field(2, description="Number of most recent checkpoints to keep.")
+    keep_best: bool = Field(False, description="Also keeps the checkpoint with the best eval/score_mean.")
+
+
+class HealthConfig(Section):
+    """Reactions to non-finite numbers and to a policy that moves too far.
+
+    Optimizer steps with a non-finite loss, gradient, score or log-prob are always skipped, on all ranks.
+    """
+
+    max_skips: Count = Field(
+        5,
+        description="Optimizer steps skipped in a row before the run goes back to its last checkpoint, and the next "
+        "time stops; a rollout that is left out counts once.",
+    )
+    max_kl: Positive | None = Field(
+        None, description="Upper limit of kl/k3_token_mean, in nats per token; null: no limit."
+    )
+    kl_action: Literal["warn", "stop"] = Field(
+        "warn", description="Reaction to a KL above health.max_kl; stop: save, then end with exit code 1."
+    )
+
+
+class WandbConfig(Section):
+    """Logging to Weights & Biases."""
+
+    mode: Literal["online", "offline", "disabled"] = Field(
+        "disabled",
+        description="online: log to wandb.ai; offline: log to a local wandb folder; disabled: do not log.",
+    )
+    project: Text = Field("ppo_ds", description="wandb project.")
+    entity: Text | None = Field(None, description="wandb user or team; null: the account's default.")
+    name: Text | None = Field(None, description="Name of the wandb run; null: run.name.")
+    tags: list[Text] = Field([], description="Tags of the wandb run.")
+
+
+class TrackerConfig(Section):
+    """Outputs besides the console and metrics.jsonl, which are always written."""
+
+    wandb: WandbConfig = WandbConfig()
+    samples: int = Field(8, description="Rows of samples/ written per step; -1: all rows.")
+
+
+class EvalConfig(Section):
+    """Evaluation on the held-out prompts of data.eval_path."""
+
+    every: Count | None = Field(None, description="Steps between two evaluations; null: no evaluation.")
+    max_prompts: Count | None = Field(None, description="Prompts of an evaluation; null: all of them.")
+    greedy: bool = Field(True, description="Decodes greedily; false: samples as for training.")
+    correct_above: Number | None = Field(
+        None, description="A score above this counts as correct in eval/accuracy; null: no accuracy."
+    )

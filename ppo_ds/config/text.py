@@ -1,0 +1,23 @@
+"""How keys and values appear in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+_LONGEST = 200  # characters of a value that a message shows
+
+
+def show(value: Any) -> str:
+    """Formats a value as it would be typed on the command line, on one line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = " ".join(str(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """Returns ``; did you mean x?`` for the candidate closest to ``word``, or nothing."""
+    close = get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""

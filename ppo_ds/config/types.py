@@ -1,0 +1,103 @@
+"""Types of config keys. Values come from YAML: a number is never a truth value, and text may be a number.
+
+`read` in reading.py turns what pydantic finds wrong into one line for each problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from annotated_types import Ge, Gt, Le
+from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from ppo_ds.config.text import did_you_mean
+
+SectionT = TypeVar("SectionT", bound="Section")
+
+
+class Section(BaseModel):
+    """A section of the config: unknown keys are errors, and nothing changes after validation."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+
+def replace(section: SectionT, **values: Any) -> SectionT:
+    """Copies a section with other values, as `dataclasses.replace` does; they are not validated again."""
+    assert values.keys() <= type(section).model_fields.keys(), f"no such keys: {values}"
+    return section.model_copy(update=values)
+
+
+def refuse(message: str, *, whole_line: bool = False) -> NoReturn:
+    """Raises the error of a validator; the line becomes ``key=value: message``.
+
+    With ``whole_line`` the message is the line, in which $KEY and $SECTION stand for the key and the section around it. This is
+    for values that must not be shown again.
+    """
+    raise PydanticCustomError("whole_line" if whole_line else "refused", "{message}", {"message": message})
+
+
+@dataclass(frozen=True)
+class Must:
+    """Accepts the values for which ``accepts`` is true, used as ``Annotated[str, Must(accepts, "a name")]``."""
+
+    accepts: Callable[[Any], bool]
+    be: str  # completes "must be ..."
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def _checked(self, value: Any) -> Any:
+        return value if self.accepts(value) else refuse(f"must be {self.be}")
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Accepts one of some names or numbers. A table is read anew each time, so that it may grow."""
+
+    table: Iterable[Any]
+    also: tuple[Any, ...] = ()
+
+    @property
+    def choices(self) -> list[Any]:
+        return [*self.also, *self.table]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._checked)
+
+    def _checked(self, value: Any) -> Any:
+        # 0 == False == 0.0 in Python, and none of these is a ZeRO stage but 0
+        if any(value == choice and type(value) is type(choice) for choice in self.choices):
+            return value
+        names = [str(choice) for choice in self.choices]
+        refuse(f"must be one of {', '.join(names)}{did_you_mean(str(value), names)}")
+
+
+def _number(value: Any) -> Any:
+    """Reads text as a number where it is one: YAML 1.1 takes 1e-6 for text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+RANGE = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # attribute of a bound -> words
+Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+Number = Annotated[float, BeforeValidator(_number), AllowInfNan(False)]
+Count = Annotated[int, Ge(1)]
+Natural = Annotated[int, Ge(0)]
+Positive = Annotated[Number, Gt(0)]
+NonNegative = Annotated[Number, Ge(0)]
+Fraction = Annotated[Number, Ge(0), Le(1)]
+# A YAML list where a tuple is due
+FROM_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
