@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ppo_ds.ops.flops import causal_pairs, decode_bytes, forward_flops
-from ppo_ds.training.performance import Learning
+from ppo_ds.training.performance import UpdateCost
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Recorder:
 class Sizes:
     """Of the models that a run has; ``bytes_each``: of a weight that decodes."""
 
-    actor: Learning
-    critic: Learning | None
+    actor: UpdateCost
+    critic: UpdateCost | None
     bytes_each: int
 
 

@@ -68,7 +68,7 @@ class Models:
 
 
 def build_trainer(config: Config, context: RunContext) -> PPOTrainer:
-    """Loads data and models and wires the PPO stage. Raises UserError for mistakes in either. A collective."""
+    """Loads data and models and wires the PPO stage. May raise UserError. A collective."""
     world, banner, algo = context.world, context.banner, config.algo
 
     # data
@@ -166,7 +166,7 @@ def build_sampling(config: Config, inputs: Inputs) -> SamplingParams:
 
 
 def load_models(config: Config, context: RunContext, inputs: Inputs, length: Horizon) -> Models:
-    """Loads the four roles, critic before reward, since a reward may share the critic's weights. A collective."""
+    """Loads the four roles, the reward last, since it may share the critic's weights. A collective."""
     world, banner = context.world, context.banner
     needs = Needs(
         inputs.tokenizer.id_bound,

@@ -7,14 +7,14 @@ One step, as in Ouyang et al. 2022 (InstructGPT) and Schulman et al. 2017:
   4. kl.update         the controller moves the KL coefficient
 
 Departures from the paper:
-  - Scores are clipped after the penalty for a missing stop token, the KL is charged per token inside the reward, and
-    advantages are whitened over the whole rollout of all ranks (experience.py; all switchable).
+  - Scores are clipped after the penalty for a missing stop token, the KL is charged per token inside the
+    reward, and advantages are whitened over the whole rollout of all ranks (experience.py; all switchable).
   - Actor and critic step together or not at all, and only if every loss and gradient is finite (learner.py).
-  - The critic may learn alone at first: on rollouts of the initial policy (algo.value.pretrain_rollouts, VC-PPO,
-    Yuan et al. 2025) and in the first steps (algo.value.warmup_steps).
+  - The critic may learn alone at first: on rollouts of the initial policy (algo.value.pretrain_rollouts,
+    VC-PPO, Yuan et al. 2025) and in the first steps (algo.value.warmup_steps).
   - The old policy may lag several steps behind the actor (algo.old_policy=lagged, algo.lag).
-  - Prompts whose answers all score alike may be replaced (algo.dynamic_sampling, DAPO, Yu et al. 2025), and critic-free
-    estimators may take the place of GAE (algo.advantage.estimator).
+  - Prompts whose answers all score alike may be replaced (algo.dynamic_sampling, DAPO, Yu et al. 2025).
+  - Critic-free estimators may take the place of GAE (algo.advantage.estimator).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class PPOTrainer:
         with self.context.timer("eval"), self.eval_weights():
             return self.evaluator()
 
-    # -- checkpoints, exports and dumps -------------------------------------------------------------------------------
+    # -- checkpoints, exports and dumps ----------------------------------------------------------------------
 
     @property
     def models(self) -> Mapping[str, TrainedModel]:
@@ -182,7 +182,7 @@ class PPOTrainer:
         self.pretraining_metrics = {}
 
     def export(self, run_dir: Path) -> None:
-        """Writes ``model/``, ``critic/`` and ``model_ema/`` in Hugging Face format, ``adapter/`` in peft's."""
+        """Writes model/, critic/ and model_ema/ in Hugging Face format and adapter/ in that of peft."""
         policy = self.actor.module
 
         def save_policy(folder: Path, weights: dict[str, Tensor]) -> None:

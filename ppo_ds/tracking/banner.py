@@ -6,8 +6,9 @@ from __future__ import annotations
 class Banner:
     """Collects the lines of the start-up banner while a run is built.
 
-    The summary (devices, models, data, batch sizes) comes first, then the notes and warnings of all components in the
-    order in which they were made. A line begins with its title, padded to eleven characters: see ``titled``.
+    The summary (devices, models, data, batch sizes) comes first, then the notes and warnings of all
+    components in the order in which they were made. A line begins with its title, padded to eleven
+    characters: see ``titled``.
     """
 
     def __init__(self) -> None:

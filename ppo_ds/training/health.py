@@ -1,6 +1,6 @@
-"""When numbers go wrong: what of an experience is not finite, how many optimizer steps were skipped in a row, and a ceiling on the KL.
+"""Health of a run: non-finite numbers, skipped optimizer steps and the limit on the KL.
 
-What is decided here is decided alike on every rank: each holds the rows of all, and sums over ranks are the same everywhere.
+Every rank decides the same: each holds the rows of all ranks, and sums over ranks are equal everywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from ppo_ds.types import Experience, Metrics
 
-LABELS = {  # of the columns of an experience, in the order in which they come about: what one number of each is called
+LABELS = {  # names of one number of each column, in the order in which the columns are computed
     "scores": "score",
     "decode_logprobs": "log-prob of token {} as it was generated",
     "logprobs": "log-prob of token {}",
@@ -29,19 +29,19 @@ LABELS = {  # of the columns of an experience, in the order in which they come a
 
 @dataclass(frozen=True)
 class NonFiniteStep:
-    """Why an optimizer step was skipped: what was not finite, as far as it is known by then."""
+    """An optimizer step that was skipped because of non-finite numbers."""
 
     what: tuple[str, ...]  # "score", "log-prob of token 17", "loss of the actor", "gradient of the critic"
-    minibatch: Experience  # the rows that it was to learn from, those of all ranks
-    places: Tensor  # [b] long: where they stand in the rollout
-    row: int | None  # of the rollout, where one is to blame for sure
-    rank: int | None  # that rolled it out
+    minibatch: Experience  # the rows of the step, those of all ranks
+    places: Tensor  # [b] long: the index of each of these rows in the rollout
+    row: int | None  # index in the rollout of the row that is certainly the cause, if one is
+    rank: int | None  # the rank that generated that row
     kl_coef: float
     critic_only: bool
 
 
 class TooManySkips(Exception):
-    """On all ranks at the same place: as many optimizer steps as may be were skipped in a row."""
+    """Raised on all ranks at the same point once health.max_skips optimizer steps in a row were skipped."""
 
     def __init__(self, trouble: NonFiniteStep):
         super().__init__(" and ".join(trouble.what))
@@ -91,14 +91,14 @@ class Health:
 
 @dataclass
 class KLMonitor:
-    """On kl/k3_token_mean: k1 is signed, and negative where a policy collapses."""
+    """Watches kl/k3_token_mean; k1 is signed, and negative when a policy collapses."""
 
-    highest: float | None  # nats per token; None: there is none
+    highest: float | None  # nats per token; None: no limit
     stops: bool
     above: bool = False
 
     def exceeded(self, metrics: Metrics) -> str | None:
-        """A line when the KL is first above it, and again each time that it has been below meanwhile."""
+        """Returns a message when the KL rises above the limit, None while it stays above or below."""
         kl = metrics.get("kl/k3_token_mean")
         if self.highest is None or kl is None:
             return None
@@ -107,12 +107,16 @@ class KLMonitor:
             return None
         return (
             f"kl/k3_token_mean={kl:.4g} nats per token is above health.max_kl={self.highest:g}: "
-            "lower actor.optim.lr or algo.epochs, raise algo.kl.coef, or set algo.target_kl; health.kl_action says whether this stops the run"
+            "lower actor.optim.lr or algo.epochs, raise algo.kl.coef, or set algo.target_kl; "
+            "health.kl_action says whether this stops the run"
         )
 
 
 def first_nonfinite(experience: Experience) -> tuple[str, int] | None:
-    """What of an experience is not finite, and in which row: the first number of the first such column, where its mask says that it counts."""
+    """Returns the name and the row of the first non-finite number, or None.
+
+    Columns are searched in the order of LABELS, each only where its mask is set.
+    """
     actions = experience.response_mask
     masks = {
         **dict.fromkeys(

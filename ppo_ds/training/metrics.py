@@ -1,4 +1,4 @@
-"""Numbers for people: each rank adds its share, and one collective makes them global."""
+"""Metrics over all ranks: each rank adds its share, and one collective reduces them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _SQUARES = "_of_squares"
 
 
 class MetricSums:
-    """Masked means and maxima that are exact over ranks and micro-batches: sums and counts are added, never means of means.
+    """Accumulates masked means and maxima that are exact over ranks and micro-batches.
 
-    What is added is told apart by its shape, as in ops/losses.py: [2] (sum, count), [5] moments of an explained variance, 0-dim a maximum.
-    Every rank must add the same names in the same order; ``reduced`` is a collective.
+    Sums and counts are added, never means of means. The shape of a part determines how it is reduced, as in
+    ops/losses.py: [2] (sum, count), [5] moments of an explained variance, 0-dim a maximum. Every rank must
+    add the same names in the same order; ``reduced`` is a collective.
     """
 
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}  # float64
 
     def add_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """What a loss returns beside itself."""
+        """Adds the parts that a loss function returns beside the loss."""
         for name, part in parts.items():
             part = part.detach().double()
             if name in self._parts:
@@ -34,13 +35,15 @@ class MetricSums:
             self._parts[name] = part
 
     def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """The mean of ``values``, under ``mask`` if given (rubbish outside of it is never read)."""
+        """Adds the mean of ``values`` under ``mask``; values outside the mask may be anything, NaN too."""
         mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
         total = values.detach().double().masked_fill(~mask, 0.0).sum()
         self.add_parts({name: torch.stack([total, mask.sum()])})
 
     def add_spread(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """``<name>_mean`` and ``<name>_std`` (population); a ``name`` that is a group ("adv") gives adv/mean and adv/std."""
+        """Adds ``<name>_mean`` and ``<name>_std`` (population); a group name such as "adv" gives adv/mean,
+        adv/std.
+        """
         joint = "_" if "/" in name else "/"
         self.add_mean(f"{name}{joint}mean", values, mask)
         self.add_mean(f"{name}{joint}mean{_SQUARES}", values.double() ** 2, mask)
@@ -56,7 +59,7 @@ class MetricSums:
             pieces = (
                 world.sum(_joined(sums, torch.cat, world)).cpu().split([len(part) for part in sums.values()])
             )
-            out |= {name: _number(piece) for name, piece in zip(sums, pieces, strict=True)}
+            out |= {name: as_number(piece) for name, piece in zip(sums, pieces, strict=True)}
         if maxima:
             out |= dict(zip(maxima, world.max(_joined(maxima, torch.stack, world)).tolist(), strict=True))
         for name in [n for n in out if n.endswith(_SQUARES)]:
@@ -69,11 +72,12 @@ class MetricSums:
 
 
 def _joined(parts: dict[str, Tensor], join: Callable[[list[Tensor]], Tensor], world: World) -> Tensor:
-    """On one device: losses leave theirs on the GPU, what is counted from lengths is on the CPU."""
+    """Joins parts on one device: those of losses are on the GPU, those counted from lengths on the CPU."""
     return join([part.to(world.device) for part in parts.values()])
 
 
-def _number(piece: Tensor) -> float:
+def as_number(piece: Tensor) -> float:
+    """Returns the mean or the explained variance of reduced sums; NaN if they are not finite."""
     if not piece.isfinite().all():
         return math.nan
     if len(piece) == 5:

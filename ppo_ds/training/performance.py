@@ -1,4 +1,4 @@
-"""perf/* and mem/*: how fast a step was, how near to what the machine can do, and what it took."""
+"""Performance of a PPO step: throughput, fractions of the machine's capacity, peak memory (perf/*, mem/*)."""
 
 from __future__ import annotations
 
@@ -15,66 +15,69 @@ from ppo_ds.models.size import size_of
 from ppo_ds.ops.flops import Size, causal_pairs, decode_bytes, forward_flops
 from ppo_ds.types import Experience, Metrics
 
-CPU_BUFFER = (
-    2**26
-)  # bytes; two of them stay below what the first optimizer step adds to all but toy models, and so below the peak of mem/*
+# Bytes. Two buffers take less than the first optimizer step adds to all but toy models, so mem/* hides them.
+CPU_BUFFER = 2**26
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What all ranks together can do at most in a second."""
+    """Peak capacity of all ranks together, per second."""
 
-    flops: float  # products of matrices in the actor's dtype
+    flops: float  # of matrix products in the actor's dtype
     bytes: float  # to and from memory
 
 
 def measured_capacity(world: World, dtype: torch.dtype) -> Capacity:
-    """By all ranks at once: ranks that share a machine share its memory too. Takes half a second. A collective."""
+    """Measures all ranks at once, since ranks on one machine share its memory bandwidth. A collective.
+
+    Takes half a second.
+    """
     world.barrier()
     size = CPU_BUFFER if world.device.type == "cpu" else None
     mine = [gemm_flops_per_s(world.device, dtype, seconds=0.2), bytes_per_s(world.device, size, seconds=0.2)]
-    if world.device.type == "cuda":  # the buffers are no part of the training's peak
+    if world.device.type == "cuda":  # the buffers do not count as the training's peak
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return Capacity(*world.sum(torch.tensor(mine, dtype=torch.float64)).tolist())
 
 
 @dataclass(frozen=True)
-class Learning:
-    """A model that learns, as its costs see it."""
+class UpdateCost:
+    """The size of a trained model and what its update costs."""
 
     size: Size
-    forwards: int  # that an update costs: itself, the gradients of what flows through, and those of the weights, unless they are frozen (LoRA)
+    forwards: int  # of equal cost: the forward, gradients of activations, and of weights unless frozen (LoRA)
 
 
-def learning(model: TrainedModel, body: torch.nn.Module) -> Learning:
+def update_cost(model: TrainedModel, body: torch.nn.Module) -> UpdateCost:
     trained, total = parameter_counts(model.module)
-    return Learning(size_of(body), 3 if 2 * trained > total else 2)
+    return UpdateCost(size_of(body), 3 if 2 * trained > total else 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meter:
-    """From what a step did and the seconds that it took to perf/* and mem/* of METRICS."""
+    """Computes perf/* and mem/* of a step from its experience and its seconds."""
 
     world: World
     capacity: Capacity
-    actor: Learning
-    critic: Learning | None  # None: there is none, or the actor has the value head
-    weight_bytes: int  # of one weight that decodes, and of one number in its cache
+    actor: UpdateCost
+    critic: UpdateCost | None  # None without a critic, and when the value head is on the actor
+    weight_bytes: int  # of one weight of the decoding model, and of one number in its cache
 
     def __call__(self, experience: Experience, times: Metrics, metrics: Metrics) -> Metrics:
-        """``experience`` of all ranks, ``times`` of the step, ``metrics`` of sampling and learning. A collective."""
+        """Takes the experience of all ranks, time/* and the other metrics of the step. A collective."""
         return (
             throughput(experience, times, metrics, self.world.size)
-            | self._distance(experience, times, metrics)
+            | self.utilization(experience, times, metrics)
             | memory(self.world)
         )
 
-    def _distance(self, experience: Experience, times: Metrics, metrics: Metrics) -> Metrics:
-        """perf/mfu_*: FLOPs that the updates cannot do without over those that the machine could have done in their time; texts of algo.ptx left out.
+    def utilization(self, experience: Experience, times: Metrics, metrics: Metrics) -> Metrics:
+        """Returns perf/mfu_* and perf/hbm_frac_decode, fractions of the capacity in the time of each phase.
 
-        perf/hbm_frac_decode: bytes that decoding reads at least (weights and cache, as if all rows of a rank were decoded side by side) over those
-        that memory could have given while answers were generated.
+        perf/mfu_* counts the FLOPs that updates need at least, without the texts of algo.ptx.
+        perf/hbm_frac_decode counts the bytes that decoding reads at least: weights and cache, as if a rank
+        decoded all its rows side by side.
         """
         lengths = experience.attention_mask.sum(1).tolist()
         work = {
@@ -89,13 +92,17 @@ class Meter:
                 flops = role.forwards * metrics["policy/epochs_run"] * forward_flops(role.size, **work)
                 found[f"perf/mfu_{name}"] = flops / seconds / self.capacity.flops
         return found | {
-            "perf/hbm_frac_decode": self._decoded(experience, metrics)
+            "perf/hbm_frac_decode": self.decoded_bytes(experience, metrics)
             / times["time/generate"]
             / self.capacity.bytes
         }
 
-    def _decoded(self, experience: Experience, metrics: Metrics) -> float:
-        """Bytes, over all ranks. Of rounds that dynamic sampling has dropped the tokens alone are known: taken to be as dear as the others."""
+    def decoded_bytes(self, experience: Experience, metrics: Metrics) -> float:
+        """Returns the bytes that decoding reads at least, over all ranks.
+
+        Of answers that dynamic sampling dropped only the number of tokens is known; they cost as much as the
+        others.
+        """
         prompts, responses = experience.prompt_lengths.tolist(), experience.response_lengths.tolist()
         steps = max(*responses, 1) - 1  # the first token comes from the prompt's forward
         contexts = sum(
@@ -110,24 +117,27 @@ class Meter:
 
 
 def build_meter(world: World, actor: HybridActor, critic: TrainedModel | None) -> Meter:
-    """Measures the machine, on all ranks at once. A collective."""
+    """Measures the machine and returns the meter of a run. A collective."""
     lm = actor.module.lm
     return Meter(
         world=world,
         capacity=measured_capacity(world, lm.dtype),
-        actor=learning(actor, lm),
-        critic=None if critic is None else learning(critic, critic.module.model),
+        actor=update_cost(actor, lm),
+        critic=None if critic is None else update_cost(critic, critic.module.model),
         weight_bytes=lm.dtype.itemsize,
     )
 
 
 def generated(experience: Experience, metrics: Metrics) -> float:
-    """Tokens of all answers, also of those that dynamic sampling has dropped."""
+    """Returns the tokens of all answers, those that dynamic sampling dropped included."""
     return float(experience.response_lengths.sum()) + metrics.get("rollout/dropped_tokens", 0.0)
 
 
 def throughput(experience: Experience, times: Metrics, metrics: Metrics, ranks: int) -> Metrics:
-    """Real tokens and samples of all ranks per wall-clock second of the whole step; new tokens per second of generation."""
+    """Returns tokens and samples per second of the step, and new tokens per second of generation.
+
+    All ranks together, without padding.
+    """
     tokens, step = int(experience.attention_mask.sum()), times["time/step"]
     return {
         "perf/tokens_per_s": tokens / step,
@@ -138,12 +148,12 @@ def throughput(experience: Experience, times: Metrics, metrics: Metrics, ranks: 
 
 
 def host_peak() -> int:
-    """KB that this process held at most."""
+    """Returns the peak resident memory of this process in KB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def memory(world: World) -> Metrics:
-    """mem/*: peaks in GB since the start, of the rank that took most. A collective."""
+    """Returns mem/*: peaks in GB since the start, of the rank with the highest peak. A collective."""
     peaks = {"mem/host_rss_gb": host_peak() / 2**20}
     if world.device.type == "cuda":
         peaks["mem/alloc_peak_gb"] = torch.cuda.max_memory_allocated() / 2**30

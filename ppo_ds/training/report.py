@@ -13,8 +13,9 @@ def write_report(
 ) -> None:
     """Draws curves.png and prints what the run has achieved and saved. Called by rank 0 alone.
 
-    The held-out table and the sample answers are left out of a run that was not ``exported``: it was interrupted, and
-    its last evaluation is older than its weights. ``checkpoint`` is the last checkpoint, with a hint how to resume.
+    The held-out table and the sample answers are left out of a run that was not ``exported``: it was
+    interrupted, and its last evaluation is older than its weights. ``checkpoint`` is the last checkpoint,
+    with a hint how to resume.
     """
     before, after = state.first_eval, state.last_eval
     drawn = plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", title=title, before=before)

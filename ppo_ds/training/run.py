@@ -33,7 +33,7 @@ REPORTED_ANSWERS = 8  # held-out answers of the first and the last evaluation th
 class Run:
     """Trains a stage to its end, or until a signal, a limit or repeated non-finite numbers end it.
 
-    Every rank holds one, and all make the same decisions: stop requests are all-reduced, metrics are reduced already.
+    All ranks make the same decisions: stop requests are all-reduced, and metrics are equal on every rank.
     """
 
     # components
@@ -119,10 +119,10 @@ class Run:
         self.state.tokens += result.tokens
         self.context.health.begin_step(self.state.step + 1)
 
-    # -- evaluation ---------------------------------------------------------------------------------------------------
+    # -- evaluation ------------------------------------------------------------------------------------------
 
     def evaluate_if_due(self) -> Metrics | None:
-        """Returns the evaluation metrics of this step, {} if none is due, None if a stop request interrupted it."""
+        """Returns eval/* of this step, {} if no evaluation is due, None if a stop request interrupted it."""
         step = self.state.step
         if step not in (self.stage.total_steps, self.stop_at_step) and not is_due(step, self.eval_every):
             return {}
@@ -145,7 +145,7 @@ class Run:
             self.saved_step = None  # the checkpoint that was resumed from lacks the evaluation
             self.save_if_due(last=True)
 
-    # -- logging ------------------------------------------------------------------------------------------------------
+    # -- logging ---------------------------------------------------------------------------------------------
 
     def log(self, result: StepResult, evaluated: Metrics | None) -> None:
         state, costs = self.state, self.costs()
@@ -178,7 +178,7 @@ class Run:
         for text in warnings if self.world.is_main else []:
             log.warning("warning: step %d: %s", self.state.step, text)
 
-    # -- non-finite numbers -------------------------------------------------------------------------------------------
+    # -- non-finite numbers ----------------------------------------------------------------------------------
 
     @contextmanager
     def rollback_on_nonfinite(self) -> Iterator[None]:
@@ -209,8 +209,8 @@ class Run:
         self.costs()  # the next step starts here
         if self.world.is_main:
             log.warning(
-                "warning: step %d: %d times in a row no optimizer step was made (%s: not finite): back to %s, once; "
-                "the next time the run ends",
+                "warning: step %d: %d times in a row no optimizer step was made (%s: not finite): "
+                "back to %s, once; the next time the run ends",
                 failed_step, health.max_skips, error, checkpoint,
             )  # fmt: skip
 
@@ -221,9 +221,12 @@ class Run:
         before = f"after going back to {self.last_checkpoint} " if self.state.rollbacks else ""
         since = health.since
         began = f"; the first of these was in step {since}" if since is not None and since < step else ""
-        return f"{line}; {before}no optimizer step was made {health.max_skips} times in a row (health.max_skips){began}"
+        return (
+            f"{line}; {before}no optimizer step was made {health.max_skips} times in a row "
+            f"(health.max_skips){began}"
+        )
 
-    # -- checkpoints --------------------------------------------------------------------------------------------------
+    # -- checkpoints -----------------------------------------------------------------------------------------
 
     def save_if_due(self, last: bool = False) -> None:
         """Saves a checkpoint if one is due, at the ``last`` call unless checkpoint.every is 0.
@@ -251,14 +254,14 @@ class Run:
             self.saved_step = step
 
     def resume(self, path: Path) -> None:
-        """Continues from a checkpoint: weights, optimizers, random states, the state of the stage and progress."""
+        """Restores weights, optimizers, random states, progress and the state of the stage."""
         state = self.checkpoints.load(path, self.stage.models, self.stage.weight_copies)
         saved, kept = set(state) - {"progress"}, set(self.stage.state_dict())
         if saved != kept:
             raise UserError(
                 f"run.resume: {path} holds the state of {', '.join(sorted(saved)) or 'nothing'}, "
-                f"this run has {', '.join(sorted(kept))}: keep algo.kl.controller, algo.ptx and the kind of reward "
-                "as they were, or start in another run.dir"
+                f"this run has {', '.join(sorted(kept))}: keep algo.kl.controller, algo.ptx and the kind of "
+                "reward as they were, or start in another run.dir"
             )
         self.load_state_dict(state)
         self.saved_step, self.last_checkpoint = self.state.step, path
@@ -294,7 +297,7 @@ class Run:
             restore_rng()
             raise
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------
 
     def finish(self) -> ExitReason:
         """Saves, exports and reports; returns the reason."""

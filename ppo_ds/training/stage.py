@@ -76,15 +76,15 @@ class Stage(Stateful, Protocol):
     def step(self, index: int) -> StepResult:
         """Trains one step.
 
-        Raises Abandoned on a stop request before any weight has changed; the run then restores the state of the
-        stage. Raises TooManySkips as Health does.
+        Raises Abandoned on a stop request before any weight has changed; the run then restores the state of
+        the stage. Raises TooManySkips as Health does.
         """
 
     def evaluate(self) -> Evaluation | None:
-        """Evaluates on held-out data without changing the training; None without such data. May raise Abandoned."""
+        """Evaluates on held-out data; None without such data. Does not affect training; may raise Abandoned."""
 
     def export(self, run_dir: Path) -> None:
         """Writes the trained models into the run directory."""
 
     def dump_failure(self, error: TooManySkips, step: int, run_dir: Path) -> str:
-        """Writes what is needed to reproduce the last skipped optimizer step and returns one line about it."""
+        """Writes what reproduces the last skipped optimizer step and returns one line about it."""

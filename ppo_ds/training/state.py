@@ -47,7 +47,7 @@ class TrainState:
     )
 
     def heldout_metrics(self) -> dict[str, float]:
-        """Returns heldout_<name>_<before|after> for the summary; metrics that were not measured are left out."""
+        """Returns heldout_<name>_<before|after> for the summary, without metrics that were not measured."""
         evaluations = {"before": self.first_eval or {}, "after": self.last_eval or {}}
         return {
             f"heldout_{name}_{when}": metrics[f"eval/{name}"]

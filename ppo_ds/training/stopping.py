@@ -1,4 +1,4 @@
-"""Why a run may end before its last step: a signal or a time limit. All ranks hear of it at once, and agree before anyone leaves."""
+"""Stop requests: signals and the time limit, agreed on by all ranks before any of them stops."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import time
 from contextlib import suppress
 from types import FrameType
+from typing import Literal
 
 from ppo_ds.distributed.launcher import launcher_pids
 from ppo_ds.distributed.store import RankStore, StoreUnavailable
@@ -15,22 +16,26 @@ from ppo_ds.distributed.world import World
 
 log = logging.getLogger(__name__)
 
-_NO, _TIME, _SIGNAL = 0, 1, 2
-_REASON = {_TIME: "time_limit", _SIGNAL: "signal"}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-PASSED_ON = 2.0  # seconds within which a launcher passes on what the terminal has already sent to all
-NOTICE = "stop"
+Reason = Literal["time_limit", "signal"]
+REASONS: tuple[Reason | None, ...] = (None, "time_limit", "signal")  # the strongest last
+FORWARDING_SECONDS = 2.0  # a launcher forwards a Ctrl-C that the terminal has already sent to every process
+STORE_KEY = "stop"
 
 
 class Abandoned(Exception):
-    """The step in progress is left by all ranks at the same place. It is to be as if it had not begun."""
+    """Raised on all ranks at the same point to leave the step in progress, which then counts as not begun."""
 
 
 class StopRequest:
-    """SIGTERM, SIGINT and SIGUSR1 to any rank ask all of them to stop; so does a launcher that has ended. A second Ctrl-C, later, ends it at once.
+    """Stops all ranks after SIGTERM, SIGINT or SIGUSR1 to any of them, and after the end of a launcher.
 
-    ``should_stop`` is known on every rank within about a second, also while others wait in a collective, but not at the same moment: what hangs on it
-    alone must not be a collective. ``raise_if_stopped`` and ``agreed_reason`` are, and say the same everywhere.
+    A second Ctrl-C, more than FORWARDING_SECONDS after the first, ends the process at once.
+
+    Every rank learns of a request within about a second, even while its main thread waits in a collective,
+    but not at the same moment. Decisions about collectives therefore need ``raise_if_stopped`` or
+    ``agreed_reason``, which are collectives themselves and give the same result everywhere; ``should_stop``
+    does not.
     """
 
     def __init__(self, world: World, max_minutes: float | None, store: RankStore):
@@ -38,77 +43,76 @@ class StopRequest:
         self.store = store
         self.max_minutes = max_minutes
         self.deadline: float | None = None
-        self._why: str | None = None
-        self._interrupted: float | None = None  # when Ctrl-C came first
-        self._told = False  # the others know
+        self._request: str | None = None  # the signal and its rank, or the launcher that has ended
+        self._first_interrupt: float | None = None  # time of the first Ctrl-C
+        self._published = False
         self._launchers = launcher_pids()
-        self._caught: int | None = None  # where numbers of signals can be read
+        self._wakeup_fd: int | None = None  # the read end of a pipe of signal numbers
 
     def install_handlers(self) -> None:
-        """Until now a signal has ended this process: there was nothing to save."""
+        """Starts to handle signals and the time limit. Until then a signal ends the process."""
         self.deadline = None if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
-        self._caught, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # python calls a handler once the main thread is back from a collective, minutes later maybe; this pipe has the signal's number at once
+        self._wakeup_fd, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # Python calls a handler only when the main thread is back from a collective, perhaps minutes later;
+        # the pipe gets the signal's number at once.
         signal.set_wakeup_fd(written, warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, self._handle)
+            signal.signal(number, self.handle)
 
     def should_stop(self) -> bool:
-        """Whether a signal has come to any rank, as far as this one knows. Costs nothing; once true it stays so."""
-        return self._why is not None
+        """Returns whether this rank knows of a request; stays true from then on. Not a collective."""
+        return self._request is not None
 
-    def agreed_reason(self) -> str | None:
-        """ "signal", "time_limit" or None, alike on every rank. A collective."""
+    def agreed_reason(self) -> Reason | None:
+        """Returns the strongest reason of any rank. A collective."""
         late = self.deadline is not None and time.monotonic() > self.deadline
-        return _REASON.get(self.world.max_int(_SIGNAL if self.should_stop() else _TIME if late else _NO))
+        mine = "signal" if self.should_stop() else "time_limit" if late else None
+        return REASONS[self.world.max_int(REASONS.index(mine))]
 
     def raise_if_stopped(self) -> None:
-        """Raises Abandoned on all ranks where any is asked to stop. A collective."""
+        """Raises Abandoned on all ranks if any rank knows of a request. A collective."""
         if self.world.max_int(int(self.should_stop())):
             raise Abandoned
 
     def poll(self) -> None:
-        """From a thread, about twice a second: what has come here is told to the others, and what they tell is noted."""
-        if self._caught is None:
+        """Publishes the request of this rank and reads those of others; called from a thread twice a second."""
+        if self._wakeup_fd is None:
             return
-        if self._why is None and (news := self._news()) is not None:
-            self._why = news  # nothing else is ever put there: the handler may have been faster
-        if self._why is not None and not self._told:
-            self._told = True
-            self._tell(self._why)
-
-    def _news(self) -> str | None:
-        with suppress(BlockingIOError):  # nothing has come
-            for number in os.read(self._caught, 64):
-                if number in SIGNALS:
-                    return self._said(number)
-        if launcher_pids() != self._launchers:
-            return (
-                f"the launcher of rank {self.world.rank} has ended"  # nobody is left who could send a signal
-            )
-        with suppress(
-            StoreUnavailable
-        ):  # who held the store has ended: its launcher with it, or it fails the next collective
-            return self.store.get(NOTICE)
-        return None
-
-    def _tell(self, why: str) -> None:
-        with suppress(StoreUnavailable):  # as above
-            self.store.put(NOTICE, why)
+        if self._request is None and (request := self.read_request()) is not None:
+            self._request = request  # never None: the handler may have set it in the meantime
+        if self._request is None or self._published:
+            return
+        self._published = True
+        with suppress(StoreUnavailable):  # see read_request
+            self.store.put(STORE_KEY, self._request)
         if self.world.is_main:
             log.warning(
-                "stopping: %s; a step whose update has not begun is abandoned, and repeated by the next start",
-                why,
+                "stopping: %s; a step whose update has not begun is abandoned, "
+                "and repeated by the next start",
+                self._request,
             )
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, and no more than noted: the thread that looks tells of it."""
+    def read_request(self) -> str | None:
+        """Returns a signal to this rank, the end of its launcher, or the request of another rank."""
+        with suppress(BlockingIOError):  # the pipe is empty
+            for number in os.read(self._wakeup_fd, 64):
+                if number in SIGNALS:
+                    return self.describe(number)
+        if launcher_pids() != self._launchers:  # nobody is left to send a signal
+            return f"the launcher of rank {self.world.rank} has ended"
+        # Without its process the store is unavailable; then the launcher ends too, or the next collective fails.
+        with suppress(StoreUnavailable):
+            return self.store.get(STORE_KEY)
+        return None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Records a signal in the main thread; the polling thread publishes it."""
         now = time.monotonic()
         if number == signal.SIGINT:
-            if self._interrupted is not None and now - self._interrupted > PASSED_ON:
+            if self._first_interrupt is not None and now - self._first_interrupt > FORWARDING_SECONDS:
                 raise KeyboardInterrupt
-            self._interrupted = self._interrupted or now
-        self._why = self._why or self._said(number)
+            self._first_interrupt = self._first_interrupt or now
+        self._request = self._request or self.describe(number)
 
-    def _said(self, number: int) -> str:
+    def describe(self, number: int) -> str:
         return f"{signal.Signals(number).name} to rank {self.world.rank}"

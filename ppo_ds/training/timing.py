@@ -1,4 +1,4 @@
-"""Seconds of each phase of a step."""
+"""Wall-clock seconds of each phase of a step."""
 
 from __future__ import annotations
 
@@ -25,30 +25,28 @@ REMEDIES = {
 
 
 class PhaseTimer:
-    """Adds up seconds under names, and says for heartbeat.py what goes on. A phase within a phase counts as the outer one: no second is counted twice.
+    """Sums the seconds of named phases and enters each phase in the heartbeat.
 
-    On a GPU they are the device's: events that it passes at a phase's two ends, read once per step, so that the host runs ahead through all
-    phases. Work of the host alone counts where the device is idle meanwhile; what it hides behind the work of the phase before is that phase's.
-    Not tried on a GPU.
+    A phase inside another counts as the outer one, so no second is counted twice.
+
+    On a GPU the seconds are the device's, between events at both ends of a phase that are read once per step,
+    so that the host runs ahead. Host work counts while the device is idle; behind device work it counts as
+    the phase of that work. Not tried on a GPU.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._phases: list[tuple[str, Any, Any]] = []  # name, and the marks of its two ends
+        self._phases: list[tuple[str, Any, Any]] = []  # name, marks of start and end
         self._depth = 0
         self._started = time.perf_counter()
 
     def _mark(self) -> Any:
-        """A moment; on a GPU the one at which the device gets to where the host is now. Waits for nothing."""
+        """Returns the current time, on a GPU an event on its current stream. Does not synchronize."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
-
-    def _between(self, start: Any, end: Any) -> float:
-        """Seconds. On a GPU the device must be past both."""
-        return start.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - start
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -67,24 +65,29 @@ class PhaseTimer:
                 self._phases.append((phase, start, self._mark()))
 
     def take(self) -> Metrics:
-        """time/<phase> and time/step since the last call, outside all phases; what no phase claims is time/other. Waits for the device."""
-        if self.device.type == "cuda":
+        """Returns time/<phase>, time/other (in no phase) and time/step since the last call.
+
+        Synchronizes the device. Must not be called inside a phase.
+        """
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
         total, self._started = now - self._started, now
         seconds: dict[str, float] = defaultdict(float)
         for phase, start, end in self._phases:
-            seconds[f"time/{phase}"] += self._between(start, end)
+            seconds[f"time/{phase}"] += start.elapsed_time(end) / 1000 if on_gpu else end - start
         self._phases.clear()
         return seconds | {"time/other": total - sum(seconds.values()), "time/step": total}
 
 
 def rank_time_spread(world: World, step_seconds: float) -> Metrics:
-    """health/rank_time_spread_s: the own seconds of the rank that worked longest less those of the one that worked least; a straggler keeps it high.
+    """Returns health/rank_time_spread_s: the most busy seconds of any rank minus the fewest.
 
-    Own seconds are those of the step without the waiting in the collectives of World. What ranks wait for each other inside ZeRO's (its updates,
-    all forwards of stage 3) looks like work. A collective.
+    Busy seconds are those of the step without waiting in the collectives of World. Waiting in ZeRO's own
+    collectives (updates, all forwards of stage 3) counts as busy. A straggler keeps the difference high. A
+    collective.
     """
-    own = step_seconds - world.waiting.take()
-    most, least = world.max(torch.tensor([own, -own], dtype=torch.float64)).tolist()
+    busy = step_seconds - world.waiting.take()
+    most, least = world.max(torch.tensor([busy, -busy], dtype=torch.float64)).tolist()
     return {"health/rank_time_spread_s": most + least}

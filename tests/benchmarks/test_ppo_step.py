@@ -16,7 +16,7 @@ from benchmarks.counting import Lengths, Sizes, decode_traffic, phase_flops
 from benchmarks.options import overrides, parsed
 from benchmarks.report import Limits, distance, figures, table
 from ppo_ds.ops.flops import Size
-from ppo_ds.training.performance import Learning
+from ppo_ds.training.performance import UpdateCost
 
 ROOT = Path(__file__).parents[2]
 STEPS, PASSES = 1, 3
@@ -122,10 +122,10 @@ ACTOR = Size(body=100, head=10, layers=1, width=2, kv_width=2)
 
 
 def test_flops_of_a_step_by_hand():
-    critic = Learning(
+    critic = UpdateCost(
         Size(body=101, head=0, layers=1, width=2, kv_width=2), forwards=2
     )  # its weights are frozen
-    sizes = Sizes(actor=Learning(ACTOR, forwards=3), critic=critic, bytes_each=4)
+    sizes = Sizes(actor=UpdateCost(ACTOR, forwards=3), critic=critic, bytes_each=4)
     found = phase_flops(sizes, Lengths(prompts=[2], responses=[1]), epochs=2)
     # a forward of the actor: 3 tokens x 200, 6 pairs x 8, the head at one place 20: 668; of the critic: 3 x 202 + 48 = 654
     assert found["time/ref_logprobs"] == 668
@@ -136,7 +136,7 @@ def test_flops_of_a_step_by_hand():
 
 
 def test_bytes_of_decoding_by_hand():
-    sizes = Sizes(actor=Learning(ACTOR, 3), critic=None, bytes_each=2)
+    sizes = Sizes(actor=UpdateCost(ACTOR, 3), critic=None, bytes_each=2)
     # three steps on each of two ranks read 110 weights; 15 places of 4 numbers; two bytes each
     assert decode_traffic(sizes, Lengths(prompts=[3, 2], responses=[4, 1]), ranks=2) == 2 * (
         2 * 3 * 110 + 15 * 4
@@ -163,7 +163,7 @@ def test_figures_are_medians_over_steps():
 
 
 def test_distance_to_the_limits():
-    sizes = Sizes(actor=Learning(ACTOR, 3), critic=None, bytes_each=2)
+    sizes = Sizes(actor=UpdateCost(ACTOR, 3), critic=None, bytes_each=2)
     steps = [Lengths([2], [1])]
     found = figures([record(4.0, 2.0)], steps, cpu=[4.0])
     reached = distance(
@@ -179,7 +179,7 @@ def test_distance_to_the_limits():
 
 def test_updates_count_the_passes_that_ran():
     """Two steps of one sample: a pass is 3 x 668 = 2004 FLOPs. Three passes and, stopped early, half a one, of 4008 in a second."""
-    sizes = Sizes(actor=Learning(ACTOR, 3), critic=None, bytes_each=2)
+    sizes = Sizes(actor=UpdateCost(ACTOR, 3), critic=None, bytes_each=2)
     steps = [Lengths([2], [1])] * 2
     records = [
         {"time/step": 4.0, "time/generate": 1.0, "time/update_actor": seconds} for seconds in (3.0, 1.0)

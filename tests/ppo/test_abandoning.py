@@ -1,4 +1,6 @@
-"""A step that is abandoned before its update is as if it had not begun; an evaluation that is cut short is made up for."""
+"""A step that is abandoned before its update is as if it had not begun; an evaluation that is cut short is
+made up for.
+"""
 
 import random
 from copy import deepcopy

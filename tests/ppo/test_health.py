@@ -1,4 +1,6 @@
-"""What is done about numbers that are not finite: found, skipped on all ranks and for both models, counted, named."""
+"""What is done about numbers that are not finite: found, skipped on all ranks and for both models, counted,
+named.
+"""
 
 import math
 from dataclasses import replace
@@ -55,7 +57,7 @@ def inject(monkeypatch):
     return inject
 
 
-# -- in an experience ---------------------------------------------------------------------------------------------------------------------
+# -- in an experience ----------------------------------------------------------------------------------------
 
 COLUMNS = {
     "scores": "score",
@@ -100,7 +102,7 @@ def test_the_first_column_in_the_order_of_the_work_is_named(rows):
         assert first_nonfinite(spoiled(rows, NAN, (6, 1), *names[i:]))[0] == COLUMNS[name]
 
 
-# -- in a rollout -------------------------------------------------------------------------------------------------------------------------
+# -- in a rollout --------------------------------------------------------------------------------------------
 
 
 def test_a_rollout_that_is_not_finite_is_not_learned_from(world, rows):
@@ -168,7 +170,7 @@ def test_a_log_prob_that_is_not_finite_is_found_in_the_experience(world, inject)
     assert first_nonfinite(made) == ("log-prob of token 0", 0)
 
 
-# -- in an optimizer step -----------------------------------------------------------------------------------------------------------------
+# -- in an optimizer step ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["loss.actor", "grad.actor", "loss.critic", "grad.critic"])
@@ -267,11 +269,13 @@ def test_an_overflow_counts_for_nothing_while_the_loss_scale_can_fall(world, row
         assert seen["health/skipped_steps"] == 1.0 and health.skips == counted
 
 
-# -- who is to blame ----------------------------------------------------------------------------------------------------------------------
+# -- who is to blame -----------------------------------------------------------------------------------------
 
 
 def test_the_row_and_the_first_tensor_are_found(on_ranks, rows):
-    """A token whose embedding is NaN; the critic is sound. A row's part of the loss is what it adds to the mean over all tokens."""
+    """A token whose embedding is NaN; the critic is sound. A row's part of the loss is what it adds to the
+    mean over all tokens.
+    """
     row = 6
     token = int(rows.ids[row, rows.prompt_width + 2])
     places = (rows.ids == token) & rows.attention_mask
@@ -333,7 +337,7 @@ def test_what_does_not_come_back_is_said_to_be_so(world, rows):
     )
 
 
-# -- the ceiling --------------------------------------------------------------------------------------------------------------------------
+# -- the ceiling ---------------------------------------------------------------------------------------------
 
 
 def test_the_ceiling_speaks_when_the_kl_first_passes_it():

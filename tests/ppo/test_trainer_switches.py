@@ -1,4 +1,6 @@
-"""What an algorithm may add to the loop: a critic that starts earlier, copies that lag behind, averages, more states, more metrics."""
+"""What an algorithm may add to the loop: a critic that starts earlier, copies that lag behind, averages, more
+states, more metrics.
+"""
 
 from types import SimpleNamespace
 
@@ -38,7 +40,9 @@ def test_a_resumed_run_is_as_far_in_its_warm_up_as_it_was(loop):
 
 
 def test_the_critic_is_pretrained_before_the_first_step(loop):
-    """On rollouts of its own, after the evaluation of the start; they count as no step, and the KL coefficient waits."""
+    """On rollouts of its own, after the evaluation of the start; they count as no step, and the KL
+    coefficient waits.
+    """
     run, events = loop(algo=(*PRETRAINING, "algo.value.warmup_steps=1"), scores=[0.1, 0.2])
     run.fit()
     assert events.index("evaluate") < events.index("prompts 1")

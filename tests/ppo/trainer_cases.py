@@ -108,8 +108,8 @@ def context(world, stop, run_dir=Path("run"), max_skips=2):
 def stand_ins(world, tokenizer, monkeypatch):
     """A maker of runs on stand-ins; it returns the run and the list of what it did.
 
-    ``scores``: of each held-out evaluation, the one before the training first. ``ema``, ``lagged``: whether there are such weights.
-    ``algo``: keys of the command line.
+    ``scores``: of each held-out evaluation, the one before the training first. ``ema``, ``lagged``: whether
+    there are such weights. ``algo``: keys of the command line.
     """
 
     def make(

@@ -10,7 +10,7 @@ from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy
 from ppo_ds.ops.flops import Size
 from ppo_ds.training import performance
-from ppo_ds.training.performance import Capacity, Learning, Meter, learning
+from ppo_ds.training.performance import Capacity, Meter, UpdateCost, update_cost
 from tests.ppo.algo_cases import make_experience, without_critic
 
 SIZE = Size(body=100, head=10, layers=1, width=2, kv_width=1)
@@ -19,9 +19,13 @@ TIMES = {"time/step": 10.0, "time/generate": 4.0, "time/update_actor": 2.0, "tim
 
 @pytest.fixture
 def meter(world):
-    critic = Learning(Size(body=50, head=0, layers=1, width=2, kv_width=1), 2)
+    critic = UpdateCost(Size(body=50, head=0, layers=1, width=2, kv_width=1), 2)
     return Meter(
-        world=world, capacity=Capacity(1000.0, 500.0), actor=Learning(SIZE, 3), critic=critic, weight_bytes=2
+        world=world,
+        capacity=Capacity(1000.0, 500.0),
+        actor=UpdateCost(SIZE, 3),
+        critic=critic,
+        weight_bytes=2,
     )
 
 
@@ -35,7 +39,8 @@ def test_by_hand(meter, rows):
     seen = meter(rows, TIMES, {"policy/epochs_run": 2.0})
     actor = 2 * 100 * 7 + 4 * 1 * 2 * 18 + 2 * 10 * 4  # the head at the 4 places of the answers
     critic = 2 * 50 * 7 + 4 * 1 * 2 * 18
-    # the second and the third token of the first answer are decoded with 3 and with 4 places in the cache, keys and values of one number each
+    # the second and the third token of the first answer are decoded with 3 and with 4 places in the cache,
+    # keys and values of one number each
     read = 2 * (110 * 2 + 2 * 1 * (3 + 4))
     assert {name: value for name, value in seen.items() if name.startswith("perf/")} == pytest.approx(
         {
@@ -87,7 +92,7 @@ def test_weights_that_are_frozen_have_no_gradient_to_pay_for():
         if rank:
             add_adapters(lm, rank=rank, alpha=2.0, targets=None, seed=0, key="lora")
         policy = Policy(lm, 1.0)
-        return learning(type("Engine", (), {"module": policy})(), policy.lm).forwards
+        return update_cost(type("Engine", (), {"module": policy})(), policy.lm).forwards
 
     assert (cost(0), cost(1)) == (3, 2)
 

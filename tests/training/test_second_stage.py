@@ -1,4 +1,6 @@
-"""What a run does for any stage: a regression on two ranks is killed, stopped, rolled back, and ends in the same bits."""
+"""What a run does for any stage: a regression on two ranks is killed, stopped, rolled back, and ends in the
+same bits.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,12 @@ from tests.support.ranks import RankServer
 
 STEPS = 6
 ARGUMENTS = [
-    "stage=toy", "actor.model.path=org/actor", "data.path=org/prompts", "reward=function", "reward.path=pkg.mod:score",
-    "rollout.prompts_per_step=2", "rollout.samples_per_prompt=1", "sampling.max_new_tokens=1", f"run.steps={STEPS}", "run.threads=1", "run.timeout_minutes=2",
-    "actor.optim.lr=0.1", "eval.every=2", "data.eval_path=org/heldout", "checkpoint.every=2", "checkpoint.keep_last=9", "health.max_skips=2",
+    "stage=toy", f"run.steps={STEPS}", "run.threads=1", "run.timeout_minutes=2", "actor.optim.lr=0.1",
+    "eval.every=2", "checkpoint.every=2", "checkpoint.keep_last=9", "health.max_skips=2",
+    # required, but not used by this stage
+    "actor.model.path=org/actor", "data.path=org/prompts", "data.eval_path=org/heldout", "reward=function",
+    "reward.path=pkg.mod:score", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=1",
+    "sampling.max_new_tokens=1",
 ]  # fmt: skip
 
 
@@ -54,7 +59,9 @@ def samples(run: Path) -> dict[str, str]:
 
 
 def assert_same_end(run: Path, other: Path) -> None:
-    """The last checkpoint but for the rollbacks, every metric of every step, all samples, and what was exported."""
+    """The last checkpoint but for the rollbacks, every metric of every step, all samples, and what was
+    exported.
+    """
     ends = [content(folder / "checkpoints" / f"step_{STEPS:06d}") for folder in (run, other)]
     for end in ends:
         del end["state.json"]["state"]["progress"]["rollbacks"]

@@ -62,7 +62,9 @@ def test_a_phase_that_fails_is_counted_and_closed(clock):
 
 
 class Device:
-    """A GPU with one stream: work is queued by the host and takes the device some seconds. Stands in for ``torch.cuda``."""
+    """A GPU with one stream: work is queued by the host and takes the device some seconds. Stands in for
+    ``torch.cuda``.
+    """
 
     def __init__(self, clock):
         self.clock, self.free_at, self.waits = clock, 0.0, 0
@@ -117,7 +119,8 @@ def test_on_a_gpu_interleaved_phases_are_the_devices_seconds_and_nobody_waits_fo
             spend(clock, 0.25)
             device.work(2.0)
     assert device.waits == 0 and clock[0] == 101.5
-    # the device begins 0.25 s late: the host's first quarter of a second is update_actor's, as nothing else goes on
+    # the device begins 0.25 s late: the host's first quarter of a second is update_actor's, as nothing else
+    # goes on
     assert timer.take() == pytest.approx(
         {"time/update_actor": 12.25, "time/update_critic": 6.0, "time/other": 0.0, "time/step": 18.25}
     )
@@ -359,7 +362,7 @@ def test_a_time_limit_is_no_reason_to_abandon_a_step(listening, world, monkeypat
 def test_one_rank_stops_all(on_ranks, world, flags, late, reason):
     def work(world):
         stop = StopRequest(world, None, Board())
-        stop._why = "SIGTERM" if flags[world.rank] else None
+        stop._request = "SIGTERM" if flags[world.rank] else None
         stop.deadline = 0.0 if late[world.rank] else None
         found = stop.agreed_reason()
         try:
