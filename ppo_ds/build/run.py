@@ -31,8 +31,8 @@ from ppo_ds.training.timing import PhaseTimer
 def build_run(config: Config, watchdog: Watchdog | None = None) -> Run:
     """Connects the ranks, builds the stage of ``config.stage`` and resumes from the last checkpoint.
 
-    A collective. ``watchdog`` is started once the ranks are connected. Raises UserError for mistakes in config,
-    data and models.
+    A collective. ``watchdog`` is started once the ranks are connected. Raises UserError for mistakes in
+    config, data and models.
     """
     bind(config.reward, "reward")  # before the ranks are connected, since it only reads signatures
     prepare = bind(config.prepare, "prepare") if config.prepare else None

@@ -81,7 +81,7 @@ class Stage(Stateful, Protocol):
         """
 
     def evaluate(self) -> Evaluation | None:
-        """Evaluates on held-out data; None without such data. Does not affect training; may raise Abandoned."""
+        """Evaluates on held-out data, without an effect on training; None without data. May raise Abandoned."""
 
     def export(self, run_dir: Path) -> None:
         """Writes the trained models into the run directory."""

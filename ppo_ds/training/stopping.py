@@ -75,7 +75,7 @@ class StopRequest:
             raise Abandoned
 
     def poll(self) -> None:
-        """Publishes the request of this rank and reads those of others; called from a thread twice a second."""
+        """Publishes the request of this rank and reads those of others. A thread calls it twice a second."""
         if self._wakeup_fd is None:
             return
         if self._request is None and (request := self.read_request()) is not None:
@@ -100,7 +100,7 @@ class StopRequest:
                     return self.describe(number)
         if launcher_pids() != self._launchers:  # nobody is left to send a signal
             return f"the launcher of rank {self.world.rank} has ended"
-        # Without its process the store is unavailable; then the launcher ends too, or the next collective fails.
+        # Unavailable once its process has ended; then the launcher ends too, or the next collective fails.
         with suppress(StoreUnavailable):
             return self.store.get(STORE_KEY)
         return None
