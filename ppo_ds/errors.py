@@ -6,9 +6,9 @@ _MAX_CHARACTERS = 2000  # of one line
 class UserError(ValueError):
     """Reports mistakes in the config, the data or a model folder that the user can correct.
 
-    Each problem is one line that names the key (or ``file:line``), the value and the remedy. Quoted content is
-    arbitrary, so non-printable characters (line breaks, terminal codes, lone surrogates, bidirectional controls)
-    are shown as escapes.
+    Each problem is one line that names the key (or ``file:line``), the value and the remedy. Quoted content
+    is arbitrary, so non-printable characters (line breaks, terminal codes, lone surrogates, bidirectional
+    controls) are shown as escapes.
     """
 
     def __init__(self, *problems: str):

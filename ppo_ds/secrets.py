@@ -1,8 +1,8 @@
 """Detects keys, tokens and passwords in a config and removes them from texts.
 
-A config is written to config.yaml, checkpoints and wandb and is quoted in error messages, so secrets must be passed
-in environment variables, which are never written. A secret found in a config is refused before anything is written,
-and the error does not repeat it.
+A config is written to config.yaml, checkpoints and wandb and is quoted in error messages, so secrets must be
+passed in environment variables, which are never written. A secret found in a config is refused before
+anything is written, and the error does not repeat it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _URL_QUERY = re.compile(
 # the token formats of OpenAI, Hugging Face, GitHub, wandb, Slack and AWS, and bearer headers
 _TOKEN = re.compile(r"\b(sk-|hf_|gh[pousr]_|wandb_v1_|xox[abp]-|AKIA)[\w-]{16,}|\bBearer\s+[\w.~+/=-]{8,}")
 _REMEDY = (
-    "the config is written to files and shown; put it into an environment variable (a remote reward's: key_env) "
+    "the config is written to files and shown; put it into an environment variable (a remote reward's: "
+    "key_env) "
     "and leave it out here"
 )
 

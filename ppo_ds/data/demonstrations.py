@@ -36,8 +36,8 @@ ANSWER_COLUMNS = (
 
 CHAT_COLUMNS = ("messages", "conversations", "chosen")  # including the answer
 _REQUIRED = (
-    f'needs a column "text", or "prompt" and one of {", ".join(ANSWER_COLUMNS)}, or a chat that ends with the '
-    f"assistant ({', '.join(CHAT_COLUMNS)})"
+    f'needs a column "text", or "prompt" and one of {", ".join(ANSWER_COLUMNS)}, or a chat that ends with '
+    f"the assistant ({', '.join(CHAT_COLUMNS)})"
 )
 
 Demonstration = tuple[Prompt | None, str]  # prompt and answer; None: every token of the text is learned

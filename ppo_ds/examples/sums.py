@@ -1,7 +1,8 @@
 """The quickstart's task: a language model learns to add, "12+34=" -> "46".
 
-``prepare`` makes a tiny model that has seen answers (supervised, a short warm start) until it is right about half of the time on problems it
-has not seen. PPO then sees problems without answers, and a reward that only says right or wrong. Held-out problems are seen by neither.
+``prepare`` trains a tiny model on answers (a short supervised warm start) until it solves about half of the
+problems that it has not seen. PPO then gets problems without answers and a reward that is 1 or 0. Held-out
+problems are used by neither.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.types import Row
 
 CHARACTERS = "0123456789+="
-_IGNORED = -100  # label of the places without loss (cross_entropy's default)
+_IGNORED = -100  # label of positions without loss (cross_entropy's default)
 _log = logging.getLogger(__name__)
 
 
 def reward(prompts: list[str], responses: list[str], rows: list[Row]) -> list[float]:
-    """1 for the right answer, 0 for any other text."""
+    """Returns 1 for the correct answer and 0 for any other text."""
     return [float(response.strip() == row["answer"]) for response, row in zip(responses, rows, strict=True)]
 
 
@@ -44,27 +45,23 @@ def prepare(
     batch_size: int = 256,
     max_steps: int = 600,
 ) -> None:
-    """Writes ``dir/model`` (Hugging Face folder), ``dir/train.jsonl`` and ``dir/heldout.jsonl``; a folder made with the same arguments is kept.
+    """Writes ``dir/model`` (Hugging Face folder), ``dir/train.jsonl`` and ``dir/heldout.jsonl``.
 
-    All sums of two numbers 0..``max_operand`` in a seeded order: ``heldout`` of them are kept away from every training. The warm start learns
-    from the others less ``validation``, and ends when greedy answers on those reach ``target_accuracy`` (a share of 1), or fails after
-    ``max_steps`` batches of ``batch_size`` problems.
+    A complete folder with the same arguments is kept. The problems are all sums of two numbers
+    0..``max_operand`` in a seeded order. The first ``heldout`` are never trained on. The warm start trains on
+    the rest except ``validation`` problems; it ends when the greedy accuracy on those reaches
+    ``target_accuracy``, and fails after ``max_steps`` batches of ``batch_size`` problems.
     """
     arguments = {name: value for name, value in locals().items() if name != "dir"}
-    folder, done = (
-        Path(dir),
-        Path(dir) / "prepared.json",
-    )  # written last: there is no complete folder without it
+    folder = Path(dir)
+    done = folder / "prepared.json"  # written last, so that it marks a complete folder
     if done.exists() and json.loads(done.read_text())["arguments"] == arguments:
         return
     _check(**arguments)
     done.unlink(missing_ok=True)
     rows = problems(max_operand, seed)
-    heldout_rows, validation_rows, demonstrations = (
-        rows[:heldout],
-        rows[heldout : heldout + validation],
-        rows[heldout + validation :],
-    )
+    heldout_rows, validation_rows = rows[:heldout], rows[heldout : heldout + validation]
+    demonstrations = rows[heldout + validation :]
     folder.mkdir(parents=True, exist_ok=True)
     _write_jsonl(folder / "heldout.jsonl", heldout_rows)
     _write_jsonl(folder / "train.jsonl", validation_rows + demonstrations)
@@ -82,9 +79,7 @@ def prepare(
             batch_size=batch_size,
             max_steps=max_steps,
         )
-    _log.info(
-        "sums: the warm start took %d steps; %.0f %% right on validation problems", steps, 100 * accuracy
-    )
+    _log.info("sums: the warm start took %d steps; validation accuracy %.0f %%", steps, 100 * accuracy)
     tiny.save(model, tokenizer, folder / "model")
     done.write_text(
         json.dumps({"arguments": arguments, "steps": steps, "validation_accuracy": accuracy}, indent=2) + "\n"
@@ -94,7 +89,7 @@ def prepare(
 def _check(
     max_operand: int, heldout: int, validation: int, hidden_size: int, heads: int, seed: int, **others: float
 ) -> None:
-    """UserError for numbers that no task or model can be made of."""
+    """Raises UserError for arguments that define no valid task or model."""
     sizes = {
         "max_operand": max_operand,
         "heldout": heldout,
@@ -109,18 +104,20 @@ def _check(
     sums = (max_operand + 1) ** 2
     if heldout + validation >= sums:
         wrong.append(
-            f"prepare.max_operand={max_operand}: all its {sums} sums go to heldout={heldout} and validation={validation}; raise it"
+            f"prepare.max_operand={max_operand}: all {sums} sums are used by heldout={heldout} and "
+            f"validation={validation}; raise it"
         )
     if hidden_size % (2 * heads):
         wrong.append(
-            f"prepare.hidden_size={hidden_size}: must be a multiple of {2 * heads}, twice prepare.heads={heads}"
+            f"prepare.hidden_size={hidden_size}: must be a multiple of {2 * heads}, twice "
+            f"prepare.heads={heads}"
         )
     if wrong:
         raise UserError(*wrong)
 
 
 def problems(max_operand: int, seed: int) -> list[Row]:
-    """Every sum of two numbers 0..max_operand once, in a seeded order."""
+    """Returns every sum of two numbers 0..max_operand once, in a seeded order."""
     numbers = range(max_operand + 1)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
@@ -128,7 +125,10 @@ def problems(max_operand: int, seed: int) -> list[Row]:
 
 
 def encode(rows: list[Row], tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
-    """Ids and labels [N,T]: prompt, answer, end token, padded on the right; labels only where the answer and its end are."""
+    """Encodes rows as ids and labels [N,T]: prompt, answer, end token, right-padded.
+
+    Only the answer and the end token have labels.
+    """
     prompts = tokenizer.encode_many([row["prompt"] for row in rows], special_tokens=True)
     answers = [
         ids + [tokenizer.stop_ids[0]]
@@ -154,7 +154,7 @@ def warm_start(
     max_steps: int,
     evaluate_every: int = 5,
 ) -> tuple[int, float]:
-    """Supervised steps until the accuracy on ``validation`` reaches the target. -> (steps taken, that accuracy)."""
+    """Trains until the accuracy on ``validation`` reaches the target; returns steps and accuracy."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=20)
     ids, labels = demonstrations
@@ -174,25 +174,29 @@ def warm_start(
             if accuracy >= target_accuracy:
                 return step, accuracy
     raise UserError(
-        f"prepare.target_accuracy={target_accuracy}: not reached in {max_steps} steps ({accuracy:.2f} at the end); "
+        f"prepare.target_accuracy={target_accuracy}: not reached in {max_steps} steps ({accuracy:.2f} at "
+        "the end); "
         "lower it or raise prepare.max_steps"
     )
 
 
 @torch.no_grad()
 def greedy_accuracy(model: nn.Module, ids: Tensor, labels: Tensor) -> float:
-    """Share of rows [N,T] whose greedy answer is the labelled one.
+    """Returns the share of rows [N,T] whose greedy answer is the labelled one.
 
-    One forward on the right answers says it without decoding: greedy decoding gives the right answer just if each of its tokens is the
-    likeliest one after the right tokens before it.
+    One forward on the correct answers suffices: greedy decoding gives the correct answer if and only if each
+    of its tokens is the most likely one after the correct tokens before it.
     """
     greedy = model(input_ids=ids).logits[:, :-1].argmax(-1)
-    wanted = labels[:, 1:]
-    return ((greedy == wanted) | (wanted == _IGNORED)).all(1).float().mean().item()
+    expected = labels[:, 1:]
+    return ((greedy == expected) | (expected == _IGNORED)).all(1).float().mean().item()
 
 
 def _batches(rows: int, batch_size: int, count: int) -> Iterator[Tensor]:
-    """``count`` batches of row indices, by torch's global random state; each row once before any comes again, but for a pass's last few."""
+    """Yields ``count`` batches of row indices from torch's global random state.
+
+    Each row is used once per pass, except for the last rows of a pass that do not fill a batch.
+    """
     order = torch.empty(0, dtype=torch.long)
     for _ in range(count):
         if len(order) < min(batch_size, rows):
@@ -203,7 +207,11 @@ def _batches(rows: int, batch_size: int, count: int) -> Iterator[Tensor]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The sums of floats, and so the model made, must not depend on the number of cores; and more threads only slow so small a model."""
+    """Limits torch to one thread: float sums, and thus the model, depend on the number of threads.
+
+
+    More threads would only slow down a model this small.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a banner, a progress bar over steps, one line per step. Without a terminal: plain lines."""
+"""Console output of a run: a banner, a progress bar and one line per step; plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from ppo_ds.tracking.tracker import Record
 
 
 def open_console(stream: TextIO | None = None) -> Console:
-    """A console on ``stream`` (stdout). What is not a terminal gets neither colours nor control codes, nor lines broken at 80."""
+    """Opens a rich console on ``stream`` (default: stdout).
+
+    Output that is not a terminal has no colours or control codes, and its lines are not broken at 80 columns.
+    """
     stream = stream or sys.stdout
     if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")  # an answer in Chinese must not end a run whose log is ASCII
+        stream.reconfigure(errors="replace")  # a response in Chinese must not end a run whose log is ASCII
     terminal = stream.isatty()
     return Console(
         file=stream,
@@ -38,10 +41,10 @@ def open_console(stream: TextIO | None = None) -> Console:
 
 
 class ConsoleTracker:
-    """The progress of a run on standard output."""
+    """Prints the progress of a run on standard output."""
 
     def __init__(self, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None):
-        """``first_step`` steps were done before this process."""
+        """Initializes the tracker; ``first_step`` steps were completed before this process started."""
         self.console = open_console(stream)
         self._total = total_steps
         self._plus_minus = "±" if self.console.encoding.lower().startswith("utf") else "+-"
@@ -59,7 +62,7 @@ class ConsoleTracker:
         self._task = self._progress.add_task("PPO", total=total_steps, completed=first_step)
 
     def banner(self, text: str, *, title: str = "ppo_ds") -> None:
-        """The start-up lines: who runs on what, and the batch equation."""
+        """Prints the start-up banner."""
         if self.console.is_terminal:
             self.console.print(
                 Panel(
@@ -72,14 +75,14 @@ class ConsoleTracker:
     def start(self, config: dict[str, Any]) -> None:
         if self.console.is_terminal:
             self._progress.start()
-            atexit.register(self._progress.stop)  # a run that ends with an exception gives the cursor back
+            atexit.register(self._progress.stop)  # restores the cursor after an exception
 
     def log(self, step: int, metrics: Record) -> None:
         self.console.print(step_line(step, self._total, metrics, plus_minus=self._plus_minus), soft_wrap=True)
         self._progress.update(self._task, completed=step)
 
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
-        """Nothing: samples are in the run directory, and before/after ones in the report at the end."""
+        """Prints nothing: samples are in the run directory and in the final report."""
 
     def rewind(self, step: int) -> None:
         self._progress.update(self._task, completed=step)
@@ -89,13 +92,17 @@ class ConsoleTracker:
             self._progress.stop()
             atexit.unregister(self._progress.stop)
         self.console.print(
-            f"{summary.get('exit_reason', 'done')} after {seconds(summary.get('wall_s'))}", markup=False
+            f"{summary.get('exit_reason', 'done')} after {format_duration(summary.get('wall_s'))}",
+            markup=False,
         )
         self.console.file.flush()
 
 
 def step_line(step: int, total: int, metrics: Record, *, plus_minus: str = "±") -> str:
-    """One step in one line of rich markup. A part whose metric is missing is left out, one that was not finite reads "-"."""
+    """Formats one step as a line of rich markup.
+
+    Missing metrics are left out; metrics that were not finite are shown as "-".
+    """
     parts = [f"[bold]step {step:>{len(str(total))}}/{total}[/]"]
     if "reward/score_mean" in metrics:
         spread = f" {plus_minus} {_number(metrics.get('reward/score_std'), '.3f')}"
@@ -120,8 +127,8 @@ def step_line(step: int, total: int, metrics: Record, *, plus_minus: str = "±")
     return "  ".join(parts)
 
 
-def seconds(value: float | None) -> str:
-    """A duration to read: 4.2 s, 3 min 05 s, 2 h 07 min."""
+def format_duration(value: float | None) -> str:
+    """Formats seconds: 4.2 s, 3 min 05 s, 2 h 07 min."""
     if value is None:
         return "-"
     if value < 60:

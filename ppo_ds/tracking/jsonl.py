@@ -1,4 +1,4 @@
-"""The record of a run: ``metrics.jsonl``, ``samples/step_NNNNNN.jsonl`` and ``summary.json`` in the run directory."""
+"""Writes ``metrics.jsonl``, ``samples/step_NNNNNN.jsonl`` and ``summary.json`` of a run directory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from ppo_ds.tracking.tracker import Record
 
 
 class JsonlTracker:
-    """One JSON object per line and step, handed to the operating system at once: a killed run keeps every finished step."""
+    """Writes one JSON object per line and step.
+
+    Each line is flushed, so that a killed run keeps every finished step.
+    """
 
     def __init__(self, run_dir: str | os.PathLike, *, resumed_at: int = 0):
-        """``resumed_at`` is the step of the checkpoint that the run continues from; what was written after it is dropped."""
+        """Opens the files and removes what was written after ``resumed_at``, the checkpoint's step."""
         self.run_dir = Path(run_dir)
         self.path = self.run_dir / "metrics.jsonl"
         self._samples_dir = self.run_dir / "samples"
         self._samples_dir.mkdir(parents=True, exist_ok=True)
-        self._keep_until(resumed_at)
+        self._truncate_after(resumed_at)
 
-    def _keep_until(self, step: int) -> None:
-        """Whole lines and samples of later steps go; what comes is written behind the others."""
+    def _truncate_after(self, step: int) -> None:
+        """Removes incomplete lines and the records of later steps, and opens the file for appending."""
         kept = [line for line in read_metrics(self.path) if line["step"] <= step] if step > 0 else []
-        _write_whole(self.path, "".join(_line(record) for record in kept))
+        _write_atomically(self.path, "".join(_line(record) for record in kept))
         for file in self._samples_dir.glob("*step_*.jsonl"):
             if int(re.search(r"step_(\d+)", file.name)[1]) > step:
                 file.unlink()
@@ -34,45 +37,48 @@ class JsonlTracker:
 
     @property
     def elapsed(self) -> float:
-        """Seconds that the run had taken at the checkpoint it continues from."""
+        """The seconds that the run had taken when the checkpoint was written."""
         return float(self._last.get("time") or 0.0)
 
     def start(self, config: dict[str, Any]) -> None:
-        """Nothing: ``config.yaml`` is the launcher's."""
+        """Writes nothing: the launcher writes ``config.yaml``."""
 
     def log(self, step: int, metrics: Record) -> None:
-        """Once more for the last step: its line is replaced."""
-        again, self._last = step == self._last["step"], {"step": step, **metrics}
-        if again:
+        """Appends a line; a second line of the last step replaces the first."""
+        replaces_last, self._last = step == self._last["step"], {"step": step, **metrics}
+        if replaces_last:
             kept = [record for record in read_metrics(self.path) if record["step"] < step]
             self._file.close()
-            _write_whole(self.path, "".join(_line(record) for record in kept))
+            _write_atomically(self.path, "".join(_line(record) for record in kept))
             self._file = self.path.open("a", encoding="utf-8", errors="replace")
         self._file.write(_line(self._last))
         self._file.flush()
 
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
         prefix = "" if split == "train" else f"{split}_"
-        _write_whole(
+        _write_atomically(
             self._samples_dir / f"{prefix}step_{step:06d}.jsonl", "".join(_line(row) for row in rows)
         )
 
     def rewind(self, step: int) -> None:
         self._file.close()
-        self._keep_until(step)
+        self._truncate_after(step)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """``summary.json``: what the caller says, the number of steps, and the metrics of the last one."""
+        """Writes ``summary.json``: ``summary``, the number of steps and the metrics of the last one."""
         last = {key: value for key, value in self._last.items() if key not in ("step", "time")}
         text = json.dumps(
             {**summary, "steps": self._last["step"], **last}, indent=2, ensure_ascii=False, default=str
         )
-        _write_whole(self.run_dir / "summary.json", text + "\n")
+        _write_atomically(self.run_dir / "summary.json", text + "\n")
         self._file.close()
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The steps of a ``metrics.jsonl``, in order; [] where there is none. A line that a kill cut short is left out."""
+    """Reads the steps of a ``metrics.jsonl`` in order; [] without a file.
+
+    A line that was cut off when the run was killed is left out.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
@@ -92,8 +98,8 @@ def _line(record: dict[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False, allow_nan=False, default=str) + "\n"
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """All of it or nothing: a reader, or a kill in between, never meets half a file."""
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(text, encoding="utf-8", errors="replace")
-    draft.replace(path)
+def _write_atomically(path: Path, text: str) -> None:
+    """Writes a file atomically: neither a reader nor a kill leaves or sees a partial file."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8", errors="replace")
+    temporary.replace(path)

@@ -1,4 +1,4 @@
-"""The end of a run for a person: the curves as a picture, and what changed between before and after as tables."""
+"""The final report of a run: its curves as an image, and tables of scores and samples before and after."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ COLOURS = ("#2f6fb0", "#d9792b")
 
 @dataclass(frozen=True)
 class Panel:
-    """One small picture: the metrics it draws and how its axis reads."""
+    """One plot of the image: its metrics and axis."""
 
     title: str
     unit: str
     metrics: dict[str, str]  # name -> label in the legend
-    band: str = ""  # the metric whose value is drawn as +- around the first curve
+    band: str = ""  # the metric drawn as +- around the first curve
     percent: bool = False
     from_zero: bool = False
 
@@ -59,7 +59,10 @@ def plot_curves(
     title: str = "",
     before: Mapping[str, float] | None = None,
 ) -> bool:
-    """Draws every panel that has a number in ``metrics_jsonl``, and ``before`` as step 0. False, and no file, where none has."""
+    """Draws every panel that has data in ``metrics_jsonl``, with ``before`` as step 0.
+
+    Returns False and writes no file if there is no data at all.
+    """
     records = [{**(before or {}), "step": 0}, *read_metrics(metrics_jsonl)]
     curves = {
         name: points
@@ -68,7 +71,7 @@ def plot_curves(
         if (points := _points(records, name))[0]
     }
     panels = [panel for panel in PANELS if curves.keys() & panel.metrics.keys()]
-    if "eval/accuracy" in curves:  # says the same as the score, and says it better
+    if "eval/accuracy" in curves:  # the same information as the score, on a better scale
         panels = [panel for panel in panels if panel.title != "Held-out score"]
     if not panels:
         return False
@@ -77,7 +80,7 @@ def plot_curves(
     figure = Figure(
         figsize=(4.6 * columns, 3.2 * rows + (0.5 if title else 0)), dpi=130, layout="constrained"
     )
-    FigureCanvasAgg(figure)  # draws into memory: no display is ever asked for
+    FigureCanvasAgg(figure)  # draws into memory, without a display
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
     last = max(steps[-1] for steps, _ in curves.values())
     first = min(steps[0] for steps, _ in curves.values())
@@ -85,9 +88,7 @@ def plot_curves(
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, index + 1)
         _draw(axes, panel, curves)
-        axes.set_xlim(
-            first - margin, last + margin
-        )  # the same in all: what is measured seldom is read beside what is measured often
+        axes.set_xlim(first - margin, last + margin)  # the same in all panels, so that they compare
     if title:
         figure.suptitle(title, fontsize=13, fontweight="bold")
     figure.savefig(png)
@@ -95,10 +96,8 @@ def plot_curves(
 
 
 def _points(records: list[dict[str, Any]], name: str) -> Points:
-    found = [
-        (record["step"], record[name]) for record in records if isinstance(record.get(name), int | float)
-    ]
-    return [step for step, _ in found], [value for _, value in found]
+    having = [record for record in records if isinstance(record.get(name), int | float)]
+    return [record["step"] for record in having], [record[name] for record in having]
 
 
 def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
@@ -106,16 +105,11 @@ def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
     for name, colour in zip(drawn, COLOURS, strict=False):
         _curve(axes, curves[name], colour, panel.metrics[name], dashed=name == "kl/target")
     if panel.band in curves:
-        spread = dict(zip(*curves[panel.band], strict=True))
-        middle = [
-            (step, value, spread[step])
-            for step, value in zip(*curves[drawn[0]], strict=True)
-            if step in spread
-        ]
-        steps, low, high = (
-            [s for s, _, _ in middle],
-            [v - d for _, v, d in middle],
-            [v + d for _, v, d in middle],
+        spread, middle = (dict(zip(*curves[name], strict=True)) for name in (panel.band, drawn[0]))
+        steps = [step for step in middle if step in spread]
+        low, high = (
+            [middle[step] - spread[step] for step in steps],
+            [middle[step] + spread[step] for step in steps],
         )
         axes.fill_between(steps, low, high, color=COLOURS[0], alpha=0.13, linewidth=0)
     axes.set_title(panel.title, fontsize=11, fontweight="bold", loc="left")
@@ -135,7 +129,7 @@ def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
 
 
 def _curve(axes: Axes, points: Points, colour: str, label: str, *, dashed: bool) -> None:
-    """The values; where there are many of them, pale, with their moving mean on top."""
+    """Draws the values; many values are drawn pale, with their moving mean on top."""
     steps, values = points
     if dashed:
         axes.plot(steps, values, color=colour, linewidth=1.2, linestyle="--", label=label)
@@ -147,7 +141,7 @@ def _curve(axes: Axes, points: Points, colour: str, label: str, *, dashed: bool)
 
 
 def _moving_mean(values: list[float], reach: int) -> list[float]:
-    """The mean over up to ``reach`` neighbours on each side, fewer at the ends."""
+    """Computes the mean over up to ``reach`` neighbours on each side, fewer at the ends."""
     windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 
@@ -159,10 +153,14 @@ def before_after(
     *,
     stream: TextIO | None = None,
 ) -> None:
-    """Prints what the run changed.
+    """Prints tables of what the run changed.
 
-    ``scores``: what was measured on held-out prompts -> (before, after); names with "accuracy" in them are read as shares of 1.
-    ``samples``: dicts with prompt, before, after, score. ``saved``: what -> where (model, curves, metrics).
+    Args:
+        scores: Name -> (before, after) on held-out prompts; names that contain "accuracy" are shown in
+        percent.
+        samples: Rows with prompt, before, after and score.
+        saved: Name -> path of the run's outputs (model, curves, metrics).
+        stream: The output; None: stdout.
     """
     console = open_console(stream)
     console.print()
@@ -204,7 +202,7 @@ def _score(value: float | None, percent: bool) -> str:
 
 
 def _short(text: str, limit: int = 240) -> str:
-    """Fit for a cell: the beginning, without control characters."""
+    """Prepares a text for a table cell: shortened, without control characters."""
     text = "".join(
         character if character.isprintable() or character == "\n" else " " for character in text.strip()
     )

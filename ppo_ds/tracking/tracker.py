@@ -1,4 +1,4 @@
-"""Who hears of a run: the protocol, and the fan-out that rank 0 holds."""
+"""The protocol of trackers, and a tracker that forwards to several."""
 
 from __future__ import annotations
 
@@ -9,33 +9,46 @@ from typing import Any, Protocol
 
 from ppo_ds.types import Metrics
 
-Record = dict[str, float | None]  # metrics ready to be written: None where a number was not finite
+Record = dict[str, float | None]  # metrics as written: None for values that were not finite
 
 
 class Tracker(Protocol):
-    """Where numbers and samples go. Methods are called on rank 0 only, in the order start, log and samples, finish."""
+    """A destination of metrics and samples.
+
+    Methods are called on rank 0 only, in the order start, log and samples, finish.
+    """
 
     def start(self, config: dict[str, Any]) -> None:
-        """The run begins; ``config`` is the whole resolved one."""
+        """Begins the run; ``config`` is the complete resolved config."""
 
     def log(self, step: int, metrics: Record) -> None:
-        """The numbers of one step."""
+        """Records the metrics of one step."""
 
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
-        """Some answers of one step: prompt, response, score, kl, length, finish. ``split`` is train or eval."""
+        """Records sample rows of one step; ``split`` is train or eval.
+
+        A row has the keys prompt, response, score, kl, length and finish.
+
+        """
 
     def rewind(self, step: int) -> None:
-        """The run has gone back to where ``step`` was done: what was said of later ones is no longer so."""
+        """Discards the records of the steps after ``step``, to which the run has been rolled back."""
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """The run ends; ``summary`` says why (``exit_reason``) and what came of it."""
+        """Ends the run; ``summary`` holds the ``exit_reason`` and final results."""
 
 
 class Trackers:
-    """Every tracker of the run as one. Ranks other than 0 hold an empty one."""
+    """Forwards to all trackers of the run; ranks other than 0 hold no tracker."""
 
     def __init__(self, trackers: Sequence[Tracker] = (), *, max_samples: int = 8, elapsed: float = 0.0):
-        """``max_samples`` rows are kept per step (-1: all); ``elapsed`` seconds were spent before this process (resume)."""
+        """Initializes the trackers.
+
+        Args:
+            trackers: The destinations.
+            max_samples: The number of sample rows kept per step; -1: all.
+            elapsed: The seconds that a resumed run took before this process started.
+        """
         self._trackers = tuple(trackers)
         self._max_samples = max_samples
         self._started = time.monotonic() - elapsed
@@ -45,10 +58,10 @@ class Trackers:
             tracker.start(config)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Adds ``time`` (seconds since the start of the run) and ``health/nonfinite``, so that all trackers say the same."""
+        """Logs one step with the added metrics ``health/nonfinite`` and ``time``, the run's seconds."""
         record = finite(metrics)
-        lost = sum(value is None for value in record.values())
-        record["health/nonfinite"] = (record.get("health/nonfinite") or 0.0) + lost
+        nonfinite = sum(value is None for value in record.values())
+        record["health/nonfinite"] = (record.get("health/nonfinite") or 0.0) + nonfinite
         record["time"] = self._seconds()
         for tracker in self._trackers:
             tracker.log(step, record)
@@ -63,7 +76,7 @@ class Trackers:
             tracker.rewind(step)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """``summary`` needs ``exit_reason``; ``wall_s`` (seconds, earlier parts of a resumed run included) is added."""
+        """Ends the run; adds ``wall_s``, its seconds including those before a resume, to ``summary``."""
         summary = finite({**summary, "wall_s": self._seconds()})
         for tracker in self._trackers:
             tracker.finish(summary)
@@ -73,7 +86,7 @@ class Trackers:
 
 
 def finite(values: Any) -> Any:
-    """The same dict (or list, or number) with None for every float that JSON has no word for."""
+    """Returns a copy of a dict, list or number with None for every float that JSON cannot represent."""
     if isinstance(values, dict):
         return {key: finite(value) for key, value in values.items()}
     if isinstance(values, list | tuple):

@@ -1,8 +1,9 @@
-"""Weights & Biases, held at arm's length: whatever it does, training goes on.
+"""Logs to Weights & Biases from a child process, so that no failure of wandb can stop or delay training.
 
-wandb may wait at a prompt, for a server that never answers, or in an exit hook. So it lives in a child process without a terminal
-(``wandb_child.py``), fed through a pipe by a thread; every wait for it has a bound, after which it is killed. The falls are
-online -> offline -> nothing, each with one line of warning. ``metrics.jsonl`` is the record; this is a view of it.
+wandb may wait at a prompt, for a server that never replies, or in an exit hook. It therefore runs in a child
+process without a terminal (``wandb_child.py``), which a thread feeds through a pipe. Every wait for the child
+has a limit, after which the child is killed. A failure falls back from online to offline to no wandb at all,
+each with a one-line warning. ``metrics.jsonl`` remains the complete record.
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ from typing import Any
 from ppo_ds.tracking.tracker import Record
 
 CHILD = Path(__file__).with_name("wandb_child.py")
-GONE = (
-    "created and deleted"  # how the server says that a run of this id was deleted; the id cannot be had again
-)
-BACKLOG = 10_000  # messages that may wait for the child before it is taken for stuck
+DELETED = "created and deleted"  # the server's message for the id of a deleted run, which cannot be reused
+MAX_PENDING = 10_000  # messages that the child has not read, before it is considered hung
+START_MARGIN = 15.0  # seconds beyond wandb's own start timeout, whose message names the cause
 
 
 class WandbTracker:
-    """``mode`` is online or offline; for disabled no tracker is made at all, and wandb is never imported."""
+    """Logs to wandb in the mode online or offline; for disabled no tracker is made."""
 
     def __init__(
         self,
@@ -45,7 +45,10 @@ class WandbTracker:
         start_timeout: float = 30.0,
         finish_timeout: float = 60.0,
     ):
-        """The run id is kept in ``run_dir/wandb.id``, so that a resumed run continues its page. Timeouts are in seconds."""
+        """Initializes the tracker; timeouts are in seconds.
+
+        The run id is stored in ``run_dir/wandb.id``, so that a resumed run continues the same wandb run.
+        """
         self.run_dir = Path(run_dir).absolute()
         self._id_file = self.run_dir / "wandb.id"
         self._options = {"project": project, "name": name, "entity": entity, "tags": list(tags)}
@@ -55,34 +58,28 @@ class WandbTracker:
 
     def start(self, config: dict[str, Any]) -> None:
         try:
-            self._start(config)
-        except OSError as error:  # a full disk, no room for another process
+            self._start_or_fall_back(config)
+        except OSError as error:  # the disk is full, or no process can be created
             self._stop()
-            _warn(f"cannot be started ({error}); going on without it")
+            _warn(f"cannot be started ({error}); continuing without it")
 
-    def _start(self, config: dict[str, Any]) -> None:
-        run_id = self._kept_id() or secrets.token_hex(4)
+    def _start_or_fall_back(self, config: dict[str, Any]) -> None:
+        run_id = read_run_id(self._id_file) or secrets.token_hex(4)
         for mode in ("online", "offline") if self._mode == "online" else ("offline",):
-            answer = self._launched(mode, run_id, config)
-            if GONE in answer.get("failed", ""):
-                _warn(f"run {run_id} was deleted on the server; going on as a new one there")
+            answer = self._launch(mode, run_id, config)
+            if DELETED in answer.get("failed", ""):
+                _warn(f"run {run_id} was deleted on the server; continuing as a new run")
                 run_id = secrets.token_hex(4)
-                answer = self._launched(mode, run_id, config)
+                answer = self._launch(mode, run_id, config)
             if "started" in answer:
                 print(f"wandb: {mode}; {answer['started']}", flush=True)
                 self._id_file.write_text(run_id + "\n")
                 return
-            _warn(
-                f"{mode} failed ({answer['failed']}); going on {'offline' if mode == 'online' else 'without it'}"
-            )
+            fallback = "offline" if mode == "online" else "without it"
+            _warn(f"{mode} failed ({answer['failed']}); continuing {fallback}")
 
-    def _kept_id(self) -> str | None:
-        """That of before; None where there is none, or no whole one. It becomes a part of file names."""
-        text = self._id_file.read_text(errors="replace").strip() if self._id_file.exists() else ""
-        return text if re.fullmatch(r"[\w-]{1,64}", text, re.ASCII) else None
-
-    def _launched(self, mode: str, run_id: str, config: dict[str, Any]) -> dict[str, Any]:
-        """What came of a child, which is kept where it has started."""
+    def _launch(self, mode: str, run_id: str, config: dict[str, Any]) -> dict[str, Any]:
+        """Starts a child and returns its first answer; the child is kept if it has started wandb."""
         options = {
             **self._options,
             "mode": mode,
@@ -92,7 +89,7 @@ class WandbTracker:
             "config": config,
         }
         child = _Child(options, log=self.run_dir / "wandb.log")
-        answer = child.answer(self._start_timeout + 15)  # wandb's own limit comes first: it knows why
+        answer = child.answer(self._start_timeout + START_MARGIN)
         if "started" in answer:
             self._child = child
         else:
@@ -106,7 +103,7 @@ class WandbTracker:
         self._send({"samples": rows, "split": split, "step": step})
 
     def rewind(self, step: int) -> None:
-        """Nothing: its page cannot go back, and shows the steps that were done again twice."""
+        """Does nothing: wandb cannot remove steps, and shows repeated steps twice."""
 
     def finish(self, summary: dict[str, Any]) -> None:
         self._send({"finish": summary})
@@ -115,18 +112,21 @@ class WandbTracker:
         answer = self._child.answer(self._finish_timeout)
         self._stop()
         if "finished" not in answer:
-            # killed, wandb loses what it holds back for blocks of 32 KB
-            kept = f"metrics.jsonl and samples/ have all of it, {self.run_dir / 'wandb'} most of it, which wandb sync uploads"
-            _warn(f"not all was sent ({answer['failed']}); {kept}")
+            # a killed wandb loses what it buffers, up to a block of 32 KB
+            _warn(
+                f"not all data was sent ({answer['failed']}); metrics.jsonl and samples/ have all of it, "
+                f"{self.run_dir / 'wandb'} has most of it, which wandb sync uploads"
+            )
         elif answer["refused"]:
             _warn(
-                f"did not take {answer['refused']} message(s) (see {self.run_dir / 'wandb.log'}); metrics.jsonl and samples/ have them"
+                f"did not accept {answer['refused']} message(s) (see {self.run_dir / 'wandb.log'}); "
+                "metrics.jsonl and samples/ have them"
             )
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._child is not None and not self._child.send(message):
             self._stop()
-            _warn(f"stopped listening (see {self.run_dir / 'wandb.log'}); going on without it")
+            _warn(f"stopped reading messages (see {self.run_dir / 'wandb.log'}); continuing without it")
 
     def _stop(self) -> None:
         if self._child is not None:
@@ -134,27 +134,36 @@ class WandbTracker:
             self._child = None
 
 
+def read_run_id(file: Path) -> str | None:
+    """Returns the run id in ``file``, or None if it is not valid as a part of a file name."""
+    text = file.read_text(errors="replace").strip() if file.exists() else ""
+    return text if re.fullmatch(r"[\w-]{1,64}", text, re.ASCII) else None
+
+
 class _Child:
-    """The process that runs wandb: messages go in as JSON lines, answers come out as JSON lines. Nothing here ever blocks for long."""
+    """The process that runs wandb; it reads messages and writes answers as JSON lines.
+
+    No method blocks beyond its time limit.
+    """
 
     def __init__(self, options: dict[str, Any], *, log: Path):
         with log.open("ab") as log_file:
             self._process = subprocess.Popen(
-                # -P: the folder of the script holds this module, which must not pass for the wandb package
+                # -P: the script's folder has this module, which must not be imported as the wandb package
                 [sys.executable, "-P", str(CHILD)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
-                start_new_session=True,  # no terminal to ask at, no Ctrl-C
+                start_new_session=True,  # without a terminal to prompt at, and without its Ctrl-C
             )
-        self._outbox: queue.Queue[dict[str, Any]] = queue.Queue(BACKLOG)
+        self._outbox: queue.Queue[dict[str, Any]] = queue.Queue(MAX_PENDING)
         self._inbox: queue.Queue[dict[str, Any]] = queue.Queue()
         for work in (self._write, self._read):
             threading.Thread(target=work, daemon=True, name=f"wandb-{work.__name__}").start()
         self.send(options)
 
     def send(self, message: dict[str, Any]) -> bool:
-        """False where the child is dead or has not read for so long that the backlog is full."""
+        """Queues a message; returns False if the child is dead or has stopped reading."""
         if self._process.poll() is not None:
             return False
         try:
@@ -164,17 +173,17 @@ class _Child:
         return True
 
     def answer(self, timeout: float) -> dict[str, Any]:
-        """The next answer; ``{"failed": why}`` where none comes within ``timeout`` seconds."""
+        """Returns the next answer, or ``{"failed": reason}`` if none arrives within ``timeout`` seconds."""
         try:
             return self._inbox.get(timeout=timeout)
         except queue.Empty:
             return {"failed": f"no answer within {timeout:.0f} s"}
 
     def kill(self) -> None:
-        """Ends the child and the service process that wandb started, if they have not ended by themselves within a second."""
+        """Kills the child and wandb's service process, unless they exit by themselves within a second."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
-        with suppress(ProcessLookupError):  # all of them are gone, as they should be
+        with suppress(ProcessLookupError):  # the whole process group has exited
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -182,13 +191,13 @@ class _Child:
         with (
             suppress(BrokenPipeError),
             self._process.stdin as pipe,
-        ):  # a broken pipe: the child is dead, as send() says from then on
+        ):  # the child is dead: send() returns False
             while True:
                 text = json.dumps(self._outbox.get(), default=str, ensure_ascii=False)
-                pipe.write(
-                    text.encode(errors="replace") + b"\n"
-                )  # half a surrogate pair, as a row may have, would end the child
+                # errors=replace: a lone surrogate in a row must not end this thread
+                pipe.write(text.encode(errors="replace") + b"\n")
                 pipe.flush()
+                self._outbox.task_done()
 
     def _read(self) -> None:
         for line in self._process.stdout:

@@ -156,7 +156,7 @@ def test_reward_is_one_for_the_right_text_only() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"max_operand": 5}, "prepare.max_operand=5: all its 36 sums go to heldout=20 and validation=20"),
+        ({"max_operand": 5}, "prepare.max_operand=5: all 36 sums are used by heldout=20 and validation=20"),
         ({"hidden_size": 30, "heads": 4}, "prepare.hidden_size=30: must be a multiple of 8"),
         (
             {"validation": 0, "layers": -1},

@@ -6,7 +6,7 @@ import pty
 import subprocess
 import sys
 
-from ppo_ds.tracking.console import ConsoleTracker, seconds, step_line
+from ppo_ds.tracking.console import ConsoleTracker, format_duration, step_line
 from ppo_ds.tracking.report import before_after
 
 METRICS = {
@@ -89,4 +89,9 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back_even_after_an_exception():
 
 
 def test_seconds():
-    assert [seconds(value) for value in (None, 4.21, 185, 7620)] == ["-", "4.2 s", "3 min 05 s", "2 h 07 min"]
+    assert [format_duration(value) for value in (None, 4.21, 185, 7620)] == [
+        "-",
+        "4.2 s",
+        "3 min 05 s",
+        "2 h 07 min",
+    ]

