@@ -2,9 +2,9 @@
 
     Prompts -> Rollout -> ScoredRollout -> Experience -> minibatches of Experience
 
-B sequences, P padded prompt width (left padding), R padded response width (right padding), T = P + R, S = R + 1.
-Index t of a [B,R] tensor is the state *before* response token t is emitted; a [B,S] tensor also holds the state
-after the last token. Masks come from lengths and stop positions, never from ``ids != pad``.
+B sequences, P padded prompt width (left padding), R padded response width (right padding), T = P + R, S = R +
+1. Index t of a [B,R] tensor is the state *before* response token t is emitted; a [B,S] tensor also holds the
+state after the last token. Masks come from lengths and stop positions, never from ``ids != pad``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ Metrics = dict[str, float]  # metric name -> value, masked and already reduced o
 
 
 def _tensor(width: str) -> Any:
-    """Declares a tensor column of shape [B], [B,P], [B,T], [B,R] or [B,S]; trimming and padding use the width."""
+    """Declares a tensor column of shape [B], [B,P], [B,T], [B,R] or [B,S]; trimming and padding use the
+    width.
+    """
     return field(metadata={"width": width})
 
 
@@ -128,7 +130,8 @@ class Sequences(_Rows):
 def moved(column: Tensor, device: torch.device) -> Tensor:
     """Returns ``column`` on ``device``.
 
-    From the CPU to a GPU the copy is only queued, from pinned memory; from any other memory the host would wait.
+    From the CPU to a GPU the copy is only queued, from pinned memory; from any other memory the host would
+    wait.
     """
     if device.type == "cuda" and column.device.type == "cpu":
         return column.pin_memory().to(device, non_blocking=True)

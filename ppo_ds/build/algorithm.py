@@ -43,8 +43,8 @@ def uses_critic(config: Config) -> bool:
 def reads_once(config: Config) -> bool:
     """Returns whether the update's own forward is the actor's only one over its responses.
 
-    That needs a single optimizer step, and nothing before it that needs the log-probs: a KL in the reward, weights for
-    the decode backend, values from the same trunk, or steps in which only the critic learns.
+    That needs a single optimizer step, and nothing before it that needs the log-probs: a KL in the reward,
+    weights for the decode backend, values from the same trunk, or steps in which only the critic learns.
     """
     algo, size = config.algo, rollout_size(config)
     one_step = algo.epochs == 1 and (algo.minibatch_size or size) == size
@@ -123,7 +123,9 @@ def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
 def masked_stop_ids(
     train_on_eos: bool | None, stop_token_ids: tuple[int, ...], pad_id: int
 ) -> tuple[int, ...]:
-    """Returns the end tokens that are not actions: none, all, or (``None``) the pad token if it ends responses."""
+    """Returns the end tokens that are not actions: none, all, or (``None``) the pad token if it ends
+    responses.
+    """
     if train_on_eos is None:
         return tuple(stop for stop in stop_token_ids if stop == pad_id)
     return () if train_on_eos else stop_token_ids
@@ -144,7 +146,9 @@ def _all_packed(*models: TrainedModel | FrozenModel | None) -> bool:
 
 @dataclass(frozen=True)
 class Horizon:
-    """Length of a run: its PPO steps, and its optimizer steps at most (algo.target_kl may end a PPO step early)."""
+    """Length of a run: its PPO steps, and its optimizer steps at most (algo.target_kl may end a PPO step
+    early).
+    """
 
     steps: int
     actor: int
@@ -193,7 +197,8 @@ def learner(
             agg=algo.loss.agg,
             level=algo.action_level,
         ),
-        # at action level sequence there is one value per response: the mean over them, whatever that over tokens is
+        # at action level sequence there is one value per response: the mean over them, whatever that over
+        # tokens is
         value=ValueObjective(algo.value, "token_mean" if algo.action_level == "sequence" else algo.loss.agg),
         ptx=PtxObjective(algo.ptx.coef) if ptx_texts is not None else None,
         ptx_texts=ptx_texts,

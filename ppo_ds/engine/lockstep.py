@@ -33,11 +33,11 @@ def step_or_skip(
 ) -> LockstepResult:
     """Steps all ``models`` if every loss and gradient is finite on every rank, else drops their gradients.
 
-    One collective, and one wait for the device. A step on some ranks or of some models alone would let replicas
-    drift apart, and ZeRO-3 hang.
+    One collective, and one wait for the device. A step on some ranks or of some models alone would let
+    replicas drift apart, and ZeRO-3 hang.
 
-    ``models``: by name, with their gradients accumulated. ``losses``: by the same names, 0-dim, the sums over this
-    rank's micro-batches. ``extra`` [n]: further numbers to be summed over ranks by the same collective.
+    ``models``: by name, with their gradients accumulated. ``losses``: by the same names, 0-dim, the sums over
+    this rank's micro-batches. ``extra`` [n]: further numbers to be summed over ranks by the same collective.
     """
     numbers = [number for name in models for number in (losses[name], models[name].local_squared_grad_norm())]
     numbers += [] if extra is None else list(extra)

@@ -2,8 +2,8 @@
 
 Implements `algo.action_level`, `algo.reward_shaping.score_position`, `algo.gae` and `algo.advantage`.
 
-B sequences, R response positions, S = R + 1 states: column t of a [B,S] tensor is the state before response token t,
-column `length` the state after the last token.
+B sequences, R response positions, S = R + 1 states: column t of a [B,S] tensor is the state before response
+token t, column `length` the state after the last token.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from ppo_ds.types import Rollout, ScoredRollout
 class ScorePosition:
     """Determines where a response's score is paid, and which states exist.
 
-    With "next_token" (DeepSpeed-Chat, TRL) the position after the last action is a state of its own, unless the
-    response fills its limit. ``next_state`` says whether the value loss trains that state: "trained" (TRL) or
-    "untrained" (DeepSpeed-Chat). With "ignored" it is no state, and the score is lost (zysNLP's code).
+    With "next_token" (DeepSpeed-Chat, TRL) the position after the last action is a state of its own, unless
+    the response fills its limit. ``next_state`` says whether the value loss trains that state: "trained"
+    (TRL) or "untrained" (DeepSpeed-Chat). With "ignored" it is no state, and the score is lost (zysNLP's
+    code).
     """
 
     position: str  # last_token | next_token
@@ -47,7 +48,9 @@ class ScorePosition:
         return self.states(rollout) if self.next_state == "trained" else pad(rollout.response_mask, (0, 1))
 
     def rewards(self, scores: Tensor, kl_penalty: Tensor, rollout: ScoredRollout) -> Tensor:
-        """Computes the rewards [B,S] from ``scores`` [B], the rollout's token scores and ``kl_penalty`` [B,R]."""
+        """Computes the rewards [B,S] from ``scores`` [B], the rollout's token scores and ``kl_penalty``
+        [B,R].
+        """
         states, token_scores = self.states(rollout), pad(rollout.token_scores, (0, 1))
         kl_penalty = pad(kl_penalty, (0, 1))
         rewards = token_rewards(scores, states, kl_penalty, 1.0, "last_token", token_scores)
@@ -63,7 +66,9 @@ class ScorePosition:
 
 @dataclass(frozen=True)
 class Whitening:
-    """Shifts and scales advantages to mean 0 and variance 1, per token, or per response at action level sequence."""
+    """Shifts and scales advantages to mean 0 and variance 1, per token, or per response at action level
+    sequence.
+    """
 
     over: str  # batch | none | group | minibatch
     unbiased: bool
@@ -101,9 +106,9 @@ class Estimate:
     value_mask: Tensor | None = None  # [B,S] bool: the states whose value is trained
 
 
-# An estimator takes rewards [B,S], values [B,S] (None without a critic), the shaped scores [B] and the rollout. The
-# functions below have this form once their keyword arguments are bound; ``compute`` is an entry of
-# config/registry.py's ADVANTAGE_ESTIMATORS.
+# An estimator takes rewards [B,S], values [B,S] (None without a critic), the shaped scores [B] and the
+# rollout. The functions below have this form once their keyword arguments are bound; ``compute`` is an entry
+# of config/registry.py's ADVANTAGE_ESTIMATORS.
 AdvantageEstimator = Callable[[Tensor, Tensor | None, Tensor, Rollout], Estimate]
 
 
@@ -134,8 +139,8 @@ def estimate_by_group(
 ) -> Estimate:
     """Estimates one advantage per response, relative to the responses of its group.
 
-    The value of a response is the sum of its rewards. A response without any action has no position for them, and
-    counts with its score in the baseline of the others.
+    The value of a response is the sum of its rewards. A response without any action has no position for them,
+    and counts with its score in the baseline of the others.
     """
     mask, states = rollout.response_mask, score_position.states(rollout)
     groups = torch.arange(len(rewards)) // group_size
@@ -174,8 +179,8 @@ def estimate_one_step(
 ) -> Estimate:
     """Estimates advantages with a critic where a whole response is one action: summed rewards - V.
 
-    ``value_position``: "prompt_last" is V(prompt). "response_last" is V(prompt, response), which is no baseline: a
-    perfect critic of that kind gives zero advantages.
+    ``value_position``: "prompt_last" is V(prompt). "response_last" is V(prompt, response), which is no
+    baseline: a perfect critic of that kind gives zero advantages.
     """
     mask, states = rollout.response_mask, score_position.states(rollout)
     column = rollout.response_lengths

@@ -1,9 +1,10 @@
 """Rows of a rollout over ranks, minibatches and forwards.
 
-Experience is computed on the rank that generated it and learned from everywhere: every rank receives all rows. They are
-small beside a model (a few MB for 512 responses of 1,000 tokens). With all of them at hand, one seeded permutation of
-the *global* rows forms the minibatches, each rank takes a share of equal length, and totals and micro-batch counts are
-known without communication. So the number of ranks changes nothing but speed.
+Experience is computed on the rank that generated it and learned from everywhere: every rank receives all
+rows. They are small beside a model (a few MB for 512 responses of 1,000 tokens). With all of them at hand,
+one seeded permutation of the *global* rows forms the minibatches, each rank takes a share of equal length,
+and totals and micro-batch counts are known without communication. So the number of ranks changes nothing but
+speed.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def microbatch_rows(
 ) -> list[Tensor]:
     """Returns the row indices of each forward over this rank's share of a minibatch.
 
-    A forward has at most ``token_budget`` tokens, and every rank runs equally many. Every rank holds all rows of the
-    minibatch, so this is no collective. ``packed``: see scoring_plan.
+    A forward has at most ``token_budget`` tokens, and every rank runs equally many. Every rank holds all rows
+    of the minibatch, so this is no collective. ``packed``: see scoring_plan.
     """
     lengths = minibatch.attention_mask.sum(1)
     shares = balance_ranks(lengths, world.size)
@@ -72,8 +73,9 @@ def microbatches(minibatch: S, token_budget: int, world: World, packed: bool = F
 def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: bool = False) -> list[Tensor]:
     """Returns the row indices of each forward over this rank's own rows. A collective.
 
-    Every rank runs equally many forwards: ZeRO-3 gathers weights inside a forward, so a rank with fewer of them would
-    hang the others. ``packed``: the models take rows without padding; a plan for padded rows suits them too.
+    Every rank runs equally many forwards: ZeRO-3 gathers weights inside a forward, so a rank with fewer of
+    them would hang the others. ``packed``: the models take rows without padding; a plan for padded rows suits
+    them too.
     """
     lengths = sequences.attention_mask.sum(1)
     alone = len(plan_forwards(lengths, token_budget, packed=packed))
@@ -88,10 +90,11 @@ def forward_rows(model: Callable[..., Any], sequences: Sequences, plan: list[Ten
 
 
 def scatter_tokens(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
-    """Puts the numbers of response tokens, ``parts`` [b,R'] of each forward, at their rows: [B,R] float32 on the CPU.
+    """Puts the numbers of response tokens, ``parts`` [b,R'] of each forward, at their rows: [B,R] float32 on
+    the CPU.
 
-    They are 0 beyond the end of each response. A generated token that is no action (an end token outside the mask)
-    keeps its number.
+    They are 0 beyond the end of each response. A generated token that is no action (an end token outside the
+    mask) keeps its number.
     """
     responses = sequences.attention_mask[:, sequences.prompt_width :]
     return scatter_rows(parts, plan, torch.zeros(responses.shape)).masked_fill(~responses, 0.0)

@@ -1,4 +1,6 @@
-"""Collects the scored rollout of one PPO step: generates responses and scores them, in several rounds if needed."""
+"""Collects the scored rollout of one PPO step: generates responses and scores them, in several rounds if
+needed.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +64,9 @@ class RolloutCollector:
 class DynamicRolloutCollector(RolloutCollector):
     """DAPO's dynamic sampling (Yu et al. 2025): replaces prompts whose responses all have the same score.
 
-    Generation goes on in whole rounds until enough prompts with different scores are there, counted over all ranks in
-    the order in which they were drawn; the surplus is dropped. After ``max_rounds`` the step is filled up with prompts
-    of equal scores, so that its size never changes.
+    Generation goes on in whole rounds until enough prompts with different scores are there, counted over all
+    ranks in the order in which they were drawn; the surplus is dropped. After ``max_rounds`` the step is
+    filled up with prompts of equal scores, so that its size never changes.
     """
 
     group_size: int
@@ -72,7 +74,10 @@ class DynamicRolloutCollector(RolloutCollector):
     world: World
 
     def __call__(self, prompts: Iterator[Prompts]) -> tuple[ScoredRollout, Metrics]:
-        """Collects a rollout in rounds; every rank ends with an equal share of the chosen rows. A collective."""
+        """Collects a rollout in rounds; every rank ends with an equal share of the chosen rows.
+
+        A collective.
+        """
         first = all_gather_rows(self.collect(next(prompts)), self.world)
         rounds, wanted = [first], len(first) // self.group_size
         useful = int(self._differ(first).sum())

@@ -1,8 +1,8 @@
 """make_experience: turns a scored rollout into the experience that PPO learns from.
 
-Departures from the bare algorithm of the paper, each with a switch: the score is clipped after the penalty for a missing
-end token, the KL to the reference is charged per token in the reward, and advantages are whitened over the whole
-rollout of all ranks, not per minibatch.
+Departures from the bare algorithm of the paper, each with a switch: the score is clipped after the penalty
+for a missing end token, the KL to the reference is charged per token in the reward, and advantages are
+whitened over the whole rollout of all ranks, not per minibatch.
 """
 
 from __future__ import annotations

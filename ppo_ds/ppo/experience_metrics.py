@@ -1,4 +1,7 @@
-"""What an experience says about the run, as numbers. Every rank holds all rows, so nothing here is a collective."""
+"""Metrics and sample rows computed from an Experience.
+
+Every rank holds all rows, so nothing here is a collective.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ from ppo_ds.types import Experience, Metrics
 
 
 def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int) -> Metrics:
-    """reward/*, kl/*, parity/*, value/* and rollout/* of METRICS: before the update, masked, over all ranks."""
+    """Computes the metrics reward/*, kl/*, parity/*, value/* and rollout/* of the state before the update."""
+    mask = experience.response_mask
     scores, lengths = experience.scores.double(), experience.response_lengths
-    places = experience.attention_mask.numel()
-    numbers = {
+    responses = experience.ids[:, experience.prompt_width :].tolist()
+    unique = {tuple(ids[:length]) for ids, length in zip(responses, lengths.tolist(), strict=True)}
+    metrics = {
         "reward/score_mean": scores.mean(),
         "reward/score_std": scores.std(unbiased=False),
         "reward/score_min": scores.min(),
@@ -28,91 +33,62 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
         "rollout/resp_len_max": lengths.max(),
         "rollout/stop_frac": experience.finished.double().mean(),
         "rollout/truncated_frac": (~experience.finished).double().mean(),
-        "rollout/empty_frac": (lengths <= experience.finished)
-        .double()
-        .mean(),  # an end token at once, or nothing
-        "rollout/pad_frac": 1 - experience.attention_mask.sum() / places,
-        "rollout/unique_frac": _unique(experience) / len(experience),
+        # an end token at once, or nothing
+        "rollout/empty_frac": (lengths <= experience.finished).double().mean(),
+        "rollout/pad_frac": 1 - experience.attention_mask.sum() / experience.attention_mask.numel(),
+        "rollout/unique_frac": len(unique) / len(experience),
     }
-    if samples_per_prompt > 1:  # one answer alone has no spread
-        numbers["rollout/zero_std_group_frac"] = (
-            (scores.view(-1, samples_per_prompt).std(1, unbiased=False) == 0).double().mean()
-        )
+    if samples_per_prompt > 1:  # a single response has no spread
+        stds = scores.view(-1, samples_per_prompt).std(1, unbiased=False)
+        metrics["rollout/zero_std_group_frac"] = (stds == 0).double().mean()
     if experience.logprobs is not None:
-        numbers |= _parity(experience)
+        gap = (experience.decode_logprobs - experience.logprobs).abs().masked_fill(~mask, 0.0)
+        metrics["parity/logp_abs_diff_mean"] = masked_mean(gap.double(), mask)
+        metrics["parity/logp_abs_diff_max"] = gap.max()
     if experience.values is not None:
-        numbers |= _values(experience)
-    if (log_ratio := _log_ratio(experience)) is not None:
-        numbers |= _kl(log_ratio, experience.response_mask)
-    return {name: float(value) for name, value in numbers.items()} | {"kl/coef": kl_coef}
+        returns, states = experience.returns.double(), experience.value_mask
+        mean = masked_mean(returns, states)
+        metrics["value/pred_mean"] = masked_mean(experience.values.double(), states)
+        metrics["value/return_mean"] = mean
+        metrics["value/return_std"] = masked_mean((returns - mean) ** 2, states).sqrt()
+    if (log_ratio := reference_log_ratio(experience)) is not None:
+        k1 = log_ratio.double()
+        k3 = approx_kl(log_ratio, torch.zeros_like(log_ratio), "k3")
+        metrics["kl/ref_seq_mean"] = k1.sum(1).mean()
+        metrics["kl/ref_token_mean"] = masked_mean(k1, mask)
+        metrics["kl/ref_token_max"] = k1.max()
+        metrics["kl/k3_token_mean"] = masked_mean(k3, mask)
+    return {name: float(value) for name, value in metrics.items()} | {"kl/coef": kl_coef}
 
 
-def _log_ratio(experience: Experience) -> Tensor | None:
-    """[B,R] log pi - log pi_ref, 0 outside the mask; None where one of the two was not asked."""
+def reference_log_ratio(experience: Experience) -> Tensor | None:
+    """Computes log pi - log pi_ref [B,R], 0 outside the mask; None if one of the two is missing."""
     if experience.logprobs is None or experience.ref_logprobs is None:
         return None
     return approx_kl(experience.logprobs, experience.ref_logprobs).masked_fill(~experience.response_mask, 0.0)
 
 
-def _kl(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    k1 = log_ratio.double()
-    return {
-        "kl/ref_seq_mean": k1.sum(1).mean(),
-        "kl/ref_token_mean": masked_mean(k1, mask),
-        "kl/ref_token_max": k1.max(),
-        "kl/k3_token_mean": masked_mean(approx_kl(log_ratio, torch.zeros_like(log_ratio), "k3"), mask),
-    }
-
-
-def _parity(experience: Experience) -> dict[str, Tensor]:
-    """How far apart generation and training saw the same tokens."""
-    gap = (experience.decode_logprobs - experience.logprobs).abs().masked_fill(~experience.response_mask, 0.0)
-    return {
-        "parity/logp_abs_diff_mean": masked_mean(gap.double(), experience.response_mask),
-        "parity/logp_abs_diff_max": gap.max(),
-    }
-
-
-def _values(experience: Experience) -> dict[str, Tensor]:
-    returns, mask = experience.returns.double(), experience.value_mask
-    mean = masked_mean(returns, mask)
-    return {
-        "value/pred_mean": masked_mean(experience.values.double(), mask),
-        "value/return_mean": mean,
-        "value/return_std": masked_mean((returns - mean) ** 2, mask).sqrt(),
-    }
-
-
-def _unique(experience: Experience) -> int:
-    rows = zip(
-        experience.ids[:, experience.prompt_width :].tolist(),
-        experience.response_lengths.tolist(),
-        strict=True,
-    )
-    return len({tuple(ids[:length]) for ids, length in rows})
-
-
 def sample_rows(experience: Experience, tokenizer: Tokenizer, limit: int) -> list[dict[str, Any]]:
-    """The first ``limit`` answers (-1: all) as text with their score, summed KL (nats), length (tokens), finish and the token that ended them."""
-    log_ratio = _log_ratio(experience)
+    """Returns the first ``limit`` rows (-1: all) as text.
+
+    With each its score, its summed KL (nats), its length (tokens), its finish and the token that ended it.
+    """
+    log_ratio, width = reference_log_ratio(experience), experience.prompt_width
     kl = [None] * len(experience) if log_ratio is None else log_ratio.sum(1).tolist()
     rows = []
     for i in range(len(experience) if limit < 0 else min(limit, len(experience))):
-        prompt = experience.ids[i, : experience.prompt_width][
-            experience.attention_mask[i, : experience.prompt_width]
-        ]
-        answer = experience.ids[i, experience.prompt_width :][: experience.response_lengths[i]]
+        prompt = experience.ids[i, :width][experience.attention_mask[i, :width]].tolist()
+        response = experience.ids[i, width:][: experience.response_lengths[i]].tolist()
+        finished = bool(experience.finished[i])
         rows.append(
             {
-                "prompt": tokenizer.decode(prompt.tolist(), skip_special_tokens=False),
-                "response": tokenizer.decode(answer.tolist()),
+                "prompt": tokenizer.decode(prompt, skip_special_tokens=False),
+                "response": tokenizer.decode(response),
                 "score": float(experience.scores[i]),
                 "kl": kl[i],
-                "length": len(answer),
-                "finish": "stop" if experience.finished[i] else "length",
-                "ended_by": tokenizer.decode(answer[-1:].tolist(), skip_special_tokens=False)
-                if experience.finished[i]
-                else None,
+                "length": len(response),
+                "finish": "stop" if finished else "length",
+                "ended_by": tokenizer.decode(response[-1:], skip_special_tokens=False) if finished else None,
             }
         )
     return rows

@@ -1,11 +1,11 @@
-"""The optimizer step that ended a run, in a folder of its own: for a person to read, and for launch/replay.py to make once more.
+"""Dumps the optimizer step that ended a run into a folder, to be read and to be replayed by launch/replay.py.
 
     dumps/step_000012/update.json          what was not finite, on which rank, in which row; the rows as text
-                      update.safetensors   all columns of its experience
-                      config.yaml          the run's
-                      {actor,critic}/      as in a checkpoint: the weights are sound, since no bad step was ever made
+                      update.safetensors   all columns of the minibatch
+                      config.yaml          the run's config
+                      {actor,critic}/      as in a checkpoint; finite, since no non-finite step was ever applied
 
-No pickles. What a fault of the disk leaves half written has no update.json, which comes last.
+There are no pickles. update.json is written last, so a dump that a disk fault leaves incomplete has none.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.experience_metrics import sample_rows
 from ppo_ds.ppo.learner import Learner
-from ppo_ds.ppo.nan_debug import Blame, blame
+from ppo_ds.ppo.nan_debug import Origin, find_origin
 from ppo_ds.tracking.tracker import finite
 from ppo_ds.training.health import NonFiniteStep
 from ppo_ds.types import Experience
 
 FORMAT = 1
-SHOWN = 200  # characters of a prompt in one line
+SHOWN = 200  # characters of a prompt in the error message
 
 
 @dataclass(frozen=True)
 class Dump:
-    """What update.json and update.safetensors say."""
+    """The contents of update.json and update.safetensors."""
 
     step: int
     what: str
@@ -47,43 +47,43 @@ class Dump:
     minibatch: Experience
 
     def row(self, place: int) -> int:
-        """Of the rollout, as the run's own messages count; ``place``: in the dump."""
+        """Returns the row number in the rollout, as in the run's messages, of row ``place`` of the dump."""
         return self.rows[place]["row_of_the_rollout"]
 
 
 def dump_failure(
     folder: Path, step: int, trouble: NonFiniteStep, learner: Learner, tokenizer: Tokenizer, config: Path
 ) -> str:
-    """Finds out what went wrong first, writes the dump ``folder``, and tells both in one line. A collective."""
-    blamed = blame(learner, trouble)
+    """Locates the first non-finite tensor, writes the dump and returns the error message. A collective."""
+    origin = find_origin(learner, trouble)
     rows = finite(sample_rows(trouble.minibatch, tokenizer, -1))
-    line = f"step {step}: not finite: {blamed.what}"
-    if blamed.position is not None:
-        prompt = rows[blamed.position]["prompt"]
+    line = f"step {step}: not finite: {origin.what}"
+    if origin.position is not None:
+        prompt = rows[origin.position]["prompt"]
         shown = prompt if len(prompt) <= SHOWN else f"{prompt[: SHOWN // 2]} ... {prompt[-SHOWN // 2 :]}"
-        line += f", on rank {blamed.rank}, in row {int(trouble.places[blamed.position])} of the rollout, prompt {shown!r}"
+        line += f", on rank {origin.rank}, in row {int(trouble.places[origin.position])} of the rollout, prompt {shown!r}"
     try:
-        write_dump(folder, step, trouble, blamed, rows, learner, config)
+        write_dump(folder, step, trouble, origin, rows, learner, config)
     except CheckpointError as error:
         return f"{line}; {folder} could not be written: {error}"
-    return f"{line}; it is all in {folder}, and python launch/replay.py {folder} makes the step once more"
+    return f"{line}; the step is dumped in {folder}; replay it with: python launch/replay.py {folder}"
 
 
 def write_dump(
     folder: Path,
     step: int,
     trouble: NonFiniteStep,
-    blamed: Blame,
+    origin: Origin,
     rows: list[dict[str, Any]],
     learner: Learner,
     config: Path,
 ) -> None:
-    """Raises CheckpointError, on all ranks, where it cannot be written. A collective."""
+    """Writes the dump. Raises CheckpointError, on all ranks, if that fails. A collective."""
     world = learner.world
 
     def begin() -> None:
         if world.is_main:
-            shutil.rmtree(folder, ignore_errors=True)  # of an earlier start that ended here
+            shutil.rmtree(folder, ignore_errors=True)  # left by an earlier start that ended at this step
             folder.mkdir(parents=True)
             if config.exists():
                 shutil.copyfile(config, folder / "config.yaml")
@@ -93,15 +93,15 @@ def write_dump(
             write_tensors(folder / "update.safetensors", trouble.minibatch.tensors())
             about = {
                 "step": step,
-                "what": blamed.what,
-                "rank": blamed.rank,
-                "place": blamed.position,
+                "what": origin.what,
+                "rank": origin.rank,
+                "place": origin.position,
                 "kl_coef": trouble.kl_coef,
                 "critic_only": trouble.critic_only,
             }
-            places = trouble.places.tolist()
+            numbers = trouble.places.tolist()
             about["rows"] = [
-                {"row_of_the_rollout": place, **row} for place, row in zip(places, rows, strict=True)
+                {"row_of_the_rollout": number, **row} for number, row in zip(numbers, rows, strict=True)
             ]
             write_json(folder / "update.json", {"format": FORMAT, "world_size": world.size, **about})
 
@@ -113,12 +113,13 @@ def write_dump(
 
 
 def read_dump(folder: Path) -> Dump:
+    """Reads a dump. Raises UserError if the folder holds no complete one of this format."""
     try:
         about = json.loads((folder / "update.json").read_text(encoding="utf-8"))
         columns = load_file(folder / "update.safetensors")
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{folder}: no whole dump: {error}; give a folder run.dir/dumps/step_NNNNNN"
+            f"{folder}: is no complete dump: {error}; give a folder run.dir/dumps/step_NNNNNN"
         ) from error
     if about.get("format") != FORMAT:
         raise UserError(

@@ -1,8 +1,8 @@
 """learn: several epochs of clipped policy and value updates over one experience.
 
-Actor and critic step together or not at all: the backward passes of both come first, then all ranks agree on whether
-every loss and gradient is finite (engine/lockstep.py). The actor's gradients stay in memory while the critic's are
-computed.
+Actor and critic step together or not at all: the backward passes of both come first, then all ranks agree on
+whether every loss and gradient is finite (engine/lockstep.py). The actor's gradients stay in memory while the
+critic's are computed.
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ class Learner:
     ) -> tuple[Experience, Metrics]:
         """Trains the models on ``experience``; ``seed`` orders the rows, alike on every rank. A collective.
 
-        Returns the experience and the metrics of the update. An experience without old log-probs gets those of the
-        update's own forward, which is the first one of the rollout, since there is one optimizer step only.
+        Returns the experience and the metrics of the update. An experience without old log-probs gets those
+        of the update's own forward, which is the first one of the rollout, since there is one optimizer step
+        only.
         """
         shuffle, steps_per_epoch = torch.Generator().manual_seed(seed), len(experience) // self.minibatch_size
         if (found := first_nonfinite(experience)) is not None:
-            return experience, self._skip_rollout(experience, *found, shuffle, kl_coef, critic_only)
+            return experience, self.skip_rollout(experience, *found, shuffle, kl_coef, critic_only)
         fault("update")
         first_forward = experience.old_logprobs is None and not critic_only
         assert not first_forward or self.epochs * steps_per_epoch == 1, (
@@ -101,8 +102,8 @@ class Learner:
                 if not critic_only:
                     with self.timer("update_actor"):
                         losses["actor"] = torch.zeros_like(kl_sums[0])
-                        # before PPO's own: ZeRO reduces in the last backward, which must reach every weight, also
-                        # those of a value head
+                        # before PPO's own: ZeRO reduces in the last backward, which must reach every weight,
+                        # also those of a value head
                         for loss, parts in self.ptx_losses():
                             self.actor.backward(loss, last=False)
                             losses["actor"] += loss.detach()
@@ -144,7 +145,7 @@ class Learner:
                         self.ema.ema_update(self.ema_decay)
 
         if first_forward:
-            experience = self._with_logprobs(experience, logprobs, [rows[part] for part in plan])
+            experience = self.with_logprobs(experience, logprobs, [rows[part] for part in plan])
         passes = {
             "policy/epochs_run": steps_done / steps_per_epoch,
             "policy/early_stopped": float(steps_done < self.epochs * steps_per_epoch),
@@ -202,7 +203,7 @@ class Learner:
     def _models(self) -> dict[str, TrainedModel]:
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
-    def _skip_rollout(
+    def skip_rollout(
         self,
         experience: Experience,
         what: str,
@@ -228,10 +229,9 @@ class Learner:
         unknown = {name: math.nan for name in UNKNOWN if steps[name.partition("/")[0]]}
         return unknown | describe_steps(steps) | {"policy/epochs_run": 0.0, "policy/early_stopped": 0.0}
 
-    def _with_logprobs(
-        self, experience: Experience, logprobs: list[Tensor], plan: list[Tensor]
-    ) -> Experience:
-        """Returns the experience with the log-probs of the update's own forward, [b,R'] for each entry of ``plan``.
+    def with_logprobs(self, experience: Experience, logprobs: list[Tensor], plan: list[Tensor]) -> Experience:
+        """Returns the experience with the log-probs of the update's own forward, [b,R'] for each entry of
+        ``plan``.
 
         A collective: each rank has computed those of its own rows.
         """
@@ -254,7 +254,8 @@ def padding(micros: list[Experience], packed: bool) -> Tensor:
 def describe_steps(steps: dict[str, list[StepInfo]]) -> Metrics:
     """Computes gradient norms, learning rates and counts of skipped steps; alike on every rank.
 
-    Norms are before clipping, mean over the optimizer steps (NaN if one was skipped). Rates are those of the last step.
+    Norms are before clipping, mean over the optimizer steps (NaN if one was skipped). Rates are those of the
+    last step.
     """
     numbers: Metrics = {}
     for role, infos in steps.items():

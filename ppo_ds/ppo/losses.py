@@ -19,10 +19,11 @@ Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see ops/los
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Computes policy loss - coef * entropy (+ kl_coef * KL to the reference) (+ aux_coef * load-balancing loss).
+    """Computes policy loss - coef * entropy (+ kl_coef * KL to the reference) (+ aux_coef * load-balancing
+    loss).
 
-    At action level sequence a response is one action: one ratio, one term in each mean, and its log-prob and its KL
-    summed over its tokens.
+    At action level sequence a response is one action: one ratio, one term in each mean, and its log-prob and
+    its KL summed over its tokens.
     """
 
     loss: Callable[..., tuple[Tensor, Parts]]  # an entry of POLICY_LOSSES
@@ -41,7 +42,8 @@ class PolicyObjective:
     ) -> tuple[Tensor, Parts]:
         """Returns the micro-batch's part of the loss of the optimizer step, and its metrics."""
         mask, logprobs = micro.response_mask, out.logprobs
-        # with one optimizer step per rollout the old policy is the current one: the ratio is 1 and has a gradient
+        # with one optimizer step per rollout the old policy is the current one: the ratio is 1 and has a
+        # gradient
         old_logprobs = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
         sequence = self.level == "sequence"
         agg = "seq_mean_token_sum" if sequence else self.agg
@@ -67,7 +69,8 @@ class PolicyObjective:
                 loss = loss + kl_coef * kl
             parts["policy/kl_loss"] = token_sum(self.kl(logprobs, micro.ref_logprobs), mask)
         if self.aux_coef:
-            # a mean over the tokens of this forward, weighted by its share in the tokens of the optimizer step
+            # a mean over the tokens of this forward, weighted by its share in the tokens of the optimizer
+            # step
             tokens = mask.sum()
             loss = loss + self.aux_coef * out.aux * (tokens * (totals.dp_size / max(totals.tokens, 1.0)))
             parts["policy/aux_loss"] = torch.stack([out.aux.detach() * tokens, tokens])
@@ -102,7 +105,9 @@ class ValueObjective:
 
 @dataclass(frozen=True)
 class PtxObjective:
-    """Computes the language-modelling loss on other texts (Ouyang et al. 2022): coef * mean over tokens of -log p."""
+    """Computes the language-modelling loss on other texts (Ouyang et al. 2022): coef * mean over tokens of
+    -log p.
+    """
 
     coef: float
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ from ppo_ds.ppo.batching import microbatch_rows
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.training.health import NonFiniteStep
 from ppo_ds.types import Experience
+
+# By model: the name of one number of its result, and the result itself.
+RESULTS: dict[str, tuple[str, Callable[[Any], Tensor]]] = {
+    "actor": ("log-prob of token {}", attrgetter("logprobs")),
+    "critic": ("value of state {} of the critic", lambda output: output),
+}
 
 
 @dataclass
@@ -30,7 +37,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Blame:
+class Origin:
     """The origin of the first non-finite number, as far as it could be found."""
 
     what: str
@@ -56,15 +63,15 @@ def locate_nonfinite(learner: Learner, minibatch: Experience, kl_coef: float, cr
     return sorted((row for part in world.gather_objects(rows) for row in part), key=lambda row: row.position)
 
 
-def blame(learner: Learner, trouble: NonFiniteStep) -> Blame:
+def find_origin(learner: Learner, trouble: NonFiniteStep) -> Origin:
     """Finds the row and the tensor that made ``trouble``, as far as a replay shows them. A collective."""
     if trouble.row is not None:
-        return Blame(trouble.what[0], trouble.rank, trouble.places.tolist().index(trouble.row))
+        return Origin(trouble.what[0], trouble.rank, trouble.places.tolist().index(trouble.row))
     for row in locate_nonfinite(learner, trouble.minibatch, trouble.kl_coef, trouble.critic_only):
         if row.first is not None:
-            return Blame(row.first, row.rank, row.position)
+            return Origin(row.first, row.rank, row.position)
     what = " and ".join(trouble.what)
-    return Blame(
+    return Origin(
         f"{what} (finite when the step was replayed: a fault of the hardware or of a kernel?)", None, None
     )
 
@@ -77,7 +84,7 @@ def _replay(
     rows: list[Row],
 ) -> None:
     """Runs forward and backward of one model on each row alone, and drops the gradients."""
-    with _nonfinite_tensors(name, model) as found:
+    with nonfinite_tensors(name, model) as found:
         for i, (micro, row) in enumerate(zip(micros, rows, strict=True), start=1):
             loss, *_ = compute_loss(micro)
             _note(found, f"loss of the {name}", loss.detach())
@@ -88,18 +95,31 @@ def _replay(
 
 
 @contextmanager
-def _nonfinite_tensors(name: str, model: TrainedModel) -> Iterator[list[str]]:
-    """Inside, appends each non-finite output and gradient of ``model`` to the list, in the order of computation."""
+def nonfinite_tensors(name: str, model: TrainedModel) -> Iterator[list[str]]:
+    """Inside, each non-finite output and gradient of ``model`` is appended to the list, in the order of
+    computation.
+    """
     found: list[str] = []
+
+    def note_result(module: Any, inputs: Any, output: Any) -> None:
+        """The log-probs [1,R] or values [1,S] of the only row, every position of which is attended."""
+        what, numbers = RESULTS[name]
+        bad = (~numbers(output).detach().isfinite()).nonzero()
+        if len(bad):
+            found.append(what.format(int(bad[0, -1])))
+
+    def note_output(module: Any, inputs: Any, output: Any, what: str) -> None:
+        for leaf in tree_leaves(output):
+            if torch.is_tensor(leaf) and leaf.is_floating_point():
+                _note(found, what, leaf.detach())
+
     with ExitStack() as hooks:
         for path, module in model.module.named_modules():
             if not path:
-                hook = partial(_note_policy if name == "actor" else _note_values, found)
+                hooks.callback(module.register_forward_hook(note_result).remove)
             elif not any(module.children()):
-                hook = partial(_note_output, found, f"output of {name}.{path}")
-            else:
-                continue
-            hooks.callback(module.register_forward_hook(hook).remove)
+                hook = partial(note_output, what=f"output of {name}.{path}")
+                hooks.callback(module.register_forward_hook(hook).remove)
         for path, parameter in model.module.named_parameters():
             if parameter.requires_grad:
                 hook = partial(_note, found, f"gradient of {name}.{path}")
@@ -110,24 +130,3 @@ def _nonfinite_tensors(name: str, model: TrainedModel) -> Iterator[list[str]]:
 def _note(found: list[str], what: str, tensor: Tensor) -> None:
     if not tensor.isfinite().all():
         found.append(what)
-
-
-def _note_output(found: list[str], what: str, module: Any, inputs: Any, output: Any) -> None:
-    for leaf in tree_leaves(output):
-        if torch.is_tensor(leaf) and leaf.is_floating_point():
-            _note(found, what, leaf.detach())
-
-
-def _note_policy(found: list[str], module: Any, inputs: Any, output: Any) -> None:
-    _note_position(found, "log-prob of token {}", output.logprobs)
-
-
-def _note_values(found: list[str], module: Any, inputs: Any, output: Tensor) -> None:
-    _note_position(found, "value of state {} of the critic", output)
-
-
-def _note_position(found: list[str], what: str, numbers: Tensor) -> None:
-    """``numbers`` [1,R] or [1,S] belong to the only row, every position of which is attended."""
-    bad = (~numbers.detach().isfinite()).nonzero()
-    if len(bad):
-        found.append(what.format(int(bad[0, -1])))

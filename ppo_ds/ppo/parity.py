@@ -1,8 +1,8 @@
 """The start-up check that the decode backend and the training engine are the same model.
 
-Wrong position ids, masks, a cache in another dtype or an inference copy with stale weights make the log-probs of
-generation differ from those of the training engine. Learning then fails slowly and looks like bad tuning; a few tokens
-at the start show it.
+Wrong position ids, masks, a cache in another dtype or an inference copy with stale weights make the log-probs
+of generation differ from those of the training engine. Learning then fails slowly and looks like bad tuning;
+a few tokens at the start show it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ppo_ds.types import Prompts
 
 GATE_PROMPTS, GATE_TOKENS = 8, 16
 
-# Mean |difference| per token, nats. The rounding of a forward in the dtype stays well below; a real error is far above
-# (left padding without position ids moves GPT-2's log-probs by 0.1 and more).
+# Mean |difference| per token, nats. The rounding of a forward in the dtype stays well below; a real error is
+# far above (left padding without position ids moves GPT-2's log-probs by 0.1 and more).
 BOUNDS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
 
 

@@ -1,4 +1,6 @@
-"""Shapes the reward's scores: penalties, normalisation, the fixed score of truncated responses, clip, in this order."""
+"""Shapes the reward's scores: penalties, normalisation, the fixed score of truncated responses, clip, in this
+order.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,12 @@ class ScoreShaper:
 
     @torch.no_grad()
     def __call__(self, rollout: ScoredRollout) -> tuple[Tensor, Tensor]:
-        """Returns the shaped scores [B], and the same before the clip [B]. A collective if moments are updated."""
+        """Returns the shaped scores [B], and the same before the clip [B].
+
+        A collective if moments are updated.
+        """
         shaping = self.shaping
-        scores = self._penalized(rollout.scores, rollout)
+        scores = self.penalized(rollout.scores, rollout)
         if shaping.normalize == "running" or (shaping.normalize == "first" and not self.moments.count):
             self.moments.update(scores, self.world.sum)
         if shaping.normalize != "none":
@@ -37,8 +42,11 @@ class ScoreShaper:
             scores = torch.where(rollout.finished, scores, shaping.missing_eos_value)
         return shape_scores(scores, clip=shaping.clip), scores
 
-    def _penalized(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        """Applies the penalties for length and for a missing end token, on the reward's own scale: [B] -> [B]."""
+    def penalized(self, scores: Tensor, rollout: Rollout) -> Tensor:
+        """Applies the penalties for length and for a missing end token, on the reward's own scale:
+
+        [B] -> [B].
+        """
         shaping, lengths, buffer = self.shaping, rollout.response_lengths, self.shaping.overlong_buffer
         if buffer is not None and buffer < 1:  # a share of the limit
             buffer = (buffer * rollout.limits).ceil().clamp(min=1)

@@ -12,7 +12,9 @@ from ppo_ds.build.algorithm import (
     masked_stop_ids,
     pretraining,
 )
+from ppo_ds.build.trainer import build_evaluator
 from ppo_ds.ppo.advantages import estimate_one_step
+from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.training.health import Health
 from ppo_ds.training.timing import PhaseTimer
 from tests.ppo.preset_runs import composed
@@ -185,3 +187,14 @@ def test_end_tokens_that_are_no_actions():
 def test_forwards_are_planned_without_padding_where_all_models_are(world, packed):
     critic = SimpleNamespace(module=SimpleNamespace(packed=packed))
     assert [part.packed for part in made(world, critic=critic)] == [packed, packed]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_evaluation_is_greedy_where_asked_for(world, greedy):
+    sampling = SamplingParams(5, 0, 0.7, 1.0, 0, (2,), ())
+    config = composed("standard", f"eval.greedy={str(greedy).lower()}")
+    context = SimpleNamespace(world=world, stop=SimpleNamespace(raise_if_stopped=None))
+    models = SimpleNamespace(actor=ACTOR, reward=None)
+    inputs = SimpleNamespace(held_out=[], tokenizer=None)
+    found = build_evaluator(config, context, inputs, models, None, sampling)
+    assert found.sampling == (sampling.as_greedy() if greedy else sampling)

@@ -2,8 +2,8 @@
 
     setattr(*injected("loss.actor:rank=1:at=3"))
 
-PLACE, then options: ``rank`` (default: all), ``at`` (the first visit to the place that is affected, counted from 1; default
-1), ``times`` (the number of visits from then on, default 1; 0: unlimited). Places:
+PLACE, then options: ``rank`` (default: all), ``at`` (the first visit to the place that is affected, counted
+from 1; default 1), ``times`` (the number of visits from then on, default 1; 0: unlimited). Places:
 
     loss.actor  loss.critic    the loss of a micro-batch
     grad.actor  grad.critic    the gradients of a micro-batch, not its loss

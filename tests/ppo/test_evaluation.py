@@ -136,3 +136,14 @@ def test_a_rank_with_nothing_but_filling(on_ranks, tokenizer):
     shares = [[batch(2, weights=[1])], [batch(9, weights=[0])]]
     for found in on_ranks(2, lambda world: evaluator(world, shares[world.rank], tokenizer)()):
         assert found.metrics["eval/score_mean"] == 1.0
+
+
+def test_an_evaluation_leaves_the_random_state_as_it_was(world, tokenizer):
+    found, generated = evaluator(world, [batch(1, 2, weights=[1, 1])], tokenizer), []
+    generator = found.generator
+    found.generator = lambda *given: (generated.append(float(torch.rand(()))), generator(*given))[1]
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    found()
+    assert len(generated) == 1 and torch.equal(torch.rand(3), expected)

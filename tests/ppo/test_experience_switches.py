@@ -144,6 +144,24 @@ def test_a_lagging_old_policy_changes_the_ratio_alone(world):
     assert seen == numbers
 
 
+def test_importance_weights_and_the_kl_are_those_of_the_policy_that_generated(world):
+    """A lagging old policy takes no part in the weights of the decode backend, nor in the KL around an update."""
+    actor = Stub()
+
+    @contextmanager
+    def lagged():
+        actor.shift = 5.0
+        yield
+        actor.shift = 0.0
+
+    how = dict(rollout_is=RolloutISConfig(kind="tis", low=0.0, high=9.0), token_budget=8)
+    rollout = answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]])
+    make = maker(world, actor=actor, lagged=SimpleNamespace(swapped=lagged), **how)
+    plain, made = maker(world, **how)(rollout, 0.5)[0], make(rollout, 0.5)[0]
+    assert torch.equal(made.weights, plain.weights) and not torch.equal(made.old_logprobs, made.logprobs)
+    assert make.kl_now(made) == pytest.approx({"kl/before_update": 0.2, "kl/after_update": 0.2}, abs=1e-6)
+
+
 # -- critics ------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from ppo_ds.ops.running import RunningMoments
 from ppo_ds.ppo import learner as learner_module
 from ppo_ds.ppo.failure_dump import Dump
 from ppo_ds.ppo.learner import Learner
-from ppo_ds.ppo.nan_debug import Row, blame, locate_nonfinite
+from ppo_ds.ppo.nan_debug import Row, find_origin, locate_nonfinite
 from ppo_ds.tools.replay import Replay
 from ppo_ds.training.health import Health, KLMonitor, NonFiniteStep, TooManySkips, first_nonfinite
 from ppo_ds.training.metrics import MetricSums
@@ -136,7 +136,8 @@ def test_it_is_one_decision_however_many_optimizer_steps_it_was_for(on_ranks, ro
             learn(bad, 0.0, 3)
         trouble = raised.value.trouble
         assert (
-            trouble.places[blame(learn, trouble).position] == 6 == trouble.row and len(trouble.minibatch) == 2
+            trouble.places[find_origin(learn, trouble).position] == 6 == trouble.row
+            and len(trouble.minibatch) == 2
         )
         return trouble.rank
 
@@ -292,7 +293,12 @@ def test_the_row_and_the_first_tensor_are_found(on_ranks, rows):
         trouble = NonFiniteStep(
             ("gradient of the actor",), rows, torch.arange(len(rows)) + 100, None, None, 0.0, False
         )
-        return locate_nonfinite(learn, rows, 0.0, False), blame(learn, trouble), actor.steps, critic.skipped
+        return (
+            locate_nonfinite(learn, rows, 0.0, False),
+            find_origin(learn, trouble),
+            actor.steps,
+            critic.skipped,
+        )
 
     for found, blamed, steps, skipped in on_ranks(2, work):
         assert [one.position for one in found] == list(range(8)) and steps == 0 and skipped == [False, False]
@@ -329,7 +335,7 @@ def test_a_replay_numbers_rows_as_the_run_did(rows):
 
 def test_what_does_not_come_back_is_said_to_be_so(world, rows):
     learn = learner(world, Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world))
-    found = blame(
+    found = find_origin(
         learn, NonFiniteStep(("gradient of the critic",), rows, torch.arange(8), None, None, 0.0, False)
     )
     assert found.position is None and found.what.startswith(
