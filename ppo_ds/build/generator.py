@@ -1,22 +1,19 @@
-"""The `rollout.backend` key to what decodes: the backend that it names, or with `auto` the fastest that agrees with training."""
+"""Builds the decode backend of ``rollout.backend``; auto is the fastest one that agrees with training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from ppo_ds.build.backend_choice import choose
 from ppo_ds.build.data import Inputs
+from ppo_ds.config.registry import DECODE_BACKENDS, import_target, resolve
 from ppo_ds.config.schema import Config
 from ppo_ds.distributed.world import World, seed_everything
 from ppo_ds.engine.hybrid import HybridActor
-from ppo_ds.ppo.parity import GATE_PROMPTS, Gap, parity_gap
+from ppo_ds.errors import UserError
+from ppo_ds.ppo.parity import GATE_PROMPTS, Gap, ParityError, disagreement, parity_gap
 from ppo_ds.rollout.base import Generator, SamplingParams
-from ppo_ds.rollout.decoding import can_decode
-from ppo_ds.rollout.hf import HFGenerator
-from ppo_ds.rollout.static import StaticGenerator
 from ppo_ds.tracking.banner import titled
-
-FASTEST_FIRST = ("static", "hf")  # as measured
 
 
 def build_generator(
@@ -25,68 +22,97 @@ def build_generator(
     inputs: Inputs,
     actor: HybridActor,
     sampling: SamplingParams,
-    stopped: Callable[[], bool],
+    should_stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> tuple[Generator, Gap]:
-    """Returns the decode backend, which ends early once ``stopped``, and its gap in the parity gate.
+    """Returns the decode backend, which ends early once ``should_stop`` returns true, and its gap in the
+    parity gate.
 
     Notes which backend it is and why. A collective; draws random numbers.
     """
-    asked, made = config.rollout.backend, _backends(config, inputs, actor, stopped)
-    choice = choose(
-        FASTEST_FIRST if asked == "auto" else (asked,),
-        refusal=lambda name: _refusal(name, world, actor, inputs.longest_prompt + sampling.max_new_tokens),
-        gap_of=_gate(config, world, inputs, actor, sampling, made),
-        dtype=config.actor.model.dtype,
-    )
-    for line in choice.unfit:
-        note(titled("warning", f"rollout.backend=auto passes over {line}"))
-    why = "the fastest that agrees with training" if asked == "auto" else f"rollout.backend={asked}"
-    note(
-        titled(
-            "decode", f"{choice.backend}: {'; '.join((why, *(f'not {line}' for line in choice.incapable)))}"
-        )
-    )
-    return made[choice.backend], choice.gap
-
-
-def _backends(
-    config: Config, inputs: Inputs, actor: HybridActor, stopped: Callable[[], bool]
-) -> dict[str, Generator]:
-    common = {"tokenizer": inputs.tokenizer, "token_budget": config.memory.rollout_tokens, "stopped": stopped}
-    return {
-        "static": StaticGenerator(lambda: actor.lm, agree=actor.all_reduce_max, **common),
-        "hf": HFGenerator(lambda: actor.lm, agree=actor.all_reduce_max, **common),
-    }
-
-
-def _gate(
-    config: Config,
-    world: World,
-    inputs: Inputs,
-    actor: HybridActor,
-    sampling: SamplingParams,
-    made: dict[str, Generator],
-) -> Callable[[str], Gap]:
-    """Each prompt twice in a row where a step has several answers to it: a backend may read the prompt of such rows once."""
+    asked, made = config.rollout.backend, {}
+    auto = [name for name, entry in DECODE_BACKENDS.items() if entry.in_auto]
+    # each prompt twice in a row if a step has several responses to it: a backend may prefill the prompt of
+    # such rows once
     each = min(config.rollout.samples_per_prompt, 2)
     few = inputs.source.batch([(world.rank + i // each) % len(inputs.source) for i in range(GATE_PROMPTS)])
 
-    def gap(name: str) -> Gap:
-        seed_everything(
-            config.run.seed + world.rank
-        )  # the same tokens at each start, whatever was drawn before
+    def refusal(name: str) -> str | None:
+        target = DECODE_BACKENDS[name].refusal
+        if target is None:
+            return None
+        with actor.generation_mode():
+            reason = import_target(target)(actor.lm, inputs.longest_prompt + sampling.max_new_tokens)
+        return next((reason for reason in world.gather_objects(reason) if reason is not None), None)
+
+    def gap_of(name: str) -> Gap:
+        made[name] = resolve(DECODE_BACKENDS[name])(
+            lambda: actor.lm,
+            tokenizer=inputs.tokenizer,
+            token_budget=config.memory.rollout_tokens,
+            all_reduce_max=actor.all_reduce_max,
+            should_stop=should_stop,
+        )
+        # the same tokens at each start, whatever was drawn before
+        seed_everything(config.run.seed + world.rank)
         return parity_gap(
             few, actor=actor, generator=made[name], sampling=sampling, token_budget=config.memory.score_tokens
         )
 
-    return gap
+    choice = choose_backend(
+        auto if asked == "auto" else (asked,),
+        refusal=refusal,
+        gap_of=gap_of,
+        dtype=config.actor.model.dtype,
+    )
+    for line in choice.disagreeing:
+        note(titled("warning", f"rollout.backend=auto passes over {line}"))
+    why = "the fastest that agrees with training" if asked == "auto" else f"rollout.backend={asked}"
+    reasons = "; ".join((why, *(f"not {line}" for line in choice.incapable)))
+    note(titled("decode", f"{choice.backend}: {reasons}"))
+    return made[choice.backend], choice.gap
 
 
-def _refusal(name: str, world: World, actor: HybridActor, longest: int) -> str | None:
-    """Why a backend cannot decode this model, or not so, on any rank; None where it can. ``longest``: of the sequences. A collective."""
-    if name == "hf":
-        return None
-    with actor.generation_mode():
-        reason = can_decode(actor.lm, longest)
-    return next((said for said in world.gather_objects(reason) if said is not None), None)
+@dataclass(frozen=True)
+class BackendChoice:
+    """The chosen decode backend, and why those before it were not chosen."""
+
+    backend: str
+    gap: Gap  # in the parity gate
+    incapable: tuple[str, ...]  # those that cannot decode this model, each with its reason
+    disagreeing: tuple[str, ...]  # those whose log-probs differ from training's, each with its gap
+
+
+def choose_backend(
+    candidates: Sequence[str],
+    *,
+    refusal: Callable[[str], str | None],
+    gap_of: Callable[[str], Gap],
+    dtype: str,
+) -> BackendChoice:
+    """Returns the first candidate that can decode the model and agrees with training.
+
+    Nothing that changes from one start to the next decides, so that a resumed run decodes as before. Raises
+    UserError if the last candidate cannot decode the model, ParityError if its gap is out of bounds.
+
+    Args:
+        refusal: Returns the reason why a backend cannot decode the model, or None. The same on every rank.
+        gap_of: Returns the gap of a backend in the parity gate. The same on every rank; may be a collective.
+    """
+    incapable: list[str] = []
+    disagreeing: list[str] = []
+    for name in candidates:
+        last, reason = name == candidates[-1], refusal(name)
+        if reason is not None:
+            if last:
+                raise UserError(f"rollout.backend={name}: {reason}; use rollout.backend=auto")
+            incapable.append(f"{name}: {reason}")
+            continue
+        gap = gap_of(name)
+        wrong = disagreement(gap, dtype)
+        if wrong is None:
+            return BackendChoice(name, gap, tuple(incapable), tuple(disagreeing))
+        if last:
+            raise ParityError(f"{wrong}; rollout.backend={name} does not decode with the model that trains")
+        disagreeing.append(f"{name}: {wrong}")
+    raise AssertionError("no candidates")

@@ -1,4 +1,4 @@
-"""What a decode backend is, and what all of them share: where an answer ends."""
+"""Interface of the decode backends, and where responses end: limits, stop tokens and stop strings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ppo_ds.types import Prompts, Rollout
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Every knob of the sampler, said in full: nothing is left for a model's own generation config to fill in."""
+    """All options of sampling, so that no default of a model's generation config applies."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -26,31 +26,69 @@ class SamplingParams:
     stop_strings: tuple[str, ...]
 
     def as_greedy(self) -> SamplingParams:
-        """The same, always taking the likeliest token."""
+        """Returns a copy that always takes the most likely token."""
         return replace(self, top_k=1)
 
 
 class Generator(Protocol):
-    """Continues prompts with the current policy, inside the actor's generation mode.
+    """Decode backend: continues prompts with the current policy, inside the actor's generation mode.
 
-    All take ``stopped``. Once it is true they end within a few tokens, and what they return is a Rollout by its shape alone: whoever asked for it
-    must look whether it was ``stopped`` meanwhile, and throw it away. They raise nothing, since other ranks may have all of their answers by then.
+    A backend of the table DECODE_BACKENDS is made with the keyword arguments
+
+    lm              returns the model to decode with; called inside generation mode only
+    tokenizer       gives pad_id and decode(ids, skip_special_tokens=)
+    token_budget    maximum number of tokens (prompts and responses, padding counted) decoded at a time
+    all_reduce_max  returns the largest of the ranks' numbers, or None. With it the ranks hold the model
+        together, and every rank must run the same number of forwards
+    should_stop     returns whether the responses are no longer needed. Once it does, the backend ends within
+        a few tokens and returns a Rollout with arbitrary tokens, which the caller discards. It does not
+        raise, since other ranks may already have all of their responses
     """
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout: ...
 
 
-def never() -> bool:
-    """Nobody stops it."""
-    return False
+def max_new_tokens(prompts: Prompts, sampling: SamplingParams) -> Tensor:
+    """Returns the maximum number of new tokens of each row [B]: the row's own limit or the sampler's,
+    whichever is lower.
 
-
-def limits_of(prompts: Prompts, sampling: SamplingParams) -> Tensor:
-    """[B] long: the most new tokens of each answer, by its row and by the sampler. It wins over ``min_new_tokens``."""
+    It takes precedence over ``min_new_tokens``.
+    """
     return prompts.limits.clamp(max=sampling.max_new_tokens)
 
 
-def finish(
+class StopStrings:
+    """Finds stop strings in the decoded text of token ids."""
+
+    def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]):
+        self.strings = strings
+        self.decode = decode
+        # The last tokens that can hold a stop string that is just complete: a token is at least one byte, and
+        # some tokenizers drop a space where a text begins, hence 4 more. A stop string that this misses is
+        # found by ``prefix_length``.
+        self.window = max((len(string.encode()) for string in strings), default=0) + 4
+
+    def found_in(self, ids: Sequence[int]) -> bool:
+        """Returns whether the text of ``ids`` contains a stop string."""
+        text = self.decode(ids)
+        return any(string in text for string in self.strings)
+
+    def prefix_length(self, ids: Sequence[int]) -> int:
+        """Returns the length of the shortest prefix that contains a stop string, or len(ids) + 1 if none
+        does.
+
+        A longer prefix never loses a stop string, so the length is found by bisection.
+        """
+        if not self.found_in(ids):
+            return len(ids) + 1
+        low, high = 1, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.found_in(ids[:middle]) else (middle + 1, high)
+        return low
+
+
+def truncate_at_stop(
     prompts: Prompts,
     responses: Tensor,
     logprobs: Tensor,
@@ -59,20 +97,19 @@ def finish(
     pad_id: int,
     decode: Callable[[Sequence[int]], str],
 ) -> Rollout:
-    """Cut raw continuations at their first stop, or at their limit.
+    """Truncates raw continuations at their first stop or at their limit.
 
-    responses [B,R] long and logprobs [B,R] fp32 as a backend made them, rubbish allowed after the end of an answer. Masks come from
-    stop positions, never from ``ids != pad``: an end token inside a chat prompt, or one that is also the pad token, stays what it is.
-    A stop in the last place that the limit allows is a stop; a later one was never answered.
+    responses [B,R] long and logprobs [B,R] fp32 may hold anything after the end of a response. Masks come
+    from stop positions, never from ``ids != pad``: an end token inside a chat prompt, or one that is also the
+    pad token, stays as it is. A stop at the last position within the limit counts as a stop; a later one was
+    never generated.
     """
-    limits = limits_of(prompts, sampling)
+    limits = max_new_tokens(prompts, sampling)
     ends = limits.clamp(max=responses.shape[1]).to(responses.device)
     complete = torch.zeros_like(ends, dtype=torch.bool)
     if sampling.stop_strings:
-        stops = torch.tensor(
-            [stop_string_length(row.tolist(), sampling.stop_strings, decode) for row in responses],
-            device=ends.device,
-        )
+        find = StopStrings(sampling.stop_strings, decode).prefix_length
+        stops = torch.tensor([find(row.tolist()) for row in responses], device=ends.device)
         complete, ends = stops <= ends, torch.minimum(stops, ends)
     mask, _, finished = response_mask(responses, sampling.stop_token_ids, lengths=ends)
     return Rollout(
@@ -84,22 +121,3 @@ def finish(
         logprobs=logprobs.masked_fill(~mask, 0.0),
         metadata=prompts.metadata,
     )
-
-
-def stop_string_length(ids: list[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
-    """The number of leading tokens after which a stop string is first complete; len(ids) + 1 where there is none.
-
-    Decoding a longer prefix never loses a stop string, so the first such prefix can be bisected.
-    """
-
-    def complete(n: int) -> bool:
-        text = decode(ids[:n])
-        return any(stop in text for stop in stops)
-
-    if not complete(len(ids)):
-        return len(ids) + 1
-    low, high = 1, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if complete(middle) else (middle + 1, high)
-    return low

@@ -1,7 +1,8 @@
-"""A preallocated KV cache of slots: every sequence in a slot of its own, each at its own position.
+"""Preallocated KV cache of slots: each sequence has a slot, and each slot its own position.
 
-transformers' StaticCache writes all rows of a batch at one position. Here a row's key and value go to that row's own position, and a
-forward sees only the rows and columns in use, as views: a few rows do not pay for many, nor a young batch for its limit.
+transformers' StaticCache writes all rows of a batch at one position. Here the key and value of a row go to
+the position of that row, and a forward sees only the rows and columns in use, as views, so that it costs
+nothing for free slots and positions.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ Prefix = list[tuple[Tensor, Tensor]]  # per layer: keys and values [c,H,P,d] of 
 
 
 class _SlotLayer(CacheLayerMixin):
-    """keys, values [slots,H,length,d], allocated when their shape is known."""
+    """Keys and values [slots,H,length,d] of one layer, allocated when their shape is known."""
 
     is_compileable = False
     is_sliding = False
 
     def __init__(self, cache: SlotCache):
         super().__init__()
-        self.cache = weakref.proxy(cache)  # a cycle would keep all of it until the garbage collector comes by
+        self.cache = weakref.proxy(
+            cache
+        )  # a cycle would delay freeing the memory until the garbage collector runs
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # zeros: a masked column has weight 0, but 0 times what uninitialised memory may hold (NaN) would not be 0
+        # zeros: a masked column has weight 0, but 0 times NaN in uninitialised memory would not be 0
         shape = (self.cache.slots, key_states.shape[1], self.cache.length)
         self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
         self.values = value_states.new_zeros(*shape, value_states.shape[-1])
@@ -36,26 +39,27 @@ class _SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """[n,H,1,d] each -> all columns in use of the first n slots [n,H,columns,d]."""
+        """Stores [n,H,1,d] each and returns all columns in use of the first n slots [n,H,columns,d]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        n, columns, places = key_states.shape[0], self.cache.columns, self.cache.places(key_states.shape[1])
+        n, columns = key_states.shape[0], self.cache.columns
+        cells = self.cache.cells(key_states.shape[1])
         for stored, new in ((self.keys, key_states), (self.values, value_states)):
-            stored.view(-1, stored.shape[-1]).index_copy_(0, places, new.reshape(-1, new.shape[-1]))
+            stored.view(-1, stored.shape[-1]).index_copy_(0, cells, new.reshape(-1, new.shape[-1]))
         return self.keys[:n, :, :columns], self.values[:n, :, :columns]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.columns, 0
 
     def get_seq_length(self) -> int:
-        return self.cache.columns - 1  # nothing may go by it: positions and mask are given
+        return self.cache.columns - 1  # unused: positions and mask are passed
 
     def get_max_length(self) -> int:
         return self.cache.length
 
 
 class SlotCache(Cache):
-    """``slots`` sequences of at most ``length`` tokens each, in ``layers`` layers."""
+    """Cache of ``slots`` sequences of at most ``length`` tokens each, in ``layers`` layers."""
 
     def __init__(self, layers: int, slots: int, length: int):
         super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
@@ -63,24 +67,30 @@ class SlotCache(Cache):
         self.length = length
         self.columns = 0
         self._positions: Tensor | None = None
-        self._places: dict[int, Tensor] = {}
+        self._cells: dict[int, Tensor] = {}  # by the number of heads
 
     def at(self, positions: Tensor, columns: int) -> None:
-        """The next forward is one token for each of the first n slots, at these positions [n]; all are below ``columns``."""
+        """Sets the positions [n] of the next forward, one token for each of the first n slots, all below
+        ``columns``.
+        """
         self._positions, self.columns = positions, columns
-        self._places.clear()
+        self._cells.clear()
 
-    def places(self, heads: int) -> Tensor:
-        """[n * heads] long: where the flat [slots * heads * length, d] storage takes the new keys. One for all layers of a forward."""
-        if heads not in self._places:
+    def cells(self, heads: int) -> Tensor:
+        """Returns the rows [n * heads] of the flat [slots * heads * length, d] storage for new keys, for all
+        layers of a forward.
+        """
+        if heads not in self._cells:
             n, device = len(self._positions), self._positions.device
             starts = torch.arange(n * heads, device=device).mul_(self.length).view(n, heads)
-            self._places[heads] = (starts + self._positions[:, None]).flatten()
-        return self._places[heads]
+            self._cells[heads] = (starts + self._positions[:, None]).flatten()
+        return self._cells[heads]
 
     def fill(self, prefix: Prefix, rows: Tensor, slots: Tensor) -> None:
-        """Copies the prompts ``rows`` of ``prefix`` to the start of ``slots`` (both [m] long). What lay there before is not erased:
-        columns beyond a slot's position are masked, and overwritten before they are not."""
+        """Copies the prompts ``rows`` of ``prefix`` to the start of ``slots`` (both [m] long).
+
+        Old contents stay: columns beyond a slot's position are masked until they are overwritten.
+        """
         for layer, (keys, values) in zip(self.layers, prefix, strict=True):
             if not layer.is_initialized:
                 layer.lazy_initialization(keys, values)
@@ -88,7 +98,7 @@ class SlotCache(Cache):
                 stored[:, :, : new.shape[2]].index_copy_(0, slots, new.index_select(0, rows))
 
     def move(self, sources: Tensor, targets: Tensor, columns: int) -> None:
-        """Copies the first ``columns`` columns of slots to other slots; no slot is both."""
+        """Copies the first ``columns`` columns of slots to other slots; no slot is both source and target."""
         for layer in self.layers:
             for stored in (layer.keys, layer.values):
                 used = stored[:, :, :columns]

@@ -1,4 +1,4 @@
-"""The plain decode backend: transformers' ``generate``."""
+"""Decode backend on transformers' ``generate``, which decodes every model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
+from ppo_ds.distributed.faults import fault
+from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.ops.batching import plan_microbatches
-from ppo_ds.rollout.base import SamplingParams, finish, limits_of, never
-from ppo_ds.rollout.hf_generate import generate
+from ppo_ds.ops.logprobs import logprobs_from_logits
+from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
 from ppo_ds.types import Prompts, Rollout
 
 
 class HFGenerator:
-    """Decodes a rank's prompts in chunks of at most ``token_budget`` tokens (prompt and answer, padding counted)."""
+    """Decodes a rank's prompts in chunks of at most ``token_budget`` tokens (prompt and response, padding
+    counted).
+
+    The arguments are those of ``Generator``; ``should_stop`` is called at every token.
+    """
 
     def __init__(
         self,
@@ -24,31 +38,30 @@ class HFGenerator:
         *,
         tokenizer: Any,
         token_budget: int,
-        agree: Callable[[int], int] | None = None,
-        stopped: Callable[[], bool] = never,
+        all_reduce_max: Callable[[int], int] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ):
-        """``lm`` gives the model to decode with: it is asked inside generation mode only.
-
-        ``agree``: the largest of the ranks' numbers, where the ranks hold the model together and must run its forwards in step.
-        ``stopped``: whether the answers are no longer wanted; see Generator. Asked at every token.
-        """
         self.lm = lm
-        self.agree = agree
         self.tokenizer = tokenizer
         self.token_budget = token_budget
-        self.stopped = stopped
+        self.all_reduce_max = all_reduce_max
+        self.should_stop = should_stop
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
-        lm = self.lm()
+        lm, pad_id = self.lm(), self.tokenizer.pad_id
         device = next(lm.parameters()).device
-        decode = partial(
-            self.tokenizer.decode, skip_special_tokens=False
-        )  # a special token's text can be a stop string too
-        lengths, limits = prompts.mask.sum(1), limits_of(prompts, sampling)
+        # the text of a special token can be a stop string too
+        decode = partial(self.tokenizer.decode, skip_special_tokens=False)
+        lengths, limits = prompts.mask.sum(1), max_new_tokens(prompts, sampling)
         shape = (len(prompts), int(limits.max()))
-        responses, logprobs = torch.full(shape, self.tokenizer.pad_id), torch.zeros(shape)
-        for rows in self._plan(lengths, limits):  # the longest first, so that neighbours share a width
-            if (self.agree or int)(self.stopped()):
+        responses, logprobs = torch.full(shape, pad_id), torch.zeros(shape)
+        # the longest first, so that neighbours share a width
+        chunks = plan_microbatches(lengths, limits, self.token_budget)
+        if self.all_reduce_max is not None:
+            most = self.all_reduce_max(len(chunks))
+            chunks = plan_microbatches(lengths, limits, self.token_budget, at_least=most)
+        for rows in chunks:
+            if (self.all_reduce_max or int)(self.should_stop()):
                 break
             chunk, longest = prompts.select(rows), int(lengths[rows].max())
             new, new_logprobs = generate(
@@ -56,29 +69,157 @@ class HFGenerator:
                 chunk.ids[:, -longest:].to(device),
                 chunk.mask[:, -longest:].to(device),
                 limits[rows],
-                min_new_tokens=sampling.min_new_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                stop_token_ids=sampling.stop_token_ids,
-                stop_strings=sampling.stop_strings,
-                pad_id=self.tokenizer.pad_id,
+                sampling,
+                pad_id=pad_id,
                 decode=decode,
-                in_step=self.agree is not None,
-                stopped=self.stopped,
+                synced=self.all_reduce_max is not None,
+                should_stop=self.should_stop,
             )
             responses[rows, : new.shape[1]] = new.cpu()
             logprobs[rows, : new.shape[1]] = new_logprobs.cpu()
-        rollout = finish(
-            prompts, responses, logprobs, sampling=sampling, pad_id=self.tokenizer.pad_id, decode=decode
-        )
-        return rollout.trimmed()
+        return truncate_at_stop(
+            prompts, responses, logprobs, sampling=sampling, pad_id=pad_id, decode=decode
+        ).trimmed()
 
-    def _plan(self, lengths: Tensor, limits: Tensor) -> list[Tensor]:
-        """Rows of each chunk: as many chunks on every rank, where they go in step."""
-        chunks = plan_microbatches(lengths, limits, self.token_budget)
-        return (
-            chunks
-            if self.agree is None
-            else plan_microbatches(lengths, limits, self.token_budget, at_least=self.agree(len(chunks)))
+
+@torch.no_grad()
+def generate(
+    lm: nn.Module,
+    ids: Tensor,
+    mask: Tensor,
+    limits: Tensor,
+    sampling: SamplingParams,
+    *,
+    pad_id: int,
+    decode: Callable[[list[int]], str],
+    synced: bool = False,
+    should_stop: Callable[[], bool] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Calls transformers' ``generate`` with every option set and returns responses [B,R] long with their
+    log-probs [B,R] fp32.
+
+    ids and mask [B,P] are left-padded. R is at most limits.max(); positions after the end of a response hold
+    arbitrary tokens. Log-probs are those of the whole distribution at the temperature, also with top_k or
+    top_p.
+
+    Args:
+        limits: Maximum number of new tokens of each row [B]. It takes precedence over ``min_new_tokens``.
+        decode: Turns ids into the text in which stop strings are found.
+        synced: Runs forwards until the last rank is done, for a model that the ranks hold together.
+        should_stop: Ends with the next token once it returns true (with ``synced``: once it does on all
+            ranks), whatever the responses are by then.
+    """
+    width = ids.shape[1]
+    recorder = LogprobRecorder(sampling.temperature)
+    processors = LogitsProcessorList([recorder])
+    stop_ids = list(sampling.stop_token_ids)
+    if sampling.min_new_tokens and stop_ids:
+        processors.append(
+            MinNewTokensLengthLogitsProcessor(width, sampling.min_new_tokens, stop_ids, device=ids.device)
         )
+    greedy = sampling.top_k == 1
+    warpers = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    config = GenerationConfig(
+        do_sample=not greedy,
+        max_new_tokens=int(limits.max()),
+        eos_token_id=stop_ids or None,
+        pad_token_id=pad_id,
+        repetition_penalty=1.0,
+        num_beams=1,
+        use_cache=True,
+        **({} if greedy else warpers),
+    )
+    criteria: list[StoppingCriteria] = []
+    if limits.min() < limits.max():
+        criteria.append(_RowLimits(width, limits.to(ids.device)))
+    if should_stop is not None:
+        criteria.append(_ShouldStop(should_stop))
+    if sampling.stop_strings:
+        criteria.append(_StopStringCriteria(width, StopStrings(sampling.stop_strings, decode)))
+    sequences = lm.generate(
+        input_ids=ids,
+        attention_mask=mask.long(),
+        generation_config=config,
+        logits_processor=processors,
+        stopping_criteria=StoppingCriteriaList(criteria),
+        synced_gpus=synced,
+    )
+    responses = sequences[:, width:]
+    return responses, recorder.stacked(responses)
+
+
+class LogprobRecorder(LogitsProcessor):
+    """Records the log-prob of each drawn token from the raw logits, before any warper changes them.
+
+    The token drawn from step t's logits is known at step t + 1, so the logits [B,V] of one step are held,
+    never all of a rollout.
+    """
+
+    def __init__(self, temperature: float):
+        self.temperature = temperature
+        self.pending: Tensor | None = None
+        self.logprobs: list[Tensor] = []
+
+    def take(self, tokens: Tensor) -> None:
+        if self.pending is not None:
+            self.logprobs.append(logprobs_from_logits(self.pending, tokens, self.temperature))
+        self.pending = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.take(input_ids[:, -1])
+        self.pending = scores.clone()
+        return scores
+
+    def stacked(self, responses: Tensor) -> Tensor:
+        """Returns the log-probs [B,R] of the responses [B,R].
+
+        A step that generate() took back leaves its logits pending.
+        """
+        if len(self.logprobs) < responses.shape[1]:
+            self.take(responses[:, -1])
+        return torch.stack(self.logprobs, dim=1)
+
+
+class _StopStringCriteria(StoppingCriteria):
+    """Ends rows whose response, as text, contains a stop string.
+
+    The criterion of transformers also matches text that began in the prompt, and reads tokens in other ways
+    than decoding does: a row that only it takes for ended would be filled with padding that cannot be told
+    from a response.
+    """
+
+    def __init__(self, prompt_width: int, stops: StopStrings):
+        self.prompt_width = prompt_width
+        self.stops = stops
+        self.ended: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        if self.ended is None:
+            self.ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        running = (~self.ended).nonzero().flatten()
+        tails = input_ids[running, self.prompt_width :][:, -self.stops.window :].tolist()
+        hits = [self.stops.found_in(tail) for tail in tails]
+        self.ended[running] = torch.tensor(hits, dtype=torch.bool, device=input_ids.device)
+        return self.ended
+
+
+class _RowLimits(StoppingCriteria):
+    """Ends each row at its own limit, so that decoding ends with the last row that may continue."""
+
+    def __init__(self, prompt_width: int, limits: Tensor):
+        self.ends = prompt_width + limits  # [B], where the ids are
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        return self.ends <= input_ids.shape[1]
+
+
+class _ShouldStop(StoppingCriteria):
+    """Ends all rows once the responses are no longer needed. Runs on the host only."""
+
+    def __init__(self, should_stop: Callable[[], bool]):
+        self.should_stop = should_stop
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        fault("generate.step")
+        beat()
+        return torch.full((len(input_ids),), self.should_stop(), device=input_ids.device)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppo_ds.build.backend_choice import choose
+from ppo_ds.build.generator import choose_backend
 from ppo_ds.errors import UserError
 from ppo_ds.ppo.parity import ParityError
 
@@ -11,11 +11,11 @@ GOOD, BAD = (1e-6, 1e-5), (0.5, 2.0)
 
 @pytest.fixture
 def chosen():
-    """Backends with a reason (a str) or a gap -> the Choice in fp32, and which of them were tried."""
+    """Backends with a reason (a str) or a gap -> the BackendChoice in fp32, and which of them were tried."""
 
     def run(**backends):
         tried = []
-        choice = choose(
+        choice = choose_backend(
             list(backends),
             refusal=lambda name: backends[name] if isinstance(backends[name], str) else None,
             gap_of=lambda name: tried.append(name) or backends[name],
@@ -28,7 +28,7 @@ def chosen():
 
 def test_the_first_that_agrees_with_training(chosen):
     choice, tried = chosen(static=GOOD, hf=(0.0, 0.0))
-    assert (choice.backend, choice.gap, choice.incapable, choice.unfit) == (
+    assert (choice.backend, choice.gap, choice.incapable, choice.disagreeing) == (
         "static",
         GOOD,
         (),
@@ -41,7 +41,7 @@ def test_one_that_cannot_is_not_tried_and_says_why(chosen):
     assert (
         choice.backend == "hf"
         and choice.incapable == ("static: no cache to write into",)
-        and choice.unfit == ()
+        and choice.disagreeing == ()
         and tried == ["hf"]
     )
 
@@ -51,7 +51,7 @@ def test_one_that_is_out_of_bounds_is_passed_over_with_its_gap(chosen):
     assert (
         choice.backend == "hf" and choice.gap == GOOD and choice.incapable == () and tried == ["static", "hf"]
     )
-    (line,) = choice.unfit
+    (line,) = choice.disagreeing
     assert (
         line.startswith("static: ")
         and "differ by 0.5 nats on average (at most 2), allowed for fp32 is 0.001" in line

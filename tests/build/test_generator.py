@@ -106,8 +106,7 @@ def test_auto_says_loudly_that_static_disagrees(built):
 
 def test_auto_says_why_static_cannot(built, monkeypatch):
     monkeypatch.setattr(
-        generators,
-        "can_decode",
+        "ppo_ds.rollout.decoding.can_decode",
         lambda lm, longest: f"a window shorter than {longest} tokens" if lm is LM else None,
     )
     backend, notes, tried = built()

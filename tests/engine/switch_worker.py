@@ -95,8 +95,8 @@ def make(
         lm.model.norm = Borrower(lm.model.norm, lm.model.layers[0].input_layernorm)
     return HybridActor(
         Policy(lm, temperature=1.0),
-        make_inference_copy=(lambda *_: None) if borrow else unsharded_twin,  # it knows no borrowers
-        timer=lambda _: nullcontext(),
+        twin=(lambda *_: None) if borrow else unsharded_twin,  # it knows no borrowers
+        timed=lambda _: nullcontext(),
         world=world,
         deepspeed_config=deepspeed_config(
             stage=stage,
@@ -120,7 +120,7 @@ def plan(
     actor: HybridActor, generate: str, offload_states: str = "never", critic: TrainedModel | None = None
 ) -> str:
     return actor.plan_generation(
-        generation_gather=generate, offload_states=offload_states, decoding_bytes=0, critic=critic
+        generate=generate, offload_states=offload_states, decoding_bytes=0, critic=critic
     )
 
 
@@ -136,7 +136,7 @@ def prompts(world: World, seed: int) -> Prompts:
 
 def answered(actor: HybridActor, seed: int, token_budget: int = 30) -> Rollout:
     generator = HFGenerator(
-        lambda: actor.lm, tokenizer=Ids(), token_budget=token_budget, agree=actor.all_reduce_max
+        lambda: actor.lm, tokenizer=Ids(), token_budget=token_budget, all_reduce_max=actor.all_reduce_max
     )
     with actor.generation_mode():
         return generator(prompts(actor.world, seed), GREEDY)
@@ -183,7 +183,7 @@ def forwards_of(actor: HybridActor) -> list[int]:
     def count(*_: Any) -> None:
         counted[0] += 1
 
-    (actor._copy or actor.module.lm).register_forward_hook(count)
+    (actor._twin or actor.module.lm).register_forward_hook(count)
     return counted
 
 
@@ -202,7 +202,7 @@ def ways(world: World, kind: str) -> Case:
         steps.append([train(actor) for actor in (whole, layers, never)])
     return {
         "case": kind,
-        "in step": layers.lockstep and not whole.lockstep,
+        "in step": layers.in_step and not whole.in_step,
         "tokens": all(
             torch.equal(a.ids, b.ids) and torch.equal(a.response_mask, b.response_mask) for a, b in answers
         ),
@@ -329,7 +329,7 @@ def left_over(world: World, generate: str) -> Case:
             for x in (layer.keys, layer.values)
         )
 
-    (actor._copy or actor.module.lm).register_forward_hook(watch)
+    (actor._twin or actor.module.lm).register_forward_hook(watch)
     gc.collect()
     gc.disable()
     with actor.generation_mode():

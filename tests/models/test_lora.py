@@ -26,7 +26,8 @@ from ppo_ds.models.lora import (
 )
 from ppo_ds.models.policy import load_policy, unsharded_twin
 from ppo_ds.models.value import load_critic
-from ppo_ds.rollout.hf_generate import generate
+from ppo_ds.rollout.base import SamplingParams
+from ppo_ds.rollout.hf import generate
 
 V = 60
 SMALL = dict(
@@ -366,12 +367,7 @@ def test_decoding_with_adapters_is_decoding_with_the_merged_model(tmp_path):
     policy.save(tmp_path / "model")
     how = dict(
         limits=torch.full((3,), 6),
-        min_new_tokens=0,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=1,
-        stop_token_ids=(),
-        stop_strings=(),
+        sampling=SamplingParams(6, 0, 1.0, 1.0, 1, stop_token_ids=(), stop_strings=()),
         pad_id=0,
         decode=None,
     )

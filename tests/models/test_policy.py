@@ -18,7 +18,8 @@ from transformers import (
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.policy import Policy, load_policy, unsharded_twin
-from ppo_ds.rollout.hf_generate import generate
+from ppo_ds.rollout.base import SamplingParams
+from ppo_ds.rollout.hf import generate
 
 V = 60
 SMALL = dict(
@@ -206,12 +207,7 @@ def test_the_folders_generation_config_is_not_used_but_saved(tmp_path):
     prompts = torch.randint(8, V, (64, 3), generator=torch.Generator().manual_seed(4))
     drawn = dict(
         limits=torch.full((64,), 12),
-        min_new_tokens=0,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        stop_token_ids=(),
-        stop_strings=(),
+        sampling=SamplingParams(12, 0, 1.0, 1.0, 0, stop_token_ids=(), stop_strings=()),
         pad_id=6,
         decode=None,
     )

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from ppo_ds.rollout.hf import HFGenerator
-from ppo_ds.rollout.hf_generate import _Recorder, generate
+from ppo_ds.rollout.base import SamplingParams
+from ppo_ds.rollout.hf import HFGenerator, LogprobRecorder, generate
 
 V = 40
 MODELS = {
@@ -34,10 +34,9 @@ def batch(prompts):
 
 
 def decoded(lm, batch, n, **changes):
-    settings = dict(
-        min_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=(), stop_strings=(), pad_id=PAD, decode=None
-    )  # fmt: skip
-    return generate(lm, batch.ids, batch.mask, torch.full((len(batch),), n), **settings | changes)
+    neutral = SamplingParams(n, 0, 1.0, 1.0, 0, stop_token_ids=(), stop_strings=())
+    limits = torch.full((len(batch),), n)
+    return generate(lm, batch.ids, batch.mask, limits, replace(neutral, **changes), pad_id=PAD, decode=None)
 
 
 def log_softmax(lm, batch, answers, temperature=1.0):
@@ -116,12 +115,12 @@ def test_logprobs_are_float32_of_a_bf16_model(batch):
 
 def test_a_step_that_was_undone_leaves_no_logprob():
     """transformers may decide to stop one step late: three steps are seen, two tokens come out."""
-    recorder = _Recorder(1.0)
+    recorder = LogprobRecorder(1.0)
     steps = torch.tensor([[[0.0, 1.0, 2.0]], [[2.0, 0.0, 0.0]], [[9.0, 0.0, 0.0]]])
     for ids, scores in zip(([[9]], [[9, 1]], [[9, 1, 2]]), steps, strict=True):
         recorder(torch.tensor(ids), scores)
     expected = torch.log_softmax(steps[:2, 0], -1)[[0, 1], [1, 2]]
-    torch.testing.assert_close(recorder.finished(torch.tensor([[1, 2]])), expected[None])
+    torch.testing.assert_close(recorder.stacked(torch.tensor([[1, 2]])), expected[None])
 
 
 # -- tokens -------------------------------------------------------------------------------------------------------------------------------

@@ -123,9 +123,9 @@ def test_greedy_answers_are_those_of_generate(batch, family, sampling, texts):
     greedy = sampling(12, top_k=1, temperature=0.7, stop_token_ids=(5, 6, 7))
     wanted = HFGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, greedy)
     assert len(set(wanted.response_mask.sum(1).tolist())) > 2
-    for token_budget, look_every in ((10_000, 1), (36, 1), (60, 4), (1, 1)):
+    for token_budget, check_every in ((10_000, 1), (36, 1), (60, 4), (1, 1)):
         found = StaticGenerator(
-            lambda: lm, tokenizer=texts, token_budget=token_budget, look_every=look_every
+            lambda: lm, tokenizer=texts, token_budget=token_budget, check_every=check_every
         )(batch, greedy)
         same(found, wanted)
         torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=1e-5)
@@ -168,10 +168,10 @@ def test_bf16(batch, sampling, texts):
 def test_drawn_answers_depend_on_no_schedule(batch, sampling, texts):
     """Random numbers belong to rows and places: one slot or many, an answer is the same; another seed gives others."""
     lm, drawn = model("llama"), []
-    for seed, token_budget, look_every in ((5, 10_000, 1), (5, 1, 1), (5, 60, 3), (6, 10_000, 1)):
+    for seed, token_budget, check_every in ((5, 10_000, 1), (5, 1, 1), (5, 60, 3), (6, 10_000, 1)):
         torch.manual_seed(seed)
         drawn.append(
-            StaticGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget, look_every=look_every)(
+            StaticGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget, check_every=check_every)(
                 batch, sampling(12)
             )
         )
@@ -213,13 +213,13 @@ def test_answers_follow_the_joint_distribution(sampling, prompts, texts):
 # -- ends ---------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("look_every", [1, 5])
-def test_stops_of_every_kind(successor, prompts, sampling, tokenizer, look_every):
+@pytest.mark.parametrize("check_every", [1, 5])
+def test_stops_of_every_kind(successor, prompts, sampling, tokenizer, check_every):
     """a b c d ...: "cd" is whole with the third new token, the end token of row 2 is its second."""
     lm = successor({3: 4, 4: 5, 5: 6, 6: 7, 8: 9, 9: EOS}, 10)
     rows = prompts([3], [3], [8], [8], [5, 4], limits=[3, 2, 2, 1, 8])
     generator = StaticGenerator(
-        lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000, look_every=look_every
+        lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000, check_every=check_every
     )
     rollout = generator(rows, sampling(8, stop_token_ids=(EOS,), stop_strings=("cd",)))
     assert answers_of(rollout) == [[4, 5, 6], [4, 5], [9, EOS], [9], [5, 6]]
@@ -332,7 +332,9 @@ def test_ranks_in_step_run_the_same_forwards(prompts, sampling, texts):
             barrier.wait(timeout=30)
             return largest
 
-        generator = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=12, agree=agree, look_every=2)
+        generator = StaticGenerator(
+            lambda: lm, tokenizer=texts, token_budget=12, all_reduce_max=agree, check_every=2
+        )
         return generator(batches[index], sampling(11, top_k=1)), shapes
 
     with ThreadPoolExecutor(2) as pool:
@@ -399,7 +401,7 @@ def test_answers_by_graphs_are_the_same(batch, sampling, texts, monkeypatch):
     wanted = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, greedy)
     recorder = Replays()
     monkeypatch.setattr(static, "recorder_for", lambda device: recorder)
-    same(StaticGenerator(lambda: lm, tokenizer=texts, token_budget=60, look_every=4)(batch, greedy), wanted)
+    same(StaticGenerator(lambda: lm, tokenizer=texts, token_budget=60, check_every=4)(batch, greedy), wanted)
     assert recorder.log.count("replay") > 2 * recorder.log.count("record") > 0
 
 
@@ -409,7 +411,7 @@ def test_answers_by_graphs_are_the_same(batch, sampling, texts, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "longest", "reason"),
     [
-        (MistralConfig(num_key_value_heads=2, sliding_window=8, **SIZES), 18, "sliding window of 8 tokens, sequences of up to 18"),
+        (MistralConfig(num_key_value_heads=2, sliding_window=8, **SIZES), 18, "sliding window of 8 tokens is shorter than sequences of up to 18"),
         (MistralConfig(num_key_value_heads=2, sliding_window=8, max_position_embeddings=64, **SIZES), None, "up to 64"),
         (GPTNeoConfig(hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=8, intermediate_size=32,
                       initializer_range=0.5, **PLAIN), 40, "one by one are off"),
@@ -438,7 +440,7 @@ def test_an_encoder_decoder_is_refused():
     lm = T5ForConditionalGeneration(
         T5Config(vocab_size=V, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     ).eval()
-    assert can_decode(lm, 18) == "an encoder-decoder"
+    assert can_decode(lm, 18) == "the model is an encoder-decoder"
 
 
 def test_a_model_that_ignores_the_cache_is_refused():

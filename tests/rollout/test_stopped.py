@@ -50,7 +50,7 @@ def texts(tokenizer):
 def test_it_ends_within_a_few_tokens(prompts, sampling, texts, kind, after, token_budget):
     lm, rows = model(), prompts([3, 4, 5], [4], [5, 6])
     forwards = forwards_of(lm)
-    rollout = kind(lambda: lm, tokenizer=texts, token_budget=token_budget, stopped=Stop(after))(
+    rollout = kind(lambda: lm, tokenizer=texts, token_budget=token_budget, should_stop=Stop(after))(
         rows, sampling(LONG)
     )
     assert len(forwards) <= after + 2 and len(rollout) == 3
@@ -71,7 +71,7 @@ def on_two_ranks(make, stops, batches, sampling):
             barrier.wait()
             return largest
 
-        generator = make(lms[index], agree=agree, stopped=stops[index])
+        generator = make(lms[index], all_reduce_max=agree, should_stop=stops[index])
         return len(generator(batches[index], sampling(LONG))), len(forwards)
 
     with ThreadPoolExecutor(2) as pool:
@@ -93,7 +93,7 @@ def test_in_step_transformers_generate_is_not_called_for_more_chunks_on_one_rank
     prompts, sampling, texts, monkeypatch
 ):
     def generate(
-        lm, ids, mask, limits, **_
+        lm, ids, mask, limits, sampling, **_
     ):  # its own collective for the tokens of a chunk is not one of threads
         lm(input_ids=ids)
         return torch.zeros(len(ids), 1, dtype=torch.long), torch.zeros(len(ids), 1)

@@ -32,7 +32,7 @@ from ppo_ds.ops.memory import (
     static_decode_bytes,
     trained_engine,
 )
-from ppo_ds.rollout.static import COLUMNS, PREFILL_TOKENS, whole_rows
+from ppo_ds.rollout.static import COLUMNS, PREFILL_TOKENS, fast_batch_size
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # beside tensors: the CUDA context, NCCL, kernels. A guess for H100s with torch 2.13, not measured
@@ -241,7 +241,7 @@ class _Estimator:
         actor, shape, each = self._role("actor")
         memory, sharded, weights = self.config.memory, actor.zero.stage == 3, each * shape.parameters
         budget = memory.rollout_tokens
-        slots = max(1, min(budget // self.length, whole_rows(self.rows)))
+        slots = max(1, min(budget // self.length, fast_batch_size(self.rows)))
         length = -(-self.length // COLUMNS) * COLUMNS
         prompts = min(slots, ceil(self.rows / self.config.rollout.samples_per_prompt))
         decode = static_decode_bytes(

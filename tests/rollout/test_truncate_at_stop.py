@@ -1,9 +1,9 @@
-"""finish(): where an answer ends, worked by hand."""
+"""truncate_at_stop(): where a response ends, worked by hand."""
 
 import pytest
 import torch
 
-from ppo_ds.rollout.base import finish, stop_string_length
+from ppo_ds.rollout.base import StopStrings, truncate_at_stop
 
 PAD, EOS = 0, 1
 TEXTS = {0: "<pad>", 1: "", 2: "a", 3: "b", 4: "c", 5: "ab", 6: "cab", 7: "\n"}
@@ -20,7 +20,7 @@ def cut(prompts, sampling):
     def run(*answers, prompt=(9, 9), stop=(EOS,), strings=(), pad=PAD):
         responses = torch.tensor(answers)
         logprobs = -torch.arange(1.0, responses.shape[1] + 1).repeat(len(answers), 1)
-        rollout = finish(
+        rollout = truncate_at_stop(
             prompts(*[prompt] * len(answers)), responses, logprobs, pad_id=pad, decode=decode,
             sampling=sampling(responses.shape[1], stop_token_ids=stop, stop_strings=strings),
         )  # fmt: skip
@@ -59,7 +59,7 @@ def test_rubbish_after_the_end_does_not_count(cut):
 
 def test_nan_logprobs_after_the_end_are_replaced(prompts, sampling):
     logprobs = torch.tensor([[-1.0, float("nan"), float("-inf")]])
-    rollout = finish(
+    rollout = truncate_at_stop(
         prompts([9]),
         torch.tensor([[EOS, 2, 3]]),
         logprobs,
@@ -78,7 +78,7 @@ def test_pad_is_eos(cut):
 
 
 def test_prompt_padding_stays_out_of_the_masks(prompts, sampling):
-    rollout = finish(
+    rollout = truncate_at_stop(
         prompts([EOS, 5], [7], pad=EOS), torch.tensor([[2, EOS], [3, 4]]), torch.zeros(2, 2),
         sampling=sampling(2, stop_token_ids=(EOS,)), pad_id=EOS, decode=decode,
     )  # fmt: skip
@@ -127,7 +127,7 @@ def test_stop_strings_without_stop_ids(cut):
 def limited(prompts, sampling, limits, answers, **knobs):
     """Raw answers cut at the limits of their rows, under a sampler that allows 4 tokens."""
     rows = prompts(*[[9]] * len(answers), limits=limits)
-    return finish(
+    return truncate_at_stop(
         rows,
         torch.tensor(answers),
         torch.full((len(answers), len(answers[0])), -1.0),
@@ -184,7 +184,7 @@ def test_answers_narrower_than_the_limits(prompts, sampling):
     )
 
 
-def test_stop_string_length_is_the_shortest_prefix_that_holds_one():
+def test_the_prefix_length_is_that_of_the_shortest_prefix_with_a_stop_string():
     for ids in ([2], [5], [2, 3], [4, 4, 2, 3, 5, 5], [6, 6], [2, 2, 2], [4] * 9 + [2, 3] + [4] * 7):
         holding = [n for n in range(len(ids) + 1) if "ab" in decode(ids[:n])]
-        assert stop_string_length(ids, ("ab",), decode) == (holding[0] if holding else len(ids) + 1)
+        assert StopStrings(("ab",), decode).prefix_length(ids) == (holding[0] if holding else len(ids) + 1)
