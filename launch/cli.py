@@ -22,10 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppo_ds.config.checks import validated
-from ppo_ds.config.reading import defaults, section_of
+from ppo_ds.config.reading import defaults
+from ppo_ds.config.reference import help_on, outline, sections_of
 from ppo_ds.config.schema import Config, default_dir, resolved
 from ppo_ds.config.text import did_you_mean
-from ppo_ds.config.types import Section
 from ppo_ds.errors import UserError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -40,6 +40,7 @@ deepspeed launch/train.py +experiment=NAME [KEY=VALUE ...] [GROUP=OPTION ...]
   KEY=VALUE             set a key, e.g. actor.optim.lr=2e-6          ~KEY   back to the default
   GROUP=OPTION          choose a file of conf/, e.g. reward=function reward.path=my_mod.py:score
   GROUP@KEY=OPTION      the same for one place, e.g. model@actor.model=qwen2.5-7b-instruct
+  --help SECTION|KEY    describe the keys of a section, e.g. --help algo.kl
   --cfg job             print the resolved config and exit
   --config-dir DIR      look for groups in DIR too (your own DIR/experiment/mine.yaml)
   --config-path DIR --config-name NAME
@@ -82,8 +83,9 @@ def load_config(argv: list[str], world_size: int | None = None) -> Config:
     options = _parser().parse_intermixed_args(argv)
     is_main = os.environ.get("RANK", "0") == "0"
     folders = _folders(options)
-    if options.help:
-        print(_help(folders) if is_main else "", end="")
+    if options.help is not None:
+        topic = options.help if "=" not in options.help else ""
+        print(_help(folders, topic) if is_main else "", end="")
         raise SystemExit(0)
     composed, problems = _compose(folders, options.config_name, options.overrides)
     try:
@@ -105,7 +107,7 @@ def to_yaml(tree: dict[str, Any]) -> str:
 def _parser() -> Parser:
     parser = Parser(prog="launch/train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--help", "-h", nargs="?", const="")
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--config-path", "-cp", default=str(CONF))
     parser.add_argument("--config-dir", "-cd")
@@ -133,7 +135,7 @@ def _folders(options: argparse.Namespace) -> _Folders:
         )
     )
     name = options.config_name.removesuffix(".yaml")
-    if not options.help and not (folders.paths[0] / f"{name}.yaml").is_file():
+    if options.help is None and not (folders.paths[0] / f"{name}.yaml").is_file():
         raise UserError(f"--config-name={options.config_name}: no {name}.yaml in {folders.paths[0]}")
     return folders
 
@@ -301,18 +303,12 @@ def _broken_interpolations(node: Any, prefix: str = "") -> Iterator[str]:
 # ---- help
 
 
-def _help(folders: _Folders) -> str:
+def _help(folders: _Folders, topic: str) -> str:
+    """Describes a section or a key of the config; without a topic the command line, the groups and the sections."""
+    if topic:
+        return help_on(topic)
     groups = "\n".join(f"  {group:12}{', '.join(folders.options(group))}" for group in folders.groups())
-    keys = "\n".join(
-        f"  {section:12}{' '.join(_keys(hint))}"
-        for section, field in Config.model_fields.items()
-        if (hint := section_of(field))
+    sections = "\n".join(
+        f"  {name:12}{outline(section)}" for name, section in sections_of(Config) if "." not in name
     )
-    keys += "\n  reward      the arguments of the chosen reward"
-    return f"{USAGE}\ngroups:\n{groups}\n\nkeys (types, defaults and meanings: ppo_ds/config/schema.py):\n{keys}\n"
-
-
-def _keys(section: type[Section]) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        inner = section_of(field)
-        yield f"{name}{{{' '.join(_keys(inner))}}}" if inner else name
+    return f"{USAGE}\ngroups:\n{groups}\n\nsections (--help SECTION or KEY describes one):\n{sections}\n"

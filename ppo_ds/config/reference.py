@@ -1,0 +1,164 @@
+"""Describes the keys of the config, for `--help` and for docs/config.md.
+
+`python -m ppo_ds.config.reference > docs/config.md` writes the page anew.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from ppo_ds.config.reading import bounds, dotted_keys, section_of, unwrapped
+from ppo_ds.config.registry import (
+    ADVANTAGE_ESTIMATORS,
+    DECODE_BACKENDS,
+    KL_ESTIMATORS,
+    LOSS_AGGREGATIONS,
+    POLICY_LOSSES,
+    STAGES,
+)
+from ppo_ds.config.schema import Config
+from ppo_ds.config.text import did_you_mean, show
+from ppo_ds.config.types import OneOf, Section
+from ppo_ds.errors import UserError
+
+TABLES = {
+    "stage": STAGES,
+    "rollout.backend": DECODE_BACKENDS,
+    "algo.advantage.estimator": ADVANTAGE_ESTIMATORS,
+    "algo.policy.loss": POLICY_LOSSES,
+    "algo.kl.estimator": KL_ESTIMATORS,
+    "algo.loss.agg": LOSS_AGGREGATIONS,
+}
+_HEAD = """\
+# Configuration reference
+
+Every key with its type, default and meaning. This page is generated from `ppo_ds/config/sections/` by
+`python -m ppo_ds.config.reference`; `python launch/train.py --help SECTION` prints a part of it.
+The keys of `reward` and `prepare` are the arguments of the chosen `_target_`: see [rewards](rewards.md).
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the config, in words."""
+
+    name: str  # the full, dotted name
+    type: str
+    default: str
+    description: str
+
+
+def keys_of(section: type[Section], prefix: str) -> Iterator[Key]:
+    """Yields the keys directly in a section, without those of the sections in it."""
+    for name, field in section.model_fields.items():
+        if section_of(field) is None:
+            default = (
+                "required" if field.is_required() else show(field.get_default(call_default_factory=True))
+            )
+            full = f"{prefix}.{name}" if prefix else name
+            yield Key(full, type_in_words(field), default, field.description or "")
+
+
+def sections_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Yields the full name and the class of every section below a section."""
+    for name, field in section.model_fields.items():
+        if inner := section_of(field):
+            full = f"{prefix}.{name}" if prefix else name
+            yield full, inner
+            yield from sections_of(inner, full)
+
+
+def outline(section: type[Section]) -> str:
+    """Names the keys of a section and of the sections in it: ``model{path dtype} lr``."""
+    fields = section.model_fields.items()
+    return " ".join(
+        f"{name}{{{outline(inner)}}}" if (inner := section_of(field)) else name for name, field in fields
+    )
+
+
+def type_in_words(field: FieldInfo) -> str:
+    """Describes the values that a key takes: ``number above 0 or null``."""
+    hint, metadata, nullable = unwrapped(field.annotation)
+    words = _words(hint, [*metadata, *field.metadata])
+    return f"{words} or null" if nullable else words
+
+
+def _words(hint: Any, metadata: list[Any]) -> str:
+    for one in metadata:
+        if isinstance(one, OneOf):
+            return ", ".join(map(show, one.choices))
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return ", ".join(map(show, args))
+    if origin in (Union, types.UnionType):
+        return " or ".join(_words(*unwrapped(one)[:2]) for one in args)
+    if origin is list:
+        return f"list of {_words(*unwrapped(args[0])[:2])}"
+    if origin is tuple:
+        return f"list of {len(args)}: {_words(*unwrapped(args[0])[:2])}"
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return f"sections with keys {', '.join(hint.model_fields)}"
+    names = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+    return f"{names.get(hint, 'mapping')} {bounds(metadata)}".rstrip()
+
+
+def help_on(topic: str) -> str:
+    """Describes a key, or a section with the keys directly in it. Raises UserError for any other name."""
+    sections = dict(sections_of(Config))
+    if topic in sections:
+        inner = [name for name in sections if name.startswith(f"{topic}.")]
+        more = f"\nSections: {', '.join(inner)}\n" if inner else ""
+        keys = list(keys_of(sections[topic], topic))
+        return f"{topic}: {_first_line(sections[topic])}\n\n{''.join(map(_entry, keys))}{more}"
+    section, _, _ = topic.rpartition(".")
+    for key in keys_of(sections.get(section, Config), section):
+        if key.name == topic:
+            table = "".join(
+                f"    {name:12}{entry.description}\n" for name, entry in TABLES.get(topic, {}).items()
+            )
+            return _entry(key) + table
+    raise UserError(f"--help {topic}: no such key{did_you_mean(topic, dotted_keys(Config))}")
+
+
+def _entry(key: Key) -> str:
+    return f"  {key.name}\n    {key.description}\n    Type: {key.type}. Default: {key.default}.\n"
+
+
+def _first_line(section: type[Section]) -> str:
+    return (section.__doc__ or "").strip().splitlines()[0]
+
+
+def page() -> str:
+    """Returns docs/config.md."""
+    parts = [_HEAD, "\n## Top level\n\n", *_table(keys_of(Config, ""))]
+    for name, section in sections_of(Config):
+        text = " ".join((section.__doc__ or "").split())
+        parts += [
+            f"\n## {name}\n\n{text}\n",
+            *(["\n", *rows] if (rows := _table(keys_of(section, name))) else []),
+        ]
+    for key, table in TABLES.items():
+        parts += [f"\n## Values of {key}\n\n| value | meaning |\n|---|---|\n"]
+        parts += [f"| `{name}` | {_cell(entry.description)} |\n" for name, entry in table.items()]
+    return "".join(parts)
+
+
+def _table(keys: Iterator[Key]) -> list[str]:
+    rows = [
+        f"| `{key.name}` | {_cell(key.type)} | {_cell(key.default)} | {_cell(key.description)} |\n"
+        for key in keys
+    ]
+    return ["| key | type | default | meaning |\n|---|---|---|---|\n", *rows] if rows else []
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "\\<")
+
+
+if __name__ == "__main__":
+    print(page(), end="")
