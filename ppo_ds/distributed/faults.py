@@ -3,9 +3,9 @@
     PPO_DS_FAULT="kill@checkpoint.after_actor:rank=1"       one fault, or several separated by spaces
     PPO_DS_FAULT="nan@loss.actor:at=3 slow@checkpoint.write:rank=1:seconds=5"
 
-The form is ACTION@PLACE followed by options: ``rank`` (default: all ranks), ``at`` (the visit to the place at which the
-fault starts, from 1; default 1), ``times`` (the number of visits from then on; default 1; 0: unlimited) and ``seconds``
-(of slow). Actions:
+The form is ACTION@PLACE followed by options: ``rank`` (default: all ranks), ``at`` (the visit to the place at
+which the fault starts, from 1; default 1), ``times`` (the number of visits from then on; default 1; 0:
+unlimited) and ``seconds`` (of slow). Actions:
 
     kill    SIGKILL to this process        stop   SIGTERM to this process
     raise   a RuntimeError                 full   the OSError of a full disk
@@ -25,7 +25,7 @@ visits: Counter[str] = Counter()  # by place
 
 
 def fault(place: str) -> bool:
-    """Marks a place at which a test can make this process fail. Returns True if the result there is to become NaN."""
+    """Makes this process fail if a test asks for it here. Returns True if the result must become NaN."""
     requested = os.environ.get("PPO_DS_FAULT")
     if requested is None:
         return False

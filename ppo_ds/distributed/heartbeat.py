@@ -1,8 +1,8 @@
 """Process-wide heartbeat: the phase that this rank is in and the number of pieces of work it has completed.
 
-The watchdog (distributed/watchdog.py) reads it to tell slow work from a hang. There is one heartbeat per process, like
-the global random state, so that code deep in a rollout can beat without a parameter. Only the functions of this module
-change it, and only the main thread calls those.
+The watchdog (distributed/watchdog.py) reads it to tell slow work from a hang. There is one heartbeat per
+process, like the global random state, so that code deep in a rollout can beat without a parameter. Only the
+functions of this module change it, and only the main thread calls those.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Detection of the launcher that started this rank.
 
-A signal to the ``deepspeed`` command ends that command alone: its ranks go on as orphans, hold the port and the GPUs,
-and write into the run directory that the next start uses. A rank therefore watches its launchers' process ids.
+A signal to the ``deepspeed`` command ends that command alone: its ranks go on as orphans, hold the port and
+the GPUs, and write into the run directory that the next start uses. A rank therefore watches its launchers'
+process ids.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 def launcher_pids() -> tuple[int, ...]:
     """Returns the process ids of this rank's launchers.
 
-    These are the parent and the grandparent under ``deepspeed``, the parent under ``torchrun`` and none for plain
-    python. The result changes once one of them has ended, since the kernel then assigns this process a new parent.
+    These are the parent and the grandparent under ``deepspeed``, the parent under ``torchrun`` and none for
+    plain python. The result changes once one of them has ended, since the kernel then assigns this process a
+    new parent.
     """
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:

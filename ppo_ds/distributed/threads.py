@@ -1,8 +1,8 @@
 """Number of CPU threads of each rank: its share of the machine's cores, independent of the launcher.
 
-torchrun sets OMP_NUM_THREADS=1 for its ranks where the variable is unset. ``deepspeed`` sets nothing, so that each rank
-would take every core, or, with ``--bind_cores_to_rank``, gives each rank cores of its own. A user's OMP_NUM_THREADS is
-an upper bound; run.threads overrides everything.
+torchrun sets OMP_NUM_THREADS=1 for its ranks where the variable is unset. ``deepspeed`` sets nothing, so that
+each rank would take every core, or, with ``--bind_cores_to_rank``, gives each rank cores of its own. A user's
+OMP_NUM_THREADS is an upper bound; run.threads overrides everything.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def user_limit(environment: Mapping[str, str]) -> int | None:
 def share(rank: int, ranks: Sequence[Cores], requested: int | None, limit: int | None = None) -> Threads:
     """Computes the number of threads of ``rank`` from the cores of all ranks.
 
-    ``requested`` (run.threads) wins. Without it, each core is divided by the number of ranks that may run on it; the
-    sum over the rank's cores is rounded down and bounded to [1, ``limit``].
+    ``requested`` (run.threads) wins. Without it, each core is divided by the number of ranks that may run on
+    it; the sum over the rank's cores is rounded down and bounded to [1, ``limit``].
     """
     own = ranks[rank]
     local = [cores for cores in ranks if cores.machine == own.machine]

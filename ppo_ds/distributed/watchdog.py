@@ -1,9 +1,9 @@
 """Watchdog: a thread on each rank that ends the rank when a peer fails or dies, or when the run hangs.
 
-A rank that waits in a collective notices none of this by itself: gloo breaks with an error of its own, which would hide
-the cause, and NCCL waits until its timeout. The first rank to fail writes the failure into the store that all ranks
-share (distributed/store.py), and every watchdog reads it within a second. A process that dies without writing is noticed
-by the ranks on the same machine. The loss of a whole machine shows as a hang.
+A rank that waits in a collective notices none of this by itself: gloo breaks with an error of its own, which
+would hide the cause, and NCCL waits until its timeout. The first rank to fail writes the failure into the
+store that all ranks share (distributed/store.py), and every watchdog reads it within a second. A process that
+dies without writing is noticed by the ranks on the same machine. The loss of a whole machine shows as a hang.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Watchdog:
         self._peers = local_peers(world)
 
     def add_callback(self, callback: Callable[[], None]) -> None:
-        """Makes the thread call ``callback`` about twice a second. It must return soon and not be a collective."""
+        """Makes the thread call ``callback`` twice a second; it must be quick and not a collective."""
         self._callbacks.append(callback)
 
     def set_timeout(self, minutes: float, close_record: Callable[[str], None]) -> None:
@@ -106,8 +106,8 @@ class Watchdog:
     def stop(self) -> None:
         """Stops watching after a successful run.
 
-        Every rank must have finished, and none may exit before all have stopped: a rank that exits while it is watched
-        counts as dead.
+        Every rank must have finished, and none may exit before all have stopped: a rank that exits while it
+        is watched counts as dead.
         """
         if not self.started:
             return
@@ -120,10 +120,10 @@ class Watchdog:
     def fail(self, text: str, reason: str, code: int, *, own: bool = False) -> int:
         """Reports an error of this rank: prints ``text``, tells the other ranks, and returns ``code``.
 
-        The caller must then exit with that code, as the other ranks do. If another rank has failed before, this method
-        does not return but exits, since that rank's error is the cause. ``reason`` is half a line for the other ranks.
-        ``own`` states that no other rank can have caused the error and that ``text`` says everything; the other ranks
-        then print nothing.
+        The caller must then exit with that code, as the other ranks do. If another rank has failed before,
+        this method does not return but exits, since that rank's error is the cause. ``reason`` is half a line
+        for the other ranks. ``own`` states that no other rank can have caused the error and that ``text``
+        says everything; the other ranks then print nothing.
         """
         if self._size > 1:
             # the thread meanwhile exits if the first error belongs to another rank
@@ -132,7 +132,8 @@ class Watchdog:
                 if self._store.add(FAILURE_CLAIMS) > 1:
                     self._process.sleep(2 * ACK_TIMEOUT)
                     self._process.exit(code)
-        # the other ranks exit as soon as they have read the failure, which the thread would take for failures of theirs
+        # the other ranks exit as soon as they have read the failure, which the thread would take for failures
+        # of theirs
         self._stopped.set()
         self._process.write(text if own or self._size == 1 else f"rank {self._rank} failed:\n{text}")
         self._limit = None
@@ -152,7 +153,7 @@ class Watchdog:
             self._process.exit(self.fail(traceback.format_exc(), reason, 1))
 
     def check(self) -> None:
-        """Looks once for failures of other ranks and for a hang of this one. The thread calls it twice a second."""
+        """Looks for failures of other ranks and a hang of this one. The thread calls it twice a second."""
         failure = None
         try:
             failure = self._store.get(FAILURE)
@@ -162,7 +163,7 @@ class Watchdog:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                 self._poll_peers()  # if rank 0 is on this machine, this reports its death
                 self._exit(
-                    "stopped because rank 0 failed (the store of all ranks, which it holds, no longer answers)",
+                    "stopped because rank 0 failed (its store, which all ranks use, no longer answers)",
                     1,
                 )
         if failure is not None:
@@ -226,11 +227,12 @@ class Watchdog:
         self._process.exit(code)
 
     def _check_progress(self, limit: float) -> None:
-        """Publishes a hang after ``limit`` seconds without a beat; all ranks report it at their next check."""
+        """Publishes a hang after ``limit`` seconds without a beat; each rank reports it at its next check."""
         now, beats = self._process.clock(), heartbeat.read().beats
         if now - self._hard_exit_scheduled > HARD_EXIT_MARGIN / 2:
             self._postpone_hard_exit(limit)
-        # a long gap between two checks means that the process was suspended, so it counts as two intervals at most
+        # a long gap between two checks means that the process was suspended, so it counts as two intervals at
+        # most
         self._silent = self._silent + min(now - self._last_check, 2 * POLL) if self._beats == beats else 0.0
         self._beats, self._last_check = beats, now
         if self._silent <= limit:
@@ -254,7 +256,7 @@ class Watchdog:
         self._hard_exit_scheduled = self._process.clock()
 
     def _location(self, reason: str) -> str:
-        """Describes the phase and the stack of the main thread. Ranks take turns, so that their output stays apart."""
+        """Describes the phase and main thread's stack. Ranks take turns, so that output stays apart."""
         self._process.sleep(min(0.2 * self._rank, ACK_TIMEOUT))
         stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
         current = heartbeat.read()
@@ -270,9 +272,10 @@ def _no_progress(who: str, limit: float) -> str:
 
 
 def local_peers(world: World) -> dict[int, int]:
-    """Returns the other ranks on this machine by process file descriptors, readable once the process has ended.
+    """Returns the other ranks on this machine by file descriptors, readable once the process has ended.
 
-    A collective. A machine is one boot of a kernel and one namespace of process ids, so containers count as machines.
+    A collective. A machine is one boot of a kernel and one namespace of process ids, so containers count as
+    machines.
     """
     machine = None
     with contextlib.suppress(OSError):  # not Linux

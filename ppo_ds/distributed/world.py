@@ -94,7 +94,7 @@ class World:
         return int(self.max(torch.tensor(n)))
 
     def concat(self, x: Tensor) -> Tensor:
-        """Concatenates ``x`` of all ranks in rank order: [b, ...] -> [size * b, ...]. Shapes must be equal."""
+        """Concatenates ``x`` of all ranks in rank order, [b, ...] -> [size * b, ...], of equal shapes."""
         x = x.to(self.device).contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         with self._measured(x):
@@ -102,7 +102,7 @@ class World:
         return torch.cat(parts)
 
     def gather_objects(self, item: T) -> list[T]:
-        """Returns every rank's ``item`` in rank order on every rank. Items are pickled, so keep them small."""
+        """Returns every rank's ``item`` on every rank, in rank order. Items are pickled: keep them small."""
         items: list[Any] = [None] * self.size
         with self.waiting():
             dist.all_gather_object(items, item)
@@ -139,11 +139,11 @@ def single_process_environment(environment: Mapping[str, str]) -> dict[str, str]
 def connect(timeout_minutes: float, verbose: bool = False, threads: int | None = None) -> World:
     """Joins the other ranks over NCCL on GPUs and over gloo on CPUs.
 
-    ``timeout_minutes`` without progress end the run. ``threads`` is the number per rank; None takes this rank's share of
-    the cores (distributed/threads.py).
+    ``timeout_minutes`` without progress end the run. ``threads`` is the number per rank; None takes this
+    rank's share of the cores (distributed/threads.py).
 
-    DeepSpeed's shared-memory collectives for CPUs are switched off first: they compile C++ on first use, hang on a stale
-    lock, and leak 66 MiB of /dev/shm per rank and run. gloo gives the same bits.
+    DeepSpeed's shared-memory collectives for CPUs are switched off first: they compile C++ on first use, hang
+    on a stale lock, and leak 66 MiB of /dev/shm per rank and run. gloo gives the same bits.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not verbose:

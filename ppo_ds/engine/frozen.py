@@ -1,7 +1,8 @@
 """Models that only run forward passes: the reference and the reward model.
 
-A frozen model is replicated on every rank, optionally kept in CPU memory between uses, or sharded by ZeRO-3. A model that
-is trained with adapters needs no frozen copy: its initial state is the trained model with the adapters disabled.
+A frozen model is replicated on every rank, optionally kept in CPU memory between uses, or sharded by ZeRO-3.
+A model that is trained with adapters needs no frozen copy: its initial state is the trained model with the
+adapters disabled.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class FrozenModel:
         *,
         offloaded: bool = False,
     ):
-        """``forward`` runs ``module``, which is in CPU memory between uses if ``offloaded``; see ``freeze``."""
+        """Takes the callable that runs ``module``; ``freeze`` makes both. See there for ``offloaded``."""
         self.module = module
         self.device = device
         self._forward = forward
@@ -44,7 +45,7 @@ class FrozenModel:
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """Keeps an offloaded replica on the device for the length of the block; otherwise does nothing. May be nested."""
+        """Keeps an offloaded replica on the device inside the block, which may be nested."""
         self._depth += 1
         try:
             if self._offloaded and self._depth == 1:
@@ -59,8 +60,9 @@ class FrozenModel:
 def freeze(
     module: nn.Module, *, world: World, offload: bool, deepspeed_config: dict[str, Any] | None
 ) -> FrozenModel:
-    """Makes a FrozenModel of ``module``: a replica on every rank, or with ``deepspeed_config`` a ZeRO-3 engine.
+    """Makes a FrozenModel of ``module``.
 
+    With ``deepspeed_config`` it is a ZeRO-3 engine, otherwise a replica on every rank.
     ``offload`` keeps a replica in CPU memory between uses; an engine has its own setting for that.
     """
     module.eval().requires_grad_(False)
@@ -77,7 +79,8 @@ def freeze(
 class FrozenBase(FrozenModel):
     """Base model of a model that is trained with adapters, without a second copy of the weights.
 
-    Each forward pass disables and re-enables the adapters itself, so that the trained model may be called in between.
+    Each forward pass disables and re-enables the adapters itself, so that the trained model may be called in
+    between.
     """
 
     def __init__(

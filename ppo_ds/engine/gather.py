@@ -18,7 +18,7 @@ GATHER_ELEMENTS = (
 
 
 def chunked(items: Iterable[T], numel: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Splits ``items`` in order into lists, each of which ends with the item that reaches ``limit`` elements."""
+    """Splits ``items`` in order into lists that end with the item that reaches ``limit`` elements."""
     chunk: list[T] = []
     elements = 0
     for item in items:
@@ -32,5 +32,5 @@ def chunked(items: Iterable[T], numel: Callable[[T], int], limit: int) -> Iterat
 
 
 def gathered(trained: TrainedModel, module: nn.Module) -> AbstractContextManager[None]:
-    """Makes the parameters of ``module``, a part of ``trained``, whole on every rank for reading. A collective."""
+    """Makes the parameters of ``module``, a part of ``trained``, readable on every rank. A collective."""
     return deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=trained.zero_stage == 3)

@@ -1,9 +1,9 @@
-"""Accumulated gradients of an engine before its step, for every ZeRO stage: their norm, and skipping of the step.
+"""Norm of an engine's accumulated gradients, and skipping of its step, for every ZeRO stage.
 
-DeepSpeed 0.19 skips a step by itself if it finds gradients that are not finite: on ZeRO 1 to 3 and in 16 bits, not in fp32
-without ZeRO. It has no call that skips a step with finite gradients, so ``skip_step`` fills those with NaN. It also repairs
-what DeepSpeed leaves behind: with offloaded optimizers of ZeRO 1 and 2 in 16 bits, the accumulation buffers keep their NaN,
-so that every later step would be skipped too.
+DeepSpeed 0.19 skips a step by itself if it finds gradients that are not finite: on ZeRO 1 to 3 and in 16
+bits, not in fp32 without ZeRO. It has no call that skips a step with finite gradients, so ``skip_step`` fills
+those with NaN. It also repairs what DeepSpeed leaves behind: with offloaded optimizers of ZeRO 1 and 2 in 16
+bits, the accumulation buffers keep their NaN, so that every later step would be skipped too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 def local_gradients(engine: Any) -> list[Tensor]:
     """Returns this rank's share of the gradients.
 
-    With an offloaded optimizer these are the gradients' norms, from which DeepSpeed itself computes the global norm.
+    With an offloaded optimizer these are the gradients' norms, from which DeepSpeed itself computes the
+    global norm.
     """
     wrapper = engine.optimizer
     if hasattr(wrapper, "norm_for_param_grads"):
@@ -53,8 +54,8 @@ def local_squared_norm(engine: Any) -> Tensor:
 def skip_step(engine: Any, *, lower_scale: bool) -> None:
     """Discards the accumulated gradients: no weight, moment or counter of the optimizer changes.
 
-    A collective, as the step would be. ``lower_scale`` lowers a dynamic loss scale as an overflow does; at its minimum it
-    stays there.
+    A collective, as the step would be. ``lower_scale`` lowers a dynamic loss scale as an overflow does; at
+    its minimum it stays there.
     """
     wrapper = engine.optimizer
     if wrapper is engine.basic_optimizer:
@@ -74,7 +75,8 @@ def skip_step(engine: Any, *, lower_scale: bool) -> None:
     engine.step()
     if scaler is not None and not lower_scale:
         vars(scaler).update(scaler_state)
-    # The gradients are views of buffers that stay. DeepSpeed overwrites them, except where a parameter has no gradient.
+    # The gradients are views of buffers that stay. DeepSpeed overwrites them, except where a parameter has no
+    # gradient.
     for gradient in gradients:
         gradient.zero_()
     for name in ("averaged_gradients", "all_grad_tensors"):

@@ -1,17 +1,18 @@
 """Hybrid actor: one set of trained weights that switches between training and generation.
 
-DeepSpeed's own hybrid engine is not used: it supports no current model family, and surgery on a live engine's hooks is
-easily left half done. With ZeRO 0 to 2 the weights are whole on every rank, and decoding uses them as they are. With
-ZeRO-3 there are two ways (actor.zero.generation_gather):
+DeepSpeed's own hybrid engine is not used: it supports no current model family, and surgery on a live engine's
+hooks is easily left half done. With ZeRO 0 to 2 the weights are whole on every rank, and decoding uses them
+as they are. With ZeRO-3 there are two ways (actor.zero.generation_gather):
 
-- whole: the weights are gathered once per generation phase, parameter by parameter, into an inference copy of the model
-  without hooks. The training engine is not touched, so that an exception leaves nothing to repair, and ranks may decode
-  different numbers of tokens. LoRA adapters are merged into the copy, rounded to its dtype: in bf16, log-probs then differ
-  from those of training by some thousandths of a nat. Nothing is ever merged into the trained model's own weights. The
-  copy's memory is freed for training, where the free memory decides the size of micro-batches; its addresses therefore
-  change with every phase.
-- layers: decoding with the sharded model itself, each layer gathered in each forward (engine/layerwise_generation.py), for
-  models that do not fit on a device. Ranks then run forwards in lockstep.
+- whole: the weights are gathered once per generation phase, parameter by parameter, into an inference copy of
+  the model without hooks. The training engine is not touched, so that an exception leaves nothing to repair,
+  and ranks may decode different numbers of tokens. LoRA adapters are merged into the copy, rounded to its
+  dtype: in bf16, log-probs then differ from those of training by some thousandths of a nat. Nothing is ever
+  merged into the trained model's own weights. The copy's memory is freed for training, where the free memory
+  decides the size of micro-batches; its addresses therefore change with every phase.
+- layers: decoding with the sharded model itself, each layer gathered in each forward
+  (engine/layerwise_generation.py), for models that do not fit on a device. Ranks then run forwards in
+  lockstep.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class HybridActor(TrainedModel):
         gather_elements: int = GATHER_ELEMENTS,
         **engine: Any,
     ):
-        """``make_inference_copy`` makes an unsharded copy of the causal LM without weights; only ZeRO-3 calls it, once.
+        """Only ZeRO-3 calls ``make_inference_copy``, once: it returns an unsharded causal LM without weights.
 
-        ``timer("switch")`` is entered around the work of each switch. ``gather_elements`` bounds the chunks in which weights
-        are gathered.
+        ``timer("switch")`` is entered around the work of each switch. ``gather_elements`` bounds the chunks
+        in which weights are gathered.
         """
         super().__init__(module, **engine)
         self._timer = timer
@@ -60,11 +61,11 @@ class HybridActor(TrainedModel):
     def plan_generation(
         self, *, generation_gather: str, offload_states: str, decoding_bytes: int, critic: TrainedModel | None
     ) -> str:
-        """Decides how to gather weights and whether to offload optimizer states, once all models are in memory.
+        """Decides on gathering of weights and offload of optimizer states, once all models are in memory.
 
-        A collective. Without it, weights are gathered whole and nothing is offloaded. ``generation_gather`` and
-        ``offload_states`` are those of actor.zero; ``decoding_bytes`` is the size of cache and activations. Returns a line
-        for the start-up banner.
+        A collective. Without it, weights are gathered whole and nothing is offloaded. ``generation_gather``
+        and ``offload_states`` are those of actor.zero; ``decoding_bytes`` is the size of cache and
+        activations. Returns a line for the start-up banner.
         """
         offloads = [OptimizerOffload(model) for model in (self, critic) if model is not None]
         future = sum(offload.future_bytes for offload in offloads)
@@ -94,17 +95,17 @@ class HybridActor(TrainedModel):
 
     @property
     def lockstep(self) -> bool:
-        """Whether all ranks must run the same number of forwards of ``lm``, which holds for ZeRO-3 layer by layer."""
+        """True if all ranks must run the same number of forwards of ``lm`` (ZeRO-3 by layers)."""
         return self.zero_stage == 3 and self._copy is None
 
     @property
     def all_reduce_max(self) -> Callable[[int], int] | None:
-        """The maximum over ranks (a collective) for a decode backend in ``lockstep``; None if ranks decode independently."""
+        """The maximum over ranks, a collective, if ranks decode in ``lockstep``; otherwise None."""
         return (lambda number: self.world.max_int(int(number))) if self.lockstep else None
 
     @property
     def lm(self) -> nn.Module:
-        """The causal LM to decode with, in eval mode and whole unless ``lockstep``. Only inside ``generation_mode()``."""
+        """The causal LM to decode with, whole unless ``lockstep``. Only inside ``generation_mode()``."""
         assert self._depth > 0, "the actor generates only inside generation_mode()"
         return self.module.lm if self._copy is None else self._copy
 

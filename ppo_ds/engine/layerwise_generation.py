@@ -1,4 +1,4 @@
-"""Decoding with a model that ZeRO-3 has sharded: hooks gather each layer when a forward reaches it, and release it again."""
+"""Decoding with a model that ZeRO-3 has sharded: hooks gather and release each layer in each forward."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import nn
 def layer_by_layer(engine: Any, lm: nn.Module, on_forward: Callable[[], None]) -> Iterator[None]:
     """Allows forwards of ``lm``, a part of the DeepSpeed engine's module, the same number on each rank.
 
-    DeepSpeed expects forwards of the engine, so this block does around those of ``lm`` what it does around its own. The
-    trace of modules, by which it prefetches, restarts with each forward, since it would otherwise grow with every token.
-    Parameters that a module takes from another one are registered. Afterwards everything is sharded again, even if an
-    exception has ended a forward half way. ``on_forward`` is called before each forward. Not a collective.
+    DeepSpeed expects forwards of the engine, so this block does around those of ``lm`` what it does around
+    its own. The trace of modules, by which it prefetches, restarts with each forward, since it would
+    otherwise grow with every token. Parameters that a module takes from another one are registered.
+    Afterwards everything is sharded again, even if an exception has ended a forward half way. ``on_forward``
+    is called before each forward. Not a collective.
     """
     optimizer = engine.optimizer
 

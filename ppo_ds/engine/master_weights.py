@@ -1,7 +1,8 @@
 """Access to the fp32 weights and AdamW moments of a DeepSpeed engine by parameter name, for every ZeRO stage.
 
-ZeRO keeps them in flat partitions whose layout depends on the stage and the number of ranks. Whole parameters do not depend
-on either. Collectives below run per parameter, so that no rank holds more than one beside its own partition.
+ZeRO keeps them in flat partitions whose layout depends on the stage and the number of ranks. Whole parameters
+do not depend on either. Collectives below run per parameter, so that no rank holds more than one beside its
+own partition.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Computes the module's weights from the fp32 ones, as an optimizer step does at its end. A collective."""
+        """Computes the module's weights from the fp32 ones, like the end of a step. A collective."""
         if self._whole is not None:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self._whole[name])
@@ -148,7 +149,8 @@ class MasterWeights:
                 state["exp_avg"] = torch.zeros_like(flat, requires_grad=False)
                 state["exp_avg_sq"] = torch.zeros_like(flat, requires_grad=False)
         if hasattr(self._wrapper, "_lazy_init_hp_params_optimizer_state"):
-            # DeepSpeed links them once, after the step of the first parameter group, and so misses the other groups
+            # DeepSpeed links them once, after the step of the first parameter group, and so misses the other
+            # groups
             self._wrapper._hp_optimizer_states_linked = False
             self._wrapper._lazy_init_hp_params_optimizer_state()
 

@@ -34,7 +34,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """How the actor generates."""
+    """Decisions on gathering and offloading for generation."""
 
     gather_once: bool  # the weights are gathered once per phase; otherwise layer by layer in each forward
     offload_states: bool  # optimizer states are in CPU memory during generation
@@ -45,8 +45,8 @@ def plan_generation(
 ) -> GenerationPlan:
     """Resolves ``generation_gather`` and ``offload_states`` of actor.zero, each of which may be auto.
 
-    Offloading costs time once per phase and gathering by layers once per token, so auto offloads states before it gathers
-    by layers. On a CPU auto never offloads, since the states would stay in the same memory.
+    Offloading costs time once per phase and gathering by layers once per token, so auto offloads states
+    before it gathers by layers. On a CPU auto never offloads, since the states would stay in the same memory.
     """
     may_offload = offload_states == "always" or (offload_states == "auto" and on_gpu)
     available = budget.usable + (budget.offloadable if may_offload else 0)
@@ -58,7 +58,7 @@ def plan_generation(
 
 
 def describe_plan(budget: MemoryBudget, plan: GenerationPlan, *, sharded: bool) -> str:
-    """Describes the plan and its numbers in one line for the start-up banner; "" if there was nothing to decide."""
+    """Describes the plan in one line for the start-up banner; "" if there was nothing to decide."""
     if not (sharded or plan.offload_states):
         return ""
     decoding = f"{format_bytes(budget.decoding)} for cache and activations"
@@ -84,7 +84,8 @@ def format_bytes(size: int) -> str:
 def free_bytes(world: World) -> int:
     """Returns the free memory of this rank's device.
 
-    On a CPU it is the rank's share of the machine's available memory; a container's own limit is not considered.
+    On a CPU it is the rank's share of the machine's available memory; a container's own limit is not
+    considered.
     """
     if world.device.type == "cpu":
         return psutil.virtual_memory().available // world.threads.ranks

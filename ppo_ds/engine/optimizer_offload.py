@@ -1,9 +1,9 @@
 """Offload of the optimizer states of an engine during generation: fp32 weights, moments and gradient buffers.
 
-DeepSpeed's own ``offload_states()`` is not used: with ZeRO-3 it accepts no optimizer but its FusedAdam (0.19.8), it undoes
-the links between weights and their fp32 masters, and it collects garbage on each call. Here each tensor's storage is
-emptied and refilled in place. Tensors and all views of them stay the same objects, so that it works for every ZeRO stage
-and needs no other code to know. Not tried on a GPU.
+DeepSpeed's own ``offload_states()`` is not used: with ZeRO-3 it accepts no optimizer but its FusedAdam
+(0.19.8), it undoes the links between weights and their fp32 masters, and it collects garbage on each call.
+Here each tensor's storage is emptied and refilled in place. Tensors and all views of them stay the same
+objects, so that it works for every ZeRO stage and needs no other code to know. Not tried on a GPU.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ppo_ds.engine.trained import TrainedModel
 class OptimizerOffload:
     """Moves the optimizer states of ``model`` to pinned CPU memory and back.
 
-    The CPU buffers are kept between phases, since their allocation is slow. ZeRO-3's buckets, in which gradients wait to be
-    reduced, are empty between two steps: they are freed without a copy.
+    The CPU buffers are kept between phases, since their allocation is slow. ZeRO-3's buckets, in which
+    gradients wait to be reduced, are empty between two steps: they are freed without a copy.
     """
 
     def __init__(self, model: TrainedModel):
@@ -32,7 +32,7 @@ class OptimizerOffload:
 
     @property
     def bytes(self) -> int:
-        """Bytes on the model's device that can be offloaded; none for an optimizer that always is (offload_optimizer)."""
+        """Bytes on the device that can be offloaded; 0 if the optimizer always is (offload_optimizer)."""
         return sum(storage.nbytes() for storage in (*self._states(), *self._buckets()))
 
     @property
@@ -79,7 +79,7 @@ class OptimizerOffload:
         return self._buffers[i]
 
     def _states(self) -> list[UntypedStorage]:
-        """Returns storages of states that forwards do not need: without ZeRO, the optimizer steps the weights themselves."""
+        """Returns storages that forwards do not need: without ZeRO, the optimizer steps the weights."""
         model, states = self._model, self._model.engine.basic_optimizer.state.values()
         tensors = [
             *optimizer_shares(model),

@@ -1,7 +1,7 @@
 """Peak rates of this machine, measured at start: its fastest matrix product and its fastest pass over memory.
 
-Both take the best of several tries, so that a moment in which another process uses the machine does not lower them. Not
-tried on a GPU.
+Both take the best of several tries, so that a moment in which another process uses the machine does not lower
+them. Not tried on a GPU.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ def gemm_flops_per_s(
 ) -> float:
     """Measures the FLOPs per second of the fastest product ``[m,k] @ [n,k].T`` with this process's threads.
 
-    A multiplication and an addition are two FLOPs. ``shapes`` are tuples (m, k, n) to try besides the device's own, such as
-    the sizes of a model's layers. ``seconds`` is the approximate time over all shapes.
+    A multiplication and an addition are two FLOPs. ``shapes`` are tuples (m, k, n) to try besides the
+    device's own, such as the sizes of a model's layers. ``seconds`` is the approximate time over all shapes.
     """
     tried = (*GEMM_SHAPES.get(device.type, GEMM_SHAPES["cpu"]), *shapes)
     rates = []
     for m, k, n in tried:
-        # random numbers, since a GPU is faster with constants; from a generator of their own, to leave the run's alone
+        # random numbers, since a GPU is faster with constants; from a generator of their own, to leave the
+        # run's alone
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(m, k, device=device, dtype=dtype, generator=generator)
         weight = torch.randn(n, k, device=device, dtype=dtype, generator=generator)
@@ -64,7 +65,7 @@ def bytes_per_s(
 
 
 def best_seconds(action: Callable[[], object], seconds: float, clock: Clock) -> float:
-    """Returns the shortest duration of ``action`` within ``seconds``, with at least MIN_TRIES tries after a warm-up."""
+    """Returns the shortest duration of ``action`` within ``seconds``, of at least MIN_TRIES tries."""
     action()
     end = clock() + seconds
     best, tries = float("inf"), 0

@@ -8,7 +8,7 @@ BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel since Cooper Lake, AMD
 
 
 def computes_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
-    """Returns whether the processor multiplies bf16 matrices in hardware, or None if unknown (other than on Linux)."""
+    """Returns whether the processor multiplies bf16 matrices in hardware; None if unknown."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Random states of one rank: torch (CPU and its GPU), numpy and python. Stored as safetensors, without pickle."""
+"""Random states of one rank (torch on CPU and GPU, numpy, python), stored without pickle."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def save_rng(directory: Path, world: World, states: RandomStates | None = None) 
 
 
 def load_rng(directory: Path, world: World) -> None:
-    """Restores this rank's states. A rank that the saved run did not have is seeded from rank 0's file and its number."""
+    """Restores this rank's states.
+
+    A rank that the saved run did not have is seeded from rank 0's file and its own number.
+    """
     path = rng_file(directory, world.rank)
     if not path.exists():
         text = f"{sha256(rng_file(directory, 0))} {world.rank}"

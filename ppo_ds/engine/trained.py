@@ -1,4 +1,4 @@
-"""Trained model: one DeepSpeed engine whose loss scaling, learning rate and accumulation this module controls."""
+"""Trained model: one DeepSpeed engine, with loss scaling, learning rate and accumulation of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LRSchedule:
     total_steps: int
 
     def at(self, step: int) -> float:
-        """Returns the rate of optimizer step ``step`` (from 0). The first is never 0, since a step without effect hides bugs."""
+        """Returns the rate of a step (from 0), never 0 for the first: a step without effect hides bugs."""
         warmup = math.ceil(self.warmup_ratio * self.total_steps - 1e-9)  # 0.07 * 100 is slightly above 7
         if step < warmup:
             return self.lr * (step + 1) / (warmup + 1)
@@ -54,8 +54,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups the trained parameters by weight decay and learning rate.
 
-    Matrices decay; norms, biases and other vectors do not. ``lr_factors`` are multiples of the schedule's rate, by default 1.
-    The number of dimensions is that of ``ds_shape`` if ZeRO-3 has already flattened the parameter.
+    Matrices decay; norms, biases and other vectors do not. ``lr_factors`` are multiples of the schedule's
+    rate, by default 1. The number of dimensions is that of ``ds_shape`` if ZeRO-3 has already flattened the
+    parameter.
     """
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for parameter in module.parameters():
@@ -82,9 +83,9 @@ def parameter_counts(module: nn.Module) -> tuple[int, int]:
 class TrainedModel:
     """Wraps a module in a DeepSpeed engine (ZeRO 0 to 3).
 
-    The caller divides losses by the totals of the whole optimizer step and multiplies them by the number of ranks
-    (ops/losses.py). DeepSpeed averages over ranks, and its own division by the accumulation steps is off. The result is the
-    exact global mean for any number of ranks and micro-batches.
+    The caller divides losses by the totals of the whole optimizer step and multiplies them by the number of
+    ranks (ops/losses.py). DeepSpeed averages over ranks, and its own division by the accumulation steps is
+    off. The result is the exact global mean for any number of ranks and micro-batches.
     """
 
     def __init__(
@@ -102,8 +103,8 @@ class TrainedModel:
     ):
         """See ``parameter_groups`` for ``lr_factors``.
 
-        ``settings`` are config keys and values that define the model but are in none of its tensors; a checkpoint stores
-        them.
+        ``settings`` are config keys and values that define the model but are in none of its tensors; a
+        checkpoint stores them.
         """
         self.settings = dict(settings or {})
         self.world = world
@@ -135,10 +136,10 @@ class TrainedModel:
 
     @contextmanager
     def replaced_weights(self, refresh: Callable[[], None]) -> Iterator[None]:
-        """Forbids training for the length of the block, in which the weights are another set's (engine/weight_copy.py).
+        """Forbids training inside the block, where the weights are another set's (engine/weight_copy.py).
 
-        If an exception leaves the block, ``refresh``, a collective, runs before the module is next used: the exception may
-        be one rank's alone, and the others would never join.
+        If an exception leaves the block, ``refresh``, a collective, runs before the module is next used: the
+        exception may be one rank's alone, and the others would never join.
         """
         assert not self._weights_replaced, (
             "weights are replaced already: WeightCopy.swapped() inside swapped()"
@@ -154,7 +155,10 @@ class TrainedModel:
             self._weights_replaced = False
 
     def restore_weights(self) -> None:
-        """Restores the module's own weights if an exception has left ``replaced_weights``; a collective in that case."""
+        """Restores the module's own weights if an exception has left ``replaced_weights``.
+
+        A collective in that case.
+        """
         if self._refresh_weights is not None:
             refresh, self._refresh_weights = self._refresh_weights, None
             refresh()
@@ -164,20 +168,20 @@ class TrainedModel:
         self.steps = steps
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulates the gradient of a micro-batch. ``last`` says that the step follows, so that ZeRO reduces."""
+        """Accumulates the gradient of a micro-batch; ZeRO reduces with the ``last`` one before a step."""
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def local_squared_grad_norm(self) -> Tensor:
-        """Returns this rank's part of the squared gradient norm before clipping: 0-dim, float64, on the device.
+        """Returns this rank's part of the squared gradient norm before clipping: 0-dim, float64.
 
         If the sum over ranks is not finite in float32, neither is the gradient. Not a collective.
         """
         return local_squared_norm(self.engine)
 
     def step(self) -> StepInfo:
-        """Clips and applies the accumulated gradient. In fp32 without ZeRO the caller must know that it is finite."""
+        """Clips and applies the accumulated gradient, which must be finite in fp32 without ZeRO."""
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         lr = self.schedule.at(self.steps)
         for group in self.engine.optimizer.param_groups:
@@ -217,5 +221,5 @@ class TrainedModel:
 
     @property
     def loss_scale_can_decrease(self) -> bool:
-        """Whether an overflow may be caused by the loss scale, which decreases until there is none (fp16)."""
+        """True if the loss scale may cause overflows; it then decreases until there are none (fp16)."""
         return loss_scale_can_decrease(self.engine)

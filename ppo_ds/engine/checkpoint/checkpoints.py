@@ -7,9 +7,9 @@
                             manifest.json             size and SHA-256 of every other file
     checkpoints/latest, checkpoints/best              names of folders
 
-A folder is written as ``.tmp_step_000010`` and renamed once every rank has its files on the disk. All ranks must see the
-same file system. Resume takes the newest undamaged folder; the pointers are for people and other programs, and after a
-kill they may name the folder before it.
+A folder is written as ``.tmp_step_000010`` and renamed once every rank has its files on the disk. All ranks
+must see the same file system. Resume takes the newest undamaged folder; the pointers are for people and other
+programs, and after a kill they may name the folder before it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Checkpoints:
     def __init__(
         self, root: Path, *, world: World, keep_last: int, settings: Mapping[str, Any] | None = None
     ):
-        """``settings`` (JSON) of the run are stored in each checkpoint."""
+        """Stores ``settings`` (JSON) of the run in each checkpoint."""
         assert keep_last >= 1
         self.root = root
         self.world = world
@@ -83,9 +83,9 @@ class Checkpoints:
     ) -> Path:
         """Saves a checkpoint, which is on the disk when this returns, and deletes older ones.
 
-        ``state`` (JSON) is that of rank 0; ``copies`` are the weight copies of COPY_KEYS that the run keeps. Checkpoints of
-        later steps are deleted too, since the run has gone back and abandoned them. Raises CheckpointError on all ranks if
-        any rank could not write; nothing of the new checkpoint is left then.
+        ``state`` (JSON) is that of rank 0; ``copies`` are the weight copies of COPY_KEYS that the run keeps.
+        Checkpoints of later steps are deleted too, since the run has gone back and abandoned them. Raises
+        CheckpointError on all ranks if any rank could not write; nothing of the new checkpoint is left then.
         """
         fault("checkpoint.before")
         final = self.root / f"step_{step:06d}"
@@ -129,7 +129,7 @@ class Checkpoints:
             raise UserError(f"run.dir={self.root.parent}: no space for a checkpoint: {shortage}")
 
     def latest(self) -> Path | None:
-        """Returns the newest undamaged checkpoint, with a warning for newer damaged ones, or None without checkpoints.
+        """Returns the newest undamaged checkpoint, or None without any. Warns of newer damaged ones.
 
         Raises UserError if all are damaged: a fresh start would delete what may still be recovered.
         """
@@ -151,7 +151,7 @@ class Checkpoints:
         return None
 
     def settings_of(self, path: Path) -> dict[str, Any] | None:
-        """Returns the settings in a checkpoint from ``latest`` or ``verify``; None if its version stored none."""
+        """Returns the settings in a checkpoint from ``latest`` or ``verify``; old versions have None."""
         return self._metadata(path).get("settings")
 
     def world_size_of(self, path: Path) -> int:
@@ -176,7 +176,8 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Restores models, weight copies and random states and returns the state of the loop.
 
-        Verifies a ``path`` that is not from ``latest``. Raises UserError if the run has other models or copies.
+        Verifies a ``path`` that is not from ``latest``. Raises UserError if the run has other models or
+        copies.
         """
         if path not in self._verified:
             self.verify(path)
@@ -190,7 +191,7 @@ class Checkpoints:
         if different:
             raise UserError(
                 *(
-                    f"run.resume: {path} holds {f'no {name} weights' if name in copies else f'{name} weights'}, "
+                    f"run.resume: {path} holds {'no ' * (name in copies)}{name} weights, "
                     f"this run keeps {'them' if name in copies else 'none'}: keep {COPY_KEYS[name]} as it was"
                     for name in sorted(different)
                 )
@@ -339,5 +340,5 @@ def _step_of(folder: Path) -> int:
 
 
 def _mark_deleted(folder: Path) -> None:
-    """Renames a folder before its deletion, so that a kill half way leaves nothing that looks like a checkpoint."""
+    """Renames a folder before its deletion, so that a kill half way leaves no damaged checkpoint."""
     folder.rename(folder.with_name(f"{DELETED}{folder.name}"))

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written or read (disk full, no permission). All ranks get the same message."""
+    """Raised on all ranks if a checkpoint could not be written or read (disk full, no permission)."""
 
 
 def raise_on_all_ranks(world: World, error: Exception | None) -> None:
@@ -81,7 +81,7 @@ def write_pointer(path: Path, text: str) -> None:
 
 
 def is_inside(name: Any) -> bool:
-    """Returns whether a file name, read from JSON of unknown origin, is relative and stays inside its directory."""
+    """Returns whether a file name from untrusted JSON is relative and stays inside its directory."""
     return (
         isinstance(name, str)
         and "\0" not in name

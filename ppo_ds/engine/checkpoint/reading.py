@@ -14,7 +14,7 @@ from ppo_ds.engine.master_weights import WEIGHT
 
 @torch.no_grad()
 def read_weights(module: nn.Module, checkpoint: Path, role: str, *, weight_copy: str | None = None) -> None:
-    """Loads the weights of ``checkpoint/role``, or of its ``checkpoint/weight_copy``, as the engine's module had them.
+    """Loads the weights of ``checkpoint/role``, or of ``checkpoint/weight_copy``, into ``module``.
 
     ``module`` is what the engine was given at its start; its frozen weights stay, cast to the engine's dtype.
     """

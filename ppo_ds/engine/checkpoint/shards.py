@@ -1,7 +1,7 @@
-"""Shards of a checkpoint: safetensors files with whole fp32 parameters by name, and the JSON index that lists them.
+"""Shards of a checkpoint: safetensors files with whole fp32 parameters by name, listed in a JSON index.
 
-A shard holds tensors ``<part>/<parameter>`` (weight/..., exp_avg/..., exp_avg_sq/...). The index maps each parameter to
-its shard. Nothing depends on the ZeRO stage or on the number of ranks.
+A shard holds tensors ``<part>/<parameter>`` (weight/..., exp_avg/..., exp_avg_sq/...). The index maps each
+parameter to its shard. Nothing depends on the ZeRO stage or on the number of ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ShardWriter:
                 self._file = self._directory / self.index[name]
 
     def finish(self) -> None:
-        """Writes the last shards. Raises CheckpointError on all ranks if any could not write. A collective."""
+        """Writes the last shards; raises CheckpointError on all ranks if any could not. A collective."""
         self._flush()
         raise_on_all_ranks(self._world, self._error)
 
@@ -77,15 +77,17 @@ def write_shards(masters: MasterWeights, directory: Path, world: World, parts: S
 
 
 def read_index(file: Path, parameters: Collection[str], *, key: str = "") -> dict[str, Any]:
-    """Reads the index of a model or weight copy and compares it with the trained ``parameters`` of the model at hand.
+    """Reads the index of a model or weight copy and compares it with the trained ``parameters``.
 
-    Raises UserError for another format, files outside the directory or other parameters. The message starts with ``key``.
+    Raises UserError for another format, files outside the directory or other parameters. The message starts
+    with ``key``.
     """
     directory = file.parent
     index = json.loads(file.read_text(encoding="utf-8"))
     if index["format"] != FORMAT:
         raise UserError(
-            f"{key}{directory}: has format {index['format']}, this version reads {FORMAT}: use the version that wrote it"
+            f"{key}{directory}: has format {index['format']}, this version reads {FORMAT}: "
+            "use the version that wrote it"
         )
     check_inside(index["shards"].values(), file)
     missing = [name for name in parameters if name not in index["shards"]]
@@ -129,5 +131,6 @@ def read_shards(
 def _other_model(directory: str, difference: str, names: Collection[str]) -> UserError:
     adapters = ", with its lora.rank and lora.targets" if any(".lora_" in name for name in names) else ""
     return UserError(
-        f"{directory}: was saved from another model: {difference}; use the model that it was saved from{adapters}"
+        f"{directory}: was saved from another model: {difference}; "
+        f"use the model that it was saved from{adapters}"
     )

@@ -4,8 +4,8 @@ model.json               counters and settings, and the index of the shards (eng
 shard-00000.safetensors  weight/<name>, exp_avg/<name>, exp_avg_sq/<name>: fp32, whole
 buffers.safetensors      the module's persistent buffers
 
-A second set of its weights (engine/weight_copy.py) is stored in the same way: weight/<name> alone, with the index in
-shadow.json.
+A second set of its weights (engine/weight_copy.py) is stored in the same way: weight/<name> alone, with the
+index in shadow.json.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def weight_copy_bytes(copy: WeightCopy) -> int:
 
 
 def save_model(model: TrainedModel, directory: Path) -> list[Path]:
-    """Saves a model and returns the files that this rank wrote; all files are complete when it returns. A collective."""
+    """Saves a model and returns the files that this rank wrote; all are complete then. A collective."""
     world, masters = model.world, MasterWeights(model)
     writer = write_shards(masters, directory, world, PARTS)
     index = {
@@ -80,7 +80,7 @@ def save_weight_copy(copy: WeightCopy, directory: Path) -> list[Path]:
 
 
 def load_model(model: TrainedModel, directory: Path) -> None:
-    """Restores a model, whatever its ZeRO stage and number of ranks. A collective; all ranks read ``directory``.
+    """Restores a model, for any ZeRO stage and number of ranks. A collective; all ranks read the files.
 
     Raises UserError on all ranks if the checkpoint is of another model or has other settings.
     """
@@ -127,9 +127,10 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def consolidated(model: TrainedModel, gather_elements: int = GATHER_ELEMENTS) -> dict[str, Tensor] | None:
-    """Returns ``module.state_dict()`` as it would be on one device: on the CPU of rank 0, None on other ranks.
+    """Returns the whole ``module.state_dict()`` on the CPU of rank 0, and None on other ranks.
 
-    A collective. Tensors have the model's dtype. Tied weights are one tensor under two names; nothing else shares memory.
+    A collective. Tensors have the model's dtype. Tied weights are one tensor under two names; nothing else
+    shares memory.
     """
     model.restore_weights()
     copies: dict[int, Tensor] = {}
