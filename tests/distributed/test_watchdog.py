@@ -1,4 +1,4 @@
-"""Decisions of the watchdog, in this process with a simulated clock: what counts as a hang, and the loss of the store.
+"""Decisions of the watchdog with a simulated clock: hangs, failures of peers and the loss of the store.
 
 tests/faults has real ranks that fail, die or hang.
 """
@@ -18,7 +18,7 @@ from ppo_ds.training.timing import PhaseTimer
 
 
 class Exited(BaseException):
-    """Raised instead of ending this process."""
+    """Raised by the simulated exit."""
 
 
 class FakeStore:
@@ -60,7 +60,7 @@ class FakeProcess:
 
 
 class Rank1Of2:
-    """A connected watchdog of rank 1, without its thread."""
+    """Connects the watchdog of rank 1 to a simulated store, without its thread."""
 
     def __init__(self):
         self.process, self.store = FakeProcess(), FakeStore()
@@ -90,7 +90,10 @@ def test_a_silence_as_long_as_the_limit_is_a_hang(rank):
     rank.check(12)
     assert rank.failure is None
     rank.check(1)
-    reason = "no progress on rank 1 for 6 s; run.timeout_minutes=0.1 is the limit: raise it if the run was only slow"
+    reason = (
+        "no progress on rank 1 for 6 s; run.timeout_minutes=0.1 is the limit: "
+        "raise it if the run was only slow"
+    )
     assert rank.failure == {"rank": 1, "reason": reason, "code": 1, "stuck": True, "quiet": False}
     with pytest.raises(Exited):  # the next check reports it, on every rank
         rank.check(1)

@@ -1,4 +1,4 @@
-"""Ranks of test_checkpoint.py: small models of every kind, trained, saved and loaded. Writes what it found as JSON."""
+"""Trains, saves and loads small models of every kind for test_checkpoint.py; writes the results as JSON."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import random
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -23,17 +25,19 @@ from ppo_ds.engine.checkpoint import shards
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.checkpoint.files import CheckpointError
 from ppo_ds.engine.checkpoint.state import consolidated, load_model, model_bytes, save_model
+from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.engine.master_weights import MasterWeights
 from ppo_ds.engine.trained import LRSchedule, StepInfo, TrainedModel
 from ppo_ds.engine.zero import deepspeed_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LIMIT = 100  # elements
 NOT_PERSISTENT = {"stage3_param_persistence_threshold": 0}
 Case = dict[str, Any]
 
 
 class Tiny(nn.Module):
-    """A tied weight, odd sizes (nothing divides by 2), norms, biases, dropout, a frozen parameter, a buffer that training changes."""
+    """Has tied weights, odd sizes, a norm, biases, dropout, a frozen parameter and a buffer that changes."""
 
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
@@ -58,7 +62,10 @@ class Tiny(nn.Module):
 
 
 def allow_fp16_on_cpu() -> None:
-    """Lets DeepSpeed build fp16 engines on every CPU: it refuses those without oneDNN's fp16, though torch has the arithmetic on all."""
+    """Lets DeepSpeed build fp16 engines on every CPU.
+
+    It refuses CPUs without oneDNN's fp16, though torch has the arithmetic on all.
+    """
     get_accelerator().is_fp16_supported = lambda: True
 
 
@@ -87,7 +94,7 @@ def make(
 
 
 def train(model: TrainedModel, steps: range) -> list[StepInfo]:
-    """The batch of a step depends on its number only: 8 rows over all ranks, in two micro-batches."""
+    """Trains on 8 rows over all ranks in two micro-batches; the batch depends on the step only."""
     infos = []
     for step in steps:
         ids = torch.randint(0, 13, (8, 5), generator=torch.Generator().manual_seed(100 + step))
@@ -103,7 +110,7 @@ def train(model: TrainedModel, steps: range) -> list[StepInfo]:
 
 
 def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
-    """To the bit; True on the ranks that have nothing to compare."""
+    """Compares bit by bit; returns True on ranks that have nothing to compare."""
     return (
         a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
     )
@@ -134,9 +141,10 @@ def exact(
     forget: Callable[[TrainedModel], None] | None = None,
     **raw: Any,
 ) -> Case:
-    """5 steps, save, 5 more; against a new engine with other weights that loads and goes on for 5."""
+    """Trains 5 steps, saves and trains 5 more, against a new engine that loads and trains 5."""
     kind = {"raw": raw, "offload": offload}
-    label = f"{stage} {dtype}{' offload' if offload else ''}{''.join(f' {key}={value}' for key, value in raw.items())}"
+    options = "".join(f" {key}={value}" for key, value in raw.items())
+    label = f"{stage} {dtype}{' offload' if offload else ''}{options}"
     directory = root / "exact" / f"{world.size} {label}"
     model = make(world, stage, dtype, **kind)
     train(model, range(5))
@@ -171,15 +179,16 @@ def exact_cases(world: World, root: Path, full: bool) -> Iterator[Case]:
         yield exact(world, root, 2, "bf16", offload=False, forget=forget)
     if full:
         for stage in (0, 1, 2, 3):
-            yield exact(world, root, stage, "fp16", offload=False)  # starts with steps skipped for overflow
+            yield exact(world, root, stage, "fp16", offload=False)  # begins with skipped steps
         for stage, dtype in itertools.product((1, 2, 3), ("fp32", "bf16", "fp16")):
-            # ZeRO-1 and 2 in fp16 with offload never recover from an overflow (deepspeed 0.19.8): a scale that has none
+            # a scale without overflows, from which ZeRO-1 and 2 in fp16 with offload never recover
+            # (deepspeed 0.19.8)
             scale = {"fp16": {"initial_scale_power": 6}} if dtype == "fp16" else {}
             yield exact(world, root, stage, dtype, offload=True, **scale)
 
 
 def write_reference(world: World, root: Path) -> None:
-    """For a run with another number of ranks: a checkpoint, the weights in it, and the gradient norms that follow."""
+    """Writes a checkpoint, its weights and the following gradient norms for another number of ranks."""
     for stage, dtype in itertools.product((0, 2, 3), ("fp32", "bf16")):
         directory = root / "other" / f"{world.size}-{stage}-{dtype}"
         model = make(world, stage, dtype, dropout=0.0)
@@ -222,7 +231,7 @@ def draws() -> list[float]:
 
 
 def whole_run(world: World, root: Path) -> Case:
-    """Both models and the loop's state; one rank's disk is full in the second save; back to the first."""
+    """Saves two models and the loop's state, fails a second save on one rank, and loads the first."""
     checkpoints = Checkpoints(root / "run", world=world, keep_last=2)
     models = {
         "actor": make(world, 3, "bf16", raw={"zero_optimization": NOT_PERSISTENT}),
@@ -288,7 +297,46 @@ def ties(world: World) -> Case:
     }
 
 
+@contextmanager
+def recorded_gathers() -> Iterator[list[int]]:
+    """Records the number of elements of each gather inside the block."""
+    gather, sizes = deepspeed.zero.GatheredParameters, []
+
+    def recorded(parameters: list[nn.Parameter], **options: Any) -> Any:
+        sizes.append(sum(parameter.ds_numel for parameter in parameters))
+        return gather(parameters, **options)
+
+    deepspeed.zero.GatheredParameters = recorded
+    try:
+        yield sizes
+    finally:
+        deepspeed.zero.GatheredParameters = gather
+
+
+def chunked_gathers(world: World) -> Iterator[Case]:
+    """Gathers in chunks of about LIMIT elements, against one gather of everything."""
+    model = make(world, 3, "fp32", raw={"zero_optimization": NOT_PERSISTENT})
+    whole = consolidated(model)
+    with recorded_gathers() as sizes:
+        chunked = consolidated(model, gather_elements=LIMIT)
+    largest = max(parameter.ds_numel for parameter in model.module.parameters())
+    yield {"case": "consolidated", "same": same(whole, chunked), "sizes": sizes, "largest": largest}
+
+    from tests.engine import switch_worker  # imports transformers, which the other cases do not need
+
+    actors = [switch_worker.make(world, 3, lora=True, gather_elements=n) for n in (GATHER_ELEMENTS, LIMIT)]
+    with actors[0].generation_mode():
+        whole = {name: x.clone() for name, x in actors[0].lm.named_parameters()}
+    with recorded_gathers() as sizes, actors[1].generation_mode():
+        chunked = {name: x.clone() for name, x in actors[1].lm.named_parameters()}
+    largest = max(parameter.ds_numel for parameter in actors[1].module.parameters())
+    yield {"case": "generation", "same": same(whole, chunked), "sizes": sizes, "largest": largest}
+
+
 def cases(world: World, root: Path, mode: str) -> Iterator[Case]:
+    if mode == "chunks":
+        yield from chunked_gathers(world)
+        return
     yield from exact_cases(world, root, full=mode == "full")
     if mode == "full":
         return
@@ -303,7 +351,7 @@ def main() -> None:
     root, mode = Path(sys.argv[1]), sys.argv[2]
     world = connect(5)
     allow_fp16_on_cpu()
-    shards.SHARD_BYTES = 500  # several shards, also of a tiny model
+    shards.SHARD_BYTES = 500  # several shards, even for a tiny model
     found = []
     for case in read_references(world, root) if mode == "references" else cases(world, root, mode):
         others = world.gather_objects(case)

@@ -1,4 +1,4 @@
-"""Ranks of test_head_engines.py: policies trained under ZeRO-3 and without it, from the same folder. Writes what it found as JSON."""
+"""Trains policies with ZeRO-3 and without for test_head_engines.py; writes the results as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading
 
 V, T, R, ROWS, STEPS = 29, 9, 5, 4, 5
-HANG = 200  # seconds, after which it says where it hangs and ends
+HANG = 200  # seconds until a hang prints its stacks and exits
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {},
@@ -43,7 +43,8 @@ def load(
     value_head: bool = False,
 ) -> Policy:
     policy = load_policy(
-        str(folder), revision=None, dtype=dtype, trust_remote_code=False, attn_implementation="eager", gradient_checkpointing=checkpointing,
+        str(folder), revision=None, dtype=dtype, trust_remote_code=False, attn_implementation="eager",
+        gradient_checkpointing=checkpointing,
         temperature=0.7, value_head=value_head, key="actor.model.path",
     )  # fmt: skip
     if lora:
@@ -69,7 +70,10 @@ def trained(world: World, folder: Path, stage: int, dtype: str = "fp32", **optio
 
 
 def step(model: TrainedModel) -> float:
-    """One optimizer step of two micro-batches of different widths, with a forward without gradients between them -> the gradient's norm."""
+    """Runs one optimizer step and returns the gradient norm.
+
+    It has two micro-batches of different widths and a forward without gradients between them.
+    """
     world = model.world
     draw = torch.Generator().manual_seed(model.steps)
     ids = torch.randint(1, V, (ROWS * world.size, T), generator=draw).chunk(world.size)[world.rank]

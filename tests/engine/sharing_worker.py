@@ -1,4 +1,4 @@
-"""Ranks of test_sharing.py: roles that are one model, built as a run builds them, on every ZeRO stage. Leaves JSON."""
+"""Builds roles that share one model on every ZeRO stage for test_sharing.py; writes the results as JSON."""
 
 from __future__ import annotations
 
@@ -58,19 +58,22 @@ def config(root: Path, stage: int, dtype: str, lora: int = 2, reference: str = "
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """The memory of all tensors of this process by address. Who keeps them keeps their memory, so that no later tensor can have its address."""
+    """Returns the storages of all tensors of this process by address.
+
+    References to them keep their memory, so that no later tensor can have the same address.
+    """
     gc.collect()
     tensors = [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
     return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
 
 
 def taken_since(before: dict[int, torch.UntypedStorage]) -> int:
-    """Bytes of tensors that there were not; whatever else was let go meanwhile does not count against them."""
+    """Returns the bytes of new tensors, without subtracting memory that was freed meanwhile."""
     return sum(storage.nbytes() for address, storage in storages().items() if address not in before)
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Texts of different lengths, padded on the right; the same on every rank."""
+    """Returns texts of different lengths, padded on the right, the same on every rank."""
     ids = torch.randint(0, V, (ROWS, T), generator=torch.Generator().manual_seed(1))
     return ids, torch.arange(T) < torch.tensor([T - row % 4 for row in range(ROWS)])[:, None]
 
@@ -82,7 +85,7 @@ def scored(scorer: FrozenModel) -> Tensor:
 
 @torch.no_grad()
 def by_transformers(folder: Path, dtype: torch.dtype) -> Tensor:
-    """One unpadded text at a time."""
+    """Computes scores with transformers, one unpadded text at a time."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype)
     model.config.pad_token_id = None
     return torch.stack(
@@ -91,7 +94,7 @@ def by_transformers(folder: Path, dtype: torch.dtype) -> Tensor:
 
 
 def train(critic: TrainedModel, steps: int) -> None:
-    """Draws all values to 1."""
+    """Trains all values towards 1."""
     ids, mask = batch()
     for _ in range(steps):
         critic.backward((critic(ids, mask, R) - 1).square().mean() * critic.world.size, last=True)
@@ -105,7 +108,7 @@ def shared_reward(world: World, root: Path, stage: int, dtype: str, lora: int = 
     notes: list[str] = []
 
     def build() -> tuple[TrainedModel, FrozenModel, int]:
-        """The critic, the reward model, and the bytes that the second of them took."""
+        """Returns the critic, the reward model, and the bytes of the latter."""
         critic, place = build_critic(settings, start, world, NEEDS, 20), RewardModels(world, notes.append)
         place.offer(critic, start, settings)
         before = storages()
@@ -155,7 +158,7 @@ def shared_reward(world: World, root: Path, stage: int, dtype: str, lora: int = 
 
 
 def after_a_failure(scorer: FrozenModel, critic: TrainedModel, trained: Tensor) -> bool:
-    """A forward of the reward that raises leaves adapters and head as they are trained."""
+    """Returns whether adapters and head are the trained ones after a forward of the reward that raises."""
     raising = critic.module.model.model.norm.register_forward_hook(lambda *_: 1 / 0)
     try:
         scored(scorer)
@@ -172,7 +175,7 @@ def loading(model: ModelConfig) -> dict[str, Any]:
 
 
 def reference_of_adapters(world: World, root: Path, reference: str) -> Case:
-    """What a reference takes beside an actor with adapters."""
+    """Measures the memory of a reference beside an actor with adapters."""
     settings = config(root, 0, "fp32", reference=reference)
     actor = build_actor(settings, world, NEEDS, 4, lambda _: nullcontext())
     before = storages()

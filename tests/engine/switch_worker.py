@@ -1,4 +1,4 @@
-"""Ranks of test_hybrid_switch.py: a tiny actor that generates in every way, and trains on afterwards. Writes what it found as JSON."""
+"""Generates with a tiny actor in every way and trains on, for test_hybrid_switch.py; writes JSON."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.checkpoint.state import consolidated
+from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.master_weights import optimizer_shares
 from ppo_ds.engine.trained import LRSchedule, StepInfo, TrainedModel
@@ -30,7 +31,7 @@ from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.types import Prompts, Rollout
 
 V, ROWS, EOS = 23, 4, 2
-HANG = 200  # seconds, after which it says where it hangs and ends
+HANG = 200  # seconds until a hang prints its stacks and exits
 GREEDY = SamplingParams(
     max_new_tokens=9,
     min_new_tokens=0,
@@ -40,7 +41,7 @@ GREEDY = SamplingParams(
     stop_token_ids=(EOS,),
     stop_strings=(),
 )
-# "tied" also keeps every parameter gathered between forwards, as DeepSpeed does with small ones
+# "tied" also makes every parameter persistent, as DeepSpeed does with small ones
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tied": True, "threshold": 10**6},
@@ -50,7 +51,7 @@ Case = dict[str, Any]
 
 
 class Ids:
-    """All of a tokenizer that a backend without stop strings asks for."""
+    """Provides the part of a tokenizer that a backend without stop strings uses."""
 
     pad_id = 0
 
@@ -63,7 +64,7 @@ class Borrower(nn.Module):
 
     def __init__(self, norm: nn.Module, owner: nn.Module):
         super().__init__()
-        self.norm, self._owner = norm, [owner]  # in a list: not a part of this one
+        self.norm, self._owner = norm, [owner]  # in a list, so that it is no submodule
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden) * self._owner[0].weight
@@ -82,10 +83,12 @@ def make(
     tied: bool = False,
     threshold: int = 0,
     borrow: bool = False,
+    gather_elements: int = GATHER_ELEMENTS,
 ) -> HybridActor:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=V, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0,
+        vocab_size=V, hidden_size=8, intermediate_size=12, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, pad_token_id=0,
         tie_word_embeddings=tied, initializer_range=0.3,
     )  # fmt: skip
     lm = LlamaForCausalLM(config).to(dtype)
@@ -95,8 +98,9 @@ def make(
         lm.model.norm = Borrower(lm.model.norm, lm.model.layers[0].input_layernorm)
     return HybridActor(
         Policy(lm, temperature=1.0),
-        twin=(lambda *_: None) if borrow else unsharded_twin,  # it knows no borrowers
-        timed=lambda _: nullcontext(),
+        make_inference_copy=(lambda *_: None) if borrow else unsharded_twin,  # cannot copy a Borrower
+        timer=lambda _: nullcontext(),
+        gather_elements=gather_elements,
         world=world,
         deepspeed_config=deepspeed_config(
             stage=stage,
@@ -120,12 +124,12 @@ def plan(
     actor: HybridActor, generate: str, offload_states: str = "never", critic: TrainedModel | None = None
 ) -> str:
     return actor.plan_generation(
-        generate=generate, offload_states=offload_states, decoding_bytes=0, critic=critic
+        generation_gather=generate, offload_states=offload_states, decoding_bytes=0, critic=critic
     )
 
 
 def prompts(world: World, seed: int) -> Prompts:
-    """This rank's: of lengths and limits that differ between rows and ranks."""
+    """Returns this rank's prompts; lengths and limits differ between rows and ranks."""
     draw = torch.Generator().manual_seed(100 * seed + world.rank)
     lengths = torch.tensor([1 + world.rank, 2, 5, 3 + 2 * world.rank])
     ids = torch.randint(3, V, (ROWS, 6), generator=draw)
@@ -143,7 +147,7 @@ def answered(actor: HybridActor, seed: int, token_budget: int = 30) -> Rollout:
 
 
 def train(actor: TrainedModel) -> StepInfo:
-    """One optimizer step of two micro-batches, on rows that have nothing to do with what was generated."""
+    """Runs one optimizer step of two micro-batches on rows that are independent of generation."""
     draw = torch.Generator().manual_seed(7 + actor.steps)
     ids = torch.randint(3, V, (4 * actor.world.size, 8), generator=draw).chunk(actor.world.size)[
         actor.world.rank
@@ -155,14 +159,14 @@ def train(actor: TrainedModel) -> StepInfo:
 
 
 def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
-    """To the bit; True on the ranks that have nothing to compare."""
+    """Compares bit by bit; returns True on ranks that have nothing to compare."""
     return (
         a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
     )
 
 
 def everything(model: TrainedModel) -> dict[str, Tensor]:
-    """Weights, and this rank's part of what the optimizer keeps."""
+    """Returns the weights and this rank's part of the optimizer states."""
     states = model.engine.basic_optimizer.state.values()
     kept = [
         *optimizer_shares(model),
@@ -183,12 +187,12 @@ def forwards_of(actor: HybridActor) -> list[int]:
     def count(*_: Any) -> None:
         counted[0] += 1
 
-    (actor._twin or actor.module.lm).register_forward_hook(count)
+    (actor._copy or actor.module.lm).register_forward_hook(count)
     return counted
 
 
 def ways(world: World, kind: str) -> Case:
-    """Five steps, with generation whole, layer by layer, and not at all before each."""
+    """Trains five steps after generation with whole weights, by layers, and without generation."""
     whole, layers, never = (make(world, 3, **KINDS[kind]) for _ in range(3))
     plan(whole, "whole"), plan(layers, "layers")
     steps, answers, released, ahead, forwards = [], [], True, True, forwards_of(layers)
@@ -196,13 +200,13 @@ def ways(world: World, kind: str) -> Case:
         pair = [answered(actor, step) for actor in (whole, layers)]
         ahead &= (
             layers.engine.optimizer.parameter_offload.get_param_coordinator().is_complete_trace()
-        )  # by which it prefetches
+        )  # the basis of prefetching
         released &= sharded_again(layers)
         answers.append(pair)
         steps.append([train(actor) for actor in (whole, layers, never)])
     return {
         "case": kind,
-        "in step": layers.in_step and not whole.in_step,
+        "in step": layers.lockstep and not whole.lockstep,
         "tokens": all(
             torch.equal(a.ids, b.ids) and torch.equal(a.response_mask, b.response_mask) for a, b in answers
         ),
@@ -221,7 +225,7 @@ def ways(world: World, kind: str) -> Case:
 
 
 def borrowed(world: World) -> Case:
-    """A module that takes a parameter from another one, met in generation before any forward of the engine."""
+    """Generates with a module that uses a parameter of another one, before any forward of the engine."""
     actor = make(world, 3, borrow=True)
     plan(actor, "layers")
     rollout = answered(actor, 0)
@@ -236,7 +240,7 @@ def borrowed(world: World) -> Case:
 
 
 def uneven_chunks(world: World) -> Case:
-    """So little room that the ranks would plan different numbers of chunks."""
+    """Generates with a token budget so small that ranks would plan different numbers of chunks."""
     actor, alone = make(world, 3), make(world, 3)
     plan(actor, "layers"), plan(alone, "whole")
     forwards, free = forwards_of(actor), forwards_of(alone)
@@ -252,7 +256,7 @@ def uneven_chunks(world: World) -> Case:
 
 
 def interrupted(world: World) -> Case:
-    """A layer's forward raises on all ranks, in the middle of a decoding forward; then all goes on as if nothing had been."""
+    """Raises in a layer of a decoding forward on all ranks, then generates and trains on."""
     actor, calm = make(world, 3), make(world, 3)
     plan(actor, "layers"), plan(calm, "layers")
     found = []
@@ -276,8 +280,8 @@ def interrupted(world: World) -> Case:
     return {"case": "interrupted", "found": all(found), "weights": same(everything(actor), everything(calm))}
 
 
-def states_away(world: World, stage: int, dtype: torch.dtype) -> Case:
-    """Optimizer states of two models leave for each generation, once by an exception; against models that never did."""
+def states_offloaded(world: World, stage: int, dtype: torch.dtype) -> Case:
+    """Offloads the optimizer states of two models in each generation, once with an exception inside."""
     actor, critic, calm = (make(world, stage, dtype) for _ in range(3))
     line = plan(actor, "auto", "always", critic)
     empty, full, steps = True, True, []
@@ -316,8 +320,8 @@ def states_away(world: World, stage: int, dtype: torch.dtype) -> Case:
     }
 
 
-def left_over(world: World, generate: str) -> Case:
-    """Storages that are alive after generation mode, of those that it made: the twin's, and the cache's. Nobody collects garbage."""
+def alive_after(world: World, generate: str) -> Case:
+    """Counts storages of weights and cache that are alive after generation, without gc."""
     actor = make(world, 3)
     plan(actor, generate)
     made: list[StorageWeakRef] = []
@@ -329,7 +333,7 @@ def left_over(world: World, generate: str) -> Case:
             for x in (layer.keys, layer.values)
         )
 
-    (actor._twin or actor.module.lm).register_forward_hook(watch)
+    (actor._copy or actor.module.lm).register_forward_hook(watch)
     gc.collect()
     gc.disable()
     with actor.generation_mode():
@@ -342,7 +346,7 @@ def left_over(world: World, generate: str) -> Case:
         answered(actor, 0)
     alive = sum(not ref.expired() for ref in made + weights)
     gc.enable()
-    return {"case": f"left over {generate}", "inside": inside, "caches": len(made), "alive": alive}
+    return {"case": f"alive after {generate}", "inside": inside, "caches": len(made), "alive": alive}
 
 
 def cases(world: World) -> Iterator[Case]:
@@ -352,9 +356,9 @@ def cases(world: World) -> Iterator[Case]:
     yield uneven_chunks(world)
     yield interrupted(world)
     for stage, dtype in ((0, torch.float32), (2, torch.bfloat16), (3, torch.float32)):
-        yield states_away(world, stage, dtype)
+        yield states_offloaded(world, stage, dtype)
     for generate in ("whole", "layers"):
-        yield left_over(world, generate)
+        yield alive_after(world, generate)
 
 
 def main() -> None:

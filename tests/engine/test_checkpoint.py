@@ -1,4 +1,4 @@
-"""Checkpoints: resumed runs equal uninterrupted ones to the bit, and damage of any kind is noticed."""
+"""Checkpoints: resumed runs equal uninterrupted ones bit by bit, and every kind of damage is detected."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ import torch
 from ppo_ds.engine import rng as rng_module
 from ppo_ds.engine.checkpoint import checkpoints as checkpoint_module
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
-from ppo_ds.engine.checkpoint.files import CheckpointError
+from ppo_ds.engine.checkpoint.files import CheckpointError, write_json, write_tensors
 from ppo_ds.engine.rng import load_rng, save_rng
 from ppo_ds.errors import UserError
 from tests.support.ranks import RankServer
 
+LIMIT = 100  # elements of a chunk, as in the worker
+
 
 def launch(server: RankServer, ranks: int, directory: Path, mode: str, worker: str) -> list[dict[str, Any]]:
-    """Returns what the module ``worker`` of this folder found."""
+    """Runs the module ``worker`` of this folder and returns its results."""
     server.check(f"tests.engine.{worker}:main", ranks, str(directory), mode)
     return json.loads((directory / f"{mode}-{ranks}.json").read_text())
 
@@ -43,7 +45,7 @@ def assert_exact(cases: list[dict[str, Any]]) -> None:
 def found(
     tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer
 ) -> dict[str, list[dict[str, Any]]]:
-    """1 rank, 2 ranks, and once more 1, which reads what 2 have written."""
+    """Returns results of 1 rank, of 2 ranks, and of 1 rank that reads the files of 2."""
     directory = tmp_path_factory.mktemp("checkpoints")
     return {
         name: launch(rank_server, ranks, directory, mode, "checkpoint_worker")
@@ -52,14 +54,14 @@ def found(
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
-def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(found: dict, ranks: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(found: dict, ranks: str) -> None:
     cases = [case for case in found[ranks] if "learned" in case and "forget" not in case["case"]]
     assert len(cases) == 10
     assert_exact(cases)
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
-def test_that_comparison_notices_what_is_left_out(found: dict, ranks: str) -> None:
+def test_that_comparison_detects_a_missing_part_of_the_state(found: dict, ranks: str) -> None:
     cases = [case for case in found[ranks] if "forget" in case["case"]]
     assert len(cases) == 3
     for case in cases:
@@ -74,13 +76,28 @@ def test_other_numbers_of_ranks_and_other_stages_read_the_same_weights(found: di
         assert case["gap"] < (1e-5 if "fp32" in case["case"] else 1e-2), case
 
 
+@pytest.fixture(scope="module")
+def gathers(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> dict[str, dict[str, Any]]:
+    found = launch(rank_server, 2, tmp_path_factory.mktemp("gathers"), "chunks", "checkpoint_worker")
+    return {case["case"]: case for case in found}
+
+
+@pytest.mark.parametrize("gather", ["consolidated", "generation"])
+def test_sharded_weights_are_gathered_in_chunks_of_bounded_size(gathers: dict, gather: str) -> None:
+    """The default limit exceeds the size of any model of the tests."""
+    case = gathers[gather]
+    assert case["same"], case
+    assert len(case["sizes"]) > 2 and max(case["sizes"]) < LIMIT + case["largest"], case
+    assert all(size >= LIMIT for size in case["sizes"][:-1]), case
+
+
 def test_consolidated_weights_have_the_keys_and_ties_of_the_module(found: dict) -> None:
     for ranks in ("one", "two"):
         (case,) = [case for case in found[ranks] if case["case"] == "ties"]
         assert case["keys"] and case["tied"] and case["dtypes"] and case["shapes"], case
 
 
-def test_a_full_disk_on_one_rank_is_one_error_on_all_and_the_checkpoint_before_it_is_whole(
+def test_a_full_disk_on_one_rank_is_an_error_on_all_and_keeps_the_previous_checkpoint(
     found: dict,
 ) -> None:
     (case,) = [case for case in found["two"] if case["case"] == "whole run"]
@@ -106,7 +123,7 @@ def test_resume_is_exact_with_fp16_and_offload_too(
     assert_exact(cases)
 
 
-# What follows needs no models and no process group.
+# -- without models and process group ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -132,7 +149,7 @@ def names(checkpoints: Checkpoints) -> list[str]:
     return sorted(path.name for path in checkpoints.root.iterdir())
 
 
-def test_nothing_saved_yet(checkpoints: Checkpoints) -> None:
+def test_latest_is_none_without_checkpoints(checkpoints: Checkpoints) -> None:
     assert checkpoints.latest() is None
 
 
@@ -146,7 +163,7 @@ def test_keeps_the_last_ones_and_the_best(checkpoints: Checkpoints) -> None:
     assert names(checkpoints) == ["best", "latest", "step_000005", "step_000006"]
 
 
-def test_state_comes_back(checkpoints: Checkpoints) -> None:
+def test_state_is_restored(checkpoints: Checkpoints) -> None:
     state = {"kl": 0.1 + 0.2, "best": None, "tiny": 5e-324, "infinite": math.inf, "order": [3, 1, 2]}
     path = checkpoints.save(7, {}, state)
     assert checkpoints.load(path, {}) == state
@@ -164,7 +181,7 @@ def truncate(path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["state.json", "rng_rank_00000.safetensors", "manifest.json"])
 @pytest.mark.parametrize("harm", [flip, truncate, Path.unlink])
-def test_damage_is_named_and_the_one_before_is_used(
+def test_damage_is_reported_and_the_previous_checkpoint_is_used(
     checkpoints: Checkpoints, file: str, harm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     before, damaged = checkpoints.save(1, {}, {}), checkpoints.save(2, {}, {})
@@ -175,17 +192,17 @@ def test_damage_is_named_and_the_one_before_is_used(
     assert "step_000002" in message
     assert file in message or (
         file == "manifest.json" and harm is flip
-    )  # a hash that was flipped there blames its file
+    )  # a flipped hash in the manifest blames its file
     with pytest.raises(UserError, match="run.resume: .*step_000002 is damaged"):
         checkpoints.load(damaged, {})
     checkpoints.verify(before)
 
-    again = checkpoints.save(2, {}, {"second": True})  # a damaged one is in the way of the same step
+    again = checkpoints.save(2, {}, {"second": True})  # replaces the damaged one
     assert checkpoints.latest() == again == damaged
     assert checkpoints.load(again, {}) == {"second": True}
 
 
-def test_a_path_that_is_not_there(checkpoints: Checkpoints) -> None:
+def test_a_missing_path_is_an_error(checkpoints: Checkpoints) -> None:
     checkpoints.save(3, {}, {})
     with pytest.raises(
         UserError, match="run.resume: no such folder: .*step_9; checkpoints in .*: step_000003"
@@ -198,14 +215,14 @@ def test_leftovers_of_a_killed_save_are_ignored_and_removed(checkpoints: Checkpo
     (checkpoints.root / ".tmp_step_000002" / "actor").mkdir(parents=True)
     (checkpoints.root / ".tmp_step_000002" / "actor" / "model.json").write_text("{")
     (checkpoints.root / ".tmp_latest").write_text("step")
-    (checkpoints.root / "step_000002").mkdir()  # empty: made by hand
+    (checkpoints.root / "step_000002").mkdir()  # empty: not made by a run
     latest = checkpoints.latest()
     assert latest is not None and latest.name == "step_000001"
     checkpoints.save(3, {}, {})
     assert names(checkpoints) == ["latest", "step_000002", "step_000003"]
 
 
-def test_going_back_drops_the_abandoned_future(
+def test_going_back_deletes_later_checkpoints_at_the_next_save(
     checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = checkpoints.save(1, {}, {})
@@ -232,7 +249,52 @@ def test_a_write_that_fails_leaves_nothing(checkpoints: Checkpoints, monkeypatch
     assert checkpoints.latest() == before
 
 
-def test_where_all_are_damaged_is_no_place_to_begin_anew(checkpoints: Checkpoints) -> None:
+def test_all_files_are_on_the_disk_before_the_checkpoint_exists(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, Any]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def recorded_fsync(descriptor: int) -> None:
+        events.append(("fsync", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def recorded_rename(source: Any, target: Any) -> None:
+        events.append(("rename", Path(target).name))
+        rename(source, target)
+
+    def recorded_replace(source: Any, target: Any) -> None:
+        events.append(("rename", Path(target).name))
+        replace(source, target)
+
+    def save_model(model: None, directory: Path) -> list[Path]:
+        directory.mkdir()
+        write_tensors(directory / "shard-00000.safetensors", {"x": torch.ones(1)})
+        write_json(directory / "model.json", {})
+        return list(directory.iterdir())
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    monkeypatch.setattr(checkpoint_module, "save_model", save_model)
+    monkeypatch.setattr(checkpoint_module, "model_bytes", lambda model: 0)
+    path = checkpoints.save(1, {"actor": None}, {}, best=True)
+
+    def inode(file: Path) -> int:
+        return file.stat().st_ino
+
+    committed = events.index(("rename", path.name))
+    before = {entry for _, entry in events[:committed]}
+    assert {inode(file) for file in (path, *path.rglob("*"))} <= before
+    root = ("fsync", inode(checkpoints.root))
+    assert events[committed + 1] == root
+    for pointer in ("latest", "best"):  # its text, then its name
+        renamed = events.index(("rename", pointer))
+        assert events[renamed - 1] == ("fsync", inode(checkpoints.root / pointer))
+        assert events[renamed + 1] == root
+
+
+def test_a_run_with_damaged_checkpoints_only_is_not_restarted(checkpoints: Checkpoints) -> None:
     for step in (1, 2):
         truncate(checkpoints.save(step, {}, {}) / "state.json")
     with pytest.raises(UserError) as error:
@@ -244,17 +306,17 @@ def test_where_all_are_damaged_is_no_place_to_begin_anew(checkpoints: Checkpoint
     assert "step_000001 (state.json has" in line and "another run.dir" in line
 
 
-def test_settings_are_remembered(tmp_path: Path) -> None:
+def test_settings_are_stored(tmp_path: Path) -> None:
     settings = {"run": {"seed": 3, "dir": "x"}, "algo": {"kl": {"coef": 0.05}}}
     checkpoints = Checkpoints(tmp_path / "checkpoints", world=OneRank(), keep_last=2, settings=settings)
     assert checkpoints.settings_of(checkpoints.save(1, {}, {})) == settings
     about = json.loads((checkpoints.root / "step_000001" / "state.json").read_text())
     del about["settings"]
     (checkpoints.root / "step_000001" / "state.json").write_text(json.dumps(about))
-    assert checkpoints.settings_of(checkpoints.root / "step_000001") is None  # made by a version that did not
+    assert checkpoints.settings_of(checkpoints.root / "step_000001") is None  # made by an older version
 
 
-def test_the_number_of_ranks_is_remembered(tmp_path: Path) -> None:
+def test_the_number_of_ranks_is_stored(tmp_path: Path) -> None:
     pair = Checkpoints(tmp_path / "checkpoints", world=OneRank(size=2), keep_last=2)
     path = pair.save(1, {}, {})
     assert Checkpoints(pair.root, world=OneRank(), keep_last=2).world_size_of(path) == 2
@@ -265,7 +327,7 @@ class Disk:
     free: int
 
 
-def test_too_little_room_is_said_before_anything_is_written(
+def test_a_lack_of_disk_space_is_reported_before_anything_is_written(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = checkpoints.save(1, {}, {})
@@ -284,16 +346,17 @@ def test_too_little_room_is_said_before_anything_is_written(
     assert names(checkpoints) == ["latest", "step_000001"] and checkpoints.latest() == before
     with pytest.raises(
         UserError,
-        match=f"run.dir={checkpoints.root.parent}: no space for a checkpoint: it takes 0.00105 GB, 0.0005 GB are free",
+        match=f"run.dir={checkpoints.root.parent}: no space for a checkpoint: "
+        "it takes 0.00105 GB, 0.0005 GB are free",
     ):
         checkpoints.check_disk_space({})
 
 
 @pytest.mark.parametrize(("kib", "state"), [(8, {}), (100, {"long": "x" * 200_000})])
-def test_a_disk_that_is_really_full(
+def test_a_disk_that_becomes_full_during_a_save(
     tmp_path: Path, kib: int, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Full in the middle of a tensor file, and of a JSON file: another program has taken what was free."""
+    """The disk is full in the middle of a tensor file or a JSON file, since another program has used it."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(
@@ -308,7 +371,8 @@ def test_a_disk_that_is_really_full(
         (disk / "others").write_bytes(bytes(free - kib * 1024))
         with pytest.raises(
             CheckpointError,
-            match="step_000002 was not written, older checkpoints are unchanged: .*(?i:no space left on device)",
+            match="step_000002 was not written, older checkpoints are unchanged: "
+            ".*(?i:no space left on device)",
         ):
             checkpoints.save(2, {}, state)
         assert names(checkpoints) == ["latest", "step_000001"]
@@ -319,11 +383,11 @@ def test_a_disk_that_is_really_full(
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_what_was_not_pruned_goes_at_the_next_start(tmp_path: Path) -> None:
+def test_checkpoints_that_a_kill_left_are_pruned_at_the_next_start(tmp_path: Path) -> None:
     generous = Checkpoints(tmp_path / "checkpoints", world=OneRank(), keep_last=9)
     for step in (1, 2, 3, 4):
         generous.save(step, {}, {}, best=step == 1)
-    (generous.root / "step_000004" / "state.json").unlink()  # the newest is no use
+    (generous.root / "step_000004" / "state.json").unlink()  # the newest is damaged
     again = Checkpoints(tmp_path / "checkpoints", world=OneRank(), keep_last=1)
     latest = again.latest()
     assert latest is not None and names(again) == [
@@ -338,11 +402,11 @@ def test_what_was_not_pruned_goes_at_the_next_start(tmp_path: Path) -> None:
     assert names(again) == ["best", "latest", "step_000001", "step_000003", "step_000004"]
 
     elsewhere = Checkpoints(tmp_path / "other" / "checkpoints", world=OneRank(), keep_last=1)
-    elsewhere.load(latest, {})  # another run's folder is not ours to prune
+    elsewhere.load(latest, {})  # does not prune another run's folder
     assert names(again) == ["best", "latest", "step_000001", "step_000003", "step_000004"]
 
 
-def test_other_models_than_saved(checkpoints: Checkpoints) -> None:
+def test_other_models_than_saved_are_refused(checkpoints: Checkpoints) -> None:
     path = checkpoints.save(1, {}, {})
     with pytest.raises(UserError, match="run.resume: .* this run trains actor"):
         checkpoints.load(path, {"actor": None})
@@ -358,8 +422,8 @@ def draws() -> list[float]:
     ]
 
 
-def test_random_states_come_back(tmp_path: Path) -> None:
-    draws()  # numpy and python hold the second of a pair of normal draws now
+def test_random_states_are_restored(tmp_path: Path) -> None:
+    draws()  # now numpy and python hold the second of a pair of normal draws
     save_rng(tmp_path, OneRank())
     expected = draws()
     draws()
@@ -367,7 +431,7 @@ def test_random_states_come_back(tmp_path: Path) -> None:
     assert draws() == expected
 
 
-def test_a_rank_that_was_not_there_draws_numbers_of_its_own(tmp_path: Path) -> None:
+def test_a_new_rank_draws_its_own_numbers(tmp_path: Path) -> None:
     save_rng(tmp_path, OneRank())
     expected = draws()
     new = []

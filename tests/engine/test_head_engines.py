@@ -1,4 +1,4 @@
-"""A head that answers with log-probs learns the same under ZeRO-3, sharded at loading and gathered for its forward and backward, as whole."""
+"""Training through the LM head that returns log-probs is the same with ZeRO-3 as with whole weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.engine.test_checkpoint import launch
 from tests.support.ranks import RankServer
 
 SIZES = dict(
-    vocab_size=V, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3,
+    vocab_size=V, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, initializer_range=0.3,
     pad_token_id=0,
 )  # fmt: skip
 FOLDERS = {
@@ -36,7 +37,9 @@ def found(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_under_zero_3_are_those_of_whole_weights(found: dict[str, dict[str, Any]], kind: str) -> None:
+def test_steps_with_zero_3_equal_those_with_whole_weights(
+    found: dict[str, dict[str, Any]], kind: str
+) -> None:
     case = found[kind]
     relative, rounding = (0.05, 0.02) if "bf16" in kind else (2e-5, 2e-5)
     assert len(case["norms"]) == STEPS and all(
@@ -46,5 +49,7 @@ def test_steps_under_zero_3_are_those_of_whole_weights(found: dict[str, dict[str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_a_model_that_changes_its_logits_makes_them(found: dict[str, dict[str, Any]], kind: str) -> None:
+def test_full_logits_are_computed_only_for_a_model_that_changes_them(
+    found: dict[str, dict[str, Any]], kind: str
+) -> None:
     assert found[kind]["fused"] == (kind != "capped")

@@ -1,4 +1,4 @@
-"""The switch between training and generation: both ways under ZeRO-3 decode the same, and training goes on as if there were no switch."""
+"""The switch to generation: both ways of ZeRO-3 decode the same, and training is not affected."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ def found(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layer_by_layer_decodes_what_whole_weights_decode(found: dict, kind: str) -> None:
+def test_decoding_by_layers_equals_decoding_with_whole_weights(found: dict, kind: str) -> None:
     case = found[kind]
     assert case["in step"] and case["tokens"] and case["gap"] < 1e-5 and case["moved"], case
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_after_either_goes_on_as_if_nothing_had_been_generated(found: dict, kind: str) -> None:
+def test_training_is_not_affected_by_generation(found: dict, kind: str) -> None:
     case = found[kind]
     assert case["released"] and case["steps"] and case["weights"], case
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_with_answers_of_other_lengths_stay_in_step(found: dict, kind: str) -> None:
+def test_ranks_with_responses_of_different_lengths_stay_in_lockstep(found: dict, kind: str) -> None:
     case = found[kind]
     (first, second), (one, other) = case["lengths"], case["forwards"]
     assert max(first) < max(second) and one == other, case
 
 
-def test_and_so_they_do_where_they_would_plan_other_numbers_of_chunks(found: dict) -> None:
+def test_ranks_that_would_plan_different_numbers_of_chunks_stay_in_lockstep(found: dict) -> None:
     case = found["uneven"]
     assert (
         case["tokens"] and case["forwards"][0] == case["forwards"][1] and case["free"][0] != case["free"][1]
@@ -60,37 +60,35 @@ def test_and_so_they_do_where_they_would_plan_other_numbers_of_chunks(found: dic
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_gathered_is_counted(found: dict, kind: str) -> None:
+def test_gathered_bytes_are_counted(found: dict, kind: str) -> None:
     assert found[kind]["gathered"] and found[kind]["gathered once"], found[kind]
 
 
-def test_layers_are_fetched_ahead_and_those_that_a_module_borrows_from_another_too(found: dict) -> None:
+def test_layers_are_prefetched_and_parameters_of_other_modules_are_gathered(found: dict) -> None:
     assert all(case["ahead"] for case in (found[kind] for kind in KINDS))
     assert found["borrowed"]["gap"] < 1e-5 and found["borrowed"]["released"], found["borrowed"]
 
 
-def test_an_exception_in_a_layer_leaves_nothing_gathered_and_nothing_else_changed(found: dict) -> None:
+def test_an_exception_in_a_layer_leaves_everything_sharded_and_unchanged(found: dict) -> None:
     assert found["interrupted"]["found"] and found["interrupted"]["weights"], found["interrupted"]
 
 
 @pytest.mark.parametrize(
     ("stage", "dtype"), [(0, "torch.float32"), (2, "torch.bfloat16"), (3, "torch.float32")]
 )
-def test_optimizer_states_leave_for_generation_and_come_back_to_the_bit(
-    found: dict, stage: int, dtype: str
-) -> None:
+def test_optimizer_states_are_offloaded_and_restored_bit_by_bit(found: dict, stage: int, dtype: str) -> None:
     case = found[f"states {stage} {dtype}"]
     assert case["empty"] and case["full"] and case["steps"] and case["weights"], case
     assert "of optimizer states and gradient buffers offloaded" in case["line"] and case["gb"] > 0, case
 
 
 @pytest.mark.parametrize("generate", ["whole", "layers"])
-def test_neither_twin_nor_cache_is_in_memory_when_training_starts(found: dict, generate: str) -> None:
-    case = found[f"left over {generate}"]
+def test_neither_inference_copy_nor_cache_is_in_memory_during_training(found: dict, generate: str) -> None:
+    case = found[f"alive after {generate}"]
     assert case["caches"] > 0 and case["alive"] == 0 and (case["inside"] > 0) == (generate == "whole"), case
 
 
-# -- the arithmetic: 90 % of what is free may be used ---------------------------------------------------------------------------------------
+# -- the plan, which may use 90 % of the free memory ------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -103,22 +101,28 @@ def test_neither_twin_nor_cache_is_in_memory_when_training_starts(found: dict, g
             5,
             True,
             GenerationPlan(gather_once=True, offload_states=True),
-        ),  # 10 of 9, and 5 that can move
+        ),  # 10 of 9, and 5 offloadable
         (
             6,
             4,
             5,
             False,
             GenerationPlan(gather_once=False, offload_states=False),
-        ),  # on a CPU nothing is won by moving
+        ),  # on a CPU offloading frees nothing
         (
             12,
             3,
             5,
             True,
             GenerationPlan(gather_once=False, offload_states=False),
-        ),  # 15 of 14; one layer and 3 fit without moving
-        (12, 8, 5, True, GenerationPlan(gather_once=False, offload_states=True)),  # layers, and still 10 of 9
+        ),  # 15 of 14; one layer and 3 fit without offloading
+        (
+            12,
+            8,
+            5,
+            True,
+            GenerationPlan(gather_once=False, offload_states=True),
+        ),  # by layers, and still 10 of 9
         (
             6,
             4,
@@ -128,7 +132,9 @@ def test_neither_twin_nor_cache_is_in_memory_when_training_starts(found: dict, g
         ),  # no states, as with offload_optimizer
     ],
 )
-def test_auto(weights: int, decoding: int, offloadable: int, on_gpu: bool, expected: GenerationPlan) -> None:
+def test_auto_by_memory_budget(
+    weights: int, decoding: int, offloadable: int, on_gpu: bool, expected: GenerationPlan
+) -> None:
     budget = MemoryBudget(
         free=10 * GIB,
         weights=weights * GIB,
@@ -139,7 +145,7 @@ def test_auto(weights: int, decoding: int, offloadable: int, on_gpu: bool, expec
     assert plan_generation(budget, generation_gather="auto", offload_states="auto", on_gpu=on_gpu) == expected
 
 
-def test_what_is_asked_for_is_done() -> None:
+def test_explicit_settings_override_the_budget() -> None:
     tight, wide = (
         MemoryBudget(free=free * GIB, weights=6 * GIB, layer=2 * GIB, decoding=3 * GIB, offloadable=GIB)
         for free in (1, 100)
@@ -159,7 +165,7 @@ def test_what_is_asked_for_is_done() -> None:
     ) == GenerationPlan(gather_once=True, offload_states=True)
 
 
-def test_weights_that_are_whole_anyway_need_no_budget_of_their_own() -> None:
+def test_unsharded_weights_need_no_memory_of_their_own() -> None:
     plain = MemoryBudget(free=10 * GIB, weights=0, layer=0, decoding=5 * GIB, offloadable=3 * GIB)
     assert plan_generation(
         plain, generation_gather="auto", offload_states="auto", on_gpu=True
@@ -171,7 +177,7 @@ def test_weights_that_are_whole_anyway_need_no_budget_of_their_own() -> None:
     ) == GenerationPlan(gather_once=True, offload_states=True)
 
 
-def test_the_arithmetic_is_told() -> None:
+def test_the_plan_is_described_with_its_numbers() -> None:
     budget = MemoryBudget(
         free=int(14.2 * GIB),
         weights=int(0.9 * GIB),
@@ -180,15 +186,17 @@ def test_the_arithmetic_is_told() -> None:
         offloadable=int(3.1 * GIB),
     )
     assert describe_plan(budget, GenerationPlan(gather_once=True, offload_states=False), sharded=True) == (
-        "generation weights gathered once per phase: 0.9 GiB, 0.5 GiB for cache and activations; 14.2 GiB free"
+        "generation weights gathered once per phase: 0.9 GiB, 0.5 GiB for cache and activations; "
+        "14.2 GiB free"
     )
     assert describe_plan(budget, GenerationPlan(gather_once=False, offload_states=True), sharded=True) == (
-        "generation weights gathered layer by layer in each forward: up to 50.0 MiB of 0.9 GiB, 0.5 GiB for cache and activations; "
+        "generation weights gathered layer by layer in each forward: up to 50.0 MiB of 0.9 GiB, "
+        "0.5 GiB for cache and activations; "
         "14.2 GiB free; 3.1 GiB of optimizer states and gradient buffers offloaded"
     )
 
 
-def test_free_memory_is_a_share_of_the_machines_and_on_a_gpu_counts_what_torch_holds_unused(
+def test_free_memory_on_a_cpu_is_a_share_and_on_a_gpu_includes_the_unused_cache_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1001))
@@ -207,6 +215,7 @@ def test_decoding_takes_cache_activations_and_logits() -> None:
         "num_key_value_heads": 1,
     }
     lm = LlamaForCausalLM(LlamaConfig(vocab_size=23, **shape))
-    # in fp32 a place has 2 layers x a key and a value of 4 numbers, and 4 x 8 + 3 x 12 activations; a row 23 logits, four times
+    # in fp32 a token has 2 layers x a key and a value of 4 numbers, and 4 x 8 + 3 x 12 activations;
+    # a row has 23 logits four times
     assert decoding_bytes(lm, tokens=10, rows=3) == 10 * (64 + 272) + 3 * 368
     assert decoding_bytes(lm.to(torch.bfloat16), tokens=10, rows=3) == 10 * (32 + 136) + 3 * (46 + 276)

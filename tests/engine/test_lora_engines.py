@@ -1,4 +1,4 @@
-"""LoRA under DeepSpeed, on every ZeRO stage: what is trained, the reference that needs no copy, decoding, export, resume."""
+"""LoRA on every ZeRO stage: training, the reference without a copy, decoding, export and resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Case = dict[str, Any]
 
 
 def make_models(root: Path) -> None:
-    """Tied embeddings; weights of a decent scale, so that a small change of them shows."""
+    """Writes models with tied embeddings and weights so large that a small change has an effect."""
     sizes = dict(
         hidden_size=16,
         intermediate_size=24,
@@ -71,17 +71,17 @@ BF16 = ["2 zero2 bf16", "2 zero3 bf16"]
 
 
 @pytest.mark.parametrize("label", FP32 + BF16)
-def test_adapters_alone_are_trained(found: dict[str, Case], label: str) -> None:
+def test_only_adapters_are_trained(found: dict[str, Case], label: str) -> None:
     case = found[label]
     assert case["base untouched"] and case["all adapters changed"] and case["B starts at 0, A does not"], case
-    # 2 layers x rank 2 x (in + out) of q 16+16, k and v 16+8, o 16+16, gate, up and down 16+24; and 19 x 16 embeddings, 2 x (two norms of 16
-    # and the matrices), a norm
+    # adapters: 2 layers x rank 2 x (in + out) of q 16+16, k and v 16+8, o 16+16, gate, up and down 16+24;
+    # all: 19 x 16 embeddings, 2 x (two norms of 16 and the matrices), a norm
     adapters = 2 * 2 * (32 + 2 * 24 + 32 + 3 * 40)
     assert case["counts"] == [adapters, adapters + 19 * 16 + 2 * (32 + 2 * 256 + 2 * 128 + 3 * 384) + 16]
 
 
 @pytest.mark.parametrize("label", FP32 + BF16)
-def test_the_reference_is_the_base_of_the_actor_and_the_adapters_are_on_again(
+def test_the_reference_is_the_actors_base_and_the_adapters_are_enabled_again(
     found: dict[str, Case], label: str
 ) -> None:
     case, rounding = found[label], 0.1 if "bf16" in label else 1e-5
@@ -90,19 +90,19 @@ def test_the_reference_is_the_base_of_the_actor_and_the_adapters_are_on_again(
     assert case["adapters on again"], case
 
 
-def test_another_reference_is_loaded(found: dict[str, Case]) -> None:
+def test_a_reference_with_another_path_is_loaded(found: dict[str, Case]) -> None:
     assert found["another reference"]["own"] and found["another reference"]["gap"] < 1e-5
 
 
 @pytest.mark.parametrize("label", FP32 + BF16)
-def test_what_decodes_and_what_is_saved_is_what_was_trained(found: dict[str, Case], label: str) -> None:
+def test_decoding_and_export_use_the_trained_weights(found: dict[str, Case], label: str) -> None:
     case, rounding = found[label], 0.2 if "bf16" in label else 1e-4
     assert case["decoded gap"] < rounding < case["moved"], case
     assert max(case["exported gaps"][name] for name in ("model", "adapter")) < rounding, case
 
 
 class PlainLora(nn.Module):
-    """W -> W + alpha / rank * B A, with alpha / rank = 2."""
+    """Computes W + alpha / rank * B A with alpha / rank = 2."""
 
     def __init__(self, down: Tensor, up: Tensor):
         super().__init__()
@@ -113,7 +113,7 @@ class PlainLora(nn.Module):
 
 
 def plain_training(root: Path, first: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
-    """In plain torch, from the same adapters: one process, all rows at once. Gradient norms of 5 steps, and the adapters after them."""
+    """Trains the adapters in plain torch on all rows at once; returns 5 gradient norms and them."""
     lm = AutoModelForCausalLM.from_pretrained(root / "actor").requires_grad_(False)
     adapters = {}
     for name in [
@@ -163,7 +163,7 @@ def plain(found: dict[str, Case], root: Path) -> tuple[dict[str, Tensor], list[f
 
 
 @pytest.mark.parametrize("label", FP32)
-def test_every_stage_and_number_of_ranks_trains_as_plain_torch_does(
+def test_every_stage_and_number_of_ranks_trains_like_plain_torch(
     found: dict[str, Case], root: Path, plain: Any, label: str
 ) -> None:
     first, norms, last = plain
@@ -177,8 +177,10 @@ def test_every_stage_and_number_of_ranks_trains_as_plain_torch_does(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_head_of_a_critic_keeps_to_its_own_learning_rate(found: dict[str, Case], stage: int) -> None:
-    """Adam's first step is the rate itself. B has no gradient while the head is 0; its first one, in the second step, is
+def test_the_head_of_a_critic_has_its_own_learning_rate(found: dict[str, Case], stage: int) -> None:
+    """Adam's first step is the rate itself.
+
+    B has no gradient while the head is 0; its first one, in the second step, is
 
     m / sqrt(v) = (0.1 / (1 - 0.9^2)) / sqrt(0.05 / (1 - 0.95^2)) = 0.735 times the rate.
     """
@@ -190,7 +192,7 @@ def test_the_head_of_a_critic_keeps_to_its_own_learning_rate(found: dict[str, Ca
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_saved_critic_is_the_trained_one(found: dict[str, Case], stage: int) -> None:
+def test_an_exported_critic_equals_the_trained_one(found: dict[str, Case], stage: int) -> None:
     case = found[f"critic 2 zero{stage}"]
     assert case["gap"] < 1e-5 < 1e-3 < case["values"], case
 
@@ -198,7 +200,7 @@ def test_a_saved_critic_is_the_trained_one(found: dict[str, Case], stage: int) -
 @pytest.mark.parametrize(
     "label", ["1 zero0 fp32 actor", "2 zero2 bf16 actor", "2 zero3 bf16 actor", "2 zero3 fp32 critic"]
 )
-def test_a_resumed_run_goes_on_to_the_bit(found: dict[str, Case], label: str) -> None:
+def test_a_resumed_run_continues_bit_by_bit(found: dict[str, Case], label: str) -> None:
     case = found[f"resumed {label}"]
     assert case["loaded"] and case["steps"] and case["weights"] and case["only what is trained"], case
 

@@ -1,4 +1,4 @@
-"""Counting of the peak rates with a simulated clock, and their agreement with a measurement of this machine."""
+"""Peak rates with a simulated clock, and their agreement with a plain measurement of this machine."""
 
 import time
 from itertools import count
@@ -63,7 +63,7 @@ def best_of_20(action) -> float:
 
 
 def test_peaks_of_this_machine_agree_with_a_plain_measurement():
-    """Within a factor of 3, since both are minima of several tries and other processes disturb them differently."""
+    """The tolerance is a factor of 3, since other processes disturb the two measurements differently."""
     x, source = torch.rand(512, 512), torch.ones(2**22)
     plain_flops = 2 * 512**3 / best_of_20(lambda: x @ x)
     assert plain_flops / 3 < gemm_flops_per_s(CPU, torch.float32, [(512, 512, 512)]) < 3 * plain_flops

@@ -1,4 +1,4 @@
-"""Roles that are one model hold its weights once: a reward model that a critic with adapters began as, a reference that an actor did."""
+"""Roles with one base model hold its weights once: critic and reward model, actor and reference."""
 
 from __future__ import annotations
 
@@ -34,23 +34,26 @@ def found(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> 
     return json.loads((root / "found.json").read_text())
 
 
-def test_a_reference_takes_nothing_beside_an_actor_with_adapters(found: dict[str, dict[str, Any]]) -> None:
+def test_a_reference_needs_no_memory_beside_an_actor_with_adapters(found: dict[str, dict[str, Any]]) -> None:
     base, other = found["reference actor"], found["reference other"]
     assert base["shared"] and base["taken"] == 0
     assert not other["shared"] and other["taken"] >= other["actor"]
 
 
 @pytest.mark.parametrize("label", CASES)
-def test_a_critic_with_adapters_is_its_reward_model_too(found: dict[str, dict[str, Any]], label: str) -> None:
+def test_a_critic_with_adapters_shares_its_weights_with_the_reward_model(
+    found: dict[str, dict[str, Any]], label: str
+) -> None:
     case = found[f"reward {label}"]
     assert case["shared"] and case["taken"] == 0
     assert case["notes"] == [
-        "sharing    reward.model.path: the critic without its adapters, with its first head; no weights of its own"
+        "sharing    reward.model.path: the critic without its adapters, with its first head; "
+        "no weights of its own"
     ]
 
 
 @pytest.mark.parametrize("label", CASES)
-def test_it_scores_as_the_folder_does_however_far_the_critic_has_come(
+def test_the_shared_reward_model_scores_like_its_folder_after_training(
     found: dict[str, dict[str, Any]], label: str
 ) -> None:
     case = found[f"reward {label}"]
@@ -60,13 +63,13 @@ def test_it_scores_as_the_folder_does_however_far_the_critic_has_come(
 
 
 @pytest.mark.parametrize("label", CASES)
-def test_a_resumed_critic_is_still_the_reward_model_it_began_as(
+def test_a_resumed_critic_still_contains_the_reward_model(
     found: dict[str, dict[str, Any]], label: str
 ) -> None:
     assert found[f"reward {label}"]["resumed"] and found[f"reward {label}"]["only what was there"]
 
 
-def test_a_critic_that_is_trained_whole_is_no_reward_model(found: dict[str, dict[str, Any]]) -> None:
+def test_a_critic_without_adapters_does_not_share_weights(found: dict[str, dict[str, Any]]) -> None:
     case = found["reward zero0 fp32 whole"]
     assert not case["shared"] and case["taken"] >= case["model"] and case["notes"] == []
     assert case["gap"] < 1e-4 and case["stays"]

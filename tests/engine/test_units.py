@@ -1,4 +1,4 @@
-"""The engine's pure parts: schedules, DeepSpeed's JSON, parameter groups, the environment of a single process."""
+"""Schedules, DeepSpeed's JSON, parameter groups and the environment of a single process."""
 
 import copy
 
@@ -11,7 +11,7 @@ from ppo_ds.distributed.world import single_process_environment
 from ppo_ds.engine.trained import LRSchedule, parameter_counts, parameter_groups
 from ppo_ds.engine.zero import deepspeed_config, merged
 
-# -- learning rate ------------------------------------------------------------------------------------------------------------------------
+# -- learning rate -------------------------------------------------------------------------------------
 
 
 def rates(kind, total, warmup=0.0, low=0.0, lr=1.0):
@@ -19,7 +19,7 @@ def rates(kind, total, warmup=0.0, low=0.0, lr=1.0):
     return [schedule.at(step) for step in range(total)]
 
 
-def test_warm_up_climbs_to_the_full_rate_and_never_starts_at_zero():
+def test_warmup_reaches_the_full_rate_and_never_starts_at_zero():
     assert rates("constant", 10, warmup=0.3, lr=8.0) == pytest.approx(
         [2, 4, 6, 8, 8, 8, 8, 8, 8, 8]
     )  # 3 steps of warm-up: 1/4, 2/4, 3/4
@@ -49,7 +49,7 @@ def test_constant():
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("warmup", [0.0, 0.03, 0.5, 1.0])
 @pytest.mark.parametrize("total", [1, 2, 3, 100])
-def test_the_first_step_always_moves_and_no_rate_is_out_of_range(kind, warmup, total):
+def test_the_first_rate_is_positive_and_all_rates_are_in_range(kind, warmup, total):
     seen = rates(kind, total, warmup, low=0.1, lr=5.0)
     assert seen[0] > 0 and all(
         0.1 * 5 <= rate <= 5 or step < warmup * total for step, rate in enumerate(seen)
@@ -63,7 +63,7 @@ def test_steps_beyond_the_last_keep_the_last_rate():
     assert LRSchedule(1.0, "linear", 0.0, 0.1, 5).at(50) == pytest.approx(0.1)
 
 
-# -- DeepSpeed's JSON ---------------------------------------------------------------------------------------------------------------------
+# -- DeepSpeed's JSON ----------------------------------------------------------------------------------
 
 
 def test_plain_config():
@@ -90,7 +90,7 @@ def test_offload():
     assert "offload_param" in only_one and "offload_optimizer" not in only_one
 
 
-def test_raw_json_is_laid_over_everything():
+def test_raw_json_overrides_everything():
     raw = {
         "zero_optimization": {"overlap_comm": True, "stage": 1},
         "gradient_clipping": 2.0,
@@ -123,7 +123,7 @@ def test_merged():
     assert (base, override) == kept
 
 
-# -- parameter groups ---------------------------------------------------------------------------------------------------------------------
+# -- parameter groups ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_the_shape_of_a_sharded_parameter_is_its_whole_one():
     assert decayed["params"][0] is matrix and kept["params"][0] is vector
 
 
-def test_parameters_with_a_rate_of_their_own_are_groups_of_their_own():
+def test_parameters_with_their_own_rate_form_their_own_groups():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     first, second = model
     groups = parameter_groups(model, 0.1, {first.weight: 0.5, first.bias: 0.5, second.weight: 1.0})
@@ -189,14 +189,14 @@ def test_parameters_with_a_rate_of_their_own_are_groups_of_their_own():
     assert parameter_counts(model) == (3 * 2 + 2, 2 * 3 + 3 + 3 * 2 + 2)
 
 
-# -- environment --------------------------------------------------------------------------------------------------------------------------
+# -- environment ---------------------------------------------------------------------------------------
 
 
-def test_a_launcher_has_said_it_all():
+def test_no_variables_are_added_under_a_launcher():
     assert single_process_environment({"RANK": "3", "WORLD_SIZE": "8"}) == {}
 
 
-def test_plain_python_is_a_world_of_one():
+def test_plain_python_is_a_single_rank():
     alone = single_process_environment({"HOME": "/root"})
     assert {key: alone[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
         "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",

@@ -1,4 +1,4 @@
-"""Second sets of weights: the average is the average, swapped in it is what runs, and afterwards nothing has happened."""
+"""Weight copies: the average is exact, runs while it is swapped in, and leaves training unaffected."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support.ranks import RankServer
 def found(
     tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer
 ) -> dict[str, list[dict[str, Any]]]:
-    """One launch for each number of ranks; then 2 ranks read what 1 has written of what 2 had written."""
-    directory = tmp_path_factory.mktemp("shadows")
+    """Returns results of 2 ranks, of 1 rank, and of 2 ranks that read the files of 1."""
+    directory = tmp_path_factory.mktemp("copies")
     return {
         "two": launch(rank_server, 2, directory, "all", "weight_copy_worker"),
         "one": launch(rank_server, 1, directory, "all", "weight_copy_worker"),
@@ -33,50 +33,50 @@ def of_all_kinds(found: dict, ranks: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
-def test_the_average_is_the_one_of_the_whole_weights_in_float64(found: dict, ranks: str) -> None:
+def test_the_average_equals_that_of_whole_weights_in_float64(found: dict, ranks: str) -> None:
     for case in of_all_kinds(found, ranks):
         assert case["gap"] < 1e-6 and case["moved"] > 1e-2, (
             case
-        )  # one rounding of weights below 4 in each of five steps; against the last weights
+        )  # five roundings of weights below 4; compared with the last weights
         assert case["lagged"], case
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
-def test_inside_the_model_is_the_shadow_and_afterwards_itself_to_the_bit(found: dict, ranks: str) -> None:
+def test_swapped_weights_are_the_copy_inside_and_the_own_bit_by_bit_afterwards(
+    found: dict, ranks: str
+) -> None:
     for case in of_all_kinds(found, ranks):
         assert case["module"] and case["forward"] and case["other forward"] > 0.1, case
         assert case["back"] and case["no training"], case
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
-def test_training_goes_on_as_if_there_were_no_shadow(found: dict, ranks: str) -> None:
+def test_training_is_not_affected_by_a_copy(found: dict, ranks: str) -> None:
     for case in of_all_kinds(found, ranks):
         assert case["undisturbed"], case
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
-def test_saved_and_loaded_to_the_bit_and_resumed(found: dict, ranks: str) -> None:
+def test_copies_are_saved_loaded_and_resumed_bit_by_bit(found: dict, ranks: str) -> None:
     for case in of_all_kinds(found, ranks):
         assert case["kept"] and case["loaded"] and case["resumed"], case
 
 
-def test_other_numbers_of_ranks_and_other_stages_read_the_same(found: dict) -> None:
+def test_other_numbers_of_ranks_and_stages_read_the_same_copy(found: dict) -> None:
     cases = [case for case in found["one"] + found["back"] if "->" in case["case"]]
     assert len(cases) == 5 + 7
     assert all(case["same"] for case in cases), cases
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
-def test_an_exception_inside_leaves_the_model_as_it_was_also_on_one_rank_alone(
-    found: dict, ranks: str
-) -> None:
+def test_an_exception_inside_restores_the_model_even_on_one_rank_alone(found: dict, ranks: str) -> None:
     cases = [case for case in found[ranks] if "interrupted" in case["case"]]
     assert len(cases) == 3
     assert all(case["found"] for case in cases), cases
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
-def test_generation_inside_is_with_the_shadow_and_afterwards_with_the_model(found: dict, ranks: str) -> None:
+def test_generation_uses_the_copy_inside_and_the_model_afterwards(found: dict, ranks: str) -> None:
     cases = [case for case in found[ranks] if "generated" in case["case"]]
     assert len(cases) == 3
     for case in cases:
@@ -87,14 +87,14 @@ def test_generation_inside_is_with_the_shadow_and_afterwards_with_the_model(foun
     ("name", "key"),
     [("ema", "actor.ema.decay"), ("lagged", "algo.old_policy")],
 )
-def test_a_checkpoint_that_lacks_one_or_has_one_too_many(
+def test_a_checkpoint_with_other_copies_than_the_run_is_refused(
     tmp_path: Path, name: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "ppo_ds.engine.checkpoint.checkpoints.save_weight_copy",
-        lambda shadow, directory: directory.mkdir() or [],
+        lambda copy, directory: directory.mkdir() or [],
     )
-    monkeypatch.setattr("ppo_ds.engine.checkpoint.checkpoints.weight_copy_bytes", lambda shadow: 0)
+    monkeypatch.setattr("ppo_ds.engine.checkpoint.checkpoints.weight_copy_bytes", lambda copy: 0)
     checkpoints = Checkpoints(tmp_path, world=OneRank(), keep_last=2)
     with_it, without = checkpoints.save(1, {}, {}, copies={name: None}), checkpoints.save(2, {}, {})
     with pytest.raises(
@@ -104,6 +104,7 @@ def test_a_checkpoint_that_lacks_one_or_has_one_too_many(
         checkpoints.load(with_it, {})
     with pytest.raises(
         UserError,
-        match=f"^run.resume: .*step_000002 holds no {name} weights, this run keeps them: keep {key} as it was$",
+        match=f"^run.resume: .*step_000002 holds no {name} weights, this run keeps them: "
+        f"keep {key} as it was$",
     ):
         checkpoints.load(without, {}, {name: None})

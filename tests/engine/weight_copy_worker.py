@@ -1,4 +1,4 @@
-"""Ranks of test_weight_copy.py: engines of every kind, each with a running average and a lagging copy. Writes what it found as JSON."""
+"""Trains engines of every kind with weight copies for test_weight_copy.py; writes the results as JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trained(model: TrainedModel) -> dict[str, nn.Parameter]:
 
 
 def weights(model: TrainedModel) -> Weights:
-    """The whole fp32 weights, asked of DeepSpeed; without ZeRO they are the parameters."""
+    """Returns the whole fp32 weights from DeepSpeed; without ZeRO they are the parameters."""
     if model.zero_stage == 0:
         return {name: p.detach().clone() for name, p in trained(model).items()}
     return {name: safe_get_full_fp32_param(p).clone() for name, p in trained(model).items()}
@@ -59,7 +59,7 @@ def moments(model: TrainedModel) -> Weights:
 
 
 def module_weights(model: TrainedModel) -> Weights:
-    """Those that forwards use, in the model's dtype, on rank 0; the buffer is left out, since it counts the forwards."""
+    """Returns the weights of forwards on rank 0, without the buffer, which counts the forwards."""
     return {name: x for name, x in (consolidated(model) or {}).items() if name != "seen"}
 
 
@@ -70,7 +70,7 @@ def everything(model: TrainedModel) -> Weights:
 
 
 def shares(model: TrainedModel) -> list[Tensor]:
-    """What this rank's optimizer steps, as bits, padding included."""
+    """Returns the bits of this rank's master weights, padding included."""
     optimizer = model.engine.optimizer
     flats = getattr(optimizer, "fp32_partitioned_groups_flat", None) or [
         flat for group in optimizer.param_groups for flat in group["params"]
@@ -88,7 +88,7 @@ def logits(model: TrainedModel) -> Tensor:
 
 
 def plain_logits(given: Weights, dtype: torch.dtype) -> Tensor:
-    """The same, of a plain module with these weights."""
+    """Computes the logits of a plain module with these weights."""
     module = Tiny(0.0).to(dtype)
     module.load_state_dict(given, strict=False)
     with torch.no_grad():
@@ -99,9 +99,9 @@ def copy_of(model: TrainedModel) -> WeightCopy:
     return WeightCopy(model, chunk_elements=16)  # several chunks, also for a tiny model
 
 
-def of(shadow: WeightCopy) -> Weights:
-    with shadow.swapped():
-        return weights(shadow.model)
+def of(copy: WeightCopy) -> Weights:
+    with copy.swapped():
+        return weights(copy.model)
 
 
 def gap(a: Weights, b: Weights) -> float:
@@ -116,13 +116,13 @@ def refused(action: Any) -> bool:
     return False
 
 
-def enter(shadow: WeightCopy) -> None:
-    with shadow.swapped():
+def enter(copy: WeightCopy) -> None:
+    with copy.swapped():
         pass
 
 
 def followed(world: World, root: Path, stage: int, dtype: str, *, offload: bool = False, **zero: Any) -> Case:
-    """Five steps with an average and a copy of the third; in and out; save, and on by one step; against runs without any of that."""
+    """Trains with an average and a lagging copy, swaps, saves and resumes; compares with a plain run."""
     label = f"{stage} {dtype}{' offload' if offload else ''}{''.join(f' {key}' for key in zero)}"
     kind: dict[str, Any] = {"raw": {"zero_optimization": zero}, "offload": offload, "dropout": 0.0}
     undisturbed = make(world, stage, dtype, **kind)
@@ -192,16 +192,16 @@ def followed(world: World, root: Path, stage: int, dtype: str, *, offload: bool 
 
 
 def interrupted(world: World, root: Path, stage: int, dtype: str) -> Case:
-    """An exception inside: on all ranks, then on the last alone, which must not wait for the others."""
+    """Raises inside swapped() on all ranks, then on the last alone, which must not wait for the others."""
     model = make(world, stage, dtype, raw={"zero_optimization": NOT_PERSISTENT}, dropout=0.0)
-    shadow = copy_of(model)
+    copy = copy_of(model)
     train(model, range(4))
     before, bits, outside = everything(model), shares(model), logits(model)
     found = []
     left = root / f"left {world.size} {stage} {dtype}"
     for ranks in (range(world.size), [world.size - 1]):
         try:
-            with shadow.swapped():
+            with copy.swapped():
                 if world.rank in ranks:
                     raise Interrupted
                 waited = wait_for(left)
@@ -222,7 +222,7 @@ def wait_for(file: Path) -> bool:
 
 
 def generated(world: World, stage: int, dtype: str, only: str) -> Case:
-    """Greedy generation's logits outside, inside and after; the parameters whose name contains ``only`` are trained."""
+    """Generates outside, inside and after swapped(); trains parameters whose name contains ``only``."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=13,
@@ -249,17 +249,17 @@ def generated(world: World, stage: int, dtype: str, only: str) -> Case:
         eps=1e-8,
         weight_decay=0.0,
     )
-    shadow = copy_of(actor)
+    copy = copy_of(actor)
     start = next_token_logits(actor)
     for _ in range(4):
         actor.backward(actor(IDS, torch.ones_like(IDS), 3).logprobs.sum(), last=True)
         actor.step()
     outside = next_token_logits(actor)
-    with shadow.swapped():
+    with copy.swapped():
         inside = next_token_logits(actor)
         inside_again = next_token_logits(actor)
     with actor.generation_mode():
-        no_swap = refused(lambda: enter(shadow))
+        no_swap = refused(lambda: enter(copy))
     return {
         "case": f"generated {stage} {dtype} {only}",
         "start": torch.equal(inside, start) and torch.equal(inside_again, start),
@@ -276,30 +276,30 @@ def next_token_logits(actor: HybridActor) -> Tensor:
 
 def write_reference(world: World, root: Path, stage: int, dtype: str) -> None:
     model = make(world, stage, dtype, dropout=0.0)
-    shadow = copy_of(model)
+    copy = copy_of(model)
     for step in range(4):
         train(model, range(step, step + 1))
-        shadow.ema_update(DECAY)
+        copy.ema_update(DECAY)
     directory = root / "ranks" / f"{world.size}-{stage}-{dtype}"
-    save_weight_copy(shadow, directory)
-    average = of(shadow)
+    save_weight_copy(copy, directory)
+    average = of(copy)
     if world.is_main:
         save_file(average, directory / "average.safetensors")
 
 
 def read_references(world: World, root: Path, tag: str) -> Iterator[Case]:
-    """What other ranks have written; it is written again, for them to read, as ``tag``."""
+    """Reads the files of another number of ranks and writes them again, named ``tag``."""
     for directory in sorted((root / "ranks").glob("*")):
         size, stage, dtype, *tags = directory.name.split("-")
         if int(size) == world.size:
             continue
         for own_stage in sorted({int(stage), 3}):
-            shadow = copy_of(make(world, own_stage, dtype, seed=1, dropout=0.0))
-            load_weight_copy(shadow, directory)
-            found, written = of(shadow), load_file(directory / "average.safetensors")
+            copy = copy_of(make(world, own_stage, dtype, seed=1, dropout=0.0))
+            load_weight_copy(copy, directory)
+            found, written = of(copy), load_file(directory / "average.safetensors")
             yield {"case": f"{directory.name} -> {world.size}-{own_stage}", "same": same(found, written)}
             again = root / "ranks" / f"{world.size}-{own_stage}-{dtype}-{tag}{stage}"
-            save_weight_copy(shadow, again)
+            save_weight_copy(copy, again)
             if world.is_main:
                 save_file(written, again / "average.safetensors")
 
