@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-# 64 MB exceeds 32 MB, the highest threshold to which glibc adapts, so that by default such a block always goes
-# back to the kernel. Versions of glibc differ in the number of allocations (up to about 9) after which they
-# reuse the kept heap, hence the warm-up.
+# 64 MB exceeds 32 MB, the highest threshold to which glibc adapts, so that by default such a block goes back to
+# the kernel. Versions of glibc differ in the number of allocations (up to about 9) after which they reuse the
+# kept heap, hence the warm-up.
 SCRIPT = """
 import resource, sys, torch
 torch.set_num_threads(1)
