@@ -1,4 +1,6 @@
-"""The flowing types: shapes are checked, rows are picked and padded, and what lies in the padding stays there."""
+"""The flowing types: shapes are checked, rows are picked and padded, and what lies in the padding stays
+there.
+"""
 
 from dataclasses import replace
 

@@ -61,7 +61,7 @@ def dump_failure(
     if origin.position is not None:
         prompt = rows[origin.position]["prompt"]
         shown = prompt if len(prompt) <= SHOWN else f"{prompt[: SHOWN // 2]} ... {prompt[-SHOWN // 2 :]}"
-        line += f", on rank {origin.rank}, in row {int(trouble.places[origin.position])} of the rollout, prompt {shown!r}"
+        line += f", on rank {origin.rank}, in row {int(trouble.rows[origin.position])} of the rollout, prompt {shown!r}"
     try:
         write_dump(folder, step, trouble, origin, rows, learner, config)
     except CheckpointError as error:
@@ -99,7 +99,7 @@ def write_dump(
                 "kl_coef": trouble.kl_coef,
                 "critic_only": trouble.critic_only,
             }
-            numbers = trouble.places.tolist()
+            numbers = trouble.rows.tolist()
             about["rows"] = [
                 {"row_of_the_rollout": number, **row} for number, row in zip(numbers, rows, strict=True)
             ]

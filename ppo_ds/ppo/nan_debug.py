@@ -66,7 +66,7 @@ def locate_nonfinite(learner: Learner, minibatch: Experience, kl_coef: float, cr
 def find_origin(learner: Learner, trouble: NonFiniteStep) -> Origin:
     """Finds the row and the tensor that made ``trouble``, as far as a replay shows them. A collective."""
     if trouble.row is not None:
-        return Origin(trouble.what[0], trouble.rank, trouble.places.tolist().index(trouble.row))
+        return Origin(trouble.what[0], trouble.rank, trouble.rows.tolist().index(trouble.row))
     for row in locate_nonfinite(learner, trouble.minibatch, trouble.kl_coef, trouble.critic_only):
         if row.first is not None:
             return Origin(row.first, row.rank, row.position)

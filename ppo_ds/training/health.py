@@ -33,7 +33,7 @@ class NonFiniteStep:
 
     what: tuple[str, ...]  # "score", "log-prob of token 17", "loss of the actor", "gradient of the critic"
     minibatch: Experience  # the rows of the step, those of all ranks
-    places: Tensor  # [b] long: the index of each of these rows in the rollout
+    rows: Tensor  # [b] long: the index of each of these rows in the rollout
     row: int | None  # index in the rollout of the row that is certainly the cause, if one is
     rank: int | None  # the rank that generated that row
     kl_coef: float

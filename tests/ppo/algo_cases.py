@@ -1,4 +1,4 @@
-"""What the tests of this folder start from: rows of given lengths, models that say what their tokens say, the plain parts."""
+"""Helpers of the tests of make_experience and learn: rows of given lengths, stub models and plain settings."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -103,7 +103,10 @@ class Stub:
 
 
 def maker(world, reference=None, critic=None, **changes):
-    """log pi = -token / 10, log pi_ref = that - 0.2 V the token that follows; KL in the reward, returns are rewards-to-go, nothing is whitened."""
+    """Makes an ExperienceMaker with log pi = -token / 10, log pi_ref = that - 0.2 and V = the next token.
+
+    The KL is charged in the reward, returns are rewards-to-go, and nothing is whitened.
+    """
     parts = dict(
         actor=Stub(),
         lagged=None,
@@ -144,7 +147,8 @@ def attended(prompts, responses):
 
 
 def answers(lengths, scores=None, *, finished=None, limits=None, tokens=None, metadata=None, **components):
-    """A judged rollout of answers with these lengths to prompts of one token: all finished, with room for one token more.
+    """Makes a scored rollout of responses with these lengths to prompts of one token: all finished, with room for one
+    token more.
 
     ``tokens``: lists of ids, one for each answer, else all are 5; the padding holds 9.
     """
@@ -172,7 +176,10 @@ def rounded(x):
 
 
 def make_experience(prompts, responses, vocabulary=12, seed=0, finished=None):
-    """What all four roles said of rows with these prompt and response lengths: seeded noise under the masks and rubbish outside of them."""
+    """Makes an experience with all columns, of rows with these prompt and response lengths.
+
+    It holds seeded noise under the masks and rubbish outside of them.
+    """
     g = torch.Generator().manual_seed(seed)
     attention = attended(prompts, responses)
     mask = attention[:, max(prompts) :]

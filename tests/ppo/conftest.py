@@ -11,7 +11,10 @@ from tests.ppo.algo_cases import make_experience
 
 
 class ThreadWorld:
-    """The interface of engine.world.World. A rank that calls fewer collectives than the others breaks the barrier."""
+    """The interface of engine.world.World.
+
+    A rank that calls fewer collectives than the others breaks the barrier.
+    """
 
     device = torch.device("cpu")
     waiting = SimpleNamespace(take=lambda: 0.0)

@@ -1,4 +1,4 @@
-"""A policy and a critic of a few numbers, an engine that steps them, the Learner in its plain form, and the same as a loop over rows and tokens."""
+"""Helpers of the tests of learn(): a tiny policy and critic, an engine, and an independent implementation."""
 
 from dataclasses import replace
 
@@ -25,7 +25,9 @@ VALUE = dict(clip=0.2, half=True, coef=1.0, agg="token_mean")
 
 
 class Tiny(nn.Module):
-    """Something of every attended token so far -> a log-prob for each response place, or a value for each state."""
+    """Something of every attended token so far -> a log-prob for each response place, or a value for each
+    state.
+    """
 
     def __init__(self, out, seed):
         super().__init__()
@@ -38,7 +40,10 @@ class Tiny(nn.Module):
 
 
 class TinyPolicy(Tiny):
-    """``shared``: with a value head. The balance loss is a mean over the answers' tokens of their embeddings' squares."""
+    """``shared``: with a value head.
+
+    The balance loss is a mean over the answers' tokens of their embeddings' squares.
+    """
 
     def __init__(self, out, seed, shared=False, temperature=1.0):
         super().__init__(out, seed)
@@ -74,7 +79,10 @@ class TinyCritic(Tiny):
 
 
 class Engine:
-    """What TrainedModel promises: gradients are averaged over ranks, and one SGD step follows the backward marked as the last."""
+    """The interface of TrainedModel, with plain SGD.
+
+    Gradients are averaged over ranks, and one step follows the backward marked as the last.
+    """
 
     def __init__(self, module, world):
         self.module, self.world = module, world
@@ -127,7 +135,9 @@ def old_around(made, scale=0.5):
 
 
 def on_policy(rows):
-    """The same rows with the old log-probs of the actor that learned() starts from; rubbish stays outside the mask."""
+    """The same rows with the old log-probs of the actor that learned() starts from; rubbish stays outside the
+    mask.
+    """
     fresh = TinyPolicy(V, 1)
     with torch.no_grad():
         logprobs, entropy, *_ = fresh(rows.ids, rows.attention_mask, rows.response_width, with_entropy=True)
@@ -190,7 +200,7 @@ def shuffled(n_rows, epochs, minibatch_size, seed):
     return [rows for _ in range(epochs) for rows in minibatches(n_rows, minibatch_size, generator)]
 
 
-# -- the independent implementation ---------------------------------------------------------------------------------------------------------
+# -- the independent implementation --------------------------------------------------------------------------
 
 
 def mean(per_row, agg):
@@ -225,7 +235,8 @@ def by_hand(
     shared=False,
     left_out=None,
 ):
-    """The same optimizer steps (the first ``steps`` of them, but for number ``left_out``), token by token on unpadded rows.
+    """The same optimizer steps (the first ``steps`` of them, but for number ``left_out``), token by token on
+    unpadded rows.
 
     ``shared``: the values are the policy's own.
     """

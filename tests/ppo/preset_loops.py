@@ -1,4 +1,5 @@
-"""PPO's formulas as plain loops over numbers, for what no golden holds. They share no code with ppo_ds, and are themselves compared with the goldens.
+"""PPO's formulas as plain loops over numbers, for what no golden holds. They share no code with ppo_ds, and
+are themselves compared with the goldens.
 
 Arrays are numpy float64 [B,T]; masks [B,T]. Every loss comes with its gradient.
 """

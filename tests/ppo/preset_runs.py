@@ -1,4 +1,6 @@
-"""A preset of conf/algo at work on given numbers: its own ExperienceMaker and Learner, with models that answer what they are told to."""
+"""A preset of conf/algo at work on given numbers: its own ExperienceMaker and Learner, with models that
+answer given numbers.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def composed(preset: str, *overrides: str, prompts: int = 6, samples: int = 1) -
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What the models say of B answers, R = WIDTH places and S = R + 1 states; "old" while experience is made, "now" in the updates."""
+    """What the models say of B answers, R = WIDTH places and S = R + 1 states; "old" while experience is
+    made, "now" in the updates.
+    """
 
     mask: Tensor  # [B,R] from lengths, end token included
     scores: Tensor  # [B]
@@ -99,7 +103,9 @@ class Numbers:
 
 
 class Told:
-    """A trained model that says ``old`` and ``now``; remembers, for each optimizer step, the loss and its gradient."""
+    """A trained model that says ``old`` and ``now``; remembers, for each optimizer step, the loss and its
+    gradient.
+    """
 
     module = SimpleNamespace(packed=False)
 
@@ -206,7 +212,8 @@ def make_and_learn(config: Config, world, numbers: Numbers, experience: Experien
             pad_id=numbers.pad_id,
             timer=timer,
         )
-        # the old policy is another than the one that learns, also where one optimizer step would be the first to ask for it
+        # the old policy is another than the one that learns, also where one optimizer step would be the first
+        # to ask for it
         experience, seen = replace(make, compute_old_logprobs=True)(numbers.rollout(), coef)
     learn = learner(
         config,
@@ -222,7 +229,7 @@ def make_and_learn(config: Config, world, numbers: Numbers, experience: Experien
     return Run(config, experience, seen, learned, actor, critic)
 
 
-def judged(numbers: Numbers, advantages: Tensor) -> Experience:
+def experience_with(numbers: Numbers, advantages: Tensor) -> Experience:
     """The experience of a run without a critic whose advantages are these."""
     rollout = numbers.rollout()
     return Experience(
@@ -242,7 +249,9 @@ def judged(numbers: Numbers, advantages: Tensor) -> Experience:
 
 
 def states(columns: Tensor, mask: Tensor) -> Tensor:
-    """Values [B,R] of the states before each place -> [B,S], nothing sensible where a critic is not to be read: beyond the state after the end."""
+    """Values [B,R] of the states before each place -> [B,S], nothing sensible where a critic is not to be
+    read: beyond the state after the end.
+    """
     beyond = torch.arange(WIDTH + 1) > mask.sum(1, keepdim=True)
     return pad(columns, (0, 1), value=NAN).masked_fill(beyond, NAN)
 

@@ -1,4 +1,6 @@
-"""What each preset of conf/algo switches, written out by hand: from the papers, and from the configs and code of the systems they are named after."""
+"""What each preset of conf/algo switches, written out by hand: from the papers, and from the configs and code
+of the systems they are named after.
+"""
 
 # PPO as the literature has it; every key of `algo`
 STANDARD = {

@@ -1,4 +1,6 @@
-"""Where the score is paid, which states there are, and what comes of them; numbers by hand, or by plain loops over lists."""
+"""Where the score is paid, which states there are, and what comes of them; numbers by hand, or by plain loops
+over lists.
+"""
 
 from dataclasses import replace
 
@@ -12,7 +14,9 @@ SCORES = [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def rows():
-    """Room for more; up to its own limit with an end, and without; up to the limit of all; nothing at all (its end is no action)."""
+    """Room for more; up to its own limit with an end, and without; up to the limit of all; nothing at all
+    (its end is no action).
+    """
     return answers([2, 1, 2, 3, 0], SCORES, finished=[True, True, False, False, True], limits=[3, 1, 2, 3, 3])
 
 
@@ -45,7 +49,9 @@ def test_on_the_last_token(next_state):
     [("trained", ONE_MORE, ONE_MORE), ("untrained", ONE_MORE, ACTIONS), ("ignored", ACTIONS, ACTIONS)],
 )
 def test_one_place_after_the_last_token(next_state, states, trained):
-    """That place is a state of its own; an answer that fills its limit has none, and is paid on its last token."""
+    """That place is a state of its own; an answer that fills its limit has none, and is paid on its last
+    token.
+    """
     place = ScorePosition("next_token", next_state)
     assert place.states(rows()).int().tolist() == states and place.trained(rows()).int().tolist() == trained
     under = place.states(rows())
@@ -71,7 +77,7 @@ def test_scores_of_tokens_are_added_on_the_tokens(place):
     assert rounded(more - plain) == [[0.25 * x for x in row] for row in ACTIONS]
 
 
-# -- with a critic ------------------------------------------------------------------------------------------------------------------------
+# -- with a critic -------------------------------------------------------------------------------------------
 
 
 def values(rollout):
@@ -92,7 +98,10 @@ def gae_by_loop(rewards, v, after, gamma, lam):
 @pytest.mark.parametrize("where", ["last_token", "next_token"])
 @pytest.mark.parametrize("lam_critic", [None, 1.0])
 def test_over_tokens(where, bootstrap, lam_critic):
-    """A cut answer goes on from V of its last state where asked to; one that ended is over. Returns have a lambda of their own."""
+    """A cut answer goes on from V of its last state where asked to; one that ended is over.
+
+    Returns have a lambda of their own.
+    """
     rollout, place = rows(), ScorePosition(where, "trained")
     rewards, v = paid(place, rollout), values(rollout)
     made = gae(gamma=0.9, lam=0.8, lam_critic=lam_critic, bootstrap_truncated=bootstrap, place=place)(
@@ -116,7 +125,10 @@ def test_over_tokens(where, bootstrap, lam_critic):
 
 
 def test_what_a_cut_answer_goes_on_with():
-    """Third and fourth row are cut, at V 0.9 and 1.6; the second ended on its last possible token. Gamma 1, lambda 1: on every token the same."""
+    """Third and fourth row are cut, at V 0.9 and 1.6; the second ended on its last possible token.
+
+    Gamma 1, lambda 1: on every token the same.
+    """
     rollout = rows()
     plain, more = (
         gae(bootstrap_truncated=b)(torch.zeros(5, 4), values(rollout), None, rollout).returns for b in (False, True)
@@ -143,7 +155,10 @@ def test_what_a_cut_answer_goes_on_with():
 )
 @pytest.mark.parametrize("where", ["last_token", "next_token"])
 def test_the_whole_answer_as_one_action(position, columns, baselines, where):
-    """One reward, the sum of all (0.1 less for each token); one value. An answer without an action has neither."""
+    """One reward, the sum of all (0.1 less for each token); one value.
+
+    An answer without an action has neither.
+    """
     rollout, place = rows(), ScorePosition(where, "trained")
     made = gae(level="sequence", position=position, gamma=0.3, bootstrap_truncated=True, place=place)(
         paid(place, rollout), values(rollout), None, rollout
@@ -169,7 +184,7 @@ def test_a_lost_score_is_lost_for_whole_answers_too():
     assert rounded(made.returns)[:4] == [[-0.2, 0, 0, 0], [1.9, 0, 0, 0], [2.8, 0, 0, 0], [3.7, 0, 0, 0]]
 
 
-# -- without ------------------------------------------------------------------------------------------------------------------------------
+# -- without -------------------------------------------------------------------------------------------------
 
 
 def grouped():
@@ -222,7 +237,9 @@ def test_neighbours_are_a_group():
 
 
 def test_an_answer_without_an_action_still_counts_for_the_others():
-    """Leave-one-out of scores 1, 5, 1, 1, where the 5 ended at once and its end is no action: the others' mean is 7 / 3."""
+    """Leave-one-out of scores 1, 5, 1, 1, where the 5 ended at once and its end is no action: the others'
+    mean is 7 / 3.
+    """
     rollout = answers([1, 1, 1, 1], [1.0, 5.0, 1.0, 1.0])
     rollout = replace(rollout, response_mask=torch.tensor([[True], [False], [True], [True]]))
     place = ScorePosition("last_token", "trained")

@@ -139,7 +139,9 @@ def on_rows(forward):
 
 @pytest.mark.parametrize("budget", [1, 16, 25, 10_000])
 def test_scores_stay_with_their_rows_and_places(world, experience, budget):
-    """Row i, place t, gets 100 * (its first prompt token) + its t-th response token; nothing lies outside the mask."""
+    """Row i, place t, gets 100 * (its first prompt token) + its t-th response token; nothing lies outside the
+    mask.
+    """
     rows = experience(PROMPTS, ANSWERS, vocabulary=90)
     sizes = []
 
@@ -160,7 +162,9 @@ def test_scores_stay_with_their_rows_and_places(world, experience, budget):
 
 @pytest.mark.parametrize("budget", [1, 25, 10_000])
 def test_states_of_a_row_are_one_more_than_its_tokens(world, experience, budget):
-    """State t of row i gets 100 * (its prompt's length) + t; nothing lies beyond the state after the last token."""
+    """State t of row i gets 100 * (its prompt's length) + t; nothing lies beyond the state after the last
+    token.
+    """
     rows = experience(PROMPTS, ANSWERS)
 
     def forward(micro):

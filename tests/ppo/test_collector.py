@@ -1,4 +1,6 @@
-"""Answers and their scores: when generation and reward run, and how other prompts take the place of those that teach nothing."""
+"""Answers and their scores: when generation and reward run, and how other prompts take the place of those
+that teach nothing.
+"""
 
 from contextlib import contextmanager
 from itertools import count
@@ -129,7 +131,9 @@ def test_scores_stand_beside_the_answers():
 
 
 def dynamic(world, useful, max_rounds=10):
-    """The numbers of the chosen prompts of this rank, the rollout, what was seen, and how many rounds were drawn."""
+    """The numbers of the chosen prompts of this rank, the rollout, what was seen, and how many rounds were
+    drawn.
+    """
     share = PER_ROUND // world.size
     drawn = []
 

@@ -10,7 +10,7 @@ from ppo_ds.types import Rollout, Scores
 from tests.ppo.algo_cases import AS_IT_IS, Stub, gae, kl_estimator, maker, rounded, shaper
 
 
-def judged(rollout, scores, per_token=0.0, **components):
+def scored_rollout(rollout, scores, per_token=0.0, **components):
     """What a reward with these scores makes of a rollout."""
     tokens = torch.full(rollout.response_mask.shape, per_token).masked_fill(~rollout.response_mask, 0.0)
     return scored(
@@ -23,7 +23,9 @@ def judged(rollout, scores, per_token=0.0, **components):
 
 @pytest.fixture
 def answered():
-    """Answers [1 2] and [3 4 5] (the second cut at the limit) to prompts of 2 and 1 tokens; the padding holds token 9."""
+    """Answers [1 2] and [3 4 5] (the second cut at the limit) to prompts of 2 and 1 tokens; the padding holds
+    token 9.
+    """
     ids = torch.tensor([[8, 8, 1, 2, 9], [9, 8, 3, 4, 5]])
     mask = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]).bool()
     logprobs = torch.tensor([[-0.1, -0.2, 0.0], [-0.3, -0.4, -0.8]])
@@ -34,7 +36,7 @@ def answered():
 
 @pytest.fixture
 def rollout(answered):
-    return judged(answered, [1.0, -2.0])
+    return scored_rollout(answered, [1.0, -2.0])
 
 
 def test_by_hand(world, rollout):
@@ -64,7 +66,9 @@ def test_by_hand(world, rollout):
 
 
 def test_discounted_gae(world, rollout):
-    """gamma 0.5, lambda 0.5, first row: delta_2 = 0.9 - 2, delta_1 = -0.1 + 0.5 * 2 - 1, A_1 = delta_1 + 0.25 * A_2."""
+    """gamma 0.5, lambda 0.5, first row: delta_2 = 0.9 - 2, delta_1 = -0.1 + 0.5 * 2 - 1, A_1 = delta_1 + 0.25
+    * A_2.
+    """
     experience, _ = maker(world, estimate_advantages=gae(gamma=0.5, lam=0.5))(rollout, 0.5)
     assert rounded(experience.advantages)[0] == [-0.375, -1.1, 0]
     assert rounded(experience.returns)[0] == [0.625, 0.9, 0, 0]
@@ -117,7 +121,7 @@ def test_missing_stop_and_clip(world, rollout, mode, clip, shaped, clipped):
 
 
 def test_token_scores_and_components(world, answered):
-    rollout = judged(answered, [1.0, -2.0], per_token=0.25, style=[1.0, 2.0], truth=[0.0, 1.0])
+    rollout = scored_rollout(answered, [1.0, -2.0], per_token=0.25, style=[1.0, 2.0], truth=[0.0, 1.0])
     experience, seen = maker(world, reference=Stub())(rollout, 0.5)
     assert rounded(experience.rewards) == [[0.25, 1.25, 0, 0], [0.25, 0.25, -1.75, 0]]
     assert (seen["reward/component/style_mean"], seen["reward/component/truth_mean"]) == (1.5, 0.5)
@@ -156,7 +160,9 @@ def test_the_reference_is_resident_while_it_scores_and_not_after(world, rollout)
 
 @pytest.mark.parametrize("whiten", ["none", "batch"])
 def test_ranks_and_budgets_change_nothing(on_ranks, world, whiten):
-    """Four rows on one rank, or two on each of two with other widths: the same experience, and the same numbers, everywhere."""
+    """Four rows on one rank, or two on each of two with other widths: the same experience, and the same
+    numbers, everywhere.
+    """
     lengths = [(2, 3), (1, 1), (4, 2), (3, 5)]
     g = torch.Generator().manual_seed(0)
 
@@ -176,7 +182,7 @@ def test_ranks_and_budgets_change_nothing(on_ranks, world, whiten):
     whitening = replace(AS_IT_IS, over=whiten)
 
     def make(world, which, budget):
-        rollout = judged(rows(which), [scores[i] for i in which], style=[scores[i] for i in which])
+        rollout = scored_rollout(rows(which), [scores[i] for i in which], style=[scores[i] for i in which])
         return maker(
             world, estimate_advantages=gae(gamma=0.9, lam=0.8), whitening=whitening, token_budget=budget
         )(rollout, 0.3)

@@ -15,7 +15,10 @@ JUNK = 1e6
 
 @pytest.fixture
 def experience():
-    """Two prompts with two answers each: [a b <eos>], [<eos>], [a b c] (cut), [a b <eos>]. The padding holds rubbish."""
+    """Two prompts with two answers each:
+
+    [a b <eos>], [<eos>], [a b c] (cut), [a b <eos>]. The padding holds rubbish.
+    """
     ids = torch.tensor([[9, 5, 3, 4, 1], [9, 5, 1, 9, 9], [6, 7, 3, 4, 5], [6, 7, 3, 4, 1]])
     attention = torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
     mask = attention[:, 2:]

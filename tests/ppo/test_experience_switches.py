@@ -1,4 +1,6 @@
-"""make_experience with its switches: end tokens that are no actions, a lagging old policy, critics of all kinds, weights, KL after an update."""
+"""make_experience with its switches: end tokens that are no actions, a lagging old policy, critics of all
+kinds, weights, KL after an update.
+"""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +16,7 @@ from ppo_ds.ppo.advantages import ScorePosition
 from ppo_ds.ppo.experience import mask_stops
 from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, critic_free, gae, maker, rounded
 
-# -- end tokens that are no actions: token 1 ends an answer, and so does 3 -----------------------------------------------------------------
+# -- end tokens that are no actions: token 1 ends an answer, and so does 3 -----------------------------------
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,9 @@ def test_which_end_tokens_are_no_actions(train_on_eos, pad, masked):
 
 
 def ended():
-    """Ends: token 1, token 3, a stop string (so token 6 stays an action), the limit (with a 1 inside that ended nothing), the end token alone."""
+    """Ends: token 1, token 3, a stop string (so token 6 stays an action), the limit (with a 1 inside that
+    ended nothing), the end token alone.
+    """
     tokens = [[5, 1], [5, 6, 3], [5, 6], [1, 5, 3], [1]]
     return answers(
         [2, 3, 2, 3, 1], finished=[True, True, True, False, True], limits=[4, 4, 4, 3, 4], tokens=tokens
@@ -71,7 +75,10 @@ def test_only_the_end_of_an_answer_is_its_end():
 
 
 def test_the_score_of_a_response_whose_end_is_masked(world):
-    """Last place: the last action that is left; next place: that of the hidden end itself, which is a state. An empty answer has no last place."""
+    """Last place: the last action that is left; next place: that of the hidden end itself, which is a state.
+
+    An empty answer has no last place.
+    """
     rollout = replace(ended(), scores=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
     common = dict(masked_stop_ids=(1, 3), charged_kl=None)
     last, _ = maker(world, **common)(rollout, 0.5)
@@ -117,11 +124,13 @@ def test_the_largest_advantage_is_one_of_an_action(world):
     assert seen["adv/max_abs"] == 3 and seen["adv/mean"] == pytest.approx(-3 / 5)
 
 
-# -- the old policy -----------------------------------------------------------------------------------------------------------------------
+# -- the old policy ------------------------------------------------------------------------------------------
 
 
 def test_a_lagging_old_policy_changes_the_ratio_alone(world):
-    """Inside the context the actor says log pi - 0.5; KL, rewards and the gap to generation are those of the policy that answered."""
+    """Inside the context the actor says log pi - 0.5; KL, rewards and the gap to generation are those of the
+    policy that answered.
+    """
     actor, inside = Stub(), []
 
     @contextmanager
@@ -145,7 +154,9 @@ def test_a_lagging_old_policy_changes_the_ratio_alone(world):
 
 
 def test_importance_weights_and_the_kl_are_those_of_the_policy_that_generated(world):
-    """A lagging old policy takes no part in the weights of the decode backend, nor in the KL around an update."""
+    """A lagging old policy takes no part in the weights of the decode backend, nor in the KL around an
+    update.
+    """
     actor = Stub()
 
     @contextmanager
@@ -162,7 +173,7 @@ def test_importance_weights_and_the_kl_are_those_of_the_policy_that_generated(wo
     assert make.kl_now(made) == pytest.approx({"kl/before_update": 0.2, "kl/after_update": 0.2}, abs=1e-6)
 
 
-# -- critics ------------------------------------------------------------------------------------------------------------------------------
+# -- critics -------------------------------------------------------------------------------------------------
 
 
 def test_without_a_critic_there_is_an_experience_without_values(world):
@@ -221,7 +232,7 @@ def test_two_ranks_make_the_experience_of_one(on_ranks, world, kind, whiten):
         assert seen == pytest.approx(numbers, abs=1e-6)
 
 
-# -- weights for the decode backend -------------------------------------------------------------------------------------------------------
+# -- weights for the decode backend --------------------------------------------------------------------------
 
 
 def test_importance_weights(world):
@@ -250,12 +261,13 @@ def test_importance_weights(world):
     assert [round(w, 4) for w in wider.weights[mask].tolist()] == [3, 1.5, 0]
 
 
-# -- after the update ---------------------------------------------------------------------------------------------------------------------
+# -- after the update ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_kl_after_an_update(on_ranks, ranks):
-    """The reference is 0.2 below; an update that doubles log pi = -token / 10 leaves 0.2 - token / 10. The tokens' mean is 4.
+    """The reference is 0.2 below; an update that doubles log pi = -token / 10 leaves 0.2 - token / 10. The
+    tokens' mean is 4.
 
     Every rank scores its part of the rows.
     """

@@ -136,7 +136,7 @@ def test_it_is_one_decision_however_many_optimizer_steps_it_was_for(on_ranks, ro
             learn(bad, 0.0, 3)
         trouble = raised.value.trouble
         assert (
-            trouble.places[find_origin(learn, trouble).position] == 6 == trouble.row
+            trouble.rows[find_origin(learn, trouble).position] == 6 == trouble.row
             and len(trouble.minibatch) == 2
         )
         return trouble.rank

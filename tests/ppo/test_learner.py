@@ -1,4 +1,6 @@
-"""learn() against a straightforward loop over rows and tokens, in float64, without micro-batches, ranks or totals."""
+"""learn() against a straightforward loop over rows and tokens, in float64, without micro-batches, ranks or
+totals.
+"""
 
 from dataclasses import replace
 
@@ -85,7 +87,9 @@ def test_the_seed_orders_the_rows(world, rows):
 
 
 def test_what_is_padded(world, experience):
-    """Minibatches of all 4 rows, with 9, 7, 3 and 2 tokens: padded together in 36 places, of which 15 hold none; nothing where they are packed."""
+    """Minibatches of all 4 rows, with 9, 7, 3 and 2 tokens: padded together in 36 places, of which 15 hold
+    none; nothing where they are packed.
+    """
     rows = experience([4, 3, 1, 1], [5, 4, 2, 1])
     assert learned(world, rows, epochs=1)[0]["perf/pad_frac_update"] == pytest.approx(15 / 36)
     assert learned(world, rows, epochs=1, budget=18)[0]["perf/pad_frac_update"] == pytest.approx(
@@ -99,7 +103,7 @@ def test_what_is_padded(world, experience):
     )
 
 
-# -- numbers ------------------------------------------------------------------------------------------------------------------------------
+# -- numbers -------------------------------------------------------------------------------------------------
 
 
 def test_the_first_ratio_is_one_and_one_step_reports_the_state_before_it(world, rows):
@@ -181,7 +185,9 @@ def test_describe_steps():
 
 
 def test_an_answer_without_actions_weighs_nothing(world, experience):
-    """A row whose mask is empty (all of it was cut away) still runs through every forward, and changes no gradient."""
+    """A row whose mask is empty (all of it was cut away) still runs through every forward, and changes no
+    gradient.
+    """
     full = experience([2, 2, 2], [3, 1, 2])
     empty = full.select(torch.tensor([0, 1, 2, 1]))
     mask, attention = empty.response_mask.clone(), empty.attention_mask.clone()

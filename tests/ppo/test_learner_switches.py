@@ -1,4 +1,6 @@
-"""What learn() can be told to do otherwise: end early, train the critic alone or none, one trunk, other texts beside, an average to follow."""
+"""What learn() can be told to do otherwise: end early, train the critic alone or none, one trunk, other texts
+beside, an average to follow.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,7 +34,7 @@ def rows(experience):
     return old_around(experience(PROMPTS, ANSWERS))
 
 
-# -- the end of the passes ----------------------------------------------------------------------------------------------------------------
+# -- the end of the passes -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -41,7 +43,9 @@ def near(experience):
 
 
 def distances(rows):
-    """How far the policy is from the old one before each optimizer step: sum of r - 1 - ln r over the minibatch's tokens / tokens."""
+    """How far the policy is from the old one before each optimizer step: sum of r - 1 - ln r over the
+    minibatch's tokens / tokens.
+    """
     found = []
     for k, part in enumerate(shuffled(len(rows), 2, 4, seed=3)):
         actor, terms = by_hand(rows, steps=k)[0], []
@@ -56,7 +60,9 @@ def distances(rows):
 @pytest.mark.parametrize("last", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_no_further_minibatch_once_the_policy_has_moved_too_far(on_ranks, near, last, ranks):
-    """The step that finds it too far is still taken; ranks go by the distance over all of them, and leave together."""
+    """The step that finds it too far is still taken; ranks go by the distance over all of them, and leave
+    together.
+    """
     moved = distances(near)
     assert moved[0] < moved[1] < moved[2]
     target = 0.999 * moved[last]
@@ -74,7 +80,7 @@ def test_what_the_last_minibatch_finds_ends_nothing(world, near):
     assert actor.steps == 2 and (seen["policy/early_stopped"], seen["policy/epochs_run"]) == (0.0, 1.0)
 
 
-# -- critics ------------------------------------------------------------------------------------------------------------------------------
+# -- critics -------------------------------------------------------------------------------------------------
 
 
 def test_the_critic_alone(world, rows):
@@ -159,7 +165,7 @@ def test_one_trunk_learns_both_in_one_backward(on_ranks, rows, ranks, budget):
         } <= seen.keys() and "value/lr" not in seen
 
 
-# -- beside the losses of PPO -------------------------------------------------------------------------------------------------------------
+# -- beside the losses of PPO --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1), (4, 24)])
@@ -189,7 +195,9 @@ def texts(seed, n=4):
 
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 6), (2, 6)])
 def test_other_texts(on_ranks, rows, ranks, budget):
-    """Per step its own: 0.3 times the mean over their tokens of -log p, at temperature 1 whatever the policy's. They come before PPO's own."""
+    """Per step its own: 0.3 times the mean over their tokens of -log p, at temperature 1 whatever the
+    policy's. They come before PPO's own.
+    """
     coef, plain = 0.3, without_critic(rows)
     expected = TinyPolicy(V, 1, temperature=0.7)
     optimizer, ptx_losses = torch.optim.SGD(expected.parameters(), lr=LR), []

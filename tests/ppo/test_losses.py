@@ -63,7 +63,10 @@ def mean(part):
 
 
 def test_token_by_token(micro):
-    """Ratios e^0.1 and e^-0.1 lie within the clip, e^0.2 is above it and has no gradient. A mean over three tokens."""
+    """Ratios e^0.1 and e^-0.1 lie within the clip, e^0.2 is above it and has no gradient.
+
+    A mean over three tokens.
+    """
     loss, seen, out = policy(micro)
     assert loss == pytest.approx((-math.exp(0.1) - 1.2 + 2 * math.exp(-0.1)) / 3)
     assert gradient(out.logprobs) == pytest.approx([-math.exp(0.1) / 3, 0, 2 * math.exp(-0.1) / 3])
@@ -74,7 +77,9 @@ def test_token_by_token(micro):
 
 @pytest.mark.parametrize("agg", ["token_mean", "seq_mean_token_sum"])
 def test_an_answer_as_one_action(micro, agg):
-    """Ratios e^0.3, clipped to 1.2, and e^-0.1: a mean over two answers, whatever the aggregation of tokens is."""
+    """Ratios e^0.3, clipped to 1.2, and e^-0.1: a mean over two answers, whatever the aggregation of tokens
+    is.
+    """
     loss, seen, out = policy(micro, level="sequence", agg=agg)
     assert loss == pytest.approx((-1.2 + 2 * math.exp(-0.1)) / 2)
     assert gradient(out.logprobs) == pytest.approx([0, 0, 2 * math.exp(-0.1) / 2])
@@ -90,7 +95,9 @@ def test_the_gradient_of_an_answer_is_that_of_its_summed_log_prob(micro):
 
 @pytest.mark.parametrize(("kind", "ratios"), [("reinforce", [1.0, 1.0]), ("cispo", [1.2, math.exp(-0.1)])])
 def test_other_objectives_of_whole_answers(micro, kind, ratios):
-    """-A (clipped ratio) log pi(answer): log-probs now -0.9 - 1.8 and -3.1, summed over the answer and not averaged."""
+    """-A (clipped ratio) log pi(answer): log-probs now -0.9 - 1.8 and -3.1, summed over the answer and not
+    averaged.
+    """
     loss, seen, out = policy(micro, level="sequence", kind=kind)
     assert loss == pytest.approx((-ratios[0] * -2.7 + 2 * ratios[1] * -3.1) / 2)
     assert gradient(out.logprobs) == pytest.approx([-ratios[0] / 2] * 2 + [ratios[1]])
@@ -105,7 +112,9 @@ def test_other_objectives_of_tokens(micro, kind, slopes):
 
 
 def test_bounds_of_the_ratio(micro):
-    """clip_high 0.05 clips both tokens of the first answer; with advantage -2 and ratio e^1.5 the dual clip at 3 bounds the loss at 6."""
+    """clip_high 0.05 clips both tokens of the first answer; with advantage -2 and ratio e^1.5 the dual clip
+    at 3 bounds the loss at 6.
+    """
     loss, seen, _ = policy(micro, clip_high=0.05)
     assert loss == pytest.approx((-1.05 - 1.05 + 2 * math.exp(-0.1)) / 3)
     far = replace(micro, old_logprobs=micro.old_logprobs - column([[0.0, 0.0], [1.6]], 0.0))
@@ -126,12 +135,14 @@ def test_importance_weights_multiply_the_surrogate(micro):
     assert gradient(out.logprobs) == pytest.approx([-2 * math.exp(0.1) / 3, 0, math.exp(-0.1) / 3])
 
 
-# -- entropy, KL, balance -----------------------------------------------------------------------------------------------------------------
+# -- entropy, KL, balance ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("level", "n"), [("token", 3), ("sequence", 2)])
 def test_entropy_is_a_bonus(micro, level, n):
-    """Entropies 5: the exact ones summed over three tokens or averaged over two answers, whose entropy is the sum of their tokens'."""
+    """Entropies 5: the exact ones summed over three tokens or averaged over two answers, whose entropy is the
+    sum of their tokens'.
+    """
     plain, _, _ = policy(micro, level=level)
     loss, seen, out = policy(micro, level=level, entropy_coef=0.1)
     assert loss == pytest.approx(plain - 0.1 * 15 / n) and mean(seen["policy/entropy"]) == pytest.approx(5)
@@ -168,7 +179,9 @@ def test_the_kl_in_the_loss(micro, level, agg, expected):
 
 
 def test_a_kl_that_is_only_watched_is_no_part_of_the_loss(micro):
-    """Answers that the reference rules out, log-prob -inf: with coefficient 0 loss and gradient do not hear of it."""
+    """Answers that the reference rules out, log-prob -inf: with coefficient 0 loss and gradient do not hear
+    of it.
+    """
     plain, _, before = policy(micro)
     loss, seen, out = policy(
         replace(micro, ref_logprobs=micro.ref_logprobs * math.inf), kl_in_loss=True, kl_coef=0.0
@@ -194,7 +207,9 @@ def test_the_gradient_of_each_estimator(micro, estimator, slopes):
 
 
 def test_the_balance_loss_of_a_forward_counts_by_its_tokens(micro):
-    """This forward has 3 of the step's 12 tokens, on 2 ranks whose gradients are averaged: 0.1 * 4 * 3 / 12 * 2."""
+    """This forward has 3 of the step's 12 tokens, on 2 ranks whose gradients are averaged: 0.1 * 4 * 3 / 12 *
+    2.
+    """
     totals = batch_totals([torch.ones(3, 4)], dp_size=2)
     out = PolicyOutput(
         now_of(micro.old_logprobs), torch.zeros(2, 2).double(), None, torch.tensor(4.0).double()
@@ -206,11 +221,14 @@ def test_the_balance_loss_of_a_forward_counts_by_its_tokens(micro):
     assert seen["policy/aux_loss"].tolist() == [12.0, 3.0] and not seen["policy/aux_loss"].requires_grad
 
 
-# -- values and other texts ---------------------------------------------------------------------------------------------------------------
+# -- values and other texts ----------------------------------------------------------------------------------
 
 
 def test_values(micro):
-    """Errors 1, 2 and 3 over three states, one of them after the first answer's end; halved, times 0.1. The clip at 0.5 enlarges the last."""
+    """Errors 1, 2 and 3 over three states, one of them after the first answer's end; halved, times 0.1.
+
+    The clip at 0.5 enlarges the last.
+    """
     states = torch.tensor([[True, False, True], [True, False, False]])
     rows = replace(
         micro,

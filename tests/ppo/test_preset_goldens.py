@@ -1,8 +1,11 @@
-"""Presets as their YAML files have them, through the trainer's own ExperienceMaker and Learner, give the numbers of the systems they are named after.
+"""Presets as their YAML files have them, through the trainer's own ExperienceMaker and Learner, give the
+numbers of the systems they are named after.
 
-The trainer works in float32 and in micro-batches, the goldens are float64: 2e-5, relative and absolute (preset_runs.close). Every output of a golden
-file is compared, or skipped with the reason why no preset offers it. Where a preset departs from its system on purpose, the expected numbers are the
-golden's with that one term put right by hand: ``expected``. Answers as single actions and groups: test_preset_goldens_of_answers.py.
+The trainer works in float32 and in micro-batches, the goldens are float64: 2e-5, relative and absolute
+(preset_runs.close). Every output of a golden file is compared, or skipped with the reason why no preset
+offers it. Where a preset departs from its system on purpose, the expected numbers are the golden's with that
+one term put right by hand: ``expected``. Answers as single actions and groups:
+test_preset_goldens_of_answers.py.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from tests.ppo.preset_runs import (
 )
 from tests.ppo.preset_switches import DEPARTURES, STANDARD, WARN
 
-# the files of conf/algo ---------------------------------------------------------------------------------------------------------------
+# the files of conf/algo
+# ---------------------------------------------------------------------------------------------------------------
 SIZES = {"sums": {"prompts": 128}}
 
 
@@ -58,7 +62,8 @@ def test_a_preset_that_keeps_a_mistake_says_so(preset):
     assert len(lines) == (preset in WARN) and all(line.startswith("warning    algo: ") for line in lines)
 
 
-# pipelines.json -----------------------------------------------------------------------------------------------------------------------
+# pipelines.json
+# -----------------------------------------------------------------------------------------------------------------------
 SYSTEMS = {
     "dschat_pad_not_eos": ("deepspeed_chat",),
     "dschat_pad_is_eos": ("deepspeed_chat",),
@@ -136,9 +141,11 @@ def expected(case, key):
 
 
 def without_kl_on_pad(case):
-    """DeepSpeed-Chat charges KL on the PAD token after the end, which is no action. Here the charge is given back.
+    """DeepSpeed-Chat charges KL on the PAD token after the end, which is no action. Here the charge is given
+    back.
 
-    The place after n actions earned 0.1 * kl too little, and what came before felt 0.95 times as much of it with every step back.
+    The place after n actions earned 0.1 * kl too little, and what came before felt 0.95 times as much of it
+    with every step back.
     """
     p, out = case.params, {name: array(x).copy() for name, x in case.outputs.items()}
     for i, n in enumerate(case.mask.sum(1).tolist()):
@@ -186,7 +193,8 @@ def test_passes_and_states(world, case):
     assert not run.experience.values[places > lengths].any()  # nothing that a critic says of padding
 
 
-# what has no golden: plain loops, which must give the goldens first ------------------------------------------------------------------
+# what has no golden: plain loops, which must give the goldens first
+# ------------------------------------------------------------------
 def array(x):
     return x.double().numpy()
 
@@ -266,7 +274,9 @@ def all_equal(run, wanted):
 
 
 def test_standard(world):
-    """The score, clipped to 5, on the last action; KL 0.05 in the reward; GAE 1, 0.95; whitened by the biased variance; both clips at 0.2."""
+    """The score, clipped to 5, on the last action; KL 0.05 in the reward; GAE 1, 0.95; whitened by the biased
+    variance; both clips at 0.2.
+    """
     case = OFFERED["openrlhf"]
     mask, kl = array(case.mask).astype(bool), array(case.old_logprobs - case.ref_logprobs)
     rewards = loops.rewards(array(case.scores).clip(-5, 5), kl, mask, 0.05)
@@ -280,7 +290,9 @@ def test_standard(world):
 
 @pytest.mark.parametrize(("target", "passes"), [("0.25", 2), ("0.01", 1)])
 def test_minimind_token(world, target, passes):
-    """As standard, but k3 of the reference in the loss, 0.02, values half as much, no clip of the score; a second pass unless the policy is gone."""
+    """As standard, but k3 of the reference in the loss, 0.02, values half as much, no clip of the score; a
+    second pass unless the policy is gone.
+    """
     case = OFFERED["openrlhf"]
     mask, now, old = array(case.mask).astype(bool), array(case.logprobs), array(case.old_logprobs)
     rewards = loops.rewards(array(case.scores), np.zeros(mask.shape), mask, 0.0)
@@ -298,8 +310,10 @@ def test_minimind_token(world, target, passes):
 
 
 def test_zysnlp_pays_the_score_on_the_last_action_that_is_left(world):
-    """The tutorial's golden, where the score lies on the lost end token; here it moves one place back, and what came before feels 0.1 * 0.2 as much
-    of it with every step. Row 0 has no end token and is paid as before; row 1 is nothing but an end token."""
+    """The tutorial's golden, where the score lies on the lost end token; here it moves one place back, and
+    what came before feels 0.1 * 0.2 as much of it with every step. Row 0 has no end token and is paid as
+    before; row 1 is nothing but an end token.
+    """
     case = OFFERED["seed_a_eos_dropped"]
     out = {name: array(x).copy() for name, x in case.outputs.items()}
     for i, n in enumerate([10, 0, 6, 3, 8, 9]):  # actions

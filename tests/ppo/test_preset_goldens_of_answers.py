@@ -1,7 +1,7 @@
 """Presets that judge an answer as a whole: YAML file to numbers, as in test_preset_goldens.py.
 
-Of sequence_level.json and group_advantages.json every output is compared, or skipped with the reason; of policy_loss.json those that are the
-loss of a preset.
+Of sequence_level.json and group_advantages.json every output is compared, or skipped with the reason; of
+policy_loss.json those that are the loss of a preset.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.ppo.preset_runs import (
     at_places,
     close,
     composed,
+    experience_with,
     gradient_of,
-    judged,
     loss_of,
     make_and_learn,
     ran,
@@ -29,9 +29,12 @@ from tests.ppo.preset_runs import (
 )
 
 
-# sequence_level.json ------------------------------------------------------------------------------------------------------------------
+# sequence_level.json
+# ------------------------------------------------------------------------------------------------------------------
 def after_the_end(column, mask):
-    """One value per answer, [B], as that of the state after its last token, [B,S]; the others are not to be read."""
+    """One value per answer, [B], as that of the state after its last token, [B,S]; the others are not to be
+    read.
+    """
     return torch.full((len(mask), WIDTH + 1), NAN, dtype=column.dtype).scatter(
         1, mask.long().sum(1, keepdim=True), column[:, None]
     )
@@ -78,7 +81,10 @@ def summed(name):
 
 
 def total(run, c):
-    """Actor and critic have their losses apart. MiniMind's is a quarter, since it is one of four that are accumulated."""
+    """Actor and critic have their losses apart.
+
+    MiniMind's is a quarter, since it is one of four that are accumulated.
+    """
     return (loss_of(run.actor) + loss_of(run.critic)) / c.params.get("accumulation_steps", 1)
 
 
@@ -149,7 +155,8 @@ def test_sequence_level(world, case, key):
     close(look_up(WHOLE, case, key)(run, case), golden)
 
 
-# group_advantages.json ----------------------------------------------------------------------------------------------------------------
+# group_advantages.json
+# ----------------------------------------------------------------------------------------------------------------
 def two_groups(case):
     """The golden gives the KL of each token: the reference is that much below the policy."""
     assert case.index.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -173,7 +180,8 @@ def run_of(world, case, *arguments):
 KL_0_1 = "algo.kl.coef=0.1"  # of the golden
 RAW = "algo.advantage.whiten=none"
 WHITENED = ("algo.advantage.whiten=batch", "algo.advantage.unbiased=true")
-# A run without a critic has no returns: what verl calls so are its advantages once more, where it is not said otherwise.
+# A run without a critic has no returns: what verl calls so are its advantages once more, where it is not said
+# otherwise.
 GROUPS = {
     "verl.grpo.advantages": ("grpo",),
     "verl.grpo.returns": ("grpo",),
@@ -226,7 +234,9 @@ def test_rloo_takes_the_whole_answers_kl_off_its_score(world):
 
 
 def test_reinforce_pp_charges_its_own_coefficient(world):
-    """Rewards to come are linear in the KL: the golden's, charged 0.1, moves by nine tenths of the charge to come."""
+    """Rewards to come are linear in the KL: the golden's, charged 0.1, moves by nine tenths of the charge to
+    come.
+    """
     (case,) = cases("group_advantages.json")
     found = run_of(world, case, "reinforce_pp", RAW).experience.advantages
     for i, n in enumerate(case.mask.sum(1).tolist()):
@@ -251,7 +261,8 @@ def test_reinforce_pp_needs_no_group():
     assert composed("reinforce_pp", samples=1).rollout.samples_per_prompt == 1
 
 
-# policy_loss.json ---------------------------------------------------------------------------------------------------------------------
+# policy_loss.json
+# ---------------------------------------------------------------------------------------------------------------------
 DUAL = "algo.policy.dual_clip=3"  # in all of verl's
 LOSSES = {  # golden output: preset, overrides
     "openrlhf.PolicyLoss.eps0.2_0.28": ("dapo",),
@@ -268,7 +279,9 @@ LOSSES = {  # golden output: preset, overrides
 
 
 def loss_case(world, case, *arguments, one_advantage=False):
-    """The preset's Learner on the golden's log-probs and advantages; ``one_advantage``: the first token's, for the whole answer."""
+    """The preset's Learner on the golden's log-probs and advantages; ``one_advantage``: the first token's,
+    for the whole answer.
+    """
     c = case.inputs
     numbers = Numbers(
         mask=case.mask,
@@ -278,7 +291,7 @@ def loss_case(world, case, *arguments, one_advantage=False):
         now=case.logprobs,
     )
     advantages = case.advantages[:, :1].expand(6, WIDTH) if one_advantage else case.advantages
-    experience = judged(numbers, advantages.masked_fill(~case.mask.bool(), NAN))
+    experience = experience_with(numbers, advantages.masked_fill(~case.mask.bool(), NAN))
     return make_and_learn(composed(*arguments, prompts=3, samples=2), world, numbers, experience)
 
 

@@ -17,7 +17,9 @@ from tests.ppo.trainer_cases import context
 
 
 def one_token_answers(kl, n):
-    """n answers whose KL to the reference is ``kl`` on average, exactly: the first has all of it. float64, since the thresholds are sharp."""
+    """n answers whose KL to the reference is ``kl`` on average, exactly: the first has all of it. float64,
+    since the thresholds are sharp.
+    """
     nothing = torch.zeros(n, 1, dtype=torch.float64)
     logprobs = nothing.clone()
     logprobs[0] = kl * n  # n is a power of two

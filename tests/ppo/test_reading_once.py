@@ -1,4 +1,6 @@
-"""One optimizer step for a rollout: the update's own forward is the only one that the actor makes, and nothing comes out otherwise."""
+"""One optimizer step for a rollout: the update's own forward is the only one that the actor makes, and
+nothing comes out otherwise.
+"""
 
 from dataclasses import fields, replace
 
@@ -80,7 +82,7 @@ def test_an_experience_without_a_reference_is_learned_from(world, rows):
     assert all(getattr(other, name) is None for name in ("ref_logprobs", "values", "returns", "value_mask"))
 
 
-# -- making the experience --------------------------------------------------------------------------------------------------------------------
+# -- making the experience -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -14,7 +14,10 @@ def shaped(found):
 
 
 def test_penalties_then_the_normaliser_then_the_clip(world):
-    """Scores 3 and -3, the second cut off: less 2 is -5. Mean -1, deviation 4 (population): 1 and -1, clipped to 0.5."""
+    """Scores 3 and -3, the second cut off: less 2 is -5.
+
+    Mean -1, deviation 4 (population): 1 and -1, clipped to 0.5.
+    """
     rollout = answers([2, 1], [3.0, -3.0], finished=[True, False])
     make = shaper(world, normalize="running", clip=0.5, missing_eos="subtract", missing_eos_value=2.0)
     assert shaped(make(rollout)) == ([0.5, -0.5], [1.0, -1.0])
@@ -79,7 +82,7 @@ def test_a_resumed_shaper_goes_on_as_if_it_had_not_stopped(world, normalize):
     assert [after(answers([1, 1], scores))[0].tolist() for scores in ROUNDS[1:]] == whole[1:]
 
 
-# -- penalties ----------------------------------------------------------------------------------------------------------------------------
+# -- penalties -----------------------------------------------------------------------------------------------
 
 
 def penalised(world, rollout, **penalties):
@@ -110,7 +113,9 @@ def test_the_price_of_a_token_is_taken_off_before_a_missing_end_is_seen_to(world
 
 
 def test_overlong_answers_by_their_own_limits(world):
-    """Over the last two tokens before its limit an answer loses up to 3: lengths 3 of 6, 5 of 6, 6 of 6, 3 of 4, 6 of 20."""
+    """Over the last two tokens before its limit an answer loses up to 3: lengths 3 of 6, 5 of 6, 6 of 6, 3 of
+    4, 6 of 20.
+    """
     rollout = answers([3, 5, 6, 3, 6], [0.0] * 5, limits=[6, 6, 6, 4, 20])
     assert penalised(world, rollout, overlong_buffer=2, overlong_factor=3.0) == [0, -1.5, -3, -1.5, 0]
 
@@ -125,7 +130,9 @@ def test_a_share_of_the_limit(world):
 
 
 def test_an_unfinished_answer_is_set_to_a_score_on_the_normalised_scale(world):
-    """Scores 1 (finished) and -2 (cut): their mean is -0.5, so the first is 1.5, and the second just what it is set to."""
+    """Scores 1 (finished) and -2 (cut): their mean is -0.5, so the first is 1.5, and the second just what it
+    is set to.
+    """
     make = shaper(
         world, normalize="first", with_std=False, clip=None, missing_eos="set", missing_eos_value=-1.0
     )
@@ -135,6 +142,8 @@ def test_an_unfinished_answer_is_set_to_a_score_on_the_normalised_scale(world):
 
 
 def test_the_overlong_ramp_is_no_longer_than_an_answer_may_be(world):
-    """A ramp of 8 tokens and a limit of 4: it begins at 0 tokens, so an empty answer costs nothing and half of the limit costs half."""
+    """A ramp of 8 tokens and a limit of 4: it begins at 0 tokens, so an empty answer costs nothing and half
+    of the limit costs half.
+    """
     rollout = replace(answers([0, 2, 4], [1.0, 1.0, 1.0]), limits=torch.tensor([4, 4, 4]))
     assert penalised(world, rollout, overlong_buffer=8, overlong_factor=1.0) == [1.0, 0.5, 0.0]

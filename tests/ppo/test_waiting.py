@@ -1,6 +1,8 @@
-"""The host waits for the device as often with many micro-batches as with one: each wait empties the queue of a GPU.
+"""The host waits for the device as often with many micro-batches as with one: each wait empties the queue of
+a GPU.
 
-What a model gives and what is moved to the device is a tensor here that notes each reading of its numbers by the host.
+What a model gives and what is moved to the device is a tensor here that notes each reading of its numbers by
+the host.
 """
 
 from dataclasses import replace
