@@ -1,6 +1,6 @@
-"""This trainer and TRL's PPOTrainer in turn, each run a process of its own.
+"""Runs this trainer and TRL's PPOTrainer alternately, each in a process of its own.
 
-The ratios are taken pair by pair, so that a machine whose speed drifts does not decide.
+Ratios are computed pair by pair, so that drifts in the speed of the machine cancel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.options import LEARNING_RATE, ends, folder_of, workload_of
+from benchmarks.options import LEARNING_RATE, folder_of, stops_early, workload_of
 from benchmarks.workloads import EPOCHS, MINIBATCHES
 from ppo_ds.distributed.threads import own_cores, share, user_limit
 
@@ -32,7 +32,7 @@ OWN = (
 def compare(args: argparse.Namespace, argv: list[str]) -> int:
     args.threads = (
         args.threads or share(0, [own_cores()], requested=None, limit=user_limit(os.environ)).each
-    )  # one number for both
+    )  # the same for both
     pairs: list[dict[str, Any]] = []
     print(
         f"{'pair':<6}{'ours, s':>10}{'TRL, s':>10}{'samples/s':>11}{'CPU s':>8}{'memory':>8}   answers' mean tokens   (columns 4 to 6: ratios)",
@@ -44,9 +44,9 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
     summary = {
         name: _spread([pair[name] for pair in pairs]) for name in ("samples_per_s", "cpu_seconds", "memory")
     }
-    print(f"\nsamples/s, ours over TRL's: {_shown(summary['samples_per_s'])}")
-    print(f"CPU seconds of a step, TRL's over ours: {_shown(summary['cpu_seconds'])}")
-    print(f"peak memory, ours over TRL's: {_shown(summary['memory'])}")
+    print(f"\nsamples/s, ours over TRL's: {_format_spread(summary['samples_per_s'])}")
+    print(f"CPU seconds of a step, TRL's over ours: {_format_spread(summary['cpu_seconds'])}")
+    print(f"peak memory, ours over TRL's: {_format_spread(summary['memory'])}")
     if args.json:
         args.json.write_text(
             json.dumps({"workload": args.workload, "pairs": pairs, "summary": summary}, indent=2) + "\n",
@@ -56,7 +56,7 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def without(argv: list[str], names: tuple[str, ...]) -> list[str]:
-    """``argv`` without these options and their values, written ``--a b`` or ``--a=b``."""
+    """Returns ``argv`` without these options and their values, written ``--a b`` or ``--a=b``."""
     kept, skip = [], False
     for word in argv:
         if not skip and word.split("=", 1)[0] not in names:
@@ -66,12 +66,12 @@ def without(argv: list[str], names: tuple[str, ...]) -> list[str]:
 
 
 def own_arguments(args: argparse.Namespace, argv: list[str], result: Path) -> list[str]:
-    """Of ppo_step.py, for one run of its own."""
+    """Returns the arguments of ppo_step.py for one run."""
     return [*without(argv, OWN), "--threads", str(args.threads), "--no-limits", "--json", str(result)]
 
 
 def trl_arguments(args: argparse.Namespace, result: Path) -> list[str]:
-    """Of trl_step.py, for the same work."""
+    """Returns the arguments of trl_step.py for the same work."""
     work = workload_of(args)
     values = {
         "folder": folder_of(args),
@@ -89,11 +89,11 @@ def trl_arguments(args: argparse.Namespace, result: Path) -> list[str]:
         "json": result,
     }
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    return words + (["--stop"] if ends(args) else [])
+    return words + (["--stop"] if stops_early(args) else [])
 
 
 def _ours(args: argparse.Namespace, argv: list[str], i: int) -> dict[str, Any]:
-    result = _place(args, f"{i}_ours.json")
+    result = _result_file(args, f"{i}_ours.json")
     found = _run(
         [sys.executable, str(HERE / "ppo_step.py"), *own_arguments(args, argv, result)], args, result
     )
@@ -108,7 +108,7 @@ def _ours(args: argparse.Namespace, argv: list[str], i: int) -> dict[str, Any]:
 
 
 def _trl(args: argparse.Namespace, i: int) -> dict[str, Any]:
-    result = _place(args, f"{i}_trl.json")
+    result = _result_file(args, f"{i}_trl.json")
     found = _run([args.trl_python, str(HERE / "trl_step.py"), *trl_arguments(args, result)], args, result)
     lengths = found["response_tokens_mean"]
     return {
@@ -118,14 +118,14 @@ def _trl(args: argparse.Namespace, i: int) -> dict[str, Any]:
     }
 
 
-def _place(args: argparse.Namespace, name: str) -> Path:
+def _result_file(args: argparse.Namespace, name: str) -> Path:
     folder = folder_of(args) / "against"
     folder.mkdir(exist_ok=True)
     return folder / name
 
 
 def _run(command: list[str], args: argparse.Namespace, result: Path) -> dict[str, Any]:
-    """What the command wrote to ``result``; what it printed is beside it."""
+    """Runs the command, logs its output beside ``result``, and returns the JSON in ``result``."""
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     log = result.with_suffix(".log")
     result.unlink(missing_ok=True)
@@ -133,13 +133,13 @@ def _run(command: list[str], args: argparse.Namespace, result: Path) -> dict[str
         code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
     if code:
         raise SystemExit(
-            f"error: {Path(command[1]).name} ended with exit code {code}; what it said is in {log}"
+            f"error: {Path(command[1]).name} ended with exit code {code}; its output is in {log}"
         )
     return json.loads(result.read_text(encoding="utf-8"))
 
 
 def _pair(ours: dict[str, Any], trl: dict[str, Any]) -> dict[str, Any]:
-    """Ratios above 1 are in our favour for samples/s and CPU seconds, below 1 for memory."""
+    """Computes the ratios; above 1 this trainer is better, for memory below 1."""
     assert ours["samples_per_step"] == trl["samples_per_step"]
     return {
         "samples_per_s": sum(trl["step_seconds"]) / sum(ours["step_seconds"]),
@@ -161,5 +161,5 @@ def _spread(values: list[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def _shown(spread: dict[str, float]) -> str:
+def _format_spread(spread: dict[str, float]) -> str:
     return f"median {spread['median']:.2f}, from {spread['min']:.2f} to {spread['max']:.2f}"

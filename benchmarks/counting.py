@@ -1,4 +1,4 @@
-"""What a training run did and what that must cost: recorded from the trainer's own objects while it runs."""
+"""Records the work of a training run, and computes the FLOPs and bytes that it needs at least."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ppo_ds.training.performance import UpdateCost
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of one step's answers, over all ranks."""
+    """Prompt and response lengths of one step over all ranks."""
 
     prompts: list[int]
     responses: list[int]
@@ -23,12 +23,12 @@ class Lengths:
 
     @property
     def decode_steps(self) -> int:
-        """Forwards of one token for each row that all rows together need, the first token coming from the prompt's forward."""
+        """Decode forwards of the longest row; the first token comes from the forward of the prompt."""
         return max(self.responses) - 1
 
     @property
     def contexts(self) -> int:
-        """Cached places that those forwards read, summed over rows."""
+        """Cached positions that the decode forwards read, summed over rows."""
         return sum(
             causal_pairs([total - 1]) - causal_pairs([prompt])
             for prompt, total in zip(self.prompts, self.totals, strict=True)
@@ -37,7 +37,7 @@ class Lengths:
 
 @dataclass
 class Recorder:
-    """Stands in the place of a trainer's ``collect`` and notes the lengths of what came, and the process's CPU seconds at each step's start."""
+    """Wraps a trainer's ``collect`` and records the lengths of each step and the process's CPU seconds at each step's start."""
 
     stage: Any
     steps: list[Lengths] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the models that a run has; ``bytes_each``: of a weight that decodes."""
+    """Sizes of the models of a run; ``bytes_each`` are the bytes of a weight in decoding."""
 
     actor: UpdateCost
     critic: UpdateCost | None
@@ -65,19 +65,22 @@ class Sizes:
 
 
 def sizes(stage: Any) -> Sizes:
-    """Those that the run's own perf/* count with."""
+    """Returns the sizes that the run's own perf/* metrics use."""
     meter = stage.meter
     return Sizes(meter.actor, meter.critic, meter.weight_bytes)
 
 
 def phase_flops(sizes: Sizes, step: Lengths, epochs: float) -> dict[str, float]:
-    """FLOPs that each timed phase of one step cannot do without, over all ranks; the head at the places of a response only.
+    """Computes the FLOPs that each timed phase of one step needs at least, over all ranks.
 
-    ``epochs``: that the step's updates ran, policy/epochs_run of its metrics. The reward model is taken to be of the critic's size,
-    as it is in the workloads.
+    The head counts at response positions only. The reward model counts as large as the critic, as in the
+    workloads.
+
+    Args:
+        epochs: Epochs that the update ran, policy/epochs_run of its metrics.
     """
     tokens, pairs, places = sum(step.totals), causal_pairs(step.totals), sum(step.responses)
-    read = [total - 1 for total in step.totals]  # the last token of an answer is drawn, not read
+    read = [total - 1 for total in step.totals]  # the last token of a response is never an input
     actor = forward_flops(sizes.actor.size, tokens, pairs, places)
     found = {
         "time/generate": forward_flops(sizes.actor.size, sum(read), causal_pairs(read), places),
@@ -96,7 +99,10 @@ def phase_flops(sizes: Sizes, step: Lengths, epochs: float) -> dict[str, float]:
 
 
 def decode_traffic(sizes: Sizes, step: Lengths, ranks: int) -> int:
-    """Bytes that generation must read, over all ranks: each rank's weights once for each decode step, as if all its rows were decoded together."""
+    """Computes the bytes that generation must read over all ranks.
+
+    Each rank reads its weights once per decode step, as if all its rows were decoded together.
+    """
     weights = decode_bytes(
         sizes.actor.size, steps=ranks * step.decode_steps, contexts=0, bytes_each=sizes.bytes_each
     )

@@ -1,4 +1,7 @@
-"""The command line of the benchmark, and the trainer's config that it stands for. The standard library only: the parent of many runs stays small."""
+"""The command line of the benchmark, and the trainer's config that it selects.
+
+It uses the standard library only, so that the parent process of many runs stays small.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,29 @@ from pathlib import Path
 from benchmarks.workloads import EPOCHS, MINIBATCHES, WORKLOADS, Workload, dry
 
 PAIRS = 5
-LEARNING_RATE = 1e-8  # too small to move the lengths that a prepared model answers with
+LEARNING_RATE = 1e-8  # too small to change the response lengths of a prepared model
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on, of an option."""
+    """Parses a positive integer."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 on is needed")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a positive integer")
     return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="benchmarks/ppo_step.py", description=__doc__, allow_abbrev=False)
     p.add_argument("workload", choices=sorted(WORKLOADS))
-    p.add_argument("--steps", type=count, default=3, help="measured steps, after one that is not (default 3)")
-    p.add_argument("--dtype", choices=("fp32", "bf16"), help="of all models; default: the workload's")
-    p.add_argument("--threads", type=count, help="of each rank on a CPU; default: its share of the cores")
-    p.add_argument("--prompts", type=count, help="of one PPO step, even; default: the workload's")
+    p.add_argument(
+        "--steps", type=count, default=3, help="measured steps, after one that is not measured (default 3)"
+    )
+    p.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of all models; default: the workload's")
+    p.add_argument(
+        "--threads", type=count, help="threads of each rank on a CPU; default: its share of the cores"
+    )
+    p.add_argument(
+        "--prompts", type=count, help="prompts of one PPO step, an even number; default: the workload's"
+    )
     p.add_argument(
         "--set",
         action="append",
@@ -34,22 +43,24 @@ def parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="any key of the config, e.g. rollout.backend=hf",
     )
-    p.add_argument("--model", help="a model folder or Hub id in the place of random weights")
-    p.add_argument("--dry", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    p.add_argument("--model", help="a model folder or Hub id instead of random weights")
+    p.add_argument("--dry", action="store_true", help="tiny sizes, to test that it runs")
     p.add_argument(
-        "--folder", type=Path, help="of models, prompts and the run; default: outputs/benchmarks/<workload>"
+        "--folder",
+        type=Path,
+        help="folder of models, prompts and the run; default: outputs/benchmarks/<workload>",
     )
-    p.add_argument("--json", type=Path, help="write the figures there too")
-    p.add_argument("--no-limits", action="store_true", help="do not measure what the machine can do")
-    p.add_argument("--prepare-only", action="store_true", help="write models and prompts, and stop")
+    p.add_argument("--json", type=Path, help="also write the figures to this file")
+    p.add_argument("--no-limits", action="store_true", help="do not measure the limits of the machine")
+    p.add_argument("--prepare-only", action="store_true", help="write models and prompts, and exit")
     p.add_argument(
-        "--against", choices=("trl",), help="run another trainer in turn with this one, and compare"
+        "--against", choices=("trl",), help="run another trainer alternately with this one, and compare"
     )
     p.add_argument("--trl-python", help="the Python of an environment with trl==1.10.0")
     p.add_argument(
-        "--trl-micro-rows", type=count, help="rows of TRL's forward and backward; default: a minibatch"
+        "--trl-micro-rows", type=count, help="rows of TRL's forward and backward; default: the minibatch"
     )
-    p.add_argument("--pairs", type=count, help=f"of --against (default {PAIRS})")
+    p.add_argument("--pairs", type=count, help=f"pairs of runs with --against (default {PAIRS})")
     p.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's
     return p
 
@@ -64,22 +75,20 @@ def parsed(argv: list[str]) -> argparse.Namespace:
 
 def _problem(args: argparse.Namespace) -> str | None:
     if (args.prompts or 0) % MINIBATCHES:
-        return f"--prompts {args.prompts}: an even number is needed, a minibatch is half of them"
+        return f"--prompts {args.prompts}: must be even, since a minibatch is half of them"
     if not args.against:
         given = [
             name for name in ("trl_python", "trl_micro_rows", "pairs") if getattr(args, name) is not None
         ]
         return (
-            f"--{given[0].replace('_', '-')} belongs to a comparison: add --against trl, or leave it out"
-            if given
-            else None
+            f"--{given[0].replace('_', '-')} needs --against trl; add that, or remove it" if given else None
         )
     if not args.trl_python:
         return "--against trl needs --trl-python, the Python of an environment with trl==1.10.0 (docs/performance.md)"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return f"--against trl compares single processes, here are {os.environ['WORLD_SIZE']} ranks: start it with python, without a launcher"
+        return f"--against trl compares single processes, but there are {os.environ['WORLD_SIZE']} ranks; start it with python, without a launcher"
     if any(key.startswith("run.threads=") for key in args.set):
-        return "--set run.threads does not reach TRL: with --against give both their threads by --threads"
+        return "--set run.threads does not reach TRL; with --against set the threads of both by --threads"
     return None
 
 
@@ -89,8 +98,8 @@ def workload_of(args: argparse.Namespace) -> Workload:
     return replace(chosen, dtype=args.dtype or chosen.dtype, prompts=args.prompts or chosen.prompts)
 
 
-def ends(args: argparse.Namespace) -> bool:
-    """Whether a stop token ends answers: in a workload whose answers end by chance, and always in a given model's."""
+def stops_early(args: argparse.Namespace) -> bool:
+    """Returns whether a stop token ends responses: in workloads of random lengths, and with a given model."""
     return bool(args.model) or workload_of(args).mean_tokens is not None
 
 
@@ -99,7 +108,7 @@ def folder_of(args: argparse.Namespace) -> Path:
 
 
 def overrides(args: argparse.Namespace) -> list[str]:
-    """The config of the run, as launch/train.py would read it from its command line."""
+    """Returns the overrides of the run, as on the command line of launch/train.py."""
     work, folder = workload_of(args), folder_of(args).resolve()
     keys = {
         "run.name": args.workload,
@@ -127,7 +136,7 @@ def overrides(args: argparse.Namespace) -> list[str]:
         "checkpoint.every": 0,
         "tracker.samples": 0,
     }
-    if not ends(args):
+    if not stops_early(args):
         keys["sampling.stop_token_ids"] = "[]"
     if args.threads:
         keys["run.threads"] = args.threads

@@ -1,4 +1,4 @@
-"""How long a PPO step takes, where the time goes, and how far that is from what the machine can do. See docs/performance.md.
+"""Measures the time of a PPO step by phase and the fraction of the machine's limits. See docs/performance.md.
 
     python benchmarks/ppo_step.py W1 --threads 1
     deepspeed --num_gpus 2 benchmarks/ppo_step.py W2 --set rollout.backend=hf --json w2.json
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 def prepare_apart(args: argparse.Namespace, argv: list[str]) -> None:
-    """In a process of its own, whose memory is not this one's peak."""
+    """Prepares models and prompts in another process, to keep its memory out of this one's peak."""
     if not is_prepared(workload_of(args), folder_of(args), args.model):
         alone = {
             name: value
@@ -55,12 +55,12 @@ def prepare_apart(args: argparse.Namespace, argv: list[str]) -> None:
         }
         if subprocess.run([sys.executable, __file__, *argv, "--prepare-only"], env=alone).returncode:
             raise SystemExit(
-                f"error: models and prompts could not be written to {folder_of(args)}; why is said above"
+                f"error: models and prompts could not be written to {folder_of(args)}; see the error above"
             )
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Run the trainer here and print its figures, on rank 0."""
+    """Runs the trainer in this process and prints its figures on rank 0."""
     from launch.cli import load_config
     from launch.train import complain, exit_now, prepare_environment
     from ppo_ds.errors import UserError
@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """The figures of a training run by ``config``, and whether this is the rank that shows them. The first step is not counted."""
+    """Returns the figures of a training run without its first step, and whether this is rank 0."""
     from benchmarks.counting import Recorder, sizes
     from benchmarks.report import distance, figures
     from ppo_ds.build.run import build_run

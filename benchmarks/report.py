@@ -1,4 +1,4 @@
-"""From what a run recorded to figures, and from figures to a table."""
+"""Computes figures from the records of a run, and formats them as a table."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one rank's device can do, measured."""
+    """Measured limits of one rank's device."""
 
     gemm_flops_per_s: float
     bytes_per_s: float
 
 
 def figures(records: Sequence[Record], steps: Sequence[Lengths], cpu: Sequence[float]) -> dict[str, Any]:
-    """Of the measured steps: lines of metrics.jsonl, lengths and CPU seconds, one each. Seconds are medians over steps."""
+    """Computes the figures of the measured steps; seconds are medians over steps.
+
+    ``records`` are lines of metrics.jsonl; ``steps`` and ``cpu`` hold lengths and CPU seconds of the same
+    steps.
+    """
     per_step = [
         {name: value for name, value in record.items() if name.startswith("time/")} for record in records
     ]
@@ -54,9 +58,9 @@ def figures(records: Sequence[Record], steps: Sequence[Lengths], cpu: Sequence[f
 def distance(
     found: Record, steps: Sequence[Lengths], sizes: Sizes, epochs: Sequence[float], limits: Limits, ranks: int
 ) -> dict[str, Any]:
-    """How far from the limits: FLOPs that a phase needs over those that the device could have done in its seconds, and bytes for decoding.
+    """Computes the fractions of the limits: of the peak FLOP/s by phase, and of the bandwidth in decoding.
 
-    ``epochs``: that the updates of each step ran.
+    ``epochs`` are those that the update of each step ran.
     """
     times = found["seconds_per_step"]
     flops = [phase_flops(sizes, step, n) for step, n in zip(steps, epochs, strict=True)]
@@ -106,12 +110,12 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def table(found: Record) -> str:
-    """For people; the JSON has all of it."""
+    """Formats the main figures; the JSON file has all of them."""
     seconds, mfu = found["seconds"], found.get("mfu", {})
     step = seconds["time/step"]
     lines = [
-        f"{found['workload']}: {found['samples_per_step']} samples a step, prompts of {found['prompt_tokens_mean']:.1f} tokens, "
-        f"answers of {found['response_tokens_mean']:.1f} on average; median of {found['steps']} steps",
+        f"{found['workload']}: {found['samples_per_step']} samples per step, prompts of {found['prompt_tokens_mean']:.1f} tokens, "
+        f"responses of {found['response_tokens_mean']:.1f} on average; median of {found['steps']} steps",
         ", ".join(f"{name} {value}" for name, value in found["machine"].items()),
         "",
         f"{'phase':<16}{'seconds':>10}{'share':>8}{'MFU':>8}",
@@ -135,8 +139,8 @@ def table(found: Record) -> str:
     if "limits" in found:
         limits = found["limits"]
         lines += [
-            f"{'GEMM peak, GFLOP/s a rank':<32}{limits['gemm_flops_per_s'] / 1e9:>12.1f}",
-            f"{'memory, GB/s a rank':<32}{limits['bytes_per_s'] / 1e9:>12.1f}",
+            f"{'GEMM peak, GFLOP/s per rank':<32}{limits['gemm_flops_per_s'] / 1e9:>12.1f}",
+            f"{'memory, GB/s per rank':<32}{limits['bytes_per_s'] / 1e9:>12.1f}",
             f"{'decode, of that bandwidth':<32}{100 * found['decode_bandwidth_fraction']:>10.1f} %",
         ]
     return "\n".join(lines)

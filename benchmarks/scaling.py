@@ -1,10 +1,12 @@
-"""Whether cost grows as the work does: seconds per sample for more samples a step, and for more ranks with as many samples each.
+"""Measures how cost scales with the samples per step, and with the ranks at constant samples per rank.
 
-    python benchmarks/scaling.py                              # 32, 128 and 512 samples on one rank; 128 on each of one and two
-    python benchmarks/scaling.py W1 --prompts 32 64 --ranks 1 2 4 --per-rank 32 --rounds 3 --set rollout.backend=hf
+    python benchmarks/scaling.py                              # 32, 128 and 512 samples on one rank; 128 per
+    rank on one and two python benchmarks/scaling.py W1 --prompts 32 64 --ranks 1 2 4 --per-rank 32 --rounds 3
+    --set rollout.backend=hf
 
-Each figure is a run of ppo_step.py with one thread a rank, in a process of its own. Rounds are in turn; medians are shown. Where other programs share
-the cores, CPU seconds (of rank 0) waver less. The standard library only.
+Each figure is a run of ppo_step.py with one thread per rank, in a process of its own. The cases of a round
+run one after the other; medians over rounds are shown. CPU seconds (of rank 0) vary less when other programs
+share the cores. It uses the standard library only.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def main(argv: list[str]) -> int:
     )
     print(
         "\n".join(
-            table("seconds of a step, as many samples on each rank", [(case, found[case]) for case in ranks])
+            table("seconds per step, constant samples per rank", [(case, found[case]) for case in ranks])
         )
     )
     return 0
@@ -57,12 +59,15 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     )
     p.add_argument("workload", nargs="?", default="W0")
     p.add_argument(
-        "--prompts", type=int, nargs="*", default=[32, 128, 512], help="samples of a step, on one rank"
+        "--prompts", type=int, nargs="*", default=[32, 128, 512], help="samples per step on one rank"
     )
-    p.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="on this machine")
-    p.add_argument("--per-rank", type=int, default=128, help="samples of a step on each of them")
+    p.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="numbers of ranks on this machine")
+    p.add_argument("--per-rank", type=int, default=128, help="samples per step and rank")
     p.add_argument(
-        "--steps", type=int, default=2, help="measured steps of a run, after one that is not (default 2)"
+        "--steps",
+        type=int,
+        default=2,
+        help="measured steps of a run, after one that is not measured (default 2)",
     )
     p.add_argument("--rounds", type=int, default=1)
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config")
@@ -70,7 +75,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, ranks: int, prompts: int) -> dict[str, Any]:
-    """The figures of one run of ppo_step.py."""
+    """Runs ppo_step.py once and returns its figures."""
     start = (
         [sys.executable]
         if ranks == 1
@@ -97,17 +102,17 @@ def run(args: argparse.Namespace, ranks: int, prompts: int) -> dict[str, Any]:
         )
         if done.returncode:
             raise SystemExit(
-                f"{ranks} rank(s), {prompts} samples: ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+                f"{ranks} rank(s), {prompts} samples: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
             )
         return json.loads(found.read_text(encoding="utf-8"))
 
 
 def table(title: str, cases: Sequence[tuple[Case, Sequence[Times]]]) -> list[str]:
-    """Each case with its times, one for each round; ratios are to the first case, round by round."""
+    """Formats each case with its times over rounds; ratios are to the first case, round by round."""
     lines = [
         "",
         title,
-        f"{'ranks':>8}{'samples':>10}{'seconds':>12}{'range':>22}{'to the first':>14}{'CPU seconds':>14}{'to the first':>14}",
+        f"{'ranks':>8}{'samples':>10}{'seconds':>12}{'range':>22}{'x first':>14}{'CPU seconds':>14}{'x first':>14}",
     ]
     for (ranks, samples), times in cases:
         clock, cpu = zip(*times, strict=True)

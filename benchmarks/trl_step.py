@@ -1,8 +1,10 @@
-"""PPO steps of TRL's experimental PPOTrainer on a prepared folder; run by the Python of an environment of TRL's own (see docs/performance.md).
+"""Runs PPO steps of TRL's experimental PPOTrainer on a prepared folder, in an environment of its own.
 
-It stands alone: nothing of ppo_ds is imported. The settings are the fastest that TRL offers for the work: the largest rollout batch, no gradient
-checkpointing, no samples, no saving. One habit of TRL is worked around so that both trainers take the same optimizer steps: its accelerator counts
-the micro-batches of a whole rollout, or steps at each of them where the data set holds one rollout; it is told those of one minibatch.
+See docs/performance.md. The script imports nothing of ppo_ds. Its settings are the fastest that TRL offers
+for the work: the largest rollout batch, no gradient checkpointing, no samples, no saving. TRL's accelerator
+accumulates over the micro-batches of a whole rollout, or steps at each of them if the data set holds one
+rollout. The script sets it to the micro-batches of one minibatch, so that both trainers make the same
+optimizer steps.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from pathlib import Path
 def parsed(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--folder", type=Path, required=True, help="model/, reward/ and prompts.jsonl")
-    parser.add_argument("--steps", type=int, required=True, help="measured steps, after one that is not")
+    parser.add_argument(
+        "--steps", type=int, required=True, help="measured steps, after one that is not measured"
+    )
     for name in (
         "prompts",
         "new-tokens",
@@ -32,7 +36,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
         "threads",
     ):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--stop", action="store_true", help="the tokenizer's end token ends an answer")
+    parser.add_argument("--stop", action="store_true", help="the tokenizer's end token ends a response")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--json", type=Path, required=True)
@@ -49,7 +53,7 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(args.threads)
 
     class Clock(TrainerCallback):
-        """When each step ended: wall-clock and CPU seconds."""
+        """Records wall-clock and CPU seconds at the end of each step."""
 
         ends: list[tuple[float, float]] = []
 
@@ -99,7 +103,7 @@ def build(trainer_class, args: argparse.Namespace, scratch: str, clock):
         learning_rate=args.lr,
         lr_scheduler_type="constant",
         gradient_checkpointing=False,
-        bf16=False,  # the weights have the dtype; mixed precision on top would only cost
+        bf16=False,  # the weights have the dtype; mixed precision would only add cost
         num_sample_generations=0,
         report_to="none",
         disable_tqdm=True,
@@ -128,7 +132,7 @@ def build(trainer_class, args: argparse.Namespace, scratch: str, clock):
 
 
 def count_steps(optimizer) -> list[int]:
-    """[n], counted up at each true step of a torch optimizer."""
+    """Returns a list [n] in which each step of the torch optimizer increments n."""
     count = [0]
 
     def after(*_args):
@@ -139,7 +143,7 @@ def count_steps(optimizer) -> list[int]:
 
 
 def watch_lengths(ppo_trainer, stop_id: int | None) -> list[float]:
-    """The mean length of each rollout's answers, filled as they are generated."""
+    """Returns a list to which each rollout appends the mean length of its responses."""
     means: list[float] = []
     inner = ppo_trainer.batch_generation
 

@@ -1,7 +1,8 @@
-"""What is measured: models with random weights and prompts, written to a folder that any trainer can read.
+"""The workloads: models with random weights and prompts, in a folder that any trainer can read.
 
-The models are Hugging Face folders like any other: `model/` (a causal LM) and `reward/` (a sequence classifier of the same shape, which critics
-start from too); `prompts.jsonl` holds the prompts of one PPO step, so that every step of every trainer has the same ones.
+The models are Hugging Face folders: `model/` (a causal LM) and `reward/` (a sequence classifier of the same
+shape, also the initial critic). `prompts.jsonl` holds the prompts of one PPO step, so that every step of
+every trainer has the same ones.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"  # ids 0, 1, 2
-DONE = "prepared.json"  # written last: there is no complete folder without it
-EPOCHS, MINIBATCHES = 2, 2  # passes over a rollout, and optimizer steps of each
+DONE = "prepared.json"  # written last: only a complete folder has it
+EPOCHS, MINIBATCHES = 2, 2  # epochs over a rollout, and optimizer steps of each
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama's sizes, by the names of its config."""
+    """Sizes of a Llama, named as in its config."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -34,10 +35,10 @@ class Shape:
 @dataclass(frozen=True)
 class Workload:
     shape: Shape
-    prompts: int  # of one PPO step, one answer each
-    prompt_tokens: tuple[int, int]  # shortest and longest, drawn evenly between
-    new_tokens: int  # of the longest answer
-    mean_tokens: int | None  # of answers that end by chance, before the cut; None: all have new_tokens
+    prompts: int  # of one PPO step, one response each
+    prompt_tokens: tuple[int, int]  # shortest and longest; lengths are evenly spaced between them
+    new_tokens: int  # of the longest response
+    mean_tokens: int | None  # of responses of random length, before the cut; None: all have new_tokens
     dtype: str
 
     @property
@@ -46,7 +47,9 @@ class Workload:
 
 
 CPU_MODEL = Shape(320, 4, 5, 5, 896, 8192)
-WORKLOADS = {  # W0 is for scaling.py, which needs many samples in little time; W3, W4 and W5 have the sizes of Qwen2.5 0.5B, 1.5B and 7B
+# W0 is for scaling.py, which needs many samples in little time; W3 to W5 have the sizes of Qwen2.5 0.5B,
+# 1.5B and 7B
+WORKLOADS = {
     "W0": Workload(Shape(192, 2, 3, 3, 512, 4096), 32, (32, 32), 32, None, "fp32"),
     "W1": Workload(CPU_MODEL, 32, (32, 32), 64, None, "fp32"),
     "W2": Workload(CPU_MODEL, 32, (8, 128), 256, 48, "fp32"),
@@ -57,7 +60,7 @@ WORKLOADS = {  # W0 is for scaling.py, which needs many samples in little time; 
 
 
 def dry(workload: Workload) -> Workload:
-    """The same kind of work in seconds: to see whether it runs, not how fast."""
+    """Returns the workload in tiny sizes, to test that it runs."""
     shape = replace(
         workload.shape,
         hidden_size=32,
@@ -79,10 +82,11 @@ def dry(workload: Workload) -> Workload:
 
 
 def prepare(workload: Workload, folder: Path, given: str | None = None, seed: int = 0) -> None:
-    """Writes ``model/``, ``reward/`` and ``prompts.jsonl``; a folder that was made for the same work is kept.
+    """Writes ``model/``, ``reward/`` and ``prompts.jsonl``, unless they exist for the same work.
 
-    ``given``: a model folder or Hub id to take the weights and the tokenizer from, in the place of ``workload.shape``; the reward model is then the
-    same trunk with a random head.
+    Args:
+        given: A model folder or Hub id whose weights and tokenizer replace ``workload.shape``. The reward
+            model is then the same trunk with a random head.
     """
     if is_prepared(workload, folder, given, seed):
         return
@@ -120,7 +124,7 @@ def _given(path: str, folder: Path) -> Any:
         if model.config.pad_token_id is None:
             model.config.pad_token_id = (
                 tokenizer.pad_token_id or tokenizer.eos_token_id
-            )  # a classifier finds the last token by it
+            )  # a classifier needs it to find the last token
         _save(model, tokenizer, folder / name)
     return tokenizer
 
@@ -152,7 +156,7 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def word_tokenizer(vocab_size: int) -> Any:
-    """Words w3, w4, ... between blanks, one token each: a decoded answer has the same tokens when it is read again."""
+    """Makes a tokenizer of words w3, w4, ...: decoded text tokenises to the same tokens again."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -165,7 +169,7 @@ def word_tokenizer(vocab_size: int) -> Any:
 
 
 def _prompts(tokenizer: Any, workload: Workload, draw: random.Random) -> list[str]:
-    """Texts of random tokens; a text that is read as more tokens than were drawn is cut by who reads it."""
+    """Makes texts of random tokens; readers truncate those that tokenise to more tokens than sampled."""
     low, high = workload.prompt_tokens
     n = workload.prompts
     lengths = [low + round(i * (high - low) / max(1, n - 1)) for i in range(n)]
@@ -179,17 +183,18 @@ def _prompts(tokenizer: Any, workload: Workload, draw: random.Random) -> list[st
 
 
 def set_stop_probability(model: Any, probability: float, stop_id: int, never_ids: tuple[int, ...]) -> None:
-    """Changes a random Llama in place so that the next token is ``stop_id`` with ``probability``, whatever came before.
+    """Changes a random Llama in place: the next token is always ``stop_id`` with ``probability``.
 
-    One channel of the residual stream is made constant: every embedding has the same large number there, and no layer reads or writes it. What the
-    other channels hold is small beside it, so the root mean square that a norm divides by is that number's, everywhere; the norms' weights multiply
-    the others back to their size. The head's rows read the constant channel as other models read a bias: the stop row gets the logit of
-    ``probability``, ``never_ids`` a very low one, all others none.
+    One channel of the residual stream is made constant: every embedding has the same large number there, and
+    no layer reads or writes it. The other channels are small in comparison, so the root mean square of every
+    norm is given by that number, and the weights of the norms scale the other channels back. The head reads
+    the constant channel as a bias: the stop token gets the logit of ``probability``, ``never_ids`` a very low
+    one, all others none.
     """
     import torch
 
     width, vocabulary = model.config.hidden_size, model.config.vocab_size
-    constant = 100.0 * math.sqrt(width)  # after a norm it is sqrt(width), and the others are divided by 100
+    constant = 100.0 * math.sqrt(width)  # sqrt(width) after a norm, which divides the others by 100
     with torch.no_grad():
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         embedding[:, 0], embedding[:, 1:] = constant, torch.randn_like(embedding[:, 1:])
@@ -200,8 +205,8 @@ def set_stop_probability(model: Any, probability: float, stop_id: int, never_ids
                 norm.weight.fill_(100.0)
                 norm.weight[0] = 0
         model.model.norm.weight.fill_(100.0)
-        model.model.norm.weight[0] = 1 / math.sqrt(width)  # the last norm gives 1 there
-        spread = 0.1 / 0.02 / math.sqrt(width)  # of the other logits: a tenth of a nat for numbers of size 1
+        model.model.norm.weight[0] = 1 / math.sqrt(width)  # 1 after the last norm
+        spread = 0.1 / 0.02 / math.sqrt(width)  # of the other logits: 0.1 nats for inputs of size 1
         head.mul_(spread)
         head[:, 0] = 0
         for i in never_ids:
