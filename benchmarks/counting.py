@@ -37,7 +37,7 @@ class Lengths:
 
 @dataclass
 class Recorder:
-    """Wraps a trainer's ``collect`` and records the lengths of each step and the process's CPU seconds at each step's start."""
+    """Wraps a trainer's ``collect`` and records lengths and CPU seconds of each step."""
 
     stage: Any
     steps: list[Lengths] = field(default_factory=list)
