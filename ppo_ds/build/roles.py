@@ -28,8 +28,6 @@ from ppo_ds.engine.trained import LRSchedule, TrainedModel, parameter_counts
 from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.errors import UserError
 from ppo_ds.models.lora import adapter_parameters, add_adapters, without_adapters
-from ppo_ds.models.packed_attention import packs, why_not_packed
-from ppo_ds.models.packed_trial import try_packed
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading, unsharded_twin
 from ppo_ds.models.rope import steady_until
 from ppo_ds.models.size import decoding_bytes
@@ -61,7 +59,7 @@ def _loaded(load: Callable[[], nn.Module], engine_config: dict[str, Any] | None)
 
 
 def _adapt(module: Any, lora: LoraConfig, seed: int, key: str) -> None:
-    """Where LoRA is on."""
+    """Adds adapters if LoRA is on."""
     if lora.rank:
         add_adapters(module, rank=lora.rank, alpha=_alpha(lora), targets=lora.targets, seed=seed, key=key)
 
@@ -78,7 +76,9 @@ def _training(
     world: World,
     optimizer_steps: int,
 ) -> dict[str, Any]:
-    """The schedule (and so the metric ``lr``) is that of the adapters where there are some; a value head beside them keeps to optim.lr."""
+    """The schedule (and so the metric ``lr``) is that of the adapters where there are some; a value head
+    beside them keeps to optim.lr.
+    """
     optim, adapters = role.optim, set(adapter_parameters(module))
     lr = (role.lora.lr or optim.lr) if adapters else optim.lr
     return {
@@ -119,14 +119,16 @@ def _policy(
 
 @dataclass(frozen=True)
 class Needs:
-    """What the data asks of a model that reads the actor's ids."""
+    """Requirements of the data on a model that reads the actor's ids."""
 
     vocabulary: int  # ids of the actor's tokenizer are below
     positions: int  # the longest prompt and the longest answer together
 
 
 def _fitting(module: Any, needs: Needs, path: str, key: str) -> Any:
-    """The module, if it can read what it will be given: an index out of range on a GPU says nothing of its cause."""
+    """The module, if it can read what it will be given: an index out of range on a GPU says nothing of its
+    cause.
+    """
     if needs.vocabulary > module.vocab_size:
         raise UserError(
             f"{key}={path}: the actor's tokenizer has ids up to {needs.vocabulary - 1}, this model's embedding only {module.vocab_size} rows; "
@@ -148,7 +150,7 @@ def _fitting(module: Any, needs: Needs, path: str, key: str) -> Any:
 
 
 def actor_module(config: Config) -> Policy:
-    """What the actor's engine holds, as it begins: adapters and value head included."""
+    """Loads the actor's policy with its adapters and value head."""
     role = config.actor
     checkpointing, value_head = role.model.gradient_checkpointing, config.critic.share_trunk
     policy = _policy(role.model, config.sampling.temperature, "actor.model.path", checkpointing, value_head)
@@ -181,7 +183,7 @@ def build_actor(
 
 
 def _accepted(make: Callable[[], T], role: ActorConfig | CriticConfig, name: str) -> T:
-    """What ``make`` returns; where DeepSpeed refuses the user's own JSON, its first words."""
+    """Returns what ``make`` makes; raises UserError where DeepSpeed rejects the user's own JSON."""
     try:
         return make()
     except (ValueError, AssertionError) as error:
@@ -215,7 +217,9 @@ def _placed(
 
 
 class RewardModels:
-    """The models that rewards score with, each in memory once: who asks for one that is there already gets that one."""
+    """The models that rewards score with, each in memory once: who asks for one that is there already gets
+    that one.
+    """
 
     def __init__(self, world: World, note: Callable[[str], None]):
         """``note`` receives a line of the start-up banner for each model that is shared."""
@@ -226,7 +230,10 @@ class RewardModels:
         self._base: tuple[Hashable, TrainedModel] | None = None
 
     def offer(self, critic: TrainedModel, start: CriticStart, config: Config) -> None:
-        """Where the critic is a reward model with adapters, that reward model is the critic as it began. A collective, before any training."""
+        """Where the critic is a reward model with adapters, that reward model is the critic as it began.
+
+        A collective, before any training.
+        """
         head = getattr(critic.module.model, "score", None)
         if start.reward is not None and config.critic.lora.rank and isinstance(head, ScoreHead):
             with gathered(critic, head):
@@ -272,13 +279,15 @@ def _loading(model: ModelConfig) -> dict[str, Any]:
 
 
 def _identity(load: Callable[..., nn.Module], model: ModelConfig) -> Hashable:
-    """What makes two models the same: what is made of the same folder in the same way."""
+    """Returns what identifies a model: its loader, its folder and the options it is loaded with."""
     here = os.path.isdir(model.path)
     return load, *(_loading(model) | ({"path": os.path.realpath(model.path)} if here else {})).values()
 
 
 def _reward_model(config: Config) -> ModelConfig | None:
-    """The reward's ``model`` section as the reward itself reads it, where it is a sequence classifier: other models have no head for a critic."""
+    """The reward's ``model`` section as the reward itself reads it, where it is a sequence classifier: other
+    models have no head for a critic.
+    """
     section = config.reward.get("model") if config.reward["_target_"] == CLASSIFIER else None
     return ModelConfig(**section) if isinstance(section, dict) else None
 
@@ -296,7 +305,9 @@ class CriticStart:
 
 
 def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
-    """``critic.init`` resolved: auto is the reward model where it is a decoder with the actor's vocabulary, else the actor."""
+    """``critic.init`` resolved: auto is the reward model where it is a decoder with the actor's vocabulary,
+    else the actor.
+    """
     init, own, actor, reward = (
         config.critic.init,
         config.critic.model,
@@ -330,9 +341,10 @@ def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
 
 
 def critic_module(config: Config, start: CriticStart) -> ScoreModel:
-    """What the critic's engine holds, as it begins."""
-    # With critic.init=actor and LoRA on both, the two bases are equal, and one could do: the actor's, with a second pair of adapters and
-    # a head. But two engines cannot hold one set of weights (each shards and hooks them): actor and critic would be one engine.
+    """Loads the critic with its adapters."""
+    # With critic.init=actor and LoRA on both, the two bases are equal, and one could do: the actor's, with a
+    # second pair of adapters and a head. But two engines cannot hold one set of weights (each shards and
+    # hooks them): actor and critic would be one engine.
     model = config.critic.model
     critic = load_critic(
         start.path,
@@ -382,24 +394,26 @@ def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | N
 def choose_layouts(
     config: Config, actor: TrainedModel, reference: FrozenModel | None, critic: TrainedModel | None
 ) -> list[str]:
-    """How each model lays out the rows of its forwards; for the start-up banner, those that cannot do as they were told. A collective."""
-    models = {"actor": actor, "reference": reference, "critic": critic}
+    """Lets each model choose the layout of its forwards and returns warnings for the start-up banner.
+
+    A collective.
+    """
     layout, device, lines = config.memory.layout, actor.world.device, []
-    for name, model in ((name, model) for name, model in models.items() if model is not None):
-        module, why = model.module, None
-        module.packed = packs(module.trunk, layout, device)
-        if module.packed:
-            with model.resident() if isinstance(model, FrozenModel) else nullcontext():
-                trial = try_packed(module, model)
-            module.packed, why = trial.fault is None and (trial.kernel or layout == "packed"), trial.fault
-            if module.packed and not trial.kernel and device.type == "cuda":
-                lines.append(
-                    f"warning    memory.layout=packed: no kernel takes the {name}'s heads: attention is computed one sequence after the other"
-                )
-        elif layout == "packed":
-            why = why_not_packed(module.trunk)
-        if why is not None:
-            lines.append(f"warning    memory.layout={layout}: the {name}'s rows are padded: {why}")
+    models: list[tuple[str, Any, AbstractContextManager[None]]] = [("actor", actor, nullcontext())]
+    if reference is not None:
+        models.append(("reference", reference, reference.resident()))
+    if critic is not None:
+        models.append(("critic", critic, nullcontext()))
+    for name, model, resident in models:
+        with resident:
+            choice = model.module.choose_layout(layout, device, model)
+        if choice.packed and not choice.kernel and device.type == "cuda":
+            lines.append(
+                f"warning    memory.layout=packed: no kernel takes the {name}'s heads: attention is computed one "
+                "sequence after the other"
+            )
+        if choice.reason is not None:
+            lines.append(f"warning    memory.layout={layout}: the {name}'s rows are padded: {choice.reason}")
     return lines
 
 

@@ -1,7 +1,8 @@
-"""A reward model that scores chats with Python code of its own: ``get_score(tokenizer, chat)``, as InternLM2's reward models have it.
+"""A reward model that scores chats with Python code of its own: ``get_score(tokenizer, chat)``, as
+InternLM2's reward models have it.
 
-Where the code has ``get_scores(tokenizer, chats)`` too, it can score a batch. Templates, special tokens, padding and the place that is read are that
-code's own affair.
+Where the code has ``get_scores(tokenizer, chats)`` too, it can score a batch. Templates, special tokens,
+padding and the place that is read are that code's own affair.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MARKUP = 8  # tokens that a template puts around one message, about
 
 class ChatScorer(nn.Module):
     def __init__(self, model: Any, tokenizer: Tokenizer):
-        """``tokenizer``: the model's own."""
+        """``tokenizer`` is the model's own."""
         super().__init__()
         self.model = model
         self._tokenizer = tokenizer

@@ -1,11 +1,13 @@
-"""How the rows of a micro-batch lie in a forward.
+"""Lays out the rows of a micro-batch for a forward, padded or packed.
 
-A micro-batch [B,T] has prompts padded on the left and answers padded on the right: convenient for everyone, and a waste in a forward, since the
-longest prompt and the longest answer are seldom of one row. Here the tokens of each row move together:
+A micro-batch [B,T] has prompts padded on the left and answers padded on the right: wasteful in a
+forward, since the longest prompt and the longest answer are seldom in one row. Here the tokens of each row
+are moved together:
 
-    padded  [B,n]: every row begins at column 0, n the longest total. What pads comes after all that is real, so that causal attention needs no
-            mask, and can use its fastest kernel.
-    packed  [1,N]: all rows one after the other in a single one, N real tokens and no padding; attention stays within each (attention.py).
+    padded  [B,n]: every row begins at column 0, n the longest total. What pads comes after all that is real,
+        so that causal attention needs no mask, and can use its fastest kernel.
+    packed  [1,N]: all rows one after the other in a single one, N real tokens and no padding; attention stays
+        within each (attention.py).
 
 Indices are made on the CPU from the mask: a forward that is given ids and mask there waits for nothing.
 """
@@ -24,7 +26,10 @@ from ppo_ds.types import moved
 
 @dataclass(frozen=True)
 class Layout:
-    """B rows with R places for the answer each, as [b,t] of a forward. All tensors are on the device of the model."""
+    """B rows with R places for the answer each, as [b,t] of a forward.
+
+    All tensors are on the device of the model.
+    """
 
     ids: Tensor  # [b,t]
     position_ids: Tensor  # [b,t] 0, 1, 2, ... within each row, and on into its padding
@@ -42,14 +47,17 @@ class Layout:
     width: int  # R
 
     def arguments(self, positions: bool = True, masked: bool = False) -> dict[str, Any]:
-        """What a causal model is called with. ``positions``: whether it takes them; ``masked``: told what is padding, for what is not causal
-        (how evenly a mixture of experts spreads its tokens)."""
+        """Returns the arguments of a causal model.
+
+        ``positions``: whether it takes position ids. ``masked``: adds the padding mask, for what is not
+        causal (how evenly a mixture of experts spreads its tokens).
+        """
         there = {"position_ids": self.position_ids} if positions else {}
         mask = self.mask.long() if masked and not self.packing else None
         return {"input_ids": self.ids, "attention_mask": mask, "use_cache": False, **there, **self.packing}
 
     def spread(self, values: Tensor) -> Tensor:
-        """[K] -> [B,R], 0 beyond the end of each answer."""
+        """Scatters [K] to [B,R], 0 beyond the end of each answer."""
         return (
             values.new_zeros(self.rows * self.width)
             .index_copy(0, self.cells, values)
@@ -57,7 +65,7 @@ class Layout:
         )
 
     def spread_states(self, values: Tensor) -> Tensor:
-        """[K+B] -> [B,R+1], 0 beyond the state after each answer's last token."""
+        """Scatters [K+B] to [B,R+1], 0 beyond the state after each answer's last token."""
         return (
             values.new_zeros(self.rows * (self.width + 1))
             .index_copy(0, self.state_cells, values)
@@ -68,8 +76,9 @@ class Layout:
 def lay_out(
     ids: Tensor, attention_mask: Tensor, response_width: int, model: nn.Module, *, packed: bool
 ) -> Layout:
-    """ids, attention_mask [B,T], on the CPU or on the device of the ``model``; the last ``response_width`` columns are the answers (0: none are told
-    apart).
+    """Makes the layout of ids and attention_mask [B,T], which are on the CPU or on the device of ``model``.
+
+    The last ``response_width`` columns are the responses (0: rows without responses).
 
     Each row has its real tokens side by side, at least one before its answer.
     """

@@ -1,10 +1,13 @@
-"""LM head that returns the log-probs of given tokens instead of logits, and the forwards of a causal LM around it.
+"""LM head that returns the log-probs of given tokens instead of logits, and the forwards of a causal LM
+around it.
 
-A causal LM of transformers ends with ``logits = head(hidden)``. A policy needs the log-probs of the response tokens only: the
-trunk computes the hidden states once, and ``LMHead`` computes log-probs and entropy at the response positions without logits.
+A causal LM of transformers ends with ``logits = head(hidden)``. A policy needs the log-probs of the response
+tokens only: the trunk computes the hidden states once, and ``LMHead`` computes log-probs and entropy at the
+response positions without logits.
 
-Some families change the logits after the head: a soft cap (Gemma 2), a scale (Cohere, Granite), a cut of the vocabulary. Others have a
-head that is not linear. ``probe_head`` detects both, and such a model computes the logits of the response positions by its own forward.
+Some families change the logits after the head: a soft cap (Gemma 2), a scale (Cohere, Granite), a cut of the
+vocabulary. Others have a head that is not linear. ``probe_head`` detects both, and such a model computes the
+logits of the response positions by its own forward.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ _MARK = 1000.1  # a soft cap or a scale changes it
 class LMHead(nn.Linear):
     """Linear LM head that computes logits, or log-probs and entropy where labels are given.
 
-    Both are this module's ``forward``: under ZeRO-3 the hooks of the forward gather the weight, and gather it again for the backward.
+    Both are this module's ``forward``: under ZeRO-3 the hooks of the forward gather the weight, and gather it
+    again for the backward.
     """
 
     def forward(
@@ -34,7 +38,8 @@ class LMHead(nn.Linear):
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Returns the logits [...,V] of hidden [...,H], or with labels [K] of hidden [K,H]: log-probs [K] and entropy [K] or None.
+        """Returns the logits [...,V] of hidden [...,H], or with labels [K] of hidden [K,H]: log-probs [K] and
+        entropy [K] or None.
 
         Log-probs and entropy are those of softmax(logits / temperature), in nats and fp32.
         """
@@ -46,7 +51,10 @@ class LMHead(nn.Linear):
 
 
 def install_head(lm: PreTrainedModel) -> None:
-    """Replaces a linear head by an ``LMHead`` with the same parameters (under ZeRO-3: the same shards). Other heads stay."""
+    """Replaces a linear head by an ``LMHead`` with the same parameters (under ZeRO-3: the same shards).
+
+    Other heads stay.
+    """
     linear = lm.get_output_embeddings()
     if type(linear) is nn.Linear:
         head = LMHead(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
@@ -96,7 +104,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def forward_at(
     lm: PreTrainedModel, positions: Tensor, arguments: dict[str, Any]
 ) -> tuple[Tensor, ModelOutput]:
-    """Runs the model's own forward with its head applied to ``positions`` [K] of the flattened states [b*t] only.
+    """Runs the model's own forward with its head applied to ``positions`` [K] of the flattened states [b*t]
+    only.
 
     Returns the states [b*t,H] that the head was given and the model's output, with logits [1,K,V].
     """

@@ -1,4 +1,5 @@
-"""What every model needs when it comes off the disk or the Hub: no dropout, no half-loaded weights, errors that a user can act on.
+"""Loads models from a folder or the Hub: no dropout, no missing weights, errors
+that a user can act on.
 
 Works under ZeRO-3 too (inside ``policy.sharded_loading``): nothing here reads or writes a weight.
 """
@@ -31,7 +32,7 @@ _DROPOUT = re.compile(
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """bf16, fp16 or fp32 as torch knows it."""
+    """Returns the torch dtype of bf16, fp16 or fp32."""
     if name not in _DTYPES:
         raise UserError(f"model.dtype={name!r}: must be one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
@@ -40,7 +41,10 @@ def torch_dtype(name: str) -> torch.dtype:
 def load_config(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False, key: str = "model.path"
 ) -> PreTrainedConfig:
-    """The Hugging Face config of a local folder or Hub id, with every dropout at 0. ``key`` names ``path`` in error messages."""
+    """The Hugging Face config of a local folder or Hub id, with every dropout at 0.
+
+    ``key`` names ``path`` in error messages.
+    """
     path = _checked(path, key)
     with user_errors(path, key, Exception):
         config = AutoConfig.from_pretrained(
@@ -64,7 +68,10 @@ def from_pretrained(
     attn_implementation: str = "sdpa",
     key: str = "model.path",
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model and transformers' loading info (missing_keys, mismatched_keys, ...). What may be missing is the caller's rule: see refuse_missing."""
+    """The model and transformers' loading info (missing_keys, mismatched_keys, ...).
+
+    What may be missing is the caller's rule: see refuse_missing.
+    """
     path = _checked(path, key)
     with user_errors(path, key):
         return auto_class.from_pretrained(
@@ -72,7 +79,8 @@ def from_pretrained(
             config=config,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
-            # None is transformers' own "sdpa, or eager where the family has no sdpa" (DeBERTa); naming sdpa is an error there
+            # None is transformers' own "sdpa, or eager where the family has no sdpa" (DeBERTa); naming sdpa
+            # is an error there
             attn_implementation=None if attn_implementation == "sdpa" else attn_implementation,
             ignore_mismatched_sizes=True,  # reported by refuse_missing, with names and shapes
             output_loading_info=True,
@@ -81,7 +89,10 @@ def from_pretrained(
 
 
 def weight_names(path: str, revision: str | None = None) -> set[str] | None:
-    """The names of the weights in a model's safetensors files, as far as these are on this machine. None: not to be told without a download."""
+    """The names of the weights in a model's safetensors files, as far as these are on this machine.
+
+    None: not to be told without a download.
+    """
     for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
         try:
             file = cached_file(path, name, local_files_only=True, **_hub_only(path, revision))
@@ -102,7 +113,9 @@ def weight_names(path: str, revision: str | None = None) -> set[str] | None:
 def refuse_missing(
     path: str, info: dict[str, Any], *, allowed: Sequence[str] = (), key: str = "model.path"
 ) -> None:
-    """UserError if a weight outside ``allowed`` was not in the files (transformers fills it with random numbers) or had another shape."""
+    """UserError if a weight outside ``allowed`` was not in the files (transformers fills it with random
+    numbers) or had another shape.
+    """
     missing = sorted(set(info["missing_keys"]) - set(allowed))
     if missing:
         raise UserError(
@@ -129,7 +142,10 @@ def _remove_dropout(config: PreTrainedConfig) -> None:
 
 
 def _checked(path: str, key: str) -> str:
-    """The path with ~ resolved. What can only be a local folder must be one; anything else may be a Hub id."""
+    """The path with ~ resolved.
+
+    What can only be a local folder must be one; anything else may be a Hub id.
+    """
     path = os.path.expanduser(path)
     if os.path.isdir(path):
         return path
@@ -147,8 +163,9 @@ def _hub_only(path: str, revision: str | None) -> dict[str, str]:
 
 @contextmanager
 def user_errors(path: str, key: str, *more: type[Exception]) -> Iterator[None]:
-    """transformers says OSError, ValueError or ImportError for most that is wrong with a folder, a Hub id or its code, and of a config.json that
-    makes no sense anything: KeyError, AssertionError, ``more``."""
+    """transformers says OSError, ValueError or ImportError for most that is wrong with a folder, a Hub id or
+    its code, and of a config.json that makes no sense anything: KeyError, AssertionError, ``more``.
+    """
     try:
         yield
     except SafetensorError as error:

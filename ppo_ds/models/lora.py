@@ -1,7 +1,8 @@
 """Low-rank adapters on frozen weights (Hu et al. 2021): y = W x + alpha / rank * B A x, through peft.
 
-The layers are wrapped in place, so an adapted model stays what it was for everyone else: ``generate``, the config, the head. A starts at
-random and B at zero: a model begins as its base. The base is never written to; what decodes or is saved elsewhere gets merged copies.
+The layers are wrapped in place, so an adapted model stays what it was for everyone else: ``generate``, the
+config, the head. A starts at random and B at zero: a model begins as its base. The base is never written to;
+what decodes or is saved elsewhere gets merged copies.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ ADAPTER = "default"  # peft's name for the only one
 def add_adapters(
     model: PreTrainedModel, *, rank: int, alpha: float, targets: list[str] | None, seed: int, key: str
 ) -> None:
-    """Freeze ``model`` and adapt the linear layers named by ``targets`` (all of them but the head for None); a score head stays trained, whole.
+    """Freezes ``model`` and adapts the linear layers named by ``targets`` (all of them but the head for
+    None); a score head stays trained, whole.
 
-    Under ZeRO-3 the base may be sharded already; the adapters begin whole, with the same values on every rank, and the engine shards them.
-    ``key`` is the config section that errors name.
+    Under ZeRO-3 the base may be sharded already; the adapters begin whole, with the same values on every
+    rank, and the engine shards them. ``key`` is the config section that errors name.
     """
     kind = "CAUSAL_LM" if model.can_generate() else None
     config = LoraConfig(
@@ -52,7 +54,10 @@ def add_adapters(
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Full names of the linear layers. Heads are left out: a language model's is often tied to its embedding, a critic's is trained whole."""
+    """Full names of the linear layers.
+
+    Heads are left out: a language model's is often tied to its embedding, a critic's is trained whole.
+    """
     heads = [id(model.get_output_embeddings()), id(getattr(model, "score", None))]
     return [
         name
@@ -87,8 +92,9 @@ def adapter_parameters(module: nn.Module) -> list[nn.Parameter]:
 def without_adapters(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, the model computes what its base computes, exactly: the adapters' scale is 0.
 
-    Their layers still run: under ZeRO-3 a forward that visits other modules than the last one did throws the prefetch plan away, and
-    peft's own switch takes ``requires_grad`` off parameters that belong to a living engine.
+    Their layers still run: under ZeRO-3 a forward that visits other modules than the last one did throws the
+    prefetch plan away, and peft's own switch takes ``requires_grad`` off parameters that belong to a living
+    engine.
     """
     return rescale_adapter_scale(module, 0.0)
 
@@ -102,7 +108,7 @@ class PlainWeight:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What ``merged`` reads: under ZeRO-3 it must be gathered."""
+        """The parameters that ``merged`` reads; under ZeRO-3 they must be gathered."""
         return [self.base, *(_matrices(self.layer) if self.layer else ())]
 
     def merged(self, device: torch.device) -> Tensor:
@@ -113,7 +119,7 @@ class PlainWeight:
 
 
 def plain_modules(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
-    """``module.modules()`` of the model without adapters: of an adapted layer, what is adapted."""
+    """Yields the modules of the model without adapters: base layers in place of adapted layers."""
     seen = set() if seen is None else seen
     module = module.get_base_layer() if isinstance(module, LoraLayer) else module
     if id(module) not in seen:
@@ -131,7 +137,10 @@ def plain_weights(module: nn.Module) -> list[PlainWeight]:
 
 
 def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of ``model`` -> that of the model without adapters, with what they add in the weights. ``state`` stays as it is."""
+    """A state dict of ``model`` -> that of the model without adapters, with what they add in the weights.
+
+    ``state`` stays as it is.
+    """
     plain = dict(state)
     for name, layer in adapter_layers(model).items():
         down, up = (plain.pop(f"{name}.{part}.{ADAPTER}.weight") for part in ("lora_A", "lora_B"))
@@ -142,7 +151,9 @@ def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def save_adapter(model: nn.Module, directory: Path, state: dict[str, Tensor]) -> None:
-    """A folder that ``PeftModel.from_pretrained(base, directory)`` loads; ``state`` is a state dict of ``model``."""
+    """A folder that ``PeftModel.from_pretrained(base, directory)`` loads; ``state`` is a state dict of
+    ``model``.
+    """
     config: Any = model.peft_config[ADAPTER]
     directory.mkdir(parents=True, exist_ok=True)
     adapter = get_peft_model_state_dict(

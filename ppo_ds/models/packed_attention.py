@@ -1,11 +1,13 @@
 """Attention within each of the sequences that share one row: what a packed forward needs of a model.
 
-transformers hands what it does not know (here: where each sequence ends) down to the attention function of every layer, in all models that
-support attention backends. Ours takes the place of its "sdpa", and passes on whatever is not packed. Gradient checkpointing repeats a layer
-with the same arguments, so a repeated forward is packed too.
+transformers hands what it does not know (here: where each sequence ends) down to the attention function of
+every layer, in all models that support attention backends. Ours takes the place of its "sdpa", and passes on
+whatever is not packed. Gradient checkpointing repeats a layer with the same arguments, so a repeated forward
+is packed too.
 
-On CUDA 16-bit numbers take a kernel of torch's (``torch.nn.attention.varlen``); with attn_implementation=flash_attention_2 transformers itself reads
-the same arguments. Neither has been tried on a GPU yet.
+On CUDA 16-bit numbers take a kernel of torch's (``torch.nn.attention.varlen``); with
+attn_implementation=flash_attention_2 transformers itself reads the same arguments. Neither has been tried on
+a GPU yet.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.
 
 @dataclass
 class Heard:
-    """What the attention layers of a packed forward were given."""
+    """Records what the attention layers of a packed forward received."""
 
     kernel: list[bool] = field(
         default_factory=list
@@ -61,7 +63,7 @@ _found_out = masking_utils.find_packed_sequence_indices
 
 
 def packed_arguments(lengths: list[int], device: torch.device) -> dict[str, Any]:
-    """What a model is called with: transformers' own names, which its flash attention knows too."""
+    """Returns the arguments of a packed forward, with the names that transformers' flash attention uses."""
     ends = moved(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
     return {
         "cu_seq_lens_q": ends,
@@ -73,7 +75,9 @@ def packed_arguments(lengths: list[int], device: torch.device) -> dict[str, Any]
 
 @contextmanager
 def laid_out(model: PreTrainedModel, packed: bool) -> Iterator[None]:
-    """Around a forward of a Layout (layout.py). transformers would have the host wait for the position ids, to find out whether they are packed."""
+    """Around a forward of a Layout (layout.py). transformers would have the host wait for the position ids,
+    to find out whether they are packed.
+    """
     token = _told.set(True)
     try:
         with packed_forward(model) if packed else nullcontext():
@@ -84,9 +88,11 @@ def laid_out(model: PreTrainedModel, packed: bool) -> Iterator[None]:
 
 @contextmanager
 def packed_forward(model: PreTrainedModel) -> Iterator[None]:
-    """Around a forward with ``packed_arguments``: no mask is made, and a model whose layers did not get the arguments is an error.
+    """Around a forward with ``packed_arguments``: no mask is made, and a model whose layers did not get the
+    arguments is an error.
 
-    At the end: in the middle of a forward it would leave ZeRO-3 with weights gathered. Within ``listening`` it is for the listener to judge.
+    At the end: in the middle of a forward it would leave ZeRO-3 with weights gathered. Within ``listening``
+    it is for the listener to judge.
     """
     if not ours(model) or _heard.get() is not None:
         yield
@@ -107,14 +113,14 @@ def listening() -> Iterator[Heard]:
 
 
 def ours(model: PreTrainedModel) -> bool:
-    """Whether its layers call ``attention``."""
+    """Returns whether the layers of ``model`` call ``attention``."""
     return model.config.get_text_config()._attn_implementation == "sdpa"
 
 
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """query [b,heads,t,d], key and value [b,groups,t,d] -> [b,t,heads,d], and no weights."""
+    """Computes attention [b,t,heads,d] of query [b,heads,t,d], key and value [b,groups,t,d], without weights."""
     ends = kwargs.get("cu_seq_lens_q")
     heard = _heard.get()
     if ends is None:
@@ -136,7 +142,9 @@ def attention(
 
 
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, ends: list[int], scale: float | None) -> Tensor:
-    """Causal attention of each sequence by itself. query [N,heads,d], key and value [N,groups,d]; ``ends`` begins with 0."""
+    """Causal attention of each sequence by itself. query [N,heads,d], key and value [N,groups,d]; ``ends``
+    begins with 0.
+    """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -148,7 +156,7 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, ends: list[int], scale
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether flash attention takes these [N,heads,d] as they are."""
+    """Returns whether flash attention takes query and value [N,heads,d] as they are."""
     width = query.shape[-1]
     return (
         _GROUPED
@@ -175,7 +183,7 @@ masking_utils.find_packed_sequence_indices = (
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
-    """What of this model keeps sequences from sharing a row; None if they can."""
+    """Returns why sequences cannot share a row in this model, or None if they can."""
     config = model.config.get_text_config()
     if not getattr(model, "_supports_attention_backend", False) or config._attn_implementation not in (
         "sdpa",
@@ -199,9 +207,11 @@ def _kinds(config: PreTrainedConfig) -> list[str]:
 
 
 def packs(model: PreTrainedModel, layout: str, device: torch.device) -> bool:
-    """``memory.layout`` decided for one model, as far as it shows without a trial (trial.py). auto: where there may be a kernel, and the model can.
+    """``memory.layout`` decided for one model, as far as it shows without a trial (packable.py). auto: where
+    there may be a kernel, and the model can.
 
-    On CPUs packing was 0.9 to 1.2 times as slow as rows grouped by length (ops/batching.py), forward and backward, Llamas of 2 to 4 layers.
+    On CPUs packing was 0.9 to 1.2 times as slow as rows grouped by length (ops/batching.py), forward and
+    backward, Llamas of 2 to 4 layers.
     """
     if layout == "padded" or why_not_packed(model) is not None:
         return False

@@ -1,4 +1,6 @@
-"""The actor and the reference: a causal LM that answers with log pi(a|s) for the response places alone."""
+"""Policies (the actor and the reference): a causal LM that returns log pi(a|s) at the response positions
+only.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +12,38 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from ppo_ds.models.layout import lay_out
 from ppo_ds.models.lm_head import HeadProbe, LMHead, forward_at, install_head, probe_head
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
 from ppo_ds.models.lora import adapter_layers, merged_state, plain_modules, save_adapter
+from ppo_ds.models.packable import PackableModel
 from ppo_ds.models.packed_attention import laid_out
 from ppo_ds.models.value import zeroed_head
 from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
 
 
 class PolicyOutput(NamedTuple):
-    """What a policy says of given answers; fp32 and differentiable."""
+    """Log-probs and more of given responses; fp32 and differentiable."""
 
     logprobs: Tensor  # [B,R]
-    entropy: Tensor | None  # [B,R] exact, nats; where asked for
-    values: Tensor | None  # [B,R+1] of the states; where the policy has a value head
-    aux: Tensor | None  # 0-dim: the load-balancing loss of a mixture of experts; where asked for
+    entropy: Tensor | None  # [B,R] exact, nats; None unless asked for
+    values: Tensor | None  # [B,R+1] of the states; None without a value head
+    aux: Tensor | None  # 0-dim: the load-balancing loss of a mixture of experts; None unless asked for
 
 
-class Policy(nn.Module):
-    """A causal LM seen as a policy over the response tokens.
+class Policy(PackableModel):
+    """Causal LM as a policy over the response tokens.
 
-    Log-probs are those of the distribution that was sampled from: the logits are divided by ``temperature``.
+    Log-probs are those of the sampling distribution: the logits are divided by ``temperature``.
     """
 
-    def __init__(self, lm: nn.Module, temperature: float, value_head: bool = False):
-        """``value_head``: critic and policy share the trunk; the head begins at zero, and so do the values."""
+    def __init__(self, lm: PreTrainedModel, temperature: float, value_head: bool = False):
+        """With ``value_head`` the critic shares the trunk; the head is initialized to zero, and so are the
+        values.
+        """
         super().__init__()
         self.lm = lm
         install_head(lm)
@@ -46,11 +51,10 @@ class Policy(nn.Module):
             zeroed_head(lm.get_output_embeddings().in_features, lm.dtype) if value_head else None
         )
         self.temperature = temperature
-        # generate() would fill what we leave open from the model's own file (Qwen2.5-Instruct: top_k 20, repetition penalty);
-        # the file's settings are kept aside for the saved model
+        # generate() takes options that are not set from the model's own file (Qwen2.5-Instruct: top_k 20,
+        # repetition penalty); the settings of the file are kept for the saved model
         self.generation_config = saveable(lm.generation_config)
         lm.generation_config = GenerationConfig()
-        self.packed = False  # how the rows of a forward are laid out
         # the first forward finds out what a model does with its head; a head of another kind makes logits
         linear = isinstance(lm.get_output_embeddings(), LMHead)
         self.head_probe: HeadProbe | None = None if linear else HeadProbe(False, False)
@@ -66,10 +70,11 @@ class Policy(nn.Module):
         temperature: float | None = None,
         entropy_gradient: bool = True,
     ) -> PolicyOutput:
-        """Returns the log-probs of the last ``response_width`` tokens of ids [B,T], 0 after the end of an answer.
+        """Returns the log-probs of the last ``response_width`` tokens of ids [B,T], 0 after the end of an
+        answer.
 
-        ``with_entropy`` and ``with_aux`` ask for more. ``temperature`` replaces that of sampling. ``entropy_gradient=False``
-        detaches the entropy, which makes the backward cheaper.
+        ``with_entropy`` and ``with_aux`` ask for more. ``temperature`` replaces that of sampling.
+        ``entropy_gradient=False`` detaches the entropy, which makes the backward cheaper.
         """
         layout = lay_out(ids, attention_mask, response_width, self.lm, packed=self.packed)
         arguments = layout.arguments(self._positions, masked=with_aux)
@@ -94,8 +99,9 @@ class Policy(nn.Module):
     def _hidden_states(
         self, positions: Tensor, arguments: dict[str, Any], with_aux: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns the states [b*t,H] that the head reads, the logits [1,K,V] at ``positions`` where the head alone does not
-        make them, and the load-balancing loss where it is asked for."""
+        """Returns the states [b*t,H] that the head reads, the logits [1,K,V] at ``positions`` where the head
+        alone does not make them, and the load-balancing loss where it is asked for.
+        """
         if with_aux:
             arguments = arguments | {"output_router_logits": True}
         states = out = None
@@ -111,31 +117,31 @@ class Policy(nn.Module):
         return states, None if makes_logits else out.logits, out.aux_loss if with_aux else None
 
     @property
-    def trunk(self) -> nn.Module:
+    def trunk(self) -> PreTrainedModel:
         """The model of transformers."""
         return self.lm
 
     @property
     def balance_coef(self) -> float | None:
-        """The model's own coefficient of its load-balancing loss; None where it is no mixture of experts."""
+        """The model's own coefficient of its load-balancing loss, or None if it is not a mixture of experts."""
         if "output_router_logits" not in inspect.signature(self.lm.forward).parameters:
             return None
         return getattr(self.lm.config.get_text_config(), "router_aux_loss_coef", 0.0)
 
     @property
     def vocab_size(self) -> int:
-        """Token ids must be below."""
+        """The number of rows of the embedding, which token ids must be below."""
         return self.lm.get_input_embeddings().num_embeddings
 
     @property
     def max_tokens(self) -> int | None:
-        """The longest sequence that has a position for each token; None where the config names no limit."""
+        """The maximum number of positions, or None if the config has no limit."""
         return getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
 
     def save(self, directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """A Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` loads; ``state_dict`` has the keys of ``self.lm``.
+        """Writes a Hugging Face folder for ``AutoModelForCausalLM.from_pretrained``, with adapters merged.
 
-        Adapters are merged into it.
+        ``state_dict`` has the keys of ``self.lm``.
         """
         plain = merged_state(self.lm, self.lm.state_dict() if state_dict is None else state_dict)
         self.lm.generation_config, ours = self.generation_config, self.lm.generation_config
@@ -145,13 +151,16 @@ class Policy(nn.Module):
             self.lm.generation_config = ours
 
     def save_adapter(self, directory: Path, state_dict: dict[str, Tensor]) -> None:
-        """The adapter alone, as peft loads it onto the base; nothing where there is none."""
+        """Writes the adapter alone, as peft loads it onto the base; nothing without an adapter."""
         if adapter_layers(self.lm):
             save_adapter(self.lm, directory, state_dict)
 
 
 def saveable(config: GenerationConfig) -> GenerationConfig:
-    """Many models ship a temperature without do_sample. transformers up to 5.17 refuses to write that, at the very end of a training."""
+    """Sets do_sample in a config that has a temperature without it, as many models have.
+
+    transformers up to 5.17 refuses to write such a config, at the very end of a training.
+    """
     try:
         config.validate(strict=True)
     except ValueError:
@@ -171,7 +180,10 @@ def load_policy(
     key: str,
     value_head: bool = False,
 ) -> Policy:
-    """A policy from a local folder or the Hub; ``key`` is the config key that errors name. UserError where there is no complete causal LM."""
+    """Loads a policy from a local folder or the Hub.
+
+    Raises UserError, which names ``key``, without a complete causal LM.
+    """
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
     lm, info = from_pretrained(
         AutoModelForCausalLM,
@@ -191,9 +203,11 @@ def load_policy(
 
 @contextmanager
 def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
-    """Inside, ``from_pretrained`` shards each weight over the ranks as it reads it (ZeRO-3), and never holds a whole model.
+    """Makes ``from_pretrained`` shard each weight over the ranks as it is read (ZeRO-3), so that no rank
+    holds a whole model.
 
-    transformers looks for a living HfDeepSpeedConfig; dropping ours at the end keeps later models whole.
+    transformers checks whether an HfDeepSpeedConfig is alive; deleting it at the end keeps later models
+    whole.
     """
     alive = HfDeepSpeedConfig(deepspeed_config)
     try:
@@ -203,10 +217,11 @@ def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
 
 
 def unsharded_twin(lm: nn.Module, device: torch.device) -> nn.Module:
-    """The same architecture with every parameter empty (0 elements) and every buffer copied: a shell to be filled for generation.
+    """Makes a copy of the architecture with empty parameters (0 elements) and copied buffers, to be filled
+    for generation.
 
-    ``lm`` may be sharded; its buffers (RoPE's inverse frequencies) never are. What is tied in ``lm`` is tied in the twin. The twin has
-    no adapters: it is filled with the ``plain_weights`` of ``lm``.
+    ``lm`` may be sharded; its buffers (RoPE's inverse frequencies) never are. Parameters tied in ``lm`` are
+    tied in the copy, which has no adapters: it is filled with the ``plain_weights`` of ``lm``.
     """
     with torch.device("meta"):
         twin = type(lm)(lm.config)

@@ -8,10 +8,12 @@ from transformers import PreTrainedConfig
 
 
 def steady_until(config: PreTrainedConfig) -> tuple[str, int] | None:
-    """The type of RoPE, and the longest row up to which it is that of every row alone; None where it always is.
+    """The type of RoPE, and the longest row up to which it is that of every row alone; None where it always
+    is.
 
-    Beyond it "longrope" takes its other set of frequencies and "dynamic" scales them, for the whole batch at once: a row's log-probs would hang
-    on its company, and decoding, where rows end one by one, on none that training knows.
+    Beyond it "longrope" takes its other set of frequencies and "dynamic" scales them, for the whole batch at
+    once: a row's log-probs would hang on its company, and decoding, where rows end one by one, on none that
+    training knows.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}

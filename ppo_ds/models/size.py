@@ -25,9 +25,11 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how confi
 
 
 def size_of(model: nn.Module) -> Size:
-    """Of a transformers model, also one whose parameters ZeRO-3 has sharded. A sequence classifier's head is its score row, or nothing.
+    """Of a transformers model, also one whose parameters ZeRO-3 has sharded. A sequence classifier's head is
+    its score row, or nothing.
 
-    A config that does not say how many experts there are and how many a token takes (by the usual names) counts all of them.
+    A config that does not say how many experts there are and how many a token takes (by the usual names)
+    counts all of them.
     """
     config: Any = model.config.get_text_config()
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
@@ -64,7 +66,9 @@ def _numel(parameter: nn.Parameter) -> int:
 
 
 def decoding_bytes(lm: PreTrainedModel, tokens: int, rows: int) -> int:
-    """Taken by decoding ``rows`` answers side by side, ``tokens`` places in all with their prompts, beside the weights."""
+    """Taken by decoding ``rows`` answers side by side, ``tokens`` places in all with their prompts, beside
+    the weights.
+    """
     return decode_bytes_bound(shape_of(lm), tokens, rows, lm.dtype.itemsize)
 
 
@@ -121,9 +125,11 @@ def planned_shape(
     value_head: bool = False,
     key: str,
 ) -> Shape:
-    """The same from a folder's config.json alone: the model is made on the meta device, where nothing has memory.
+    """The same from a folder's config.json alone: the model is made on the meta device, where nothing has
+    memory.
 
-    ``classifier``: with one label, as critics and reward models are; else a language model. ``lora``: rank and targets. UserError names ``key``.
+    ``classifier``: with one label, as critics and reward models are; else a language model. ``lora``: rank
+    and targets. UserError names ``key``.
     """
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
     attention = None if attn_implementation == "sdpa" else attn_implementation  # see loading.from_pretrained

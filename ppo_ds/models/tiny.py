@@ -1,4 +1,6 @@
-"""Tiny models made on the spot, in folders like any other Hugging Face model's: a Llama that reads characters, and small ones of any family."""
+"""Tiny models made on the spot, in folders like any other Hugging Face model's: a Llama that reads
+characters, and small ones of any family.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def character_tokenizer(characters: str) -> Tokenizer:
 def tiny_llama(
     tokenizer: Tokenizer, *, hidden_size: int, layers: int, heads: int, max_tokens: int
 ) -> nn.Module:
-    """A LlamaForCausalLM in fp32 with random weights (torch's global random state), no tied embeddings and no dropout."""
+    """A LlamaForCausalLM in fp32 with random weights (torch's global random state), no tied embeddings and no
+    dropout.
+    """
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
         hidden_size=hidden_size,
@@ -100,9 +104,11 @@ _AT_MOST = {  # of what is left, as large as it was and no larger than this
 
 
 def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of the same architecture, of some ten thousand parameters beside its embedding: few layers, one of each kind, and small widths.
+    """A copy of the same architecture, of some ten thousand parameters beside its embedding: few layers, one
+    of each kind, and small widths.
 
-    Vocabulary, positions, activation, RoPE, windows, ties and special tokens stay. Key heads keep their ratio to the queries'.
+    Vocabulary, positions, activation, RoPE, windows, ties and special tokens stay. Key heads keep their ratio
+    to the queries'.
     """
     small = copy.deepcopy(config)
     text: Any = small.get_text_config()
@@ -157,9 +163,11 @@ def _shorter_rope(config: Any) -> None:
 def save_shrunk(
     path: str, folder: Path, *, revision: str | None, trust_remote_code: bool, language_model: bool, key: str
 ) -> None:
-    """A tiny random model of the architecture of ``path`` with its own tokenizer, in ``folder``. No weights are read; UserError names ``key``.
+    """A tiny random model of the architecture of ``path`` with its own tokenizer, in ``folder``. No weights
+    are read; UserError names ``key``.
 
-    It is of the class that config.json names, so that a folder without a score head has none here either; a ``language_model`` always is one.
+    It is of the class that config.json names, so that a folder without a score head has none here either; a
+    ``language_model`` always is one.
     """
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
     tokenizer = load_tokenizer(path, revision, trust_remote_code, key=key)

@@ -1,8 +1,9 @@
-"""The actor's tokenizer, as the rest of the package sees it: plain ids in and out, one pad id, one set of stop ids.
+"""The actor's tokenizer, as the rest of the package sees it: plain ids in and out, one pad id, one set of
+stop ids.
 
-The wrapped Hugging Face tokenizer is never changed, except for a chat template that the user gave: what is saved beside a trained
-model is what was loaded. Where there is no pad token the first end token fills the padding; masks never come from ids, so this cannot hide
-an end token inside a prompt.
+The wrapped Hugging Face tokenizer is never changed, except for a chat template that the user gave: what is
+saved beside a trained model is what was loaded. Where there is no pad token the first end token fills the
+padding; masks never come from ids, so this cannot hide an end token inside a prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class Tokenizer:
         chat_template_kwargs: dict[str, Any] | None = None,
         key: str = "model.path",
     ):
-        """``end_ids``: end tokens that the model's generation config names beside the tokenizer's own. ``key``: see load_tokenizer."""
+        """``end_ids``: end tokens that the model's generation config names beside the tokenizer's own.
+
+        ``key``: see load_tokenizer.
+        """
         own = () if hf.eos_token_id is None else (hf.eos_token_id,)
         self.hf = hf
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(own + end_ids))
@@ -50,7 +54,10 @@ class Tokenizer:
 
     @cached_property
     def id_bound(self) -> int:
-        """Every id that it gives is below, those of its ends and its padding too. A vocabulary may have gaps."""
+        """Every id that it gives is below, those of its ends and its padding too.
+
+        A vocabulary may have gaps.
+        """
         return 1 + max(*self.hf.get_vocab().values(), *self.stop_ids, self.pad_id)
 
     @property
@@ -58,18 +65,19 @@ class Tokenizer:
         return bool(self.hf.chat_template)
 
     def encode_many(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
-        """Uncut, unpadded ids of each text; ``special_tokens``: with those that the tokenizer adds by itself, such as a first BOS."""
+        """Uncut, unpadded ids of each text; ``special_tokens``: with those that the tokenizer adds by itself,
+        such as a first BOS.
+        """
         if not texts:
             return []
         return self.hf(
             texts, add_special_tokens=special_tokens, padding=False, truncation=False, verbose=False
         )["input_ids"]
 
-    def encode_prompt(self, text: str) -> list[int]:
-        return self.encode_many([text], special_tokens=True)[0]
-
     def render_chat(self, messages: list[Message], to_answer: bool = True) -> str:
-        """The chat as text; ``to_answer``: up to where the assistant's next answer begins, else it is complete."""
+        """The chat as text; ``to_answer``: up to where the assistant's next answer begins, else it is
+        complete.
+        """
         if not self.has_chat_template:
             raise UserError(
                 "a chat, but the tokenizer has no chat template; set data.chat_template=<Jinja or file>, or give prompts as text"
@@ -78,10 +86,6 @@ class Tokenizer:
             return render(self.hf, messages, add_generation_prompt=to_answer, **self.chat_template_kwargs)
         except TemplateFault as error:
             raise UserError(f"the chat template {error}; mend the row, or set data.chat_template") from error
-
-    def encode_chat(self, messages: list[Message]) -> list[int]:
-        """A template writes its own special tokens: adding the tokenizer's would give a second BOS."""
-        return self.encode_many([self.render_chat(messages)], special_tokens=False)[0]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return self.hf.decode(
@@ -121,7 +125,8 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a local folder or a Hub model; ``revision`` is for the Hub only.
 
-    ``chat_template`` (a Jinja template, or a file that holds one) replaces the tokenizer's own; ``key`` is the config key that errors name.
+    ``chat_template`` (a Jinja template, or a file that holds one) replaces the tokenizer's own; ``key`` is
+    the config key that errors name.
     """
     path, revision = _located(path, revision, key)
     try:
@@ -171,7 +176,9 @@ def _template(given: str) -> str:
 
 
 def _generation_end_ids(path: str, revision: str | None, key: str) -> tuple[int, ...]:
-    """Chat models often end turns with another token than the tokenizer's EOS; generation_config.json then lists both."""
+    """Chat models often end turns with another token than the tokenizer's EOS; generation_config.json then
+    lists both.
+    """
     try:
         ids = GenerationConfig.from_pretrained(path, revision=revision).eos_token_id
     except OSError as error:  # most often there is none

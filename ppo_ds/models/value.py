@@ -1,7 +1,8 @@
 """The critic and the reward model: a trunk with one number per token, or per text.
 
-Departures from ``AutoModelForSequenceClassification``: a decoder is read at the last *attended* place, found from the mask; transformers
-looks for the rightmost id that is not the pad: the place before the end token where pad and end are the same. Position ids are always passed.
+Departures from ``AutoModelForSequenceClassification``: a decoder is read at the last *attended* place, found
+from the mask; transformers looks for the rightmost id that is not the pad: the place before the end token
+where pad and end are the same. Position ids are always passed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ppo_ds.models.loading import (
     weight_names,
 )
 from ppo_ds.models.lora import merged_state, without_adapters
+from ppo_ds.models.packable import PackableModel
 from ppo_ds.models.packed_attention import laid_out
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.types import moved
@@ -36,9 +38,11 @@ _HEAD = "score.weight"  # every decoder family of transformers calls its sequenc
 
 
 class ScoreHead(nn.Linear):
-    """A linear head that computes in fp32 whatever the dtype of its weight: values are regressed on returns, and bf16 has three digits.
+    """A linear head that computes in fp32 whatever the dtype of its weight: values are regressed on returns,
+    and bf16 has three digits.
 
-    It can remember what it was, for a model that is trained as a critic and asked as the reward model that it began as.
+    It can remember what it was, for a model that is trained as a critic and asked as the reward model that it
+    began as.
     """
 
     as_kept = False  # whether it computes with what ``keep`` remembered
@@ -48,7 +52,10 @@ class ScoreHead(nn.Linear):
         return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
     def keep(self) -> None:
-        """Remembers its parameters as they are now; under ZeRO-3 they must be gathered. Not in the state dict: they came from a folder."""
+        """Remembers its parameters as they are now; under ZeRO-3 they must be gathered.
+
+        Not in the state dict: they came from a folder.
+        """
         self.register_buffer("kept_weight", self.weight.detach().clone(), persistent=False)
         self.register_buffer(
             "kept_bias", None if self.bias is None else self.bias.detach().clone(), persistent=False
@@ -62,15 +69,18 @@ def zeroed_head(width: int, dtype: torch.dtype) -> ScoreHead:
     return head
 
 
-class ScoreModel(nn.Module):
-    """A sequence classifier with one label. A decoder has a value at each token; an encoder has one for the whole text."""
+class ScoreModel(PackableModel):
+    """A sequence classifier with one label.
+
+    A decoder has a value at each token; an encoder has one for the whole text.
+    """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
-        # an encoder-decoder pools at its own decoder's end, an encoder at its first place: both only through their own forward
+        # an encoder-decoder pools at its own decoder's end, an encoder at its first place: both only through
+        # their own forward
         self.is_decoder = hasattr(model, "score") and not model.config.is_encoder_decoder
-        self.packed = False  # how decoders lay out the rows of a forward
         self._positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
         self._types = "token_type_ids" in inspect.signature(model.forward).parameters
         if self.is_decoder and isinstance(model.score, nn.Linear):
@@ -85,8 +95,8 @@ class ScoreModel(nn.Module):
     ) -> Tensor:
         """The only way in for engines, which wrap it. ids, attention_mask [B,T]; fp32 out:
 
-        the values [B,R+1] of the states around the response tokens, column t before token t, 0 beyond the last state of a row; or without
-        ``response_width`` the scores [B].
+        the values [B,R+1] of the states around the response tokens, column t before token t, 0 beyond the
+        last state of a row; or without ``response_width`` the scores [B].
         """
         if response_width is None:
             return self.scores(ids, attention_mask, token_type_ids)
@@ -94,7 +104,9 @@ class ScoreModel(nn.Module):
         return layout.spread_states(self._head(self._hidden(layout)[layout.state_places]))
 
     def scores(self, ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """[B] fp32: a decoder's value at its last attended place (padding may be on either side), or an encoder's logit."""
+        """[B] fp32: a decoder's value at its last attended place (padding may be on either side), or an
+        encoder's logit.
+        """
         if self.is_decoder:
             layout = lay_out(ids, attention_mask, 0, self.model, packed=self.packed)
             return self._head(self._hidden(layout)[layout.last_places])
@@ -113,11 +125,13 @@ class ScoreModel(nn.Module):
         )
 
     def gradient_checkpointing_enable(self) -> None:
-        # the reentrant kind gives no gradients where a block's input needs none, which is the case of the first block
+        # the reentrant kind gives no gradients where a block's input needs none, which is the case of the
+        # first block
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def save(self, directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """A Hugging Face folder that ``AutoModelForSequenceClassification.from_pretrained`` loads; ``state_dict`` has the keys of ``self.model``.
+        """A Hugging Face folder that ``AutoModelForSequenceClassification.from_pretrained`` loads;
+        ``state_dict`` has the keys of ``self.model``.
 
         Adapters are merged into it.
         """
@@ -145,7 +159,7 @@ class ScoreModel(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids must be below."""
+        """The number of rows of the embedding, which token ids must be below."""
         return self.model.get_input_embeddings().num_embeddings
 
     def _hidden(self, layout: Layout) -> Tensor:
@@ -183,7 +197,8 @@ def load_critic(
 ) -> ScoreModel:
     """A critic from a causal LM or a reward model.
 
-    A trained score head is kept. A folder without one gets a head of zeros if ``zero_head``, and is refused if not.
+    A trained score head is kept. A folder without one gets a head of zeros if ``zero_head``, and is refused
+    if not.
     """
     model, info = _load(
         path,
@@ -220,7 +235,9 @@ def load_reward_model(
     attn_implementation: str,
     key: str = "reward.model.path",
 ) -> ScoreModel:
-    """A frozen reward model: any ``AutoModelForSequenceClassification`` with one label and all of its weights."""
+    """A frozen reward model: any ``AutoModelForSequenceClassification`` with one label and all of its
+    weights.
+    """
     model, info = _load(
         path,
         revision=revision,
@@ -237,7 +254,8 @@ def load_reward_model(
 def expect_reward_model(
     path: str, *, revision: str | None, trust_remote_code: bool, key: str = "reward.model.path"
 ) -> tuple[int, bool]:
-    """UserError for what can be seen of a model that is no reward model without reading a weight: its config, and which weights its files have.
+    """UserError for what can be seen of a model that is no reward model without reading a weight: its config,
+    and which weights its files have.
 
     Returns the rows of its embedding and whether it is a decoder.
     """
@@ -316,7 +334,9 @@ def reads_like(
     trust_remote_code: bool,
     key: str = "reward.model.path",
 ) -> bool:
-    """Whether a model is a decoder with ``tokenizer``'s vocabulary, so that it can start a critic of that tokenizer's actor."""
+    """Whether a model is a decoder with ``tokenizer``'s vocabulary, so that it can start a critic of that
+    tokenizer's actor.
+    """
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
     if not _scores_tokens(config, trust_remote_code):
         return False
@@ -326,8 +346,9 @@ def reads_like(
 
 
 def _scores_tokens(config: PreTrainedConfig, trust_remote_code: bool) -> bool:
-    """Whether the sequence classifier of this config is a decoder's. Its parts tell, made without memory for them: transformers lists RoBERTa and
-    BERT under causal language models too."""
+    """Whether the sequence classifier of this config is a decoder's. Its parts tell, made without memory for
+    them: transformers lists RoBERTa and BERT under causal language models too.
+    """
     try:
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(

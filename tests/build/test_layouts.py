@@ -1,5 +1,6 @@
 """`memory.layout` to the models: each decides for itself, and says so where it cannot do as it was told."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,9 @@ class Role:
         self.module = Policy(AutoModelForCausalLM.from_config(config).to(dtype).eval(), 1.0)
         self.world = SimpleNamespace(device=torch.device(device))
         self.calls = 0
+
+    def resident(self):
+        return nullcontext()
 
     def __call__(self, *args):
         self.calls += 1

@@ -103,7 +103,10 @@ def test_chat(source, tokenizer):
     (row,) = prompts.metadata
     assert (row["messages"], row["answer"], row["prompt_text"]) == ([USER], 3, "<user>hi<eos><assistant>")
     ids = ids_of(prompts)[0]
-    assert ids == tokenizer.encode_chat([USER]) and ids.count(0) == 1
+    assert (
+        ids == tokenizer.encode_many([tokenizer.render_chat([USER])], special_tokens=False)[0]
+        and ids.count(0) == 1
+    )
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<user>hi<eos><assistant>"
 
 
@@ -260,7 +263,12 @@ def test_a_system_message(source, byte_tokenizer):
         {"role": "system", "content": "be brief"},
         USER,
     ]  # what a reward model is shown
-    assert ids_of(batch)[0] == byte_tokenizer().encode_chat(batch.metadata[0]["messages"])
+    assert (
+        ids_of(batch)[0]
+        == byte_tokenizer().encode_many(
+            [byte_tokenizer().render_chat(batch.metadata[0]["messages"])], special_tokens=False
+        )[0]
+    )
 
 
 def test_a_system_message_needs_a_template_that_takes_it(source, byte_tokenizer):

@@ -83,7 +83,7 @@ def test_the_saved_model_has_the_accuracy_it_was_stopped_at(folder: Path) -> Non
     prepared = json.loads((folder / "prepared.json").read_text())
     scores = []
     for row in _rows(folder / "train.jsonl")[:20]:
-        ids = torch.tensor([tokenizer.encode_prompt(row["prompt"])])
+        ids = torch.tensor([tokenizer.encode_many([row["prompt"]], special_tokens=True)[0]])
         answer = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)[
             0, ids.shape[1] :
         ]

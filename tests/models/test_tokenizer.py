@@ -78,9 +78,12 @@ def test_broken_generation_config_is_an_error(tmp_path):
 
 def test_text_gets_the_bos_and_a_chat_gets_it_once(tmp_path):
     tokenizer = load_tokenizer(saved(tmp_path, template=TEMPLATE))
-    assert tokenizer.encode_prompt("a")[0] == 0 and len(tokenizer.encode_prompt("a")) == 2
+    assert (
+        tokenizer.encode_many(["a"], special_tokens=True)[0][0] == 0
+        and len(tokenizer.encode_many(["a"], special_tokens=True)[0]) == 2
+    )
     assert tokenizer.render_chat(CHAT) == "<bos><user>hi<eos><assistant>"
-    ids = tokenizer.encode_chat(CHAT)
+    ids = tokenizer.encode_many([tokenizer.render_chat(CHAT)], special_tokens=False)[0]
     assert ids == tokenizer.hf.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert ids.count(0) == 1 and len(ids) == 1 + len("<user>hi") + 1 + len("<assistant>")
 
@@ -181,7 +184,7 @@ def test_chat_without_template(tmp_path):
     tokenizer = load_tokenizer(saved(tmp_path))
     assert not tokenizer.has_chat_template
     with pytest.raises(UserError, match="data.chat_template"):
-        tokenizer.encode_chat(CHAT)
+        tokenizer.encode_many([tokenizer.render_chat(CHAT)], special_tokens=False)[0]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +192,7 @@ def test_chat_without_template(tmp_path):
 )
 def test_text_survives(tmp_path, text):
     tokenizer = load_tokenizer(saved(tmp_path))
-    ids = tokenizer.encode_prompt(text)
+    ids = tokenizer.encode_many([text], special_tokens=True)[0]
     assert len(ids) == 1 + len(text.encode())
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<bos>" + text

@@ -55,7 +55,7 @@ def save_tokenizer(folder, *, pad="<pad>", template=None, cross_encoder=False):
 def make_rollout(tokenizer, answers, rows=None, finished=None):
     """``answers``: (prompt, response) as text. A finished answer ends with <eos>, which is an action."""
     finished = [True] * len(answers) if finished is None else finished
-    prompts = [torch.tensor(tokenizer.encode_prompt(prompt)) for prompt, _ in answers]
+    prompts = [torch.tensor(tokenizer.encode_many([prompt], special_tokens=True)[0]) for prompt, _ in answers]
     responses = [
         torch.tensor(
             tokenizer.encode_many([response], special_tokens=False)[0] + [EOS] * done, dtype=torch.long
