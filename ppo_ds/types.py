@@ -63,7 +63,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class Prompts(_Rows):
-    """Prompts to be continued, and the raw rows they came from, so that rewards can read a reference answer."""
+    """Prompts to be continued, and their raw rows, from which rewards can read a reference answer."""
 
     ids: Tensor = _tensor("P")  # [B,P] long, left-padded
     mask: Tensor = _tensor("P")  # [B,P] bool

@@ -84,7 +84,7 @@ class Whitening:
         return broadcast_sequence(whole[:, 0], mask)
 
     def in_rollout(self, advantages: Tensor, mask: Tensor, group_size: int, reduce: Reduce) -> Tensor:
-        """Whitens while the experience is made, over all ranks or within each group of ``group_size`` rows."""
+        """Whitens while the experience is made, over all ranks or within groups of ``group_size`` rows."""
         if self.over == "batch":
             return self.whitened(advantages, mask, reduce)
         if self.over == "group":

@@ -44,7 +44,7 @@ def concatenate(parts: list[S]) -> S:
 
 
 def minibatches(n_rows: int, minibatch_size: int, generator: torch.Generator) -> Sequence[Tensor]:
-    """Returns the row indices of each optimizer step of one epoch: a permutation of all rows in equal parts."""
+    """Returns the row indices of each optimizer step of one epoch: all rows, permuted, in equal parts."""
     assert n_rows % minibatch_size == 0, f"{n_rows} rows do not make minibatches of {minibatch_size}"
     return torch.randperm(n_rows, generator=generator).split(minibatch_size)
 

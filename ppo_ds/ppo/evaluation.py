@@ -64,7 +64,7 @@ class Evaluator:
         return Evaluation(metrics, everyone)
 
     def generate_all(self) -> list[Rollout]:
-        """Generates the responses to all batches within one switch, which may gather weights and move states."""
+        """Generates the responses to all batches in one generation phase: a switch may gather weights."""
         rollouts = []
         with self.actor.generation_mode():
             for prompts, _ in self.batches:
@@ -98,5 +98,5 @@ def _heartbeat_phase(what: str) -> Iterator[None]:
 
 
 def last_message(row: Row) -> str:
-    """Returns the prompt as its author wrote it: of a chat the last message, without the template around it."""
+    """Returns the prompt as written: of a chat the last message, without the template around it."""
     return row["messages"][-1]["content"] if "messages" in row else row["prompt_text"]

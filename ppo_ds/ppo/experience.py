@@ -1,4 +1,4 @@
-"""make_experience: turns a scored rollout into the experience that PPO learns from.
+"""Implements make_experience, which turns a scored rollout into the experience that PPO learns from.
 
 Departures from the bare algorithm of the paper, each with a switch: the score is clipped after the penalty
 for a missing end token, the KL to the reference is charged per token in the reward, and advantages are
@@ -122,7 +122,7 @@ class ExperienceMaker:
     def forward_actor(
         self, rollout: ScoredRollout, plan: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Computes log-probs and old log-probs [B,R], and the values [B,S] if the actor has the value head."""
+        """Computes log-probs and old log-probs [B,R], and values [B,S] if the actor has the value head."""
         outputs = forward_rows(self.actor, rollout, plan)
         logprobs = scatter_tokens([out.logprobs for out in outputs], rollout, plan)
         old_logprobs, values = logprobs, None

@@ -3,7 +3,7 @@
     dumps/step_000012/update.json          what was not finite, on which rank, in which row; the rows as text
                       update.safetensors   all columns of the minibatch
                       config.yaml          the run's config
-                      {actor,critic}/      as in a checkpoint; finite, since no non-finite step was ever applied
+                      {actor,critic}/      as in a checkpoint; finite, since no bad step was applied
 
 There are no pickles. update.json is written last, so a dump that a disk fault leaves incomplete has none.
 """
@@ -61,7 +61,8 @@ def dump_failure(
     if origin.position is not None:
         prompt = rows[origin.position]["prompt"]
         shown = prompt if len(prompt) <= SHOWN else f"{prompt[: SHOWN // 2]} ... {prompt[-SHOWN // 2 :]}"
-        line += f", on rank {origin.rank}, in row {int(trouble.rows[origin.position])} of the rollout, prompt {shown!r}"
+        row = int(trouble.rows[origin.position])
+        line += f", on rank {origin.rank}, in row {row} of the rollout, prompt {shown!r}"
     try:
         write_dump(folder, step, trouble, origin, rows, learner, config)
     except CheckpointError as error:
@@ -123,7 +124,8 @@ def read_dump(folder: Path) -> Dump:
         ) from error
     if about.get("format") != FORMAT:
         raise UserError(
-            f"{folder}: has format {about.get('format')}, this version reads {FORMAT}: use the version that wrote it"
+            f"{folder}: has format {about.get('format')}, this version reads {FORMAT}: "
+            "use the version that wrote it"
         )
     names = {f.name for f in fields(Dump)} - {"minibatch"}
     return Dump(**{name: about[name] for name in names}, minibatch=Experience(**columns))

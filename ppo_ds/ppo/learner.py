@@ -1,4 +1,4 @@
-"""learn: several epochs of clipped policy and value updates over one experience.
+"""Implements learn: several epochs of clipped policy and value updates over one experience.
 
 Actor and critic step together or not at all: the backward passes of both come first, then all ranks agree on
 whether every loss and gradient is finite (engine/lockstep.py). The actor's gradients stay in memory while the

@@ -59,6 +59,6 @@ def disagreement(gap: Gap, dtype: str) -> str | None:
     if mean <= BOUNDS[dtype]:
         return None
     return (
-        f"generation and training disagree: log-probs of the same tokens differ by {mean:.4g} nats on average "
-        f"(at most {largest:.4g}), allowed for {dtype} is {BOUNDS[dtype]:.4g}"
+        f"generation and training disagree: log-probs of the same tokens differ by {mean:.4g} nats on "
+        f"average (at most {largest:.4g}), allowed for {dtype} is {BOUNDS[dtype]:.4g}"
     )
