@@ -1,6 +1,7 @@
-"""Nothing that a run reads can run code, name files elsewhere, or carry a key to where it is written down.
+"""Inputs of a run cannot execute code, access files elsewhere, or leak keys into written files.
 
-Each planted file would create a witness if its code ran. ``CODE`` and ``Planted`` are proved to do so, or their silence would mean nothing.
+Each planted file would create a witness if its code ran. ``CODE`` and ``Planted`` are proved to do so, or
+their silence would mean nothing.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def witness(tmp_path):
-    """What planted code creates. Whatever a test does, it must not be there in the end."""
+    """The file that planted code creates; it must not exist at the end of a test."""
     file = tmp_path / "witness"
     yield file
     assert not file.exists(), "planted code has run"
 
 
 class Planted:
-    """Creates the file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, file):
         self.file = str(file)
@@ -72,17 +73,18 @@ class Planted:
 
 @pytest.fixture
 def code(witness):
-    """Python that stands beside a model, with all the classes that a config may name there."""
+    """Python code beside a model, with all classes that a config may name."""
     return (
         f"open({str(witness)!r}, 'w').close()\n"
-        "from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast as Tok\n"
+        "from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast "
+        "as Tok\n"
         "def generate(model, **kwargs): pass\n"
     )
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A tiny language model as anyone may publish it."""
+    """A tiny language model without code."""
     folder = tmp_path_factory.mktemp("sound")
     tokenizer = tiny.character_tokenizer("ab")
     tiny.save(tiny.tiny_llama(tokenizer, hidden_size=8, layers=1, heads=2, max_tokens=8), tokenizer, folder)
@@ -104,10 +106,11 @@ def line_of(caught: pytest.ExceptionInfo) -> str:
     return line
 
 
-# -- code in what is read ------------------------------------------------------------------------------------------------------------------
+# -- code in what is read
+# ------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_plants_would_run(witness, code):
+def test_the_planted_code_runs_if_it_is_loaded(witness, code):
     for run in (lambda: pickle.loads(pickle.dumps(Planted(witness))).close(), lambda: exec(code, {})):
         run()
         witness.unlink()  # it was there
@@ -115,7 +118,7 @@ def test_the_plants_would_run(witness, code):
 
 @pytest.mark.parametrize("role", MODELS)
 @pytest.mark.parametrize("how", ["pytorch_model.bin", "raw", "shard.bin"])
-def test_weights_that_are_pickles_with_more_in_them(folder, witness, role, how):
+def test_weights_that_are_pickles_with_code(folder, witness, role, how):
     (folder / "model.safetensors").unlink()
     if how == "raw":
         (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Planted(witness)))
@@ -141,8 +144,8 @@ def test_pickles_of_tensors_alone_are_read(folder):
     assert torch.equal(MODELS["actor"](str(folder)).lm.lm_head.weight, lm.lm_head.weight)
 
 
-def test_pickles_beside_what_is_needed_are_left_alone(folder, witness):
-    """Optimizer states, training arguments, adapters: whatever lies about in a folder."""
+def test_unneeded_pickles_are_not_read(folder, witness):
+    """A folder may hold optimizer states, training arguments and adapters."""
     for name in (
         "training_args.bin",
         "optimizer.pt",
@@ -196,7 +199,7 @@ def test_a_model_with_code_of_its_own_names_the_key(folder, code, role):
     assert line_of(caught) == line
 
 
-def test_nor_does_any_other_reader_run_it(folder, code, sound):
+def test_no_other_reader_runs_it(folder, code, sound):
     planted_code(folder, code, "tokenizer")
     with pytest.raises(UserError) as caught:
         load_tokenizer(str(folder), key="actor.model.path")
@@ -207,8 +210,8 @@ def test_nor_does_any_other_reader_run_it(folder, code, sound):
         reads_like(str(folder), load_tokenizer(str(sound)), revision=None, trust_remote_code=False)
 
 
-def test_code_beside_a_known_model_is_left_alone(folder, code):
-    """transformers has the architecture itself: the folder's own version is not needed, and not asked for."""
+def test_code_beside_a_known_architecture_is_not_run(folder, code):
+    """transformers has the architecture, so the folder's own version is not used."""
     planted_code(folder, code, "known model")
     for load in MODELS["actor"], MODELS["critic"], load_tokenizer:
         load(str(folder))
@@ -287,11 +290,12 @@ def test_data_sets_are_never_programs(tmp_path, witness, code):
     assert list(load_rows(str(tmp_path / "rows.parquet"))) == [{"prompt": "a"}]
 
 
-# -- checkpoints of others -----------------------------------------------------------------------------------------------------------------
+# -- checkpoints of others
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def listed(folder: Path, **others: Any) -> None:
-    """A manifest that fits the files, as whoever plants them would write it."""
+    """Writes a manifest that fits the planted files."""
     (folder / "manifest.json").unlink(missing_ok=True)
     files = {
         str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": sha256(f)}
@@ -303,7 +307,7 @@ def listed(folder: Path, **others: Any) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """What the smallest of models leaves: one weight, no buffers."""
+    """The checkpoint of a minimal model: one weight, no buffers."""
     folder = tmp_path / "checkpoints" / "step_000001"
     (folder / "actor").mkdir(parents=True)
     about = {"format": 1, "dtype": "float32", "shards": {"weight": "shard-00000.safetensors"}}
@@ -314,7 +318,7 @@ def checkpoint(tmp_path):
     return folder
 
 
-def test_a_sound_one_is_read(checkpoint):
+def test_a_valid_checkpoint_is_read(checkpoint):
     module = torch.nn.Linear(3, 2, bias=False)
     assert damage_of(checkpoint) == []
     read_weights(module, checkpoint, "actor")
@@ -345,12 +349,12 @@ def test_a_manifest_that_names_files_elsewhere(checkpoint, name):
         "\xff",
     ],
 )
-def test_a_manifest_that_is_none(checkpoint, text):
+def test_an_invalid_manifest(checkpoint, text):
     (checkpoint / "manifest.json").write_text(text, encoding="latin-1")
     assert damage_of(checkpoint) == ["manifest.json is missing or unreadable"]
 
 
-def test_sizes_beyond_all_measure(checkpoint):
+def test_absurd_sizes(checkpoint):
     listed(checkpoint, **{"actor/model.json": {"bytes": 10**400, "sha256": "x"}})
     assert damage_of(checkpoint)[0].startswith("actor/model.json has ")
     shard = checkpoint / "actor" / "shard-00000.safetensors"
@@ -401,14 +405,15 @@ def test_pickles_in_a_checkpoint_are_not_read(checkpoint, witness):
     ):
         torch.save({"weight/weight": Planted(witness)}, checkpoint / name)
     listed(checkpoint)
-    assert damage_of(checkpoint) == []  # whoever plants them writes the manifest too
+    assert damage_of(checkpoint) == []  # an attacker writes the manifest too
     with pytest.raises(Exception, match="(?i)header"):
         read_weights(torch.nn.Linear(3, 2, bias=False), checkpoint, "actor")
     with pytest.raises(Exception, match="(?i)header"):
         load_rng(checkpoint, World)
 
 
-# -- where code comes from -----------------------------------------------------------------------------------------------------------------
+# -- where code comes from
+# -----------------------------------------------------------------------------------------------------------------
 
 # Everything that can run code that is not the package's, or unpickle, and why it may.
 ALLOWED = {
@@ -480,7 +485,7 @@ SWITCHES = {
 
 
 def dangers(source: str) -> set[str]:
-    """What of the above is in a file, by name."""
+    """Returns the names of the dangerous functions that a source uses."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -503,7 +508,7 @@ def dangers(source: str) -> set[str]:
     return found
 
 
-def test_whatever_can_run_code_is_known():
+def test_every_use_of_code_execution_is_listed():
     files = [file for folder in ("ppo_ds", "launch") for file in (ROOT / folder).rglob("*.py")]
     found = {(str(file.relative_to(ROOT)), danger) for file in files for danger in dangers(file.read_text())}
     assert found == set(ALLOWED)
@@ -535,11 +540,12 @@ def test_whatever_can_run_code_is_known():
         ),
     ],
 )
-def test_that_search_sees(source):
+def test_the_search_finds_each_form(source):
     assert dangers(source)
 
 
-# -- keys ----------------------------------------------------------------------------------------------------------------------------------
+# -- keys
+# ----------------------------------------------------------------------------------------------------------------------------------
 
 SECRET = "sk-notArealKeyButLong+/0123"
 
@@ -599,7 +605,7 @@ def test_a_key_in_a_config_is_refused_and_not_repeated(keys, arguments, key):
     assert not any(secret in line for secret in ("passed", SECRET, "hf_of", "0123456789", "sk-abc"))
 
 
-def test_what_is_none_is_left_alone(keys, monkeypatch):
+def test_texts_without_secrets_are_accepted(keys, monkeypatch):
     monkeypatch.setenv("SHORT_KEY", "a/b")
     tree = {
         "run": {"name": "task-force-of-the-year-2024-sk", "dir": "/data/hf_cache/x"},
@@ -626,7 +632,7 @@ def test_lines_are_censored(keys):
 
 
 def test_an_error_line_does_not_repeat_the_command_lines_key(keys):
-    """What is not understood at all never becomes a config that could be searched."""
+    """Overrides that cannot be parsed never become a config, in which secrets are searched."""
     command = [
         sys.executable,
         str(ROOT / "launch" / "train.py"),
@@ -637,7 +643,8 @@ def test_an_error_line_does_not_repeat_the_command_lines_key(keys):
     assert done.returncode == 2 and "error: " in done.stderr and "passed" not in done.stderr, done.stderr
 
 
-# -- files of a run ------------------------------------------------------------------------------------------------------------------------
+# -- files of a run
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "..", "", "a\nb"])
@@ -655,7 +662,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_run_directory_is_its_owners(tmp_path):
+def test_a_run_directory_is_private_to_its_owner(tmp_path):
     before = os.umask(0)
     try:
         open_run_directory(tmp_path / "outputs" / "mine", {"run": {}}, None)

@@ -33,7 +33,7 @@ Prompt = str | list[Message]
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How the prompts of a data set are stored and formatted."""
+    """Describes where the prompts of a data set are stored and how they are formatted."""
 
     column: str | None = None  # of the prompt; None: the first of PROMPT_COLUMNS that the row has
     column_key: str = "data.prompt_column"  # for errors

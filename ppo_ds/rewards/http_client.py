@@ -42,7 +42,8 @@ def _service_url(value: Any) -> str:
         refuse("$KEY: is not a URL; give one such as http://localhost:8000/score", whole_line=True)
     if url.userinfo or any(_SECRET.search(name) for name in url.params):
         refuse(
-            "$KEY: holds a password or a key; put it into an environment variable and name that in $SECTION.key_env",
+            "$KEY: holds a password or a key; put it into an environment variable and name "
+            "that in $SECTION.key_env",
             whole_line=True,
         )
     if url.scheme not in ("http", "https") or not url.host:

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer made on the spot (one id a byte), and data files written by the tests."""
+"""A byte-level tokenizer (one id per byte), and data files written by the tests."""
 
 import json
 
@@ -45,7 +45,7 @@ def tokenizer():
 
 @pytest.fixture
 def jsonl(tmp_path):
-    """Writes rows (objects, or lines as they are) to a file and gives its path."""
+    """Writes rows (objects or raw lines) to a file and returns its path."""
 
     def write(*rows, name="data.jsonl"):
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
@@ -57,7 +57,7 @@ def jsonl(tmp_path):
 
 @pytest.fixture
 def source(jsonl, tokenizer):
-    """A source of text prompts, or of whole rows."""
+    """Builds a source of text prompts or whole rows."""
 
     def make(*prompts, **options):
         rows = [{"prompt": p, "n": i} if isinstance(p, str) else p for i, p in enumerate(prompts)]

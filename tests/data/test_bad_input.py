@@ -1,4 +1,4 @@
-"""What a data set may have wrong, row by row: each is refused in a line that says where and what to do, or it is known what becomes of it."""
+"""Invalid and odd rows of data sets: refused in a line with location and remedy, or handled as defined."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def lines(*rows):
 
 
 def said(path, tokenizer, **options):
-    """The lines that the file is refused with, without its folder."""
+    """Returns the lines of the file's UserError without its folder."""
     with pytest.raises(UserError) as caught:
         PromptSource(str(path), tokenizer=tokenizer, max_new_tokens=9, **options)
     assert all(line.isprintable() for line in caught.value.problems)
@@ -65,7 +65,7 @@ def test_what_is_refused(tmp_path, tokenizer, name, content, line):
     assert found.startswith(line) and len(found) < 700
 
 
-def test_problems_of_rows_come_together_and_not_all_of_them(tmp_path, tokenizer):
+def test_problems_of_rows_are_reported_together_up_to_a_limit(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_bytes(
         lines(*[{"prompt": ""}] * 3, *({"messages": [USER] * n + [0]} for n in range(9)))
     )
@@ -75,7 +75,7 @@ def test_problems_of_rows_come_together_and_not_all_of_them(tmp_path, tokenizer)
     assert len(found) == 6 and found[-1] == "and 5 more problems"
 
 
-def test_parquet_that_lies_about_its_texts(tmp_path, tokenizer):
+def test_parquet_with_invalid_utf8(tmp_path, tokenizer):
     offsets = pyarrow.array([0, 2], type=pyarrow.int32()).buffers()[1]
     pyarrow.parquet.write_table(
         pyarrow.table(
@@ -88,7 +88,7 @@ def test_parquet_that_lies_about_its_texts(tmp_path, tokenizer):
 
 
 def test_a_file_format_that_fills_gaps_with_nulls(tmp_path, tokenizer):
-    """Rows with a text and rows with a chat: in Parquet each has both columns."""
+    """Rows with a text and rows with a chat have both columns in Parquet."""
     pyarrow.parquet.write_table(
         pyarrow.Table.from_pylist(
             [{"prompt": "a", "messages": None}, {"prompt": None, "messages": [USER | {"name": None}]}]
@@ -103,8 +103,8 @@ def test_a_file_format_that_fills_gaps_with_nulls(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("call", ["open", "iterdir"])
-def test_a_file_or_folder_that_may_not_be_read(tmp_path, tokenizer, monkeypatch, call):
-    """As anybody but root would meet it."""
+def test_a_file_or_folder_without_permission(tmp_path, tokenizer, monkeypatch, call):
+    """Simulates missing permissions, which root does not notice."""
     (tmp_path / "x.jsonl").write_bytes(lines({"prompt": "a"}))
 
     def refuse(self, *args, **kwargs):
@@ -119,7 +119,7 @@ def test_a_file_or_folder_that_may_not_be_read(tmp_path, tokenizer, monkeypatch,
 @pytest.mark.parametrize(
     "path", ["x" * 300 + ".jsonl", "~nobody-here/x.jsonl", "a\0b.jsonl", "a\nb.jsonl", "https://host/x.jsonl"]
 )
-def test_paths_that_are_none(tokenizer, path):
+def test_invalid_paths(tokenizer, path):
     with pytest.raises(UserError, match="^data.path=.*(no such file|File name too long)") as caught:
         PromptSource(path, tokenizer=tokenizer, max_new_tokens=9)
     assert str(caught.value).isprintable()
@@ -138,7 +138,7 @@ def test_paths_that_are_none(tokenizer, path):
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_odd_characters_arrive_as_they_are(tmp_path, byte_tokenizer, text, kind):
+def test_odd_characters_are_unchanged(tmp_path, byte_tokenizer, text, kind):
     content = lines({"prompt": text}) if kind == "jsonl" else f'prompt\n"{text}"\n'.encode()
     (tmp_path / f"x.{kind}").write_bytes(content)
     made = PromptSource(
@@ -148,7 +148,7 @@ def test_odd_characters_arrive_as_they_are(tmp_path, byte_tokenizer, text, kind)
     assert batch.metadata[0]["prompt_text"] == text == made._tokenizer.decode(batch.ids[0].tolist())
 
 
-def test_what_is_kept_twice_is_counted(source):
+def test_repeated_rows_are_counted(source):
     made = source(
         {"prompt": "a", "id": 1},
         {"prompt": "a", "id": 2},
@@ -159,7 +159,7 @@ def test_what_is_kept_twice_is_counted(source):
     assert (len(made), made.report["repeated"], made.report["same_id"]) == (5, 1, 2)
 
 
-def test_prompts_that_are_the_same_once_they_are_cut_count_as_repeated(source):
+def test_prompts_that_are_equal_after_truncation_count_as_repeated(source):
     assert source("xab", "yab", "ab", max_prompt_tokens=2).report["repeated"] == 2
 
 
@@ -182,12 +182,12 @@ def test_fewer_prompts_than_a_step_takes(source):
         ([600_000, 400_000, 1, 2_000_000, 5], [(0, 2), (2, 3), (3, 4), (4, 5)]),
     ],
 )
-def test_long_prompts_are_tokenised_a_few_at_a_time(sizes, parts):
-    """Uncut ids take a hundred bytes a token and more: a thousand prompts of 100,000 characters would fill 10 GB."""
+def test_long_prompts_are_tokenized_in_small_chunks(sizes, parts):
+    """As Python ints a thousand prompts of 100,000 characters would take 10 GB."""
     assert [(part.start, part.stop) for part in tokenizer_chunks(sizes)] == parts
 
 
-def test_one_example_for_each_order_of_roles(source):
+def test_one_example_for_each_sequence_of_roles(source):
     answer, system = {"role": "assistant", "content": "yo"}, {"role": "system", "content": "s"}
     made = source(
         "text",
@@ -205,7 +205,7 @@ def test_one_example_for_each_order_of_roles(source):
     ]
 
 
-def test_rows_that_cannot_be_judged_are_named_unless_they_are_dropped(source):
+def test_rows_that_fail_a_check_are_named_unless_they_are_dropped(source):
     made = source(
         {"prompt": "a", "n": 1},
         {"prompt": "long", "n": 2},
@@ -214,10 +214,10 @@ def test_rows_that_cannot_be_judged_are_named_unless_they_are_dropped(source):
         long_prompts="drop",
     )
 
-    def judged(row):
+    def check(row):
         if row["n"] > 1:
             raise UserError("no answer")
 
     with pytest.raises(UserError) as caught:
-        made.check_rows(judged)
+        made.check_rows(check)
     assert caught.value.problems == [f"{made.path}:3: no answer"]

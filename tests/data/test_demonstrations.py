@@ -1,6 +1,7 @@
-"""What a language-modelling loss learns from: ids and the mask of learned tokens, written down by hand.
+"""Ids and the mask of learned tokens of a language-modelling loss, written down by hand.
 
-The byte tokenizer: <eos> 0, <pad> 1, "a" 66, "b" 67, ...; its template writes "<user>hi<eos><assistant>" and then the answer and "<eos>".
+The byte tokenizer: <eos> 0, <pad> 1, "a" 66, "b" 67, ...; its template writes "<user>hi<eos><assistant>" and
+then the answer and "<eos>".
 """
 
 from itertools import islice
@@ -30,7 +31,7 @@ def source(jsonl, tokenizer):
 
 
 def learned(batch, tokenizer):
-    """Of each row the text that is given and the text that is learned."""
+    """Returns the prompt and the learned text of each row."""
     pairs = []
     for ids, mask, response in zip(batch.ids, batch.attention_mask, batch.response_mask, strict=True):
         taught = torch.cat([torch.tensor([False]), response])
@@ -43,7 +44,7 @@ def learned(batch, tokenizer):
     return pairs
 
 
-def test_all_of_a_text_is_learned_but_its_first_token(source):
+def test_all_tokens_of_a_text_but_the_first_are_learned(source):
     batch = source("abc", "d").batch([1, 0])
     assert batch.ids.tolist() == [[D, EOS, PAD, PAD], [A, B, C, EOS]]
     assert batch.attention_mask.tolist() == [[True, True, False, False], [True] * 4]
@@ -51,7 +52,7 @@ def test_all_of_a_text_is_learned_but_its_first_token(source):
     assert (batch.prompt_width, batch.response_width) == (1, 3) and batch.ids.dtype == torch.int64
 
 
-def test_of_an_answer_to_a_text_the_answer_and_its_end_are_learned(source):
+def test_after_a_text_prompt_the_answer_and_its_end_are_learned(source):
     rows = [
         {"prompt": "ab", "response": "cd"},
         {"prompt": "abc", "answer": "d"},
@@ -84,7 +85,7 @@ GIVEN = "<user>hi<eos><assistant>"
         {"prompt": "something else", "messages": [USER, ANSWER], "response": None},
     ],
 )
-def test_of_a_chat_the_last_answer_and_its_end_are_learned(source, tokenizer, row):
+def test_the_last_answer_of_a_chat_and_its_end_are_learned(source, tokenizer, row):
     batch = source(row).batch([0])
     assert learned(batch, tokenizer) == [(GIVEN, "yo<eos>")]
     assert (
@@ -93,14 +94,14 @@ def test_of_a_chat_the_last_answer_and_its_end_are_learned(source, tokenizer, ro
     )  # as in generation; <eos> is one token of five characters
 
 
-def test_earlier_answers_are_given_and_a_system_message_is_put_in(source, tokenizer):
+def test_earlier_answers_are_not_learned_and_a_system_message_is_added(source, tokenizer):
     batch = source({"messages": [USER, {**ANSWER, "content": "no"}, USER, ANSWER]}, system="s").batch([0])
     assert learned(batch, tokenizer) == [
         ("<system>s<eos><user>hi<eos><assistant>no<eos><user>hi<eos><assistant>", "yo<eos>")
     ]
 
 
-def test_what_a_template_writes_after_the_end_token_is_not_learned(source, byte_tokenizer):
+def test_template_text_after_the_end_token_is_not_learned(source, byte_tokenizer):
     line = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     tokenizer = byte_tokenizer(template=line)
     assert learned(source({"messages": [USER, ANSWER]}, tokenizer=tokenizer).batch([0]), tokenizer) == [
@@ -142,7 +143,7 @@ def test_pad_is_eos(source, byte_tokenizer):
     ].tolist() == [True, False, False]
 
 
-def test_long_rows_are_cut_on_the_right_and_dropped_where_no_answer_is_left(source):
+def test_long_rows_are_truncated_on_the_right_and_dropped_without_an_answer(source):
     rows = [
         "abcd",
         "ab",
@@ -191,7 +192,7 @@ def test_bad_rows_are_named(source, row, message):
         source("ok", row)
 
 
-def test_a_template_that_renders_an_answered_prompt_otherwise(source, byte_tokenizer):
+def test_a_template_that_renders_an_answered_prompt_differently(source, byte_tokenizer):
     thinking = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
     with pytest.raises(
         UserError, match=r"data.jsonl:1: the chat template renders the prompt differently once it is answered"
@@ -240,7 +241,7 @@ def test_fewer_texts_than_a_batch(source):
 
 
 def test_batches_go_through_microbatches(source):
-    """What the learner does with a minibatch: dealt to two ranks, cut into forwards, trimmed; each learned token is in one of them."""
+    """Each learned token is in exactly one micro-batch of one of two ranks."""
 
     class World:
         size = 2
@@ -266,7 +267,7 @@ def test_batches_go_through_microbatches(source):
 
 
 def test_a_policy_gives_the_loss_that_transformers_gives(source, tokenizer):
-    """The mean of -log p over the learned tokens, against transformers' own loss with all other labels left out."""
+    """Compares the mean of -log p over the learned tokens with transformers' own loss."""
     torch.manual_seed(0)
     lm = tiny_llama(tokenizer, hidden_size=16, layers=2, heads=2, max_tokens=64).eval()
     batch = source("abcde", {"messages": [USER, ANSWER]}, {"prompt": "a", "response": "bc"}).batch([0, 1, 2])

@@ -1,4 +1,4 @@
-"""Random files: each gives prompts whose ids say what was put in, or lines that name the file and where in it, and nothing else ever."""
+"""Random files give prompts whose ids decode to the input, or errors that name the file and the location."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ nonsense = st.tuples(st.sampled_from(["x.jsonl", "x.json", "x.csv", "x.parquet"]
 
 
 def read(name: str, content: bytes, tokenizer=CHATTY) -> PromptSource | None:
-    """The file as prompts; None where it is refused as it should be."""
+    """Returns the file's prompts, or None if it is refused with a valid error."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name
         file.write_bytes(content)
@@ -75,14 +75,15 @@ def read(name: str, content: bytes, tokenizer=CHATTY) -> PromptSource | None:
                 assert line.isprintable(), line
                 place = re.escape(str(file))
                 assert re.match(
-                    rf"{place}(:\d+| row \d+)?: |data\.path={place}: the data set is empty$|and \d+ more problems?$",
+                    rf"{place}(:\d+| row \d+)?: |data\.path={place}: the data set is empty$|and \d+ more "
+                    r"problems?$",
                     line,
                 ), line
             return None
 
 
 def expect_texts(source: PromptSource) -> None:
-    """Ids, decoded, are the prompt as text, and that has what the row says."""
+    """Checks that the decoded ids are the prompt's text, which contains the row's."""
     batch = source.batch(range(len(source)))
     for ids, mask, row in zip(batch.ids, batch.mask, batch.metadata, strict=True):
         assert source._tokenizer.decode(ids[mask].tolist(), skip_special_tokens=False) == row["prompt_text"]
@@ -120,7 +121,7 @@ def test_any_rows(given: list[dict], chatty: bool, kind: str) -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(st.lists(words, min_size=1, max_size=4), st.sampled_from(["jsonl", "csv", "json"]))
-def test_any_text_arrives_as_it_was(prompts: list[str], kind: str) -> None:
+def test_any_text_is_unchanged(prompts: list[str], kind: str) -> None:
     if kind == "csv":
         content = "prompt\r\n" + "\r\n".join('"' + prompt.replace('"', '""') + '"' for prompt in prompts)
     else:
@@ -133,7 +134,7 @@ def test_any_text_arrives_as_it_was(prompts: list[str], kind: str) -> None:
 
 @pytest.mark.parametrize("long_prompts", ["truncate_left", "drop"])
 def test_very_long_prompts(tmp_path, long_prompts):
-    """Three of 100,000 characters, cut on the left or dropped, and counted. Tokenised a few at a time: see test_prompts.py."""
+    """Prompts of 100,000 characters are truncated on the left or dropped, and counted."""
     file = tmp_path / "x.jsonl"
     file.write_text(
         "".join(json.dumps({"prompt": text}) + "\n" for text in ["b" * 99_999 + "c"] * 3 + ["ok"])

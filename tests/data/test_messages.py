@@ -104,13 +104,13 @@ SYSTEM_PROMPT = {"role": "system", "content": "be brief"}
         ({"messages": [USER, SYSTEM, USER]}, [USER, SYSTEM, USER]),
     ],
 )
-def test_a_system_message_for_chats_that_have_none(row, prompt):
+def test_a_system_message_for_chats_without_one(row, prompt):
     given = {name: list(value) if isinstance(value, list) else value for name, value in row.items()}
     assert parse_prompt(row, PromptFormat(apply_chat_template=True, system="be brief")) == prompt
     assert row == given
 
 
-def test_a_text_that_stays_one_has_no_place_for_a_system_message():
+def test_a_bare_text_has_no_place_for_a_system_message():
     with pytest.raises(
         UserError,
         match='column "prompt" is used as a bare text, which has no place for data.system; remove data.system or',
@@ -119,7 +119,7 @@ def test_a_text_that_stays_one_has_no_place_for_a_system_message():
 
 
 def test_an_empty_system_message_is_one():
-    """Templates that put in one of their own otherwise leave it out then."""
+    """Some templates add a default system message, which an empty one suppresses."""
     assert parse_prompt({"prompt": "hi"}, PromptFormat(apply_chat_template=True, system="")) == [SYSTEM, USER]
 
 

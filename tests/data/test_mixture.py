@@ -1,4 +1,4 @@
-"""Several sets as one: shares, orders, ranks, resume, and where each row is from."""
+"""Mixed data sets: shares, orders, ranks, resume, and the source of each row."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from ppo_ds.errors import UserError
 
 @pytest.fixture
 def part(jsonl, tokenizer):
-    """A set "a" of n prompts "a0", "a1", ..."""
+    """Builds a set "a" of n prompts "a0", "a1", ..."""
 
     def make(name, n, **options):
         rows = [{"prompt": f"{name}{i}"} for i in range(n)]
@@ -41,7 +41,9 @@ def take(stream, steps):
 
 
 def test_a_batch_of_several_sets(mixed):
-    """ids: "a" is 66 ("!" 33 is 2), "b" 67, digits "0" 17 and on; "b" has ten prompts and more, so a row of three tokens."""
+    """ids: "a" is 66 ("!" 33 is 2), "b" 67, digits "0" 17 and on; "b" has ten prompts and more, so a row of
+    three tokens.
+    """
     source = mixed([2, 11], [1, 1])
     batch = source.batch([12, 0, 2, 12])
     assert batch.ids.tolist() == [[67, 18, 17], [1, 66, 17], [1, 67, 17], [67, 18, 17]]
@@ -49,7 +51,7 @@ def test_a_batch_of_several_sets(mixed):
     assert texts(batch) == ["b10", "a0", "b0", "b10"] and (len(source), source.longest) == (13, 3)
 
 
-def test_every_row_says_which_set_it_is_from(mixed):
+def test_every_row_names_its_data_set(mixed):
     rows = mixed([2, 3], [1, 1]).batch([0, 1, 2, 4]).metadata
     assert [row["data_source"].rpartition("/")[2] for row in rows] == [
         "a.jsonl",
@@ -59,19 +61,19 @@ def test_every_row_says_which_set_it_is_from(mixed):
     ]
 
 
-def test_rows_that_cannot_be_judged_are_named_in_each_set(mixed):
+def test_rows_that_fail_a_check_are_named_in_each_set(mixed):
     source = mixed([2, 3], [1, 1])
     assert [(place.rpartition("/")[2], row["prompt_text"]) for place, row in source.examples()] == [
         ("a.jsonl:1", "a0"),
         ("b.jsonl:1", "b0"),
     ]
 
-    def judged(row):
+    def check(row):
         if row["prompt"] in ("a1", "b0", "b2"):
             raise UserError("no answer")
 
     with pytest.raises(UserError) as caught:
-        source.check_rows(judged)
+        source.check_rows(check)
     assert [line.rpartition("/")[2] for line in caught.value.problems] == [
         "a.jsonl:2: no answer",
         "b.jsonl:1: no answer (and 1 more rows)",
@@ -79,7 +81,7 @@ def test_rows_that_cannot_be_judged_are_named_in_each_set(mixed):
 
 
 def test_each_step_has_the_shares(mixed):
-    """Weights 5, 3 and 2, ten prompts a step: five, three and two of them in every step, whatever the sets hold."""
+    """With weights 5, 3 and 2 each step of ten has five, three and two prompts, whatever the sets' sizes."""
     stream = PromptStream(mixed([40, 4, 17], [0.5, 0.3, 0.2]), prompts_per_step=10, seed=1)
     assert all(Counter(text[0] for text in step) == {"a": 5, "b": 3, "c": 2} for step in take(stream, 20))
 
@@ -92,7 +94,7 @@ def test_shares_that_no_step_can_have_even_out(mixed):
         assert abs(seen["b"] - 4 * n / 3) < 1
 
 
-def test_each_set_is_gone_through_in_passes_of_its_own(mixed):
+def test_each_set_is_repeated_in_passes_of_its_own(mixed):
     source = mixed([4, 6, 6], [2, 1, 1])
     seen = sum(take(PromptStream(source, prompts_per_step=8, seed=3), 12), [])
     a, b, c = ([text for text in seen if text[0] == name] for name in "abc")
@@ -104,7 +106,7 @@ def test_each_set_is_gone_through_in_passes_of_its_own(mixed):
     assert seen != sum(take(PromptStream(source, prompts_per_step=8, seed=4), 12), [])
 
 
-def test_one_pass_is_as_many_prompts_as_there_are(mixed):
+def test_one_epoch_is_the_number_of_all_prompts(mixed):
     stream = PromptStream(mixed([9, 3], [1, 1]), prompts_per_step=4, shuffle=False)
     assert stream.steps_per_epoch == 3.0
     assert Counter(sum(take(stream, 3), []))["b0"] == 2 and stream.epoch == 1.0
@@ -117,7 +119,7 @@ def test_a_mixture_of_one_set_is_that_set(part):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_put_together_are_the_single_rank(mixed, world_size):
+def test_concatenated_ranks_equal_the_single_rank(mixed, world_size):
     source, options = mixed([5, 12], [0.7, 0.3]), {"prompts_per_step": 8, "samples_per_prompt": 2, "seed": 5}
     alone = take(PromptStream(source, **options), 6)
     ranks = [
@@ -135,7 +137,7 @@ def test_resume_from_the_step_alone(part, mixed):
     assert before.state_dict() == {"step": 7} and take(after, 5) == take(before, 5)
 
 
-def test_what_is_shown_of_a_mixture(part):
+def test_the_description_of_a_mixture(part):
     sources = [part("a", 3, max_prompt_tokens=1), part("b", 4)]
     source = MixedSource(sources, [3, 1])
     assert source.shares == [0.75, 0.25] and source.report == {
@@ -161,7 +163,7 @@ def test_the_first_prompts_of_a_mixture_can_be_evaluated(mixed):
     assert texts(batch) == ["a0", "a1", "b0", "b1", "b2"] and torch.equal(weights, torch.ones(5))
 
 
-def test_all_that_is_wrong_with_the_sets(jsonl, tokenizer, part):
+def test_problems_of_all_sets_are_reported_together(jsonl, tokenizer, part):
     def make(i, path, **options):
         return lambda: PromptSource(
             path, tokenizer=tokenizer, max_new_tokens=9, key=f"data.mix[{i}].path", **options

@@ -1,4 +1,4 @@
-"""Which place holds what: passes over one set, and turns between several."""
+"""Orders: passes over one set, and turns between several."""
 
 from collections import Counter
 from fractions import Fraction
@@ -23,7 +23,7 @@ def first(order, n):
     return [order[place] for place in range(n)]
 
 
-def test_every_pass_has_everything_once_in_its_own_order():
+def test_every_pass_has_every_index_once_in_its_own_order():
     seen = first(Passes(9, seed=4), 27)
     passes = [seen[i : i + 9] for i in (0, 9, 18)]
     assert all(sorted(each) == list(range(9)) for each in passes) and len(set(map(tuple, passes))) == 3
@@ -31,7 +31,7 @@ def test_every_pass_has_everything_once_in_its_own_order():
     assert first(Passes(3, seed=4, shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_any_place_of_any_pass_can_be_asked_for():
+def test_any_position_of_any_pass_can_be_queried():
     passes = Passes(5, seed=1)
     seen = first(passes, 20)
     fresh = Passes(5, seed=1)
@@ -39,7 +39,9 @@ def test_any_place_of_any_pass_can_be_asked_for():
 
 
 def test_turns_by_hand():
-    """Shares 1/2, 1/4, 1/4 are worked out with m = 3, so behind means by 1/4 or more; then the lowest (3/4 - behind) / share wins.
+    """Computes the turns for the shares 1/2, 1/4, 1/4 by hand.
+
+    With m = 3 a member must be behind by 1/4 or more; then the lowest (3/4 - behind) / share wins.
 
     place 0: behind 1/2, 1/4, 1/4: (1/4) / (1/2) = 1/2 against 2 and 2: the first
     place 1: behind 0, 1/2, 1/2: 1 and 1, the second, which stands first
@@ -52,7 +54,7 @@ def test_turns_by_hand():
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_shares_are_exact_to_less_than_one_turn_at_every_place(weights):
+def test_shares_are_exact_to_less_than_one_turn_at_every_position(weights):
     turns, taken = WeightedRoundRobin(weights), Counter()
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
@@ -64,7 +66,7 @@ def test_shares_are_exact_to_less_than_one_turn_at_every_place(weights):
     assert turns.shares == pytest.approx([float(share) for share in shares])
 
 
-def test_a_window_of_any_place_and_length_has_the_shares():
+def test_any_window_has_the_shares():
     turns, shares = WeightedRoundRobin([0.6, 0.3, 0.1]), [0.6, 0.3, 0.1]
     who = [i for i, _ in first(turns, 200)]
     for start in range(0, 100):
@@ -77,7 +79,7 @@ def test_a_window_of_any_place_and_length_has_the_shares():
 
 
 @pytest.mark.parametrize("weights", [[7, 2, 1], [0.25, 0.5], [0.123, 0.5]])
-def test_any_turn_can_be_asked_for(weights):
+def test_any_turn_can_be_queried(weights):
     turns = first(WeightedRoundRobin(weights), 3000)
     assert [WeightedRoundRobin(weights)[place] for place in (2999, 1234, 40, 0)] == [
         turns[place] for place in (2999, 1234, 40, 0)
@@ -92,7 +94,7 @@ def test_turns_have_no_seed_and_equal_weights_no_scale():
     )
 
 
-def test_interleaved_orders_are_gone_through_one_by_one():
+def test_interleaved_orders_advance_one_by_one():
     """Weights 2 and 1: ABA ABA ..., A of 3 things at 0, 1, 2, B of 2 things behind them at 3, 4."""
     order = Interleaved(
         WeightedRoundRobin([2, 1]), [Passes(3, 0, shuffle=False), Passes(2, 0, shuffle=False)], [0, 3]

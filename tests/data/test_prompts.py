@@ -13,7 +13,7 @@ ANSWER = {"role": "assistant", "content": "yo"}
 
 
 def ids_of(prompts):
-    """Each row's attended ids."""
+    """Returns each row's attended ids."""
     return [ids[mask].tolist() for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
 
 
@@ -53,7 +53,7 @@ def test_metadata_is_the_raw_row_and_the_prompt(source):
     )
 
 
-def test_a_row_that_says_where_it_is_from_keeps_that(source):
+def test_a_row_keeps_its_own_data_source(source):
     assert (
         source({"prompt": "a", "data_source": "openai/gsm8k"}).batch([0]).metadata[0]["data_source"]
         == "openai/gsm8k"
@@ -73,7 +73,7 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_unusual_columns_reach_the_reward_unchanged(tmp_path, tokenizer, kind):
-    """Two prompts with three answers each: p1, p1, p1, p2, p2, p2, each with all of its row."""
+    """Two prompts with three samples each: p1, p1, p1, p2, p2, p2, each with its whole row."""
     rows = [
         {"prompt": "a", **UNUSUAL},
         {"prompt": "b", **UNUSUAL, "tests": None, "number": None, "nothing": None},
@@ -110,7 +110,7 @@ def test_chat(source, tokenizer):
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<user>hi<eos><assistant>"
 
 
-def test_a_text_is_what_a_user_says_where_there_is_a_chat_template(source, byte_tokenizer):
+def test_a_text_is_a_user_message_if_there_is_a_chat_template(source, byte_tokenizer):
     made = source("hi", apply_chat_template=None).batch([0]).metadata[0]
     assert made["messages"] == [USER] and made["prompt_text"] == "<user>hi<eos><assistant>"
     assert (
@@ -297,7 +297,7 @@ def test_a_prompt_without_tokens(source, byte_tokenizer):
         source({"messages": [USER]}, tokenizer=byte_tokenizer(template="{{ '' }}"))
 
 
-def test_each_answer_has_the_limit_of_its_row_or_of_the_run(source):
+def test_each_response_has_the_limit_of_its_row_or_of_the_run(source):
     rows = [
         {"prompt": "a"},
         {"prompt": "b", "max_new_tokens": 3},
@@ -315,7 +315,7 @@ def test_each_answer_has_the_limit_of_its_row_or_of_the_run(source):
     assert made.report["lowered"] == 2 and prompts.metadata[4]["max_new_tokens"] == 3
 
 
-def test_limits_stay_with_their_prompts_where_others_are_dropped(source):
+def test_limits_stay_with_their_prompts_if_others_are_dropped(source):
     rows = [
         {"prompt": "abc", "max_new_tokens": 20},
         {"prompt": "a", "max_new_tokens": 2},
@@ -340,7 +340,7 @@ def test_limits_of_a_csv_file_are_text(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, "many", True, [3], "nan", "inf", 10**400])
-def test_a_limit_that_is_no_count(source, value):
+def test_an_invalid_limit(source, value):
     with pytest.raises(
         UserError, match=r'data.jsonl:2: column "max_new_tokens" must be a whole number of at least 1, not '
     ):
@@ -359,7 +359,7 @@ def take(stream, steps):
     return [texts(next(stream)) for _ in range(steps)]
 
 
-def test_an_epoch_sees_every_prompt_once_and_the_next_in_another_order(source):
+def test_an_epoch_has_every_prompt_once_and_the_next_has_another_order(source):
     made = source(*letters(10))
     stream = PromptStream(made, prompts_per_step=5, seed=3)
     first, second = sum(take(stream, 2), []), sum(take(stream, 2), [])
@@ -370,7 +370,7 @@ def test_an_epoch_sees_every_prompt_once_and_the_next_in_another_order(source):
     assert sum(take(PromptStream(made, prompts_per_step=5, seed=4), 2), []) != first
 
 
-def test_what_does_not_fill_a_step_begins_the_next(source):
+def test_prompts_that_do_not_fill_a_step_begin_the_next(source):
     stream = PromptStream(source("a", "b", "c", "d", "e"), prompts_per_step=3, shuffle=False)
     assert stream.steps_per_epoch == pytest.approx(5 / 3)
     assert take(stream, 3) == [["a", "b", "c"], ["d", "e", "a"], ["b", "c", "d"]]
@@ -380,14 +380,14 @@ def test_what_does_not_fill_a_step_begins_the_next(source):
     assert all(sorted(seen[i : i + 5]) == list("abcde") for i in (0, 5, 10))
 
 
-def test_samples_of_a_prompt_stand_together(source):
+def test_samples_of_a_prompt_are_adjacent(source):
     stream = PromptStream(source("a", "b", "c"), prompts_per_step=2, samples_per_prompt=3, shuffle=False)
     assert take(stream, 2) == [list("aaabbb"), list("cccaaa")]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("samples", [1, 2])
-def test_ranks_put_together_are_the_single_rank(source, world_size, samples):
+def test_concatenated_ranks_equal_the_single_rank(source, world_size, samples):
     made = source(*letters(13))
     options = {"prompts_per_step": 8, "samples_per_prompt": samples, "seed": 5}
     alone = PromptStream(made, **options)
@@ -431,7 +431,9 @@ def test_rows_that_cannot_be_split(source):
     ("n", "world_size", "rows", "limit"),
     [(7, 1, 3, None), (7, 2, 3, None), (7, 4, 1, None), (2, 4, 8, None), (9, 3, 2, 5)],
 )
-def test_eval_counts_every_prompt_once_and_ranks_run_alike(source, n, world_size, rows, limit):
+def test_evaluation_counts_every_prompt_once_with_equal_batches_on_all_ranks(
+    source, n, world_size, rows, limit
+):
     made = source(*letters(n))
     ranks = [
         eval_batches(made, rank=r, world_size=world_size, rows_per_batch=rows, max_prompts=limit)

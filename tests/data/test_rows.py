@@ -17,7 +17,7 @@ ROWS = [
 
 
 def write_all(folder):
-    """The same rows in every format."""
+    """Writes the same rows in every format."""
     (folder / "a.jsonl").write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS), encoding="utf-8"
     )
@@ -34,7 +34,7 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
     assert list(rows) == ROWS and rows[1] == ROWS[1] and len(rows) == 2
 
 
-def test_places(tmp_path):
+def test_locations(tmp_path):
     write_all(tmp_path)
     (tmp_path / "README.md").write_text("not data")
     rows = load_rows(str(tmp_path))
@@ -44,18 +44,18 @@ def test_places(tmp_path):
     ]  # fmt: skip
 
 
-def test_blank_lines_are_no_rows_but_count_as_lines(jsonl):
+def test_blank_lines_are_skipped_but_counted(jsonl):
     rows = load_rows(jsonl({"prompt": "a"}, "", {"prompt": "b"}))
     assert [rows.location(i).rsplit(":")[-1] for i in range(len(rows))] == ["1", "3"]
 
 
 def test_rows_keep_their_values(jsonl):
-    """Through Arrow, the columns of one row would turn up as nulls in the others, and mixed types would fail."""
+    """Arrow would add nulls for columns of other rows, and refuse mixed types."""
     rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "x", "extra": {"k": [1, "y"]}}]
     assert list(load_rows(jsonl(*rows))) == rows
 
 
-def test_json_file_with_a_row_a_line(jsonl):
+def test_json_file_with_one_row_per_line(jsonl):
     assert list(load_rows(jsonl(*ROWS, name="x.json"))) == ROWS
 
 
@@ -132,7 +132,7 @@ def _load_here(path, cache):
     return len(load_rows(path)), os.listdir(cache)
 
 
-def test_local_files_leave_nothing_in_a_cache_where_ranks_could_meet(tmp_path):
+def test_local_files_write_nothing_to_a_shared_cache(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "cache").mkdir()
     write_all(tmp_path / "data")
@@ -176,7 +176,7 @@ def test_split_that_cannot_be_read(hub_folder):
         load_rows("org/name", split="test")
 
 
-def test_hub_out_of_reach(monkeypatch):
+def test_unreachable_hub(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="data.path=nobody/nothing: .*nobody/nothing"):
         load_rows("nobody/nothing")

@@ -1,4 +1,4 @@
-"""The quickstart's task: data, tokenizer, warm start and reward. The models here are smaller still, and stop at the first progress."""
+"""The quickstart's task with smaller models and targets: data, tokenizer, warm start and reward."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_sum_is_in_just_one_file_and_right(folder: Path) -> None:
+def test_every_sum_is_in_exactly_one_file_and_correct(folder: Path) -> None:
     train, heldout = _rows(folder / "train.jsonl"), _rows(folder / "heldout.jsonl")
     assert (len(train), len(heldout)) == (80, 20)
     assert {row["prompt"] for row in train + heldout} == {f"{a}+{b}=" for a in range(10) for b in range(10)}
     assert all(eval(row["prompt"].rstrip("=")) == int(row["answer"]) for row in train + heldout)
 
 
-def test_the_warm_start_learns_from_neither_heldout_nor_validation_problems(
+def test_the_warm_start_trains_on_neither_heldout_nor_validation_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, list[str]] = {}
@@ -76,8 +76,8 @@ def test_transformers_loads_the_folder(folder: Path) -> None:
     assert tokenizer("x\n")["input_ids"] == [tokenizer.unk_token_id] * 2
 
 
-def test_the_saved_model_has_the_accuracy_it_was_stopped_at(folder: Path) -> None:
-    """Measured here by decoding, which the warm start does not do; the validation rows come first in train.jsonl."""
+def test_the_saved_model_has_the_reported_accuracy(folder: Path) -> None:
+    """Measures by decoding, unlike the warm start; the validation rows come first in train.jsonl."""
     tokenizer = load_tokenizer(str(folder / "model"))
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     prepared = json.loads((folder / "prepared.json").read_text())
@@ -104,7 +104,7 @@ def test_the_same_arguments_give_the_same_model_and_leave_the_random_state(
     assert (tmp_path / weights).read_bytes() == (folder / weights).read_bytes()
 
 
-def test_a_complete_folder_is_kept_and_any_other_made_anew(tmp_path: Path) -> None:
+def test_a_complete_folder_is_kept_and_any_other_is_replaced(tmp_path: Path) -> None:
     sums.prepare(str(tmp_path), 3, **SMALL)
     train = tmp_path / "train.jsonl"
     train.write_text("kept\n")
@@ -141,7 +141,7 @@ def test_encode_puts_the_loss_on_the_answer_and_its_end_only() -> None:
     ]
 
 
-def test_reward_is_one_for_the_right_text_only() -> None:
+def test_reward_is_one_for_the_correct_text_only() -> None:
     answers = ["46", " 46 ", "46+", "4", "", "046"]
     assert sums.reward(["12+34="] * 6, answers, [{"prompt": "12+34=", "answer": "46"}] * 6) == [
         1.0,
@@ -165,9 +165,7 @@ def test_reward_is_one_for_the_right_text_only() -> None:
         ({"target_accuracy": 1.0, "max_steps": 5}, "prepare.target_accuracy=1.0: not reached in 5"),
     ],
 )
-def test_numbers_that_cannot_be_met_are_the_users_to_mend(
-    tmp_path: Path, changed: dict[str, float], said: str
-) -> None:
+def test_invalid_arguments_are_user_errors(tmp_path: Path, changed: dict[str, float], said: str) -> None:
     with pytest.raises(UserError, match=said):
         sums.prepare(str(tmp_path), 0, **(SMALL | changed))
     assert not (tmp_path / "prepared.json").exists()

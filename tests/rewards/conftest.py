@@ -10,13 +10,13 @@ from tests.rewards.reward_cases import save_tokenizer
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    """The actor's."""
+    """The actor's tokenizer."""
     return load_tokenizer(save_tokenizer(tmp_path / "actor-tokenizer"))
 
 
 @pytest.fixture
 def on_ranks():
-    """on_ranks(size, work): work(rank, reduce) on each rank, which is a thread; see tests/ops/ranks.py."""
+    """Runs work(rank, reduce) on each of ``size`` ranks, which are threads; see tests/ops/ranks.py."""
     spec = importlib.util.spec_from_file_location(
         "thread_ranks", Path(__file__).parent.parent / "ops" / "ranks.py"
     )
@@ -27,5 +27,5 @@ def on_ranks():
 
 @pytest.fixture
 def build(tokenizer):
-    """Reward models, for that actor."""
+    """Builds reward models for that actor."""
     return Build(tokenizer)

@@ -1,4 +1,4 @@
-"""Reward models made on the spot, built with the services of one CPU process, and what transformers alone says of a text."""
+"""Tiny reward models built with the services of one CPU process, and reference scores by transformers alone."""
 
 import torch
 from transformers import AutoModelForSequenceClassification, DebertaV2Config, GPT2Config, LlamaConfig
@@ -37,7 +37,9 @@ def save_model(folder, config, auto_class=AutoModelForSequenceClassification, **
 
 
 class Build:
-    """model_reward with the services of one CPU process. Keeps what was placed, and in ``notes`` what the banner would show."""
+    """Builds model_reward on one CPU process; keeps the scorer as ``placed`` and the banner's lines as
+    ``notes``.
+    """
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -53,7 +55,7 @@ class Build:
         broken=lambda module: module,
         **settings,
     ):
-        """``broken``: makes another module of the one that was loaded."""
+        """Builds the reward; ``broken`` replaces the loaded module."""
 
         def load_frozen(load, model, zero, key):
             self.zero, self.dtype = zero, model.dtype
@@ -73,7 +75,7 @@ class Build:
 
 
 def by_hand(path, ids, **inputs):
-    """transformers alone, on one unpadded text, read at its last place."""
+    """Scores one unpadded text with transformers alone, at its last position."""
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     model.config.pad_token_id = None
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A model folder with Python code of its own, shaped as InternLM2's reward models are; small enough to score by hand."""
+"""A model folder with its own Python code, like InternLM2's reward models, small enough to score by hand."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,7 @@ BOTH = GET_SCORE + GET_SCORES.format(returned="scores[:, 0].tolist()")
 
 
 def save_own_code(folder: Path, methods=BOTH, scale=1.0):
-    """The folder's name is that of a Python module, which transformers makes of it."""
+    """Writes the folder, whose name must be that of a Python module, as which transformers imports it."""
     folder.mkdir()
     torch.manual_seed(0)
     weights = {"embed.weight": torch.randn(VOCAB, 4), "v_head.weight": scale * 8 * torch.randn(1, 4)}
@@ -96,7 +96,7 @@ def save_own_code(folder: Path, methods=BOTH, scale=1.0):
 
 
 def by_hand(path, messages, answer):
-    """The mean over the ids of embedding times head, InternLM2's extra token at the end included."""
+    """Computes the mean over the ids, including InternLM2's extra last token, of embedding times head."""
     weights = load_file(Path(path) / "model.safetensors")
     text = "".join(
         f"<{m['role']}>{m['content']}<eos>" for m in [*messages, {"role": "assistant", "content": answer}]

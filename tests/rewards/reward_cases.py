@@ -1,4 +1,4 @@
-"""A byte-level tokenizer (one id a byte), rollouts written by hand, and a scorer that stands where the engine puts one."""
+"""A byte-level tokenizer (one id per byte), rollouts made by hand, and a stand-in for the engine's scorer."""
 
 from contextlib import contextmanager
 
@@ -16,7 +16,9 @@ CHAT_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eo
 
 
 def save_tokenizer(folder, *, pad="<pad>", template=None, cross_encoder=False):
-    """``cross_encoder``: [CLS] a [SEP] b [SEP] with token types, as BERT's; else <bos> a."""
+    """Saves a tokenizer; ``cross_encoder``: [CLS] a [SEP] b [SEP] with token types, like BERT's; else <bos>
+    a.
+    """
     vocab = {token: i for i, token in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -53,7 +55,7 @@ def save_tokenizer(folder, *, pad="<pad>", template=None, cross_encoder=False):
 
 
 def make_rollout(tokenizer, answers, rows=None, finished=None):
-    """``answers``: (prompt, response) as text. A finished answer ends with <eos>, which is an action."""
+    """Builds a rollout of (prompt, response) texts; a finished response ends with <eos>, which is an action."""
     finished = [True] * len(answers) if finished is None else finished
     prompts = [torch.tensor(tokenizer.encode_many([prompt], special_tokens=True)[0]) for prompt, _ in answers]
     responses = [
@@ -82,7 +84,7 @@ def make_rollout(tokenizer, answers, rows=None, finished=None):
 
 
 def loaded(load, model, key):
-    """What a loader makes of a model section."""
+    """Calls a loader with the values of a model section."""
     how = ("revision", "dtype", "trust_remote_code", "attn_implementation")
     return load(model.path, **{name: getattr(model, name) for name in how}, key=key)
 

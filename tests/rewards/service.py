@@ -1,4 +1,4 @@
-"""A service on this machine whose replies a test writes down."""
+"""A local HTTP service whose replies are defined by a test."""
 
 import json
 from contextlib import contextmanager
@@ -7,7 +7,11 @@ from threading import Lock, Thread
 
 
 class Service:
-    """``reply(number, body)`` -> status, headers, content (bytes, or what is to be JSON); ``number`` counts requests from 0 in order of arrival."""
+    """Records requests and replies to them.
+
+    ``reply(number, body)`` returns status, headers and content (bytes or a JSON value); ``number`` counts the
+    requests from 0 in order of arrival.
+    """
 
     def __init__(self, url, reply):
         self.url, self.reply = url, reply
@@ -51,7 +55,7 @@ def serving(reply):
 
 
 def lengths(number, body):
-    """What the scoring service of the tests thinks: an answer's score is its length."""
+    """Replies like a scoring service: a response's score is its length."""
     return 200, {}, {"scores": [len(item["response"]) for item in body["items"]]}
 
 

@@ -1,4 +1,4 @@
-"""What the audit says of sound models and of models broken on purpose."""
+"""Findings of the audit for sound models and for models that are broken on purpose."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ ROBERTA = RobertaConfig(**TINY, max_position_embeddings=600, type_vocab_size=2, 
 
 
 def warnings(build):
-    """What follows the model's name in each warning."""
+    """Returns the text after the model's name of each warning."""
     lines = [note for note in build.notes if note.startswith("warning    ")]
     assert all(line.startswith("warning    reward.model.path=") and "\n" not in line for line in lines)
     return [line.split(": ", 1)[1] for line in lines]
@@ -29,7 +29,7 @@ def remark(build):
 
 
 def instead(forward):
-    """Breaks a model: ``forward(module, ids, mask)`` takes the place of its own, which is still there as module.scores."""
+    """Breaks a model: ``forward(module, ids, mask)`` replaces its own, which remains as module.scores."""
 
     def broken(module):
         module.forward = lambda ids, attention_mask, token_type_ids=None: forward(module, ids, attention_mask)
@@ -52,7 +52,7 @@ def hidden_of(module, ids, mask):
 
 
 def as_they_lie(module, ids, mask):
-    """Read where they are, padding and all, without position ids."""
+    """Scores the last token of each row without position ids."""
     last = torch.where(mask.bool(), torch.arange(mask.shape[1]), -1).amax(1)
     return module.model.score(hidden_of(module, ids, mask)[torch.arange(len(ids)), last])[:, 0]
 
@@ -98,7 +98,7 @@ def test_off_as_yaml_reads_it(tmp_path, build, tokenizer, off):
 
 
 @pytest.mark.parametrize("broken", [neighbours, last_column], ids=["neighbours", "last_column"])
-def test_scores_that_hang_on_the_batch(tmp_path, build, broken):
+def test_scores_that_depend_on_the_batch(tmp_path, build, broken):
     path = save_model(tmp_path / "rm", LLAMA)
     build(path, audit="report", broken=broken)
     (line, *_) = warnings(build)
@@ -113,8 +113,8 @@ def test_scores_that_hang_on_the_batch(tmp_path, build, broken):
     )
 
 
-def test_positions_that_count_the_padding(tmp_path, build):
-    """GPT-2's absolute positions, where a caller does not pass them."""
+def test_positions_that_include_the_padding(tmp_path, build):
+    """GPT-2's absolute positions include the padding if position ids are not passed."""
     path = save_model(tmp_path / "rm", LONG_GPT2)
     build(path, audit="report")
     assert warnings(build) == []
@@ -127,8 +127,8 @@ def test_positions_that_count_the_padding(tmp_path, build):
 
 
 @pytest.mark.parametrize("config", [DEBERTA, ROBERTA], ids=["deberta", "roberta"])
-def test_encoders_never_meet_left_padding(tmp_path, build, config):
-    """They pool at the first place, where left padding puts padding."""
+def test_encoders_may_depend_on_left_padding(tmp_path, build, config):
+    """Encoders pool at the first position, which left padding fills."""
     path = save_model(tmp_path / "rm", config, cross_encoder=True)
     build(path, audit="strict")
     assert warnings(build) == []
@@ -136,8 +136,8 @@ def test_encoders_never_meet_left_padding(tmp_path, build, config):
     assert ", which is harmless: texts are padded on the right; " in remark(build)
 
 
-def test_an_end_token_that_is_not_read(tmp_path, build):
-    """The end token is the pad token, and transformers looks for the last id that is not the pad: right, left, alone, always the place before."""
+def test_an_end_token_that_changes_no_score(tmp_path, build):
+    """transformers reads the last id that is not the pad token, here the position before the end token."""
     path = save_model(tmp_path / "rm", LLAMA, pad="<eos>")
     build(path, audit="report")
     assert "the end token changes a score by" in remark(build)  # read at its place here
@@ -154,7 +154,7 @@ def test_texts_that_end_without_the_end_token(tmp_path, build):
     assert "; its texts end without it; " in remark(build)
 
 
-def test_heads_that_say_nothing(tmp_path, build):
+def test_heads_without_information(tmp_path, build):
     path = save_model(tmp_path / "rm", LLAMA)
 
     def filled(value):
@@ -175,19 +175,19 @@ def test_heads_that_say_nothing(tmp_path, build):
             build(path, audit="strict", broken=filled(value))
 
 
-def test_plausibility_is_told(tmp_path, build):
-    """A model that counts tokens: every answer beats none, and the longer of two the other. One token a byte."""
+def test_plausibility_is_reported(tmp_path, build):
+    """The model counts tokens (bytes): every answer beats the empty one, and the longer of two wins."""
     build(save_model(tmp_path / "rm", LLAMA), audit="report", broken=length)
     sizes = [len(dialogue.answer.encode()) for dialogue in DIALOGUES]
     longer = sum(a > b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True))
     assert 0 < longer < 6
     assert (
-        f"a fitting answer scores above an empty one in 6 of 6 and above an unrelated one in {longer} of 6 dialogues"
-        in remark(build)
+        f"a fitting answer scores above an empty one in 6 of 6 and above an unrelated one in {longer} of 6 "
+        "dialogues" in remark(build)
     )
 
 
-def test_all_ranks_stop_where_one_saw_a_failure(tmp_path, build):
+def test_all_ranks_stop_if_one_found_a_failure(tmp_path, build):
     path = save_model(tmp_path / "rm", LLAMA)
     with pytest.raises(UserError, match="the audit failed on another rank .reward.audit=strict"):
         build(path, audit="strict", ranks=lambda n: max(n, 1))
@@ -201,7 +201,7 @@ def test_all_ranks_stop_where_one_saw_a_failure(tmp_path, build):
     assert asked == [1] * (2 + len(DIALOGUES) + 1) + [1]
 
 
-def test_the_audit_keeps_to_the_budget_and_to_the_models_positions(tmp_path, build):
+def test_the_audit_respects_the_budget_and_the_models_positions(tmp_path, build):
     path = save_model(tmp_path / "rm", GPT2)  # 48 positions
     build(path, audit="strict", score_tokens=100, append_eos=False)
     assert all(rows * width <= 100 and width <= 48 for rows, width in build.placed.batches)
@@ -217,7 +217,7 @@ def test_rounding_is_no_failure(tmp_path, build, dtype):
     assert len(warnings(build)) >= 1
 
 
-def test_what_is_read(tokenizer):
+def test_the_probes(tokenizer):
     probe = probes(tokenizer)
     rows = [row["messages"] for row in probe.rows]
     assert all(

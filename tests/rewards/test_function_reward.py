@@ -14,7 +14,7 @@ ANSWERS = [("1+1=", "2"), ("2+2=", "5"), ("3+3=", "")]
 
 @pytest.fixture
 def scored_by(tmp_path, tokenizer):
-    """The scores of ANSWERS by a function with this body."""
+    """Returns the scores of ANSWERS by a function with this body."""
 
     def run(body, header=""):
         file = tmp_path / "mine.py"
@@ -50,7 +50,7 @@ def test_prompts_responses_and_rows_are_those_of_the_rollout(scored_by):
 
 
 def test_only_tokens_under_the_mask_are_the_answer(tokenizer, tmp_path):
-    """Rubbish in the padding does not reach the function."""
+    """Ids in the padding do not reach the function."""
     (tmp_path / "mine.py").write_text(
         "def score(prompts, responses, rows): return [len(r) for r in responses]"
     )
@@ -69,7 +69,7 @@ def test_only_tokens_under_the_mask_are_the_answer(tokenizer, tmp_path):
         "[np.float32(1), torch.tensor(2), 3]",
     ],
 )
-def test_what_may_be_returned(scored_by, returned):
+def test_valid_return_values(scored_by, returned):
     assert scored_by(f"return {returned}", "import numpy as np, torch").total.tolist() == [1, 2, 3]
 
 
@@ -95,13 +95,13 @@ def test_what_may_be_returned(scored_by, returned):
         ("(x for x in [1, 2, 3])", "(generator); it must return a list of 3 floats"),
     ],
 )
-def test_what_may_not(scored_by, tmp_path, returned, words):
+def test_invalid_return_values(scored_by, tmp_path, returned, words):
     with pytest.raises(RewardError) as caught:
         scored_by(f"return {returned}", "import numpy as np")
     assert words in str(caught.value) and f"reward.path={tmp_path}/mine.py:score" in str(caught.value)
 
 
-def test_the_users_exception_goes_through(scored_by):
+def test_the_users_exception_is_passed_on(scored_by):
     with pytest.raises(ZeroDivisionError) as caught:
         scored_by("return [1 / 0]")
     assert caught.traceback[-1].path.name == "mine.py"
@@ -110,7 +110,7 @@ def test_the_users_exception_goes_through(scored_by):
 @pytest.mark.parametrize(
     ("body", "kind"), [("raise KeyError('gold')", KeyError), ("import sys; sys.exit(0)", SystemExit)]
 )
-def test_what_it_raises_says_what_was_scored(scored_by, tmp_path, body, kind):
+def test_exceptions_get_a_note_on_what_was_scored(scored_by, tmp_path, body, kind):
     with pytest.raises(kind) as caught:
         scored_by(body)
     assert caught.value.__notes__ == [
@@ -132,11 +132,12 @@ def test_tensors_of_any_kind(scored_by, tensor):
     assert scores.tolist() == [1, 1, 1] and scores.dtype == torch.float32 and not scores.requires_grad
 
 
-def test_what_it_does_to_its_arguments_stays_with_it(tmp_path, tokenizer):
-    """A row of a data set is read again in the next pass, and other parts of a mixture read it too."""
+def test_the_function_may_modify_its_arguments(tmp_path, tokenizer):
+    """Its rows are copies: the data set's rows are read again by other parts and in the next pass."""
     (tmp_path / "mine.py").write_text(
         "def score(prompts, responses, rows):\n"
-        "    rows[0]['tests'].append('more'); rows[1]['prompt_text'] = 'x'; del rows[2]['tests']; n = len(rows)\n"
+        "    rows[0]['tests'].append('more'); rows[1]['prompt_text'] = 'x'; del rows[2]['tests']; n = "
+        "len(rows)\n"
         "    prompts.clear(); responses.clear(); rows.clear(); return [1.0] * n"
     )
     rollout = make_rollout(tokenizer, ANSWERS, [{"tests": ["one"]} for _ in ANSWERS])
@@ -147,7 +148,7 @@ def test_what_it_does_to_its_arguments_stays_with_it(tmp_path, tokenizer):
     ] == [p for p, _ in ANSWERS]
 
 
-def test_a_function_that_seeds_torch_does_not_make_every_step_draw_alike(scored_by):
+def test_a_function_that_seeds_torch_does_not_change_sampling(scored_by):
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -159,7 +160,8 @@ def test_two_files_of_one_name_are_two_modules(tmp_path, tokenizer):
     for name, value in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.py").write_text(
-            f"VALUE = {value}\ndef score(p, r, rows):\n    import sys; return [sys.modules[__name__].VALUE] * len(p)"
+            f"VALUE = {value}\ndef score(p, r, rows):\n    import sys; return [sys.modules[__name__].VALUE] "
+            "* len(p)"
         )
     rewards = [FunctionReward(f"{tmp_path}/{name}/mine.py:score", tokenizer=tokenizer) for name in "ab"]
     assert [reward(make_rollout(tokenizer, ANSWERS)).total[0].item() for reward in rewards] == [1, 2]
@@ -190,10 +192,11 @@ def test_a_file_may_import_its_neighbours_and_hides_no_module(tmp_path, monkeypa
     assert Path(json.__file__).parent != tmp_path
 
 
-def test_paths_that_cannot_be(tmp_path, tokenizer):
+def test_invalid_paths(tmp_path, tokenizer):
     file = tmp_path / "broken.py"
     file.write_text(
-        "import math\nclass Kind: pass\nnumber = 3\ndef two(prompts, responses): return []\nasync def later(prompts, responses, rows): return []\n"
+        "import math\nclass Kind: pass\nnumber = 3\ndef two(prompts, responses): return []\nasync def "
+        "later(prompts, responses, rows): return []\n"
     )
     assert "pkg.mod:function" in refusal("no_colon", tokenizer)
     assert "pkg.mod:function" in refusal("mod:", tokenizer)

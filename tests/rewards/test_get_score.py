@@ -1,4 +1,4 @@
-"""Models that score chats with Python code of their own: a folder as InternLM2's, loaded and placed as a run does it."""
+"""Models that score chats with their own Python code, loaded from a folder like InternLM2's as in a run."""
 
 import shutil
 from pathlib import Path
@@ -30,13 +30,15 @@ CPU = SimpleNamespace(device=torch.device("cpu"))
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path, monkeypatch):
-    """Where transformers copies such code to; the user's own cache is left alone."""
+    """Sets the folder to which transformers copies such code, instead of the user's cache."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
 @pytest.fixture
 def build(tokenizer):
-    """A reward as the config gives it, on this CPU; ``build.module`` is the model, ``build.notes`` what the banner would show."""
+    """Builds a reward from a config section; ``build.module`` is the model, ``build.notes`` the banner's
+    lines.
+    """
 
     def built(path, *, score_tokens=10_000, all_reduce_max=lambda n: n, **settings):
         def load_frozen(load, model, zero, key):
@@ -110,7 +112,7 @@ def test_without_get_scores_answers_are_scored_one_by_one(tmp_path, build, token
 NEIGHBOURS = GET_SCORE + GET_SCORES.format(returned="(scores - scores.mean())[:, 0].tolist()")
 
 
-def test_get_scores_that_says_otherwise_is_not_used(tmp_path, build, tokenizer):
+def test_get_scores_that_disagrees_with_get_score_is_not_used(tmp_path, build, tokenizer):
     path = save_own_code(tmp_path / "tiny_rm", NEIGHBOURS)
     rollout = make_rollout(tokenizer, ANSWERS, ROWS)
     reward = build(path)
@@ -129,7 +131,7 @@ def test_get_scores_that_says_otherwise_is_not_used(tmp_path, build, tokenizer):
 
 
 def test_ranks_agree_on_how_to_score(tmp_path, build, tokenizer):
-    """Another rank saw get_scores fail."""
+    """If get_scores disagrees on another rank, this rank does not use it either."""
     reward = build(save_own_code(tmp_path / "tiny_rm"), all_reduce_max=lambda n: 1)
     reward(make_rollout(tokenizer, ANSWERS, ROWS))
     assert build.module.model.batches == ["one"] * 4
@@ -146,7 +148,7 @@ def test_ranks_agree_on_how_to_score(tmp_path, build, tokenizer):
         "scores.numpy()",
     ],
 )
-def test_scores_come_in_many_shapes(tmp_path, build, tokenizer, returned):
+def test_scores_of_many_shapes(tmp_path, build, tokenizer, returned):
     path = save_own_code(tmp_path / "tiny_rm", GET_SCORE + GET_SCORES.format(returned=returned))
     for budget in (1, 10_000):  # squeeze() makes one score alone a bare number
         scores = build(path, score_tokens=budget, audit="off")(make_rollout(tokenizer, ANSWERS, ROWS)).total
@@ -185,7 +187,7 @@ def test_sharding_is_refused_before_anything_is_loaded(tmp_path, build):
     build(path, zero={"offload_params": True})
 
 
-def test_models_that_cannot_be(tmp_path, build):
+def test_invalid_models(tmp_path, build):
     plain = str(tmp_path / "plain_rm")
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
@@ -221,7 +223,7 @@ def test_models_that_cannot_be(tmp_path, build):
         build(lost)
 
 
-def test_a_score_that_is_no_number_stops_the_run(tmp_path, build, tokenizer):
+def test_a_non_finite_score_stops_the_run(tmp_path, build, tokenizer):
     reward = build(save_own_code(tmp_path / "tiny_rm"))
     build.module.model.v_head.weight.data.fill_(float("nan"))
     with pytest.raises(RewardError, match="scored nan for row 0, response 'yo'; try reward.model.dtype=fp32"):
@@ -253,7 +255,7 @@ NOTHING = """
     ("code", "words"),
     [(RAISES, "KeyError: .*no such.*thing"), (NOTHING, "TypeError: it returned None, which is no score")],
 )
-def test_code_that_gives_no_score(tmp_path, build, tokenizer, code, words):
+def test_code_that_returns_no_score(tmp_path, build, tokenizer, code, words):
     path = save_own_code(tmp_path / "tiny_rm", code)
     line = f"^reward.model.path={path}: its get_score fails: {words}"
     with pytest.raises(UserError, match=line) as caught:  # while starting

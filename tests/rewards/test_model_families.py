@@ -1,4 +1,6 @@
-"""Each family of reward models, tiny and random, with another tokenizer than the actor's: the score is transformers' own on one unpadded text."""
+"""Families of reward models with another tokenizer than the actor's, against transformers on one unpadded
+text.
+"""
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ VOCAB = FIRST_BYTE + 256
 
 
 def save_other_tokenizer(folder, *, pad=ENDOFTEXT, template=CHATML, pairs=False, types=False):
-    """Bytes in another order than the actor's, so that the one's ids are nonsense to the other."""
+    """Saves a tokenizer with other ids for the bytes than the actor's, which are meaningless to it."""
     tokens = [
         ENDOFTEXT,
         START,
@@ -131,7 +133,7 @@ def save_other(folder, config, **tokenizer):
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    """The actor's: its chats are marked by special tokens, which decoding takes away."""
+    """The actor's tokenizer; its chat markup consists of special tokens, which decoding removes."""
     save_tokenizer(tmp_path / "actor", template=ACTORS)
     tokenizer = load_tokenizer(str(tmp_path / "actor"))
     tokenizer.hf.add_special_tokens({"additional_special_tokens": [ACTOR_USER, ACTOR_BOT]})
@@ -156,7 +158,7 @@ def bytes_as_ids(text):
 
 
 def chatml(chat, response):
-    """The ids that the reward model must read, written out: markers are single ids."""
+    """Returns the ids that the reward model must get; markers are single ids."""
     ids = []
     for message in [*chat, {"role": "assistant", "content": response}]:
         ids += [1, *bytes_as_ids(f"{message['role']}\n{message['content']}"), 2, *bytes_as_ids("\n")]
@@ -165,7 +167,7 @@ def chatml(chat, response):
 
 @pytest.mark.parametrize("pad", [ENDOFTEXT, END], ids=["pad", "pad_is_eos"])
 @pytest.mark.parametrize("family", DECODERS)
-def test_decoders_read_the_chat_in_their_own_markup(tmp_path, build, rollout, family, pad):
+def test_decoders_get_the_chat_in_their_own_template(tmp_path, build, rollout, family, pad):
     path = save_other(tmp_path / "rm", DECODERS[family](), pad=pad)
     together = build(path)(rollout).total
     assert (
@@ -180,10 +182,10 @@ def test_decoders_read_the_chat_in_their_own_markup(tmp_path, build, rollout, fa
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_finished_answer_ends_with_the_end_token_where_that_is_the_pad_too(
+def test_a_finished_response_ends_with_the_end_token_even_if_that_is_the_pad_token(
     tmp_path, build, rollout, family
 ):
-    """Without a chat template: the last id is the end token, and it is read, though it is also what fills the batch."""
+    """Without a chat template the last id is the end token, and it is read although it is also the pad token."""
     path = save_other(tmp_path / "rm", DECODERS[family](), pad=END, template=None)
     scores = build(path)(rollout).total
     said = [
@@ -203,7 +205,7 @@ def test_a_finished_answer_ends_with_the_end_token_where_that_is_the_pad_too(
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_encoders_read_prompt_and_answer_as_a_pair(tmp_path, build, rollout, family):
+def test_encoders_get_prompt_and_response_as_a_pair(tmp_path, build, rollout, family):
     path = save_other(tmp_path / "rm", ENCODERS[family](), pairs=True, types=family == "bert")
     together = build(path)(rollout).total
     assert build.placed.batches[0][0] == 3
@@ -221,8 +223,8 @@ def test_encoders_read_prompt_and_answer_as_a_pair(tmp_path, build, rollout, fam
     assert torch.stack(own).std() > 0.001
 
 
-def test_text_without_its_special_tokens_would_be_scored_otherwise(tmp_path, build, tokenizer, rollout):
-    """Decoding prompt and answer as the actor wrote them, and reading that, loses who said what."""
+def test_text_without_its_special_tokens_has_another_score(tmp_path, build, tokenizer, rollout):
+    """Decoding the actor's ids loses the roles of the chat."""
     path = save_other(tmp_path / "rm", DECODERS["qwen2"]())
     scores = build(path)(rollout).total
     stripped = [
@@ -237,7 +239,7 @@ def test_text_without_its_special_tokens_would_be_scored_otherwise(tmp_path, bui
 
 
 @pytest.mark.parametrize("family", DECODERS | ENCODERS)
-def test_the_audit_finds_nothing_amiss(tmp_path, build, family):
+def test_the_audit_finds_no_failure(tmp_path, build, family):
     path = save_other(tmp_path / "rm", (DECODERS | ENCODERS)[family](), pairs=family in ENCODERS)
     build(path, audit="strict")
     assert not any(note.startswith("warning") for note in build.notes), build.notes

@@ -55,7 +55,7 @@ def test_batching_changes_nothing(tmp_path, build, tokenizer):
         torch.testing.assert_close(single, together[i : i + 1], atol=1e-5, rtol=1e-4)
 
 
-def test_every_rank_runs_as_many_forwards_as_the_busiest(tmp_path, build, tokenizer):
+def test_every_rank_runs_as_many_forwards_as_the_one_with_most(tmp_path, build, tokenizer):
     path = save_model(tmp_path / "rm", LLAMA)
     rollout = make_rollout(tokenizer, ANSWERS)
     asked = []
@@ -80,7 +80,7 @@ def test_deberta_reads_pairs(tmp_path, build, tokenizer):
         )
 
 
-def test_a_chat_template_is_used_where_there_is_one(tmp_path, build, tokenizer):
+def test_a_chat_template_is_used_if_there_is_one(tmp_path, build, tokenizer):
     path = save_model(tmp_path / "rm", LLAMA, template=CHAT_TEMPLATE)
     messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]
     rollout = make_rollout(
@@ -101,7 +101,7 @@ def test_a_chat_template_is_used_where_there_is_one(tmp_path, build, tokenizer):
     torch.testing.assert_close(text[1], by_hand(path, concat), atol=1e-4, rtol=1e-4)
 
 
-def test_texts_are_cut_to_the_models_positions(tmp_path, build, tokenizer):
+def test_texts_are_truncated_to_the_models_positions(tmp_path, build, tokenizer):
     rollout = make_rollout(tokenizer, [("x" * 100, "yes")])
     path = save_model(tmp_path / "rm", GPT2)
     assert build(path)(rollout).total.isfinite().all() and build.placed.batches == [(1, 48)]
@@ -127,14 +127,14 @@ def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused(tmp_path, build):
         build(save_model(tmp_path / "rm", small))
 
 
-def test_a_score_that_is_no_number_stops_the_run(tmp_path, build, tokenizer):
+def test_a_non_finite_score_stops_the_run(tmp_path, build, tokenizer):
     reward = build(save_model(tmp_path / "rm", LLAMA))
     build.placed.module.model.score.weight.data.fill_(float("nan"))
     with pytest.raises(RewardError, match="nan for row 0, response '2'"):
         reward(make_rollout(tokenizer, ANSWERS))
 
 
-def test_concat_of_a_chat_depends_on_whose_vocabulary_it_is(tmp_path, build, tokenizer):
+def test_concat_of_a_chat_depends_on_the_vocabulary(tmp_path, build, tokenizer):
     rollout = make_rollout(tokenizer, [("<u>hi", "yo")], [{"messages": [{"role": "user", "content": "hi"}]}])
     alike = save_model(tmp_path / "alike", LLAMA)
     own = tokenizer.encode_many(["<u>hiyo", "hi\nyo"], special_tokens=False)
@@ -150,7 +150,7 @@ def test_concat_of_a_chat_depends_on_whose_vocabulary_it_is(tmp_path, build, tok
     )
 
 
-def test_a_template_that_refuses_turns_is_found_before_training(tmp_path, build):
+def test_a_template_that_refuses_a_chat_is_found_before_training(tmp_path, build):
     path = save_model(
         tmp_path / "rm",
         LLAMA,

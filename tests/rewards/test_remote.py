@@ -1,4 +1,4 @@
-"""Rewards over HTTP, against a real server on this machine. Pauses are set to 0: nothing here measures time."""
+"""Rewards over HTTP, against a real local server; pauses are 0."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ from tests.rewards.service import lengths, says, serving
 ROOT = Path(__file__).parents[2]
 SECRET = "sk-very/secret+123"
 QUICK = dict(timeout_seconds=20, backoff_seconds=0)
-JUDGED = dict(protocol="openai", model="judge-1")
+JUDGE_SETTINGS = dict(protocol="openai", model="judge-1")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def environment(monkeypatch):
 
 
 def bound(tokenizer, url, **settings):
-    """As a config gives it: read and checked key by key."""
+    """Builds the reward from a config section."""
     return bind({"_target_": "ppo_ds.rewards.remote.RemoteReward", "url": url, **settings}, "reward")(
         tokenizer=tokenizer
     )
@@ -46,7 +46,7 @@ def bound(tokenizer, url, **settings):
 
 @pytest.fixture
 def ask(tokenizer):
-    """One text for each word after "answers": the scores of a reward with these settings, of this service."""
+    """Returns the scores of texts by a reward with these settings from this service."""
 
     def asked(service, *texts, **settings):
         texts = texts or ("yes", "no")
@@ -59,7 +59,7 @@ def ask(tokenizer):
 
 
 def refused(ask, service, *texts, **settings):
-    """The one line of the RewardError, after a look at all that a traceback would show."""
+    """Returns the line of the RewardError; the key must not be in its traceback either."""
     with pytest.raises(RewardError) as caught:
         ask(service, *texts, **settings)
     assert SECRET not in "".join(traceback.format_exception(caught.value))
@@ -67,7 +67,7 @@ def refused(ask, service, *texts, **settings):
     return str(caught.value)
 
 
-def test_a_scoring_service_gets_what_the_documentation_says(tokenizer):
+def test_a_scoring_service_gets_the_documented_request(tokenizer):
     messages = [{"role": "user", "content": "hi"}]
     rows = [{"messages": messages, "answer": 4}, {"answer": 5}, {"answer": 6}]
     rollout = make_rollout(tokenizer, [("<user>hi", "hello"), ("b", ""), ("c", "you")], rows)
@@ -113,7 +113,7 @@ def test_scores_keep_their_order_when_the_first_reply_comes_last(ask):
         ]
 
 
-def test_no_more_requests_at_a_time_than_asked_for(ask):
+def test_concurrency_limits_the_simultaneous_requests(ask):
     open_now, most = [], []
 
     def reply(number, body):
@@ -129,7 +129,7 @@ def test_no_more_requests_at_a_time_than_asked_for(ask):
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 429])
-def test_a_failure_that_may_pass_is_tried_again(ask, status):
+def test_transient_failures_are_retried(ask, status):
     with serving(
         lambda number, body: lengths(number, body) if number == 2 else (status, {}, b"busy")
     ) as service:
@@ -143,7 +143,7 @@ def test_a_failure_that_may_pass_is_tried_again(ask, status):
         )
 
 
-def test_the_service_says_how_long_to_wait(ask, monkeypatch):
+def test_pauses_follow_retry_after_and_double_otherwise(ask, monkeypatch):
     pauses = []
 
     class Watchdog(Event().__class__):
@@ -175,7 +175,7 @@ def test_the_service_says_how_long_to_wait(ask, monkeypatch):
     ]  # spread, so that those who wait do not come back together
 
 
-def test_the_pauses_do_not_touch_the_runs_random_state(ask):
+def test_pauses_do_not_change_the_random_state(ask):
     import random
 
     random.seed(3)
@@ -185,7 +185,7 @@ def test_the_pauses_do_not_touch_the_runs_random_state(ask):
     assert random.getstate() == before
 
 
-def test_a_service_that_is_slow_or_gone(ask):
+def test_a_service_that_is_slow_or_unreachable(ask):
     release = Event()
 
     def reply(number, body):
@@ -208,8 +208,8 @@ def test_a_service_that_is_slow_or_gone(ask):
         b"HTTP/1.1 200 OK\r\nX-Long: ",
     ],
 )
-def test_a_reply_that_trickles_in_has_a_limit_too(ask, tokenizer, start):
-    """Every piece comes in time, the whole does not."""
+def test_a_slow_stream_is_cut_off_at_the_time_limit(ask, tokenizer, start):
+    """Each piece arrives in time, but not the whole reply."""
     import socket
     from threading import Thread
 
@@ -238,7 +238,7 @@ def test_a_reply_that_trickles_in_has_a_limit_too(ask, tokenizer, start):
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 422])
-def test_other_refusals_end_at_once(ask, status):
+def test_other_client_errors_are_not_retried(ask, status):
     with serving(lambda number, body: (status, {}, b"no\nsuch\x1b[31m model " + SECRET.encode())) as service:
         line = refused(ask, service, key_env="JUDGE_KEY")
         assert len(service.bodies) == 1
@@ -265,7 +265,7 @@ def test_other_refusals_end_at_once(ask, status):
         ({"scores": ["1", 1]}, "the reply has '1' for item 0"),
     ],
 )
-def test_what_is_no_list_of_scores_is_an_error_and_never_a_zero(ask, content, said):
+def test_an_invalid_reply_is_an_error_and_never_a_zero(ask, content, said):
     with serving(lambda number, body: (200, {}, content)) as service:
         line = refused(ask, service)
         assert len(service.bodies) == 1  # it would say the same again
@@ -288,7 +288,7 @@ def test_redirects_are_not_followed(ask, status):
     assert "redirects to /score/ of the same host;" in line
 
 
-def test_a_reply_may_not_be_too_large(ask):
+def test_replies_have_a_size_limit(ask):
     with serving(lambda number, body: (200, {}, {"scores": [1, 2], "padding": "x" * 5000})) as service:
         assert ask(service).tolist() == [1, 2]
         assert "the reply exceeds 0.00390625 MB; 1 attempt(s)" in refused(ask, service, max_response_mb=2**-8)
@@ -333,9 +333,11 @@ def test_the_key_goes_into_the_header_and_nowhere_else(ask, caplog):
                     line = refused(ask, service, key_env="JUDGE_KEY")
                 assert SECRET[:5] not in line
     with serving(lambda number, body: says(f"Your key is {SECRET}. No score.")) as service:
-        assert "Your key is ***" in refused(ask, service, "a", **JUDGED, key_env="JUDGE_KEY", parse_retries=0)
+        assert "Your key is ***" in refused(
+            ask, service, "a", **JUDGE_SETTINGS, key_env="JUDGE_KEY", parse_retries=0
+        )
     with serving(lambda number, body: says("Score: 4")) as service:
-        assert ask(service, "a", **JUDGED, key_env="JUDGE_KEY").tolist() == [4]
+        assert ask(service, "a", **JUDGE_SETTINGS, key_env="JUDGE_KEY").tolist() == [4]
     refused(ask, service, key_env="JUDGE_KEY", retries=0)  # nobody is there any more
     assert SECRET not in caplog.text and "/score" not in caplog.text
 
@@ -351,7 +353,10 @@ def test_the_query_is_sent_but_not_shown(ask):
     [
         (
             dict(url="http://me:pass@host/x"),
-            "reward.url: holds a password or a key; put it into an environment variable and name that in reward.key_env",
+            (
+                "reward.url: holds a password or a key; put it into an environment variable and name that in "
+                "reward.key_env"
+            ),
         ),
         (dict(url="https://host/x?api_key=pass"), "reward.url: holds a password or a key; put it"),
         (dict(url="https://host/x?a=1&sig=pass"), "reward.url: holds a password or a key; put it"),
@@ -363,7 +368,10 @@ def test_the_query_is_sent_but_not_shown(ask):
         (dict(url=7), "reward.url: is not a URL"),
         (
             dict(key_env="sk-pass"),
-            "reward.key_env: must be the name of an environment variable, in capitals, never the secret itself",
+            (
+                "reward.key_env: must be the name of an environment variable, in capitals, never the secret "
+                "itself"
+            ),
         ),
         (dict(key_env="hf_pass"), "reward.key_env: must be the name"),
         (
@@ -376,22 +384,25 @@ def test_the_query_is_sent_but_not_shown(ask):
         ),
         (
             dict(model="judge"),
-            "reward.model=judge: a scoring service has no model; for a language model as judge set reward.protocol=openai",
+            (
+                "reward.model=judge: a scoring service has no model; for a language model as judge set "
+                "reward.protocol=openai"
+            ),
         ),
         (dict(protocol="openai"), "reward.model is missing"),
         (
-            JUDGED | dict(template="Rate {response}"),
+            JUDGE_SETTINGS | dict(template="Rate {response}"),
             "reward.template: has no {prompt}, which the judge must see",
         ),
-        (JUDGED | dict(template=""), "reward.template: has no {prompt} and no {response}"),
-        (JUDGED | dict(pattern="("), "reward.pattern=(: is not a regular expression"),
-        (JUDGED | dict(pattern=r"\d+"), r"reward.pattern=\d+: has 0 groups; it needs exactly one"),
+        (JUDGE_SETTINGS | dict(template=""), "reward.template: has no {prompt} and no {response}"),
+        (JUDGE_SETTINGS | dict(pattern="("), "reward.pattern=(: is not a regular expression"),
+        (JUDGE_SETTINGS | dict(pattern=r"\d+"), r"reward.pattern=\d+: has 0 groups; it needs exactly one"),
         (dict(batch_size=0), "reward.batch_size=0: must be at least 1"),
         (dict(api_key="pass"), "reward.api_key=...: no such key"),
         (dict(key="pass"), "reward.key=...: no such key"),
     ],
 )
-def test_mistakes_are_found_before_anything_is_sent(tokenizer, monkeypatch, settings, line):
+def test_invalid_settings_are_found_before_anything_is_sent(tokenizer, monkeypatch, settings, line):
     monkeypatch.setenv("BROKEN_KEY", "pass\nword")
     with pytest.raises(UserError) as caught:
         bound(tokenizer, **{"url": "http://host/x"} | settings)
@@ -399,8 +410,8 @@ def test_mistakes_are_found_before_anything_is_sent(tokenizer, monkeypatch, sett
     assert problem.startswith(line) and "pass" not in problem.replace("a password", "")
 
 
-def test_the_address_is_judged_before_any_object_is_made():
-    """So that a password in it is refused before the run directory gets its config.yaml."""
+def test_the_url_is_checked_before_any_object_is_made():
+    """A password in it is refused before config.yaml is written."""
     with pytest.raises(UserError, match="^reward.url: holds a password"):
         bind({"_target_": "ppo_ds.rewards.remote.RemoteReward", "url": "http://me:you@host"}, "reward")
 
@@ -416,7 +427,7 @@ def test_a_variable_that_is_not_set():
     ]
 
 
-def test_a_row_that_is_no_json(tokenizer):
+def test_a_row_that_is_not_json(tokenizer):
     reward = bound(tokenizer, "http://host.invalid/", send_rows=True)
     with pytest.raises(
         RewardError,
@@ -425,8 +436,8 @@ def test_a_row_that_is_no_json(tokenizer):
         reward.judge(Responses(({"prompt_text": "p", "image": {1, 2}},), ("a",), (True,)))
 
 
-def test_after_an_error_nobody_goes_on(ask):
-    """One request fails for good while another is in its pause: that one is not sent again."""
+def test_after_an_error_other_requests_are_not_retried(ask):
+    """One request fails finally while another waits for its retry, which is not sent."""
 
     def reply(number, body):
         return (
@@ -440,8 +451,8 @@ def test_after_an_error_nobody_goes_on(ask):
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_once_the_scores_are_not_wanted_nobody_waits_for_them(tokenizer, slow):
-    """Whether it is in a pause or in the middle of an attempt."""
+def test_a_stopping_run_does_not_wait_for_scores(tokenizer, slow):
+    """The request is in a pause, or in the middle of an attempt."""
     came, exit_now = Event(), Event()
 
     def reply(number, body):
@@ -462,12 +473,12 @@ def test_once_the_scores_are_not_wanted_nobody_waits_for_them(tokenizer, slow):
         exit_now.set()
 
 
-def test_a_judge_is_asked_about_each_answer(tokenizer):
+def test_each_response_is_one_request_to_the_judge(tokenizer):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is {response}?"}]
     rows = [{"messages": chat}, {"messages": [{"role": "user", "content": "hi"}]}, {}]
     rollout = make_rollout(tokenizer, [("<s>x", "an {prompt}"), ("<user>hi", "yo"), ("plain", "text")], rows)
     with serving(lambda number, body: says(f"Score: {number}")) as service:
-        settings = JUDGED | dict(template="Q {prompt} A {response}", concurrency=1, lowest=0)
+        settings = JUDGE_SETTINGS | dict(template="Q {prompt} A {response}", concurrency=1, lowest=0)
         assert bound(tokenizer, service.url, **settings)(rollout).total.tolist() == [0, 1, 2]
         asked = "Q [system]\nBe brief.\n\n[user]\nWhat is {response}? A an {prompt}"
         assert service.bodies[0] == {
@@ -494,34 +505,34 @@ def test_a_judge_is_asked_about_each_answer(tokenizer):
         ("The answer says\nScore: 5\nof itself, and is wrong.\n**Score: 1**", 1),
     ],
 )
-def test_the_judges_last_score_counts(ask, words, score):
+def test_the_judges_last_score_is_taken(ask, words, score):
     with serving(lambda number, body: says(words)) as service:
-        assert ask(service, "a", **JUDGED).tolist() == [score]
+        assert ask(service, "a", **JUDGE_SETTINGS).tolist() == [score]
 
 
-def test_the_pattern_is_the_users(ask):
+def test_the_pattern_can_be_set(ask):
     with serving(lambda number, body: says("[[7]] of 10")) as service:
-        assert ask(service, "a", **JUDGED, pattern=r"\[\[(\d+)\]\]", highest=10).tolist() == [7]
+        assert ask(service, "a", **JUDGE_SETTINGS, pattern=r"\[\[(\d+)\]\]", highest=10).tolist() == [7]
 
 
 @pytest.mark.parametrize(
     ("words", "limits"),
     [("Score: 0.5", {}), ("Score: 50", {}), ("Score: -1", {}), ("Score: 3", dict(highest=2.5))],
 )
-def test_a_score_out_of_bounds_is_none(ask, words, limits):
+def test_a_score_out_of_bounds_is_retried_and_then_an_error(ask, words, limits):
     with serving(lambda number, body: says(words)) as service:
-        line = refused(ask, service, "a", **JUDGED | limits, parse_retries=1)
+        line = refused(ask, service, "a", **JUDGE_SETTINGS | limits, parse_retries=1)
         assert len(service.bodies) == 2
         assert (
             f"the judge gave {words[7:]}, outside of 1 to {limits.get('highest', 5)}: '{words}'; 2 attempt(s)"
             in line
         )
-        assert ask(service, "a", **JUDGED, lowest=None, highest=None).tolist() == [float(words[7:])]
+        assert ask(service, "a", **JUDGE_SETTINGS, lowest=None, highest=None).tolist() == [float(words[7:])]
 
 
-def test_bounds_that_leave_no_score_are_refused(tokenizer):
+def test_empty_bounds_are_refused(tokenizer):
     with pytest.raises(UserError, match="^reward.lowest=5: must be below reward.highest=5$"):
-        bound(tokenizer, "http://host/x", **JUDGED, lowest=5)
+        bound(tokenizer, "http://host/x", **JUDGE_SETTINGS, lowest=5)
 
 
 NO_SCORE = [
@@ -536,32 +547,34 @@ NO_SCORE = [
 @pytest.mark.parametrize(
     "words", ["I cannot say.", "Score: high", "underscore: 3", "", None, "Score: 1" + "0" * 400, *NO_SCORE]
 )
-def test_a_judge_without_a_score_is_asked_again_and_then_an_error(ask, words):
+def test_a_judge_without_a_score_is_retried_and_then_an_error(ask, words):
     with serving(lambda number, body: says("Score: 2" if number == 2 else words)) as service:
-        assert ask(service, "a", **JUDGED).tolist() == [2]
+        assert ask(service, "a", **JUDGE_SETTINGS).tolist() == [2]
         assert len(service.bodies) == 3
         service.bodies.clear()
-        line = refused(ask, service, "a", **JUDGED, parse_retries=1)
+        line = refused(ask, service, "a", **JUDGE_SETTINGS, parse_retries=1)
         assert len(service.bodies) == 2
     assert "the judge gave no score: " in line and "2 attempt(s) (row 0, prompt 'p0')" in line
 
 
-def test_what_is_no_chat_completion_is_an_error_at_once(ask):
+def test_a_reply_that_is_not_a_chat_completion_is_not_retried(ask):
     for content in ({"choices": []}, {"error": "x"}, [], "text", {"choices": [{"text": "Score: 1"}]}):
         with serving(lambda number, body, content=content: (200, {}, content)) as service:
-            assert "not a chat completion; 1 attempt(s) (row 0" in refused(ask, service, "a", **JUDGED)
+            assert "not a chat completion; 1 attempt(s) (row 0" in refused(
+                ask, service, "a", **JUDGE_SETTINGS
+            )
             assert len(service.bodies) == 1
 
 
-def test_the_default_question_holds_what_it_must():
+def test_the_default_template_has_its_placeholders():
     from ppo_ds.rewards.remote import JUDGE, SCORE
 
     assert JUDGE.count("{prompt}") == JUDGE.count("{response}") == 1 and "Score: N" in JUDGE
     assert http_client.re.search(SCORE, "Score: 4")[1] == "4"
 
 
-def test_a_whole_run_leaves_the_key_nowhere(tmp_path, monkeypatch):
-    """Not in its files (config, checkpoint, samples, wandb's), its output, or the list of processes while it is in use."""
+def test_a_whole_run_writes_the_key_nowhere(tmp_path, monkeypatch):
+    """The key is not in the run's files or output, nor in the list of processes."""
     values = {"JUDGE_KEY": SECRET, "HF_TOKEN": "hf_ofNobodyAtAllButLong", "WANDB_API_KEY": "0123456789" * 4}
     for name, value in values.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""What the reward model reads, against ids counted by hand: byte b is id 5 + its rank in the byte-level alphabet."""
+"""Ids of encoded texts, counted by hand: byte b has the id 5 + its rank in the byte-level alphabet."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_a_rendered_chat_gets_no_second_bos(make, ids):
     assert make("concat")({"prompt_text": "<bos>hi"}, "yo", True).ids == [BOS, *ids("hiyo"), EOS]
 
 
-def test_concat_of_a_chat_has_markup_only_where_it_is_the_reward_models_own(make, ids):
+def test_concat_of_a_chat_has_markup_only_of_the_same_vocabulary(make, ids):
     assert make("concat")(CHAT, "yo", True).ids == [BOS, *ids("<sys>be<eos><usr>hi<eos>yo"), EOS]
     foreign = make("concat", actors_vocabulary=False)
     assert foreign(CHAT, "yo", True).ids == [BOS, *ids("be\nhi\nyo"), EOS]
@@ -59,7 +59,7 @@ def test_concat_of_a_chat_has_markup_only_where_it_is_the_reward_models_own(make
 
 
 @pytest.mark.parametrize("max_tokens", [3, 4, 5, 6])
-def test_concat_is_cut_on_the_left(make, ids, max_tokens):
+def test_concat_is_truncated_on_the_left(make, ids, max_tokens):
     room = max_tokens - 2  # for <bos> and <eos>
     assert make("concat", max_tokens)(ROW, "yo", True).ids == [BOS, *ids("hiyo"[-room:]), EOS]
 
@@ -115,7 +115,7 @@ def test_impossible_settings(make):
         make("pair", append_eos=True, cross_encoder=True)
 
 
-def test_a_template_that_refuses_a_role_says_what_to_do(make):
+def test_a_template_that_refuses_a_role_names_the_remedy(make):
     encode = make(
         "chat",
         template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -125,6 +125,8 @@ def test_a_template_that_refuses_a_role_says_what_to_do(make):
     with pytest.raises(RewardError) as caught:
         encode(CHAT, "yo", True)
     assert str(caught.value) == (
-        "reward.parts.rm.reward.template=chat: the reward model's chat template refuses a chat with the roles system, user, assistant "
-        "(TemplateError: System role not supported); set reward.parts.rm.reward.template=pair or reward.parts.rm.reward.template=concat"
+        "reward.parts.rm.reward.template=chat: the reward model's chat template refuses a chat with the "
+        "roles system, user, assistant "
+        "(TemplateError: System role not supported); set reward.parts.rm.reward.template=pair or "
+        "reward.parts.rm.reward.template=concat"
     )

@@ -39,7 +39,7 @@ def answers(*texts, rows=None):
 
 @pytest.fixture
 def rates(tokenizer):
-    """The scores of texts by a rule with these settings."""
+    """Returns the scores of texts by a rule with these settings."""
 
     def run(kind, *texts, rows=None, **settings):
         return (
@@ -74,7 +74,7 @@ def test_the_seeds_printed_numbers(rates):
 
 
 def test_the_patterns_match_what_the_seeds_match(rates):
-    """On texts put together from the pieces of the form."""
+    """Compares on texts that are combined from pieces of the format."""
     draw = random.Random(0)
     pieces = [
         "<think>\n",
@@ -96,13 +96,13 @@ def test_the_patterns_match_what_the_seeds_match(rates):
     assert 0.1 < sum(wanted) / 0.5 / len(wanted) < 0.9
 
 
-def test_a_long_answer_that_repeats_itself_takes_no_quadratic_time(rates):
-    """Many minutes with patterns that try every middle again."""
+def test_long_repetitive_responses_take_linear_time(rates):
+    """Backtracking patterns would take many minutes."""
     for middle in ("\n</think>\n<answer>\n", "\n</think>\n", "<answer>", "\n"):
         assert rates(FormatReward, "<think>\n" + middle * 100_000, tag_score=0.0) == [0.0]
 
 
-def test_another_form(rates):
+def test_another_format(rates):
     settings = dict(patterns=(r"^Answer: \d+$",), pattern_score=2.0, tags=("Answer:", "###"), tag_score=0.5)
     assert rates(FormatReward, "Answer: 5", "Answer: x", "Answer: Answer: ###", "", **settings) == [
         2.5,
@@ -112,7 +112,7 @@ def test_another_form(rates):
     ]
 
 
-def test_tags_that_no_text_can_show_are_refused(tokenizer, tmp_path):
+def test_tags_that_decoding_removes_are_refused(tokenizer, tmp_path):
     tokenizer.hf.add_special_tokens({"additional_special_tokens": ["<think>"]})
     tokenizer.save(tmp_path)
     with pytest.raises(UserError, match="^reward.tags: the actor's tokenizer decodes <think> to ''"):
@@ -141,14 +141,14 @@ def test_tags_that_no_text_can_show_are_refused(tokenizer, tmp_path):
         ("4", None),
     ],
 )
-def test_inside_reads_as_the_seeds_search_does(rates, text, inner):
+def test_inside_matches_the_seeds_search(rates, text, inner):
     found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
     assert (found and found[1].strip()) == inner
     assert answers(text).inside("answer").texts == (inner or "",)
     assert rates(ExactMatchReward, text, rows=one("4"), inside="answer") == [float(inner == "4")]
 
 
-def test_what_is_inside_is_finished_and_what_is_not_there_is_as_finished_as_the_answer():
+def test_tagged_text_is_finished_and_missing_tags_leave_finished_unchanged():
     cut = Responses(
         ({},) * 3, ("<answer>4</answer> and", "<answer></answer> and", "<answer>4"), (False, False, False)
     )
@@ -159,7 +159,7 @@ def test_what_is_inside_is_finished_and_what_is_not_there_is_as_finished_as_the_
 
 
 @pytest.mark.parametrize("kind", [ExactMatchReward, NumericReward])
-def test_a_reference_that_is_not_there_stops_the_run(rates, kind):
+def test_a_missing_reference_stops_the_run(rates, kind):
     with pytest.raises(RewardError) as caught:
         rates(kind, "4", rows=[{"question": "2+2", "target": "4"}])
     key = "reward.parts.r.reward.column"
@@ -215,7 +215,7 @@ def test_exact_match(rates, text, reference, settings, score):
     assert rates(ExactMatchReward, text, rows=one(reference), **settings) == [score]
 
 
-def test_the_column_may_be_another(rates):
+def test_the_column_can_be_set(rates):
     assert rates(ExactMatchReward, "a", "b", rows=[{"target": "a"}, {"target": "a"}], column="target") == [
         1.0,
         0.0,
@@ -269,7 +269,7 @@ def test_length_ramps_outside_of_the_range(rates, length, score):
     assert rates(LengthReward, "x" * length, unit="characters", score=-2.0, **settings) == [-2.0 * score]
 
 
-def test_length_counts_tokens_or_characters_and_may_be_open_at_one_end(rates):
+def test_length_counts_tokens_or_characters_and_may_have_one_bound(rates):
     assert rates(LengthReward, "ééé", longest=4, ramp=4) == [0.5]  # 6 bytes
     assert rates(LengthReward, "ééé", longest=4, ramp=4, unit="characters") == [1.0]
     assert rates(LengthReward, "", "x" * 500, longest=500) == [1.0, 1.0]
@@ -277,7 +277,7 @@ def test_length_counts_tokens_or_characters_and_may_be_open_at_one_end(rates):
     assert rates(LengthReward, "long thought <answer>x</answer>", longest=1, ramp=1, inside="answer") == [1.0]
 
 
-def test_lengths_that_say_nothing_are_refused(rates):
+def test_length_bounds_are_required_and_ordered(rates):
     with pytest.raises(UserError, match="^reward.parts.r.reward.longest is missing"):
         rates(LengthReward, "")
     with pytest.raises(
@@ -312,13 +312,13 @@ def test_repetition(rates, text, settings, score):
     assert rates(RepetitionPenalty, text, **settings) == [pytest.approx(score)]
 
 
-def test_a_penalty_is_no_bonus():
+def test_a_positive_penalty_is_refused():
     with pytest.raises(UserError, match="^reward.max_penalty=1: must be at most 0$"):
         bind({"_target_": "ppo_ds.rewards.rules.RepetitionPenalty", "max_penalty": 1}, "reward")
 
 
 def test_a_rule_is_a_reward_of_a_rollout(tokenizer):
-    """End tokens are no part of the text; one score for each row, nothing per token."""
+    """End tokens are not part of the text; each row has one score, and tokens have none."""
     rollout = make_rollout(
         tokenizer, [("1+1=", "2"), ("2+2=", "5")], [{"answer": "2"}, {"answer": "4"}], finished=[True, False]
     )

@@ -1,4 +1,4 @@
-r"""Which number an answer states, and when two are the same."""
+r"""Numbers stated by responses, and their equality."""
 
 import pytest
 
@@ -145,7 +145,7 @@ NOT_ONE = [
 
 
 @pytest.mark.parametrize("text", NOT_ONE)
-def test_what_is_not_one_number_is_not_half_read(tokenizer, text):
+def test_texts_that_are_not_one_number_are_refused(tokenizer, text):
     assert stated_number(f"12, so \\boxed{{{text}}}") is None
     for reference in (text, f"12, so \\boxed{{{text}}}", f"12\n#### {text}"):
         with pytest.raises(
@@ -161,7 +161,7 @@ def test_percent():
         assert number is not None and (number.value, number.percent) == (50, True)
 
 
-def test_boxes_are_closed_by_their_own_brace():
+def test_boxes_end_at_their_matching_brace():
     assert boxed("a \\boxed{\\text{a {b} c} d} e}") == "\\text{a {b} c} d"
     assert boxed("\\boxed{1} \\boxed{2") is None
     assert boxed("no") is None
@@ -243,8 +243,8 @@ def test_a_reference_without_a_number_stops_the_run(tokenizer, reference):
         "2 x 10^",
     ],
 )
-def test_long_odd_answers_are_read_in_linear_time(unit):
-    """Many minutes with a pattern that looks at everything again from every place."""
+def test_long_odd_responses_are_parsed_in_linear_time(unit):
+    """Patterns of quadratic time would take many minutes."""
     text = "7 " + unit * (300_000 // len(unit))
     stated_number(text)
     reference_number(text)

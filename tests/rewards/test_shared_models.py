@@ -1,4 +1,4 @@
-"""Rewards that name one model: in memory once, and each scores as it would alone."""
+"""Rewards that name the same model share it, and each scores as it would alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ MODEL, MIXTURE = "ppo_ds.rewards.model.model_reward", "ppo_ds.rewards.weighted.W
 
 @pytest.fixture
 def built(tokenizer):
-    """The parts of a mixture, each a model section; also the places of the weights in memory and the banner's lines."""
+    """Builds a weighted reward of model parts; returns it, the addresses of its weights and the banner's
+    lines.
+    """
 
     def built(**parts: dict[str, Any]):
         notes: list[str] = []
@@ -47,7 +49,7 @@ def built(tokenizer):
     return built
 
 
-def test_parts_of_the_same_model_hold_it_once(built, tokenizer, tmp_path):
+def test_parts_with_the_same_model_share_it(built, tokenizer, tmp_path):
     save_model(tmp_path / "rm", LLAMA)
     (tmp_path / "link").symlink_to(tmp_path / "rm")
     model = {"path": str(tmp_path / "rm"), "dtype": "fp32"}
@@ -58,7 +60,8 @@ def test_parts_of_the_same_model_hold_it_once(built, tokenizer, tmp_path):
     mixture, weights, notes = built(**parts)
     assert weights["a"] == weights["b"]
     assert notes == [
-        "sharing    reward.parts.b.reward.model.path: the same as reward.parts.a.reward.model.path, in memory once"
+        "sharing    reward.parts.b.reward.model.path: the same as reward.parts.a.reward.model.path, in "
+        "memory once"
     ]
     rollout = make_rollout(tokenizer, [("what is it", "an answer"), ("and then", "no")])
     scores = mixture(rollout).components
@@ -70,14 +73,14 @@ def test_parts_of_the_same_model_hold_it_once(built, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("other", [{"dtype": "bf16"}, {"attn_implementation": "eager"}])
-def test_what_differs_is_another_model(built, tmp_path, other):
+def test_other_settings_are_another_model(built, tmp_path, other):
     save_model(tmp_path / "rm", LLAMA)
     model = {"path": str(tmp_path / "rm"), "dtype": "fp32"}
     _, weights, notes = built(a={"model": model}, b={"model": model | other})
     assert not weights["a"] & weights["b"] and notes == []
 
 
-def test_other_places_are_kept_apart(built, tmp_path):
+def test_other_placements_are_not_shared(built, tmp_path):
     save_model(tmp_path / "rm", LLAMA)
     model = {"path": str(tmp_path / "rm"), "dtype": "fp32"}
     _, weights, notes = built(a={"model": model}, b={"model": model, "zero": {"offload_params": True}})

@@ -1,4 +1,4 @@
-"""Mixtures: sums by hand, the seed's printed mix, running moments over ranks, and every key named in full."""
+"""Weighted rewards: sums by hand, the seed's printed mix, running moments over ranks, keys in errors."""
 
 import json
 import math
@@ -26,7 +26,7 @@ FORM = "<think>\na\n</think>\n<answer>\n{}\n</answer>"
 
 
 class Looked(TextReward):
-    """The score that a table has for a text; keeps what it was asked."""
+    """Looks up the score of a text in a table; records the texts."""
 
     def __init__(self, table: dict[str, float], *, tokenizer):
         super().__init__(tokenizer)
@@ -38,7 +38,7 @@ class Looked(TextReward):
 
 
 class ByToken:
-    """Reads ids: no TextReward. 1 for each token, and 10 for the row."""
+    """A reward that reads ids: 1 for each token, and 10 for the row."""
 
     def __init__(self, total: float = 10.0):
         self.total = total
@@ -63,7 +63,7 @@ def looked(**table):
 
 @pytest.fixture
 def build(tokenizer):
-    """The reward of a config section, with the services of one process."""
+    """Builds the reward of a config section with the services of one process."""
 
     def run(section, reduce=lambda x: x, **services):
         return bind(section, "reward")(tokenizer=tokenizer, reduce=reduce, **services)
@@ -100,7 +100,7 @@ def test_parts_are_clipped_weighted_and_added(build, rolled):
     assert scores.per_token.abs().max() == 0
 
 
-def test_scores_per_token_and_components_of_parts_come_along(build, rolled):
+def test_per_token_scores_and_components_of_parts_are_kept(build, rolled):
     parts = {
         "text": {"reward": looked(xx=1.0, y=2.0)},
         "ids": {"weight": 0.25, "clip": 4, "reward": spec("ByToken")},
@@ -115,7 +115,7 @@ def test_scores_per_token_and_components_of_parts_come_along(build, rolled):
     }
 
 
-def test_a_part_may_read_what_is_inside_a_tag(build, rolled):
+def test_a_part_may_read_the_text_inside_a_tag(build, rolled):
     form = FORM.format("b")
     parts = {
         "all": {"reward": looked(**{form: 1.0, "c": 2.0})},
@@ -124,7 +124,7 @@ def test_a_part_may_read_what_is_inside_a_tag(build, rolled):
     assert build(spec(MIXTURE, parts=parts))(rolled(form, "c")).total.tolist() == [11.0, 22.0]
 
 
-def test_errors_say_which_part(build, rolled):
+def test_errors_name_the_part(build, rolled):
     fine = {"reward": looked(x=1.0)}
     reward = build(spec(MIXTURE, parts={"fine": fine, "mine": {"reward": spec("Failing")}}))
     with pytest.raises(IndexError) as caught:  # the user's own, as it is
@@ -170,7 +170,7 @@ def test_the_seeds_printed_mix(tokenizer):
     )
 
 
-def test_without_an_answer_the_whole_counts_alone(build, rolled):
+def test_without_an_answer_the_whole_is_the_score(build, rolled):
     table = {"x": 1.7, "<answer>y": -5.0, "<answer>z</answer>": 2.0, "z": 10.0, "": 100.0}
     mix = build(spec(MIX, reward=looked(**table)))
     torch.testing.assert_close(
@@ -186,7 +186,7 @@ def test_without_an_answer_the_whole_counts_alone(build, rolled):
 
 @pytest.mark.parametrize("name", ["minimind", "minimind_reasoning"])
 def test_minimind(build, rolled, name):
-    """The model alone, or rules + model. A stand-in for the model; all else as the file has it."""
+    """The model alone, or rules + model, from the file with a stand-in for the model."""
     form, loose = FORM.format("b"), "<answer>b</answer>"
     section = yaml.safe_load((ROOT / "conf" / "reward" / f"{name}.yaml").read_text())
     model = section["parts"]["model"]
@@ -227,7 +227,7 @@ NORMALISED = spec(
 )
 
 
-def test_scores_are_normalised_by_all_so_far(build, rolled):
+def test_scores_are_normalized_by_all_scores_so_far(build, rolled):
     reward = build(NORMALISED)
     first = reward(rolled("1", "3"))  # mean 2, std 1
     torch.testing.assert_close(first.total, torch.tensor([-2.0, 2.0]))
@@ -237,12 +237,12 @@ def test_scores_are_normalised_by_all_so_far(build, rolled):
     assert second.components["a_raw"].tolist() == [5.0, 7.0]
 
 
-def test_the_clip_comes_after_the_normalising(build, rolled):
+def test_the_clip_comes_after_the_normalization(build, rolled):
     parts = {"a": {**NORMALISED["parts"]["a"], "clip": 0.5}}
     assert build(spec(MIXTURE, parts=parts))(rolled("5", "7")).total.tolist() == [-1.0, 1.0]
 
 
-def test_held_out_answers_are_neither_learnt_from_nor_normalised(build, rolled):
+def test_held_out_scores_are_not_normalized_and_not_counted(build, rolled):
     reward = build(NORMALISED)
     reward(rolled("1", "3"))
     before = reward.state_dict()
@@ -251,8 +251,8 @@ def test_held_out_answers_are_neither_learnt_from_nor_normalised(build, rolled):
     torch.testing.assert_close(reward(rolled("5", "7")).total, torch.tensor([2 / 5**0.5, 6 / 5**0.5]))
 
 
-def test_ranks_count_as_one(tokenizer, on_ranks, rolled):
-    """Other numbers of rows on each, and two calls: what each rank gets is what one rank with all rows gets."""
+def test_moments_are_those_of_all_ranks(tokenizer, on_ranks, rolled):
+    """Ranks with different numbers of rows get what one rank with all rows gets, in two calls."""
 
     def run(shares):
         def work(rank, reduce):
@@ -271,7 +271,7 @@ def test_ranks_count_as_one(tokenizer, on_ranks, rolled):
     assert moments["count"] == 5 and moments == {name: pytest.approx(value) for name, value in whole.items()}
 
 
-def test_the_state_is_plain_and_comes_back(build, rolled):
+def test_the_state_is_plain_and_can_be_loaded(build, rolled):
     reward, other = build(NORMALISED), build(NORMALISED)
     reward(rolled("1", "3"))
     other.load_state_dict(json.loads(json.dumps(reward.state_dict())))
@@ -289,7 +289,7 @@ def test_the_state_is_plain_and_comes_back(build, rolled):
 # -- the config section
 
 
-def test_mistakes_of_all_parts_come_together_with_their_full_keys():
+def test_mistakes_of_all_parts_are_reported_together_with_their_full_keys():
     parts = {
         "quality": {"weight": "much", "reward": spec("ppo_ds.rewards.model.model_reward")},
         "depth": {
@@ -317,9 +317,15 @@ def test_mistakes_of_all_parts_come_together_with_their_full_keys():
         "reward.parts.depth.reward.model.dtype=fp64: must be one of",
         "reward.parts.depth.reward.template=chatty: must be one of auto, chat, pair, concat",
         "reward.parts.depth.clip=0: must be above 0 or null",
-        "reward.parts.form.reward.tag_scores=1: no such key; did you mean reward.parts.form.reward.tag_score?",
+        (
+            "reward.parts.form.reward.tag_scores=1: no such key; did you mean "
+            "reward.parts.form.reward.tag_score?"
+        ),
         "reward.parts.form.reward.patterns[1]=(: must be a regular expression",
-        "reward.parts.form.inside=<answer>: must be the name of a tag without its brackets, such as answer or null",
+        (
+            "reward.parts.form.inside=<answer>: must be the name of a tag without its brackets, such as answer "
+            "or null"
+        ),
         "reward.parts.length.wieght=1: no such key; did you mean reward.parts.length.weight?",
         "reward.parts.length.reward.longest=-1: must be at least 1 or null",
         "reward.parts.mix.reward.reward.pattern is missing",
@@ -348,13 +354,13 @@ def test_mistakes_of_all_parts_come_together_with_their_full_keys():
         ),
     ],
 )
-def test_a_mixture_of_nothing(keys, start):
+def test_no_parts(keys, start):
     (line,) = refusals(spec(MIXTURE, **keys))
     assert line.startswith(start)
 
 
 @pytest.mark.parametrize("weights", [[0], [0, 0.0]])
-def test_a_mixture_whose_weights_are_all_0(build, weights):
+def test_all_weights_0(build, weights):
     with pytest.raises(UserError) as caught:
         build(
             spec(
@@ -369,7 +375,7 @@ def test_a_mixture_whose_weights_are_all_0(build, weights):
     ]
 
 
-def test_what_does_not_read_text_has_no_inside_and_no_mix(build):
+def test_only_text_rewards_have_inside_and_mix(build):
     def refused(section, line):
         with pytest.raises(UserError) as caught:
             build(section)
@@ -390,7 +396,7 @@ def test_what_does_not_read_text_has_no_inside_and_no_mix(build):
     )
 
 
-def test_tags_that_no_text_can_show_are_refused():
+def test_tags_that_decoding_removes_are_refused():
     digits = character_tokenizer("0123456789")
     with pytest.raises(
         UserError, match="^reward.parts.a.inside=answer: the actor's tokenizer decodes <answer> to"
@@ -405,8 +411,8 @@ def test_tags_that_no_text_can_show_are_refused():
 @pytest.mark.parametrize(
     "file", sorted((ROOT / "conf" / "reward").glob("*.yaml")), ids=lambda file: file.stem
 )
-def test_every_file_names_parts_that_are_there(file):
-    """A mistake in a file would show as another complaint than a value that the user must give."""
+def test_every_reward_file_is_valid(file):
+    """The only allowed error is a value that the user must give."""
     try:
         bind(yaml.safe_load(file.read_text()), "reward")
     except UserError as error:
@@ -443,7 +449,7 @@ def services(placed, all_reduce_max=lambda n: n, score_tokens=10_000):
     return dict(load_frozen=load_frozen, all_reduce_max=all_reduce_max, score_tokens=score_tokens)
 
 
-def test_a_model_in_a_mixture_scores_as_it_does_alone(build, rolled, model):
+def test_a_model_as_a_part_scores_as_it_does_alone(build, rolled, model):
     answers = rolled("yes", "<answer>no</answer>", "a longer answer than that")
     alone, inner = (
         build(model, **services([]))(answers).total,
@@ -457,8 +463,8 @@ def test_a_model_in_a_mixture_scores_as_it_does_alone(build, rolled, model):
     torch.testing.assert_close(scores.total, 0.5 * alone + mixed, atol=1e-5, rtol=1e-4)
 
 
-def test_ranks_with_and_without_answers_run_as_many_forwards(tokenizer, on_ranks, rolled, model):
-    """Short budgets: the rank with long texts would run more forwards, in the second pass the one with an <answer>."""
+def test_ranks_with_and_without_tags_run_equally_many_forwards(tokenizer, on_ranks, rolled, model):
+    """With a small budget the rank with long texts (or with an <answer>) needs more forwards."""
     texts = [("x", "y"), ("<answer>a long answer in a tag</answer>", "<answer>another long one</answer>")]
 
     def work(rank, reduce):
@@ -476,7 +482,7 @@ def test_ranks_with_and_without_answers_run_as_many_forwards(tokenizer, on_ranks
     assert on_ranks(2, work) == [4, 4]
 
 
-def test_keys_in_messages_are_those_of_the_part(build, model):
+def test_keys_in_errors_are_those_of_the_part(build, model):
     parts = {"quality": {"reward": model | {"max_tokens": 5, "template": "chat"}}}
     with pytest.raises(
         UserError,

@@ -1,4 +1,4 @@
-"""What a person reads: plain lines in a log file, a bar on a terminal, and no text that can break either."""
+"""Console output: plain lines in a log file, a progress bar on a terminal, robust against any text."""
 
 import io
 import os
@@ -23,7 +23,7 @@ def run(stream):
     tracker.finish({"exit_reason": "done", "wall_s": 61.0})
 
 
-def test_without_a_terminal_plain_lines():
+def test_plain_lines_without_a_terminal():
     stream = io.StringIO()
     run(stream)
     assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
@@ -44,7 +44,7 @@ def test_missing_and_nonfinite_metrics():
     assert "± -" in bare and "± 0.500" in full
 
 
-def test_columns_stay_under_each_other():
+def test_columns_are_aligned():
     widths = {
         len(step_line(step, 100, {**METRICS, "policy/loss": loss}))
         for step, loss in ((1, 0.0), (99, -1.5), (100, None))
@@ -63,7 +63,7 @@ def test_an_ascii_log_survives_any_text():
     assert b"0.500 +- 0.250" in raw.getvalue() and b"?????" in raw.getvalue()
 
 
-def test_a_terminal_gets_a_bar_and_its_cursor_back_even_after_an_exception():
+def test_a_terminal_shows_a_bar_and_its_cursor_is_restored_after_an_exception():
     script = "from ppo_ds.tracking.console import ConsoleTracker as C\nt = C(4)\nt.start({})\nt.log(1, {})\nprint('a stray line')\n1 / 0"
     mine, theirs = pty.openpty()
     env = {**os.environ, "PYTHONPATH": os.getcwd(), "TERM": "xterm-256color"}
@@ -88,7 +88,7 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back_even_after_an_exception():
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
 
 
-def test_seconds():
+def test_format_duration():
     assert [format_duration(value) for value in (None, 4.21, 185, 7620)] == [
         "-",
         "4.2 s",

@@ -1,4 +1,4 @@
-"""The record of a run survives kills, resumes, and numbers that JSON has no word for."""
+"""metrics.jsonl survives kills, resumes and non-finite numbers."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def written(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_one_line_a_step_with_step_and_time(tmp_path):
+def test_one_line_per_step_with_step_and_time(tmp_path):
     trackers = Trackers([JsonlTracker(tmp_path)], elapsed=100.0)
     trackers.start({})
     trackers.log(1, {"reward/score_mean": 0.25, "episodes": 8, "tokens": 80})
@@ -61,7 +61,7 @@ def test_a_killed_process_keeps_every_finished_step(tmp_path):
 
 
 @pytest.mark.parametrize("rest", ['{"step": 4, "kl/co', "\x00\x00\x00", '{"step"', "7"])
-def test_resume_drops_half_a_line_and_what_came_after_the_checkpoint(tmp_path, rest):
+def test_resume_removes_partial_lines_and_lines_after_the_checkpoint(tmp_path, rest):
     first = Trackers([JsonlTracker(tmp_path)])
     for step in (1, 2, 3):
         first.log(step, {"kl/coef": float(step)})
@@ -87,7 +87,7 @@ def test_resume_drops_half_a_line_and_what_came_after_the_checkpoint(tmp_path, r
 
 @pytest.mark.parametrize("reopened", [False, True])
 def test_a_second_line_of_the_last_step_replaces_the_first(tmp_path, reopened):
-    """As after an evaluation that was cut short and made up for by the next start."""
+    """This happens if a resumed run repeats an interrupted evaluation."""
     tracker = JsonlTracker(tmp_path)
     for step in (1, 2):
         tracker.log(step, {"kl/coef": float(step)})
@@ -101,7 +101,7 @@ def test_a_second_line_of_the_last_step_replaces_the_first(tmp_path, reopened):
     ] == [None, 0.5, None]
 
 
-def test_time_goes_on_after_a_resume(tmp_path):
+def test_time_continues_after_a_resume(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 50.5}\n{"step": 2, "time": 99.0}\n')
     assert JsonlTracker(tmp_path, resumed_at=1).elapsed == 50.5
 
@@ -174,11 +174,11 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_no_file_reads_as_no_steps(tmp_path):
+def test_a_missing_file_has_no_steps(tmp_path):
     assert read_metrics(tmp_path / "nothing.jsonl") == []
 
 
-def test_a_run_that_goes_back_takes_its_later_lines_with_it(tmp_path):
+def test_a_rollback_removes_later_lines(tmp_path):
     trackers = Trackers([JsonlTracker(tmp_path)])
     for step, coef in ((1, 1.0), (2, 2.0), (3, 3.0)):
         trackers.log(step, {"kl/coef": coef})

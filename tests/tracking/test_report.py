@@ -1,4 +1,4 @@
-"""The picture has something on it, and the tables say what changed."""
+"""The image of the curves and the tables of the report."""
 
 import io
 import json
@@ -62,12 +62,12 @@ def test_the_curve_follows_the_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("records", [[], [{"step": 1}], [{"step": 1, "policy/loss": None}]])
-def test_no_number_no_picture(tmp_path, records):
+def test_no_data_no_image(tmp_path, records):
     drawn, png = picture(tmp_path, records)
     assert not drawn and not png.exists()
 
 
-def test_tables_say_what_changed():
+def test_tables_show_what_changed():
     stream = io.StringIO()
     samples = [
         {"prompt": "12+7= [bold]", "before": "18", "after": "19", "score": 1.0},

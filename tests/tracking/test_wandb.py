@@ -85,7 +85,7 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
     assert len(list(tmp_path.glob(f"wandb/offline-run-*/run-{first.strip()}.wandb"))) >= 1
 
 
-def test_without_a_key_and_with_a_terminal_nobody_is_asked(tmp_path):
+def test_without_a_key_there_is_no_prompt_on_a_terminal(tmp_path):
     script = "import sys; from ppo_ds.tracking.wandb import WandbTracker as W; t = W(sys.argv[1], mode='online', project='p', name='n')\n"
     script += "t.start({}); t.log(1, {'a': 1.0}); t.finish({'exit_reason': 'done'}); print('went on')"
     mine, theirs = pty.openpty()
@@ -153,7 +153,7 @@ def online(run_dir, steps, **timeouts):
     return tracker
 
 
-def test_a_resumed_run_goes_on_in_the_same_run_also_where_it_went_back(tmp_path, server, capfd):
+def test_a_resumed_or_rolled_back_run_continues_the_same_wandb_run(tmp_path, server, capfd):
     online(tmp_path, [1, 2, 3, 4]).finish({"exit_reason": "error"})
     tracker = online(tmp_path, [3, 4])  # from the checkpoint of step 2
     lines = [
@@ -185,7 +185,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_also_where_it_went_back(tmp_path,
         assert secret.encode() not in written and secret not in json.dumps(server.configs)
 
 
-def test_a_run_that_was_deleted_on_the_server_begins_anew(tmp_path, server, capfd):
+def test_a_run_that_was_deleted_on_the_server_becomes_a_new_one(tmp_path, server, capfd):
     (tmp_path / "wandb.id").write_text("mine1234\n")
     server.deleted.add("mine1234")
     # wandb repeats the refused request for this long
@@ -203,7 +203,7 @@ def test_a_run_that_was_deleted_on_the_server_begins_anew(tmp_path, server, capf
 
 
 @pytest.mark.parametrize("how", ["gone", "silent"])
-def test_a_server_that_is_lost_half_way(tmp_path, server, capfd, how):
+def test_a_server_that_is_lost_during_the_run(tmp_path, server, capfd, how):
     tracker = online(tmp_path, [1], finish_timeout=1)
     server.close() if how == "gone" else server.held.clear()
     begin = time.monotonic()
@@ -221,7 +221,7 @@ def test_a_server_that_is_lost_half_way(tmp_path, server, capfd, how):
     )
 
 
-def test_a_table_that_the_server_does_not_take_costs_nothing_else(tmp_path, server, capfd):
+def test_a_table_that_the_server_refuses_affects_nothing_else(tmp_path, server, capfd):
     tracker = online(tmp_path, [1])
     tracker.samples(1, [ROW])
     tracker.log(2, {"policy/loss": 2.0})
@@ -261,7 +261,7 @@ def test_files_that_cannot_be_written_leave_a_run_without_it(tmp_path, capfd, na
 
 
 @pytest.mark.parametrize("content", ["", "\n", "../../elsewhere", "a b"])
-def test_an_id_that_is_none_is_replaced(tmp_path, content):
+def test_an_invalid_id_is_not_used(tmp_path, content):
     (tmp_path / "wandb.id").write_text(content)
     assert read_run_id(tmp_path / "wandb.id") is None
 
@@ -319,7 +319,7 @@ def start(tmp_path, **timeouts):
     return tracker, tracker._child._process
 
 
-def test_wandb_dies_half_way(tmp_path, capfd):
+def test_wandb_dies_during_the_run(tmp_path, capfd):
     tracker, process = start(tmp_path)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -329,7 +329,7 @@ def test_wandb_dies_half_way(tmp_path, capfd):
     assert capfd.readouterr().err.count("warning") == 1
 
 
-def test_wandb_hangs_half_way(tmp_path, capfd, monkeypatch):
+def test_wandb_hangs_during_the_run(tmp_path, capfd, monkeypatch):
     tracker, process = start(tmp_path, finish_timeout=1)
     os.killpg(process.pid, signal.SIGSTOP)
     begin = time.monotonic()
@@ -342,7 +342,7 @@ def test_wandb_hangs_half_way(tmp_path, capfd, monkeypatch):
     assert err.count("warning") == 1 and "wandb sync" in err
 
 
-def test_a_backlog_without_end_is_given_up(tmp_path, capfd, monkeypatch):
+def test_an_endless_backlog_ends_wandb(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("ppo_ds.tracking.wandb.MAX_PENDING", 5)
     tracker, process = start(tmp_path)
     os.killpg(process.pid, signal.SIGSTOP)
@@ -351,7 +351,7 @@ def test_a_backlog_without_end_is_given_up(tmp_path, capfd, monkeypatch):
     assert process.poll() is not None and capfd.readouterr().err.count("warning") == 1
 
 
-def test_signals_to_the_whole_tree_do_not_cut_the_last_words(tmp_path):
+def test_signals_to_the_process_group_do_not_lose_the_last_messages(tmp_path):
     tracker, process = start(tmp_path)
     for number in (signal.SIGINT, signal.SIGTERM):
         process.send_signal(number)

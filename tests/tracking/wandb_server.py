@@ -1,4 +1,4 @@
-"""As much of a wandb server as a run needs: it takes runs and their history, knows deleted ones, and can stop answering."""
+"""A minimal wandb server: it stores runs and their history, knows deleted runs and can stop answering."""
 
 import gzip
 import json
@@ -8,7 +8,11 @@ from threading import Event, Thread
 
 
 class Server:
-    """``history``: run id -> rows as they came. ``deleted``: ids that are refused. ``held``: while it is clear, requests wait for ever."""
+    """State of the server.
+
+    ``history``: run id -> received rows. ``deleted``: refused ids. ``held``: while it is clear, requests
+    wait.
+    """
 
     def __init__(self, url):
         self.url = url
@@ -17,7 +21,7 @@ class Server:
         self.held.set()
 
     def answer(self, path, body):
-        """Status and JSON."""
+        """Returns status and JSON of the reply."""
         if path.endswith("/file_stream"):
             rows = body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
             self.history[path.split("/")[-2]] += [json.loads(row) for row in rows]
