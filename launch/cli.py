@@ -1,6 +1,8 @@
-"""From the command line to a sound Config. Hydra composes the groups in conf/; types, unknown keys and everything else are judged by ppo_ds.
+"""From the command line to a sound Config. Hydra composes the groups in conf/; types, unknown keys and
+everything else are judged by ppo_ds.
 
-Hydra's compose API is used, not its application decorator: no logging, no working directory and no flags of its own.
+Hydra's compose API is used, not its application decorator: no logging, no working directory and no flags of
+its own.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ class _Folders:
 def load_config(argv: list[str], world_size: int | None = None) -> Config:
     """The validated Config of the command line ``argv`` (without the program's name).
 
-    Raises UserError with all the problems, or SystemExit(0) after --help or --cfg. ``world_size`` defaults to what the launcher says.
+    Raises UserError with all the problems, or SystemExit(0) after --help or --cfg. ``world_size`` defaults to
+    what the launcher says.
     """
     options = _parser().parse_intermixed_args(argv)
     is_main = os.environ.get("RANK", "0") == "0"
@@ -183,7 +186,8 @@ def _parse_all(arguments: list[str]) -> tuple[list[tuple[str, Override]], list[s
             )
         elif re.match(r"hydra\b", override[1].key_or_group):
             problems.append(
-                f"{argument}: there is nothing to set in Hydra, it only composes the config; the run directory is run.dir"
+                f"{argument}: there is nothing to set in Hydra, it only composes the config; the run "
+                "directory is run.dir"
             )
         else:
             parsed.append(override)
@@ -208,9 +212,11 @@ def _parse(argument: str) -> tuple[str, Override] | None:
 def _overrides(
     parsed: list[tuple[str, Override]], folders: _Folders, in_list: set[str], problems: list[str]
 ) -> list[str]:
-    """The arguments as Hydra is to see them: experiments first, so that other groups win over them; then groups, then keys.
+    """The arguments as Hydra is to see them: experiments first, so that other groups win over them; then
+    groups, then keys.
 
-    Groups get the + that they need or lose the one that they do not; keys are always forced, since unknown ones are the validator's to judge.
+    Groups get the + that they need or lose the one that they do not; keys are always forced, since unknown
+    ones are the validator's to judge.
     """
     chosen: dict[str, str] = {}
     keys: list[str] = []
@@ -222,7 +228,8 @@ def _overrides(
             keys.append(argument if override.type is OverrideType.DEL else f"++{bare}")
         elif group not in folders.groups():
             wrong.append(
-                f"{argument}: no such group; the groups are {', '.join(folders.groups())}{did_you_mean(group, folders.groups())}"
+                f"{argument}: no such group; the groups are "
+                f"{', '.join(folders.groups())}{did_you_mean(group, folders.groups())}"
             )
         elif place == "experiment" and place in chosen:
             wrong.append(f"{argument}: a second experiment; to put one over the other: +experiment=[a,b]")
@@ -238,7 +245,10 @@ def _overrides(
 def _unknown_options(argument: str, value: Any, options: list[str], group: str) -> Iterator[str]:
     for name in value if isinstance(value, list) else [value]:
         if str(name).removesuffix(".yaml") not in options:
-            yield f"{argument}: no such {group}; available: {', '.join(options)}{did_you_mean(str(name), options)}"
+            yield (
+                f"{argument}: no such {group}; available: "
+                f"{', '.join(options)}{did_you_mean(str(name), options)}"
+            )
 
 
 def _reworded(error: Exception, arguments: list[str]) -> str:

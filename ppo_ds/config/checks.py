@@ -1,4 +1,7 @@
-"""What must hold between the keys of a config, and on this machine, before anything is loaded. One line for each problem, all of them at once."""
+"""Checks a whole config: rules between keys, and files on this machine, before anything is loaded.
+
+Each rule yields one line for each problem; all problems are reported together.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.config.reading import dotted_keys
+from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES
 from ppo_ds.config.resume import unknown_names, unusable_start
 from ppo_ds.config.schema import (
     Config,
     from_tree,
     has_critic,
     inherit,
+    learns_values,
     reward_models,
     rollout_size,
     uses_reference,
@@ -24,7 +29,7 @@ from ppo_ds.secrets import secrets_in
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
 MODEL_FILES = ("config.json", "adapter_config.json")
-# what the trainer says of each engine itself, and the keys to say it with
+# DeepSpeed settings that the trainer makes itself, and the keys to use instead
 OURS = {
     "optimizer": "{}.optim (AdamW)",
     "scheduler": "{}.optim.schedule",
@@ -38,13 +43,13 @@ OURS = {
 
 
 def validated(tree: dict[str, Any], world_size: int) -> Config:
-    """The complete Config of a plain nested dict; raises UserError with every problem in it."""
+    """Returns the complete Config of a plain nested dict. Raises UserError with every problem in it."""
     if secrets := list(secrets_in(tree)):  # alone: other lines would show them
         raise UserError(*secrets)
     config, wrong = from_tree(tree)
     config = inherit(config)
-    known = {key.split("#")[0] for key in wrong} & set(dotted_keys(Config))
-    # What is wrong already is no ground to judge by.
+    # A rule that reads a key with a wrong value would report a second, misleading problem.
+    known = {re.split(r"[#\[]", key)[0] for key in wrong} & set(dotted_keys(Config))
     named = re.compile("|".join(rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in known) or r"(?!)")
     follow_ups = [line for line in problems(config, world_size) if not named.search(line)]
     if wrong or follow_ups:
@@ -53,7 +58,10 @@ def validated(tree: dict[str, Any], world_size: int) -> Config:
 
 
 def problems(config: Config, world_size: int) -> Iterator[str]:
-    """Every mistake that takes more than one key, or the file system, to see. Each line names all the keys it judged by."""
+    """Yields every problem between keys, or with the file system.
+
+    Each line names all the keys that it depends on.
+    """
     yield from _length(config)
     yield from _batches(config, world_size)
     yield from _roles(config)
@@ -74,9 +82,15 @@ def _length(config: Config) -> Iterator[str]:
     if run.steps is not None and run.epochs is not None:
         yield f"run.steps={run.steps} and run.epochs={run.epochs:g} are both set: make one of them null"
     if sampling.min_new_tokens > sampling.max_new_tokens:
-        yield f"sampling.min_new_tokens={sampling.min_new_tokens}: must be at most sampling.max_new_tokens={sampling.max_new_tokens}"
+        yield (
+            f"sampling.min_new_tokens={sampling.min_new_tokens}: must be at most "
+            f"sampling.max_new_tokens={sampling.max_new_tokens}"
+        )
     if sampling.min_new_tokens and sampling.stop:
-        yield f"sampling.min_new_tokens={sampling.min_new_tokens}: holds end tokens back, but not the texts of sampling.stop; leave one of them out"
+        yield (
+            f"sampling.min_new_tokens={sampling.min_new_tokens}: holds end tokens back, but not the texts "
+            "of sampling.stop; leave one of them out"
+        )
     if sampling.top_p == 0:
         yield "sampling.top_p=0: must be above 0 (1 is off)"
     if "" in sampling.stop:
@@ -95,7 +109,10 @@ def _batches(config: Config, world_size: int) -> Iterator[str]:
     if prompts % world_size:
         below = prompts - prompts % world_size
         fits = " or ".join(str(n) for n in (below, below + world_size) if n)
-        yield f"rollout.prompts_per_step={prompts}: must be divisible by the number of ranks, {world_size}; nearest that fit: {fits}"
+        yield (
+            f"rollout.prompts_per_step={prompts}: must be divisible by the number of ranks, {world_size}; "
+            f"nearest that fit: {fits}"
+        )
         world_size = 1  # the minibatch is then judged by the rollout alone
     if minibatch is not None and (rollout % minibatch or minibatch % world_size):
         fitting = [n for n in range(world_size, rollout + 1, world_size) if rollout % n == 0]
@@ -105,8 +122,10 @@ def _batches(config: Config, world_size: int) -> Iterator[str]:
         ]
         ranks = f" and be divisible by the number of ranks, {world_size}" if world_size > 1 else ""
         yield (
-            f"algo.minibatch_size={minibatch}: must divide the rollout of {rollout} samples (rollout.prompts_per_step={prompts} x "
-            f"rollout.samples_per_prompt={samples}){ranks}; nearest that fit: {' or '.join(str(n) for n in nearest if n)}"
+            f"algo.minibatch_size={minibatch}: must divide the rollout of {rollout} samples "
+            f"(rollout.prompts_per_step={prompts} x "
+            f"rollout.samples_per_prompt={samples}){ranks}; nearest that fit: "
+            f"{' or '.join(str(n) for n in nearest if n)}"
         )
 
 
@@ -124,54 +143,87 @@ def _roles(config: Config) -> Iterator[str]:
     for name, raw in (("actor", config.actor.deepspeed), ("critic", config.critic.deepspeed)):
         for key, instead in OURS.items():
             if key in raw:
-                yield f"{name}.deepspeed.{key}={show(raw[key])}: is not DeepSpeed's to set here; use {instead.format(name)}"
+                yield (
+                    f"{name}.deepspeed.{key}={show(raw[key])}: is not DeepSpeed's to set here; use "
+                    f"{instead.format(name)}"
+                )
         zero = raw.get("zero_optimization")
         if isinstance(zero, dict) and "stage" in zero:
-            yield f"{name}.deepspeed.zero_optimization.stage={show(zero['stage'])}: use {name}.zero.stage, which loads the weights accordingly too"
+            yield (
+                f"{name}.deepspeed.zero_optimization.stage={show(zero['stage'])}: use {name}.zero.stage, "
+                "which loads the weights accordingly too"
+            )
     critic = config.critic
     if critic.init == "path" and not critic.model.path:
         yield "critic.model.path is missing: critic.init=path starts the critic from it"
     if critic.init != "path" and critic.model.path:
-        yield f"critic.model.path={critic.model.path}: only used with critic.init=path, which is {critic.init}"
+        yield (
+            f"critic.model.path={critic.model.path}: only used with critic.init=path, which is {critic.init}"
+        )
     if config.reward and not config.reward.get("_target_"):
-        yield "reward._target_ is missing: choose a kind of reward first (reward=model, reward=function, ...; --help lists them)"
+        yield (
+            "reward._target_ is missing: choose a kind of reward first (reward=model, reward=function, "
+            "...; --help lists them)"
+        )
     if critic.init == "reward" and config.reward and "reward.model" not in dict(reward_models(config.reward)):
         kind = show(config.reward.get("_target_"))
-        yield f"critic.init=reward: needs a reward that is a model, and reward._target_={kind} has no reward.model.path"
+        yield (
+            f"critic.init=reward: needs a reward that is a model, and reward._target_={kind} has no "
+            "reward.model.path"
+        )
 
 
 def _generation(config: Config) -> Iterator[str]:
     zero = config.actor.zero
     if zero.generation_gather != "auto" and zero.stage != 3:
-        yield f"actor.zero.generation_gather={zero.generation_gather}: needs actor.zero.stage 3, which is {zero.stage}"
+        yield (
+            f"actor.zero.generation_gather={zero.generation_gather}: needs actor.zero.stage 3, which is "
+            f"{zero.stage}"
+        )
     # a critic's states make way too
     if (
         zero.offload_states == "always"
         and zero.offload_optimizer
         and (config.critic.zero.offload_optimizer or not has_critic(config))
     ):
-        yield "actor.zero.offload_states=always: with actor.zero.offload_optimizer=true the states are on the CPU already; use auto"
+        yield (
+            "actor.zero.offload_states=always: with actor.zero.offload_optimizer=true the states are on "
+            "the CPU already; use auto"
+        )
 
 
 def _kl(config: Config) -> Iterator[str]:
     kl = config.algo.kl
     if kl.controller == "threshold" and (kl.min_coef == 0 or kl.max_coef is None):
-        yield "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef (say 1e-4 and 10), or it halves itself to nothing"
+        yield (
+            "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef (say 1e-4 "
+            "and 10), or it halves itself to nothing"
+        )
     if kl.controller != "fixed" and kl.coef == 0:
         yield f"algo.kl.coef=0: algo.kl.controller={kl.controller} multiplies it, so it must be above 0"
     if kl.controller != "fixed" and kl.max_coef is not None and not kl.min_coef <= kl.coef <= kl.max_coef:
-        yield f"algo.kl.coef={kl.coef:g}: must lie between algo.kl.min_coef={kl.min_coef:g} and algo.kl.max_coef={kl.max_coef:g}"
+        yield (
+            f"algo.kl.coef={kl.coef:g}: must lie between algo.kl.min_coef={kl.min_coef:g} and "
+            f"algo.kl.max_coef={kl.max_coef:g}"
+        )
     if kl.controller != "fixed" and kl.max_coef is None and kl.coef < kl.min_coef:
         yield f"algo.kl.coef={kl.coef:g}: must be at least algo.kl.min_coef={kl.min_coef:g}"
     if kl.controller == "adaptive" and kl.horizon <= 0.2 * rollout_size(config):
         yield (
-            f"algo.kl.horizon={kl.horizon:g}: one step of {rollout_size(config)} samples could bring algo.kl.coef to 0; "
+            f"algo.kl.horizon={kl.horizon:g}: one step of {rollout_size(config)} samples could bring "
+            "algo.kl.coef to 0; "
             f"must be above {0.2 * rollout_size(config):g} (usual: 10000)"
         )
     if kl.controller != "fixed" and kl.place == "none":
-        yield f"algo.kl.controller={kl.controller}: steers a coefficient that algo.kl.place=none does not use; choose reward or loss"
-    if kl.place == "reward" and kl.estimator.endswith("+"):
-        yield f"algo.kl.estimator={kl.estimator}: has a gradient of its own and is for algo.kl.place=loss; in the reward use {kl.estimator[:-1]}"
+        yield (
+            f"algo.kl.controller={kl.controller}: steers a coefficient that algo.kl.place=none does not "
+            "use; choose reward or loss"
+        )
+    if kl.place == "reward" and not KL_ESTIMATORS[kl.estimator].in_reward:
+        yield (
+            f"algo.kl.estimator={kl.estimator}: has a gradient of its own and is for algo.kl.place=loss; in "
+            f"the reward use {kl.estimator[:-1]}"
+        )
 
 
 def _algo(config: Config) -> Iterator[str]:
@@ -180,17 +232,35 @@ def _algo(config: Config) -> Iterator[str]:
     if dual_clip is not None and dual_clip <= 1:
         yield f"algo.policy.dual_clip={dual_clip:g}: must be above 1, or null for off"
     if algo.policy.clip_low >= 1:
-        yield f"algo.policy.clip_low={algo.policy.clip_low:g}: must be below 1 (the ratio is clipped to 1 - clip_low)"
-    if algo.policy.loss == "gspo" and algo.action_level == "sequence":
-        yield "algo.policy.loss=gspo: has a ratio of its own for whole answers; with it algo.action_level must be token"
-    if algo.loss.norm is not None and algo.loss.agg != "token_sum_norm":
-        yield f"algo.loss.norm={algo.loss.norm}: only used with algo.loss.agg=token_sum_norm, which is {algo.loss.agg}"
+        yield (
+            f"algo.policy.clip_low={algo.policy.clip_low:g}: must be below 1 (the ratio is clipped to 1 - "
+            "clip_low)"
+        )
+    if POLICY_LOSSES[algo.policy.loss].own_ratio and algo.action_level == "sequence":
+        yield (
+            f"algo.policy.loss={algo.policy.loss}: has a ratio of its own for whole answers; with it "
+            "algo.action_level must be token"
+        )
+    if algo.loss.norm is not None and not LOSS_AGGREGATIONS[algo.loss.agg].needs_norm:
+        yield (
+            f"algo.loss.norm={algo.loss.norm}: only used with algo.loss.agg=token_sum_norm, which is "
+            f"{algo.loss.agg}"
+        )
     if algo.rollout_is.kind != "none" and algo.action_level == "sequence":
-        yield f"algo.rollout_is.kind={algo.rollout_is.kind}: weighs tokens; with it algo.action_level must be token"
+        yield (
+            f"algo.rollout_is.kind={algo.rollout_is.kind}: weighs tokens; with it algo.action_level must be "
+            "token"
+        )
     if algo.rollout_is.low > algo.rollout_is.high:
-        yield f"algo.rollout_is.low={algo.rollout_is.low:g}: must be at most algo.rollout_is.high={algo.rollout_is.high:g}"
+        yield (
+            f"algo.rollout_is.low={algo.rollout_is.low:g}: must be at most "
+            f"algo.rollout_is.high={algo.rollout_is.high:g}"
+        )
     if algo.reward_shaping.overlong_buffer is not None and algo.reward_shaping.overlong_buffer > limit:
-        yield f"algo.reward_shaping.overlong_buffer={algo.reward_shaping.overlong_buffer:g}: must be at most sampling.max_new_tokens={limit}"
+        yield (
+            f"algo.reward_shaping.overlong_buffer={algo.reward_shaping.overlong_buffer:g}: must be at most "
+            f"sampling.max_new_tokens={limit}"
+        )
     if config.actor.ema.decay == 1:
         yield "actor.ema.decay=1: an average that never moves; must be below 1"
     if config.actor.ema.evaluate and config.actor.ema.decay is None:
@@ -199,37 +269,50 @@ def _algo(config: Config) -> Iterator[str]:
 
 def _critic(config: Config) -> Iterator[str]:
     algo, estimator = config.algo, config.algo.advantage.estimator
+    no_values, entry = not learns_values(config), ADVANTAGE_ESTIMATORS[estimator]
     position = algo.value.position
     if position is not None and (position == "token") != (algo.action_level == "token"):
         fits = "token" if algo.action_level == "token" else "prompt_last or response_last"
         yield f"algo.value.position={position}: with algo.action_level={algo.action_level} it must be {fits}"
-    if config.critic.lora.rank and (estimator != "gae" or config.critic.share_trunk):
-        yield f"critic.lora.rank={config.critic.lora.rank}: there is no critic of its own to adapt (algo.advantage.estimator, critic.share_trunk)"
-    if config.critic.init == "path" and estimator != "gae":
+    if config.critic.lora.rank and not has_critic(config):
+        yield (
+            f"critic.lora.rank={config.critic.lora.rank}: there is no critic of its own to adapt "
+            "(algo.advantage.estimator, critic.share_trunk)"
+        )
+    if config.critic.init == "path" and no_values:
         yield f"critic.init=path: algo.advantage.estimator={estimator} has no critic to start"
     for key, is_set in (
         ("bootstrap_truncated=true", algo.gae.bootstrap_truncated),
         (f"lam_critic={algo.gae.lam_critic}", algo.gae.lam_critic is not None),
     ):
-        if is_set and (algo.action_level == "sequence" or estimator != "gae"):
+        if is_set and (algo.action_level == "sequence" or no_values):
             yield f"algo.gae.{key}: only used with algo.action_level=token and algo.advantage.estimator=gae"
-    if estimator == "reinforce" and algo.action_level == "sequence":
-        yield "algo.advantage.estimator=reinforce: gives each token its own rewards to come; with it algo.action_level must be token"
+    if algo.action_level not in entry.action_levels:
+        yield (
+            f"algo.advantage.estimator={estimator}: gives each token its own rewards to come; with it "
+            "algo.action_level must be token"
+        )
     for key, steps in (
         ("warmup_steps", algo.value.warmup_steps),
         ("pretrain_rollouts", algo.value.pretrain_rollouts),
     ):
-        if steps and estimator != "gae":
+        if steps and no_values:
             yield f"algo.value.{key}={steps}: algo.advantage.estimator={estimator} has no critic to train"
         if steps and config.critic.share_trunk:
-            yield f"algo.value.{key}={steps}: trains a critic alone, and critic.share_trunk=true has none apart from the actor"
+            yield (
+                f"algo.value.{key}={steps}: trains a critic alone, and critic.share_trunk=true has none "
+                "apart from the actor"
+            )
     if (
         algo.value.warmup_steps
         and config.run.steps is not None
         and algo.value.warmup_steps >= config.run.steps
     ):
-        yield f"algo.value.warmup_steps={algo.value.warmup_steps}: leaves the actor no step; must be below run.steps={config.run.steps}"
-    if config.critic.share_trunk and estimator != "gae":
+        yield (
+            f"algo.value.warmup_steps={algo.value.warmup_steps}: leaves the actor no step; must be below "
+            f"run.steps={config.run.steps}"
+        )
+    if config.critic.share_trunk and no_values:
         yield f"critic.share_trunk=true: algo.advantage.estimator={estimator} has no values to learn"
     if config.critic.share_trunk and config.actor.lora.rank:
         yield "critic.share_trunk=true: not together with actor.lora.rank; give the critic a model of its own"
@@ -243,19 +326,25 @@ def _groups(config: Config) -> Iterator[str]:
         (
             "algo.advantage.estimator",
             algo.advantage.estimator,
-            algo.advantage.estimator not in ("gae", "reinforce"),
+            ADVANTAGE_ESTIMATORS[algo.advantage.estimator].needs_group,
         ),
         ("algo.advantage.whiten", "group", algo.advantage.whiten == "group"),
         ("algo.dynamic_sampling.enabled", "true", algo.dynamic_sampling.enabled),
     ):
         if needs:
-            yield f"{key}={value}: compares the answers to one prompt; set rollout.samples_per_prompt, which is {n}, to 2 or more (often 8)"
+            yield (
+                f"{key}={value}: compares the answers to one prompt; set rollout.samples_per_prompt, which "
+                f"is {n}, to 2 or more (often 8)"
+            )
 
 
 def _data(config: Config, world_size: int) -> Iterator[str]:
     data, ptx = config.data, config.algo.ptx
     if data.path is None and not data.mix:
-        yield "data.path is missing: a Hub data set or a JSONL, JSON, Parquet or CSV file of prompts (or data.mix: several of them)"
+        yield (
+            "data.path is missing: a Hub data set or a JSONL, JSON, Parquet or CSV file of prompts (or "
+            "data.mix: several of them)"
+        )
     if data.path is not None and data.mix:
         yield f"data.path={data.path}: data.mix is set too; put it into data.mix, or make data.path null"
     if ptx.coef and data.ptx_path is None:
@@ -273,9 +362,14 @@ def _evaluation(config: Config) -> Iterator[str]:
     if config.eval.every and not config.data.eval_path:
         yield f"eval.every={config.eval.every}: needs held-out prompts in data.eval_path"
     if config.checkpoint.keep_best and not config.eval.every:
-        yield "checkpoint.keep_best=true: the best is chosen by evaluation; set eval.every (and data.eval_path)"
+        yield (
+            "checkpoint.keep_best=true: the best is chosen by evaluation; set eval.every (and data.eval_path)"
+        )
     if config.health.max_kl and not uses_reference(config):
-        yield f"health.max_kl={config.health.max_kl:g}: without a reference there is no KL to watch; set algo.kl.place, or leave it out"
+        yield (
+            f"health.max_kl={config.health.max_kl:g}: without a reference there is no KL to watch; set "
+            "algo.kl.place, or leave it out"
+        )
 
 
 def _paths(config: Config) -> Iterator[str]:
@@ -312,7 +406,9 @@ def looks_local(path: str) -> bool:
 
 
 def _prepared(path: str, config: Config) -> bool:
-    """Whether `prepare` will make it before it is read: everything, or what lies in its `dir` if it has one."""
+    """Whether `prepare` will make it before it is read: everything, or what lies in its `dir` if it has
+    one.
+    """
     made = (config.prepare or {}).get("dir")
     return config.prepare is not None and (
         not made or Path(path).absolute().is_relative_to(Path(made).absolute())
@@ -322,12 +418,18 @@ def _prepared(path: str, config: Config) -> bool:
 def _run_directory(config: Config) -> Iterator[str]:
     folder, name = Path(config.run.dir), config.run.name
     if name in ("", ".", "..") or "/" in name or not name.isprintable():
-        yield f"run.name={show(name)}: must be one name, without / (it is a folder's in outputs/); where the run is written says run.dir"
+        yield (
+            f"run.name={show(name)}: must be one name, without / (it is a folder's in outputs/); where the "
+            "run is written says run.dir"
+        )
     if folder.exists() and not folder.is_dir():
         yield f"run.dir={config.run.dir}: is a file; name a directory"
     elif config.run.resume == "never" and any(
         (folder / used).exists() for used in ("metrics.jsonl", "checkpoints")
     ):
-        yield f"run.dir={config.run.dir}: has been used already and run.resume=never; choose another run.dir or run.name, or run.resume=auto"
+        yield (
+            f"run.dir={config.run.dir}: has been used already and run.resume=never; choose another run.dir "
+            "or run.name, or run.resume=auto"
+        )
     yield from unknown_names(config)
     yield from unusable_start(config)

@@ -27,7 +27,8 @@ _SECRET = re.compile(r"(^|_)(key|token|secret|password)$", re.IGNORECASE)
 def read(section: type[T], tree: Any, key: str = "") -> tuple[T, Problems]:
     """Reads a section from a nested dict; ``key`` is its full name.
 
-    A wrong value is replaced by its default, or by something of its type, so that the caller can look for more problems.
+    A wrong value is replaced by its default, or by something of its type, so that the caller can look for
+    more problems.
     """
     completed = complete(section, tree)
     try:
@@ -40,7 +41,8 @@ def read(section: type[T], tree: Any, key: str = "") -> tuple[T, Problems]:
 
 
 def complete(section: type[Section], tree: Any, stand_ins: bool = False) -> Any:
-    """Adds sections that are absent, so that each names what it lacks, and removes required keys without a value.
+    """Adds sections that are absent, so that each names what it lacks, and removes required keys without a
+    value.
 
     With ``stand_ins``, required keys that are missing get a value of their type.
     """
@@ -102,7 +104,9 @@ def dotted_keys(section: type[Section], prefix: str = "") -> list[str]:
 
 
 def problems(error: ValidationError, section: type[Section], key: str = "") -> Problems:
-    """Turns the errors of a section into lines, in the order of the keys; unknown keys come first in each section."""
+    """Turns the errors of a section into lines, in the order of the keys; unknown keys come first in each
+    section.
+    """
     known, found = dotted_keys(section, key), Problems()
     items: dict[str, int] = {}  # keys of lists and mappings, in the order in which their errors come
     places = [(_place(section, key, wrong, items), wrong) for wrong in error.errors(include_url=False)]
@@ -167,7 +171,9 @@ def _place(section: type[Section], key: str, wrong: Mapping[str, Any], items: di
 
 
 def unwrapped(hint: Any) -> tuple[Any, list[Any], bool]:
-    """Returns a type without Annotated and without None, the metadata of Annotated, and whether there was a None."""
+    """Returns a type without Annotated and without None, the metadata of Annotated, and whether there was
+    a None.
+    """
     metadata: list[Any] = []
     nullable = False
     while True:
@@ -239,7 +245,9 @@ def bounds(metadata: list[Any]) -> str:
 
 
 def _unknown_key(place: _Place, value: Any, known: list[str]) -> str:
-    """Says what may have been meant: the same name deeper down, one like it beside it, the same name elsewhere."""
+    """Says what may have been meant: the same name deeper down, one like it beside it, the same name
+    elsewhere.
+    """
     name, siblings = place.name, place.holder.model_fields
     section = place.key.removesuffix(name)  # with its dot
     shown = "..." if _SECRET.search(name) else show(value)

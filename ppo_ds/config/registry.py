@@ -1,8 +1,8 @@
-"""Tables of the parts that a config chooses by name: what each is called, what it needs, and where its code is.
+"""Tables of the parts that a config chooses by name: what each needs, and where its code is.
 
-The tables import neither torch nor the code that they name, so that a config is checked before anything is loaded. The config
-checks, `--help` and docs/config.md read them; `resolve` imports a part when a run is built. To add a part, write it (anywhere that
-can be imported) and add one line here.
+The tables import neither torch nor the code that they name, so that a config is checked before anything is
+loaded. The config checks, `--help` and docs/config.md read them; `resolve` imports a part when a run is
+built. To add a part, write it (anywhere that can be imported) and add one line here.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class AdvantageEstimator(Entry):
-    """Turns rewards into advantages. What it needs decides how it is called (shapes: B answers, S states, R tokens).
+    """Turns rewards into advantages. What it needs decides how it is called (shapes: B answers, S states, R
+    tokens).
 
-    needs_critic  (rewards [B,S], values [B,S], mask [B,S], gamma, lam, bootstrap_value, lam_critic) -> advantages, returns [B,S]
+    needs_critic  (rewards [B,S], values [B,S], mask [B,S], gamma, lam, bootstrap_value, lam_critic) ->
+    advantages, returns [B,S]
     needs_group   (scores [B], group_ids [B], lengths=[B]) -> advantages [B], one for each answer
     neither       (rewards [B,S], mask [B,S], gamma) -> advantages [B,S]
     """
@@ -38,18 +40,23 @@ class AdvantageEstimator(Entry):
 
     @property
     def action_levels(self) -> tuple[str, ...]:
-        """Values of algo.action_level that it works with: one number for each token makes no single action."""
+        """Values of algo.action_level that it works with: one number for each token makes no single
+        action.
+        """
         return ("token", "sequence") if self.needs_critic or self.needs_group else ("token",)
 
 
 @dataclass(frozen=True)
 class PolicyLoss(Entry):
-    """A policy loss, called as `ppo_ds.ops.losses.policy_loss` is, without ``kind``; returns the loss and its metrics."""
+    """A policy loss, called as `ppo_ds.ops.losses.policy_loss` is, without ``kind``; returns the loss and
+    its metrics.
+    """
 
     own_ratio: bool = field(
         default=False, kw_only=True
     )  # of whole answers, so algo.action_level must be token
-    # At action_level=sequence: True where the terms of an answer's tokens add up to its loss, False where each token
+    # At action_level=sequence: True where the terms of an answer's tokens add up to its loss, False where
+    # each token
     # carries the term of the whole answer.
     sums_over_tokens: bool = field(default=True, kw_only=True)
 
@@ -71,16 +78,21 @@ class LossAggregation(Entry):
 
 @dataclass(frozen=True)
 class DecodeBackend(Entry):
-    """A class that generates answers; `rollout.backend=auto` tries those with ``in_auto`` in the order of the table."""
+    """A class that generates answers; `rollout.backend=auto` tries those with ``in_auto`` in the order of
+    the table.
+    """
 
-    # A dotted function (model, longest sequence) -> the reason why it cannot decode this model, or None; None: any model.
+    # A dotted function (model, longest sequence) -> the reason why it cannot decode this model, or None;
+    # None: any model.
     refusal: str | None = field(default=None, kw_only=True)
     in_auto: bool = field(default=True, kw_only=True)
 
 
 @dataclass(frozen=True)
 class Stage(Entry):
-    """A kind of training, called with the config and a RunContext to build the Stage that `training/run.py` runs."""
+    """A kind of training, called with the config and a RunContext to build the Stage that
+    `training/run.py` runs.
+    """
 
 
 _GAE = "ppo_ds.ops.advantages.compute_gae"
@@ -93,7 +105,8 @@ _AGGREGATE = "ppo_ds.ops.losses.aggregate"
 ADVANTAGE_ESTIMATORS = {
     "gae": AdvantageEstimator(
         _GAE,
-        "Generalized advantage estimation with a critic (Schulman et al. 2016); at action_level=sequence, score - V.",
+        "Generalized advantage estimation with a critic (Schulman et al. 2016); at action_level=sequence, "
+        "score - V.",
         needs_critic=True,
     ),
     "reinforce": AdvantageEstimator(_RETURNS, "Discounted sum of the rewards to come, without a baseline."),

@@ -1,6 +1,7 @@
 """Keys that have been renamed. An old spelling is an error whose message names the new one.
 
-Settings stored in checkpoints and run directories before a renaming are read under the new names, so that old runs can be resumed.
+Settings stored in checkpoints and run directories before a renaming are read under the new names, so that old
+runs can be resumed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def current_name(key: str) -> str | None:
 
 
 def old_spellings(key: str, value: Any) -> dict[str, str]:
-    """Maps each old key at or below ``key`` to the line that names the new one; empty if nothing there was renamed."""
+    """Maps each old key at or below ``key`` to the line that names the new one; empty if nothing there
+    was renamed.
+    """
     below = value if isinstance(value, dict) else {}
     lines = {
         name: line

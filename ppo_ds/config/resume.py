@@ -1,8 +1,10 @@
 """Whether a run may go on from a checkpoint though its settings have changed since.
 
-STAYS    what the weights, the data and the numbers in the checkpoint were made with: refused, unless run.resume_allow_changes names the key
+STAYS    what the weights, the data and the numbers in the checkpoint were made with: refused, unless
+run.resume_allow_changes names the key
 FREE     no number of the training hangs on it: changes silently
-the rest (learning rates, KL coefficients, run.steps, the reward's arguments, ...) may change, and the start-up lines name it
+the rest (learning rates, KL coefficients, run.steps, the reward's arguments, ...) may change, and the
+start-up lines name it
 
 Patterns are those of fnmatch: * stands for any text, dots too.
 """
@@ -136,7 +138,8 @@ def judge(before: Settings, now: Settings, checkpoint: Path) -> list[str]:
     if refused:
         raise UserError(
             *[
-                f"{key}={show(value)}: {checkpoint} was made with {show(old)}: set it back, start in another run.dir, "
+                f"{key}={show(value)}: {checkpoint} was made with {show(old)}: set it back, start in "
+                "another run.dir, "
                 f"or go on all the same with run.resume_allow_changes=[{','.join([*allowed, key])}]"
                 for key, old, value in refused
             ]
@@ -171,7 +174,10 @@ def ranks_line(before: int, now: int) -> list[str]:
 
 
 def unusable_start(config: Config) -> Iterator[str]:
-    """A line where run.resume names no checkpoint, with those that are near. Whether one is damaged is seen when it is read."""
+    """A line where run.resume names no checkpoint, with those that are near.
+
+    Whether one is damaged is seen when it is read.
+    """
     if config.run.resume in ("auto", "never"):
         return
     path = Path(config.run.resume)
@@ -207,7 +213,10 @@ def unknown_names(config: Config) -> Iterator[str]:
 
 
 def open_run_directory(run_dir: Path, now: Settings, start: Path | None) -> list[str]:
-    """Makes it and writes config.yaml; ``start``: the checkpoint that the run goes on from. Returns lines for the start-up."""
+    """Makes it and writes config.yaml; ``start``: the checkpoint that the run goes on from.
+
+    Returns lines for the start-up.
+    """
     try:
         run_dir.mkdir(
             mode=0o700, parents=True, exist_ok=True
@@ -225,7 +234,8 @@ def open_run_directory(run_dir: Path, now: Settings, start: Path | None) -> list
 def _keep_record(run_dir: Path, now: Settings, elsewhere: bool) -> list[str]:
     """What a run left that this one does not go on from is moved away, whole, and a line says where.
 
-    It stays where the settings are the same, since the same steps are made again; ``elsewhere``: from another start they are not the same.
+    It stays where the settings are the same, since the same steps are made again; ``elsewhere``: from another
+    start they are not the same.
     """
     metrics = run_dir / "metrics.jsonl"
     steps = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
@@ -242,7 +252,8 @@ def _keep_record(run_dir: Path, now: Settings, elsewhere: bool) -> list[str]:
             (run_dir / name).rename(kept / name)
     settings = f" It was made with other settings: {_told(changed)}" if changed else ""
     return [
-        f"anew       {run_dir} had {steps} steps that this run does not go on from: their record is in {kept} now.{settings}"
+        f"anew       {run_dir} had {steps} steps that this run does not go on from: their record is in "
+        f"{kept} now.{settings}"
     ]
 
 

@@ -1,8 +1,10 @@
-"""The whole config of a run. Every key, with its type, range, default and description, is written once, in sections/.
+"""The whole config of a run. Every key, with its type, range, default and description, is written once, in
+sections/.
 
-`from_tree` makes a Config from a plain nested dict, `inherit` fills in what follows from other keys, and `resolved` is the nested
-dict that config.yaml shows. The open parts (`reward`, `prepare`) are a `_target_` and its keyword arguments, which targets.py
-checks against the callable's signature. Batch sizes are global: they mean the same with any number of ranks.
+`from_tree` makes a Config from a plain nested dict, `inherit` fills in what follows from other keys, and
+`resolved` is the nested dict that config.yaml shows. The open parts (`reward`, `prepare`) are a `_target_`
+and its keyword arguments, which targets.py checks against the callable's signature. Batch sizes are global:
+they mean the same with any number of ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Config(Section):
     tracker: TrackerConfig = TrackerConfig()
     eval: EvalConfig = EvalConfig()
     reward: dict[Any, Any] = Field(
-        description="The reward: reward=model reward.model.path=..., or reward=function reward.path=pkg.mod:fn."
+        description="The reward: reward=model reward.model.path=..., or reward=function "
+        "reward.path=pkg.mod:fn."
     )
     prepare: dict[Any, Any] | None = Field(
         None,
@@ -101,7 +104,9 @@ def inherit(config: Config) -> Config:
 
 
 def _inherited(model: InheritedModelConfig, actor: ModelConfig, path: str | None) -> InheritedModelConfig:
-    """Fills the null keys of a model with the actor's; another model has its own revision and its own code."""
+    """Fills the null keys of a model with the actor's; another model has its own revision and its own
+    code.
+    """
     same = actor.model_dump() | {"path": path}
     if model.path is not None:
         same |= {"path": _expand(model.path), "revision": None, "trust_remote_code": False}
@@ -114,7 +119,9 @@ def _expand(path: str | None) -> str | None:
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """Returns the config as the plain nested dict that config.yaml shows: tuples as lists, nothing left to inherit."""
+    """Returns the config as the plain nested dict that config.yaml shows: tuples as lists, nothing left
+    to inherit.
+    """
     return _plain(inherit(config).model_dump())
 
 
@@ -148,7 +155,9 @@ def has_critic(config: Config) -> bool:
 
 
 def reference_is_base(config: Config) -> bool:
-    """Whether the reference is the actor without its adapters, so that no second copy of the weights is loaded."""
+    """Whether the reference is the actor without its adapters, so that no second copy of the weights is
+    loaded.
+    """
     actor, reference = config.actor.model, config.reference.model
     alike = ("path", "revision", "dtype", "attn_implementation")
     return config.actor.lora.rank > 0 and all(

@@ -1,7 +1,9 @@
-"""Open parts of the config: a `_target_` and its keyword arguments, checked against the callable's own signature.
+"""Open parts of the config: a `_target_` and its keyword arguments, checked against the callable's own
+signature.
 
-An argument may be such a part itself, at any depth of lists, mappings and sections: annotated ``Annotated[Reward, NESTED]``,
-it is checked with the whole and made with the same services, before the object that it belongs to.
+An argument may be such a part itself, at any depth of lists, mappings and sections: annotated
+``Annotated[Reward, NESTED]``, it is checked with the whole and made with the same services, before the object
+that it belongs to.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Part:
     arguments: dict[str, Any]
 
     def make(self, key: str, services: dict[str, Any]) -> Any:
-        """Calls the target with the services that its signature names; ``key`` is the section's name, and a service."""
+        """Calls the target with the services that its signature names; ``key`` is the section's name, and
+        a service.
+        """
         available = services | {"key": key}
         wanted = {
             name: available[name]
@@ -67,8 +71,8 @@ NESTED = Nested()
 def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
     """Returns the callable of ``spec`` with its arguments checked and bound; the result takes the services.
 
-    ``key`` is the section's name in the config. Raises UserError with every unknown, missing or mistyped key, before anything
-    is loaded.
+    ``key`` is the section's name in the config. Raises UserError with every unknown, missing or mistyped key,
+    before anything is loaded.
     """
     part = _bound(spec, key)
     return lambda **services: part.make(key, services)
@@ -100,7 +104,9 @@ def _arguments(target: Callable[..., Any]) -> type[Section]:
 
 
 def _checked_as(hint: Any) -> Any:
-    """Translates the annotation of an argument: values come from YAML, and unknown classes are not checked."""
+    """Translates the annotation of an argument: values come from YAML, and unknown classes are not
+    checked.
+    """
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return Annotated[_checked_as(args[0]), *args[1:]]

@@ -39,15 +39,17 @@ def replace(section: SectionT, **values: Any) -> SectionT:
 def refuse(message: str, *, whole_line: bool = False) -> NoReturn:
     """Raises the error of a validator; the line becomes ``key=value: message``.
 
-    With ``whole_line`` the message is the line, in which $KEY and $SECTION stand for the key and the section around it. This is
-    for values that must not be shown again.
+    With ``whole_line`` the message is the line, in which $KEY and $SECTION stand for the key and the section
+    around it. This is for values that must not be shown again.
     """
     raise PydanticCustomError("whole_line" if whole_line else "refused", "{message}", {"message": message})
 
 
 @dataclass(frozen=True)
 class Must:
-    """Accepts the values for which ``accepts`` is true, used as ``Annotated[str, Must(accepts, "a name")]``."""
+    """Accepts the values for which ``accepts`` is true, used as ``Annotated[str, Must(accepts, "a
+    name")]``.
+    """
 
     accepts: Callable[[Any], bool]
     be: str  # completes "must be ..."

@@ -1,9 +1,10 @@
-"""What a config does that is allowed but known to be wrong or risky: one line for all of it, with the reasons."""
+"""Warns of settings that are allowed but known to be wrong or risky, with the reasons."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 from ppo_ds.config.schema import (
     Config,
     has_critic,
@@ -17,9 +18,11 @@ from ppo_ds.config.text import show
 
 
 def warnings(config: Config, hides_stops: bool) -> list[str]:
-    """At most one line on the algorithm, and one on the sampler, as the start-up banner shows them.
+    """Returns the warnings of the start-up banner: at most one line on the algorithm, and one on each
+    sampling option.
 
-    ``hides_stops``: whether an end token is no action: algo.train_on_eos, and where that is null the tokenizer, say so.
+    ``hides_stops``: whether an end token is not an action, by algo.train_on_eos, or by the tokenizer where
+    that is null.
     """
     mistakes = list(_mistakes(config, hides_stops))
     lines = [f"warning    algo: {'; '.join(mistakes)}"] if mistakes else []
@@ -37,7 +40,7 @@ def warnings(config: Config, hides_stops: bool) -> list[str]:
 
 
 def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
-    """A line where a model is to run in bf16 on a processor that emulates it. ``computes_bf16``: see engine/processor.py."""
+    """Returns a line if a model runs in bf16 on a processor that emulates it; see engine/processor.py."""
     dtypes = {"actor.model": config.actor.model.dtype}
     if has_critic(config):
         dtypes["critic.model"] = config.critic.model.dtype
@@ -51,21 +54,28 @@ def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
     if computes_bf16 is not False or not slow:
         return []
     return [
-        f"warning    {slow}: this processor has no instructions for bf16; emulated, it is 3 to 20 times slower than fp32"
+        f"warning    {slow}: this processor has no instructions for bf16; emulated, it is 3 to 20 times "
+        "slower than fp32"
     ]
 
 
 def _mistakes(config: Config, hides_stops: bool) -> Iterator[str]:
-    """What published systems do and should not: each kept as a switch, so that they can be run as they are."""
+    """Yields flaws of published systems; each is a switch so that the systems can be reproduced."""
     algo = config.algo
-    if algo.kl.place == "loss" and algo.kl.estimator == "k1" and algo.kl.coef > 0:
-        yield "kl.estimator=k1 as a loss has no gradient in expectation, so it holds nothing back (k2 does)"
-    if algo.kl.place == "loss" and algo.kl.estimator == "abs" and algo.kl.coef > 0:
-        yield "kl.estimator=abs as a loss is not the gradient of any KL (k2 is)"
-    if algo.advantage.estimator == "gae" and value_position(algo) == "response_last":
-        yield "value.position=response_last is V(prompt, answer): no baseline, a perfect critic leaves no advantage (prompt_last is one)"
+    estimator, level = ADVANTAGE_ESTIMATORS[algo.advantage.estimator], algo.action_level
+    flaw = KL_ESTIMATORS[algo.kl.estimator].flaw_as_loss
+    if algo.kl.place == "loss" and flaw and algo.kl.coef > 0:
+        yield f"kl.estimator={algo.kl.estimator} as a loss {flaw}"
+    if estimator.needs_critic and value_position(algo) == "response_last":
+        yield (
+            "value.position=response_last is V(prompt, answer): no baseline, a perfect critic leaves no "
+            "advantage (prompt_last is one)"
+        )
     if algo.old_policy == "lagged":
-        yield f"old_policy=lagged: a copy that is up to {algo.lag - 1} updates old did not draw the answers, so ratios start away from 1"
+        yield (
+            f"old_policy=lagged: a copy that is up to {algo.lag - 1} updates old did not draw the answers, "
+            "so ratios start away from 1"
+        )
     if algo.entropy.coef and algo.entropy.kind == "sample":
         yield "entropy.kind=sample has no gradient in expectation (exact has)"
     if algo.reward_shaping.score_position == "next_token" and algo.value.next_state == "ignored":
@@ -73,17 +83,22 @@ def _mistakes(config: Config, hides_stops: bool) -> Iterator[str]:
     if (
         algo.reward_shaping.score_position == "next_token"
         and algo.value.next_state == "untrained"
-        and algo.advantage.estimator == "gae"
-        and algo.action_level == "token"
+        and estimator.needs_critic
+        and level == "token"
     ):
         yield "value.next_state=untrained puts the score on a state whose value nothing trains"
     if hides_stops:
-        yield f"train_on_eos={show(algo.train_on_eos)}: the end token is no action here, so the decision to stop is not trained"
-    if algo.advantage.estimator == "grpo" and algo.advantage.whiten == "batch":
-        yield "advantage.whiten=batch after advantage.estimator=grpo divides by a deviation twice (none is GRPO's)"
-    if (
-        algo.gae.gamma * algo.gae.lam < 0.5
-        and algo.advantage.estimator == "gae"
-        and algo.action_level == "token"
-    ):
-        yield f"gae.gamma={algo.gae.gamma:g} x gae.lam={algo.gae.lam:g}: credit for the score dies within a few tokens"
+        yield (
+            f"train_on_eos={show(algo.train_on_eos)}: the end token is no action here, so the decision to "
+            "stop is not trained"
+        )
+    if estimator.divides_by_std and algo.advantage.whiten == "batch":
+        yield (
+            f"advantage.whiten=batch after advantage.estimator={algo.advantage.estimator} divides by a "
+            "deviation twice (none is GRPO's)"
+        )
+    if algo.gae.gamma * algo.gae.lam < 0.5 and estimator.needs_critic and level == "token":
+        yield (
+            f"gae.gamma={algo.gae.gamma:g} x gae.lam={algo.gae.lam:g}: credit for the score dies within a "
+            "few tokens"
+        )

@@ -1,4 +1,7 @@
-"""The algo section: every switch of the algorithm. A preset in conf/algo/ is a set of departures from the defaults."""
+"""The algo section: every switch of the algorithm.
+
+A preset in conf/algo/ is a set of departures from the defaults.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,8 @@ class AdvantageConfig(Section):
     estimator: Annotated[str, OneOf(ADVANTAGE_ESTIMATORS)] = Field("gae", description="Advantage estimator.")
     whiten: Literal["batch", "none", "group", "minibatch"] = Field(
         "batch",
-        description="Whitens advantages under the mask, over all ranks, per rollout (batch) or optimizer step "
+        description="Whitens advantages under the mask, over all ranks, per rollout (batch) or optimizer "
+        "step "
         "(minibatch); group: over the responses to one prompt.",
     )
     unbiased: bool = Field(False, description="Divides by n - 1 in the variance.")
@@ -82,7 +86,8 @@ class ValueConfig(Section):
     coef: NonNegative = Field(1.0, description="Coefficient of the value loss.")
     next_state: Literal["trained", "untrained", "ignored"] = Field(
         "trained",
-        description="Treatment of the state after the end, where reward_shaping.score_position=next_token pays.",
+        description="Treatment of the state after the end, where reward_shaping.score_position=next_token "
+        "pays.",
     )
     warmup_steps: Natural = Field(0, description="PPO steps at the start that train only the critic.")
     pretrain_rollouts: Natural = Field(
@@ -120,7 +125,8 @@ class RewardShapingConfig(Section):
     clip: Positive | None = Field(5.0, description="Clips scores to [-clip, clip]; null: off.")
     normalize: Literal["none", "running", "first"] = Field(
         "none",
-        description="Normalizes scores, before the clip, by the mean and standard deviation of all scores so far "
+        description="Normalizes scores, before the clip, by the mean and standard deviation of all scores "
+        "so far "
         "(running) or of the first rollout (first).",
     )
     normalize_std: bool = Field(
@@ -132,7 +138,8 @@ class RewardShapingConfig(Section):
     missing_eos_value: Number = Field(1.0, description="The value to subtract, to set, or to scale by.")
     overlong_buffer: Positive | None = Field(
         None,
-        description="Tokens before the limit over which a length penalty grows (DAPO); below 1: a share of the limit.",
+        description="Tokens before the limit over which a length penalty grows (DAPO); below 1: a share of "
+        "the limit.",
     )
     overlong_factor: NonNegative = Field(1.0, description="Overlong penalty at the length limit.")
     length_penalty: Number = Field(0.0, description="Penalty per token, subtracted from the score.")
@@ -149,7 +156,8 @@ class RolloutISConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Resamples prompts whose responses all have the same score, since they give a group baseline no signal (DAPO).
+    """Resamples prompts whose responses all have the same score, since they give a group baseline no signal
+    (DAPO).
 
     The reward's own scores decide, before any penalty.
     """
@@ -190,21 +198,25 @@ class AlgoConfig(Section):
     )
     train_on_eos: bool | None = Field(
         True,
-        description="Treats the end token as an action; null: unless it is also the pad token (as in DeepSpeed-Chat).",
+        description="Treats the end token as an action; null: unless it is also the pad token (as in "
+        "DeepSpeed-Chat).",
     )
     old_policy: Literal["rollout", "lagged"] = Field(
         "rollout",
-        description="Policy of the old log-probs: the one that generated, or a copy from up to algo.lag steps ago.",
+        description="Policy of the old log-probs: the one that generated, or a copy from up to algo.lag "
+        "steps ago.",
     )
     lag: Count = Field(4, description="PPO steps between two copies of the lagged policy.")
     aux_coef: NonNegative | None = Field(
         0.0,
-        description="Coefficient of a mixture of experts' load-balancing loss; null: the model's own, 0 without experts.",
+        description="Coefficient of a mixture of experts' load-balancing loss; null: the model's own, 0 "
+        "without experts.",
     )
     epochs: Count = Field(2, description="Passes over one rollout.")
     target_kl: Positive | None = Field(
         None,
-        description="Ends the passes once the policy is this far from the old one, in nats per token (or per response "
+        description="Ends the passes once the policy is this far from the old one, in nats per token (or "
+        "per response "
         "at algo.action_level=sequence); null: off.",
     )
     minibatch_size: Count | None = Field(

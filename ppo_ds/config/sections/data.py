@@ -62,12 +62,14 @@ class DataConfig(Section):
     revision: Text | None = Field(None, description="Branch, tag or commit of a Hub data set.")
     prompt_column: Text | None = Field(
         None,
-        description="Column of the prompts; null: the first of prompt, messages and conversations that exists.",
+        description="Column of the prompts; null: the first of prompt, messages and conversations that "
+        "exists.",
     )
     system: Text | None = Field(None, description="System message put before each chat that has none.")
     apply_chat_template: bool | None = Field(
         None,
-        description="Treats a text prompt as a user message and applies the chat template; null: if the tokenizer has "
+        description="Treats a text prompt as a user message and applies the chat template; null: if the "
+        "tokenizer has "
         "a template; false: uses the text as it is.",
     )
     max_samples: Count | None = Field(None, description="Rows to use of each data set; null: all of them.")

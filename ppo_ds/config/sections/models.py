@@ -32,7 +32,8 @@ class InheritedModelConfig(Section):
     dtype: Dtype | None = Field(None, description="Type of the weights in a forward; null: the actor's.")
     trust_remote_code: bool | None = Field(
         None,
-        description="Runs Python code that comes with the model; null: as the actor if the path is the actor's.",
+        description="Runs Python code that comes with the model; null: as the actor if the path is the "
+        "actor's.",
     )
     gradient_checkpointing: bool | None = Field(
         None, description="Recomputes activations in the backward pass; null: as the actor."
@@ -59,12 +60,14 @@ class ActorZeroConfig(ZeroConfig):
 
     generation_gather: Literal["auto", "whole", "layers"] = Field(
         "auto",
-        description="At stage 3, gathers the weights once for a generation phase (whole) or layer by layer in each "
+        description="At stage 3, gathers the weights once for a generation phase (whole) or layer by layer "
+        "in each "
         "forward (layers); auto: whole where memory allows.",
     )
     offload_states: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Moves optimizer states to CPU memory during generation; auto: where GPU memory is short.",
+        description="Moves optimizer states to CPU memory during generation; auto: where GPU memory is "
+        "short.",
     )
 
 
@@ -148,12 +151,14 @@ class CriticConfig(Section):
     lora: LoraConfig = LoraConfig()
     init: Literal["auto", "reward", "actor", "path"] = Field(
         "auto",
-        description="Initial weights: of the reward model, of the actor, or of critic.model.path; auto: the reward "
+        description="Initial weights: of the reward model, of the actor, or of critic.model.path; auto: the "
+        "reward "
         "model if it is a decoder with the actor's tokenizer, else the actor.",
     )
     share_trunk: bool = Field(
         False,
-        description="Uses a value head on the actor instead of a separate model; optim, zero and lora are then the "
+        description="Uses a value head on the actor instead of a separate model; optim, zero and lora are "
+        "then the "
         "actor's.",
     )
     deepspeed: dict[Any, Any] = Field({}, description="Raw DeepSpeed settings, merged last.")

@@ -22,12 +22,14 @@ class RunConfig(Section):
     )
     epochs: Positive | None = Field(
         None,
-        description="Passes over the prompts, instead of run.steps. One pass over a mixture has as many prompts as "
+        description="Passes over the prompts, instead of run.steps. One pass over a mixture has as many "
+        "prompts as "
         "its data sets together.",
     )
     resume: Text = Field(
         "auto",
-        description="auto: continue from the newest checkpoint, or start; never: refuse a used run directory; or the "
+        description="auto: continue from the newest checkpoint, or start; never: refuse a used run "
+        "directory; or the "
         "path of a checkpoint folder.",
     )
     resume_allow_changes: list[Text] = Field(
@@ -36,7 +38,8 @@ class RunConfig(Section):
     )
     dry_run: bool = Field(
         False,
-        description="Runs two steps of the same loop on the CPU, with tiny random models of the same architectures.",
+        description="Runs two steps of the same loop on the CPU, with tiny random models of the same "
+        "architectures.",
     )
     stop_at_step: Count | None = Field(
         None, description="Stops early at this step, with the schedules of the whole run."
@@ -52,9 +55,11 @@ class RunConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Token budgets of one forward on one rank, padding counted. They change speed and memory, never the result.
+    """Token budgets of one forward on one rank, padding counted. They change speed and memory, never the
+    result.
 
-    Generation counts each prompt with the longest response that it may get; every other forward counts the rows as they are.
+    Generation counts each prompt with the longest response that it may get; every other forward counts the
+    rows as they are.
     """
 
     rollout_tokens: Count = Field(32768, description="Most tokens in one batch of generation on one rank.")
@@ -65,7 +70,8 @@ class MemoryConfig(Section):
     train_tokens: Count = Field(8192, description="Most tokens in one micro-batch of training on one rank.")
     layout: Literal["auto", "packed", "padded"] = Field(
         "auto",
-        description="Layout of the rows of a forward; auto: packed where the model's attention supports it and it "
+        description="Layout of the rows of a forward; auto: packed where the model's attention supports it "
+        "and it "
         "is faster.",
     )
 
@@ -88,7 +94,8 @@ class HealthConfig(Section):
 
     max_skips: Count = Field(
         5,
-        description="Optimizer steps skipped in a row before the run goes back to its last checkpoint, and the next "
+        description="Optimizer steps skipped in a row before the run goes back to its last checkpoint, and "
+        "the next "
         "time stops; a rollout that is left out counts once.",
     )
     max_kl: Positive | None = Field(
