@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-# 64 MB exceeds 32 MB, the highest threshold to which glibc adapts, so that by default such a block goes back to
-# the kernel. Versions of glibc differ in the number of allocations (up to about 9) after which they reuse the
+# 64 MB exceeds 32 MB, the highest threshold to which glibc adapts: by default such a block goes back to the
+# kernel. Versions of glibc differ in the number of allocations (up to about 9) after which they reuse the
 # kept heap, hence the warm-up.
 SCRIPT = """
 import resource, sys, torch
