@@ -56,6 +56,7 @@ def found(tmp_path_factory):
     return json.loads((folder / "out.json").read_text()) | {"printed": done.stdout}
 
 
+@pytest.mark.slow
 def test_every_figure_is_a_number(found):
     numbers = [
         found[name]
@@ -72,10 +73,12 @@ def test_every_figure_is_a_number(found):
     assert all(0 < share < 1 for share in found["mfu"].values())
 
 
+@pytest.mark.slow
 def test_the_first_step_is_not_counted(found):
     assert found["steps"] == len(found["seconds_per_step"]) == len(found["cpu_seconds"]) == STEPS
 
 
+@pytest.mark.slow
 def test_updates_are_counted_with_the_passes_that_were_set(found):
     """A forward and a backward cost three forwards, three passes nine; the critic's scoring pass is a forward too."""
     flops = {name: share * found["seconds"][name] for name, share in found["mfu"].items()}
@@ -83,6 +86,7 @@ def test_updates_are_counted_with_the_passes_that_were_set(found):
     assert flops["time/update_critic"] / flops["time/values"] == pytest.approx(9)
 
 
+@pytest.mark.slow
 def test_phases_sum_to_the_step(found):
     for step in found["seconds_per_step"]:
         assert sum(seconds for name, seconds in step.items() if name != "time/step") == pytest.approx(
@@ -90,6 +94,7 @@ def test_phases_sum_to_the_step(found):
         )
 
 
+@pytest.mark.slow
 def test_rates_times_seconds_are_counts(found):
     assert found["samples_per_s"] * found["seconds"]["time/step"] == pytest.approx(8)
     assert found["samples_per_step"] == 8
@@ -98,11 +103,13 @@ def test_rates_times_seconds_are_counts(found):
     assert 8 * (1 + 1) <= tokens <= 8 * (8 + 16)
 
 
+@pytest.mark.slow
 def test_the_trainer_ran_with_what_was_set(found):
     assert "rollout.backend=hf" in found["overrides"]
     assert found["machine"]["threads"] == 1
 
 
+@pytest.mark.slow
 def test_the_table_names_phases_and_rates(found):
     for word in ("generate", "update_actor", "samples/s", "pad_frac", "host_rss_gb", "GEMM peak", "decode"):
         assert word in found["printed"], word

@@ -27,6 +27,8 @@ from tests.faults.forked import Ranks, Run
 from tests.invariant import invariant_assets
 from tests.support.ranks import RankServer
 
+pytestmark = pytest.mark.slow
+
 UNCOMPARED = re.compile(
     r"(time|perf|mem)/|time$|health/rank_time_spread_s"
 )  # what may differ between equal runs
@@ -179,7 +181,6 @@ BLOWS = [
 ]
 
 
-@pytest.mark.slow
 def test_kills_and_a_full_disk_at_every_place_of_a_save_change_nothing(lab: Lab, undisturbed: Path) -> None:
     run = lab.root / "struck"
     for fault, start, step, left in BLOWS:
@@ -204,7 +205,6 @@ def test_kills_and_a_full_disk_at_every_place_of_a_save_change_nothing(lab: Lab,
     assert names(run) == names(undisturbed)
 
 
-@pytest.mark.slow
 def test_seven_random_kills_end_in_the_same_bits(lab: Lab, undisturbed: Path) -> None:
     """Each a random moment after the first or second step of its start, on one rank or both: within generation, learning or a save."""
     run, chance = lab.root / "killed", random.Random(7)
@@ -260,7 +260,6 @@ def refusal(lab: Lab, arguments: list[str]) -> str:
     return line
 
 
-@pytest.mark.slow
 def test_what_cannot_be_continued_is_refused_in_a_line_before_anything_is_loaded_or_written(lab: Lab) -> None:
     model = shutil.copytree(lab.root / "actor", lab.root / "lost")
     settings = partial(lab.arguments, "refused", "run.steps=2", f"actor.model.path={model}")
@@ -356,13 +355,11 @@ def assert_goes_on(lab: Lab, cases: list[tuple[int, int, str]]) -> None:
         assert_equal_ends(parts, whole_run, SHORT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stopped_run_goes_on_to_the_same_bits(lab: Lab, ranks: int) -> None:
     assert_goes_on(lab, [case for case in MORE if case[0] == ranks])
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", OVER_NIGHT, ids=str)
 def test_a_stopped_run_goes_on_to_the_same_bits_everywhere(lab: Lab, case: tuple[int, int, str]) -> None:
@@ -441,7 +438,6 @@ def spoiled(lab: Lab, checkpoint: Path, part: str) -> Path:
     return copy
 
 
-@pytest.mark.slow
 def test_each_part_of_a_checkpoint_is_needed_for_it(lab: Lab) -> None:
     def arguments(run: str, *more: str) -> list[str]:
         return short(lab, run, 1, "fp32", *WHOLE, "eval.every=2", *more)

@@ -56,6 +56,7 @@ def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_one_nan_is_as_if_the_minibatch_had_not_been(worked: Path, case: str) -> None:
     faulted, left_out = worked / case / "faulted", worked / case / "left_out"
@@ -73,6 +74,7 @@ def test_one_nan_is_as_if_the_minibatch_had_not_been(worked: Path, case: str) ->
         ) == {7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_both_ranks_and_both_models_say_the_same_of_it(worked: Path, case: str) -> None:
     (first, second), other = json.loads((worked / case / "faulted" / "said.json").read_text())
@@ -86,6 +88,7 @@ def test_both_ranks_and_both_models_say_the_same_of_it(worked: Path, case: str) 
     assert second == clean
 
 
+@pytest.mark.slow
 def test_without_the_guard_every_weight_would_be_nan(worked: Path) -> None:
     """The negative control, in fp32 without ZeRO: DeepSpeed itself does not look there."""
     weights = [
@@ -96,6 +99,7 @@ def test_without_the_guard_every_weight_would_be_nan(worked: Path) -> None:
     assert len(weights) == 21 and all(tensor.isnan().all() for tensor in weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_goes_on_after_a_nan_and_after_a_step_that_was_dropped(worked: Path, name: str) -> None:
     found = json.loads((worked / "engines.json").read_text())[name]
@@ -146,6 +150,7 @@ def errors(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("error:")]
 
 
+@pytest.mark.slow
 def test_too_many_in_a_row_and_the_run_goes_back_once_as_if_nothing_had_been(
     root: Path, ranks: Ranks
 ) -> None:
@@ -162,6 +167,7 @@ def test_too_many_in_a_row_and_the_run_goes_back_once_as_if_nothing_had_been(
     assert (remembered["rollbacks"], remembered["skips"]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_nan_for_ever_ends_the_run_with_one_line_and_a_dump(root: Path, ranks: Ranks) -> None:
     codes, output = ranks.run(2, command(root, "ever", "run.steps=6"), NAN="loss.actor:rank=1:at=5:times=0")
     assert codes == [1, 1], output
@@ -228,6 +234,7 @@ def test_a_rollout_with_a_bad_score_or_log_prob_is_left_out_and_poisons_nothing(
     assert json.loads((after / "actor" / "model.json").read_text())["steps"] == 4
 
 
+@pytest.mark.slow
 def test_a_kl_above_its_ceiling_stops_the_run_after_saving(root: Path, ranks: Ranks) -> None:
     codes, output = ranks.run(
         2, command(root, "kl", "checkpoint.every=null", "health.max_kl=1e-9", "health.kl_action=stop")
@@ -263,6 +270,7 @@ def overflowing(root: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_data_that_break_the_model_are_named_and_replayed(root: Path, ranks: Ranks) -> None:
     """No fault is planted: the gradient of one row is not finite on any machine."""
     prompts = [*invariant_assets.PROMPTS[:7], "kid#nap"]

@@ -173,6 +173,7 @@ def launched(arguments, cwd, **more):
     return process.returncode, output
 
 
+@pytest.mark.slow
 def test_a_mistake_that_one_rank_finds_is_the_launchers_exit_code(tmp_path):
     start = [
         *LAUNCHERS["deepspeed"],
@@ -188,6 +189,7 @@ def test_a_mistake_that_one_rank_finds_is_the_launchers_exit_code(tmp_path):
     ), output
 
 
+@pytest.mark.slow
 def test_the_trainer_with_a_rank_that_hangs(tmp_path):
     stuck = {"PPO_DS_FAULT": "hang@reward:rank=1"}
     code, output = launched(
@@ -204,6 +206,7 @@ def test_the_trainer_with_a_rank_that_hangs(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"] == "error"
 
 
+@pytest.mark.slow
 def test_the_trainer_with_a_rank_that_the_kernel_kills(tmp_path):
     code, output = launched(
         command("torchrun", *SMALL, "run.steps=1"), tmp_path, PPO_DS_FAULT="kill@reward:rank=0"

@@ -10,10 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.integration.launching import BIN, TIMEOUT, TRAIN
 from tests.integration.test_launchers import SMALL
 from tests.support.environment import environment
 from tests.support.ports import reserved_port
+
+pytestmark = pytest.mark.slow
 
 # two runs of two ranks, one after the other, the second rank 2 s late each; then what they have left in /dev/shm
 TWICE = """

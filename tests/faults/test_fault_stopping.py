@@ -128,6 +128,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple, A
         yield {case: pool.submit(launched, case, root / str(i)) for i, case in enumerate(CASES)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[2].name} to {case[1]} of {case[0]}")
 def test_all_ranks_hear_of_it_and_nobody_is_left(outcomes: dict[tuple, Any], case: tuple) -> None:
     outcome = outcomes[case].result()
@@ -240,6 +241,7 @@ def test_stopped_in_every_phase_it_ends_with_the_weights_of_an_undisturbed_run(
     assert files(run_dir, 4) == files(undisturbed, 4)
 
 
+@pytest.mark.slow
 def test_with_zero_3_layer_by_layer_ranks_leave_generation_in_step(root: Path, ranks: Ranks) -> None:
     how = (
         "actor.zero.stage=3", "actor.zero.generation_gather=layers", "rollout.backend=hf", "eval.every=null", "data.eval_path=null", "run.steps=2",
@@ -254,6 +256,7 @@ def test_with_zero_3_layer_by_layer_ranks_leave_generation_in_step(root: Path, r
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_another_which_decodes_has_it_stop(root: Path, ranks: Ranks) -> None:
     """SIGTERM to rank 0, twice, while rank 1 needs minutes for its answers to the second step's prompts."""
     run_dir, how = (
@@ -282,6 +285,7 @@ def test_a_rank_that_waits_for_another_which_decodes_has_it_stop(root: Path, ran
     assert reason(run_dir) == "signal" and latest(run_dir) == len(lines(run_dir)) == 1
 
 
+@pytest.mark.slow
 def test_a_time_limit_ends_it_after_the_step_with_exit_code_0(root: Path, ranks: Ranks) -> None:
     how = ("run.steps=100000", "run.max_minutes=0.03", "data.eval_path=null", "eval.every=null")
     codes, output = ranks.run(2, arguments(root, "limited", *how))

@@ -18,6 +18,8 @@ from tests.faults.worlds_worker import CASES, SAVED, UNEVEN, checkpoint
 from tests.invariant import invariant_assets
 from tests.support.ranks import RankServer
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 1500  # a hang fails; a case that hangs says where, long before
 UNCOMPARED = ("time", "perf/", "mem/", "health/rank_time_spread_s")
 EVERY = pytest.mark.parametrize("case", CASES)
@@ -179,6 +181,9 @@ def files(folder: Path) -> dict[str, Any]:
     for name in [name for name in found if name.endswith("adapter_config.json")]:
         found[name] = json.loads(found[name])
         found[name]["target_modules"].sort()  # peft writes a set
+    for name in [name for name in found if name.endswith("tokenizer_config.json")]:
+        found[name] = json.loads(found[name])
+        found[name].pop("local_files_only", None)  # whether the process that wrote it was offline
     return found
 
 

@@ -24,7 +24,10 @@ def metrics(folder: Path):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "python"])
+@pytest.mark.parametrize(
+    "launcher",
+    ["deepspeed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torchrun", "python"))],
+)
 def test_each_launcher_starts_the_same_program(launcher, tmp_path):
     done = launch(launcher, *SMALL, "run.steps=2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -35,6 +38,7 @@ def test_each_launcher_starts_the_same_program(launcher, tmp_path):
         assert noise not in done.stdout + done.stderr.replace("OMP_NUM_THREADS", ""), noise
 
 
+@pytest.mark.slow
 def test_it_continues_where_it_stopped_and_may_change_the_number_of_ranks(tmp_path):
     first = launch("deepspeed", *SMALL, "run.steps=4", "run.stop_at_step=2", cwd=tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -58,6 +62,7 @@ def test_it_continues_where_it_stopped_and_may_change_the_number_of_ranks(tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_the_written_config_runs_again(tmp_path):
     assert launch("python", *SMALL, "run.steps=1", cwd=tmp_path).returncode == 0
     again = launch("python", "--config-path", "run", "--config-name", "config", "run.dir=again", cwd=tmp_path)
@@ -84,6 +89,7 @@ def test_a_mistake_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_data_is_found_before_any_weight_is_loaded(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+\n')
     done = launch("deepspeed", *SMALL, "data.path=bad.jsonl", cwd=tmp_path)
@@ -92,6 +98,7 @@ def test_a_mistake_in_the_data_is_found_before_any_weight_is_loaded(tmp_path):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_ends_all_ranks_with_its_own_traceback(tmp_path):
     (tmp_path / "broken.py").write_text(
         "def score(prompts, responses, rows):\n    return [1 / 0 for _ in prompts]\n"
@@ -101,6 +108,7 @@ def test_a_reward_that_raises_ends_all_ranks_with_its_own_traceback(tmp_path):
     assert "ZeroDivisionError" in done.stderr and "broken.py" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_signal_ends_it_with_a_checkpoint(tmp_path):
     process = subprocess.Popen(
         command("python", *SMALL, "run.steps=100000"),
@@ -125,12 +133,14 @@ def test_a_signal_ends_it_with_a_checkpoint(tmp_path):
     assert summary["exit_reason"] == "signal" and latest == f"step_{summary['steps']:06d}"
 
 
+@pytest.mark.slow
 def test_wandb_offline_without_key_or_network(tmp_path):
     done = launch("python", *SMALL, "run.steps=1", "tracker=wandb_offline", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
 
+@pytest.mark.slow
 def test_ranks_whose_launcher_was_killed_save_and_end(tmp_path):
     process = subprocess.Popen(
         command("deepspeed", *SMALL, "run.steps=100000"),
@@ -162,6 +172,7 @@ def kill_session(process):
         os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_raw_json_is_the_users(tmp_path):
     given = launch("python", *SMALL, "actor.deepspeed.zero_optimization.stagee=3", cwd=tmp_path)
     assert given.returncode == 2 and "Traceback" not in given.stderr, given.stderr
@@ -172,6 +183,7 @@ def test_a_mistake_in_the_raw_json_is_the_users(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_model_too_short_for_the_answers_is_refused_before_training(tmp_path):
     given = launch("python", *SMALL, "sampling.max_new_tokens=100", cwd=tmp_path)  # it has 64 positions
     assert given.returncode == 2 and "Traceback" not in given.stderr, given.stderr

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ppo_ds.examples.sums import reward
 from tests.integration.launching import launch
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

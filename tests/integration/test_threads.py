@@ -11,6 +11,8 @@ import pytest
 from ppo_ds.distributed.threads import own_cores, share
 from tests.integration.launching import LAUNCHERS, TIMEOUT, command, environment
 
+pytestmark = pytest.mark.slow
+
 WORKER = str(Path(__file__).with_name("threads_worker.py"))
 CORES = share(0, [own_cores()], None).cores
 

@@ -29,6 +29,7 @@ from transformers import (
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.models.value import load_critic, load_reward_model, reads_like
+from tests.support.ports import reserved_port
 
 SMALL = dict(
     vocab_size=60,
@@ -301,13 +302,14 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_zero3_shards_while_loading_and_keeps_head_and_scores(tmp_path, family):
     folders = (
         saved(tmp_path / "lm", DECODERS[family](), AutoModelForCausalLM),
         saved(tmp_path / "scorer", DECODERS[family]()),
     )
-    port = str(29500 + os.getpid() % 500)
+    port = str(reserved_port())
     one_rank = dict(
         RANK="0",
         LOCAL_RANK="0",

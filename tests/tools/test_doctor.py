@@ -389,6 +389,7 @@ def test_mistakes_on_the_command_line(
     assert code == 2 and said.startswith("error: ")
 
 
+@pytest.mark.slow
 def test_a_hub_model_that_cannot_be_had_is_one_line(start: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -416,6 +417,7 @@ def test_a_hub_model_that_cannot_be_had_is_one_line(start: Path, tmp_path: Path)
 # -- measured --------------------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_estimate_is_within_15_percent_of_a_run(start: Path, tmp_path: Path) -> None:
     bucket = [
         f"{role}.deepspeed.zero_optimization.reduce_bucket_size=10000000" for role in ("actor", "critic")

@@ -77,6 +77,7 @@ def test_offline_creates_a_run(tmp_path, capfd):
     assert "wandb sync" in out and err == ""
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_id(tmp_path):
     run(tmp_path, "offline")
     first = (tmp_path / "wandb.id").read_text()
@@ -85,6 +86,7 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
     assert len(list(tmp_path.glob(f"wandb/offline-run-*/run-{first.strip()}.wandb"))) >= 1
 
 
+@pytest.mark.slow
 def test_without_a_key_there_is_no_prompt_on_a_terminal(tmp_path):
     script = "import sys; from ppo_ds.tracking.wandb import WandbTracker as W; t = W(sys.argv[1], mode='online', project='p', name='n')\n"
     script += "t.start({}); t.log(1, {'a': 1.0}); t.finish({'exit_reason': 'done'}); print('went on')"
@@ -111,6 +113,7 @@ def test_without_a_key_there_is_no_prompt_on_a_terminal(tmp_path):
     assert stored(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_unreachable_server_costs_a_bounded_time(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
@@ -120,6 +123,7 @@ def test_an_unreachable_server_costs_a_bounded_time(tmp_path, monkeypatch, capfd
     assert b"policy/loss" in stored(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_server_that_accepts_and_never_answers(tmp_path, monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
@@ -153,6 +157,7 @@ def online(run_dir, steps, **timeouts):
     return tracker
 
 
+@pytest.mark.slow
 def test_a_resumed_or_rolled_back_run_continues_the_same_wandb_run(tmp_path, server, capfd):
     online(tmp_path, [1, 2, 3, 4]).finish({"exit_reason": "error"})
     tracker = online(tmp_path, [3, 4])  # from the checkpoint of step 2
@@ -185,6 +190,7 @@ def test_a_resumed_or_rolled_back_run_continues_the_same_wandb_run(tmp_path, ser
         assert secret.encode() not in written and secret not in json.dumps(server.configs)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_deleted_on_the_server_becomes_a_new_one(tmp_path, server, capfd):
     (tmp_path / "wandb.id").write_text("mine1234\n")
     server.deleted.add("mine1234")
@@ -202,6 +208,7 @@ def test_a_run_that_was_deleted_on_the_server_becomes_a_new_one(tmp_path, server
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["gone", "silent"])
 def test_a_server_that_is_lost_during_the_run(tmp_path, server, capfd, how):
     tracker = online(tmp_path, [1], finish_timeout=1)
@@ -221,6 +228,7 @@ def test_a_server_that_is_lost_during_the_run(tmp_path, server, capfd, how):
     )
 
 
+@pytest.mark.slow
 def test_a_table_that_the_server_refuses_affects_nothing_else(tmp_path, server, capfd):
     tracker = online(tmp_path, [1])
     tracker.samples(1, [ROW])
@@ -266,6 +274,7 @@ def test_an_invalid_id_is_not_used(tmp_path, content):
     assert read_run_id(tmp_path / "wandb.id") is None
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path):
     """Simulates a full disk: no file may grow beyond 4 KB."""
     script = "import resource, sys; from ppo_ds.tracking.wandb import WandbTracker as W; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
@@ -281,6 +290,7 @@ def test_a_full_disk(tmp_path):
     assert all(file.stat().st_size <= 4096 for file in tmp_path.rglob("*") if file.is_file())
 
 
+@pytest.mark.slow
 def test_odd_values(tmp_path, capfd):
     odd = {
         "half": "\ud800",
@@ -319,6 +329,7 @@ def start(tmp_path, **timeouts):
     return tracker, tracker._child._process
 
 
+@pytest.mark.slow
 def test_wandb_dies_during_the_run(tmp_path, capfd):
     tracker, process = start(tmp_path)
     os.killpg(process.pid, signal.SIGKILL)
@@ -329,6 +340,7 @@ def test_wandb_dies_during_the_run(tmp_path, capfd):
     assert capfd.readouterr().err.count("warning") == 1
 
 
+@pytest.mark.slow
 def test_wandb_hangs_during_the_run(tmp_path, capfd, monkeypatch):
     tracker, process = start(tmp_path, finish_timeout=1)
     os.killpg(process.pid, signal.SIGSTOP)
@@ -342,6 +354,7 @@ def test_wandb_hangs_during_the_run(tmp_path, capfd, monkeypatch):
     assert err.count("warning") == 1 and "wandb sync" in err
 
 
+@pytest.mark.slow
 def test_an_endless_backlog_ends_wandb(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("ppo_ds.tracking.wandb.MAX_PENDING", 5)
     tracker, process = start(tmp_path)
@@ -351,6 +364,7 @@ def test_an_endless_backlog_ends_wandb(tmp_path, capfd, monkeypatch):
     assert process.poll() is not None and capfd.readouterr().err.count("warning") == 1
 
 
+@pytest.mark.slow
 def test_signals_to_the_process_group_do_not_lose_the_last_messages(tmp_path):
     tracker, process = start(tmp_path)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -360,6 +374,7 @@ def test_signals_to_the_process_group_do_not_lose_the_last_messages(tmp_path):
     assert b"last/words" in stored(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_leaves_a_closed_run_and_no_process(tmp_path):
     script = "import os, sys, time; from ppo_ds.tracking.wandb import WandbTracker as W; t = W(sys.argv[1], mode='offline', project='p', name='n')\n"
     script += "t.start({}); t.log(1, {'last/words': 1.0})\n"
