@@ -43,8 +43,8 @@ def build_run(config: Config, watchdog: Watchdog | None = None) -> Run:
         watchdog.start(world, store)
         watchdog.add_callback(stop.poll)
     if world.device.type == "cpu":
-        roles = {"actor": config.actor, "critic": config.critic}
-        fp16 = [name for name, role in roles.items() if role.model.dtype == "fp16"]
+        dtypes = {"actor": config.actor.model.dtype, "critic": config.critic.model.dtype}
+        fp16 = [name for name, dtype in dtypes.items() if dtype == "fp16"]
         if fp16:
             raise UserError(*[f"{name}.model.dtype=fp16: needs a GPU; use bf16 or fp32" for name in fp16])
 

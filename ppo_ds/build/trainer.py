@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ppo_ds.build.algorithm import (
     Horizon,
@@ -201,7 +202,7 @@ def build_collector(
     config: Config, context: RunContext, models: Models, generator: Generator, sampling: SamplingParams
 ) -> RolloutCollector:
     dynamic = config.algo.dynamic_sampling
-    components = {
+    components: dict[str, Any] = {
         "actor": models.actor,
         "generator": generator,
         "reward": models.reward,

@@ -281,7 +281,7 @@ def _results(parts: list[Future[Sequence[float]]], should_stop: Callable[[], boo
 
     The first error is raised immediately.
     """
-    pending = True
+    pending = set(parts)
     while pending and not should_stop():
         done, pending = wait(parts, timeout=_POLL_SECONDS, return_when=FIRST_EXCEPTION)
         for part in done:
