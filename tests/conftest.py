@@ -27,12 +27,16 @@ def pytest_runtest_setup() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Puts the tests of a file into one group, so that each module fixture is made once; see ONE_GROUP.
+
+    Not in pytest_collection_modifyitems: pytest-xdist reads the groups there before this file could set them.
+    """
+    folder, file = _place(item)
+    item.add_marker(pytest.mark.xdist_group(folder if folder in ONE_GROUP else f"{folder}/{file}"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests of a file into one group, so that each module fixture is made once; see ONE_GROUP."""
-    for item in items:
-        folder, file = _place(item)
-        item.add_marker(pytest.mark.xdist_group(folder if folder in ONE_GROUP else f"{folder}/{file}"))
     ranks = {folder: rank for rank, folder in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(_place(item)[0], len(ranks)))
 

@@ -59,7 +59,7 @@ def test_the_saved_model_is_the_one_that_was_measured(run):
     )
     rows = [json.loads(line) for line in (folder / "start" / "heldout.jsonl").read_text().splitlines()]
     right = 0.0
-    for row in rows[:100]:
+    for row in rows:
         ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
         with torch.no_grad():
             out = model.generate(ids, max_new_tokens=8, do_sample=False)
@@ -67,7 +67,7 @@ def test_the_saved_model_is_the_one_that_was_measured(run):
             [row["prompt"]], [tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)], [row]
         )[0]
     after = json.loads((folder / "summary.json").read_text())["heldout_accuracy_after"]
-    assert right / 100 == pytest.approx(after, abs=0.12)  # 100 of the 400 problems: three standard errors
+    assert right / len(rows) == pytest.approx(after, abs=0.0051)  # two of 400: ties that rounding decides
 
 
 def test_what_is_left_behind(run):

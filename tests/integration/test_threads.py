@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from tests.integration.launching import LAUNCHERS, TIMEOUT, command, environment
 pytestmark = pytest.mark.slow
 
 WORKER = str(Path(__file__).with_name("threads_worker.py"))
-CORES = share(0, [own_cores()], None).cores
+# As threads_worker.py has it: eight cores, and the limit of a container if there is one.
+CORES = share(0, [replace(own_cores(), usable=frozenset(range(8)))], None).cores
 
 
 def found(launcher: str, folder: Path, **settings: str) -> list[dict[str, object]]:

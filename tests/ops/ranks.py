@@ -11,7 +11,7 @@ from torch import Tensor
 
 def on_ranks(size: int, work: Callable[[int, Callable[[Tensor], Tensor]], Any]) -> list[Any]:
     """work(rank, reduce) on each rank -> their results. A rank that calls reduce less often than the others breaks the barrier."""
-    barrier = threading.Barrier(size, timeout=10)
+    barrier = threading.Barrier(size, timeout=300)
     shares: list[Tensor | None] = [None] * size
     results: list[Any] = [None] * size
     errors: list[BaseException] = []

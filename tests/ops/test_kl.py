@@ -81,9 +81,9 @@ NOT_TARGETS = {
 }
 
 
-@pytest.mark.parametrize(("case", "key"), outputs("kl.json"))
+@pytest.mark.parametrize(("case", "key"), outputs("kl.json", NOT_TARGETS))
 def test_golden(case, key):
-    check(case, key, TARGETS, NOT_TARGETS)
+    check(case, key, TARGETS)
 
 
 def ziegler(c):
@@ -111,7 +111,7 @@ CONTROLLERS = {"*.adaptive": ziegler, "seed_b.threshold": threshold}
 
 @pytest.mark.parametrize(("case", "key"), outputs("kl_controller.json"))
 def test_golden_controllers(case, key):
-    check(case, key, CONTROLLERS, {})
+    check(case, key, CONTROLLERS)
 
 
 def test_every_table_entry_is_used():

@@ -149,9 +149,9 @@ NOT_POLICY = {
 }
 
 
-@pytest.mark.parametrize(("case", "key"), outputs("policy_loss.json"))
+@pytest.mark.parametrize(("case", "key"), outputs("policy_loss.json", NOT_POLICY))
 def test_golden_policy(case, key):
-    check(case, key, POLICY, NOT_POLICY)
+    check(case, key, POLICY)
 
 
 # value_loss.json ------------------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ VALUE = value_targets()
 
 @pytest.mark.parametrize(("case", "key"), outputs("value_loss.json"))
 def test_golden_value(case, key):
-    check(case, key, VALUE, {})
+    check(case, key, VALUE)
 
 
 # aggregation.json -----------------------------------------------------------------------------------------------------------------
@@ -248,9 +248,9 @@ NOT_AGGREGATION = {
 }
 
 
-@pytest.mark.parametrize(("case", "key"), outputs("aggregation.json"))
+@pytest.mark.parametrize(("case", "key"), outputs("aggregation.json", NOT_AGGREGATION))
 def test_golden_aggregation(case, key):
-    check(case, key, AGGREGATION, NOT_AGGREGATION)
+    check(case, key, AGGREGATION)
 
 
 def test_every_table_entry_is_used():

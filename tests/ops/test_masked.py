@@ -72,7 +72,7 @@ TARGETS = {
 
 @pytest.mark.parametrize(("case", "key"), outputs("whiten.json"))
 def test_golden(case, key):
-    check(case, key, TARGETS, {})
+    check(case, key, TARGETS)
 
 
 def test_every_table_entry_is_used():

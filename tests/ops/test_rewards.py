@@ -129,9 +129,9 @@ NOT_TARGETS = {
 }
 
 
-@pytest.mark.parametrize(("case", "key"), outputs("rewards.json"))
+@pytest.mark.parametrize(("case", "key"), outputs("rewards.json", NOT_TARGETS))
 def test_golden(case, key):
-    check(case, key, TARGETS, NOT_TARGETS)
+    check(case, key, TARGETS)
 
 
 def test_every_table_entry_is_used():

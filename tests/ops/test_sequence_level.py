@@ -102,7 +102,7 @@ TARGETS = {
 
 @pytest.mark.parametrize(("case", "key"), outputs("sequence_level.json"))
 def test_golden(case, key):
-    check(case, key, TARGETS, {})
+    check(case, key, TARGETS)
 
 
 def test_every_table_entry_is_used():
