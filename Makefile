@@ -28,7 +28,7 @@ quickstart: $(STAMP)
 	CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore $(VENV)/bin/deepspeed -q --num_gpus 2 launch/train.py +experiment=quickstart $(ARGS)
 
 # Tests of one group (see tests/conftest.py) run in one process, groups in the order in which they were collected.
-PYTEST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not nightly" $(ARGS)
