@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, resolve
-from ppo_ds.config.schema import Config, rollout_size, value_position
+from ppo_ds.config.schema import Config, learns_values, rollout_size, value_position
 from ppo_ds.config.sections.algo import AlgoConfig, GAEConfig, RolloutISConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
@@ -33,11 +33,6 @@ from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.training.health import Health
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Sequences
-
-
-def uses_critic(config: Config) -> bool:
-    """Returns whether values are learned, by a critic or by a value head on the actor."""
-    return ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].needs_critic
 
 
 def reads_once(config: Config) -> bool:
@@ -76,7 +71,7 @@ def experience_maker(
         lagged=lagged,
         reference=reference,
         critic=critic,
-        share_trunk=critic is None and uses_critic(config),
+        share_trunk=critic is None and learns_values(config),
         compute_old_logprobs=not reads_once(config),
         masked_stop_ids=masked_stop_ids(algo.train_on_eos, stop_token_ids, pad_id),
         shaper=ScoreShaper(algo.reward_shaping, world),

@@ -15,7 +15,6 @@ from ppo_ds.build.algorithm import (
     masked_stop_ids,
     pretraining,
     shadow,
-    uses_critic,
 )
 from ppo_ds.build.banner import summary
 from ppo_ds.build.data import Inputs, read_inputs, stop_ids
@@ -32,7 +31,7 @@ from ppo_ds.build.roles import (
     critic_start,
     plan_generation,
 )
-from ppo_ds.config.schema import Config, rollout_size, uses_reference
+from ppo_ds.config.schema import Config, has_critic, rollout_size, uses_reference
 from ppo_ds.config.targets import bind
 from ppo_ds.config.warnings import slow_bf16, warnings
 from ppo_ds.data.prompts import eval_batches
@@ -174,7 +173,7 @@ def load_models(config: Config, context: RunContext, inputs: Inputs, length: Hor
         max(inputs.longest_prompt + config.sampling.max_new_tokens, inputs.longest_text),
     )
     start = None
-    if uses_critic(config) and not config.critic.share_trunk:
+    if has_critic(config):
         start = critic_start(config, inputs.tokenizer)
     actor = build_actor(config, world, needs, length.actor, context.timer)
     reference = build_reference(config, world, needs, actor) if uses_reference(config) else None

@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
-from ppo_ds.build.algorithm import learner, uses_critic
+from ppo_ds.build.algorithm import learner
 from ppo_ds.build.data import build_tokenizer
 from ppo_ds.build.roles import Needs, build_actor, build_critic, critic_start
 from ppo_ds.config.renamed import with_current_names
-from ppo_ds.config.schema import Config, from_tree, inherit
+from ppo_ds.config.schema import Config, from_tree, has_critic, inherit
 from ppo_ds.distributed.world import connect
 from ppo_ds.engine.checkpoint.state import load_model
 from ppo_ds.errors import UserError
@@ -39,7 +39,7 @@ def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
     needs = Needs(tokenizer.id_bound, dump.minibatch.ids.shape[1])
     actor, critic = build_actor(config, world, needs, 1, timer), None
     load_model(actor, folder / "actor")
-    if uses_critic(config) and not config.critic.share_trunk:
+    if has_critic(config):
         critic = build_critic(config, critic_start(config, tokenizer), world, needs, 1)
         load_model(critic, folder / "critic")
     learn = learner(

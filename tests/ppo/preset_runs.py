@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from launch.cli import CONF, load_config
-from ppo_ds.build.algorithm import experience_maker, kl_controller, learner, uses_critic
-from ppo_ds.config.schema import Config
+from ppo_ds.build.algorithm import experience_maker, kl_controller, learner
+from ppo_ds.config.schema import Config, learns_values
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.training.health import Health
@@ -195,7 +195,7 @@ def make_and_learn(config: Config, world, numbers: Numbers, experience: Experien
     actor = ToldActor(numbers, lagged)
     critic = (
         ToldCritic(numbers.old_values, numbers.values)
-        if uses_critic(config) and numbers.values is not None
+        if learns_values(config) and numbers.values is not None
         else None
     )
     coef, seen = kl_controller(config).value, {}
