@@ -171,13 +171,16 @@ def normalize_advantages(
     """Normalises advantages [B,T] over the rollout of all ranks, then limits them to +-``clip``.
 
     "batch" gives mean 0 and variance 1, "mean_only" gives mean 0. The variance has a floor of 1e-8 (OpenRLHF,
-    NeMo-Aligner), whereas masked_whiten adds 1e-8 to it.
+    NeMo-Aligner), whereas masked_whiten by itself adds 1e-8 to it.
     """
-    if mode not in ("none", "batch", "mean_only"):
-        raise ValueError(f"unknown normalisation {mode!r}: none, batch or mean_only")
-    adv = keep(adv, mask)
-    if mode != "none":
-        mean, var, count = masked_mean_var(adv, mask, unbiased, reduce)
-        scale = torch.where(count < 2, 1.0, var.clamp(min=1e-8).rsqrt()) if mode == "batch" else 1.0
-        adv = keep((adv - mean) * scale, mask)
+    match mode:
+        case "batch":
+            adv = masked_whiten(adv, mask, unbiased=unbiased, eps=0.0, min_var=1e-8, reduce=reduce)
+        case "mean_only":
+            mean, _, _ = masked_mean_var(adv, mask, unbiased, reduce)
+            adv = keep(keep(adv, mask) - mean, mask)
+        case "none":
+            adv = keep(adv, mask)
+        case _:
+            raise ValueError(f"unknown normalisation {mode!r}: none, batch or mean_only")
     return adv if clip is None else adv.clamp(-clip, clip)

@@ -65,8 +65,9 @@ def masked_whiten(
     unbiased: bool = True,
     eps: float = 1e-8,
     reduce: Reduce | None = None,
+    min_var: float = 0.0,
 ) -> Tensor:
-    """Computes (x - mean) / sqrt(var + eps) with the statistics of all ranks; 0 where mask = 0; detached.
+    """Computes (x - mean) / sqrt(max(var, min_var) + eps) with the statistics of all ranks; 0 where mask = 0; detached.
 
     With fewer than two positions the variance is undefined, and the result is x - mean.
 
@@ -75,5 +76,6 @@ def masked_whiten(
             for length.
     """
     mean, var, count = masked_mean_var(x, mask, unbiased, reduce)
-    whitened = (keep(x, mask) - mean) * torch.where(count < 2, 1.0, torch.rsqrt(var + eps))
+    scale = torch.where(count < 2, 1.0, torch.rsqrt(var.clamp(min=min_var) + eps))
+    whitened = (keep(x, mask) - mean) * scale
     return keep(whitened if shift_mean else whitened + mean, mask)

@@ -100,6 +100,10 @@ def test_worked_by_hand_with_rubbish_outside(mask):
         masked_whiten(X, mask, eps=0.0), torch.tensor([[-1.0, 0, 0], [1, 0, 0]], dtype=torch.float64)
     )
     torch.testing.assert_close(
+        masked_whiten(X, mask, eps=0.0, min_var=16.0),
+        torch.tensor([[-0.5, 0, 0], [0.5, 0, 0]], dtype=torch.float64),
+    )
+    torch.testing.assert_close(
         masked_whiten(X, mask, False, eps=0.0), torch.tensor([[2.0, 3, 0], [4, 0, 0]], dtype=torch.float64)
     )
 
