@@ -1,7 +1,7 @@
 """Fault injection for tests: PPO_DS_FAULT makes this process fail at a marked place. Unset in every real run.
 
     PPO_DS_FAULT="kill@checkpoint.after_actor:rank=1"       one fault, or several separated by spaces
-    PPO_DS_FAULT="nan@loss.actor:at=3 slow@checkpoint.write:rank=1:seconds=5"
+    PPO_DS_FAULT="raise@update:at=3 slow@checkpoint.write:rank=1:seconds=5"
 
 The form is ACTION@PLACE followed by options: ``rank`` (default: all ranks), ``at`` (the visit to the place at
 which the fault starts, from 1; default 1), ``times`` (the number of visits from then on; default 1; 0:
@@ -10,7 +10,6 @@ unlimited) and ``seconds`` (of slow). Actions:
     kill    SIGKILL to this process        stop   SIGTERM to this process
     raise   a RuntimeError                 full   the OSError of a full disk
     hang    sleep without end              slow   sleep ``seconds``
-    nan     ``fault`` returns True, and the caller turns its result into NaN
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from collections import Counter
 visits: Counter[str] = Counter()  # by place
 
 
-def fault(place: str) -> bool:
-    """Makes this process fail if a test asks for it here. Returns True if the result must become NaN."""
+def fault(place: str) -> None:
+    """Makes this process fail if a test asks for it here."""
     requested = os.environ.get("PPO_DS_FAULT")
     if requested is None:
-        return False
+        return
     visits[place] += 1
-    rank, is_nan = os.environ.get("RANK", "0"), False
+    rank = os.environ.get("RANK", "0")
     for request in requested.split():
         action, _, condition = request.partition("@")
         where, *options = condition.split(":")
@@ -47,6 +46,4 @@ def fault(place: str) -> bool:
         elif action in ("hang", "slow"):
             time.sleep(float(given["seconds"]) if action == "slow" else 1e9)
         else:
-            assert action == "nan", f"PPO_DS_FAULT={request}: no such action"
-            is_nan = True
-    return is_nan
+            raise AssertionError(f"PPO_DS_FAULT={request}: no such action")

@@ -119,7 +119,7 @@ def test_a_signal_abandons_the_step_and_the_next_start_repeats_it(lab: Lab, undi
 @pytest.mark.slow
 def test_numbers_that_go_wrong_take_it_back_once(lab: Lab, undisturbed: Path) -> None:
     """The losses of the fourth and the fifth step are NaN the first time."""
-    codes, output = lab.run("rolled_back", fault="nan@toy.loss:at=4:times=2:rank=1")
+    codes, output = lab.run("rolled_back", fault="raise@toy.loss:at=4:times=2:rank=1")
     assert codes == [0, 0] and "back to" in output, output
     assert metrics(lab.root / "rolled_back")[-1]["step"] == STEPS
     assert [
@@ -130,7 +130,7 @@ def test_numbers_that_go_wrong_take_it_back_once(lab: Lab, undisturbed: Path) ->
 
 @pytest.mark.slow
 def test_numbers_that_stay_wrong_end_it(lab: Lab) -> None:
-    codes, output = lab.run("ended", fault="nan@toy.loss:at=4:times=0")
+    codes, output = lab.run("ended", fault="raise@toy.loss:at=4:times=0")
     assert codes == [1, 1], output
     found = summary(lab.root / "ended")
     assert found["exit_reason"] == "nonfinite" and found["error"].startswith(
