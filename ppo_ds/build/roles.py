@@ -200,7 +200,7 @@ def build_reference(config: Config, world: World, needs: Needs, actor: TrainedMo
         return FrozenBase(actor, base_weights=without_adapters)
 
     def load() -> Policy:
-        policy = _policy(role.model, config.sampling.temperature, "reference.model.path")
+        policy = _policy(role.model, actor.module.temperature, "reference.model.path")
         return _fitting(policy, needs, role.model.path, "reference.model.path")
 
     return _placed(load, role.zero, role.model.dtype, world)[1]

@@ -74,15 +74,16 @@ def build_trainer(config: Config, context: RunContext) -> PPOTrainer:
     # data
     inputs = read_inputs(config, world)
     length = horizon(config, len(inputs.source))
-    sampling = build_sampling(config, inputs)
+    stops = stop_ids(config, inputs.tokenizer)
     preflight(config, inputs)
-    hides_stops = bool(masked_stop_ids(algo.train_on_eos, sampling.stop_token_ids, inputs.tokenizer.pad_id))
+    hides_stops = bool(masked_stop_ids(algo.train_on_eos, stops, inputs.tokenizer.pad_id))
     banner.note(*inputs.notes(), *warnings(config, hides_stops=hides_stops))
     if world.device.type == "cpu":
         banner.note(*slow_bf16(config, computes_bf16()))
 
     # models
     models = load_models(config, context, inputs, length)
+    sampling = build_sampling(config, stops, models.actor.module.temperature)
     generator, gap = build_generator(
         config, world, inputs, models.actor, sampling, context.stop.should_stop, banner.note
     )
@@ -99,7 +100,7 @@ def build_trainer(config: Config, context: RunContext) -> PPOTrainer:
         reference=models.reference,
         critic=models.critic,
         lagged=models.lagged,
-        stop_token_ids=sampling.stop_token_ids,
+        stop_token_ids=stops,
         pad_id=inputs.tokenizer.pad_id,
         timer=context.timer,
     )
@@ -152,15 +153,16 @@ def build_trainer(config: Config, context: RunContext) -> PPOTrainer:
     )
 
 
-def build_sampling(config: Config, inputs: Inputs) -> SamplingParams:
+def build_sampling(config: Config, stops: tuple[int, ...], temperature: float) -> SamplingParams:
+    """Makes the options of sampling; ``temperature`` is that of the policy's log-probs."""
     sampling = config.sampling
     return SamplingParams(
         sampling.max_new_tokens,
         sampling.min_new_tokens,
-        sampling.temperature,
+        temperature,
         sampling.top_p,
         sampling.top_k,
-        stop_ids(config, inputs.tokenizer),
+        stops,
         tuple(sampling.stop),
     )
 
