@@ -61,7 +61,7 @@ class ExperienceMaker:
         """Makes the experience of all ranks, and metrics, from the rollout of this rank. A collective."""
         if self.masked_stop_ids:
             rollout = mask_stops(rollout, self.masked_stop_ids)
-        mask, states = rollout.response_mask, self.score_position.states(rollout)
+        mask = rollout.response_mask
         plan = scoring_plan(rollout, self.token_budget, self.world, self.packed)
 
         logprobs = old_logprobs = ref_logprobs = values = None
@@ -104,20 +104,31 @@ class ExperienceMaker:
             returns=estimate.returns,
             value_mask=estimate.value_mask,
         )
-        sums = MetricSums()
-        sums.add_mean("reward/clipped_frac", scores != unclipped)
+        metrics = self.metrics(rollout, experience, kl_penalty, estimate.advantages, scores != unclipped)
+        return all_gather_rows(experience, self.world), metrics
+
+    def metrics(
+        self,
+        rollout: ScoredRollout,
+        experience: Experience,
+        kl_penalty: Tensor,
+        advantages: Tensor,
+        clipped: Tensor,
+    ) -> Metrics:
+        """Computes the metrics of rewards and of ``advantages`` [B,R] before whitening. A collective."""
+        states, sums = self.score_position.states(rollout), MetricSums()
+        sums.add_mean("reward/clipped_frac", clipped)
         # a score paid outside the states is lost, as in zysNLP's code
-        sums.add_mean("reward/total_mean", masked_sum(rewards, states, dim=1))
+        sums.add_mean("reward/total_mean", masked_sum(experience.rewards, states, dim=1))
         sums.add_mean("reward/kl_penalty_mean", -masked_sum(kl_penalty, states[:, :-1], dim=1))
         for name in rollout.components[0]:
             component = torch.tensor([parts[name] for parts in rollout.components])
             sums.add_mean(f"reward/component/{name}_mean", component)
         if self.rollout_is.kind != "none":
-            sums.add_mean("parity/weight_mean", weights, mask)
-        sums.add_spread("adv", estimate.advantages, mask)
-        sums.add_max("adv/max_abs", estimate.advantages.abs().max())
-        metrics = sums.reduced(self.world)
-        return all_gather_rows(experience, self.world), metrics
+            sums.add_mean("parity/weight_mean", experience.weights, rollout.response_mask)
+        sums.add_spread("adv", advantages, rollout.response_mask)
+        sums.add_max("adv/max_abs", advantages.abs().max())
+        return sums.reduced(self.world)
 
     def forward_actor(
         self, rollout: ScoredRollout, plan: list[Tensor]

@@ -40,6 +40,16 @@ class Average(Protocol):
     def ema_update(self, decay: float) -> None: ...
 
 
+@dataclass(frozen=True)
+class ActorBackward:
+    """Holds what the actor's backward passes of one optimizer step leave beside gradients, on this rank."""
+
+    loss: Tensor  # 0-dim: the sum over the micro-batches
+    kl_sums: Tensor  # [2]: approx_kl as (sum, count)
+    ratio_max: Tensor  # 0-dim
+    logprobs: list[Tensor]  # of each micro-batch, [b,R']
+
+
 @dataclass(kw_only=True)
 class Learner:
     # models
@@ -82,8 +92,8 @@ class Learner:
         assert not first_forward or self.epochs * steps_per_epoch == 1, (
             "the log-probs of a second optimizer step are no longer those of the old policy"
         )
-        metrics, steps = MetricSums(), {"policy": [], "value": []}
-        approx_kl, steps_done = 0.0, 0
+        metrics, approx_kl, steps_done = MetricSums(), 0.0, 0
+        steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
 
         for _ in range(self.epochs):
             for rows in minibatches(len(experience), self.minibatch_size, shuffle):
@@ -95,43 +105,23 @@ class Learner:
                 plan = microbatch_rows(minibatch, self.token_budget, self.world, self.packed)
                 micros = [minibatch.select(part).trimmed() for part in plan]
                 totals, value_totals = self.totals(minibatch)
-                losses, logprobs = {}, []
-                kl_sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
                 metrics.add_parts({"perf/pad_frac_update": padding(micros, self.packed)})
 
+                models, losses, actor = {}, {}, None
                 if not critic_only:
                     with self.timer("update_actor"):
-                        losses["actor"] = torch.zeros_like(kl_sums[0])
-                        # before PPO's own: ZeRO reduces in the last backward, which must reach every weight,
-                        # also those of a value head
-                        for loss, parts in self.ptx_losses():
-                            self.actor.backward(loss, last=False)
-                            losses["actor"] += loss.detach()
-                            metrics.add_parts(parts)
-                        for micro in micros:
-                            loss, parts, logprobs_now = self.policy_loss(micro, totals, value_totals, kl_coef)
-                            self.actor.backward(loss, last=micro is micros[-1])
-                            losses["actor"] += loss.detach()
-                            kl_sums += parts["policy/approx_kl"]
-                            metrics.add_parts(parts)
-                            logprobs.append(logprobs_now)
-                            if steps_done == 0:
-                                metrics.add_max("parity/ratio_first_minibatch_max", parts["policy/ratio_max"])
+                        actor = self.backward_actor(micros, totals, value_totals, kl_coef, metrics)
+                    models["actor"], losses["actor"] = self.actor, actor.loss
+                    if steps_done == 0:
+                        metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
                 if self.critic is not None:
                     with self.timer("update_critic"):
-                        losses["critic"] = torch.zeros_like(kl_sums[0])
-                        for micro in micros:
-                            loss, parts = self.value_loss(micro, value_totals)
-                            self.critic.backward(loss, last=micro is micros[-1])
-                            losses["critic"] += loss.detach()
-                            metrics.add_parts(parts)
+                        losses["critic"] = self.backward_critic(micros, value_totals, metrics)
+                    models["critic"] = self.critic
 
-                watch_kl = self.target_kl is not None and not critic_only
-                models = {name: model for name, model in self._models().items() if name in losses}
-                done = step_or_skip(
-                    models, losses, kl_sums if watch_kl else None, world=self.world, timer=self.timer
-                )
-                approx_kl = done.sums[0] / max(done.sums[1], 1.0) if watch_kl else 0.0
+                kl_sums = None if self.target_kl is None or actor is None else actor.kl_sums
+                done = step_or_skip(models, losses, kl_sums, world=self.world, timer=self.timer)
+                approx_kl = 0.0 if kl_sums is None else done.sums[0] / max(done.sums[1], 1.0)
                 steps_done += 1
                 for name, info in done.infos.items():
                     steps[ROLES[name]].append(info)
@@ -145,7 +135,7 @@ class Learner:
                         self.ema.ema_update(self.ema_decay)
 
         if first_forward:
-            experience = self.with_logprobs(experience, logprobs, [rows[part] for part in plan])
+            experience = self.with_logprobs(experience, actor.logprobs, [rows[part] for part in plan])
         passes = {
             "policy/epochs_run": steps_done / steps_per_epoch,
             "policy/early_stopped": float(steps_done < self.epochs * steps_per_epoch),
@@ -162,6 +152,43 @@ class Learner:
         if minibatch.value_mask is None:
             return totals, None
         return totals, batch_totals([minibatch.value_mask], dp_size=size, norm=norm)
+
+    def backward_actor(
+        self,
+        micros: list[Experience],
+        totals: BatchTotals,
+        value_totals: BatchTotals | None,
+        kl_coef: float,
+        metrics: MetricSums,
+    ) -> ActorBackward:
+        """Accumulates the actor's gradients over the micro-batches of one optimizer step."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        kl_sums, ratios, logprobs = loss_sum.new_zeros(2), [], []
+        # before PPO's own: ZeRO reduces in the last backward, which must reach every weight, also those of a
+        # value head
+        for loss, parts in self.ptx_losses():
+            self.actor.backward(loss, last=False)
+            loss_sum += loss.detach()
+            metrics.add_parts(parts)
+        for micro in micros:
+            loss, parts, logprobs_now = self.policy_loss(micro, totals, value_totals, kl_coef)
+            self.actor.backward(loss, last=micro is micros[-1])
+            loss_sum += loss.detach()
+            kl_sums += parts["policy/approx_kl"]
+            metrics.add_parts(parts)
+            ratios.append(parts["policy/ratio_max"])
+            logprobs.append(logprobs_now)
+        return ActorBackward(loss_sum, kl_sums, torch.stack(ratios).max(), logprobs)
+
+    def backward_critic(self, micros: list[Experience], totals: BatchTotals, metrics: MetricSums) -> Tensor:
+        """Accumulates the critic's gradients over the micro-batches of one optimizer step; returns its loss."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for micro in micros:
+            loss, parts = self.value_loss(micro, totals)
+            self.critic.backward(loss, last=micro is micros[-1])
+            loss_sum += loss.detach()
+            metrics.add_parts(parts)
+        return loss_sum
 
     def policy_loss(
         self, micro: Experience, totals: BatchTotals, value_totals: BatchTotals | None, kl_coef: float
