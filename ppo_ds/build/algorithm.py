@@ -8,7 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, resolve
+from ppo_ds.config.registry import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    LOSS_AGGREGATIONS,
+    POLICY_LOSSES,
+    resolve,
+)
 from ppo_ds.config.schema import Config, learns_values, rollout_size, value_position
 from ppo_ds.config.sections.algo import AlgoConfig, GAEConfig, RolloutISConfig
 from ppo_ds.distributed.world import World
@@ -17,6 +23,7 @@ from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
+from ppo_ds.ops.losses import token_mean
 from ppo_ds.ppo.advantages import (
     AdvantageEstimator,
     ScorePosition,
@@ -177,6 +184,7 @@ def learner(
 ) -> Learner:
     """Builds learn."""
     algo, loss = config.algo, POLICY_LOSSES[config.algo.policy.loss]
+    aggregation = resolve(LOSS_AGGREGATIONS[algo.loss.agg])
     return Learner(
         actor=actor,
         critic=critic,
@@ -189,12 +197,12 @@ def learner(
             entropy=algo.entropy,
             kl=resolve(KL_ESTIMATORS[algo.kl.estimator]) if algo.kl.place == "loss" else None,
             aux_coef=(actor.module.balance_coef or 0.0) if algo.aux_coef is None else algo.aux_coef,
-            agg=algo.loss.agg,
+            agg=aggregation,
             level=algo.action_level,
         ),
         # at action level sequence there is one value per response: the mean over them, whatever that over
         # tokens is
-        value=ValueObjective(algo.value, "token_mean" if algo.action_level == "sequence" else algo.loss.agg),
+        value=ValueObjective(algo.value, token_mean if algo.action_level == "sequence" else aggregation),
         ptx=PtxObjective(algo.ptx.coef) if ptx_texts is not None else None,
         ptx_texts=ptx_texts,
         whitening=_whitening(algo),

@@ -71,7 +71,9 @@ class KLEstimator(Entry):
 
 @dataclass(frozen=True)
 class LossAggregation(Entry):
-    """A mean over the tokens of an optimizer step, called as (loss, mask, totals=...) -> 0-dim."""
+    """A mean over the tokens of an optimizer step, called as (loss [B,T], mask [B,T], totals) ->
+    ppo_ds.ops.losses.Share.
+    """
 
     needs_norm: bool = field(default=False, kw_only=True)  # divides by algo.loss.norm
 
@@ -100,7 +102,6 @@ _RETURNS = "ppo_ds.ops.advantages.discounted_returns"
 _GROUP = "ppo_ds.ops.advantages.group_advantages"
 _POLICY_LOSS = "ppo_ds.ops.losses.policy_loss"
 _KL = "ppo_ds.ops.kl.approx_kl"
-_AGGREGATE = "ppo_ds.ops.losses.aggregate"
 
 ADVANTAGE_ESTIMATORS = {
     "gae": AdvantageEstimator(
@@ -192,19 +193,16 @@ KL_ESTIMATORS = {
 }
 
 LOSS_AGGREGATIONS = {
-    "token_mean": LossAggregation(_AGGREGATE, "Mean over all tokens.", options={"mode": "token_mean"}),
+    "token_mean": LossAggregation("ppo_ds.ops.losses.token_mean", "Mean over all tokens."),
     "seq_mean_token_mean": LossAggregation(
-        _AGGREGATE,
-        "Mean over answers of the mean over their tokens.",
-        options={"mode": "seq_mean_token_mean"},
+        "ppo_ds.ops.losses.seq_mean_token_mean", "Mean over answers of the mean over their tokens."
     ),
     "seq_mean_token_sum": LossAggregation(
-        _AGGREGATE, "Mean over answers of the sum over their tokens.", options={"mode": "seq_mean_token_sum"}
+        "ppo_ds.ops.losses.seq_mean_token_sum", "Mean over answers of the sum over their tokens."
     ),
     "token_sum_norm": LossAggregation(
-        _AGGREGATE,
+        "ppo_ds.ops.losses.token_sum_norm",
         "Sum over all tokens, divided by a constant for each answer.",
-        options={"mode": "token_sum_norm"},
         needs_norm=True,
     ),
 }

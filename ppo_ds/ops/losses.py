@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +56,56 @@ def batch_totals(
     return BatchTotals(tokens, sequences, dp_size, norm)
 
 
+class Share(NamedTuple):
+    """Holds what one micro-batch contributes to an aggregated loss."""
+
+    total: Tensor  # 0-dim: its part of the numerator
+    weight: Tensor  # 0-dim: its part of the divisor; the parts of all micro-batches and ranks add up to it
+    divisor: float | None  # of the whole optimizer step; None without totals
+
+
+def token_mean(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
+    """Divides the sum over all tokens by their number."""
+    return Share(masked_sum(loss, mask), _count(mask), totals.tokens if totals else None)
+
+
+def seq_mean_token_mean(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
+    """Divides the sum over sequences of their token means by the number of sequences."""
+    # eps of OpenRLHF and verl: no effect in float32, equal digits in float64
+    total = masked_mean(loss, mask, dim=-1, eps=1e-8).sum()
+    return Share(total, _rows(mask).sum(), totals.sequences if totals else None)
+
+
+def seq_mean_token_sum(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
+    """Divides the sum over all tokens by the number of sequences."""
+    return Share(masked_sum(loss, mask), _rows(mask).sum(), totals.sequences if totals else None)
+
+
+def token_sum_norm(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
+    """Divides the sum over all tokens by ``totals.norm``, or by the width T without totals."""
+    total, count = masked_sum(loss, mask), _count(mask)
+    if totals is None:
+        return Share(total, torch.full_like(count, mask.shape[-1]), None)
+    assert totals.norm is not None, (
+        "token_sum_norm needs BatchTotals.norm: the width of a micro-batch depends on the split"
+    )
+    return Share(total, count.double() * (totals.norm / max(totals.tokens, 1.0)), totals.norm)
+
+
+Aggregation = Callable[[Tensor, Tensor, BatchTotals | None], Share]
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token_mean": token_mean,
+    "seq_mean_token_mean": seq_mean_token_mean,
+    "seq_mean_token_sum": seq_mean_token_sum,
+    "token_sum_norm": token_sum_norm,
+}
+
+
 def aggregate(
-    loss: Tensor, mask: Tensor, mode: LossAgg = "token_mean", totals: BatchTotals | None = None
+    loss: Tensor,
+    mask: Tensor,
+    mode: LossAgg | Aggregation = "token_mean",
+    totals: BatchTotals | None = None,
 ) -> Tensor:
     """Aggregates a per-token loss [B,T] to a scalar.
 
@@ -69,16 +117,24 @@ def aggregate(
     Sequences without tokens count 0.
 
     Args:
+        mode: One of these names, or a function like those of AGGREGATIONS.
         totals: None aggregates over this batch alone. With totals, the result is this micro-batch's share of
             the whole optimizer step, times dp_size, since data-parallel training averages gradients over
             ranks. Summed over micro-batches and averaged over ranks it is the mean over the whole step, for
             any split of the rows (with DeepSpeed: ``engine.backward(loss, scale_wrt_gas=False)``).
     """
-    total = _numerator(loss, mask, mode)
-    if totals is None:
-        return total / _weight(mask, mode, None).clamp(min=1)
-    divisor = _divisor(mode, totals)
-    return total * (totals.dp_size / divisor if divisor > 0 else 0.0)
+    share = _share(loss, mask, mode, totals)
+    if totals is None or share.divisor is None:
+        return share.total / share.weight.clamp(min=1)
+    return share.total * (totals.dp_size / share.divisor if share.divisor > 0 else 0.0)
+
+
+def _share(loss: Tensor, mask: Tensor, mode: LossAgg | Aggregation, totals: BatchTotals | None) -> Share:
+    if callable(mode):
+        return mode(loss, mask, totals)
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"unknown aggregation {mode!r}: {', '.join(AGGREGATIONS)}")
+    return AGGREGATIONS[mode](loss, mask, totals)
 
 
 def _count(mask: Tensor) -> Tensor:
@@ -87,50 +143,6 @@ def _count(mask: Tensor) -> Tensor:
 
 def _rows(mask: Tensor) -> Tensor:
     return mask.bool().any(dim=-1)
-
-
-def _numerator(loss: Tensor, mask: Tensor, mode: LossAgg) -> Tensor:
-    if mode == "seq_mean_token_mean":
-        # eps of OpenRLHF and verl: no effect in float32, equal digits in float64
-        return masked_mean(loss, mask, dim=-1, eps=1e-8).sum()
-    return masked_sum(loss, mask)
-
-
-def _divisor(mode: LossAgg, totals: BatchTotals) -> float:
-    match mode:
-        case "token_mean":
-            return totals.tokens
-        case "seq_mean_token_mean" | "seq_mean_token_sum":
-            return totals.sequences
-        case "token_sum_norm":
-            assert totals.norm is not None, (
-                "token_sum_norm needs BatchTotals.norm: the width of a micro-batch depends on the split"
-            )
-            return totals.norm
-    raise _unknown(mode)
-
-
-def _weight(mask: Tensor, mode: LossAgg, totals: BatchTotals | None) -> Tensor:
-    """Returns this batch's share of the divisor, 0-dim.
-
-    The shares of all micro-batches and ranks add up to the divisor.
-    """
-    match mode:
-        case "token_mean":
-            return _count(mask)
-        case "seq_mean_token_mean" | "seq_mean_token_sum":
-            return _rows(mask).sum()
-        case "token_sum_norm" if totals is None:
-            return torch.full_like(_count(mask), mask.shape[-1])
-        case "token_sum_norm":
-            return _count(mask).double() * (_divisor(mode, totals) / max(totals.tokens, 1.0))
-    raise _unknown(mode)
-
-
-def _unknown(mode: str) -> ValueError:
-    return ValueError(
-        f"unknown aggregation {mode!r}: token_mean, seq_mean_token_mean, seq_mean_token_sum or token_sum_norm"
-    )
 
 
 def policy_loss(
@@ -146,7 +158,7 @@ def policy_loss(
     kind: PolicyKind = "ppo",
     log_ratio_clamp: float = 20.0,
     is_weights: Tensor | None = None,
-    agg: LossAgg = "token_mean",
+    agg: LossAgg | Aggregation = "token_mean",
     totals: BatchTotals | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Computes the policy loss and its metrics.
@@ -275,7 +287,7 @@ def value_loss(
     *,
     clip: float | None = None,
     half: bool = True,
-    agg: LossAgg = "token_mean",
+    agg: LossAgg | Aggregation = "token_mean",
     totals: BatchTotals | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Computes the squared error of the values, a scalar, and its metrics. All inputs are [B,T].
@@ -307,7 +319,10 @@ def value_loss(
 
 
 def entropy_loss(
-    entropy: Tensor, mask: Tensor, agg: LossAgg = "token_mean", totals: BatchTotals | None = None
+    entropy: Tensor,
+    mask: Tensor,
+    agg: LossAgg | Aggregation = "token_mean",
+    totals: BatchTotals | None = None,
 ) -> Tensor:
     """Aggregates the entropy [B,T] to a scalar.
 
@@ -321,7 +336,7 @@ def kl_loss(
     ref_logprobs: Tensor,
     mask: Tensor,
     estimator: KLEstimator | Callable[[Tensor, Tensor], Tensor] = "k2",
-    agg: LossAgg = "token_mean",
+    agg: LossAgg | Aggregation = "token_mean",
     totals: BatchTotals | None = None,
 ) -> Tensor:
     """Aggregates KL(policy || reference) [B,T] to a scalar loss.
@@ -348,9 +363,10 @@ def _mean_parts(x: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([masked_sum(x.detach().double(), mask), _count(mask).double()])
 
 
-def _part(loss: Tensor, mask: Tensor, agg: LossAgg, totals: BatchTotals | None) -> Tensor:
+def _part(loss: Tensor, mask: Tensor, agg: LossAgg | Aggregation, totals: BatchTotals | None) -> Tensor:
     """Returns (numerator, share of the divisor) of the aggregated loss, [2]."""
-    return torch.stack([_numerator(loss.detach().double(), mask, agg), _weight(mask, agg, totals).double()])
+    share = _share(loss.detach().double(), mask, agg, totals)
+    return torch.stack([share.total, share.weight.double()])
 
 
 def explained_variance_moments(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from ppo_ds.config.sections.algo import EntropyConfig, PolicyConfig, ValueConfig
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.ops.losses import BatchTotals, aggregate, entropy_loss, kl_loss, value_loss
+from ppo_ds.ops.losses import (
+    Aggregation,
+    BatchTotals,
+    aggregate,
+    entropy_loss,
+    kl_loss,
+    seq_mean_token_mean,
+    seq_mean_token_sum,
+    value_loss,
+)
 from ppo_ds.ops.masked import masked_sum
 from ppo_ds.types import Experience, Sequences
 
@@ -34,7 +43,7 @@ class PolicyObjective:
     entropy: EntropyConfig
     kl: Callable[[Tensor, Tensor], Tensor] | None  # estimator of the KL in the loss; None: not in the loss
     aux_coef: float
-    agg: str
+    agg: Aggregation  # an entry of LOSS_AGGREGATIONS
     level: str  # token | sequence
 
     def __call__(
@@ -46,7 +55,7 @@ class PolicyObjective:
         # gradient
         old_logprobs = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
         sequence = self.level == "sequence"
-        agg = "seq_mean_token_sum" if sequence else self.agg
+        agg = seq_mean_token_sum if sequence else self.agg
         loss, parts = self.loss(
             logprobs,
             old_logprobs,
@@ -57,7 +66,7 @@ class PolicyObjective:
             dual_clip=self.clip.dual_clip,
             ratio=self.level,
             is_weights=micro.weights,
-            agg="seq_mean_token_mean" if sequence and not self.sums_over_tokens else agg,
+            agg=seq_mean_token_mean if sequence and not self.sums_over_tokens else agg,
             totals=totals,
         )
         entropy = out.entropy if self.entropy.kind == "exact" else -logprobs
@@ -86,7 +95,7 @@ class ValueObjective:
     """
 
     value: ValueConfig
-    agg: str
+    agg: Aggregation  # an entry of LOSS_AGGREGATIONS
 
     def __call__(self, values: Tensor, micro: Experience, totals: BatchTotals) -> tuple[Tensor, Parts]:
         """Returns the loss of ``values`` [b,S], and its metrics."""

@@ -12,7 +12,8 @@ from ppo_ds.build.algorithm import (
     masked_stop_ids,
     pretraining,
 )
-from ppo_ds.build.trainer import build_evaluator
+from ppo_ds.build.trainer import build_evaluator, build_sampling
+from ppo_ds.ops.losses import seq_mean_token_sum
 from ppo_ds.ppo.advantages import estimate_one_step
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.training.health import Health
@@ -107,8 +108,8 @@ def test_of_the_experience(world, override, where, value):
         ("algo.policy.clip_low=0.3", "policy.clip.clip_low", 0.3),
         ("algo.policy.clip_high=0.3", "policy.clip.clip_high", 0.3),
         ("algo.policy.dual_clip=3", "policy.clip.dual_clip", 3.0),
-        ("algo.loss.agg=seq_mean_token_sum", "policy.agg", "seq_mean_token_sum"),
-        ("algo.loss.agg=seq_mean_token_sum", "value.agg", "seq_mean_token_sum"),
+        ("algo.loss.agg=seq_mean_token_sum", "policy.agg", seq_mean_token_sum),
+        ("algo.loss.agg=seq_mean_token_sum", "value.agg", seq_mean_token_sum),
         ("algo.entropy.coef=0.3", "policy.entropy.coef", 0.3),
         ("algo.entropy.kind=sample", "policy.entropy.kind", "sample"),
         ("algo.aux_coef=0.3", "policy.aux_coef", 0.3),
@@ -187,6 +188,12 @@ def test_end_tokens_that_are_no_actions():
 def test_forwards_are_planned_without_padding_where_all_models_are(world, packed):
     critic = SimpleNamespace(module=SimpleNamespace(packed=packed))
     assert [part.packed for part in made(world, critic=critic)] == [packed, packed]
+
+
+def test_the_temperature_of_sampling_is_the_policys():
+    config = composed("standard", "sampling.top_p=0.9", "sampling.top_k=6", "sampling.min_new_tokens=2")
+    limit = config.sampling.max_new_tokens
+    assert build_sampling(config, (2,), 0.7) == SamplingParams(limit, 2, 0.7, 0.9, 6, (2,), ())
 
 
 @pytest.mark.parametrize("greedy", [True, False])

@@ -66,7 +66,6 @@ def test_every_target_can_be_imported_and_takes_its_options(table: str, name: st
     [
         (POLICY_LOSSES, losses.policy_loss, "kind", set()),
         (KL_ESTIMATORS, kl.approx_kl, "estimator", set()),
-        (LOSS_AGGREGATIONS, losses.aggregate, "mode", set()),
         (
             {name: entry for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.needs_group},
             advantages.group_advantages,
@@ -80,6 +79,11 @@ def test_the_names_are_those_that_the_operations_take(
 ) -> None:
     assert set(table) == names(function, argument) - not_for_a_run
     assert all(entry.options == {argument: name} for name, entry in table.items())
+
+
+def test_the_aggregations_are_those_that_the_operations_take() -> None:
+    assert {name: resolve(entry) for name, entry in LOSS_AGGREGATIONS.items()} == losses.AGGREGATIONS
+    assert set(losses.AGGREGATIONS) == set(get_args(losses.LossAgg))
 
 
 def test_estimators_are_called_by_what_they_need() -> None:

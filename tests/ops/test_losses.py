@@ -7,6 +7,7 @@ import torch
 
 from ppo_ds.ops.losses import (
     BatchTotals,
+    Share,
     aggregate,
     batch_totals,
     entropy_loss,
@@ -16,6 +17,7 @@ from ppo_ds.ops.losses import (
     rollout_is_weights,
     value_loss,
 )
+from ppo_ds.ops.masked import keep
 from ppo_ds.ops.sequences import next_token_mask
 from tests.ops.golden import Close, assert_no_stale_entries, check, gradient, leaf, outputs
 
@@ -302,6 +304,19 @@ def test_a_batch_without_tokens_has_loss_0_and_gradient_0(mode, totals):
     loss = aggregate(x, torch.zeros(2, 3), mode, totals)
     loss.backward()
     assert loss.item() == 0.0 and torch.equal(x.grad, torch.zeros(2, 3))
+
+
+def test_a_function_takes_the_place_of_a_name():
+    def root(loss, mask, totals):
+        """Divides by the square root of the number of tokens."""
+        return Share(keep(loss, mask).sum(), mask.bool().sum().sqrt(), totals and totals.tokens**0.5)
+
+    assert aggregate(LOSS, MASK, root).item() == pytest.approx(13 / 2)
+    totals = batch_totals([MASK], dp_size=3)
+    assert aggregate(LOSS, MASK, root, totals).item() == pytest.approx(3 * 13 / 2)
+    loss, metrics = value_loss(LOSS, LOSS, LOSS.square(), MASK, half=False, agg=root, totals=totals)
+    assert loss.item() == pytest.approx(3 * (0 + 4 + 900 + 144) / 2)
+    assert metrics["value/loss"].tolist() == pytest.approx([1048.0, 2.0])
 
 
 def test_an_unknown_mode_is_refused():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ppo_ds.config.registry import KL_ESTIMATORS, POLICY_LOSSES, resolve
+from ppo_ds.config.registry import KL_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES, resolve
 from ppo_ds.config.sections.algo import EntropyConfig, PolicyConfig, ValueConfig
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
@@ -157,7 +157,7 @@ def policy_objective(**changes):
         entropy=EntropyConfig(coef=made["entropy_coef"], kind=made["entropy_kind"]),
         kl=resolve(KL_ESTIMATORS[made["kl_estimator"]]) if made["kl_in_loss"] else None,
         aux_coef=made["aux_coef"],
-        agg=made["agg"],
+        agg=resolve(LOSS_AGGREGATIONS[made["agg"]]),
         level=made["level"],
     )
 
@@ -166,7 +166,7 @@ def value_objective(**changes):
     """VALUE but for what is given."""
     made = VALUE | changes
     section = ValueConfig(**{name: made[name] for name in ("clip", "half", "coef")})
-    return ValueObjective(section, made["agg"])
+    return ValueObjective(section, resolve(LOSS_AGGREGATIONS[made["agg"]]))
 
 
 def learner(
