@@ -5,14 +5,16 @@
 #       -v ppo_ds_cache:/cache -v "$PWD/outputs":/workspace/outputs -e WANDB_API_KEY \
 #       ppo_ds +experiment=rlhf run.name=first
 #
-# --ipc=host: NCCL passes data between the GPUs of a node through /dev/shm, of which a container gets 64 MB otherwise (or: --shm-size=16g).
-# --stop-timeout: `docker stop` asks the run to save and end; this is how long it may take.
+# --ipc=host: NCCL passes data between the GPUs of a node through /dev/shm, which has only 64 MB in a container
+# by default (--shm-size=16g also works).
+# --stop-timeout: seconds that the run has to save and end after `docker stop`.
 
-# Its own torch (2.11, CUDA 12.8) is kept: setup.cfg allows it. For another CUDA: --build-arg BASE=pytorch/pytorch:...
+# The image's own torch (2.11, CUDA 12.8) is kept, because setup.cfg allows it. For another version of CUDA:
+# --build-arg BASE=pytorch/pytorch:...
 ARG BASE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel
 FROM ${BASE}
 
-# The image's Python belongs to the distribution, which pip respects unless told that the container is its own.
+# The image's Python belongs to the distribution, and pip installs nothing into it without this setting.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -23,7 +25,8 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
 
 WORKDIR /workspace
 
-# First what changes seldom: the dependencies, for which an empty package will do.
+# The dependencies are installed first, with an empty package, so that a change of the code does not repeat
+# this layer.
 COPY setup.cfg pyproject.toml constraints.txt LICENSE ./
 RUN mkdir ppo_ds && touch ppo_ds/__init__.py \
     && grep -v '^torch==' constraints.txt > /tmp/constraints.txt \

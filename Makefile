@@ -1,20 +1,21 @@
 # make quickstart   a tiny model learns small sums, on two CPU cores
-# make test         the fast tests and one test of each promise from end to end; at most 12 minutes on two cores
-# make test-all     all tests but the nightly ones, the fast ones included; at most 45 minutes on two cores
+# make test         the tests that are not marked slow or nightly; at most 12 minutes on two cores
+# make test-all     all tests that are not marked nightly; at most 45 minutes on two cores
 # make lint         style and types
 #
-# Each makes .venv and install into it first; nothing but Python 3.11 to 3.13, git and make is needed.
-# PYTHON=...       the interpreter to make .venv with
-# TORCH=...        what to install as torch, e.g. TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
-# ARGS=...         more for the command, e.g. make quickstart ARGS="run.seed=1", make test ARGS="tests/ops -x"
-# WORKERS=2        how many processes share the tests
+# Each target first creates .venv and installs into it. Only Python 3.11 to 3.13, git and make are needed.
+# PYTHON=...       the interpreter that creates .venv
+# TORCH=...        arguments of pip that install torch, e.g.
+#                  TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# ARGS=...         more arguments, e.g. make quickstart ARGS="run.seed=1", make test ARGS="tests/ops -x"
+# WORKERS=2        number of processes that run the tests
 
 PYTHON ?=
 TORCH ?= torch==2.13.0
 ARGS ?=
 WORKERS ?= 2
 VENV := .venv
-# Written last: without it an installation was cut short, and is started afresh.
+# Written last. If it is missing, an installation was interrupted, and .venv is created again.
 STAMP := $(VENV)/.installed
 
 .PHONY: quickstart test test-all lint
@@ -23,11 +24,12 @@ STAMP := $(VENV)/.installed
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
 
-# The launcher calls ranks "gpus" on every accelerator. No GPU is used, so that it is the same on every machine.
+# --num_gpus is the number of ranks on any accelerator. No GPU is used, so that the quickstart is the same on
+# every machine.
 quickstart: $(STAMP)
 	CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore $(VENV)/bin/deepspeed -q --num_gpus 2 launch/train.py +experiment=quickstart $(ARGS)
 
-# Tests of one group (see tests/conftest.py) run in one process, groups in the order in which they were collected.
+# The tests of one file (or of one folder, see tests/conftest.py) run in one process, in the collected order.
 PYTEST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)

@@ -19,23 +19,17 @@ from benchmarks.workloads import EPOCHS, MINIBATCHES
 from ppo_ds.distributed.threads import own_cores, share, user_limit
 
 HERE = Path(__file__).resolve().parent
-OWN = (
-    "--against",
-    "--trl-python",
-    "--trl-micro-rows",
-    "--pairs",
-    "--threads",
-    "--json",
-)  # options of the comparison, each with a value
+# options of the comparison, each with a value
+OWN = ("--against", "--trl-python", "--trl-micro-rows", "--pairs", "--threads", "--json")
 
 
 def compare(args: argparse.Namespace, argv: list[str]) -> int:
-    args.threads = (
-        args.threads or share(0, [own_cores()], requested=None, limit=user_limit(os.environ)).each
-    )  # the same for both
+    if not args.threads:  # both trainers get the same number
+        args.threads = share(0, [own_cores()], requested=None, limit=user_limit(os.environ)).each
     pairs: list[dict[str, Any]] = []
     print(
-        f"{'pair':<6}{'ours, s':>10}{'TRL, s':>10}{'samples/s':>11}{'CPU s':>8}{'memory':>8}   answers' mean tokens   (columns 4 to 6: ratios)",
+        f"{'pair':<6}{'ours, s':>10}{'TRL, s':>10}{'samples/s':>11}{'CPU s':>8}{'memory':>8}   "
+        "mean response tokens   (columns 4 to 6: ratios)",
         flush=True,
     )
     for i in range(args.pairs):
@@ -154,7 +148,8 @@ def _row(pair: dict[str, Any]) -> str:
     ours, trl = pair["ours"], pair["trl"]
     means = [sum(each["step_seconds"]) / len(each["step_seconds"]) for each in (ours, trl)]
     ratios = f"{pair['samples_per_s']:>11.2f}{pair['cpu_seconds']:>8.2f}{pair['memory']:>8.2f}"
-    return f"{means[0]:>10.2f}{means[1]:>10.2f}{ratios}   {ours['response_tokens_mean']:.1f} and {trl['response_tokens_mean']:.1f}"
+    lengths = f"{ours['response_tokens_mean']:.1f} and {trl['response_tokens_mean']:.1f}"
+    return f"{means[0]:>10.2f}{means[1]:>10.2f}{ratios}   {lengths}"
 
 
 def _spread(values: list[float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Records the work of a training run, and computes the FLOPs and bytes that it needs at least."""
+"""Records the work of a training run, and computes the least FLOPs and bytes that this work needs."""
 
 from __future__ import annotations
 
@@ -71,25 +71,25 @@ def sizes(stage: Any) -> Sizes:
 
 
 def phase_flops(sizes: Sizes, step: Lengths, epochs: float) -> dict[str, float]:
-    """Computes the FLOPs that each timed phase of one step needs at least, over all ranks.
+    """Computes the least FLOPs that each timed phase of one step needs, over all ranks.
 
-    The head counts at response positions only. The reward model counts as large as the critic, as in the
-    workloads.
+    The head is counted at response positions only. The reward model is counted with the size of the critic,
+    which it has in the workloads.
 
     Args:
         epochs: Epochs that the update ran, policy/epochs_run of its metrics.
     """
-    tokens, pairs, places = sum(step.totals), causal_pairs(step.totals), sum(step.responses)
+    tokens, pairs, positions = sum(step.totals), causal_pairs(step.totals), sum(step.responses)
     read = [total - 1 for total in step.totals]  # the last token of a response is never an input
-    actor = forward_flops(sizes.actor.size, tokens, pairs, places)
+    actor = forward_flops(sizes.actor.size, tokens, pairs, positions)
     found = {
-        "time/generate": forward_flops(sizes.actor.size, sum(read), causal_pairs(read), places),
+        "time/generate": forward_flops(sizes.actor.size, sum(read), causal_pairs(read), positions),
         "time/old_logprobs": actor,
         "time/ref_logprobs": actor,
         "time/update_actor": epochs * sizes.actor.forwards * actor,
     }
     if sizes.critic is not None:
-        critic = forward_flops(sizes.critic.size, tokens, pairs, places)
+        critic = forward_flops(sizes.critic.size, tokens, pairs, positions)
         found |= {
             "time/values": critic,
             "time/reward": critic,

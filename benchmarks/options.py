@@ -24,7 +24,11 @@ def count(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="benchmarks/ppo_step.py", description=__doc__, allow_abbrev=False)
+    p = argparse.ArgumentParser(
+        prog="benchmarks/ppo_step.py",
+        description="Measures the time of a PPO step by phase. See docs/performance.md.",
+        allow_abbrev=False,
+    )
     p.add_argument("workload", choices=sorted(WORKLOADS))
     p.add_argument(
         "--steps", type=count, default=3, help="measured steps, after one that is not measured (default 3)"
@@ -84,9 +88,15 @@ def _problem(args: argparse.Namespace) -> str | None:
             f"--{given[0].replace('_', '-')} needs --against trl; add that, or remove it" if given else None
         )
     if not args.trl_python:
-        return "--against trl needs --trl-python, the Python of an environment with trl==1.10.0 (docs/performance.md)"
+        return (
+            "--against trl needs --trl-python, the Python of an environment with trl==1.10.0 "
+            "(docs/performance.md)"
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return f"--against trl compares single processes, but there are {os.environ['WORLD_SIZE']} ranks; start it with python, without a launcher"
+        return (
+            f"--against trl compares single processes, but there are {os.environ['WORLD_SIZE']} ranks; start "
+            "it with python, without a launcher"
+        )
     if any(key.startswith("run.threads=") for key in args.set):
         return "--set run.threads does not reach TRL; with --against set the threads of both by --threads"
     return None

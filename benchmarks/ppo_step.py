@@ -4,7 +4,7 @@
     deepspeed --num_gpus 2 benchmarks/ppo_step.py W2 --set rollout.backend=hf --json w2.json
     python benchmarks/ppo_step.py W2 --against trl --trl-python TRL_ENV/bin/python --threads 1
 
-It runs the trainer as launch/train.py does: the same config, the same build_run, the same fit.
+It runs the trainer as launch/train.py does, with the same build_run and fit on a composed config.
 """
 
 from __future__ import annotations
@@ -85,19 +85,19 @@ def measure(args: argparse.Namespace) -> int:
 def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """Returns the figures of a training run without its first step, and whether this is rank 0."""
     from benchmarks.counting import Recorder, sizes
-    from benchmarks.report import distance, figures
+    from benchmarks.report import figures, limit_fractions
     from ppo_ds.build.run import build_run
     from ppo_ds.training import run as training_run
 
     with redirect_stdout(sys.stderr):
         run = build_run(config)
-        # the trained weights of a benchmark are of no use to anyone
+        # a benchmark needs neither the trained weights nor a report
         run.stage.export = lambda run_dir: None
         training_run.write_report = lambda *_, **__: None
         recorder = Recorder(run.stage)
         run.fit()
     recorder.cpu.append(time.process_time())
-    run.world.barrier()  # the limits are measured by all ranks at once, as they worked
+    run.world.barrier()  # all ranks measure the limits at the same time, because they also train together
     limits = None if args.no_limits else _limits(run.stage, config)
     run.world.barrier()
     if not run.world.is_main:
@@ -114,7 +114,7 @@ def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     } | figures(records, steps, cpu)
     if limits is not None:
         epochs = [record["policy/epochs_run"] for record in records]
-        found |= distance(found, steps, sizes(run.stage), epochs, limits, run.world.size)
+        found |= limit_fractions(found, steps, sizes(run.stage), epochs, limits, run.world.size)
     return found, True
 
 

@@ -55,12 +55,12 @@ def figures(records: Sequence[Record], steps: Sequence[Lengths], cpu: Sequence[f
     }
 
 
-def distance(
+def limit_fractions(
     found: Record, steps: Sequence[Lengths], sizes: Sizes, epochs: Sequence[float], limits: Limits, ranks: int
 ) -> dict[str, Any]:
     """Computes the fractions of the limits: of the peak FLOP/s by phase, and of the bandwidth in decoding.
 
-    ``epochs`` are those that the update of each step ran.
+    ``epochs`` holds the number of epochs that the update of each step ran.
     """
     times = found["seconds_per_step"]
     flops = [phase_flops(sizes, step, n) for step, n in zip(steps, epochs, strict=True)]
@@ -114,8 +114,9 @@ def table(found: Record) -> str:
     seconds, mfu = found["seconds"], found.get("mfu", {})
     step = seconds["time/step"]
     lines = [
-        f"{found['workload']}: {found['samples_per_step']} samples per step, prompts of {found['prompt_tokens_mean']:.1f} tokens, "
-        f"responses of {found['response_tokens_mean']:.1f} on average; median of {found['steps']} steps",
+        f"{found['workload']}: {found['samples_per_step']} samples per step, prompts of "
+        f"{found['prompt_tokens_mean']:.1f} tokens, responses of {found['response_tokens_mean']:.1f} on "
+        f"average; median of {found['steps']} steps",
         ", ".join(f"{name} {value}" for name, value in found["machine"].items()),
         "",
         f"{'phase':<16}{'seconds':>10}{'share':>8}{'MFU':>8}",
@@ -123,7 +124,8 @@ def table(found: Record) -> str:
     for name in sorted(seconds, key=lambda name: (name == "time/step", -seconds[name])):
         reached = f"{100 * mfu[name]:.1f} %" if name in mfu else ""
         lines.append(
-            f"{name.removeprefix('time/'):<16}{seconds[name]:>10.3f}{100 * seconds[name] / step:>6.0f} %{reached:>8}"
+            f"{name.removeprefix('time/'):<16}{seconds[name]:>10.3f}"
+            f"{100 * seconds[name] / step:>6.0f} %{reached:>8}"
         )
     rows = {
         "samples/s": found["samples_per_s"],

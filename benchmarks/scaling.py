@@ -1,12 +1,13 @@
 """Measures how cost scales with the samples per step, and with the ranks at constant samples per rank.
 
-    python benchmarks/scaling.py                              # 32, 128 and 512 samples on one rank; 128 per
-    rank on one and two python benchmarks/scaling.py W1 --prompts 32 64 --ranks 1 2 4 --per-rank 32 --rounds 3
-    --set rollout.backend=hf
+    python benchmarks/scaling.py
+    python benchmarks/scaling.py W1 --prompts 32 64 --ranks 1 2 4 --per-rank 32 --rounds 3 \\
+        --set rollout.backend=hf
 
-Each figure is a run of ppo_step.py with one thread per rank, in a process of its own. The cases of a round
-run one after the other; medians over rounds are shown. CPU seconds (of rank 0) vary less when other programs
-share the cores. It uses the standard library only.
+By default it runs 32, 128 and 512 samples on one rank, and 128 samples per rank on one and on two ranks. Each
+figure is a run of ppo_step.py with one thread per rank, in a process of its own. The cases of a round run one
+after the other, and medians over rounds are shown. CPU seconds (of rank 0) vary less than seconds when other
+programs share the cores. The script uses the standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from statistics import median
 from typing import Any
 
 Case = tuple[int, int]  # ranks, samples of a step
-Times = tuple[float, float]  # seconds on the clock, and of rank 0's CPU
+Times = tuple[float, float]  # wall-clock seconds, and CPU seconds of rank 0
 STEP = str(Path(__file__).resolve().with_name("ppo_step.py"))
 
 
@@ -102,17 +103,19 @@ def run(args: argparse.Namespace, ranks: int, prompts: int) -> dict[str, Any]:
         )
         if done.returncode:
             raise SystemExit(
-                f"{ranks} rank(s), {prompts} samples: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+                f"{ranks} rank(s), {prompts} samples: exit code {done.returncode}\n"
+                f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
             )
         return json.loads(found.read_text(encoding="utf-8"))
 
 
 def table(title: str, cases: Sequence[tuple[Case, Sequence[Times]]]) -> list[str]:
-    """Formats each case with its times over rounds; ratios are to the first case, round by round."""
+    """Formats each case with its median times; a ratio is the median over rounds of case / first case."""
     lines = [
         "",
         title,
-        f"{'ranks':>8}{'samples':>10}{'seconds':>12}{'range':>22}{'x first':>14}{'CPU seconds':>14}{'x first':>14}",
+        f"{'ranks':>8}{'samples':>10}{'seconds':>12}{'range':>22}{'x first':>14}"
+        f"{'CPU seconds':>14}{'x first':>14}",
     ]
     for (ranks, samples), times in cases:
         clock, cpu = zip(*times, strict=True)
@@ -121,7 +124,8 @@ def table(title: str, cases: Sequence[tuple[Case, Sequence[Times]]]) -> list[str
         ]
         spread = f"{min(clock):.4f} to {max(clock):.4f}"
         lines.append(
-            f"{ranks:>8}{samples:>10}{median(clock):>12.4f}{spread:>22}{ratios[0]:>14.2f}{median(cpu):>14.4f}{ratios[1]:>14.2f}"
+            f"{ranks:>8}{samples:>10}{median(clock):>12.4f}{spread:>22}{ratios[0]:>14.2f}"
+            f"{median(cpu):>14.4f}{ratios[1]:>14.2f}"
         )
     return lines
 

@@ -2,9 +2,9 @@
 
 See docs/performance.md. The script imports nothing of ppo_ds. Its settings are the fastest that TRL offers
 for the work: the largest rollout batch, no gradient checkpointing, no samples, no saving. TRL's accelerator
-accumulates over the micro-batches of a whole rollout, or steps at each of them if the data set holds one
-rollout. The script sets it to the micro-batches of one minibatch, so that both trainers make the same
-optimizer steps.
+accumulates gradients over the micro-batches of a whole rollout; if the data set holds one rollout, it steps
+at every micro-batch. The script sets the accumulation to the micro-batches of one minibatch, so that both
+trainers make the same optimizer steps.
 """
 
 from __future__ import annotations

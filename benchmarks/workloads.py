@@ -1,4 +1,4 @@
-"""The workloads: models with random weights and prompts, in a folder that any trainer can read.
+"""The workloads: prompts, and models with random weights, in a folder that any trainer can read.
 
 The models are Hugging Face folders: `model/` (a causal LM) and `reward/` (a sequence classifier of the same
 shape, also the initial critic). `prompts.jsonl` holds the prompts of one PPO step, so that every step of
@@ -34,11 +34,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Workload:
+    """Sizes of one PPO step."""
+
     shape: Shape
     prompts: int  # of one PPO step, one response each
     prompt_tokens: tuple[int, int]  # shortest and longest; lengths are evenly spaced between them
     new_tokens: int  # of the longest response
-    mean_tokens: int | None  # of responses of random length, before the cut; None: all have new_tokens
+    mean_tokens: int | None  # mean response length before truncation at new_tokens; None: all have new_tokens
     dtype: str
 
     @property
@@ -122,9 +124,8 @@ def _given(path: str, folder: Path) -> Any:
     ):
         model = auto_class.from_pretrained(path, dtype="auto", **extra)
         if model.config.pad_token_id is None:
-            model.config.pad_token_id = (
-                tokenizer.pad_token_id or tokenizer.eos_token_id
-            )  # a classifier needs it to find the last token
+            # a classifier needs it to find the last token
+            model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
         _save(model, tokenizer, folder / name)
     return tokenizer
 
@@ -134,9 +135,9 @@ def _made(workload: Workload, folder: Path) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
     tokenizer = word_tokenizer(workload.shape.vocab_size)
-    places = max(512, workload.prompt_tokens[1] + workload.new_tokens)
+    positions = max(512, workload.prompt_tokens[1] + workload.new_tokens)
     ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    config = LlamaConfig(**asdict(workload.shape), **ids, max_position_embeddings=places, num_labels=1)
+    config = LlamaConfig(**asdict(workload.shape), **ids, max_position_embeddings=positions, num_labels=1)
     dtype = torch.bfloat16 if workload.dtype == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if workload.mean_tokens is not None:
@@ -169,7 +170,7 @@ def word_tokenizer(vocab_size: int) -> Any:
 
 
 def _prompts(tokenizer: Any, workload: Workload, draw: random.Random) -> list[str]:
-    """Makes texts of random tokens; readers truncate those that tokenise to more tokens than sampled."""
+    """Makes texts of random tokens; a trainer truncates those that tokenise to more tokens than drawn."""
     low, high = workload.prompt_tokens
     n = workload.prompts
     lengths = [low + round(i * (high - low) / max(1, n - 1)) for i in range(n)]
@@ -188,8 +189,8 @@ def set_stop_probability(model: Any, probability: float, stop_id: int, never_ids
     One channel of the residual stream is made constant: every embedding has the same large number there, and
     no layer reads or writes it. The other channels are small in comparison, so the root mean square of every
     norm is given by that number, and the weights of the norms scale the other channels back. The head reads
-    the constant channel as a bias: the stop token gets the logit of ``probability``, ``never_ids`` a very low
-    one, all others none.
+    the constant channel as a bias: the stop token gets the logit of ``probability``, ``never_ids`` get a very
+    low logit, and all others get no bias.
     """
     import torch
 

@@ -48,9 +48,8 @@ def main(argv: list[str]) -> int:
         config = load_config(overrides, world_size=per_node * options.nodes)
     except UserError as error:
         return complain(error)
-    from ppo_ds.tools.doctor.diagnose import (
-        diagnose,  # imports deepspeed and transformers, which takes seconds
-    )
+    # imports deepspeed and transformers, which takes seconds
+    from ppo_ds.tools.doctor.diagnose import diagnose
 
     if options.gpus is not None or options.gpu_mem is not None:
         memory = int((options.gpu_mem or DEFAULT_GPU_MEM) * GIB)

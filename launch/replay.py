@@ -35,8 +35,8 @@ def main(argv: list[str]) -> int:
             "Needs no GPU and changes no files."
         ),
         epilog=(
-            "The initial models of the run must still exist. If their paths were relative, start this command "
-            "in the directory where the run was started."
+            "The initial models of the run must still exist. If their paths were relative, start this "
+            "command in the directory where the run was started."
         ),
         allow_abbrev=False,
     )

@@ -24,8 +24,7 @@ _URL_QUERY = re.compile(
 _TOKEN = re.compile(r"\b(sk-|hf_|gh[pousr]_|wandb_v1_|xox[abp]-|AKIA)[\w-]{16,}|\bBearer\s+[\w.~+/=-]{8,}")
 _REMEDY = (
     "the config is written to files and shown; put it into an environment variable (a remote reward's: "
-    "key_env) "
-    "and leave it out here"
+    "key_env) and leave it out here"
 )
 
 

@@ -42,11 +42,12 @@ from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Sequences
 
 
-def reads_once(config: Config) -> bool:
-    """Returns whether the update's own forward is the actor's only one over its responses.
+def old_logprobs_from_update(config: Config) -> bool:
+    """Returns whether the update's own forward gives the old log-probs, without a forward before it.
 
-    That needs a single optimizer step, and nothing before it that needs the log-probs: a KL in the reward,
-    weights for the decode backend, values from the same trunk, or steps in which only the critic learns.
+    This holds if one optimizer step uses the whole rollout and nothing before the update needs the log-probs:
+    no KL in the reward, no importance weights for the decode backend, no values from the same trunk, and no
+    steps in which only the critic learns.
     """
     algo, size = config.algo, rollout_size(config)
     one_step = algo.epochs == 1 and (algo.minibatch_size or size) == size
@@ -71,7 +72,7 @@ def experience_maker(
     pad_id: int,
     timer: PhaseTimer,
 ) -> ExperienceMaker:
-    """Builds make_experience."""
+    """Builds the ExperienceMaker of a run."""
     algo = config.algo
     return ExperienceMaker(
         actor=actor,
@@ -79,7 +80,7 @@ def experience_maker(
         reference=reference,
         critic=critic,
         share_trunk=critic is None and learns_values(config),
-        compute_old_logprobs=not reads_once(config),
+        compute_old_logprobs=not old_logprobs_from_update(config),
         masked_stop_ids=masked_stop_ids(algo.train_on_eos, stop_token_ids, pad_id),
         shaper=ScoreShaper(algo.reward_shaping, world),
         charged_kl=resolve(KL_ESTIMATORS[algo.kl.estimator]) if algo.kl.place == "reward" else None,
@@ -110,9 +111,10 @@ def advantage_estimator(algo: AlgoConfig, gae: GAEConfig, group_size: int) -> Ad
 
 
 def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
-    """Returns ``maker`` for the critic's pretraining, in which returns are the rewards to come (lambda 1).
+    """Returns a copy of ``maker`` for the critic's pretraining.
 
-    They have no bootstrap from a critic that is still untrained. Models that change no return are not run.
+    Returns are sums of future rewards (lambda 1), because the values of an untrained critic are no use for
+    bootstrapping. Forwards that change no return are left out.
     """
     algo = config.algo
     estimate = advantage_estimator(algo, GAEConfig(gamma=algo.gae.gamma, lam=1.0), maker.group_size)
@@ -125,8 +127,9 @@ def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
 def masked_stop_ids(
     train_on_eos: bool | None, stop_token_ids: tuple[int, ...], pad_id: int
 ) -> tuple[int, ...]:
-    """Returns the end tokens that are not actions: none, all, or (``None``) the pad token if it ends
-    responses.
+    """Returns the end tokens that are not actions.
+
+    ``train_on_eos`` = True: none; False: all; None: the pad token, if it is an end token.
     """
     if train_on_eos is None:
         return tuple(stop for stop in stop_token_ids if stop == pad_id)
@@ -148,13 +151,11 @@ def _all_packed(*models: TrainedModel | FrozenModel | None) -> bool:
 
 @dataclass(frozen=True)
 class Horizon:
-    """Length of a run: its PPO steps, and its optimizer steps at most (algo.target_kl may end a PPO step
-    early).
-    """
+    """Length of a run, in PPO steps and in optimizer steps."""
 
-    steps: int
-    actor: int
-    critic: int
+    steps: int  # PPO steps
+    actor: int  # optimizer steps at most: algo.target_kl may end the epochs of a PPO step early
+    critic: int  # the same
 
 
 def horizon(config: Config, n_prompts: int) -> Horizon:
@@ -182,7 +183,7 @@ def learner(
     timer: PhaseTimer,
     health: Health,
 ) -> Learner:
-    """Builds learn."""
+    """Builds the Learner of a run."""
     algo, loss = config.algo, POLICY_LOSSES[config.algo.policy.loss]
     aggregation = resolve(LOSS_AGGREGATIONS[algo.loss.agg])
     return Learner(
@@ -200,8 +201,8 @@ def learner(
             agg=aggregation,
             level=algo.action_level,
         ),
-        # at action level sequence there is one value per response: the mean over them, whatever that over
-        # tokens is
+        # At action level sequence there is one value per response, so the value loss is the mean over the
+        # responses for any algo.loss.agg.
         value=ValueObjective(algo.value, token_mean if algo.action_level == "sequence" else aggregation),
         ptx=PtxObjective(algo.ptx.coef) if ptx_texts is not None else None,
         ptx_texts=ptx_texts,
@@ -226,10 +227,6 @@ def kl_controller(config: Config) -> FixedKLController:
     if kl.controller == "threshold":
         return ThresholdKLController(kl.coef, kl.target, min_coef=kl.min_coef, max_coef=kl.max_coef)
     return FixedKLController(kl.coef)
-
-
-def shadow(model: TrainedModel, wanted: bool) -> WeightCopy | None:
-    return WeightCopy(model) if wanted else None
 
 
 def eval_weights(ema: WeightCopy | None, wanted: bool) -> Callable[[], AbstractContextManager[None]]:

@@ -24,8 +24,8 @@ def summary(
 ) -> list[str]:
     """Returns the summary of a PPO run: devices, models, data and batch sizes.
 
-    ``critic_start`` is the path of the critic's first weights, None without a critic of its own. ``gap`` is
-    the mean and the maximum that the parity gate found.
+    ``critic_start`` is the path of the critic's initial weights, or None without a separate critic. ``gap``
+    is the mean and the maximum difference of log-probs that the parity check measured.
     """
     actor, critic, reference, algo = config.actor, config.critic, config.reference, config.algo
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
@@ -34,16 +34,25 @@ def summary(
         if algo.kl.place != "none"
         else "none"
     )
+    if critic_start:
+        values = f"{critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}"
+    elif critic.share_trunk:
+        values = "a value head on the actor"
+    else:
+        values = f"none: advantages by {algo.advantage.estimator}"
+    if not uses_reference(config):
+        frozen = "none"
+    elif reference_is_base(config):
+        frozen = f"{reference.model.path}  {reference.model.dtype}  the actor without its adapters"
+    else:
+        copies = "sharded" if reference.zero.stage == 3 else "a replica on each rank"
+        frozen = f"{reference.model.path}  {reference.model.dtype}  {copies}"
     return [
         f"{world.size} rank(s) on {device}; torch {torch.__version__}",
         f"threads    {world.threads}",
         f"actor      {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
-        f"critic     {critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}"
-        if critic_start
-        else f"critic     {_no_critic(config)}",
-        f"reference  {reference.model.path}  {reference.model.dtype}  {_reference_place(config)}"
-        if uses_reference(config)
-        else "reference  none",
+        f"critic     {values}",
+        f"reference  {frozen}",
         f"reward     {_reward(config.reward)}; KL {kl}",
         f"data       {source.path}: {describe_rows(source.report, 'prompts')}",
         *batch_equation(config, world.size, f", {optimizer_steps} in {steps} steps"),
@@ -53,7 +62,7 @@ def summary(
 
 
 def resumed(run_dir: str, done: int, steps: int) -> list[str]:
-    """Returns the line about the ``done`` steps of earlier starts, if any."""
+    """Returns a line on the ``done`` steps of earlier starts, or no line if there are none."""
     if done >= steps:
         return [
             f"resumed    {run_dir} holds all {done} steps: nothing is left to train; raise run.steps, "
@@ -79,12 +88,6 @@ def batch_equation(config: Config, ranks: int, total: str = "") -> list[str]:
     ]
 
 
-def _reference_place(config: Config) -> str:
-    if reference_is_base(config):
-        return "the actor without its adapters"
-    return "sharded" if config.reference.zero.stage == 3 else "a replica on each rank"
-
-
 def _reward(section: dict[str, Any]) -> str:
     """Formats a reward section as ``FunctionReward path=a:b``, nested sections in parentheses."""
     name = [str(section["_target_"]).rpartition(".")[2]] if "_target_" in section else []
@@ -95,12 +98,4 @@ def _reward(section: dict[str, Any]) -> str:
             f"{key}=({_reward(value)})" if isinstance(value, dict) else f"{key}={show(value)}"
             for key, value in keys.items()
         ]
-    )
-
-
-def _no_critic(config: Config) -> str:
-    return (
-        "a value head on the actor"
-        if config.critic.share_trunk
-        else f"none: advantages by {config.algo.advantage.estimator}"
     )

@@ -1,7 +1,4 @@
-"""Builds the tokenizer and the data of a run.
-
-Data are prompts, held-out prompts, and texts for the language-modelling loss.
-"""
+"""Builds the tokenizer and the data of a run: prompts, held-out prompts, and texts for the PTX loss."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.types import Row
 
-CHANGES = {  # a source's report, in words
+CHANGES = {  # names in a source's report -> how the banner describes them
     "truncated": "truncated",
     "dropped": "dropped",
     "lowered": "limited to sampling.max_new_tokens",
@@ -112,8 +109,8 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
         if not tokenizer.stop_ids and not config.sampling.stop:
             raise UserError(
                 f"actor.model.path={config.actor.model.path}: neither the tokenizer nor "
-                "generation_config.json names an end token, so no response would end by itself; set sampling.stop_token_ids or "
-                "sampling.stop, or sampling.stop_token_ids=[] if that is intended"
+                "generation_config.json names an end token, so no response would end by itself; set "
+                "sampling.stop_token_ids or sampling.stop, or sampling.stop_token_ids=[] if that is intended"
             )
         return tokenizer.stop_ids
     # a vocabulary may have gaps, so that ids above its size are valid

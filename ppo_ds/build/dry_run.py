@@ -1,6 +1,4 @@
-"""Dry run (run.dry_run): two steps on tiny random models.
-
-It tests that config, data, reward and loop work together.
+"""Dry run (run.dry_run): two steps on tiny random models, to test that the parts of a run work together.
 
 A dry run is an ordinary run of a modified config: model paths point to tiny models of the same architectures,
 batches are small, and run.dir is another folder. The config's ``prepare`` creates the tiny models; rank 0
@@ -18,7 +16,7 @@ from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import save_shrunk
 
-STEPS, MIN_PROMPTS, MAX_SAMPLES = 2, 4, 4  # PPO steps, prompts of one, responses to each
+STEPS, MIN_PROMPTS, MAX_SAMPLES = 2, 4, 4  # PPO steps; prompts of each; responses to a prompt
 MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, MAX_DATA_ROWS, MAX_EVAL_PROMPTS = 128, 16, 1000, 8
 MARKER = ".dry_run"  # a file in folders that a dry run created and may empty
 SHOWN = (
@@ -40,7 +38,7 @@ def dry_run_dir(config: Config) -> Path:
 def dry_run_config(config: Config, ranks: int) -> Config:
     """Returns the config of the dry run of ``config``."""
     folder = dry_run_dir(config)
-    # what the config's own ``prepare`` creates in run.dir is created in the dry run's folder instead
+    # the config's own ``prepare`` must create its files in the dry run's folder instead of run.dir
     tree = _moved(resolved(config), str(config.run.dir), str(folder))
     models = _models(tree)
     tiny = {model: str(folder / "models" / f"{i}") for i, model in enumerate(models)}
@@ -79,9 +77,9 @@ def dry_run_config(config: Config, ranks: int) -> Config:
         "models": [{**options, "folder": tiny[model]} for model, options in models.items()],
         "first": tree["prepare"],
     }
-    dry, problems = from_tree(tree)
+    changed, problems = from_tree(tree)
     assert not problems, problems
-    return dry
+    return changed
 
 
 def _models(tree: dict[str, Any]) -> dict[Model, dict[str, Any]]:

@@ -23,7 +23,7 @@ from ppo_ds.rewards.model import check_reward_model
 from ppo_ds.types import Row
 
 CHAT_SCORER = "ppo_ds.rewards.get_score.get_score_reward"
-OWN = "ppo_ds.rewards."  # cheap to build twice; another package's reward may load a model
+OWN = "ppo_ds.rewards."  # these are cheap to build for a check; a reward of another package may load a model
 
 
 def preflight(config: Config, inputs: Inputs) -> None:
@@ -45,9 +45,8 @@ def check_vocabularies(config: Config, tokenizer: Tokenizer) -> None:
         model_config = load_config(
             model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=key
         )
-        rows = getattr(
-            model_config.get_text_config(), "vocab_size", None
-        )  # some families name it differently
+        # some families have another name for vocab_size
+        rows = getattr(model_config.get_text_config(), "vocab_size", None)
         if rows is not None and tokenizer.id_bound > rows:
             raise UserError(
                 f"{key}={model.path}: the actor's tokenizer has ids up to {tokenizer.id_bound - 1}, but this "
@@ -70,6 +69,7 @@ def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str,
 
 
 def check_reward(section: dict[str, Any], key: str, inputs: Inputs) -> None:
+    """Checks one reward: a model by its config and tokenizer, any other by reading all rows."""
     if section["_target_"] == CLASSIFIER:
         options = {name: section[name] for name in ("template", "append_eos") if name in section}
         check_reward_model(ModelConfig(**section["model"]), inputs.examples(), key=key, **options)
@@ -80,9 +80,7 @@ def check_reward(section: dict[str, Any], key: str, inputs: Inputs) -> None:
         reward = bind(section, key)(tokenizer=inputs.tokenizer, reduce=lambda tensor: tensor)
 
         def check_row(row: Row) -> None:
-            with (
-                reward_errors_as_user_errors()
-            ):  # before training, an unusable row is an error in the user's data
+            with reward_errors_as_user_errors():
                 reward.check_row(row)
 
         inputs.check_rows(check_row)

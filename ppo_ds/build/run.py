@@ -34,7 +34,7 @@ def build_run(config: Config, watchdog: Watchdog | None = None) -> Run:
     A collective. ``watchdog`` is started once the ranks are connected. Raises UserError for mistakes in
     config, data and models.
     """
-    bind(config.reward, "reward")  # before the ranks are connected, since it only reads signatures
+    bind(config.reward, "reward")  # only checks the arguments, so that errors come before ranks are connected
     prepare = bind(config.prepare, "prepare") if config.prepare else None
     world = connect(config.run.timeout_minutes, config.run.verbose, config.run.threads)
     store = RankStore()

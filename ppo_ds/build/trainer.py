@@ -14,7 +14,6 @@ from ppo_ds.build.algorithm import (
     learner,
     masked_stop_ids,
     pretraining,
-    shadow,
 )
 from ppo_ds.build.banner import summary
 from ppo_ds.build.data import Inputs, read_inputs, stop_ids
@@ -51,7 +50,8 @@ from ppo_ds.training.performance import build_meter
 from ppo_ds.training.stage import RunContext, Stateful
 from ppo_ds.types import Reward
 
-RANK_SEED_OFFSET = 100_003  # a prime, so that ranks sample from streams that no other seed of a run starts
+# between the sampling seeds of ranks; a large prime keeps them apart from the other seeds of a run
+RANK_SEED_OFFSET = 100_003
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Models:
     actor: HybridActor
     reference: FrozenModel | None  # None: nothing needs the KL to it
     reward: Reward
-    critic: TrainedModel | None  # None without a critic, and when the value head is on the actor
+    critic: TrainedModel | None  # None without a critic, and if the value head is on the actor
     critic_path: str | None  # of the critic's first weights
     ema: WeightCopy | None
     lagged: WeightCopy | None
@@ -120,9 +120,8 @@ def build_trainer(config: Config, context: RunContext) -> PPOTrainer:
         "kl": kl if algo.kl.controller != "fixed" else None,
         "prompts": inputs.prompts,
         "scores": make_experience.shaper,
-        "reward": models.reward
-        if isinstance(models.reward, Stateful)
-        else None,  # anyone's reward may have a state
+        # a user's own reward may have a state
+        "reward": models.reward if isinstance(models.reward, Stateful) else None,
         "ptx": inputs.ptx,
     }
     return PPOTrainer(
@@ -168,7 +167,7 @@ def build_sampling(config: Config, stops: tuple[int, ...], temperature: float) -
 
 
 def load_models(config: Config, context: RunContext, inputs: Inputs, length: Horizon) -> Models:
-    """Loads the four roles, the reward last, since it may share the critic's weights. A collective."""
+    """Loads the models, the reward last because it may share the critic's weights. A collective."""
     world, banner = context.world, context.banner
     needs = Needs(
         inputs.tokenizer.id_bound,
@@ -193,8 +192,8 @@ def load_models(config: Config, context: RunContext, inputs: Inputs, length: Hor
         note=banner.note,
     )
     banner.note(*adapter_notes(config, actor, critic), *choose_layouts(config, actor, reference, critic))
-    ema = shadow(actor, config.actor.ema.decay is not None)
-    lagged = shadow(actor, config.algo.old_policy == "lagged")
+    ema = WeightCopy(actor) if config.actor.ema.decay is not None else None
+    lagged = WeightCopy(actor) if config.algo.old_policy == "lagged" else None
     banner.note(*plan_generation(config, actor, critic))
     return Models(actor, reference, reward, critic, start.path if start else None, ema, lagged)
 

@@ -27,13 +27,8 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.types import Row, Sequences
 
-ANSWER_COLUMNS = (
-    "response",
-    "answer",
-    "completion",
-    "chosen",
-)  # beside "prompt"; the first one is taken
-
+# Columns of the answer beside "prompt"; the first one that a row has is taken.
+ANSWER_COLUMNS = ("response", "answer", "completion", "chosen")
 CHAT_COLUMNS = ("messages", "conversations", "chosen")  # including the answer
 _REQUIRED = (
     f'needs a column "text", or "prompt" and one of {", ".join(ANSWER_COLUMNS)}, or a chat that ends with '
@@ -78,13 +73,13 @@ def _check_answer(value: object, name: str) -> str:
 class DemonstrationSource:
     """Holds the token ids of texts and demonstrations, encoded once and identically on every rank.
 
-    Every token of a text is learned, and an end token after the last. Of a demonstration only the answer and
-    its end token are learned: the prompt is encoded as for generation, and the answer is what the chat
-    template writes after it, up to its end token. Rows are truncated to ``max_tokens`` on the right, and
-    dropped if nothing of the answer remains.
+    For a text, the loss covers every token and an end token after the last. For a demonstration, it covers
+    only the answer and its end token. The prompt of a demonstration is encoded as for generation; the answer
+    is what the chat template writes after the prompt, up to the end token. Rows are truncated to
+    ``max_tokens`` on the right, and dropped if nothing of the answer remains.
 
-    ``report`` is {"rows": read, "truncated": cut on the right, "dropped": left out}; ``len(source)`` is rows
-    - dropped.
+    ``report`` is {"rows": read, "truncated": cut on the right, "dropped": left out}. ``len(source)`` is the
+    number of rows that were not dropped.
     """
 
     def __init__(
@@ -120,8 +115,7 @@ class DemonstrationSource:
             limit = f"{key.replace('path', 'max_tokens')}={max_tokens}"
             raise UserError(
                 f"{key}={path}: all {len(demonstrations)} rows are dropped: their answers begin after "
-                f"{limit} "
-                "tokens; raise it"
+                f"{limit} tokens; raise it"
             )
 
     def _encode(self, chunk: list[Demonstration], start: int) -> list[tuple[int, list[int]]]:
@@ -155,8 +149,7 @@ class DemonstrationSource:
             if not whole.startswith(head):
                 raise UserError(
                     "the chat template renders the prompt differently once it is answered, so the answer "
-                    "cannot be "
-                    "separated from it; set data.chat_template"
+                    "cannot be separated from it; set data.chat_template"
                 )
         except UserError as error:
             raise UserError(f"{self._rows.location(row)}: {error}") from error
@@ -188,9 +181,10 @@ class DemonstrationSource:
         return max(end - start for start, end in pairwise(self._starts))
 
     def batch(self, indices: Sequence[int]) -> Sequences:
-        """Returns the rows at ``indices``, right-padded; only the first token is the prompt, so R = T - 1.
+        """Returns the rows at ``indices``, right-padded.
 
-        ``response_mask`` marks the tokens to learn; the other tokens of the prompt are attended to.
+        The Sequences have a prompt of one token, so R = T - 1. ``response_mask`` marks the tokens that get a
+        loss; the model attends to the other tokens of a row too.
         """
         rows = [self._ids[self._starts[i] : self._starts[i + 1]] for i in indices]
         lengths = torch.tensor([len(row) for row in rows])[:, None]
@@ -203,10 +197,10 @@ class DemonstrationSource:
 
 
 class DemonstrationStream:
-    """Yields endless batches of ``batch_size`` rows, the whole batch on every rank; the learner splits it.
+    """Yields batches of ``batch_size`` rows without end.
 
-    Each pass over the source is shuffled with the seed ``seed`` + pass. Rows that do not fill a batch at the
-    end of a pass begin the next batch.
+    Every rank gets the whole batch, and the learner splits it. Each pass over the source is shuffled with the
+    seed ``seed`` + pass. Rows that do not fill a batch at the end of a pass begin the next batch.
     """
 
     def __init__(self, source: DemonstrationSource, *, batch_size: int, seed: int = 0):

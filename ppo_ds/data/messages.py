@@ -48,8 +48,7 @@ def prompt_format(
     if system is not None and not tokenizer.has_chat_template:
         raise UserError(
             f"data.system={system[:40]!r}: the tokenizer has no chat template for it; set "
-            "data.chat_template, "
-            "or write it into the prompts"
+            "data.chat_template, or write it into the prompts"
         )
     if apply_chat_template is None:
         apply_chat_template = tokenizer.has_chat_template
@@ -119,8 +118,8 @@ def _prompt_column(row: Row, format: PromptFormat) -> str:
     present = [name for name in PROMPT_COLUMNS if name in row]
     if not present:
         raise UserError(
-            f"none of the columns {', '.join(PROMPT_COLUMNS)}; "
-            f"set {key} to one that the row has: {column_names(row)}"
+            f"none of the columns {', '.join(PROMPT_COLUMNS)}; set {key} to one that the row has: "
+            f"{column_names(row)}"
         )
     # in a file format with fixed columns, a column that a row lacks is null
     return next((name for name in present if row[name] is not None), present[0])

@@ -22,7 +22,7 @@ class MixedSource:
     The sets take turns by a fixed rule (``WeightedRoundRobin``): in any number of steps each set's count
     differs from its share by less than two prompts, on any number of ranks. Each set is repeated in passes of
     its own, so a prompt of a small set with a large share occurs more often, possibly twice in one step. One
-    epoch is as many prompts as the sets hold together, though not each of them once.
+    epoch has as many prompts as all sets together, but it does not contain each prompt exactly once.
     """
 
     def __init__(self, sources: Sequence[PromptSource], weights: Sequence[float], *, key: str = "data.mix"):
@@ -67,7 +67,10 @@ class MixedSource:
         return Interleaved(self._turns, orders, self._starts)
 
     def batch(self, indices: Sequence[int]) -> Prompts:
-        """Returns the prompts at ``indices``, left-padded; the sets' indices follow each other."""
+        """Returns the prompts at ``indices``, left-padded.
+
+        The indices of each set begin after those of the set before it.
+        """
         members = [(bisect_right(self._starts, i) - 1, i) for i in indices]
         return collate_prompts(
             [self.sources[k].row(i - self._starts[k]) for k, i in members], self.sources[0].pad_id

@@ -17,7 +17,8 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.types import Prompts, Row
 
-# Tokenized at a time: as Python ints, before they are stored in an array, ids take much memory.
+# Limits of one call of the tokenizer: it returns Python ints, which take much more memory than the array in
+# which ids are stored.
 CHUNK_ROWS, CHUNK_CHARACTERS = 1000, 1_000_000
 ID_COLUMN = "id"
 
@@ -25,10 +26,10 @@ ID_COLUMN = "id"
 class PromptSource:
     """Holds the prompts of a data set, checked and tokenized once and identically on every rank.
 
-    Chats are rendered by the tokenizer's chat template, and so are text prompts if there is one: a chat model
-    is not trained on bare text. A prompt of more than ``max_prompt_tokens`` is dropped or truncated on the
-    left; truncating on the right would remove the position where the response begins. A row's column
-    "max_new_tokens" lowers the run's ``max_new_tokens`` for its response.
+    Chats are rendered by the tokenizer's chat template. Text prompts are too, if the tokenizer has a
+    template, because a chat model is not trained on bare text. A prompt of more than ``max_prompt_tokens`` is
+    dropped or truncated on the left; truncating on the right would remove the position where the response
+    begins. A row's column "max_new_tokens" lowers the run's ``max_new_tokens`` for its response.
 
     ``report`` counts rows: {"rows": read, "truncated": truncated on the left, "dropped": left out, "lowered":
     asked for longer responses than the run allows, "repeated": kept with the same ids as an earlier one,
@@ -78,7 +79,7 @@ class PromptSource:
         self._kept = array("I")  # the index of each kept prompt's row
         self._starts = array("L", [0])  # where each kept prompt's ids begin; the last entry is their end
         self._ids = array("I")  # of all kept prompts, concatenated
-        self._limits = array("L")  # the most new tokens of each kept prompt
+        self._limits = array("L")  # the limit of response tokens of each kept prompt
         # the roles of a chat, () for a text -> the first kept prompt with these roles
         self._first_with_roles: dict[tuple[str, ...], int] = {}
         self.report = {
@@ -247,12 +248,12 @@ class Source(Protocol):
 
 
 class PromptStream:
-    """Yields endless steps of prompts, on each rank its contiguous slice.
+    """Yields the prompts of one step after the other, without end; each rank gets a contiguous slice.
 
     A step has ``prompts_per_step`` x ``samples_per_prompt`` rows, in the order p1, p1, p2, p2. Each pass over
     the source is shuffled with the seed ``seed`` + pass. Prompts that do not fill a step at the end of a pass
-    begin the next step. Slices are padded separately: concatenated in the order of the ranks they are the
-    single rank's batch, up to padding.
+    begin the next step. Concatenated in the order of the ranks, the slices are the batch that a single rank
+    would get, except that each slice is padded separately.
     """
 
     def __init__(
@@ -276,8 +277,8 @@ class PromptStream:
         if rows % world_size:
             raise UserError(
                 f"rollout.prompts_per_step={prompts_per_step} x "
-                f"rollout.samples_per_prompt={samples_per_prompt} = "
-                f"{rows} rows cannot be split evenly over {world_size} ranks"
+                f"rollout.samples_per_prompt={samples_per_prompt} = {rows} rows cannot be split evenly over "
+                f"{world_size} ranks"
             )
         self._source, self._prompts, self._samples = source, prompts_per_step, samples_per_prompt
         self._slice = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
@@ -313,7 +314,6 @@ def eval_batches(
     source: Source, *, rank: int, world_size: int, rows_per_batch: int, max_prompts: int | None = None
 ) -> list[tuple[Prompts, Tensor]]:
     """Splits the first ``max_prompts`` prompts over the ranks and into batches.
-
 
     Returns prompts and weights ([b] float32) of each batch, which has at most ``rows_per_batch`` rows. Every
     rank gets the same number of batches of the same sizes, because generation is collective under ZeRO-3; the

@@ -16,6 +16,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import TypeVar
@@ -117,7 +118,8 @@ def load_rows(
 def map_rows(rows: Rows, function: Callable[[Row], T], indices: Iterable[int] | None = None) -> list[T]:
     """Applies ``function`` to the rows at ``indices`` (None: all) and returns the results.
 
-    The UserErrors of all rows are raised as one, which adds their locations.
+    The UserErrors of all rows are raised as one error. It names each distinct problem once, with the location
+    of the first row that has it and the number of the others.
     """
     results: list[T] = []
     locations: dict[str, list[str]] = {}  # by problem, because often all rows have the same one
@@ -174,18 +176,13 @@ def _load_from_hub(path: str, split: str, revision: str | None, key: str) -> _Pa
         ) from error
 
 
-def _read_jsonl(file: Path, n: int | None) -> _Part:
-    return _read_lines(file, _jsonl_rows(file), n)
-
-
-def _read_csv(file: Path, n: int | None) -> _Part:
-    return _read_lines(file, _csv_rows(file), n)
-
-
-def _read_lines(file: Path, numbered: Iterable[tuple[int, Row]], n: int | None) -> _Part:
+def _read_lines(
+    numbered_rows: Callable[[Path], Iterator[tuple[int, Row]]], file: Path, n: int | None
+) -> _Part:
+    """Reads the first ``n`` rows of a text file with their line numbers."""
     rows: list[Row] = []
     lines = array("L")
-    for line, row in islice(numbered, n):
+    for line, row in islice(numbered_rows(file), n):
         rows.append(row)
         lines.append(line)
     return _Part(str(file), rows, lines)
@@ -210,7 +207,7 @@ def _read_json(file: Path, n: int | None) -> _Part:
     """Reads a list of rows, or one row per line, as many ``.json`` files have it."""
     text = _text(file)
     if not text.lstrip().startswith("["):
-        return _read_jsonl(file, n)
+        return _read_lines(_jsonl_rows, file, n)
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -254,7 +251,12 @@ def _read_parquet(file: Path, n: int | None) -> _Part:
         raise UserError(f"{file}: cannot be read as Parquet: {_one_line(error)}") from error
 
 
-_READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet, ".csv": _read_csv}
+_READERS: dict[str, Callable[[Path, int | None], _Part]] = {
+    ".jsonl": partial(_read_lines, _jsonl_rows),
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": partial(_read_lines, _csv_rows),
+}
 
 
 def _text(file: Path) -> str:

@@ -175,8 +175,7 @@ def warm_start(
                 return step, accuracy
     raise UserError(
         f"prepare.target_accuracy={target_accuracy}: not reached in {max_steps} steps ({accuracy:.2f} at "
-        "the end); "
-        "lower it or raise prepare.max_steps"
+        "the end); lower it or raise prepare.max_steps"
     )
 
 
@@ -208,7 +207,6 @@ def _batches(rows: int, batch_size: int, count: int) -> Iterator[Tensor]:
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Limits torch to one thread: float sums, and thus the model, depend on the number of threads.
-
 
     More threads would only slow down a model this small.
     """

@@ -22,9 +22,10 @@ from ppo_ds.types import Row
 # off: no audit; report: failures are warnings; strict: failures are errors. YAML reads a bare `off` as false.
 AuditMode = Literal["off", "report", "strict", False]
 
-# Relative to the largest absolute score (at least 1): other shapes run other kernels.
+# Relative to the largest absolute score (at least 1). Batches of other shapes run other kernels, which round
+# differently.
 _TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}
-_EQUAL = 1e-5  # relative likewise; detects a head of zeros, whatever the dtype
+_EQUAL = 1e-5  # relative in the same way; scores that differ by less count as equal, in any dtype
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,8 @@ DIALOGUES = (
     Dialogue(
         ("Please explain in two sentences why the sky is blue on a clear day.",),
         "Sunlight is scattered by the molecules of the air, and short wavelengths, such as those of blue "
-        "light, "
-        "are scattered much more than long ones. So blue light reaches our eyes from every direction of the "
-        "sky, "
-        "while the other colours mostly pass straight through.",
+        "light, are scattered much more than long ones. So blue light reaches our eyes from every direction "
+        "of the sky, while the other colours mostly pass straight through.",
     ),
     Dialogue(
         ("你好！我想学做菜。", "你好！你想先学哪一道菜？", "番茄炒蛋需要哪些主要食材？"),
@@ -170,8 +169,7 @@ def audit_classifier(
         if is_decoder:  # a critic that starts from it reads prompts, which are padded on the left
             findings.failures.append(
                 f"{line}: rewards pad on the right, but a critic initialized from this model reads prompts "
-                "padded "
-                "on the left"
+                "padded on the left"
             )
         else:  # an encoder pools at its first position and never becomes a critic
             findings.remarks.append(f"{line}, which is harmless: texts are padded on the right")
@@ -180,14 +178,19 @@ def audit_classifier(
         gap = (toggled - together[: len(fitting)]).abs().max()
         ends = [text.ids[-1] == eos_id for text in fitting]
         if gap <= tolerance and all(ends):
-            # transformers reads the position before it if the end token is also the pad token
+            # if the end token is also the pad token, transformers reads the position before the end token
             findings.remarks.append(
                 "its texts end with the end token, which changes no score: the model may read the position "
                 "before it"
             )
         else:
-            have = "end with it" if all(ends) else "end with it in part" if any(ends) else "end without it"
-            findings.remarks.append(f"the end token changes a score by up to {gap:.2g}; its texts {have}")
+            if all(ends):
+                texts_end = "its texts end with it"
+            elif any(ends):
+                texts_end = "some of its texts end with it"
+            else:
+                texts_end = "its texts end without it"
+            findings.remarks.append(f"the end token changes a score by up to {gap:.2g}; {texts_end}")
     findings.remark_plausibility(together)
     return findings
 

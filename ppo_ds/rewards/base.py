@@ -28,7 +28,7 @@ class RewardError(RunError):
 
 @contextmanager
 def reward_errors_as_user_errors() -> Iterator[None]:
-    """Turns a RewardError into a UserError: before training starts the user can correct its cause."""
+    """Turns a RewardError into a UserError, because the user can correct its cause before training."""
     try:
         yield
     except RewardError as error:
@@ -45,7 +45,7 @@ class Responses:
 
     @classmethod
     def of(cls, rollout: Rollout, tokenizer: Tokenizer) -> Responses:
-        """Decodes the tokens under the response mask, whatever their ids; ``tokenizer`` is the actor's."""
+        """Decodes the tokens that the response mask selects; ``tokenizer`` is the actor's."""
         ids = rollout.ids[:, rollout.prompt_width :]
         texts = tuple(
             tokenizer.decode(row[mask].tolist())

@@ -79,8 +79,7 @@ class FrozenModelReward(TextReward):
             row = int((~scores.isfinite()).nonzero()[0])
             raise RewardError(
                 f"the reward model scored {scores[row]} for row {row}, response "
-                f"{quoted(responses.texts[row])}; "
-                f"try {self._key}.model.dtype=fp32"
+                f"{quoted(responses.texts[row])}; try {self._key}.model.dtype=fp32"
             )
         return scores
 

@@ -26,10 +26,10 @@ from ppo_ds.rewards.base import Responses, RewardError, TextReward, is_float32, 
 class FunctionReward(TextReward):
     """Scores responses with the function at ``path``, which is ``pkg.mod:fn`` or ``file.py:fn``.
 
-    The function gets three lists of length B: prompts and responses as text, and the raw rows. It may modify
-    these copies and use torch's random generators, whose state is restored: it does not change what is
-    sampled next. An exception raised inside the function passes unchanged, with a note that says what was
-    being scored.
+    The function gets three lists of length B: prompts and responses as text, and the raw rows. The lists are
+    copies that it may modify. The state of torch's random generators is restored after each call, so that
+    the function does not change what the run samples next. An exception raised inside the function
+    propagates unchanged, with a note that names the first prompt.
     """
 
     def __init__(self, path: str, *, tokenizer: Tokenizer, key: str = "reward"):
@@ -99,7 +99,15 @@ def load_function(path: str, key: str = "reward.path") -> Callable[..., Any]:
         )
     if inspect.iscoroutinefunction(function):
         raise UserError(f"{key}={path}: an async function is not supported; give a plain function")
-    _check_signature(function, f"{key}={path}")
+    try:
+        inspect.signature(function).bind([], [], [])
+    except ValueError:
+        pass  # some builtins have no signature
+    except TypeError as error:
+        raise UserError(
+            f"{key}={path}: is called as fn(prompts, responses, rows), but takes "
+            f"{inspect.signature(function)}: {error}"
+        ) from None
     return function
 
 
@@ -109,9 +117,9 @@ def _import_source(source: str, setting: str) -> ModuleType:
     file = Path(source).expanduser().resolve()
     if is_file and not file.is_file():
         raise UserError(f"{setting}: no such file: {file}")
-    # sys.path starts with the launch script's folder, not the current one. The folder is appended, so that
-    # the user's files never hide an installed package, and stays: functions may import modules when they are
-    # called.
+    # sys.path contains the launch script's folder, not the current one. The user's folder is appended, so
+    # that its files never hide an installed package. It is not removed, because functions may import modules
+    # when they are called.
     folder = str(file.parent if is_file else Path.cwd())
     if folder not in sys.path:
         sys.path.append(folder)
@@ -132,7 +140,7 @@ def _import_source(source: str, setting: str) -> ModuleType:
 @cache
 def _execute_file(file: Path) -> ModuleType:
     """Imports a file as a module, once per process."""
-    # a unique name: the user's math.py must not replace `math`, nor one score.py another
+    # A unique name keeps the user's math.py from replacing `math`, and one score.py from replacing another.
     name = f"_reward_of_{file.stem}_{crc32(str(file).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
@@ -144,19 +152,6 @@ def _execute_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _check_signature(function: Callable[..., Any], setting: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some builtins have none
-        return
-    try:
-        signature.bind([], [], [])
-    except TypeError as error:
-        raise UserError(
-            f"{setting}: is called as fn(prompts, responses, rows), but takes {signature}: {error}"
-        ) from None
 
 
 def _describe(value: Any) -> str:

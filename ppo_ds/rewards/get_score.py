@@ -60,7 +60,7 @@ class GetScoreReward(FrozenModelReward):
             scores = self._scorer(chats, batched)
         except torch.OutOfMemoryError:  # its own message names the remedy
             raise
-        except Exception as error:  # code from the model's folder raises anything
+        except Exception as error:  # code from the model's folder may raise anything
             function = "get_scores" if batched else "get_score"
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise RewardError(f"{self._name}: its {function} fails: {reason}") from error

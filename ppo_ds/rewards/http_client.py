@@ -25,7 +25,7 @@ from pydantic import PlainValidator
 
 from ppo_ds.config.types import refuse
 
-_MAX_PAUSE = 60.0  # seconds, whatever Retry-After asks for: the other ranks wait
+_MAX_PAUSE = 60.0  # seconds; also limits Retry-After, because the other ranks wait
 _MIN_KEY_LENGTH = 8  # shorter keys are placeholders ("EMPTY"), and are not removed from replies
 _MAX_QUOTED = 200  # characters of a reply in an error
 _SECRET = re.compile(r"key|token|secret|passw|signature|^(sig|auth|code)$", re.IGNORECASE)
@@ -64,8 +64,8 @@ def _key_variable(value: Any) -> str:
         refuse("this environment variable is not set or empty; set it where the run starts")
     if not (secret.isascii() and secret.isprintable() and " " not in secret):
         refuse(
-            "the value of this variable cannot be sent as a key: it contains spaces, line breaks or non-ASCII "
-            "characters"
+            "the value of this variable cannot be sent as a key: it contains spaces, line breaks or "
+            "non-ASCII characters"
         )
     return value
 
@@ -87,8 +87,9 @@ class _FailedAttempt(Exception):
 
 
 class _Deadline:
-    """Bounds the total time of a request by shutting down its socket; httpx's timeouts apply to each read.
+    """Bounds the total time of a request by shutting down its socket.
 
+    httpx has no such limit: its timeouts apply to each read.
     httpcore reports the socket of a new connection only, so connections must not be reused.
     """
 
@@ -127,8 +128,8 @@ class _Deadline:
 class JsonClient:
     """Posts JSON to one URL with retries.
 
-    The retry loop is not a library's, because a pause must end when the run is cancelled, follow
-    ``Retry-After`` and draw its jitter without touching the process-wide random state.
+    No library is used for the retries, because a pause must follow ``Retry-After``, end as soon as the run is
+    cancelled, and have a jitter that leaves the process-wide random state unchanged.
     """
 
     def __init__(
@@ -158,12 +159,8 @@ class JsonClient:
         self._jitter = random.Random()  # its own generator, so that retries do not change the run
         encodings = set()  # the key as a reply may spell it: in JSON or a URL, with escaped slashes
         if self._key:
-            for text in (
-                self._key,
-                json.dumps(self._key)[1:-1],
-                quote(self._key),
-                quote(self._key, safe=""),
-            ):
+            in_json = json.dumps(self._key)[1:-1]
+            for text in (self._key, in_json, quote(self._key), quote(self._key, safe="")):
                 encodings |= {text, text.replace("/", "\\/")}
         self._key_encodings = sorted(encodings, key=len, reverse=True)
 
@@ -174,10 +171,8 @@ class JsonClient:
 
     def open(self, connections: int) -> httpx.Client:
         """Opens an httpx client for at most ``connections`` simultaneous requests."""
-        for library in (
-            "httpx",
-            "httpcore",
-        ):  # they log URLs with queries, and headers that may repeat the key
+        # both libraries log URLs with queries, and headers that may repeat the key
+        for library in ("httpx", "httpcore"):
             logging.getLogger(library).setLevel(logging.WARNING)
         headers = {
             "Content-Type": "application/json",
@@ -200,18 +195,14 @@ class JsonClient:
             try:
                 return self._attempt(client, payload)
             except _FailedAttempt as failure:
-                if (
-                    failure.retry_after is None
-                    or attempt > self._retries
-                    or cancelled.wait(self._pause(failure.retry_after, attempt))
-                ):
+                give_up = failure.retry_after is None or attempt > self._retries
+                if not give_up:
+                    # the jitter keeps clients from retrying all at once
+                    backoff = self._backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.0)
+                    give_up = cancelled.wait(min(_MAX_PAUSE, max(failure.retry_after, backoff)))
+                if give_up:
                     raise ServiceError(f"{failure}; {attempt} attempt(s)") from None
             attempt += 1
-
-    def _pause(self, at_least: float, attempt: int) -> float:
-        """Doubles with each attempt; the jitter keeps clients from retrying all at once."""
-        backoff = self._backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.0)
-        return min(_MAX_PAUSE, max(at_least, backoff))
 
     def _attempt(self, client: httpx.Client, payload: bytes) -> Any:
         timed_out = _FailedAttempt(f"no reply within {self._timeout:g} s", retry_after=0.0)
@@ -240,7 +231,8 @@ class JsonClient:
             raise _FailedAttempt(self._excerpt(f"the reply is not JSON: {text}")) from None
         if self._key is None or len(self._key) < _MIN_KEY_LENGTH:
             return reply
-        # errors quote parts of a reply; it is encoded anew because a service may have escaped any character
+        # Errors quote parts of a reply, so the key is removed from it. The reply is encoded again first,
+        # because the service may have escaped any character of the key.
         return json.loads(self._without_key(json.dumps(reply, ensure_ascii=False)))
 
     def _read_body(self, response: httpx.Response) -> bytes:

@@ -21,14 +21,15 @@ from ppo_ds.rewards.frozen_model import REPLICA, FrozenModelReward, FrozenScorer
 from ppo_ds.rewards.text import EncodedText, Template, TextEncoder, left_padded, right_padded
 from ppo_ds.types import Row
 
-_UNKNOWN_LENGTH = 10**9  # transformers sets model_max_length to 1e30 if the tokenizer's files do not give it
+# transformers sets model_max_length to 1e30 if the tokenizer's files do not give it
+_UNKNOWN_LENGTH = 10**9
 
 
 class ModelReward(FrozenModelReward):
     """Scores responses with a sequence classifier.
 
-    Responses are decoded with the actor's ``tokenizer`` and encoded by ``encoder`` with the reward model's
-    own.
+    Responses are decoded with the actor's ``tokenizer``. ``encoder`` encodes them with the reward model's
+    tokenizer.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class ModelReward(FrozenModelReward):
     def score(self, inputs: Sequence[EncodedText], padding_side: str | None = None) -> Tensor:
         """Scores encoded texts.
 
-        Without ``padding_side`` the texts are padded on the right and as little as possible. The audit
-        chooses the side, and then the texts are batched so that they get much padding.
+        By default texts are padded on the right, and batches are planned for little padding. The audit sets
+        ``padding_side``; each batch is then filled up to the token budget, which adds padding.
         """
         lengths = torch.tensor([len(text) for text in inputs])
         if padding_side is None:

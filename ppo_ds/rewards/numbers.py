@@ -1,11 +1,12 @@
 r"""Extracts the number that a response states and compares numbers.
 
-The number is looked for inside <answer>...</answer> if the text has it; there, in the last \boxed{...};
-otherwise it is the number after the last "####" (GSM8K's mark), or else the last number of the text. Signs,
-decimals, exponents (2e3, 2^{10}, 3.5 \times 10^{-3}), thousands separators (1,234 and LaTeX's 1{,}234),
-currency signs, fractions (3/4, 2 1/2, \frac{3}{4}, \frac34) and percents are understood. Every pattern takes
-time linear in the text, because responses may be long and arbitrary. A box or a reference must be one number
-as a whole (1 000 000 is one too): no part of 2\sqrt{3} or 2:1 is taken as the result.
+If the text has <answer>...</answer>, only the content of that tag is read. The result is the content of the
+last \boxed{...}; without a box, the number after the last "####" (GSM8K's mark); without that mark, the last
+number of the text. Signs, decimals, exponents (2e3, 2^{10}, 3.5 \times 10^{-3}), thousands separators (1,234
+and LaTeX's 1{,}234), currency signs, fractions (3/4, 2 1/2, \frac{3}{4}, \frac34) and percents are
+understood. The whole content of a box, and a whole reference, must be a single number such as 1 000 000: no
+part of 2\sqrt{3} or 2:1 is taken as the result. Every pattern takes time linear in the text, because
+responses may be long and arbitrary.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _NUMBER = (
 )
 _ANY = re.compile(_NUMBER)
 _MARKED = re.compile(rf"####[ \t]{{0,9}}{_NUMBER}")
-# not followed by a digit: the 3 of 2\frac34 3 is ambiguous
+# no digit may follow, because the last 3 of 2\frac34 3 is ambiguous
 _FRACTION = re.compile(
     r"(?<!\^)(?<!\^ )(\d? ?)\\[dt]?frac"
     r" ?(?:\{(-?[\d.,]{1,99})\}|(\d)) ?(?:\{([\d.,]{1,99})\}|(\d))(?! ?\d)"

@@ -70,8 +70,7 @@ class Rule(TextReward):
 
 
 class FormatReward(Rule):
-    """Rewards the format of tagged reasoning like MiniMind: the whole format and each tag on its own.
-
+    """Scores the format of tagged reasoning as MiniMind does: the whole format, and each tag on its own.
 
     A response gets ``pattern_score`` if one of ``patterns`` matches from its start (re.DOTALL), and
     ``tag_score`` for each of ``tags`` that occurs exactly once: 0.5 + 4 x 0.25 for a well-formed response.
@@ -104,7 +103,7 @@ class FormatReward(Rule):
 
 
 class ExactMatchReward(Rule):
-    """Gives ``score`` to a response that equals the reference, or one of several, else ``miss``."""
+    """Gives ``score`` to a response that equals a reference of its row, and ``miss`` to any other."""
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class ExactMatchReward(Rule):
         tokenizer: Tokenizer,
         key: str = "reward",
     ):
-        """Ignores, with ``strip``, white space around the response and the reference."""
+        """Initializes the rule; with ``strip``, white space around response and reference is ignored."""
         super().__init__(inside, tokenizer, key)
         self._column, self._strip, self._ignore_case = column, strip, ignore_case
         self._score, self._miss = score, miss
@@ -136,11 +135,11 @@ class ExactMatchReward(Rule):
 
 
 class NumericReward(Rule):
-    """Gives ``score`` to a response that states the reference's number (see numbers.py), else ``miss``.
+    """Gives ``score`` to a response that states the number of a reference, and ``miss`` to any other.
 
-    The reference is a number, a text that is a number, a solution that ends in one ("#### 42", \\boxed{42}),
-    or a list of these, each of which is accepted. ``tolerance`` is relative, and absolute for numbers below
-    1.
+    numbers.py extracts the number of a response. The reference is a number, a text that is a number, a
+    solution that ends in one ("#### 42", \\boxed{42}), or a list of these, each of which is accepted.
+    ``tolerance`` is relative, and absolute for numbers below 1.
     """
 
     def __init__(
@@ -181,9 +180,9 @@ class NumericReward(Rule):
 
 
 class RegexReward(Rule):
-    """Gives ``score`` to a response that contains ``pattern``, or with ``full`` matches it, else ``miss``.
+    """Gives ``score`` to a response in which ``pattern`` is found, and ``miss`` to any other.
 
-    Flags are part of the pattern: (?is)...
+    With ``full`` the pattern must match the whole response. Flags are part of the pattern: (?is)...
     """
 
     def __init__(
@@ -240,7 +239,7 @@ class LengthReward(Rule):
 
 
 class RepetitionPenalty(Rule):
-    """Penalizes the share of repeated n-grams like open-r1, from 0 down to ``max_penalty``.
+    """Penalizes the share of repeated n-grams as open-r1 does, from 0 down to ``max_penalty``.
 
     The score is (1 - distinct n-grams / all n-grams) * max_penalty, and 0 for responses shorter than an
     n-gram. ``unit``: words are lower-cased and split at white space; use tokens or characters for languages
@@ -294,7 +293,7 @@ def references(row: Row, column: str, key: str) -> list[str]:
         if reference is None or reference != reference:  # NaN stands for a missing value
             reference = ""
         elif isinstance(reference, float) and reference.is_integer():
-            reference = int(reference)  # Parquet stores whole numbers as floats if a row has none
+            reference = int(reference)  # Parquet stores whole numbers as floats if a row has no value
         texts.append(str(reference))
     if not texts or not all(text.strip() for text in texts):
         prompt = f" for prompt {quoted(row['prompt_text'])}" if "prompt_text" in row else ""

@@ -34,11 +34,11 @@ class TextEncoder:
 
     - chat: the reward tokenizer's chat template, applied to the row's messages (or its prompt as a single
       user message) and the response.
-    - pair: two segments, the prompt (the contents of the row's messages) and the response, as cross-encoders
-      are trained.
+    - pair: two segments, as cross-encoders are trained: the prompt (the contents of the row's messages) and
+      the response.
     - concat: prompt and response as one text. If the reward model has the actor's vocabulary
-      (``actors_vocabulary``), the prompt is taken as the actor's chat template renders it, because the markup
-      is the reward model's too. Otherwise the contents of the messages and the response are joined by line
+      (``actors_vocabulary``), the prompt is taken as the actor's chat template renders it, because the reward
+      model knows that markup too. Otherwise the contents of the messages and the response are joined by line
       breaks.
 
     Texts are truncated to ``max_tokens`` on the left, because the response is at the end. A pair loses only

@@ -44,8 +44,8 @@ class WeightedReward:
 
     ``Scores.components`` holds each part's score before the weight under the part's name, so that the
     weighted components add up to the total. A normalized part also has ``<name>_raw``, its score before
-    normalization. A part's own components follow as ``<name>/<component>``. Its per-token scores are only
-    weighted.
+    normalization. A part's own components follow as ``<name>/<component>``. Per-token scores of a part are
+    weighted, but neither normalized nor clipped.
     """
 
     def __init__(
@@ -74,8 +74,7 @@ class WeightedReward:
             if part.inside and not isinstance(part.reward, TextReward):
                 problems.append(
                     f"{part_key}.inside={part.inside}: {type(part.reward).__name__} does not read text "
-                    "alone; "
-                    "set it to null"
+                    "alone; set it to null"
                 )
             if isinstance(part.reward, WeightedReward):
                 problems.append(
@@ -173,8 +172,8 @@ class AnswerMix(TextReward):
 
     The score is ``whole`` x score of the whole text + ``answer`` x score of the text inside the tag; a
     response without the tags gets the score of the whole text alone. Both scores are first clipped to [-clip,
-    clip]. The second pass has as many texts as the first on every rank, because a sharded model requires
-    that.
+    clip]. Responses without the tags are scored as empty texts in the second pass, because a sharded model
+    needs the same number of texts in both passes on every rank.
     """
 
     def __init__(

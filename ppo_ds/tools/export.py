@@ -27,9 +27,9 @@ FOLDERS = {"actor": "model", "critic": "critic", "ema": "model_ema"}
 
 
 def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> Path:
-    """Returns the checkpoint that ``path`` is, or one of the run directory ``path``.
+    """Returns ``path`` itself if it is a checkpoint, or a checkpoint of the run directory ``path``.
 
-    From a run directory it takes the newest checkpoint, the best one, or that of ``step``.
+    From a run directory it selects the checkpoint of ``step``, the best one, or by default the newest.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; give a run directory, or one of its checkpoints")
@@ -82,7 +82,8 @@ def export(
         raise UserError(f"{out}: exists; choose another folder, or replace it with --force")
     if out.exists() and not (out / "config.json").is_file():
         raise UserError(
-            f"{out}: exists and is not a model folder (it has no config.json); --force replaces no other"
+            f"{out}: exists and is not a model folder (it has no config.json); --force replaces only model "
+            "folders"
         )
     config = _read_config(checkpoint, role)
     if not trust_remote_code:
@@ -112,7 +113,7 @@ def export(
 def _read_config(checkpoint: Path, role: str) -> Config:
     """Returns the config of the checkpoint's run.
 
-    All files of the checkpoint must be sound and hold ``role``.
+    Raises UserError if a file of the checkpoint is damaged, or if it has no weights of ``role``.
     """
     if damage := damage_of(checkpoint):
         raise UserError(
@@ -148,7 +149,8 @@ def _moved(value: Any, old: str, new: str) -> Any:
 def _refuse_remote_code(config: Config, checkpoint: Path) -> None:
     """Raises UserError if a model runs code of its own.
 
-    The checkpoint may come from someone else, so the trust in its settings is not that of the current user.
+    The checkpoint may come from someone else. Its settings may trust the code, but the current user must
+    decide that again.
     """
     tree = resolved(config)
     roles = [(f"{role}.model", tree[role]["model"]) for role in ("actor", "critic")]

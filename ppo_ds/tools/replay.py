@@ -27,7 +27,7 @@ class Replay:
     """The result of a replay."""
 
     dump: Dump
-    given: str | None  # the first non-finite column of the dumped experience and its row, if there is one
+    given: str | None  # the first non-finite column of the dumped experience, with its row
     rows: list[Row]
 
 

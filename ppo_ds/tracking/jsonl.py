@@ -99,7 +99,7 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Writes a file atomically: neither a reader nor a kill leaves or sees a partial file."""
+    """Writes a file atomically: readers never see a partial file, and a kill never leaves one."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8", errors="replace")
     temporary.replace(path)

@@ -64,12 +64,11 @@ def plot_curves(
     Returns False and writes no file if there is no data at all.
     """
     records = [{**(before or {}), "step": 0}, *read_metrics(metrics_jsonl)]
-    curves = {
-        name: points
-        for panel in PANELS
-        for name in (*panel.metrics, panel.band)
-        if (points := _points(records, name))[0]
-    }
+    curves: dict[str, Points] = {}
+    for name in [name for panel in PANELS for name in (*panel.metrics, panel.band)]:
+        having = [record for record in records if isinstance(record.get(name), int | float)]
+        if having:
+            curves[name] = [record["step"] for record in having], [record[name] for record in having]
     panels = [panel for panel in PANELS if curves.keys() & panel.metrics.keys()]
     if "eval/accuracy" in curves:  # the same information as the score, on a better scale
         panels = [panel for panel in panels if panel.title != "Held-out score"]
@@ -88,16 +87,11 @@ def plot_curves(
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, index + 1)
         _draw(axes, panel, curves)
-        axes.set_xlim(first - margin, last + margin)  # the same in all panels, so that they compare
+        axes.set_xlim(first - margin, last + margin)  # the same in all panels
     if title:
         figure.suptitle(title, fontsize=13, fontweight="bold")
     figure.savefig(png)
     return True
-
-
-def _points(records: list[dict[str, Any]], name: str) -> Points:
-    having = [record for record in records if isinstance(record.get(name), int | float)]
-    return [record["step"] for record in having], [record[name] for record in having]
 
 
 def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
@@ -157,7 +151,7 @@ def before_after(
 
     Args:
         scores: Name -> (before, after) on held-out prompts; names that contain "accuracy" are shown in
-        percent.
+            percent.
         samples: Rows with prompt, before, after and score.
         saved: Name -> path of the run's outputs (model, curves, metrics).
         stream: The output; None: stdout.

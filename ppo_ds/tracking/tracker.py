@@ -28,7 +28,6 @@ class Tracker(Protocol):
         """Records sample rows of one step; ``split`` is train or eval.
 
         A row has the keys prompt, response, score, kl, length and finish.
-
         """
 
     def rewind(self, step: int) -> None:

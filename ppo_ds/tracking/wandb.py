@@ -26,7 +26,7 @@ from ppo_ds.tracking.tracker import Record
 
 CHILD = Path(__file__).with_name("wandb_child.py")
 DELETED = "created and deleted"  # the server's message for the id of a deleted run, which cannot be reused
-MAX_PENDING = 10_000  # messages that the child has not read, before it is considered hung
+MAX_PENDING = 10_000  # unread messages after which the child counts as hung
 START_MARGIN = 15.0  # seconds beyond wandb's own start timeout, whose message names the cause
 
 
@@ -149,12 +149,12 @@ class _Child:
     def __init__(self, options: dict[str, Any], *, log: Path):
         with log.open("ab") as log_file:
             self._process = subprocess.Popen(
-                # -P: the script's folder has this module, which must not be imported as the wandb package
+                # -P keeps the script's folder off sys.path, where wandb.py would hide the wandb package
                 [sys.executable, "-P", str(CHILD)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
-                start_new_session=True,  # without a terminal to prompt at, and without its Ctrl-C
+                start_new_session=True,  # no terminal to prompt at, and no Ctrl-C from it
             )
         self._outbox: queue.Queue[dict[str, Any]] = queue.Queue(MAX_PENDING)
         self._inbox: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -188,10 +188,8 @@ class _Child:
         self._process.wait()
 
     def _write(self) -> None:
-        with (
-            suppress(BrokenPipeError),
-            self._process.stdin as pipe,
-        ):  # the child is dead: send() returns False
+        # a broken pipe means that the child is dead, which send() reports
+        with suppress(BrokenPipeError), self._process.stdin as pipe:
             while True:
                 text = json.dumps(self._outbox.get(), default=str, ensure_ascii=False)
                 # errors=replace: a lone surrogate in a row must not end this thread

@@ -51,8 +51,8 @@ def _init(options: dict[str, Any]) -> Any:
 
     settings = wandb.Settings(init_timeout=options.pop("init_timeout"), console="off", silent=True)
     run = wandb.init(**options, resume="allow", settings=settings)
-    # wandb's own step counter cannot go back and drops what is logged below it; a resumed or rolled-back run
-    # does repeat steps
+    # A resumed or rolled-back run repeats steps. wandb's own step counter cannot go back, and wandb drops
+    # what is logged below it, so the metric "step" is the axis instead.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run

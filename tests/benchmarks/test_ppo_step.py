@@ -14,7 +14,7 @@ import torch
 from benchmarks import against, trl_step
 from benchmarks.counting import Lengths, Sizes, decode_traffic, phase_flops
 from benchmarks.options import overrides, parsed
-from benchmarks.report import Limits, distance, figures, table
+from benchmarks.report import Limits, figures, limit_fractions, table
 from ppo_ds.ops.flops import Size
 from ppo_ds.training.performance import UpdateCost
 
@@ -173,7 +173,7 @@ def test_distance_to_the_limits():
     sizes = Sizes(actor=UpdateCost(ACTOR, 3), critic=None, bytes_each=2)
     steps = [Lengths([2], [1])]
     found = figures([record(4.0, 2.0)], steps, cpu=[4.0])
-    reached = distance(
+    reached = limit_fractions(
         found, steps, sizes, epochs=[2.0], limits=Limits(gemm_flops_per_s=444.0, bytes_per_s=1000.0), ranks=1
     )
     assert reached["mfu"] == {
@@ -192,7 +192,7 @@ def test_updates_count_the_passes_that_ran():
         {"time/step": 4.0, "time/generate": 1.0, "time/update_actor": seconds} for seconds in (3.0, 1.0)
     ]
     found = figures(records, steps, cpu=[1.0, 1.0])
-    reached = distance(
+    reached = limit_fractions(
         found,
         steps,
         sizes,

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from ppo_ds.build.algorithm import pretraining, reads_once
+from ppo_ds.build.algorithm import old_logprobs_from_update, pretraining
 from ppo_ds.config.schema import uses_reference
 from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, kl_estimator, maker, without, without_critic
 from tests.ppo.learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, learner, on_policy
@@ -134,7 +134,7 @@ def test_the_critics_pretraining_asks_nobody_whose_word_changes_no_return(world,
     ],
 )
 def test_when_the_updates_forward_is_the_only_one(arguments, once):
-    assert reads_once(composed(*arguments, samples=2)) == once
+    assert old_logprobs_from_update(composed(*arguments, samples=2)) == once
 
 
 @pytest.mark.parametrize(

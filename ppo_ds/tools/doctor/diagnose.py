@@ -22,7 +22,7 @@ from ppo_ds.tools.doctor.report import (
 )
 from ppo_ds.tools.doctor.suggest import format_settings, suggest_larger_budgets, suggest_reductions
 
-MAX_REDUCTIONS = 8  # shown
+MAX_REDUCTIONS = 8  # suggestions to print
 
 
 def diagnose(config: Config, per_node: int, nodes: int, gpu_memory: int | None) -> bool:
@@ -62,7 +62,7 @@ def diagnose(config: Config, per_node: int, nodes: int, gpu_memory: int | None) 
 
 
 def _table(found: Estimate) -> str:
-    """Formats GiB on each rank: resident memory by role, and the peak of each phase."""
+    """Formats the memory of each rank in GiB: resident memory by role, and the peak of each phase."""
 
     def row(name: str, *cells: int | str) -> str:
         texts = [cell if isinstance(cell, str) else f"{cell / GIB:.2f}" for cell in cells]

@@ -35,7 +35,8 @@ from ppo_ds.ops.memory import (
 from ppo_ds.rollout.static import COLUMNS, PREFILL_TOKENS, fast_batch_size
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-# beside tensors: the CUDA context, NCCL, kernels. A guess for H100s with torch 2.13, not measured
+# Memory beside tensors: the CUDA context, NCCL, kernels. It was not measured: it is a guess for H100s with
+# torch 2.13.
 CONTEXT = 3 * 2**29
 USABLE = 0.95  # of the rest; the remainder is lost to fragmentation
 
@@ -112,6 +113,8 @@ def estimate(
 
 
 class _Estimator:
+    """Computes the estimate; its methods share the config, the shapes and the batch sizes."""
+
     def __init__(self, config: Config, models: Models, hardware: Hardware, longest_prompt: int):
         self.config, self.models, self.hardware = config, models, hardware
         self.prompt, self.length = longest_prompt, longest_prompt + config.sampling.max_new_tokens
@@ -201,7 +204,7 @@ class _Estimator:
             peaks["reward"] = max(
                 self._frozen_forward(model, text, models.reward_length) for model in models.rewards.values()
             )
-        # DeepSpeed prefetches after it has seen a few equal forwards; an update in between starts it over
+        # DeepSpeed prefetches after a few equal forwards in a row; an update in between resets that count
         prefetch = self.rows * self.length > 2 * tokens
         peaks["old_logprobs"] = self._trained_forward("actor", tokens, prefetch)
         if models.reference is not None:
@@ -236,7 +239,7 @@ class _Estimator:
         """Adds the phases of generation to ``phases``.
 
         Returns a description of how the weights are held, and the bytes of optimizer states that are
-        offloaded to CPU memory meanwhile.
+        offloaded to CPU memory during generation.
         """
         actor, shape, each = self._role("actor")
         memory, sharded, weights = self.config.memory, actor.zero.stage == 3, each * shape.parameters

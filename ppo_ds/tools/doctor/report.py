@@ -141,8 +141,8 @@ def check_host(offloaded: int, per_node: int, on_gpu: bool, report: Report) -> N
     if offloaded:
         report.add(
             "host",
-            f"{format_bytes(offloaded)} per rank for offloading, "
-            f"{format_bytes(offloaded * per_node)} per node; this machine has {format_bytes(host_memory())}",
+            f"{format_bytes(offloaded)} per rank for offloading, {format_bytes(offloaded * per_node)} per "
+            f"node; this machine has {format_bytes(host_memory())}",
         )
 
 

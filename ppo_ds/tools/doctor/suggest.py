@@ -15,9 +15,9 @@ from ppo_ds.config.types import replace
 from ppo_ds.tools.doctor.estimate import Estimate
 
 Setting = tuple[str, Any]
-WORTHWHILE = 0.98  # of the peak: changes that reduce it by less are not named
+WORTHWHILE = 0.98  # changes that leave more than this share of the peak are not suggested
 MAX_DOUBLINGS = 6
-SMALL_BUCKET = 50_000_000  # numbers: large enough to keep the links busy
+SMALL_BUCKET = 50_000_000  # elements; still large enough to use the bandwidth between GPUs
 BUDGETS = ("rollout_tokens", "score_tokens", "train_tokens")
 
 
@@ -63,7 +63,7 @@ def suggest_reductions(
             break
         combined |= dict(change)
         config, peak = with_settings(config, change), lowest
-    for key in reversed(list(combined)):  # drop settings that later ones have made redundant
+    for key in reversed(list(combined)):  # drops settings that later ones have made redundant
         fewer = {other: value for other, value in combined.items() if other != key}
         without = estimate(with_settings(original, list(fewer.items()))).peak
         # offloading and buckets of a role are valid only with its ZeRO stage
