@@ -419,7 +419,10 @@ def test_pickles_in_a_checkpoint_are_not_read(checkpoint, witness):
 ALLOWED = {
     ("ppo_ds/models/loading.py", "pickle"): "the exception of torch.load(weights_only=True), to tell it",
     ("ppo_ds/distributed/world.py", "all_gather_object"): "between the ranks of one run",
-    ("ppo_ds/config/targets.py", "import_module"): "a _target_ of the user's own config",
+    (
+        "ppo_ds/config/registry.py",
+        "import_module",
+    ): "the tables' own targets, or a _target_ of the user's config",
     ("ppo_ds/rewards/function.py", "import_module"): "the user's own reward",
     ("ppo_ds/rewards/function.py", "spec_from_file_location"): "the same",
     ("ppo_ds/rewards/function.py", "exec_module"): "the same",

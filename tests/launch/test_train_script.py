@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -41,14 +40,41 @@ def test_a_wrong_config_exits_2_with_its_lines_only(tmp_path: Path, environment:
     assert not any(tmp_path.iterdir())
 
 
-def test_other_ranks_keep_silent_until_rank_0_must_have_spoken(tmp_path: Path) -> None:
-    ended, left = (start(tmp_path, "--local_rank=1", *WRONG, WORLD_SIZE="2", RANK="1") for _ in range(2))
-    time.sleep(3)
-    assert ended.poll() is None
-    ended.terminate()  # what launchers do as soon as rank 0 is gone
-    assert ended.communicate(timeout=LIMIT) == ("", "")
-    out, err = left.communicate(timeout=LIMIT)
-    assert (left.returncode, out, err.splitlines()) == (2, "", [f"rank 1: {line}" for line in LINES])
+@pytest.fixture
+def waiting_rank(tmp_path: Path) -> subprocess.Popen[str]:
+    """A rank 1 with a wrong config that has begun to wait for rank 0; a line of input ends its wait."""
+    lines = [
+        f"import runpy, sys, time; sys.argv = ['train.py', '--local_rank=1', *{WRONG!r}]",
+        "time.sleep = lambda seconds: (print(seconds, flush=True), sys.stdin.readline())",
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')",
+    ]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=tmp_path,
+        env=os.environ | {"WORLD_SIZE": "2", "RANK": "1"},
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    )
+    seconds = process.stdout.readline()
+    assert seconds and float(seconds) >= 5, process.communicate(timeout=LIMIT)
+    return process
+
+
+def test_other_ranks_wait_before_they_print_and_are_silent_if_they_are_ended(
+    waiting_rank: subprocess.Popen[str],
+) -> None:
+    assert waiting_rank.poll() is None
+    waiting_rank.terminate()  # what launchers do as soon as rank 0 is gone
+    assert waiting_rank.communicate(timeout=LIMIT) == ("", "")
+
+
+def test_other_ranks_print_the_problems_where_nobody_ends_them(waiting_rank: subprocess.Popen[str]) -> None:
+    out, err = waiting_rank.communicate("\n", timeout=LIMIT)
+    assert (waiting_rank.returncode, out) == (2, "")
+    assert err.splitlines() == [f"rank 1: {line}" for line in LINES]
 
 
 def test_a_wrong_config_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import gzip
 import json
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import Queue
 from threading import Event, Thread
 
 
@@ -11,13 +12,13 @@ class Server:
     """State of the server.
 
     ``history``: run id -> received rows. ``deleted``: refused ids. ``held``: while it is clear, requests
-    wait.
+    wait; ``waiting`` gets their connections.
     """
 
     def __init__(self, url):
         self.url = url
         self.history, self.configs, self.deleted, self.tables = {}, {}, set(), 0
-        self.held = Event()
+        self.held, self.waiting = Event(), Queue()
         self.held.set()
 
     def answer(self, path, body):
@@ -106,6 +107,8 @@ def wandb_server():
         def do_POST(self):
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+            if not server.held.is_set():
+                server.waiting.put(self.connection)
             server.held.wait()
             status, content = server.answer(self.path, json.loads(body) if body[:1] == b"{" else {})
             reply = json.dumps(content).encode()

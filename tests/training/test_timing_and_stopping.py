@@ -1,6 +1,7 @@
-import hashlib
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -281,21 +282,31 @@ def test_what_one_rank_hears_all_know_after_a_look_of_each(listening, caplog, nu
 def test_a_signal_is_known_while_the_main_thread_does_not_get_back_to_python(listening):
     """As in a collective that waits for another rank: a handler in Python would be called after it."""
     (stop,) = listening()
-    seen, until = [], time.monotonic() + 60
+    libc, barrier = ctypes.CDLL(None), ctypes.create_string_buffer(256)  # a pthread_barrier_t has 32 bytes
+    assert libc.pthread_barrier_init(barrier, None, 2) == 0
+    handled, seen, gate = [], [], threading.Lock()
+    signal.signal(signal.SIGTERM, lambda number, frame: handled.append(number))
 
     def other_thread():
-        time.sleep(0.1)
+        gate.acquire()
         os.kill(os.getpid(), signal.SIGTERM)
+        until = time.monotonic() + 120
         while not stop.should_stop() and time.monotonic() < until:
             stop.poll()
-        seen.append(time.monotonic())
+        seen.append((stop.should_stop(), list(handled)))
+        libc.pthread_barrier_wait(barrier)
 
-    thread = threading.Thread(target=other_thread)
+    thread, interval = threading.Thread(target=other_thread), sys.getswitchinterval()
+    gate.acquire()
     thread.start()
-    hashlib.pbkdf2_hmac("sha256", b"one", b"call", 1_500_000)  # a second in C, without the interpreter's lock
-    back = time.monotonic()
+    # The other thread passes the gate once this one gives the interpreter's lock up, which it does for the C
+    # call alone. A wait at a barrier goes on after a signal, as that in a collective does.
+    sys.setswitchinterval(1000)
+    gate.release()
+    libc.pthread_barrier_wait(barrier)
+    sys.setswitchinterval(interval)
     thread.join()
-    assert seen[0] < back
+    assert seen == [(True, [])] and handled == [signal.SIGTERM]
 
 
 def test_a_signal_that_comes_while_the_thread_looks_is_not_forgotten(listening):
