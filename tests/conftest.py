@@ -1,4 +1,4 @@
-"""Settings of the whole suite: one thread in each test process, and which tests share a process of `pytest -n`."""
+"""Configures the suite: one thread per test process, and groups of tests that share a `pytest -n` process."""
 
 import os
 import sys
@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.ranks import RankServer
 
-# Child processes compute with one thread too, unless a test says otherwise: on a loaded machine, threads that wait for
-# one another cost minutes.
+# Child processes compute with one thread too, unless a test says otherwise: on a loaded machine, threads that
+# wait for one another cost minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).parent
@@ -23,7 +23,7 @@ LONGEST_FIRST = ("invariant", "faults", "integration", "engine")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Sets the limit before each test, because code under test may change it. Does not import torch for this."""
+    """Sets the limit before each test, because code under test may change it, without importing torch."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

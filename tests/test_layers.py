@@ -1,4 +1,7 @@
-"""The layers hold: imports point right only, and each heavy dependency has one home. Imports inside functions count."""
+"""Tests the layers: imports go one way only, and each heavy dependency has one home.
+
+Imports inside functions count.
+"""
 
 import ast
 import sys
@@ -8,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# What each package may import of ppo_ds, besides itself. An arrow that points left, or upwards in this table, is an error.
+# Lists what each package may import of ppo_ds besides itself. An import that goes upwards in this table is an
+# error.
 BOTTOM = {"errors", "secrets", "types", "ops", "config"}
 MIDDLE = BOTTOM | {"distributed", "models"}
 HOMES_OF_LIBRARIES = {"tracking", "models", "data", "rollout", "rewards", "engine"}
@@ -45,13 +49,18 @@ HOMES = {
 
 
 def part_of(file: Path) -> str:
-    """ppo_ds/models/policy.py -> models, ppo_ds/types.py -> types, launch/train.py -> launch."""
+    """Returns the part of a file: ppo_ds/models/policy.py -> models, ppo_ds/types.py -> types,
+    launch/train.py -> launch.
+    """
     package, *rest = file.with_suffix("").parts
     return rest[0] if package == "ppo_ds" and rest[0] != "__init__" else package
 
 
 def imports(file: Path, source: str) -> list[tuple[int, str]]:
-    """(line, full module name) of every import in the file, relative ones resolved; ``from a import b`` is both a and a.b."""
+    """Returns (line, full module name) of every import in the file.
+
+    Relative imports are resolved; ``from a import b`` gives both a and a.b.
+    """
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -68,7 +77,10 @@ def imports(file: Path, source: str) -> list[tuple[int, str]]:
 
 
 def uses(source: str) -> list[tuple[int, str]]:
-    """(line, dotted name) of every attribute chain: ``torch.distributed.barrier()`` needs no import of its own."""
+    """Returns (line, dotted name) of every attribute chain.
+
+    ``torch.distributed.barrier()`` needs no import of its own.
+    """
     return [
         (node.lineno, ast.unparse(node))
         for node in ast.walk(ast.parse(source))
@@ -77,7 +89,7 @@ def uses(source: str) -> list[tuple[int, str]]:
 
 
 def problems(file: Path, source: str) -> list[str]:
-    """What is wrong with the imports of one file; ``file`` is relative to the root of the repository."""
+    """Returns the errors in the imports of one file; ``file`` is relative to the root of the repository."""
     part, found = part_of(file), []
     for line, name in imports(file, source):
         package, *rest = name.split(".")
@@ -169,7 +181,7 @@ def test_ops_needs_torch_and_the_standard_library_only():
         ("ppo_ds/mystery/new.py", "", "no place among the layers"),
     ],
 )
-def test_the_checker_sees(file, source, wrong):
+def test_the_checker_finds_forbidden_imports(file, source, wrong):
     (problem,) = problems(Path(file), source)
     assert wrong in problem and problem.startswith(file)
 
@@ -179,7 +191,10 @@ def test_the_checker_sees(file, source, wrong):
     [
         (
             "ppo_ds/models/policy.py",
-            "import transformers, torch\nfrom ppo_ds.ops.logprobs import x\nfrom .loading import y\nfrom peft import LoraConfig",
+            (
+                "import transformers, torch\nfrom ppo_ds.ops.logprobs import x\nfrom .loading "
+                "import y\nfrom peft import LoraConfig"
+            ),
         ),
         (
             "ppo_ds/distributed/world.py",
@@ -192,9 +207,12 @@ def test_the_checker_sees(file, source, wrong):
         ("ppo_ds/data/prompts.py", "import datasets\nfrom ppo_ds.models.tokenizer import Tokenizer"),
         (
             "launch/train.py",
-            "from hydra import compose\nfrom launch.cli import load_config\nfrom ppo_ds.build.trainer import build_trainer",
+            (
+                "from hydra import compose\nfrom launch.cli import load_config\nfrom "
+                "ppo_ds.build.trainer import build_trainer"
+            ),
         ),
     ],
 )
-def test_the_checker_lets_pass(file, source):
+def test_the_checker_accepts_allowed_imports(file, source):
     assert problems(Path(file), source) == []

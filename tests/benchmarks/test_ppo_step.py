@@ -1,4 +1,7 @@
-"""The benchmark runs, its figures belong together, and its parts count as worked out by hand. How fast anything is is not tested."""
+"""Tests that the benchmark runs, that its figures are consistent, and that its counts match hand computation.
+
+No speed is tested.
+"""
 
 import ast
 import json
@@ -79,8 +82,10 @@ def test_the_first_step_is_not_counted(found):
 
 
 @pytest.mark.slow
-def test_updates_are_counted_with_the_passes_that_were_set(found):
-    """A forward and a backward cost three forwards, three passes nine; the critic's scoring pass is a forward too."""
+def test_updates_are_counted_with_the_configured_passes(found):
+    """A forward and a backward cost three forwards, so three passes cost nine; the critic's scoring is one
+    more.
+    """
     flops = {name: share * found["seconds"][name] for name, share in found["mfu"].items()}
     assert flops["time/update_actor"] / flops["time/ref_logprobs"] == pytest.approx(9)
     assert flops["time/update_critic"] / flops["time/values"] == pytest.approx(9)
@@ -104,7 +109,7 @@ def test_rates_times_seconds_are_counts(found):
 
 
 @pytest.mark.slow
-def test_the_trainer_ran_with_what_was_set(found):
+def test_the_trainer_ran_with_the_configured_settings(found):
     assert "rollout.backend=hf" in found["overrides"]
     assert found["machine"]["threads"] == 1
 
@@ -115,12 +120,13 @@ def test_the_table_names_phases_and_rates(found):
         assert word in found["printed"], word
 
 
-# -- counting -----------------------------------------------------------------------------------------------------------------------------
+# -- counting ------------------------------------------------------------------------------------------------
 
 
-def test_decode_steps_and_what_they_read():
+def test_decode_steps_and_their_contexts():
     step = Lengths(prompts=[3, 2], responses=[4, 1])
-    # row 1: after the prompt's forward, three tokens are read, with 4, 5 and 6 places to look at; row 2 needs no more forward
+    # row 1: after the prompt's forward, three tokens are read, with 4, 5 and 6 positions to attend to; row 2
+    # needs no further forward
     assert step.decode_steps == 3
     assert step.contexts == 15
 
@@ -129,22 +135,22 @@ ACTOR = Size(body=100, head=10, layers=1, width=2, kv_width=2)
 
 
 def test_flops_of_a_step_by_hand():
-    critic = UpdateCost(
-        Size(body=101, head=0, layers=1, width=2, kv_width=2), forwards=2
-    )  # its weights are frozen
+    # its weights are frozen
+    critic = UpdateCost(Size(body=101, head=0, layers=1, width=2, kv_width=2), forwards=2)
     sizes = Sizes(actor=UpdateCost(ACTOR, forwards=3), critic=critic, bytes_each=4)
     found = phase_flops(sizes, Lengths(prompts=[2], responses=[1]), epochs=2)
-    # a forward of the actor: 3 tokens x 200, 6 pairs x 8, the head at one place 20: 668; of the critic: 3 x 202 + 48 = 654
+    # a forward of the actor: 3 tokens x 200, 6 pairs x 8, the head at one position 20: 668; of the critic: 3
+    # x 202 + 48 = 654
     assert found["time/ref_logprobs"] == 668
     assert found["time/values"] == found["time/reward"] == 654
     assert found["time/update_actor"] == 2 * 3 * 668
     assert found["time/update_critic"] == 2 * 2 * 654
-    assert found["time/generate"] == 2 * 200 + 3 * 8 + 20  # the drawn token is not read
+    assert found["time/generate"] == 2 * 200 + 3 * 8 + 20  # the last sampled token is not an input
 
 
 def test_bytes_of_decoding_by_hand():
     sizes = Sizes(actor=UpdateCost(ACTOR, 3), critic=None, bytes_each=2)
-    # three steps on each of two ranks read 110 weights; 15 places of 4 numbers; two bytes each
+    # three steps on each of two ranks read 110 weights; 15 positions of 4 numbers; two bytes each
     assert decode_traffic(sizes, Lengths(prompts=[3, 2], responses=[4, 1]), ranks=2) == 2 * (
         2 * 3 * 110 + 15 * 4
     )
@@ -176,16 +182,21 @@ def test_distance_to_the_limits():
     reached = limit_fractions(
         found, steps, sizes, epochs=[2.0], limits=Limits(gemm_flops_per_s=444.0, bytes_per_s=1000.0), ranks=1
     )
+    # 444 FLOPs in 2 of 4 seconds; phases that did not run need none
     assert reached["mfu"] == {
         "time/generate": 0.5,
         "time/step": 0.25,
-    }  # 444 FLOPs in 2 of 4 seconds; phases that did not run need none
-    assert reached["decode_bandwidth_fraction"] == 0.0  # one token an answer comes from the prompt's forward
+    }
+    # the first token of a response comes from the prompt's forward
+    assert reached["decode_bandwidth_fraction"] == 0.0
     assert "50.0 %" in table(found | reached | {"workload": "W0", "machine": {}})
 
 
 def test_updates_count_the_passes_that_ran():
-    """Two steps of one sample: a pass is 3 x 668 = 2004 FLOPs. Three passes and, stopped early, half a one, of 4008 in a second."""
+    """Two steps of one sample: a pass is 3 x 668 = 2004 FLOPs.
+
+    Three passes, and half a pass after an early stop, of 4008 FLOPs in a second.
+    """
     sizes = Sizes(actor=UpdateCost(ACTOR, 3), critic=None, bytes_each=2)
     steps = [Lengths([2], [1])] * 2
     records = [
@@ -203,7 +214,7 @@ def test_updates_count_the_passes_that_ran():
     assert reached["mfu"]["time/update_actor"] == pytest.approx((0.5 + 0.25) / 2)
 
 
-# -- against another trainer --------------------------------------------------------------------------------------------------------------
+# -- against another trainer ---------------------------------------------------------------------------------
 
 
 def test_ratios_of_a_pair():
@@ -234,7 +245,7 @@ def test_the_options_of_a_comparison_do_not_reach_its_runs():
 def test_both_sides_get_the_threads_of_the_parent():
     argv = ["W2", "--against", "trl", "--trl-python", "x", "--threads=7"]
     args = parsed(argv)
-    args.threads = 3  # as it was worked out
+    args.threads = 3  # as it was resolved
     ours, trl = (
         parsed(against.own_arguments(args, argv, Path("a"))),
         trl_step.parsed(against.trl_arguments(args, Path("b"))),
@@ -279,7 +290,7 @@ def test_trl_gets_the_same_work():
     )
 
 
-def test_a_comparison_without_trl_says_what_it_needs(capsys):
+def test_a_comparison_without_trl_reports_its_requirements(capsys):
     with pytest.raises(SystemExit) as left:
         parsed(["W1", "--against", "trl"])
     assert left.value.code == 2
@@ -306,13 +317,13 @@ def test_what_cannot_be_measured_is_refused(words, said, capsys):
 
 def test_a_comparison_is_not_started_by_a_launcher_of_ranks(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert parsed(["W1"]).pairs == 5  # a run of its own may have ranks
+    assert parsed(["W1"]).pairs == 5  # --scaling starts runs with several ranks itself
     with pytest.raises(SystemExit):
         parsed(["W1", "--against", "trl", "--trl-python", "x"])
     assert "2 ranks" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_trl_step_stands_alone():
+def test_trl_step_imports_nothing_of_the_project():
     tree = ast.parse((ROOT / "benchmarks" / "trl_step.py").read_text())
     modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]

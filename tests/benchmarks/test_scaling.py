@@ -1,4 +1,7 @@
-"""The scaling benchmark: its table. Its runs are those of ppo_step.py, which has tests of its own."""
+"""Tests the table of the scaling benchmark.
+
+Its runs are those of ppo_step.py, which has its own tests.
+"""
 
 from __future__ import annotations
 

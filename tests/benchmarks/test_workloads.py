@@ -1,4 +1,4 @@
-"""Prepared folders are what they say: answers of a geometric length to any reader, prompts of the lengths asked for."""
+"""Tests the prepared folders: geometric response lengths, and prompts of the requested lengths."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ def test_the_stop_token_has_the_same_probability_everywhere(folder):
         with torch.no_grad():
             p = model(ids).logits.float().softmax(-1)
         assert (48 * p[..., STOP] - 1).abs().max() < tolerance
-        assert p[..., [0, 2]].max() < 1e-9  # neither pad nor unknown is ever drawn
+        assert p[..., [0, 2]].max() < 1e-9  # neither the padding nor the unknown token is ever sampled
 
 
 def test_answers_of_generate_are_geometric(folder):
@@ -39,8 +39,9 @@ def test_answers_of_generate_are_geometric(folder):
         prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=256
     )[:, 4:]
     stops = drawn == STOP
-    lengths = ((stops.cumsum(1) - stops.long()) == 0).sum(1).float()  # the stop counts
-    # a geometric mean of 48 cut at 256: 48 (1 - (47/48)^256) = 47.78, deviation 45.8; 400 draws: 2.29, and four of them
+    lengths = ((stops.cumsum(1) - stops.long()) == 0).sum(1).float()  # the stop token counts
+    # a geometric mean of 48 cut at 256: 48 (1 - (47/48)^256) = 47.78, standard deviation 45.8; of the mean of
+    # 400 draws: 2.29, times four
     assert abs(lengths.mean() - 47.78) < 9.2
     # longer than 48: (47/48)^48 = 0.364, +- 4 x 0.024
     assert abs((lengths > 48).float().mean() - 0.364) < 0.097

@@ -1,4 +1,4 @@
-"""Which backend decodes: in the order given, past those that cannot or that disagree with training."""
+"""Tests the choice of the decode backend: the first that is available and agrees with training."""
 
 import pytest
 
@@ -11,7 +11,7 @@ GOOD, BAD = (1e-6, 1e-5), (0.5, 2.0)
 
 @pytest.fixture
 def chosen():
-    """Backends with a reason (a str) or a gap -> the BackendChoice in fp32, and which of them were tried."""
+    """Maps backends with a reason (str) or a gap to the BackendChoice in fp32 and the list of those tried."""
 
     def run(**backends):
         tried = []
@@ -26,7 +26,7 @@ def chosen():
     return run
 
 
-def test_the_first_that_agrees_with_training(chosen):
+def test_the_first_backend_that_agrees_with_training_is_chosen(chosen):
     choice, tried = chosen(static=GOOD, hf=(0.0, 0.0))
     assert (choice.backend, choice.gap, choice.incapable, choice.disagreeing) == (
         "static",
@@ -36,7 +36,7 @@ def test_the_first_that_agrees_with_training(chosen):
     ) and tried == ["static"]
 
 
-def test_one_that_cannot_is_not_tried_and_says_why(chosen):
+def test_an_unavailable_backend_is_not_tried_and_its_reason_is_reported(chosen):
     choice, tried = chosen(static="no cache to write into", hf=GOOD)
     assert (
         choice.backend == "hf"
@@ -46,7 +46,7 @@ def test_one_that_cannot_is_not_tried_and_says_why(chosen):
     )
 
 
-def test_one_that_is_out_of_bounds_is_passed_over_with_its_gap(chosen):
+def test_a_backend_that_is_out_of_bounds_is_skipped_with_its_gap(chosen):
     choice, tried = chosen(static=BAD, hf=GOOD)
     assert (
         choice.backend == "hf" and choice.gap == GOOD and choice.incapable == () and tried == ["static", "hf"]
@@ -62,7 +62,7 @@ def test_nan_is_out_of_bounds(chosen):
     assert chosen(static=(float("nan"), 0.0), hf=GOOD)[0].backend == "hf"
 
 
-def test_a_named_backend_is_that_one_or_none(chosen):
+def test_a_named_backend_is_used_or_the_run_fails(chosen):
     with pytest.raises(
         UserError, match=r"^rollout.backend=static: a sliding window; use rollout.backend=auto$"
     ):
@@ -71,6 +71,6 @@ def test_a_named_backend_is_that_one_or_none(chosen):
         chosen(static=BAD)
 
 
-def test_without_any_that_agrees_the_run_stops(chosen):
+def test_the_run_stops_if_no_backend_agrees(chosen):
     with pytest.raises(ParityError, match="rollout.backend=hf"):
         chosen(static=BAD, hf=BAD)

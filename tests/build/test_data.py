@@ -8,16 +8,16 @@ from ppo_ds.build.data import Inputs, describe_rows, stop_ids
 from ppo_ds.errors import UserError
 from tests.config.commands import MINIMAL, compose
 
-VOCABULARY = {"a": 0, "b": 1, "c": 2, "far": 9}  # four tokens, with a gap
+VOCABULARY = {"a": 0, "b": 1, "c": 2, "far": 9}  # four tokens, with an unused id
 TOKENIZER = SimpleNamespace(stop_ids=(2,), vocab_size=4, hf=SimpleNamespace(get_vocab=lambda: VOCABULARY))
 
 
 @pytest.mark.parametrize(("given", "ids"), [("null", (2,)), ("[]", ()), ("[0,3]", (0, 3)), ("[9]", (9,))])
-def test_the_tokens_that_end_an_answer(given, ids):
+def test_stop_token_ids(given, ids):
     assert stop_ids(compose(*MINIMAL, f"sampling.stop_token_ids={given}"), TOKENIZER) == ids
 
 
-def test_what_became_of_the_rows_is_said():
+def test_the_counts_of_rows_are_reported():
     report = {"rows": 9, "truncated": 0, "dropped": 2, "lowered": 0, "repeated": 3, "same_id": 1}
     assert (
         describe_rows(report, "prompts")
@@ -36,11 +36,11 @@ def test_what_became_of_the_rows_is_said():
 
 
 @pytest.mark.parametrize("given", ["[4]", "[1,4]"])
-def test_a_stop_id_that_is_no_token(given):
+def test_a_stop_id_outside_the_vocabulary_is_refused(given):
     with pytest.raises(UserError) as error:
         stop_ids(compose(*MINIMAL, f"sampling.stop_token_ids={given}"), TOKENIZER)
     (line,) = error.value.problems
-    assert (
-        line
-        == "sampling.stop_token_ids: 4 is not a token: the actor's tokenizer has 4 tokens; remove it, or set null for the model's own end tokens"
+    assert line == (
+        "sampling.stop_token_ids: 4 is not a token: the actor's tokenizer has 4 "
+        "tokens; remove it, or set null for the model's own end tokens"
     )

@@ -1,4 +1,4 @@
-"""What `rollout.backend` becomes: which backend, tried on what, and what the banner says of it."""
+"""Tests the generator that `rollout.backend` selects, its start-up comparison and its banner lines."""
 
 from contextlib import contextmanager
 from functools import cache
@@ -23,7 +23,7 @@ LM = LlamaForCausalLM(
 
 
 class Actor:
-    """Gives its model inside generation mode only."""
+    """Provides its model inside generation mode only."""
 
     def __init__(self):
         self.all_reduce_max, self.inside = None, False
@@ -41,7 +41,7 @@ class Actor:
 
 
 class Source:
-    """Five prompts; a batch of them is their numbers."""
+    """Provides five prompts; a batch is a list of their numbers."""
 
     batch = list
 
@@ -51,7 +51,10 @@ class Source:
 
 @pytest.fixture
 def built(monkeypatch):
-    """Arguments -> (backend, what the banner is told, [(backend, prompts, a number drawn then)] of the gate). ``gaps``: what it finds."""
+    """Builds a generator and returns (backend, banner lines, calls of the comparison).
+
+    A call is recorded as (backend, prompts, a random number drawn in it); ``gaps`` are its simulated results.
+    """
 
     def run(*arguments, gaps=None, other_ranks=()):
         tried, notes = [], []
@@ -83,7 +86,7 @@ def built(monkeypatch):
     return run
 
 
-def test_auto_takes_static(built):
+def test_auto_chooses_static(built):
     backend, notes, tried = built()
     assert (
         backend == "static"
@@ -92,7 +95,7 @@ def test_auto_takes_static(built):
     )
 
 
-def test_auto_says_loudly_that_static_disagrees(built):
+def test_auto_warns_if_static_disagrees(built):
     backend, (warning, line), tried = built(gaps={"static": (0.25, 1.5)})
     assert backend == "hf" and [name for name, *_ in tried] == ["static", "hf"]
     assert (
@@ -104,7 +107,7 @@ def test_auto_says_loudly_that_static_disagrees(built):
     assert line == "decode     hf: the fastest that agrees with training"
 
 
-def test_auto_says_why_static_cannot(built, monkeypatch):
+def test_auto_reports_why_static_is_unavailable(built, monkeypatch):
     monkeypatch.setattr(
         "ppo_ds.rollout.decoding.can_decode",
         lambda lm, longest: f"a window shorter than {longest} tokens" if lm is LM else None,
@@ -116,7 +119,7 @@ def test_auto_says_why_static_cannot(built, monkeypatch):
     ]
 
 
-def test_what_one_rank_cannot_no_rank_does(built):
+def test_a_backend_that_is_unavailable_on_one_rank_is_used_on_none(built):
     assert built(other_ranks=("no room on rank 2",))[1][0].endswith("not static: no room on rank 2")
 
 
@@ -134,14 +137,16 @@ def test_a_named_backend(built, backend):
     ("samples", "prompts"),
     [(1, [1, 2, 3, 4, 0, 1, 2, 3]), (2, [1, 1, 2, 2, 3, 3, 4, 4]), (8, [1, 1, 2, 2, 3, 3, 4, 4])],
 )
-def test_the_gate_sees_answers_to_one_prompt_side_by_side_where_steps_do(built, samples, prompts):
-    """On rank 1, which starts with prompt 1."""
+def test_the_gate_samples_a_prompt_as_often_as_steps_do(built, samples, prompts):
+    """Rank 1 starts with prompt 1."""
     ((_, few, _),) = built(f"rollout.samples_per_prompt={samples}")[2]
     assert few == prompts
 
 
 def test_the_gate_draws_the_same_numbers_at_each_start(built):
-    """Whatever was drawn before (a new critic's head, say): a resumed run must come to the same choice."""
+    """The numbers do not depend on earlier draws (such as a new critic's head), so a resumed run chooses
+    alike.
+    """
     draws = set()
     for seed in (5, 6):
         torch.manual_seed(seed)
@@ -150,7 +155,7 @@ def test_the_gate_draws_the_same_numbers_at_each_start(built):
     assert built("run.seed=3")[2][0][2] not in draws
 
 
-def test_no_other_backend():
+def test_an_unknown_backend_is_refused():
     assert complaints(*MINIMAL, "rollout.backend=vllm") == [
         "rollout.backend=vllm: must be one of auto, static, hf"
     ]

@@ -1,4 +1,4 @@
-"""`memory.layout` to the models: each decides for itself, and says so where it cannot do as it was told."""
+"""Tests that `memory.layout` applies to each model separately, with a warning where it cannot."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -33,11 +33,11 @@ LLAMA, WINDOW, NEMOTRON = (
     MistralConfig(**SMALL, sliding_window=4),
     NemotronConfig(**SMALL, num_key_value_heads=2, head_dim=8),
 )
-WIDE_KEYS = DeepseekV3Config(**SMALL, **EXPERTS, **RANKS)  # of 16, and values of 8
+WIDE_KEYS = DeepseekV3Config(**SMALL, **EXPERTS, **RANKS)  # of 16, and values of size 8
 
 
 class Role:
-    """A model as an engine holds it."""
+    """Stands in for a model held by an engine."""
 
     def __init__(self, config, device="cpu", dtype=torch.float32):
         torch.manual_seed(0)
@@ -60,24 +60,32 @@ def chosen(layout, *roles):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU as far as the choice asks for one: computed on the CPU, by what takes the kernel's place, where it takes the heads."""
+    """Simulates a GPU whose kernel is replaced by a CPU computation, for the head sizes that the kernel
+    supports.
+    """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(attention, "has_kernel", lambda query, value: query.shape[-1] == value.shape[-1])
-    kernel = lambda q, k, v, ends, *_, scale, **__: attention.one_by_one(q, k, v, ends.tolist(), scale)  # noqa: E731
+
+    def kernel(q, k, v, ends, *_, scale, **__):
+        return attention.one_by_one(q, k, v, ends.tolist(), scale)
+
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     return {"device": "cuda", "dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize(("layout", "llama"), [("packed", True), ("padded", False), ("auto", False)])
-def test_each_model_decides_for_itself(layout, llama):
+def test_the_layout_is_decided_for_each_model_separately(layout, llama):
     actor, reference = Role(LLAMA), Role(WINDOW)
     notes = chosen(layout, actor, reference)
     assert (actor.module.packed, reference.module.packed) == (llama, False)
-    refused = "warning    memory.layout=packed: the reference's rows are padded: MistralForCausalLM has layers other than full attention"
+    refused = (
+        "warning    memory.layout=packed: the reference's rows are padded: "
+        "MistralForCausalLM has layers other than full attention"
+    )
     assert notes == ([f"{refused} (sliding_attention)"] if layout == "packed" else [])
 
 
-def test_on_a_gpu_what_has_a_kernel_is_packed(gpu):
+def test_on_a_gpu_models_with_a_kernel_are_packed(gpu):
     actor, reference = Role(LLAMA, **gpu), Role(WIDE_KEYS, **gpu)
     assert chosen("auto", actor, reference) == [] and (actor.module.packed, reference.module.packed) == (
         True,
@@ -86,15 +94,18 @@ def test_on_a_gpu_what_has_a_kernel_is_packed(gpu):
     assert (actor.calls, reference.calls) == (2, 2)
 
 
-def test_on_a_gpu_packing_without_a_kernel_is_said(gpu):
+def test_on_a_gpu_packing_without_a_kernel_is_reported(gpu):
     actor = Role(WIDE_KEYS, **gpu)
-    no_kernel = "warning    memory.layout=packed: no kernel takes the actor's heads: attention is computed one sequence after the other"
+    no_kernel = (
+        "warning    memory.layout=packed: no kernel takes the actor's heads: attention "
+        "is computed one sequence after the other"
+    )
     assert chosen("packed", actor) == [no_kernel] and actor.module.packed
 
 
 @pytest.mark.parametrize("layout", ["auto", "packed"])
-def test_layers_that_are_not_told_where_sequences_end_are_found_out(gpu, layout):
-    """Nemotron's drop the arguments on the way, though its class says that its attention can be replaced."""
+def test_layers_without_sequence_boundaries_are_detected(gpu, layout):
+    """Nemotron's layers drop the arguments, although the class declares its attention replaceable."""
     actor = Role(NEMOTRON, **gpu)
     deaf = "NemotronAttention was not told where the sequences of a packed row end"
     assert chosen(layout, actor) == [
@@ -106,8 +117,8 @@ def test_layers_that_are_not_told_where_sequences_end_are_found_out(gpu, layout)
     )
 
 
-def test_rows_that_read_each_other_are_found_out(monkeypatch):
-    """An attention that is told and does not listen."""
+def test_rows_that_attend_to_each_other_are_detected(monkeypatch):
+    """Replaces the attention by one that ignores the sequence boundaries that it receives."""
     monkeypatch.setattr(
         attention,
         "one_by_one",
@@ -115,6 +126,9 @@ def test_rows_that_read_each_other_are_found_out(monkeypatch):
     )
     actor = Role(LlamaConfig(**SMALL, initializer_range=0.3))
     assert chosen("packed", actor) == [
-        "warning    memory.layout=packed: the actor's rows are padded: LlamaForCausalLM computes other states where rows are packed"
+        (
+            "warning    memory.layout=packed: the actor's rows are padded: "
+            "LlamaForCausalLM computes other states where rows are packed"
+        )
     ]
     assert not actor.module.packed

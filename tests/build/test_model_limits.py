@@ -1,4 +1,4 @@
-"""What a model must be able to read, checked before anything is computed with it."""
+"""Tests the limits of a model's positions, which are checked before any computation."""
 
 import pytest
 import torch
@@ -47,19 +47,22 @@ def policy(rope):
 
 
 @pytest.mark.parametrize("rope", ["longrope", "dynamic"])
-def test_rope_that_changes_with_the_longest_row(rope):
+def test_rope_that_depends_on_the_longest_row_is_limited(rope):
     made = policy(rope)
     assert _fitting(made, Needs(20, 16), "models/it", "actor.model.path") is made
     with pytest.raises(
         UserError,
-        match=rf"^actor\.model\.path=models/it: RoPE of type {rope} .* than 16 tokens; .* may have 17: lower .* within 16$",
+        match=(
+            rf"^actor\.model\.path=models/it: RoPE of type {rope} .* than 16 tokens; .* may "
+            r"have 17: lower .* within 16$"
+        ),
     ):
         _fitting(made, Needs(20, 17), "models/it", "actor.model.path")
     ids = torch.arange(32).view(2, 16) % 20
     for longest, same in (
         (16, True),
         (30, False),
-    ):  # the bound is the real one: a row of 6 beside one as long
+    ):  # the bound is exact: a row of 6 tokens beside one that reaches the limit
         mask = torch.ones(2, longest, dtype=torch.bool)
         mask[0, 6:] = False
         wide = torch.nn.functional.pad(ids, (0, longest - 16), value=3)
@@ -71,7 +74,7 @@ def test_rope_that_changes_with_the_longest_row(rope):
         assert (gap.abs().max() < 1e-6) == same
 
 
-def test_rope_that_does_not():
+def test_rope_that_does_not_depend_on_it_is_not_limited():
     made = policy("linear")
     assert _fitting(made, Needs(20, 64), "models/it", "actor.model.path") is made
     with pytest.raises(UserError, match="has 64 positions"):

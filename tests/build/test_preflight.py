@@ -19,7 +19,10 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
 from tests.config.commands import compose
 
-TEMPLATE = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}{{ m.content }}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no "
+    "system here') }}{% endif %}{{ m.content }}{% endfor %}"
+)
 CHATTY = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TOKENS = 3 + 26  # pad, end, unknown and the letters
 ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "cd", "answer": "2"}]
@@ -55,7 +58,7 @@ def scorer(folder, name="rm", **changes):
 
 @pytest.fixture
 def check(tmp_path, folder):
-    """Goes over the rows with this reward; returns what it is refused with, places without their folder."""
+    """Checks these rows with this reward; returns the errors, with paths relative to the folder."""
 
     def run(*arguments: str, rows=ROWS, actor=None) -> list[str]:
         (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -77,19 +80,22 @@ def check(tmp_path, folder):
     return run
 
 
-def test_what_is_sound_passes(check, folder):
+def test_valid_models_pass(check, folder):
     path = scorer(folder)
     assert check("reward=model", f"reward.model.path={path}") == []
     assert check("reward=model", f"reward.model.path={path}", "reward.template=pair") == []
     assert check("reward=numeric") == []
 
 
-def test_a_language_model_is_no_reward_model(check, folder):
+def test_a_language_model_is_refused_as_reward_model(check, folder):
     causal = folder(
         "lm", architectures=["LlamaForCausalLM"], weights=("model.embed_tokens.weight", "lm_head.weight")
     )
     assert check("reward=model", f"reward.model.path={causal}") == [
-        "reward.model.path=lm: has no trained score head (score.weight not in its files): give a sequence classifier trained to score"
+        (
+            "reward.model.path=lm: has no trained score head (score.weight not in its "
+            "files): give a sequence classifier trained to score"
+        )
     ]
 
 
@@ -106,7 +112,7 @@ def test_weights_in_several_files(check, folder, tmp_path):
         assert (check("reward=model", f"reward.model.path={path}") == []) is fine
 
 
-def test_weights_that_are_not_here_are_judged_when_they_are(check, folder):
+def test_weights_that_are_not_local_are_checked_when_they_are_loaded(check, folder):
     assert check("reward=model", f"reward.model.path={scorer(folder, weights=())}") == []
 
 
@@ -118,23 +124,30 @@ def test_a_reward_model_with_two_labels(check, folder):
 
 def test_ids_beyond_an_embedding(check, folder):
     small = folder("small", vocab_size=TOKENS - 1)
-    beyond = f"the actor's tokenizer has ids up to {TOKENS - 1}, but this model's embedding has only {TOKENS - 1} rows; use a model and a tokenizer that belong together"
+    beyond = (
+        f"the actor's tokenizer has ids up to {TOKENS - 1}, but this model's embedding "
+        f"has only {TOKENS - 1} rows; use a model and a tokenizer that belong together"
+    )
     assert check("reward=length", "reward.longest=3", actor=small) == [f"actor.model.path=small: {beyond}"]
     assert check("reward=length", "reward.longest=3", f"reference.model.path={small}") == [
         f"reference.model.path=small: {beyond}"
     ]
     assert check("reward=model", f"reward.model.path={scorer(folder, vocab_size=TOKENS - 1)}") == [
-        f"reward.model.path=rm: its tokenizer has ids up to {TOKENS - 1}, its embedding only {TOKENS - 1} rows"
+        (
+            f"reward.model.path=rm: its tokenizer has ids up to {TOKENS - 1}, its embedding "
+            f"only {TOKENS - 1} rows"
+        )
     ]
 
 
-def test_an_end_beyond_the_embedding(check, folder):
-    """The generation config of another model, copied along."""
+def test_an_end_token_beyond_the_embedding(check, folder):
+    """The generation config was copied from another model."""
     actor = folder("odd")
     (Path(actor) / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 151645]}))
     (line,) = check("reward=length", "reward.longest=3", actor=actor)
     assert line.startswith(
-        f"actor.model.path=odd: the actor's tokenizer has ids up to 151645, but this model's embedding has only {TOKENS} rows"
+        "actor.model.path=odd: the actor's tokenizer has ids up to 151645, but this "
+        f"model's embedding has only {TOKENS} rows"
     )
 
 
@@ -149,8 +162,9 @@ def test_the_reward_models_own_chat_template_is_tried_on_each_order_of_roles(che
     path = scorer(folder, template=TEMPLATE)
     assert check("reward=model", f"reward.model.path={path}", rows=CHATS[:1] * 2, actor=actor) == []
     assert check("reward=model", f"reward.model.path={path}", rows=CHATS, actor=actor) == [
-        "x.jsonl:2: reward.template=chat: the reward model's chat template refuses a chat with the roles system, user, assistant "
-        "(TemplateError: no system here); set reward.template=pair or reward.template=concat"
+        "x.jsonl:2: reward.template=chat: the reward model's chat template refuses a chat with the roles "
+        "system, user, assistant (TemplateError: no system here); set "
+        "reward.template=pair or reward.template=concat"
     ]
     assert (
         check("reward=model", f"reward.model.path={path}", "reward.template=concat", rows=CHATS, actor=actor)
@@ -163,7 +177,7 @@ def test_the_reward_models_own_chat_template_is_tried_on_each_order_of_roles(che
     )
 
 
-def test_held_out_rows_are_tried_too(check, folder, tmp_path):
+def test_held_out_rows_are_checked_too(check, folder, tmp_path):
     (tmp_path / "held.jsonl").write_text(json.dumps(CHATS[1]))
     actor, path = folder("chatty", template=CHATTY), scorer(folder, template=TEMPLATE)
     (line,) = check(
@@ -179,26 +193,52 @@ def test_held_out_rows_are_tried_too(check, folder, tmp_path):
 @pytest.mark.parametrize(
     ("reward", "rows", "lines"),
     [
-        ("numeric", [*ROWS, {"prompt": "e"}], ["x.jsonl:3: reward.column=answer: no such column in the rows; they have prompt; set reward.column"]),
         (
             "numeric",
-            [{"prompt": "e", "answer": "many"}, *ROWS, {"prompt": "e", "answer": None}, {"prompt": "e", "answer": float("nan")}],
+            [*ROWS, {"prompt": "e"}],
             [
-                "x.jsonl:1: reward.column=answer: the reference 'many' is not a single finite number; correct it, or name another column",
-                "x.jsonl:4: reward.column=answer: the reference is empty; give each row one, or set reward.column (and 1 more rows)",
+                (
+                    "x.jsonl:3: reward.column=answer: no such column in the rows; they have "
+                    "prompt; set reward.column"
+                )
+            ],
+        ),
+        (
+            "numeric",
+            [
+                {"prompt": "e", "answer": "many"},
+                *ROWS,
+                {"prompt": "e", "answer": None},
+                {"prompt": "e", "answer": float("nan")},
+            ],
+            [
+                (
+                    "x.jsonl:1: reward.column=answer: the reference 'many' is not a single finite "
+                    "number; correct it, or name another column"
+                ),
+                (
+                    "x.jsonl:4: reward.column=answer: the reference is empty; give each row one, "
+                    "or set reward.column (and 1 more rows)"
+                ),
             ],
         ),
         (
             "exact_match",
             [*ROWS, {"prompt": "e", "answer": " "}, {"prompt": "e", "answer": True}],
             [
-                "x.jsonl:3: reward.column=answer: the reference is empty; give each row one, or set reward.column",
-                "x.jsonl:4: reward.column=answer: the reference 'True' is neither a text nor a number; correct it, or name another column",
+                (
+                    "x.jsonl:3: reward.column=answer: the reference is empty; give each row one, "
+                    "or set reward.column"
+                ),
+                (
+                    "x.jsonl:4: reward.column=answer: the reference 'True' is neither a text nor a "
+                    "number; correct it, or name another column"
+                ),
             ],
         ),
     ],
-)  # fmt: skip
-def test_rows_without_a_reference_are_no_misses(check, reward, rows, lines):
+)
+def test_rows_without_a_reference_are_errors(check, reward, rows, lines):
     assert check(f"reward={reward}", rows=rows) == lines
 
 
@@ -206,20 +246,23 @@ PARTS = ["reward=weighted", "reward@reward.parts.a.reward=numeric", "reward@rewa
 
 
 def test_the_parts_of_a_mixture(check, folder):
-    """One with a model in it is looked at part by part, another as a whole."""
+    """A mixture that contains a model is checked part by part, any other as a whole."""
     model = f"reward.parts.b.reward.model.path={scorer(folder, num_labels=3)}"
     assert check(*PARTS, model, rows=[{"prompt": "a", "answer": "x"}] * 2)[0].startswith(
         "x.jsonl:1: reward.parts.a.reward.column=answer: the reference 'x' is not a single finite number"
     )
     assert check(*PARTS, model) == [
-        "reward.parts.b.reward.model.path=rm: has 3 labels; a score needs a sequence classifier with one (num_labels=1)"
+        (
+            "reward.parts.b.reward.model.path=rm: has 3 labels; a score needs a sequence "
+            "classifier with one (num_labels=1)"
+        )
     ]
     assert check(*PARTS[:2], rows=[{"prompt": "a"}] * 2)[0].startswith(
         "x.jsonl:1: reward.parts.a.reward.column=answer: no such column in the rows"
     )
 
 
-def test_a_function_that_is_not_there(check, folder, tmp_path):
+def test_a_missing_function_is_an_error(check, folder, tmp_path):
     function = ["reward@reward.parts.a.reward=function", f"reward.parts.a.reward.path={tmp_path}/no.py:score"]
     model = f"reward.parts.b.reward.model.path={scorer(folder)}"
     assert check("reward=weighted", *function, PARTS[2], model) == [
@@ -229,17 +272,19 @@ def test_a_function_that_is_not_there(check, folder, tmp_path):
 
 def test_a_function_is_imported_once(check, tmp_path):
     (tmp_path / "mine.py").write_text(
-        "import sys\nsys.times_seen = getattr(sys, 'times_seen', 0) + 1\ndef score(p, r, rows): return [0.0] * len(p)"
+        "import sys\nsys.times_seen = getattr(sys, 'times_seen', 0) + 1\ndef score(p, "
+        "r, rows): return [0.0] * len(p)"
     )
     for _ in range(2):
         assert check("reward=function", f"reward.path={tmp_path}/mine.py:score") == []
     assert sys.times_seen == 1
 
 
-def test_code_of_its_own_that_nobody_has_allowed(check):
+def test_remote_code_without_permission_is_refused(check):
     (line,) = check("reward=get_score", "reward.model.path=org/rm")
     assert line.startswith(
-        "reward.model.trust_remote_code=false: get_score is Python code from the files of org/rm; read that code, then set"
+        "reward.model.trust_remote_code=false: get_score is Python code from the files "
+        "of org/rm; read that code, then set"
     )
 
 
@@ -270,13 +315,16 @@ def test_a_tokenizer_without_an_end(check, folder, stops, fine):
         return
     with pytest.raises(
         UserError,
-        match="^actor.model.path=.*names an end token, so no response would end by itself; set sampling.stop_token_ids or",
+        match=(
+            "^actor.model.path=.*names an end token, so no response would end by itself; "
+            "set sampling.stop_token_ids or"
+        ),
     ):
         stop_ids(config, build_tokenizer(config))
 
 
 def test_files_of_real_classifiers_have_their_heads(tmp_path):
-    """What transformers writes passes, whatever a family calls its head."""
+    """Files that transformers writes pass, whatever name a family has for its head."""
     from transformers import BertConfig, DebertaV2Config, GPT2Config, RobertaConfig
 
     from ppo_ds.models.value import expect_reward_model

@@ -1,4 +1,4 @@
-"""Every switch arrives: values that are not the defaults, from the command line to the parts that use them."""
+"""Tests that every switch reaches its component: non-default values from the command line to their use."""
 
 from types import SimpleNamespace
 
@@ -91,7 +91,7 @@ def at(owner, path):
         ("memory.score_tokens=77", "token_budget", 77),
     ],
 )
-def test_of_the_experience(world, override, where, value):
+def test_switches_reach_the_experience_maker(world, override, where, value):
     plain, changed = made(world)[0], made(world, override)[0]
     assert at(changed, where) == value and at(plain, where) != value
 
@@ -120,12 +120,12 @@ def test_of_the_experience(world, override, where, value):
         ("memory.train_tokens=77", "token_budget", 77),
     ],
 )
-def test_of_the_learner(world, override, where, value):
+def test_switches_reach_the_learner(world, override, where, value):
     plain, changed = made(world)[1], made(world, override)[1]
     assert at(changed, where) == value and at(plain, where) != value
 
 
-def test_what_two_keys_make(world):
+def test_values_that_depend_on_two_keys(world):
     in_loss = "algo.kl.place=loss"
     assert made(world)[1].policy.kl is None and made(world, in_loss)[0].charged_kl is None
     assert made(world, in_loss)[1].policy.kl.keywords == {"estimator": "k1"}
@@ -144,14 +144,14 @@ def test_what_two_keys_make(world):
     assert made(world)[1].ptx is None
 
 
-def test_pretraining_has_the_rewards_to_come(world):
+def test_critic_pretraining_uses_rewards_to_go(world):
     switches = ("algo.gae.gamma=0.5", "algo.gae.lam_critic=0.5", "algo.gae.bootstrap_truncated=true")
     found = pretraining(composed("standard", *switches), made(world, *switches)[0])
     gae = found.estimate_advantages.keywords["gae"]
     assert (gae.gamma, gae.lam, gae.lam_critic, gae.bootstrap_truncated) == (0.5, 1.0, None, False)
 
 
-def test_the_controllers():
+def test_kl_controllers_are_built():
     bounds = ("algo.kl.target=3", "algo.kl.min_coef=0.01", "algo.kl.max_coef=0.9")
     adaptive = kl_controller(
         composed("standard", "algo.kl.controller=adaptive", "algo.kl.horizon=999", *bounds)
@@ -172,7 +172,7 @@ def test_the_controllers():
     )
 
 
-def test_evaluation_by_the_average_where_asked_for():
+def test_evaluation_uses_the_average_on_request():
     swapped = object()
     ema = SimpleNamespace(swapped=swapped)
     assert eval_weights(ema, wanted=True) is swapped and eval_weights(ema, wanted=False) is not swapped
@@ -180,12 +180,12 @@ def test_evaluation_by_the_average_where_asked_for():
         pass
 
 
-def test_end_tokens_that_are_no_actions():
+def test_masked_stop_ids():
     assert masked_stop_ids(True, (2, 3), 3) == () and masked_stop_ids(None, (2, 3), 7) == ()
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_forwards_are_planned_without_padding_where_all_models_are(world, packed):
+def test_forwards_are_planned_without_padding_if_all_models_are_packed(world, packed):
     critic = SimpleNamespace(module=SimpleNamespace(packed=packed))
     assert [part.packed for part in made(world, critic=critic)] == [packed, packed]
 
@@ -197,7 +197,7 @@ def test_the_temperature_of_sampling_is_the_policys():
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_evaluation_is_greedy_where_asked_for(world, greedy):
+def test_evaluation_is_greedy_on_request(world, greedy):
     sampling = SamplingParams(5, 0, 0.7, 1.0, 0, (2,), ())
     config = composed("standard", f"eval.greedy={str(greedy).lower()}")
     context = SimpleNamespace(world=world, stop=SimpleNamespace(raise_if_stopped=None))

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer (one id per byte), and data files written by the tests."""
+"""Provides a byte-level tokenizer (one id per byte), and writers of data files."""
 
 import json
 
@@ -10,7 +10,10 @@ from transformers import PreTrainedTokenizerFast
 from ppo_ds.data.prompts import PromptSource
 from ppo_ds.models.tokenizer import Tokenizer
 
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% "
+    "endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def make_tokenizer(pad="<pad>", template=TEMPLATE, adds_bos=False):

@@ -1,4 +1,6 @@
-"""Invalid and odd rows of data sets: refused in a line with location and remedy, or handled as defined."""
+"""Tests invalid and unusual rows of data sets: refused in one line with location and remedy, or handled as
+defined.
+"""
 
 import json
 import os
@@ -31,35 +33,129 @@ def said(path, tokenizer, **options):
     [
         ("x.jsonl", b"", "data.path=x.jsonl: the data set is empty"),
         ("x.jsonl", b"\n \n", "data.path=x.jsonl: the data set is empty"),
-        ("x.jsonl", lines({"prompt": "a"}, '{"promp'), "x.jsonl:2: not a JSON object on one line: Unterminated string"),
-        ("x.jsonl", lines({"prompt": "a"}, '{"prompt": "b"} x'), "x.jsonl:2: not a JSON object on one line: Extra data"),
-        ("x.jsonl", lines({"prompt": "a"}, "[" * 9**5), "x.jsonl:2: not a JSON object on one line: maximum recursion depth exceeded"),
-        ("x.jsonl", '{"prompt": "a"}'.encode("utf-16"), "x.jsonl:1: not a JSON object on one line: 'utf-8' codec can't decode byte 0xff"),
-        ("x.jsonl", b"\x1f\x8b\x08\x00gz", "x.jsonl:1: not a JSON object on one line: 'utf-8' codec can't decode byte 0x8b"),
-        ("x.jsonl.gz", b"\x1f\x8b\x08\x00gz", "data.path=x.jsonl.gz: the name of a data file must end in one of .jsonl, .json, .parquet, .csv"),
+        (
+            "x.jsonl",
+            lines({"prompt": "a"}, '{"promp'),
+            "x.jsonl:2: not a JSON object on one line: Unterminated string",
+        ),
+        (
+            "x.jsonl",
+            lines({"prompt": "a"}, '{"prompt": "b"} x'),
+            "x.jsonl:2: not a JSON object on one line: Extra data",
+        ),
+        (
+            "x.jsonl",
+            lines({"prompt": "a"}, "[" * 9**5),
+            "x.jsonl:2: not a JSON object on one line: maximum recursion depth exceeded",
+        ),
+        (
+            "x.jsonl",
+            '{"prompt": "a"}'.encode("utf-16"),
+            "x.jsonl:1: not a JSON object on one line: 'utf-8' codec can't decode byte 0xff",
+        ),
+        (
+            "x.jsonl",
+            b"\x1f\x8b\x08\x00gz",
+            "x.jsonl:1: not a JSON object on one line: 'utf-8' codec can't decode byte 0x8b",
+        ),
+        (
+            "x.jsonl.gz",
+            b"\x1f\x8b\x08\x00gz",
+            (
+                "data.path=x.jsonl.gz: the name of a data file must end in one of .jsonl, "
+                ".json, .parquet, .csv"
+            ),
+        ),
         ("x.json", b'[{"prompt": "a", "n": ' + b"9" * 5000 + b"}]", "x.json:1: not JSON: Exceeds the limit"),
-        ("x.csv", b"prompt,prompt\na,b\n", "x.csv:1: two columns have the same name (prompt, prompt); give each its own"),
-        ("x.csv", b'messages\n"[{""role"": ""user""}]"\n', 'x.csv:2: column "messages" must be a list of messages, not a text (CSV has no lists'),
+        (
+            "x.csv",
+            b"prompt,prompt\na,b\n",
+            "x.csv:1: two columns have the same name (prompt, prompt); give each its own",
+        ),
+        (
+            "x.csv",
+            b'messages\n"[{""role"": ""user""}]"\n',
+            ('x.csv:2: column "messages" must be a list of messages, not a text (CSV has no lists'),
+        ),
         ("x.parquet", b"", "x.parquet: cannot be read as Parquet: "),
-        ("x.jsonl", lines({"prompt": "a"}, {"prompt": None}), 'x.jsonl:2: column "prompt" must be a text or a list of messages, not null'),
-        ("x.jsonl", lines({"prompt": 5}), 'x.jsonl:1: column "prompt" must be a text or a list of messages, not int'),
-        ("x.jsonl", lines({"prompt": {"text": "a"}}), 'x.jsonl:1: column "prompt" must be a text or a list of messages, not dict'),
+        (
+            "x.jsonl",
+            lines({"prompt": "a"}, {"prompt": None}),
+            'x.jsonl:2: column "prompt" must be a text or a list of messages, not null',
+        ),
+        (
+            "x.jsonl",
+            lines({"prompt": 5}),
+            'x.jsonl:1: column "prompt" must be a text or a list of messages, not int',
+        ),
+        (
+            "x.jsonl",
+            lines({"prompt": {"text": "a"}}),
+            'x.jsonl:1: column "prompt" must be a text or a list of messages, not dict',
+        ),
         ("x.jsonl", lines({"prompt": ""}), 'x.jsonl:1: column "prompt" is empty'),
         ("x.jsonl", lines({"prompt": " \t\u3000\n"}), 'x.jsonl:1: column "prompt" is only white space'),
-        ("x.jsonl", lines({"prompt": "a\udc80"}), 'x.jsonl:1: column "prompt" is not valid Unicode: a lone surrogate at character 2'),
-        ("x.jsonl", lines({"b\n\ud800\x1b[2J": 1}), r"x.jsonl:1: none of the columns prompt, messages, conversations; set data.prompt_column to one"),
-        ("x.jsonl", lines({"messages": []}), 'x.jsonl:1: column "messages": nothing to answer: no message before the assistant\'s'),
-        ("x.jsonl", lines({"messages": USER}), 'x.jsonl:1: column "messages" must be a text or a list of messages, not dict'),
-        ("x.jsonl", lines({"messages": [USER, None]}), 'x.jsonl:1: column "messages", message 2 must be an object with role and content, not null'),
-        ("x.jsonl", lines({"messages": [USER | {"content": [{"text": "a"}]}]}), 'x.jsonl:1: column "messages", message 1: the content must'),
-        ("x.jsonl", lines({"messages": [USER | {"role": "us\ud800er"}]}), 'x.jsonl:1: column "messages", message 1 is not valid Unicode'),
-        ("x.jsonl", lines({"messages": [USER | {"content": "\n"}]}), 'x.jsonl:1: column "messages", message 1 is only white space'),
-        ("x.jsonl", lines({"messages": [USER | {"tool_calls": [1]}]}), 'x.jsonl:1: column "messages", message 1: tool_calls are not shown'),
-        ("x.jsonl", lines({"messages": [USER], "tools": [{"name": "f"}]}), 'x.jsonl:1: column "tools": tools are not shown to the policy'),
-        ("x.jsonl", lines({"prompt": "a", "max_new_tokens": "z" * 999}), 'x.jsonl:1: column "max_new_tokens" must be a whole number of at least 1'),
+        (
+            "x.jsonl",
+            lines({"prompt": "a\udc80"}),
+            ('x.jsonl:1: column "prompt" is not valid Unicode: a lone surrogate at character 2'),
+        ),
+        (
+            "x.jsonl",
+            lines({"b\n\ud800\x1b[2J": 1}),
+            (
+                r"x.jsonl:1: none of the columns prompt, messages, conversations; set "
+                r"data.prompt_column to one"
+            ),
+        ),
+        (
+            "x.jsonl",
+            lines({"messages": []}),
+            ('x.jsonl:1: column "messages": nothing to answer: no message before the assistant\'s'),
+        ),
+        (
+            "x.jsonl",
+            lines({"messages": USER}),
+            'x.jsonl:1: column "messages" must be a text or a list of messages, not dict',
+        ),
+        (
+            "x.jsonl",
+            lines({"messages": [USER, None]}),
+            ('x.jsonl:1: column "messages", message 2 must be an object with role and content, not null'),
+        ),
+        (
+            "x.jsonl",
+            lines({"messages": [USER | {"content": [{"text": "a"}]}]}),
+            'x.jsonl:1: column "messages", message 1: the content must',
+        ),
+        (
+            "x.jsonl",
+            lines({"messages": [USER | {"role": "us\ud800er"}]}),
+            'x.jsonl:1: column "messages", message 1 is not valid Unicode',
+        ),
+        (
+            "x.jsonl",
+            lines({"messages": [USER | {"content": "\n"}]}),
+            'x.jsonl:1: column "messages", message 1 is only white space',
+        ),
+        (
+            "x.jsonl",
+            lines({"messages": [USER | {"tool_calls": [1]}]}),
+            'x.jsonl:1: column "messages", message 1: tool_calls are not shown',
+        ),
+        (
+            "x.jsonl",
+            lines({"messages": [USER], "tools": [{"name": "f"}]}),
+            'x.jsonl:1: column "tools": tools are not shown to the policy',
+        ),
+        (
+            "x.jsonl",
+            lines({"prompt": "a", "max_new_tokens": "z" * 999}),
+            'x.jsonl:1: column "max_new_tokens" must be a whole number of at least 1',
+        ),
     ],
-)  # fmt: skip
-def test_what_is_refused(tmp_path, tokenizer, name, content, line):
+)
+def test_invalid_rows_are_refused(tmp_path, tokenizer, name, content, line):
     (tmp_path / name).write_bytes(content)
     (found,) = said(tmp_path / name, tokenizer)
     assert found.startswith(line) and len(found) < 700
@@ -88,7 +184,7 @@ def test_parquet_with_invalid_utf8(tmp_path, tokenizer):
 
 
 def test_a_file_format_that_fills_gaps_with_nulls(tmp_path, tokenizer):
-    """Rows with a text and rows with a chat have both columns in Parquet."""
+    """In Parquet, rows with a text and rows with a chat have both columns."""
     pyarrow.parquet.write_table(
         pyarrow.Table.from_pylist(
             [{"prompt": "a", "messages": None}, {"prompt": None, "messages": [USER | {"name": None}]}]

@@ -1,4 +1,4 @@
-"""Ids and the mask of learned tokens of a language-modelling loss, written down by hand.
+"""Tests ids and the mask of learned tokens of a language-modelling loss against values written by hand.
 
 The byte tokenizer: <eos> 0, <pad> 1, "a" 66, "b" 67, ...; its template writes "<user>hi<eos><assistant>" and
 then the answer and "<eos>".
@@ -102,7 +102,10 @@ def test_earlier_answers_are_not_learned_and_a_system_message_is_added(source, t
 
 
 def test_template_text_after_the_end_token_is_not_learned(source, byte_tokenizer):
-    line = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    line = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{{ eos_token }}\n{% "
+        "endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
     tokenizer = byte_tokenizer(template=line)
     assert learned(source({"messages": [USER, ANSWER]}, tokenizer=tokenizer).batch([0]), tokenizer) == [
         ("user:hi<eos>\nassistant:", "yo<eos>")
@@ -111,7 +114,10 @@ def test_template_text_after_the_end_token_is_not_learned(source, byte_tokenizer
 
 def test_a_template_without_an_end_token_gets_one(source, byte_tokenizer):
     tokenizer = byte_tokenizer(
-        template="{% for m in messages %}{{ m['role'] }}:{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+        template=(
+            "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }} {% endfor %}{% if "
+            "add_generation_prompt %}assistant:{% endif %}"
+        )
     )
     assert learned(source({"messages": [USER, ANSWER]}, tokenizer=tokenizer).batch([0]), tokenizer) == [
         ("user:hi assistant:", "yo <eos>")
@@ -171,7 +177,10 @@ def test_dropping_everything_is_an_error(source):
     [
         (
             {"prompt": "a"},
-            'nothing to learn: needs a column "text", or "prompt" and one of response, answer, .*; the row has: prompt',
+            (
+                'nothing to learn: needs a column "text", or "prompt" and one of response, '
+                "answer, .*; the row has: prompt"
+            ),
         ),
         ({"prompt": "a", "response": 5}, 'column "response" must be a text, not int'),
         ({"prompt": "a", "response": ""}, 'column "response" is empty'),
@@ -193,7 +202,10 @@ def test_bad_rows_are_named(source, row, message):
 
 
 def test_a_template_that_renders_an_answered_prompt_differently(source, byte_tokenizer):
-    thinking = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
+    thinking = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if "
+        "add_generation_prompt %}<assistant><think>{% endif %}"
+    )
     with pytest.raises(
         UserError, match=r"data.jsonl:1: the chat template renders the prompt differently once it is answered"
     ):
@@ -235,13 +247,16 @@ def test_resume(source):
 def test_fewer_texts_than_a_batch(source):
     with pytest.raises(
         UserError,
-        match=r"data.ptx_path=.*: 2 texts are fewer than one optimizer step takes \(algo.ptx.batch_size=3\); set .* at most 2",
+        match=(
+            r"data.ptx_path=.*: 2 texts are fewer than one optimizer step takes "
+            r"\(algo.ptx.batch_size=3\); set .* at most 2"
+        ),
     ):
         DemonstrationStream(source("a", "b"), batch_size=3)
 
 
 def test_batches_go_through_microbatches(source):
-    """Each learned token is in exactly one micro-batch of one of two ranks."""
+    """Each learned token is in exactly one micro-batch of exactly one of the two ranks."""
 
     class World:
         size = 2

@@ -1,4 +1,4 @@
-"""Random files give prompts whose ids decode to the input, or errors that name the file and the location."""
+"""Tests that random files give prompts whose ids decode to the input, or errors that name the location."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ SYSTEM_PROMPT = {"role": "system", "content": "be brief"}
         ({"prompt": "hi"}, [SYSTEM_PROMPT, USER]),
         ({"prompt": [USER, ANSWER]}, [SYSTEM_PROMPT, USER]),
         ({"messages": [USER, ANSWER, USER]}, [SYSTEM_PROMPT, USER, ANSWER, USER]),
-        ({"messages": [SYSTEM, USER]}, [SYSTEM, USER]),  # an empty one is one too
+        ({"messages": [SYSTEM, USER]}, [SYSTEM, USER]),  # an empty system message counts as one
         ({"messages": [USER, SYSTEM, USER]}, [USER, SYSTEM, USER]),
     ],
 )
@@ -113,7 +113,10 @@ def test_a_system_message_for_chats_without_one(row, prompt):
 def test_a_bare_text_has_no_place_for_a_system_message():
     with pytest.raises(
         UserError,
-        match='column "prompt" is used as a bare text, which has no place for data.system; remove data.system or',
+        match=(
+            'column "prompt" is used as a bare text, which has no place for data.system; '
+            "remove data.system or"
+        ),
     ):
         parse_prompt({"prompt": "hi"}, PromptFormat(system="be brief"))
 

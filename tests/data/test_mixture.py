@@ -1,4 +1,4 @@
-"""Mixed data sets: shares, orders, ranks, resume, and the source of each row."""
+"""Tests mixed data sets: shares, orders, ranks, resume, and the source of each row."""
 
 from collections import Counter
 
@@ -41,8 +41,9 @@ def take(stream, steps):
 
 
 def test_a_batch_of_several_sets(mixed):
-    """ids: "a" is 66 ("!" 33 is 2), "b" 67, digits "0" 17 and on; "b" has ten prompts and more, so a row of
-    three tokens.
+    """Ids: "a" is 66 ("!" 33 is 2), "b" 67, digits "0" 17 and on.
+
+    "b" has more than ten prompts and therefore a row of three tokens.
     """
     source = mixed([2, 11], [1, 1])
     batch = source.batch([12, 0, 2, 12])

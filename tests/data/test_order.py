@@ -1,4 +1,4 @@
-"""Orders: passes over one set, and turns between several."""
+"""Tests orders: passes over one set, and weighted round-robin between several sets."""
 
 from collections import Counter
 from fractions import Fraction
@@ -73,9 +73,8 @@ def test_any_window_has_the_shares():
         for length in (1, 7, 10, 64):
             count = Counter(who[start : start + length])
             assert all(abs(count[i] - length * share) < 2 for i, share in enumerate(shares))
-    assert all(
-        Counter(who[start : start + 10]) == {0: 6, 1: 3, 2: 1} for start in range(0, 190, 10)
-    )  # whole periods are exact
+    # whole periods are exact
+    assert all(Counter(who[start : start + 10]) == {0: 6, 1: 3, 2: 1} for start in range(0, 190, 10))
 
 
 @pytest.mark.parametrize("weights", [[7, 2, 1], [0.25, 0.5], [0.123, 0.5]])

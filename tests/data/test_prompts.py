@@ -239,7 +239,10 @@ def test_a_row_that_the_template_refuses(source, byte_tokenizer):
     )
     with pytest.raises(
         UserError,
-        match=r"data.jsonl:2: the chat template refuses a chat with the roles system, user \(TemplateError: no system\)",
+        match=(
+            r"data.jsonl:2: the chat template refuses a chat with the roles system, user "
+            r"\(TemplateError: no system\)"
+        ),
     ):
         source(
             {"messages": [USER]}, {"messages": [{"role": "system", "content": "s"}, USER]}, tokenizer=picky
@@ -259,10 +262,11 @@ def test_a_system_message(source, byte_tokenizer):
         "<system>be brief<eos><user>hi<eos><assistant>yo<eos><user>hi<eos><assistant>",
         "<system>own<eos><user>hi<eos><assistant>",
     ]
+    # the input of a reward model
     assert batch.metadata[0]["messages"] == [
         {"role": "system", "content": "be brief"},
         USER,
-    ]  # what a reward model is shown
+    ]
     assert (
         ids_of(batch)[0]
         == byte_tokenizer().encode_many(
@@ -287,7 +291,10 @@ def test_a_system_message_needs_a_template_that_takes_it(source, byte_tokenizer)
     )
     with pytest.raises(
         UserError,
-        match=r"data.jsonl:1: the chat template refuses a chat with the roles system, user \(TemplateError: no system\)",
+        match=(
+            r"data.jsonl:1: the chat template refuses a chat with the roles system, user "
+            r"\(TemplateError: no system\)"
+        ),
     ):
         source({"messages": [USER]}, system="be brief", tokenizer=picky)
 
@@ -413,7 +420,10 @@ def test_resume_with_another_number_of_ranks(source):
 def test_fewer_prompts_than_a_step(source):
     with pytest.raises(
         UserError,
-        match=r"data.path=.*data.jsonl: 3 prompts are fewer than one step takes \(rollout.prompts_per_step=4\)",
+        match=(
+            r"data.path=.*data.jsonl: 3 prompts are fewer than one step takes "
+            r"\(rollout.prompts_per_step=4\)"
+        ),
     ):
         PromptStream(source("a", "b", "c"), prompts_per_step=4)
     assert len(next(PromptStream(source("a", "b", "c"), prompts_per_step=3))) == 3

@@ -40,7 +40,8 @@ def test_locations(tmp_path):
     rows = load_rows(str(tmp_path))
     assert list(rows) == ROWS * 4 and rows[6] == ROWS[0]
     assert [rows.location(i).removeprefix(f"{tmp_path}/") for i in range(8)] == [
-        "a.jsonl:1", "a.jsonl:2", "b.json row 1", "b.json row 2", "c.parquet row 1", "c.parquet row 2", "d.csv:2", "d.csv:4"
+        "a.jsonl:1", "a.jsonl:2", "b.json row 1", "b.json row 2", "c.parquet row 1",
+        "c.parquet row 2", "d.csv:2", "d.csv:4"
     ]  # fmt: skip
 
 

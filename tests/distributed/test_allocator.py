@@ -1,4 +1,4 @@
-"""Freed memory of a tensor is reused by the next one, without page faults."""
+"""Tests that the freed memory of a tensor is reused by the next one, without page faults."""
 
 import platform
 import subprocess

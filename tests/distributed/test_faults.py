@@ -1,4 +1,4 @@
-"""Fault injection acts at the requested place, visit and rank, and nowhere else."""
+"""Tests that fault injection acts at the requested place, visit and rank, and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Threads of a rank as its share of the machine's cores, and detection of bf16 instructions."""
+"""Tests the threads of a rank, which are its share of the machine's cores, and detection of bf16
+instructions.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,11 @@ def test_each_machine_counts_its_own_ranks() -> None:
 def test_ranks_bound_to_cores_by_a_launcher_keep_those() -> None:
     bound = [Cores("a", frozenset(range(4)), math.inf), Cores("a", frozenset(range(4, 8)), math.inf)]
     assert [share(rank, bound, None) for rank in range(2)] == [Threads(4, 8, 2)] * 2
+    # 1 + 1 + 1/2 + 1/2, and 1/2 + 1/2
     partly = [
         Cores("a", frozenset({0, 1, 2, 3}), math.inf),
         Cores("a", frozenset({2, 3}), math.inf),
-    ]  # 1 + 1 + 1/2 + 1/2, and 1/2 + 1/2
+    ]
     assert [share(rank, partly, None).each for rank in range(2)] == [3, 1]
 
 

@@ -1,4 +1,4 @@
-"""Decisions of the watchdog with a simulated clock: hangs, failures of peers and the loss of the store.
+"""Tests the watchdog with a simulated clock: hangs, failures of peers and the loss of the store.
 
 tests/faults has real ranks that fail, die or hang.
 """

@@ -199,9 +199,8 @@ def ways(world: World, kind: str) -> Case:
     steps, answers, released, ahead, forwards = [], [], True, True, forwards_of(layers)
     for step in range(5):
         pair = [answered(actor, step) for actor in (whole, layers)]
-        ahead &= (
-            layers.engine.optimizer.parameter_offload.get_param_coordinator().is_complete_trace()
-        )  # the basis of prefetching
+        # the basis of prefetching
+        ahead &= layers.engine.optimizer.parameter_offload.get_param_coordinator().is_complete_trace()
         released &= sharded_again(layers)
         answers.append(pair)
         steps.append([train(actor) for actor in (whole, layers, never)])

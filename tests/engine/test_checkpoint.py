@@ -1,4 +1,4 @@
-"""Checkpoints: resumed runs equal uninterrupted ones bit by bit, and every kind of damage is detected."""
+"""Tests checkpoints: resumed runs equal uninterrupted ones bit by bit, and damage is detected."""
 
 from __future__ import annotations
 
@@ -190,9 +190,8 @@ def test_damage_is_reported_and_the_previous_checkpoint_is_used(
         assert checkpoints.latest() == before
     (message,) = caplog.messages
     assert "step_000002" in message
-    assert file in message or (
-        file == "manifest.json" and harm is flip
-    )  # a flipped hash in the manifest blames its file
+    # a flipped hash in the manifest blames its file
+    assert file in message or (file == "manifest.json" and harm is flip)
     with pytest.raises(UserError, match="run.resume: .*step_000002 is damaged"):
         checkpoints.load(damaged, {})
     checkpoints.verify(before)

@@ -1,4 +1,4 @@
-"""Chunks in which sharded parameters are gathered."""
+"""Tests the chunks in which sharded parameters are gathered."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Training through the LM head that returns log-probs is the same with ZeRO-3 as with whole weights."""
+"""Tests that training through the LM head that returns log-probs is the same with and without ZeRO-3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The switch to generation: both ways of ZeRO-3 decode the same, and training is not affected."""
+"""Tests the switch to generation: both ways of ZeRO-3 decode alike, and training is not affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA on every ZeRO stage: training, the reference without a copy, decoding, export and resume."""
+"""Tests LoRA on every ZeRO stage: training, the reference without a copy, decoding, export and resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peak rates with a simulated clock, and their agreement with a plain measurement of this machine."""
+"""Tests peak rates with a simulated clock, and their agreement with a plain measurement of this machine."""
 
 import time
 from itertools import count

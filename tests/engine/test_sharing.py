@@ -1,4 +1,4 @@
-"""Roles with one base model hold its weights once: critic and reward model, actor and reference."""
+"""Tests roles that share one base model in memory: critic and reward model, actor and reference."""
 
 from __future__ import annotations
 

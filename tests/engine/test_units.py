@@ -1,4 +1,4 @@
-"""Schedules, DeepSpeed's JSON, parameter groups and the environment of a single process."""
+"""Tests schedules, DeepSpeed's JSON, parameter groups and the environment of a single process."""
 
 import copy
 
@@ -20,19 +20,16 @@ def rates(kind, total, warmup=0.0, low=0.0, lr=1.0):
 
 
 def test_warmup_reaches_the_full_rate_and_never_starts_at_zero():
-    assert rates("constant", 10, warmup=0.3, lr=8.0) == pytest.approx(
-        [2, 4, 6, 8, 8, 8, 8, 8, 8, 8]
-    )  # 3 steps of warm-up: 1/4, 2/4, 3/4
+    # 3 steps of warm-up: 1/4, 2/4, 3/4
+    assert rates("constant", 10, warmup=0.3, lr=8.0) == pytest.approx([2, 4, 6, 8, 8, 8, 8, 8, 8, 8])
     assert rates("constant", 10, warmup=0.21, lr=8.0)[:4] == pytest.approx([2, 4, 6, 8])  # rounded up
-    assert rates("constant", 100, warmup=0.07, lr=8.0)[:8] == pytest.approx(
-        [1, 2, 3, 4, 5, 6, 7, 8]
-    )  # 7 steps, though 0.07 * 100 > 7
+    # 7 steps, though 0.07 * 100 > 7
+    assert rates("constant", 100, warmup=0.07, lr=8.0)[:8] == pytest.approx([1, 2, 3, 4, 5, 6, 7, 8])
 
 
 def test_cosine():
-    assert rates("cosine", 5) == pytest.approx(
-        [1, 0.853553, 0.5, 0.146447, 0], abs=1e-6
-    )  # (1 + cos(pi k/4)) / 2
+    # (1 + cos(pi k/4)) / 2
+    assert rates("cosine", 5) == pytest.approx([1, 0.853553, 0.5, 0.146447, 0], abs=1e-6)
     assert rates("cosine", 5, low=0.1) == pytest.approx([1, 0.868198, 0.55, 0.231802, 0.1], abs=1e-6)
     assert rates("cosine", 10, warmup=0.5, low=0.1)[5:] == pytest.approx(rates("cosine", 5, low=0.1))
 

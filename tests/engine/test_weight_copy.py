@@ -1,4 +1,4 @@
-"""Weight copies: the average is exact, runs while it is swapped in, and leaves training unaffected."""
+"""Tests weight copies: the average is exact, runs while it is swapped in, and leaves training unaffected."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def of_all_kinds(found: dict, ranks: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("ranks", ["one", "two"])
 def test_the_average_equals_that_of_whole_weights_in_float64(found: dict, ranks: str) -> None:
     for case in of_all_kinds(found, ranks):
-        assert case["gap"] < 1e-6 and case["moved"] > 1e-2, (
-            case
-        )  # five roundings of weights below 4; compared with the last weights
+        # five roundings of weights below 4; compared with the last weights
+        assert case["gap"] < 1e-6 and case["moved"] > 1e-2, case
         assert case["lagged"], case
 
 

@@ -1,4 +1,4 @@
-"""The quickstart's task with smaller models and targets: data, tokenizer, warm start and reward."""
+"""Tests the quickstart's task with smaller models and targets: data, tokenizer, warm start and reward."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The golden files as test tables.
+"""Turns golden files into test tables.
 
-A test module gives, for one file, a table: output key (glob patterns allowed) -> function of a case that computes the same with
-``ppo_ds.ops``, and a table of outputs that are not compared, with the reason. Every other output of every case is then one
-test; an output in neither table, or a pattern that matches no output, fails.
+A test module gives two tables for one file. The first maps output keys (glob patterns allowed) to functions
+of a case that compute the same with ``ppo_ds.ops``; the second lists outputs that are not compared, with the
+reason. Every other output of every case becomes one test. An output in neither table, or a pattern that
+matches no output, fails.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Case:
     outputs: dict[str, Any]
 
     def __getattr__(self, name: str) -> Any:
-        """case.mask is case.inputs["mask"]."""
+        """Returns an input by its name: case.mask is case.inputs["mask"]."""
         try:
             return self.inputs[name]
         except KeyError:
@@ -40,7 +41,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Within:
-    """A result to be compared where mask = 1, since the peer leaves rubbish elsewhere; ours must be 0 there."""
+    """Marks a result that is compared where mask = 1 and must be 0 elsewhere, where the peer has arbitrary
+    values.
+    """
 
     actual: Tensor
     mask: Tensor
@@ -48,7 +51,9 @@ class Within:
 
 @dataclass(frozen=True)
 class Close:
-    """A result to be compared with a wider tolerance than its dtype's, because of what the peer does."""
+    """Marks a result that is compared with a wider tolerance than its dtype's, because of the peer's
+    arithmetic.
+    """
 
     actual: Any
     tolerance: float
@@ -65,7 +70,7 @@ def cases(file: str) -> list[Case]:
 
 
 def _flat(outputs: dict[str, Any]) -> dict[str, Any]:
-    """An output that is a dict becomes one output per key: "name.key"."""
+    """Turns an output that is a dict into one output per key, "name.key"."""
     flat: dict[str, Any] = {}
     for name, x in outputs.items():
         flat |= {f"{name}.{k}": v for k, v in x.items()} if isinstance(x, dict) else {name: x}
@@ -84,7 +89,7 @@ def outputs(file: str, not_compared: dict[str, str] | None = None) -> list[Any]:
 
 
 def look_up(table: dict[str, Any], case: Case, key: str) -> Any:
-    """The entry for "key" or for "case/key"; exact ones come before patterns."""
+    """Returns the entry for "key" or for "case/key"; exact ones come before patterns."""
     names = (f"{case.id}/{key}", key)
     exact = (table[n] for n in names if n in table)
     return next(exact, None) or next(
@@ -120,7 +125,7 @@ def same(actual: Any, expected: Any) -> None:
 
 
 def assert_no_stale_entries(file: str, *tables: dict[str, Any]) -> None:
-    """Every entry names at least one output."""
+    """Checks that every entry names at least one output."""
     names = {n for c in cases(file) for key in c.outputs for n in (key, f"{c.id}/{key}")}
     stale = [p for table in tables for p in table if not any(fnmatchcase(n, p) for n in names)]
     assert not stale, f"{file}: nothing matches {stale}"

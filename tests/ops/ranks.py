@@ -1,4 +1,4 @@
-"""Several ranks in one process: one thread each, and a sum that waits for all of them."""
+"""Simulates several ranks in one process by threads, with a sum that waits for all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 def on_ranks(size: int, work: Callable[[int, Callable[[Tensor], Tensor]], Any]) -> list[Any]:
-    """work(rank, reduce) on each rank -> their results. A rank that calls reduce less often than the others breaks the barrier."""
+    """Runs work(rank, reduce) on each rank and returns the results.
+
+    A rank that calls ``reduce`` less often than the others breaks the barrier.
+    """
     barrier = threading.Barrier(size, timeout=300)
     shares: list[Tensor | None] = [None] * size
     results: list[Any] = [None] * size

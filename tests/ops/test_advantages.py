@@ -1,4 +1,6 @@
-"""Advantage estimators: goldens of six systems, numbers worked by hand, holes, bootstrapping, groups of one."""
+"""Tests advantage estimators: goldens of six systems, hand-computed numbers, holes, bootstrapping, single-row
+groups.
+"""
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ def rounded(actual):
     return Close(actual, 1e-7, "integer masks make n / (n - 1) a float32 number")
 
 
-# gae.json -------------------------------------------------------------------------------------------------------------------------
+# gae.json ---------------------------------------------------------------------------------------------------
 def gae(c, mask=None):
     return compute_gae(
         c.rewards, c.values, c.mask if mask is None else mask, c.params["gamma"], c.params["lam"]
@@ -30,7 +32,9 @@ def gae(c, mask=None):
 
 
 def trl(which):
-    """Score one place after EOS, which is a state of its own; rewards are whitened without a shift."""
+    """Puts the score one position after EOS, which is a state of its own; rewards are whitened without a
+    shift.
+    """
 
     def step(c):
         p, states = c.params, next_token_mask(c.mask)
@@ -54,7 +58,7 @@ def trl(which):
 GAE = {
     "dschat.advantages": lambda c: gae(c, next_token_mask(c.mask))[
         0
-    ],  # keeps one place beyond the last token
+    ],  # keeps one position beyond the last token
     "dschat.returns": lambda c: gae(c, next_token_mask(c.mask))[1],
     "openrlhf.cumulative_returns": lambda c: discounted_returns(c.rewards, c.mask, c.params["gamma"]),
     "verl.advantages_whitened": lambda c: rounded(Within(masked_whiten(gae(c)[0], c.mask), c.mask)),
@@ -68,7 +72,9 @@ GAE = {
     "trl.returns": trl("returns"),
 }
 NOT_GAE = {
-    "holes_*/openrlhf.*": "takes the places of a hole for steps without reward that decay; we pass them over, as verl does"
+    "holes_*/openrlhf.*": (
+        "takes the places of a hole for steps without reward that decay; we pass them over, as verl does"
+    )
 }
 
 
@@ -77,7 +83,7 @@ def test_golden_gae(case, key):
     check(case, key, GAE)
 
 
-# group_advantages.json ------------------------------------------------------------------------------------------------------------
+# group_advantages.json --------------------------------------------------------------------------------------
 def grouped(kind, **options):
     return lambda c: broadcast_sequence(
         group_advantages(c.scores, c.index, kind, lengths=c.mask.sum(1), **options), c.mask
@@ -95,7 +101,10 @@ def rewarded(c, scores=None):
 
 
 def openrlhf(kind, normalized=None, **options):
-    """Group baseline on the scores, then the KL per token, discounted; some are normalised (biased)."""
+    """Subtracts the group baseline from the scores, then the KL per token, discounted.
+
+    Some variants are normalised with the biased variance.
+    """
 
     def advantages(c):
         scores = group_advantages(c.scores, c.index, kind, **options)
@@ -143,7 +152,7 @@ GROUPS = {
         one_step_advantages(c.scores, c.reward_baselines)[1], c.mask
     ),
     "verl.opo.*": grouped("opo"),
-    "verl.gpg.*": grouped("mean"),  # its factor, rows over rows with a score, is 1 here
+    "verl.gpg.*": grouped("mean"),  # the factor, rows over rows with a score, is 1 here
     "openrlhf.gae.advantages": openrlhf_gae(0, "batch"),
     "openrlhf.gae.no_std.advantages": openrlhf_gae(0, "mean_only"),
     "openrlhf.gae.*returns": openrlhf_gae(1),
@@ -170,12 +179,12 @@ def test_every_table_entry_is_used():
     assert_no_stale_entries("group_advantages.json", GROUPS, NOT_GROUPS)
 
 
-# worked by hand -------------------------------------------------------------------------------------------------------------------
+# worked by hand ---------------------------------------------------------------------------------------------
 NAN = float("nan")
 
 
 def test_gae_worked_by_hand():
-    """gamma 1/2, lambda 1/2: deltas 1 + 1 - 1 = 1 and 4 - 2 = 2; A_0 = 1 + 2/4."""
+    """With gamma 1/2 and lambda 1/2 the deltas are 1 + 1 - 1 = 1 and 4 - 2 = 2, so A_0 = 1 + 2/4."""
     rewards, values = torch.tensor([[1.0, 4.0, NAN]]), torch.tensor([[1.0, 2.0, NAN]])
     mask = torch.tensor([[1, 1, 0]])
     advantages, returns = compute_gae(rewards, values, mask, gamma=0.5, lam=0.5)
@@ -184,14 +193,14 @@ def test_gae_worked_by_hand():
     assert discounted_returns(rewards, mask, 0.5).tolist() == [[3.0, 4.0, 0.0]]
 
 
-def test_holes_are_passed_over_without_decay():
+def test_holes_are_skipped_without_decay():
     rewards, values = torch.tensor([[1.0, NAN, 100.0, 4.0]]), torch.tensor([[1.0, 7.0, NAN, 2.0]])
     advantages, returns = compute_gae(rewards, values, torch.tensor([[1, 0, 0, 1]]), gamma=0.5, lam=0.5)
     assert advantages.tolist() == [[1.5, 0.0, 0.0, 2.0]]
     assert returns.tolist() == [[2.5, 0.0, 0.0, 4.0]]
 
 
-def test_the_value_after_the_last_place_is_the_bootstrap_value():
+def test_the_value_after_the_last_position_is_the_bootstrap_value():
     rewards, values, mask = torch.zeros(2, 3), torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
     advantages, _ = compute_gae(rewards, values, mask, 1.0, 0.0, bootstrap_value=torch.tensor([5.0, 7.0]))
     assert advantages.tolist() == [[0.0, 4.0, 0.0], [0.0, 0.0, 6.0]]

@@ -1,4 +1,4 @@
-"""Micro-batches within a token budget, and rows to ranks."""
+"""Tests micro-batches within a token budget, and the distribution of rows over ranks."""
 
 import pytest
 import torch
@@ -33,18 +33,20 @@ def test_a_plan_worked_by_hand():
     prompts, responses = torch.tensor([1, 4, 2, 1, 9]), torch.tensor([3, 4, 2, 3, 20])
     # by total length: row 4 (29), 1 (8), then 0, 2, 3 (4 each)
     plan = plan_microbatches(prompts, responses, 16)
+    # 2 * (4 + 4) = 16 fits, with row 2 it would be 24
     assert [rows.tolist() for rows in plan] == [
         [4],
         [1, 0],
         [2, 3],
-    ]  # 2 * (4 + 4) = 16 fits, with row 2 it would be 24
+    ]
     plan = plan_microbatches(prompts, responses, 16, at_least=4)
+    # 16 is the costliest that can be split
     assert [rows.tolist() for rows in plan] == [
         [4],
         [1],
         [0],
         [2, 3],
-    ]  # 16 is the costliest that can be split
+    ]
     assert [rows.tolist() for rows in plan_microbatches(prompts, responses, 1)] == [[4], [1], [0], [2], [3]]
 
 
@@ -69,7 +71,7 @@ def test_a_plan_is_deterministic_and_refuses_more_groups_than_rows():
             plan_microbatches(prompts, responses, 900, at_least)
 
 
-# -- forwards of whole rows -----------------------------------------------------------------------------------------------------------------
+# -- forwards of whole rows ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -88,7 +90,8 @@ def test_forwards_cover_every_row_once_within_the_budget(packed, budget, at_leas
 
 def test_forwards_worked_by_hand():
     total = torch.tensor([100, 300, 290, 90, 20])
-    # padded: 300 and 290 lose 10 tokens of padding together, 100 and 90 the same; 20 alone costs a forward, with the two it would lose 80 tokens of padding
+    # padded: 300 and 290 lose 10 tokens of padding together, 100 and 90 the same; 20 alone costs a forward,
+    # while with the other two it would lose 80 tokens of padding
     assert FORWARD == 64
     assert [rows.tolist() for rows in plan_forwards(total, 1000)] == [[1, 2], [0, 3], [4]]
     assert [rows.tolist() for rows in plan_forwards(torch.tensor([100, 300, 290, 90, 40]), 1000)] == [
@@ -96,13 +99,14 @@ def test_forwards_worked_by_hand():
         [0, 3, 4],
     ]  # 60 tokens
     assert [rows.tolist() for rows in plan_forwards(total, 599)] == [[1], [2], [0, 3], [4]]  # 2 * 300 is more
+    # the costliest is halved
     assert [rows.tolist() for rows in plan_forwards(total, 1000, at_least=4)] == [
         [1],
         [2],
         [0, 3],
         [4],
-    ]  # the costliest is halved
-    # packed: what is there fills the budget
+    ]
+    # packed: real tokens fill the budget
     assert [rows.tolist() for rows in plan_forwards(total, 800, packed=True)] == [[1, 2, 0, 3, 4]]
     assert [rows.tolist() for rows in plan_forwards(total, 690, packed=True)] == [[1, 2, 0], [3, 4]]
     assert [rows.tolist() for rows in plan_forwards(total, 250, packed=True)] == [[1], [2], [0, 3, 4]]
@@ -110,7 +114,7 @@ def test_forwards_worked_by_hand():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_other_way_of_padding_costs_less(seed):
-    """All 2^8 ways to cut 9 sorted rows."""
+    """Compares with all 2^8 ways to cut 9 sorted rows."""
     total = (sum(lengths(9, seed))).sort(descending=True).values
     budget = 700
 
@@ -129,29 +133,28 @@ def test_no_other_way_of_padding_costs_less(seed):
 
 
 def answers_that_vary(n, seed):
-    """Prompts of 8 to 128 tokens, answers of a geometric length with mean 48, cut at 256."""
+    """Draws prompts of 8 to 128 tokens, and responses of geometric length with mean 48, cut at 256."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(8, 129, (n,), generator=generator)
     return prompts, torch.empty(n).geometric_(1 / 48, generator=generator).long().clamp(max=256)
 
 
 @pytest.mark.parametrize("rows", [32, 64, 128])
-def test_little_is_padded_where_lengths_vary(rows):
-    """At the default memory.train_tokens."""
+def test_varied_lengths_need_little_padding(rows):
+    """Uses the default memory.train_tokens."""
     for seed in range(10):
         prompts, responses = answers_that_vary(rows, seed)
         total = prompts + responses
         plan = plan_forwards(total, 8192)
         spent = sum(len(group) * int(total[group].max()) for group in plan)
         assert spent < int(total.sum()) / 0.9  # less than a tenth of the tokens are padding
-        assert len(plan) <= 16  # forwards are not free
-        together = plan_microbatches(
-            prompts, responses, 8192
-        )  # prompts and answers padded to their own longest
+        assert len(plan) <= 16  # forwards have a fixed cost
+        # prompts and answers padded to their own longest
+        together = plan_microbatches(prompts, responses, 8192)
         assert 1 - int(total.sum()) / sum(cost(group, prompts, responses) for group in together) > 0.25
 
 
-def test_places_worked_by_hand():
+def test_padded_tokens_worked_by_hand():
     assert (
         padded_tokens(torch.tensor([6, 2, 4]), packed=False) == 18
         and padded_tokens(torch.tensor([6, 2, 4]), packed=True) == 12
@@ -164,20 +167,20 @@ def test_forwards_are_no_more_than_rows(packed):
         plan_forwards(torch.tensor([3, 4]), 100, 3, packed)
 
 
-# -- ranks -----------------------------------------------------------------------------------------------------------------------------------
+# -- ranks ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_a_deal_is_fair(ranks):
+def test_balanced_ranks_have_similar_loads(ranks):
     total = sum(lengths(48))
     hands = balance_ranks(total, ranks)
     assert sorted(torch.cat(hands).tolist()) == list(range(48))
     assert [len(hand) for hand in hands] == [48 // ranks] * ranks
     sums = [int(total[hand].sum()) for hand in hands]
-    assert max(sums) - min(sums) <= int(total.max())  # as far apart as one row at most
+    assert max(sums) - min(sums) <= int(total.max())  # the loads differ by at most one row
 
 
-def test_a_deal_worked_by_hand():
+def test_balanced_ranks_worked_by_hand():
     assert [hand.tolist() for hand in balance_ranks(torch.tensor([1, 2, 3, 4, 5, 6]), 3)] == [
         [5, 0],
         [4, 1],

@@ -1,4 +1,4 @@
-"""KL estimators and controllers: goldens, exact expectations, extremes."""
+"""Tests KL estimators and controllers: goldens, exact expectations, extreme values."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def grad(estimator, clamp=None):
 
 
 def expected(estimator):
-    """Exact expectation over the 7 outcomes."""
+    """Returns the exact expectation over the 7 outcomes."""
 
     def of_policy(c):
         logp, logq = c.policy_logits.log_softmax(0), c.ref_logits.log_softmax(0)
@@ -32,7 +32,7 @@ def expected(estimator):
 
 
 def expected_gradient_as_loss(estimator):
-    """E[d/d logits of the estimator]: the sampling distribution itself is not differentiated."""
+    """Returns E[d/d logits of the estimator], without differentiating the sampling distribution."""
 
     def of_logits(c):
         x = leaf(c.policy_logits)
@@ -45,7 +45,7 @@ def expected_gradient_as_loss(estimator):
 
 
 def expected_gradient_in_reward(c):
-    """REINFORCE with the cost k1: E[k1 * d log pi / d logits]."""
+    """Returns REINFORCE's gradient with the cost k1: E[k1 * d log pi / d logits]."""
     x = leaf(c.policy_logits)
     logp = x.log_softmax(0)
     cost = approx_kl(logp, c.ref_logits.log_softmax(0), "k1").detach()
@@ -53,7 +53,7 @@ def expected_gradient_in_reward(c):
 
 
 def where_unlimited(c):
-    """k3 without the limit of its exponent agrees with ours up to a log-ratio of -20."""
+    """Returns where k3 without the limit of its exponent agrees with ours: up to a log-ratio of -20."""
     unlimited = c.ref_logprobs - c.logprobs <= 20
     return approx_kl(c.logprobs, c.ref_logprobs, "k3").where(unlimited, c.outputs["trl.k3"])
 
@@ -73,11 +73,14 @@ TARGETS = {
     **{f"expected.{e}": expected(e) for e in ("k1", "k2", "k3")},
     **{f"expected_grad.{e}_as_loss": expected_gradient_as_loss(e) for e in ("k1", "k2", "k3")},
     "expected_grad.k1_in_reward": expected_gradient_in_reward,
-    "exact.grad_reverse_kl": expected_gradient_as_loss("k1+"),  # what the straight-through ones are for
+    # the purpose of the straight-through estimators
+    "exact.grad_reverse_kl": expected_gradient_as_loss("k1+"),
     "exact.grad_forward_kl": expected_gradient_as_loss("k3"),
 }
 NOT_TARGETS = {
-    "exact.forward_kl": "no estimator here has this value; the gradient of k3 is its gradient, which is compared"
+    "exact.forward_kl": (
+        "no estimator here has this value; the gradient of k3 is its gradient, which is compared"
+    )
 }
 
 

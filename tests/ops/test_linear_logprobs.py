@@ -1,4 +1,7 @@
-"""Log-probs and entropy of a linear head without its logits: against float64 and autograd on all the logits, and the memory it takes."""
+"""Tests log-probs and entropy of a linear head that never holds all logits.
+
+They are compared with float64 and autograd on all logits; the memory is measured.
+"""
 
 import pytest
 import torch
@@ -23,7 +26,7 @@ def example(dtype=torch.float64, bias=True):
 
 
 def plain(hidden, weight, bias, labels, temperature):
-    """In float64."""
+    """Computes in float64."""
     logits = hidden.double() @ weight.double().t() / temperature
     table = (logits if bias is None else logits + bias.double() / temperature).log_softmax(-1)
     return table.gather(1, labels[:, None])[:, 0], -(table.exp() * table).sum(1)
@@ -37,7 +40,7 @@ def gradients(loss, inputs):
     return torch.autograd.grad(loss, [x for x in inputs if x is not None])
 
 
-# blocks of a column, of two, of five and of all; made again for the backward pass, or kept
+# blocks of one column, two, five and all; recomputed for the backward pass, or kept
 BLOCKS = pytest.mark.parametrize("block", [1, 2 * K, 5 * K + 3, 1000])
 KEPT = pytest.mark.parametrize("kept", [0, 1000], ids=["again", "kept"])
 
@@ -60,7 +63,7 @@ def test_blocks_change_nothing(block, kept, temperature, bias):
 @KEPT
 def test_gradcheck(block, kept):
     *inputs, labels = example()
-    for i in range(2):  # of each output by itself
+    for i in range(2):  # of each output separately
         assert torch.autograd.gradcheck(
             lambda *x, i=i: linear_logprobs_and_entropy(
                 *x, labels, 0.7, block_elements=block, kept_elements=kept
@@ -84,7 +87,10 @@ def test_worked_by_hand():
 @KEPT
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_dtypes(dtype, block, kept):
-    """fp32 out; gradients in the inputs' dtype. In 16 bits the logits are rounded, here to 8 bits of up to 8: 0.03."""
+    """The outputs are fp32, the gradients have the inputs' dtype.
+
+    In 16 bits the logits are rounded, here to 8 bits of values up to 8: 0.03.
+    """
     *inputs, labels = example(dtype)
     expected = plain(*inputs, labels, 0.7)
     found = linear_logprobs_and_entropy(*inputs, labels, 0.7, block_elements=block, kept_elements=kept)
@@ -98,7 +104,7 @@ def test_narrow_dtypes(dtype, block, kept):
 
 
 @KEPT
-def test_only_what_is_asked_for_is_computed(kept):
+def test_only_requested_outputs_are_computed(kept):
     hidden, weight, bias, labels = example()
     logprobs, entropy = linear_logprobs_and_entropy(
         hidden, weight, bias, labels, with_entropy=False, kept_elements=kept
@@ -114,9 +120,8 @@ def test_only_what_is_asked_for_is_computed(kept):
         torch.autograd.grad(frozen.sum(), hidden),
         torch.autograd.grad(plain(hidden, weight, None, labels, 1.0)[0].sum(), hidden),
     )
-    entropy = linear_logprobs_and_entropy(hidden.detach(), weight, bias, labels, kept_elements=kept)[
-        1
-    ]  # the log-probs go unused
+    # the log-probs are unused
+    entropy = linear_logprobs_and_entropy(hidden.detach(), weight, bias, labels, kept_elements=kept)[1]
     _, expected = plain(hidden, weight, bias, labels, 1.0)
     torch.testing.assert_close(
         gradients(entropy.sum(), (weight, bias)), gradients(expected.sum(), (weight, bias))
@@ -130,15 +135,14 @@ def test_large_logits_stay_exact(block, kept):
     logprob, entropy = linear_logprobs_and_entropy(
         hidden, weight, None, torch.tensor([1]), block_elements=block, kept_elements=kept
     )
-    assert logprob.item() == pytest.approx(
-        -1.3132617, abs=2e-3
-    )  # -1 - log(1 + 1/e); 0.99995 and 19999 are rounded
+    # -1 - log(1 + 1/e); 0.99995 and 19999 are rounded
+    assert logprob.item() == pytest.approx(-1.3132617, abs=2e-3)
     assert entropy.item() == pytest.approx(0.5822031, abs=2e-3)
 
 
 @BLOCKS
 @KEPT
-def test_rows_that_nothing_is_asked_of_may_hold_rubbish(block, kept):
+def test_masked_rows_may_hold_arbitrary_values(block, kept):
     hidden, weight, bias, labels = example()
     wanted = torch.tensor([True, False, True, True, False, True])
     rubbish = hidden.detach().clone()
@@ -158,8 +162,8 @@ def test_rows_that_nothing_is_asked_of_may_hold_rubbish(block, kept):
 
 @BLOCKS
 @KEPT
-def test_tokens_that_cannot_be_drawn(block, kept):
-    """A bias of -inf, at the first tokens too."""
+def test_tokens_excluded_by_an_infinite_bias(block, kept):
+    """A bias of -inf excludes tokens, also the first ones."""
     hidden, weight, bias, labels = example()
     out = torch.zeros(V, dtype=torch.bool)
     out[[0, 1, 2, 7]] = True
@@ -180,7 +184,7 @@ def test_tokens_that_cannot_be_drawn(block, kept):
 
 
 class Peak(TorchDispatchMode):
-    """The bytes that are alive, and the most that were at once, of what is made while this is active."""
+    """Measures the bytes of tensors created inside the context: alive now, and at most at once."""
 
     def __init__(self):
         super().__init__()
@@ -207,8 +211,11 @@ class Peak(TorchDispatchMode):
     ("dtype", "gigabytes"), [(torch.float32, 1.2), (torch.bfloat16, 1.0)], ids=["fp32", "bf16"]
 )
 def test_memory_of_a_large_vocabulary(dtype, gigabytes):
-    """8 x 1,024 tokens of 151,936, in the larger blocks: the gradient of the weight (0.54 or 0.27 GB) and a few blocks. Logits alone take 5 GB."""
-    with FakeTensorMode():  # shapes and lifetimes, without the numbers
+    """8 x 1,024 tokens of a vocabulary of 151,936, in the larger blocks.
+
+    The gradient of the weight takes 0.54 or 0.27 GB, beside a few blocks; the logits alone would take 5 GB.
+    """
+    with FakeTensorMode():  # shapes and lifetimes, without the values
         hidden, weight = (torch.empty(rows, 896, dtype=dtype, requires_grad=True) for rows in (8192, 151936))
         labels = torch.empty(8192, dtype=torch.long)
         with Peak() as peak:
@@ -221,7 +228,7 @@ def test_memory_of_a_large_vocabulary(dtype, gigabytes):
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_blocks_are_kept_only_for_a_backward_pass(wanted):
-    """And given back after it. All of them are 6 x 1,100 numbers, one of them 6 x 11."""
+    """The blocks are freed after it. All of them are 6 x 1,100 numbers, one of them 6 x 11."""
     hidden, _, _, labels = example(torch.float32)
     weight = torch.zeros(100 * V, H, requires_grad=True)
     with torch.set_grad_enabled(wanted), Peak() as peak:
@@ -229,5 +236,5 @@ def test_blocks_are_kept_only_for_a_backward_pass(wanted):
         assert (peak.bytes >= 4 * K * 100 * V) == wanted
         if wanted:
             (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
-            torch.zeros(1)  # the next look at what is alive
+            torch.zeros(1)  # triggers the next measurement
             assert peak.now < gradient.nbytes + 4 * 2 * K * V

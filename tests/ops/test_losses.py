@@ -1,4 +1,4 @@
-"""Losses: goldens of six systems with their gradients, numbers worked by hand, metrics."""
+"""Tests losses: goldens of six systems with their gradients, hand-computed numbers, metrics."""
 
 import math
 
@@ -25,20 +25,20 @@ SEQUENCE, TOKEN_SUM, NORM = "seq_mean_token_mean", "seq_mean_token_sum", "token_
 
 
 def number(metric):
-    """(sum, count) -> mean."""
+    """Turns (sum, count) into a mean."""
     total, count = metric
     return total / count
 
 
-# policy_loss.json -----------------------------------------------------------------------------------------------------------------
+# policy_loss.json -------------------------------------------------------------------------------------------
 def ppo(x, c, is_weights=None, one_advantage=False, **options):
-    """``one_advantage``: the first token's, for the whole answer."""
+    """Computes the PPO loss; ``one_advantage`` uses the first token's advantage for the whole response."""
     advantages = c.advantages[:, 0] if one_advantage else c.advantages
     return policy_loss(x, c.old_logprobs, advantages, c.mask, is_weights=is_weights, **options)
 
 
 def variant(high=False, dual=None, **options):
-    """A loss of (logprobs, case); clip ranges and c as in the case's parameters."""
+    """Makes a loss of (logprobs, case); clip ranges and c are the case's parameters."""
 
     def loss(x, c):
         p = c.params
@@ -67,7 +67,7 @@ def importance(kind):
 
 
 def with_value(x, c):
-    """torchtune's total: policy + 0.1 * value, each clipped."""
+    """Computes torchtune's total: policy + 0.1 * value, each clipped."""
     value, _ = value_loss(c.values, c.old_values, c.returns, c.mask, clip=c.params["clip"])
     policy, metrics = variant(log_ratio_clamp=math.inf)(x, c)
     return policy + 0.1 * value, metrics
@@ -145,7 +145,9 @@ NOT_POLICY = {
     "*_over_all_places": OVER_PADDING,
     "verl.sapo*": "SAPO: not among our objectives",
     "verl.geo_mean*": "GMPO: not among our objectives",
-    "extreme_ratio/verl.*.ppo_kl": "k1 of the clamped log-ratio; ours is unclamped, as OpenRLHF's, which is compared",
+    "extreme_ratio/verl.*.ppo_kl": (
+        "k1 of the clamped log-ratio; ours is unclamped, as OpenRLHF's, which is compared"
+    ),
     "overflow_f32/dschat.actor_loss_fn.grad": "NaN; the right one is in test_a_log_ratio_of_100_in_float32",
     "overflow_f32/torchtune.*": "NaN from a masked place",
 }
@@ -156,7 +158,7 @@ def test_golden_policy(case, key):
     check(case, key, POLICY)
 
 
-# value_loss.json ------------------------------------------------------------------------------------------------------------------
+# value_loss.json --------------------------------------------------------------------------------------------
 def value(next_place=False, **options):
     def loss(x, c):
         return value_loss(
@@ -203,7 +205,7 @@ def test_golden_value(case, key):
     check(case, key, VALUE)
 
 
-# aggregation.json -----------------------------------------------------------------------------------------------------------------
+# aggregation.json -------------------------------------------------------------------------------------------
 MODES = {
     "token-mean": "token_mean",
     "seq-mean-token-sum": TOKEN_SUM,
@@ -213,7 +215,7 @@ MODES = {
 
 
 def totals_of(c):
-    """Of all ranks, counted shard by shard."""
+    """Returns the totals over all ranks, counted shard by shard."""
     masks = [c.mask[rows] for rank in c.shards.values() for rows in rank]
     return batch_totals(masks, dp_size=c.params["dp_size"], norm=c.params["norm"])
 
@@ -223,7 +225,7 @@ def sharded(mode, rank):
 
 
 def sharded_total(mode):
-    """Micro-batches add up, ranks are averaged."""
+    """Adds micro-batches and averages ranks."""
     return lambda c: sum(sum(sharded(mode, rank)(c)) for rank in c.shards) / len(c.shards)
 
 
@@ -245,7 +247,9 @@ AGGREGATION = {
     "openrlhf.sharded_total.seq": sharded_total(SEQUENCE),
 }
 NOT_AGGREGATION = {
-    "verl.sharded*.seq-mean-token-sum-norm*": "forgets dp_size: half of the whole batch's number; ours is in test_norm_is_shard_invariant",
+    "verl.sharded*.seq-mean-token-sum-norm*": (
+        "forgets dp_size: half of the whole batch's number; ours is in test_norm_is_shard_invariant"
+    ),
     "naive_mean_of_means": "the usual mistake",
 }
 
@@ -256,7 +260,7 @@ def test_golden_aggregation(case, key):
 
 
 def test_every_table_entry_is_used():
-    grads = [f"{k}.{m}" for k in LOSSES for m in ["grad", *METRICS]]  # a peer reports some of these
+    grads = [f"{k}.{m}" for k in LOSSES for m in ["grad", *METRICS]]  # a peer's metrics contain some of these
     without_loss = ["torchtune.PPOLoss.policy"]
     assert_no_stale_entries(
         "policy_loss.json", {k: 0 for k in POLICY if k not in grads + without_loss}, NOT_POLICY
@@ -265,7 +269,7 @@ def test_every_table_entry_is_used():
     assert_no_stale_entries("aggregation.json", AGGREGATION, NOT_AGGREGATION)
 
 
-# aggregation, worked by hand ------------------------------------------------------------------------------------------------------
+# aggregation, worked by hand --------------------------------------------------------------------------------
 NAN = float("nan")
 LOSS = torch.tensor([[1.0, 2.0, 6.0], [4.0, NAN, NAN], [NAN, NAN, NAN]])
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
@@ -325,9 +329,9 @@ def test_an_unknown_mode_is_refused():
             aggregate(LOSS, MASK, "sum", totals)
 
 
-# policy, worked by hand -----------------------------------------------------------------------------------------------------------
+# policy, worked by hand -------------------------------------------------------------------------------------
 def logs(*ratios):
-    """Log-probs that have these ratios to old log-probs of -1."""
+    """Returns log-probs that have these ratios to old log-probs of -1."""
     return torch.tensor([ratios], dtype=torch.float64).log() - 1
 
 
@@ -348,7 +352,7 @@ def loss_and_grad(logprobs, advantages, mask=ONES, **options):
 
 
 def test_ppo_clip_worked_by_hand():
-    """Ratios 1.5, 0.5, 1 with A = 1, 1, -2: min(1.5, 1.2), min(0.5, 0.8), -2."""
+    """Ratios 1.5, 0.5, 1 with A = 1, 1, -2 give min(1.5, 1.2), min(0.5, 0.8), -2."""
     loss, grad, metrics = loss_and_grad(logs(1.5, 0.5, 1.0), [1.0, 1.0, -2.0])
     assert loss == pytest.approx(-(1.2 + 0.5 - 2) / 3)
     assert grad == pytest.approx([0.0, -0.5 / 3, 2 / 3])  # r A within the clip range, nothing beyond it
@@ -371,7 +375,7 @@ def test_clip_higher_and_dual_clip_worked_by_hand():
 
 
 def test_sequence_ratios_worked_by_hand():
-    """Ratios 2, 2, (masked): the sum gives 4, the mean 2; with A = -1 nothing is clipped."""
+    """For ratios 2, 2, (masked) the sum gives 4 and the mean 2; with A = -1 nothing is clipped."""
     mask = torch.tensor([[1, 1, 0]])
     x = torch.cat([logs(2.0, 2.0), torch.full((1, 1), NAN, dtype=torch.float64)], dim=1)
     loss, grad, _ = loss_and_grad(x, [-1.0, -1.0, NAN], mask, ratio="sequence")
@@ -418,7 +422,7 @@ def test_one_advantage_per_sequence():
 
 
 def test_a_log_ratio_of_100_in_float32():
-    """Without the clamp the gradient is 0 * inf = NaN where the loss is finite."""
+    """Without the clamp the gradient is 0 * inf = NaN although the loss is finite."""
     x = leaf(torch.tensor([[-1.0, -100.9, -101.1, -1.0]]))
     advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
     loss, _ = policy_loss(x, torch.full((1, 4), -101.0), advantages, torch.tensor([[1, 1, 1, 0]]))
@@ -447,9 +451,12 @@ def test_importance_weights_worked_by_hand():
     torch.testing.assert_close(rollout_is_weights(*args, "seq_mask_tis", 0.5, 2.0), expected)
 
 
-# value, entropy, KL, worked by hand -----------------------------------------------------------------------------------------------
+# value, entropy, KL, worked by hand -------------------------------------------------------------------------
 def test_value_loss_worked_by_hand():
-    """old 0, clip 0.2. V = 1, R = 0: max(1, 0.04). V = 1, R = 2: max(1, 1.8^2), clipped. V = 0.1, R = 0: not limited."""
+    """Old value 0, clip 0.2.
+
+    V = 1, R = 0: max(1, 0.04). V = 1, R = 2: max(1, 1.8^2), clipped. V = 0.1, R = 0: not clipped.
+    """
     x = leaf(torch.tensor([[1.0, 1.0, 0.1, NAN]], dtype=torch.float64))
     returns, mask = torch.tensor([[0.0, 2.0, 0.0, NAN]], dtype=torch.float64), torch.tensor([[1, 1, 1, 0]])
     loss, metrics = value_loss(x, torch.zeros(1, 4), returns, mask, clip=0.2)
@@ -471,7 +478,7 @@ def test_entropy_and_kl_losses():
     assert kl_loss(x, torch.tensor([[-2.0, -4.0, NAN]]), mask, "k1", agg=TOKEN_SUM).item() == 3.0
 
 
-# metrics --------------------------------------------------------------------------------------------------------------------------
+# metrics ----------------------------------------------------------------------------------------------------
 def batch(rows=6, width=5, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x, old, advantages, values, returns = torch.randn(
@@ -523,7 +530,9 @@ def test_metrics_are_masked_sums_with_counts():
 
 @pytest.mark.parametrize("mode", ["token_mean", SEQUENCE, TOKEN_SUM, NORM])
 def test_metrics_add_up_over_micro_batches(mode):
-    """Also the losses: in every mode numerators and shares of the divisor add up to the loss of the whole optimizer step."""
+    """In every mode the numerators and shares of the divisor of losses add up to the loss of the optimizer
+    step.
+    """
     b = batch()
     totals = batch_totals([b["mask"]], norm=7.0)
     parts = [

@@ -1,4 +1,4 @@
-"""Masked statistics: goldens, two ranks, numbers worked by hand, places that hold rubbish."""
+"""Tests masked statistics: goldens, two ranks, hand-computed numbers, arbitrary values outside the mask."""
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ def test_gradients_ignore_what_is_masked():
     torch.testing.assert_close(x.grad, MASK.double() / 3)
 
 
-def test_nothing_and_one_place():
+def test_an_empty_mask_and_a_single_position():
     nothing = torch.zeros_like(MASK)
     assert masked_mean(X, nothing).item() == 0.0
     assert masked_mean(X, nothing, dim=1).tolist() == [0.0, 0.0]
@@ -146,7 +146,7 @@ def test_two_passes_keep_the_digits_of_values_far_from_zero():
     assert masked_mean_var(x, torch.ones(1, 3))[1].item() == pytest.approx(1.0, rel=1e-6)
 
 
-def test_a_rank_without_tokens_takes_part():
+def test_a_rank_without_tokens_takes_part_in_reductions():
     def work(rank, reduce):
         return masked_mean_var(X[rank : rank + 1], MASK[rank : rank + 1] * (1 - rank), reduce=reduce)
 

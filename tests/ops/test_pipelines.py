@@ -1,4 +1,4 @@
-"""From log-probs, values and scores to losses and gradients, as whole systems do it."""
+"""Tests the way from log-probs, values and scores to losses and gradients, as whole systems compute it."""
 
 from dataclasses import dataclass
 
@@ -38,13 +38,13 @@ def gae(c, rewards, mask):
 
 
 def without_eos(c):
-    """The action mask where EOS is no action: pad == eos, or a rule."""
+    """Returns the action mask of systems in which EOS is no action, because pad == eos or by rule."""
     lengths = c.mask.sum(1) - torch.tensor(c.has_eos).long()
     return (torch.arange(c.mask.shape[1]) < lengths[:, None]).long()
 
 
 def deepspeed_chat(mask):
-    """One place more than the action mask has KL, score, advantage and return, but no part in the losses."""
+    """Extends the action mask by one position, which has KL, score, advantage and return but no loss."""
 
     def steps(c):
         m = mask(c)
@@ -79,7 +79,9 @@ def on_last_token(whiten, dual_clip=None):
 
 
 def trl(c):
-    """The score one place after EOS; the value mask reaches one place further than the policy mask."""
+    """Puts the score one position after EOS; the value mask reaches one position further than the policy
+    mask.
+    """
     states = next_token_mask(c.mask)
     rewards = token_rewards(c.scores, c.mask, kl(c), c.params["kl_coef"], place="next_token")
     advantages, returns = gae(c, rewards, states)
@@ -87,7 +89,10 @@ def trl(c):
 
 
 def torchtune(c):
-    """As TRL, but answers of one token keep the score on it, KL counts at the extra place too, and advantages keep their mean."""
+    """Like TRL, but responses of one token keep the score on it.
+
+    KL counts at the extra position too, and advantages keep their mean.
+    """
     states = torch.where(c.mask.sum(1, keepdim=True) > 1, next_token_mask(c.mask), c.mask)
     rewards = token_rewards(c.scores, states, kl(c), c.params["kl_coef"])
     rewards = rewards.where(c.mask.bool(), token_rewards(c.scores, states))
@@ -96,16 +101,18 @@ def torchtune(c):
 
 
 def blog(eos_is_action):
-    """Mean over sequences of token means, plain squared error. Without EOS in the mask the score on it is lost."""
+    """Computes the mean over sequences of token means, and the plain squared error.
+
+    Without EOS in the mask, the score on it is lost.
+    """
 
     def steps(c):
         scores = shape_scores(c.scores, clip=c.params["clip_reward"])
         mask = c.mask if eos_is_action else without_eos(c)
         place = "last_token" if eos_is_action else "next_token"
         rewards = token_rewards(scores, mask, kl(c), c.params["kl_coef"], place)
-        totals = BatchTotals(
-            tokens=mask.sum().item(), sequences=len(mask)
-        )  # an answer without an action counts in the mean
+        # a response without an action counts in the mean
+        totals = BatchTotals(tokens=mask.sum().item(), sequences=len(mask))
         return Steps(
             rewards, *gae(c, rewards, mask), mask, mask, agg="seq_mean_token_mean", half=False, totals=totals
         )
@@ -135,9 +142,8 @@ def losses(c, x, v):
     value, _ = value_loss(
         v, c.old_values, s.returns, s.value_mask, clip=p["clip_value"], half=s.half, **common
     )
-    total = (
-        policy + p["vf_coef"] * value if c.id == "torchtune" else None
-    )  # its two losses are both the total
+    # its two losses both equal the total
+    total = policy + p["vf_coef"] * value if c.id == "torchtune" else None
     return (policy, value) if total is None else (total, total)
 
 

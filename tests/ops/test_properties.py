@@ -1,4 +1,7 @@
-"""What must hold for any input: invariances, limits, and the gradients of autograd itself. Numbered as in the design."""
+"""Tests properties that hold for any input: invariances, limits, and the gradients of autograd.
+
+The numbers are those of the design.
+"""
 
 import itertools
 
@@ -44,7 +47,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def batch(seed=0, rows=8, width=7, dtype=torch.float64, empty=True, holes=False):
-    """A rollout with answers of many lengths: one empty (if asked for), one of a single token, one of full width."""
+    """Makes a rollout of varied lengths: an empty response (on request), one token, the full width."""
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randn(8, rows, width, generator=generator, dtype=torch.float64).to(dtype)
     names = ["logprobs", "old", "ref", "rollout", "advantages", "values", "old_values", "returns"]
@@ -60,7 +63,7 @@ def batch(seed=0, rows=8, width=7, dtype=torch.float64, empty=True, holes=False)
 
 
 def losses(b, agg="token_mean", totals=None):
-    """Every loss of a batch, as a dict."""
+    """Returns every loss of a batch as a dict."""
     common = {"agg": agg, "totals": totals}
     weights = rollout_is_weights(b["old"], b["rollout"], b["mask"], "tis", 0.8, 1.2)
     args = b["logprobs"], b["old"], b["advantages"], b["mask"]
@@ -73,7 +76,7 @@ def losses(b, agg="token_mean", totals=None):
 
 
 def per_token(b):
-    """Every [B,T] quantity on the way to the losses, as a dict."""
+    """Returns every [B,T] quantity on the way to the losses as a dict."""
     mask = b["mask"]
     rewards = token_rewards(b["scores"], mask, approx_kl(b["old"], b["ref"]), 0.1)
     advantages, returns = compute_gae(rewards, b["values"], mask, 0.9, 0.8)
@@ -94,7 +97,7 @@ def select(b, rows):
 
 
 def with_padding(b, rubbish, extra):
-    """The same batch with ``rubbish`` at every place of mask 0 and ``extra`` more of them on the right."""
+    """Returns the same batch with ``rubbish`` where the mask is 0, and ``extra`` such positions after it."""
     padded = {}
     for name, x in b.items():
         if name in ("mask", "scores"):
@@ -111,7 +114,9 @@ def assert_equal(actual, expected, tolerance=1e-12):
 @pytest.mark.parametrize("rubbish", [7.0, 1e30, NAN, INF, -INF])
 @pytest.mark.parametrize("holes", [False, True])
 def test_1_padding_invariance(rubbish, holes):
-    """Other rubbish and a wider T: the same numbers, the same gradients, exact zeros where mask = 0."""
+    """Other values in the padding and a wider T give the same numbers and gradients, and exact zeros outside
+    the mask.
+    """
     b = batch(holes=holes)
     other = with_padding(b, rubbish, extra=3)
     expected = per_token(b)
@@ -131,7 +136,10 @@ def test_1_padding_invariance(rubbish, holes):
 @pytest.mark.parametrize("agg", MODES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_2_shard_invariance(agg, seed):
-    """Any split of the rows over ranks and micro-batches: summed over micro-batches, averaged over ranks, the same gradient."""
+    """Any split of the rows over ranks and micro-batches gives the same gradient.
+
+    Gradients are summed over micro-batches and averaged over ranks.
+    """
     b = batch(seed)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
     whole_totals = batch_totals([b["mask"]], norm=11.0)
@@ -173,7 +181,10 @@ def test_3_permutation_of_rows(seed):
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 @pytest.mark.parametrize("agg", MODES)
 def test_4_ratio_1_gives_the_policy_gradient(kind, agg):
-    """On fresh samples loss = -mean A, and every objective has the gradient of REINFORCE (a shared ratio: of the answers' sums or means)."""
+    """On fresh samples loss = -mean A, and every objective has the gradient of REINFORCE.
+
+    With a shared ratio it is that of the responses' sums or means.
+    """
     b = batch()
     x = leaf(b["logprobs"])
     loss, metrics = policy_loss(x, b["logprobs"], b["advantages"], b["mask"], agg=agg, **KINDS[kind])
@@ -221,7 +232,9 @@ def test_6_limits_of_lambda(seed, holes):
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_7_recursion_is_the_definition(seed, holes):
-    """A_t = sum_k (gamma lambda)^k delta_{t+k} over the places with mask = 1, with a bootstrap value after the last."""
+    """Checks A_t = sum_k (gamma lambda)^k delta_{t+k} over positions with mask = 1 and a bootstrap value at
+    the end.
+    """
     b, gamma, lam = batch(seed, holes=holes), 0.9, 0.8
     advantages, returns = compute_gae(
         b["returns"], b["values"], b["mask"], gamma, lam, bootstrap_value=b["scores"]
@@ -246,7 +259,7 @@ def test_7_recursion_is_the_definition(seed, holes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sizes", [[8], [3, 5], [1, 1, 6]])
 def test_8_whitened_over_all_ranks(sizes, dtype):
-    """Mean 0 and variance 1 over the union; the first row, and with it a whole rank, is empty."""
+    """The union has mean 0 and variance 1; the first row is empty, and with it a whole rank."""
     b = batch(dtype=dtype)
     b["advantages"] = 100 + 3 * b["advantages"]
     shards = [select(b, rows) for rows in torch.arange(8).split(sizes)]
@@ -279,8 +292,8 @@ def test_9_rloo_is_grpo_without_std_times_n_over_n_minus_1(seed):
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))
-def test_10_float32_stays_finite(kind):
-    """Log-ratios of +-1e4, either sign of the advantage."""
+def test_10_float32_stays_finite_for_extreme_ratios(kind):
+    """Uses log-ratios of +-1e4 and both signs of the advantage."""
     d = torch.tensor([1e4, 1e2, 20.0, 1.0, 0.0, -1.0, -20.0, -1e2, -1e4])
     old = torch.full((2, 9), -1.0)
     x = leaf(old + d)
@@ -300,8 +313,11 @@ def test_10_float32_stays_finite(kind):
 
 @pytest.mark.parametrize("rubbish", [0.0, NAN, INF])
 @pytest.mark.parametrize("agg", MODES)
-def test_11_empty_rows_weigh_nothing(agg, rubbish):
-    """With and without the empty row: the same losses; a batch of nothing but empty rows: zero, with zero gradients."""
+def test_11_empty_rows_have_no_weight(agg, rubbish):
+    """The losses are the same with and without an empty row.
+
+    A batch of only empty rows has loss 0 and zero gradients.
+    """
     b = with_padding(batch(), rubbish, extra=0)
     totals = batch_totals([b["mask"]], norm=5.0)
     assert totals.sequences == 7
@@ -319,7 +335,7 @@ def test_11_empty_rows_weigh_nothing(agg, rubbish):
 
 @pytest.mark.parametrize("agg", MODES)
 def test_12_gradcheck(agg):
-    """Except the straight-through ones and CISPO, whose gradient is not that of their value."""
+    """Straight-through estimators and CISPO are excluded: their gradient is not that of their value."""
     b = batch(rows=4, width=4)
     smooth = [name for name in losses(b) if name not in ("policy4", "k1+", "k3+", "value")]
     for wrt, names in (("logprobs", smooth), ("values", ["value"])):
@@ -333,7 +349,7 @@ def test_12_gradcheck(agg):
 
 
 def test_13_first_update_of_an_actor_that_equals_its_reference():
-    """KL 0, ratio 1, and the reward is the score alone."""
+    """The KL is 0, the ratio is 1, and the reward is the score alone."""
     generator = torch.Generator().manual_seed(0)
     logits, labels = (
         torch.randn(3, 5, 11, generator=generator),
@@ -352,7 +368,10 @@ def test_13_first_update_of_an_actor_that_equals_its_reference():
 
 
 def test_14_answers_of_one_token():
-    """EOS at once is an action: advantage score - KL - value; next to longer answers and alone, where nothing can be whitened."""
+    """A single EOS is an action with advantage score - KL - value.
+
+    It is tested beside longer responses and alone, where whitening has no spread.
+    """
     mask, scores = torch.tensor([[1, 0, 0]]), torch.tensor([2.0])
     rewards = token_rewards(scores, mask, torch.tensor([[0.5, NAN, NAN]]), 0.1)
     advantages, returns = compute_gae(rewards, torch.tensor([[0.25, NAN, NAN]]), mask, 0.9, 0.8)

@@ -1,4 +1,4 @@
-"""Score shaping and token rewards: goldens of six systems, numbers worked by hand."""
+"""Tests score shaping and token rewards: goldens of six systems, hand-computed numbers."""
 
 import pytest
 import torch
@@ -24,7 +24,10 @@ def clipped(c):
 
 
 def deepspeed_chat(include_eos, rubbish_beyond):
-    """One place more than the action mask is a state of its own, with KL and score. pad == eos takes EOS out of the action mask."""
+    """One position beyond the action mask is a state with KL and score.
+
+    pad == eos excludes EOS from the action mask.
+    """
 
     def rewards(c):
         states = next_token_mask(mask(c, include_eos))
@@ -35,7 +38,7 @@ def deepspeed_chat(include_eos, rubbish_beyond):
 
 
 def blog(times_mask):
-    """EOS is no action, the score sits on it; times the mask it is lost."""
+    """EOS is no action and carries the score, which is lost when multiplied by the mask."""
 
     def rewards(c):
         m = mask(c, include_eos=False)
@@ -56,7 +59,7 @@ def on_last_token(clip=None, scores=None, rubbish_beyond=True):
 
 
 def torchtune_states(c):
-    """One place after EOS, but not for answers of one token."""
+    """The state one position after EOS exists, but not for responses of one token."""
     return torch.where(mask(c).sum(1, keepdim=True) > 1, next_token_mask(mask(c)), mask(c))
 
 
@@ -123,8 +126,13 @@ TARGETS = {
     "trl.missing_eos_penalty1": penalised("subtract", "missing_eos_penalty"),
 }
 NOT_TARGETS = {
-    "dschat.ends.*": "the bound of a slice, which may lie beyond the width; the places it leaves are compared in rewards_zeroed",
-    "torchtune.penalty_mask.no_eos": "takes an answer whose EOS is in the last place (row 5) for one without EOS",
+    "dschat.ends.*": (
+        "the bound of a slice, which may lie beyond the width; the places it leaves "
+        "are compared in rewards_zeroed"
+    ),
+    "torchtune.penalty_mask.no_eos": (
+        "takes an answer whose EOS is in the last place (row 5) for one without EOS"
+    ),
     "torchtune.penalty_mask.no_eos_min5": "the same, and a penalty on short answers that we do not have",
 }
 
@@ -144,11 +152,12 @@ KL = torch.tensor([[1.0, 2.0, float("nan")], [3.0, 4.0, 5.0], [float("inf")] * 3
 
 
 def test_token_rewards_worked_by_hand():
+    # an empty row gets zeros and no NaN
     expected = [
         [-0.5, 9.0, 0.0],
         [-1.5, -2.0, 17.5],
         [0.0, 0.0, 0.0],
-    ]  # an empty row gets nothing, not even a NaN
+    ]
     assert token_rewards(SCORES, MASK, KL, 0.5).tolist() == expected
     scores = torch.tensor([10.0, 20.0, 30.0])
     expected = [[-0.5, -1.0, 10.0], [-1.5, -2.0, 17.5], [30.0, 0.0, 0.0]]
@@ -165,12 +174,12 @@ def test_token_scores_count_on_tokens_only():
     ]
 
 
-def test_a_mask_with_a_hole_gets_the_score_at_its_last_place():
+def test_a_mask_with_a_hole_gets_the_score_at_its_last_position():
     mask = torch.tensor([[1, 0, 1, 0]])
     assert token_rewards(torch.tensor([3.0]), mask, torch.ones(1, 4), 1.0).tolist() == [[-1.0, 0.0, 2.0, 0.0]]
 
 
-def test_an_unknown_place_is_refused():
+def test_an_unknown_score_position_is_refused():
     with pytest.raises(ValueError, match="first_token"):
         token_rewards(SCORES, MASK, place="first_token")
 

@@ -1,4 +1,4 @@
-"""Running moments against numpy over everything at once."""
+"""Tests running moments against numpy over all values at once."""
 
 import numpy as np
 import pytest
@@ -8,9 +8,8 @@ from ppo_ds.ops.running import RunningMoments
 
 
 def test_batches_merge_to_the_moments_of_all():
-    x = (
-        torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1e4
-    )  # far from 0: no cancellation
+    # far from 0: tests against cancellation
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1e4
     moments = RunningMoments()
     for part in x.split([1, 2, 397, 600]):
         moments.update(part)
@@ -18,7 +17,7 @@ def test_batches_merge_to_the_moments_of_all():
     assert moments.std == pytest.approx(np.std(x.numpy()), rel=1e-10)
 
 
-def test_numbers_by_hand():
+def test_running_moments_worked_by_hand():
     moments = RunningMoments()
     moments.update(torch.tensor([1.0, 3.0]))
     moments.update(torch.tensor([5.0, 7.0]))  # 1 3 5 7: mean 4, variance (9 + 1 + 1 + 9) / 4 = 5
@@ -29,7 +28,7 @@ def test_numbers_by_hand():
 
 
 def test_two_ranks_count_as_one():
-    """Each rank adds 2 numbers; ``reduce`` adds what the other one would have sent."""
+    """Each rank adds 2 numbers; ``reduce`` adds what the other rank would have sent."""
     mine, other = torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])
     sent = iter([torch.tensor([2.0, 12.0]), (other.double() - 4).square().sum().reshape(1)])
     moments = RunningMoments()
@@ -38,7 +37,7 @@ def test_two_ranks_count_as_one():
 
 
 @pytest.mark.parametrize("batches", [[], [[]], [[2.0]], [[2.0, 2.0], [2.0]]])
-def test_without_spread_nothing_is_divided(batches):
+def test_values_without_variance_are_not_divided(batches):
     moments = RunningMoments()
     for batch in batches:
         moments.update(torch.tensor(batch))
@@ -46,7 +45,7 @@ def test_without_spread_nothing_is_divided(batches):
     assert moments.normalize(torch.tensor([3.0])).item() == 3.0 - moments.mean
 
 
-def test_the_state_comes_back():
+def test_the_state_is_restored():
     moments, other = RunningMoments(), RunningMoments()
     moments.update(torch.tensor([1.0, 2.0, 4.0]))
     other.load_state_dict(moments.state_dict())

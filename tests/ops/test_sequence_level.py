@@ -1,4 +1,4 @@
-"""One ratio per answer: two published loops that treat the whole answer as one action."""
+"""Tests one ratio per response: two published loops that treat the whole response as one action."""
 
 import math
 
@@ -23,7 +23,7 @@ def policy(x, c, advantages):
 
 
 def value(v, c):
-    """One value per answer: a response of one place."""
+    """Computes one value per response, which has one position."""
     v, returns, ones = v[:, None], c.scores[:, None], torch.ones(len(v), 1)
     return value_loss(v, v, returns, ones, half=False)[0]
 

@@ -1,4 +1,4 @@
-"""Masks and places: goldens, multiple stop tokens, pad == eos, empty rows."""
+"""Tests masks and positions: goldens, multiple stop tokens, pad == eos, empty rows."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def end_scores(case):
 
 
 def attended_positions(case):
-    """Beyond the attended places TRL counts on and we put 1; both are unused."""
+    """Returns positions with 1 beyond the attended ones, where TRL counts on; both are unused."""
     return position_ids_from_mask(attention(case)).where(attention(case), case.outputs["trl.position_ids"])
 
 
@@ -89,7 +89,7 @@ def test_several_stop_tokens_and_none():
     assert mask.all() and lengths.tolist() == [4, 4, 4] and not finished.any()
 
 
-def test_known_lengths_hide_what_lies_beyond():
+def test_known_lengths_mask_later_tokens():
     ids = torch.tensor([[5, 5, 2, 2], [5, 2, 0, 0], [2, 0, 0, 0], [5, 5, 5, 5]])
     mask, lengths, finished = response_mask(ids, [2], lengths=torch.tensor([2, 4, 0, 4]))
     assert lengths.tolist() == [2, 2, 0, 4]  # row 0: its stop tokens are padding; row 2 is empty
@@ -106,7 +106,7 @@ def test_without_eos_the_stop_token_is_no_action_but_still_counts_in_the_length(
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])
-def test_last_and_next_place(dtype):
+def test_last_and_next_position(dtype):
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]]).to(dtype)
     assert last_token_index(mask).tolist() == [1, 3, -1, 2]
     assert next_token_mask(mask).dtype == dtype
@@ -122,9 +122,8 @@ def test_response_slice_takes_the_states_before_the_response_tokens():
     assert response_slice(x, 3, 4).tolist() == [[2.0, 3.0, 4.0, 5.0]] * 2
     logits = torch.randn(2, 7, 5)
     assert torch.equal(response_slice(logits, 3, 4), logits[:, 2:6])
-    assert (
-        response_slice(logits, 3, 4).data_ptr() == logits[:, 2:].data_ptr()
-    )  # a view: [B,T,V] must not be copied
+    # a view: [B,T,V] must not be copied
+    assert response_slice(logits, 3, 4).data_ptr() == logits[:, 2:].data_ptr()
 
 
 def test_broadcast_sequence():

@@ -1,4 +1,4 @@
-"""Draws by inversion: which token a uniform number hits, worked by hand; and what narrows a draw, against transformers' own."""
+"""Tests sampling by inversion of the cumulative distribution, and the filters of transformers."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ def double(*numbers):
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def test_the_token_where_the_running_sum_passes():
-    """Weights 1 3 0 4 of 8 in all: [0, 1/8) is token 0, [1/8, 1/2) token 1, none is token 2, [1/2, 1) token 3."""
+def test_the_token_at_which_the_cumulative_sum_exceeds_the_number():
+    """For weights 1 3 0 4 of 8, [0, 1/8) is token 0, [1/8, 1/2) token 1, and [1/2, 1) token 3."""
     weights = torch.tensor([[1.0, 3.0, 0.0, 4.0]]).expand(7, -1)
     found = inverse_cdf(weights, double(0.0, 0.124, 0.126, 0.499, 0.501, 0.9, 1 - 2**-53))
     assert found.tolist() == [0, 0, 1, 1, 3, 3, 3]
@@ -22,7 +22,9 @@ def test_the_token_where_the_running_sum_passes():
 
 @pytest.mark.parametrize("vocabulary", [128, 300, 1000])
 def test_tokens_of_probability_zero_are_never_hit(vocabulary):
-    """Everything on two tokens, at the ends and across the blocks that the search goes by, and any number from 0 to just below 1."""
+    """All weight is on two tokens at the ends or across search blocks; the number is between 0 and just below
+    1.
+    """
     uniforms = torch.cat([torch.linspace(0, 1, 999, dtype=torch.float64)[:-1], double(0.0, 1 - 2**-53)])
     for pair in ((0, vocabulary - 1), (126, 127), (vocabulary // 2, vocabulary // 2 + 1)):
         weights = torch.zeros(len(uniforms), vocabulary)
@@ -33,7 +35,7 @@ def test_tokens_of_probability_zero_are_never_hit(vocabulary):
 
 
 def test_evenly_spaced_numbers_hit_each_token_in_proportion():
-    """100,000 numbers, evenly spaced: each of 1,000 tokens is hit as often as its weight says, within one."""
+    """Each of 1,000 tokens is hit by 100,000 numbers in proportion to its weight, within one."""
     torch.manual_seed(0)
     weights = torch.rand(1000).pow(3)
     n = 100_000
@@ -63,14 +65,14 @@ def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature():
         )
 
 
-def test_greedy_takes_the_first_of_the_likeliest_whatever_the_number():
+def test_greedy_takes_the_first_most_likely_token():
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [3.0, 0.0, 0.0, 2.9]])
     for u in (0.0, 0.99):
         assert draw(logits, double(u, u), **NEUTRAL | dict(top_k=1, temperature=0.1))[0].tolist() == [1, 0]
 
 
-def test_barred_tokens_are_not_taken_by_those_rows():
-    """The likeliest is barred for the first row alone, greedy or drawn."""
+def test_excluded_tokens_are_not_sampled_in_their_rows():
+    """The most likely token is excluded for the first row alone, with greedy decoding and sampling."""
     logits = torch.tensor([[9.0, 1.0, 0.0], [9.0, 1.0, 0.0]])
     for top_k in (0, 1):
         tokens, _ = draw(
@@ -83,7 +85,7 @@ def test_barred_tokens_are_not_taken_by_those_rows():
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.7), (5, 0.7), (0, 1e-9), (1000, 0.99)])
-def test_what_is_left_is_what_transformers_leaves(top_k, top_p):
+def test_filters_keep_the_same_tokens_as_transformers(top_k, top_p):
     torch.manual_seed(2)
     scores = (torch.randn(40, 60) * 2).round(decimals=1)  # with ties
     wanted = scores

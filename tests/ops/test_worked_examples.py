@@ -1,4 +1,7 @@
-"""Numbers that published explanations of PPO-RLHF print; tolerances are the files', since they print few digits."""
+"""Tests numbers printed in published explanations of PPO-RLHF.
+
+The tolerances come from the files, since few digits are printed.
+"""
 
 import pytest
 import torch
@@ -54,7 +57,7 @@ def test_ratio_and_clip_range():
     for bound, advantage in (
         (high, 1.0),
         (low, -1.0),
-    ):  # far beyond the range the objective is the bound itself
+    ):  # beyond the range the objective is the bound itself
         new = args[1] + (3.0 if advantage > 0 else -3.0)
         loss, _ = policy_loss(new, args[1], row([advantage]), torch.ones(1, 1), clip_low=i["clip"])
         assert loss.item() == pytest.approx(-advantage * bound)
@@ -66,7 +69,7 @@ def test_value_clip_range():
     for far, bound in (
         (5.0, high),
         (-5.0, low),
-    ):  # a return beyond V makes the limited value's error the larger one
+    ):  # a return beyond V gives the clipped value the larger error
         v = leaf(row([bound + 0.2 * (1 if far > 0 else -1)]))
         loss, metrics = value_loss(v, row([i["old"]]), row([far * 2]), torch.ones(1, 1), clip=i["clip"])
         assert loss.item() == pytest.approx((bound - 2 * far) ** 2 / 2, abs=tol)
@@ -87,7 +90,7 @@ def test_masks():
 
 
 def test_final_mask():
-    """Five tokens, two of them prompt, no stop token, the last one padding: known lengths decide."""
+    """Of five tokens two are prompt and the last is padding; known lengths replace the stop token."""
     i, _, out, _ = example("c_final_mask")
     p = i["prompt_len"]
     mask, _, _ = response_mask(torch.tensor([i["seq"][p:]]), [], lengths=torch.tensor([2]))
@@ -95,6 +98,6 @@ def test_final_mask():
     assert i["seq"][1:] == out["labels"]
 
 
-def test_no_example_is_forgotten():
+def test_every_example_is_tested():
     tested = {"a_gae", "a_log_ratio", "a_ratio", "a_value_clip", "a_masks", "c_final_mask"}
     assert tested | set(ELSEWHERE) == set(EXAMPLES)

@@ -18,8 +18,8 @@ from tests.ppo.algo_cases import AS_IT_IS, timer
 V, LR, NORM = 12, 0.5, 7
 PROMPTS, ANSWERS = [3, 1, 2, 5, 1, 2, 4, 2], [2, 6, 1, 3, 4, 1, 5, 2]
 POLICY = dict(
-    level="token", kind="ppo", clip_low=0.2, clip_high=None, dual_clip=None, agg="token_mean", entropy_coef=0.0, entropy_kind="exact",
-    kl_in_loss=False, kl_estimator="k2", aux_coef=0.0,
+    level="token", kind="ppo", clip_low=0.2, clip_high=None, dual_clip=None, agg="token_mean",
+    entropy_coef=0.0, entropy_kind="exact", kl_in_loss=False, kl_estimator="k2", aux_coef=0.0,
 )  # fmt: skip
 VALUE = dict(clip=0.2, half=True, coef=1.0, agg="token_mean")
 
@@ -173,8 +173,8 @@ def learner(
     world, actor, critic, policy=None, value=None, budget=10_000, minibatch_size=4, epochs=2, **changes
 ):
     plain = dict(
-        actor=actor, critic=critic, world=world, epochs=epochs, minibatch_size=minibatch_size, token_budget=budget, norm=NORM, target_kl=None,
-        packed=False,
+        actor=actor, critic=critic, world=world, epochs=epochs, minibatch_size=minibatch_size,
+        token_budget=budget, norm=NORM, target_kl=None, packed=False,
         whitening=AS_IT_IS, policy=policy_objective(**policy or {}), value=value_objective(**value or {}),
         ptx=None, ptx_texts=None, ema=None, ema_decay=0.0, timer=timer, health=Health(max_skips=1000),
     )  # fmt: skip

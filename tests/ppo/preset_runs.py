@@ -27,9 +27,8 @@ PRESETS = sorted(file.stem for file in (CONF / "algo").glob("*.yaml"))
 NAN = float("nan")
 PROMPT, PAD, EOS, WORD = 3, 0, 2, 5  # the widest prompt; token ids
 WIDTH = 10  # of every golden's answers, and the limit of their length
-FEW_TOKENS = (
-    30  # two or three rows to a forward, so that the losses are put together from several micro-batches
-)
+# two or three rows to a forward, so that the losses are put together from several micro-batches
+FEW_TOKENS = 30
 
 FLOAT32 = 2e-5  # the trainer's numbers against float64, relative and absolute
 
@@ -82,9 +81,8 @@ class Numbers:
         mask, n = self.mask.bool(), self.rows
         finished = torch.ones(n, dtype=torch.bool) if self.finished is None else self.finished
         lengths = mask.sum(1)
-        prompts = torch.tensor(
-            [[i % PROMPT < 1 + j for j in range(PROMPT)] for i in range(n)]
-        )  # of 3, 2, 1, 3, ... tokens
+        # of 3, 2, 1, 3, ... tokens
+        prompts = torch.tensor([[i % PROMPT < 1 + j for j in range(PROMPT)] for i in range(n)])
         ids = torch.full((n, PROMPT + WIDTH), self.pad_id).masked_fill(torch.cat([prompts, mask], 1), WORD)
         ids[:, PROMPT - 1] = torch.arange(n)
         ids[finished, PROMPT + lengths[finished] - 1] = EOS

@@ -65,10 +65,11 @@ def test_what_is_saved_is_the_state_before_the_step(loop, name):
     run, events = loop(checkpoint_every=2, parts={"counter": Moments()})
     leave_in(run, name, step=2)
     after_one, log = [], run.log
+    # the last of the first step
     run.log = lambda *line: (
         log(*line),
         after_one.append((deepcopy(run.state_dict()), draws_and_back())),
-    )  # the last of the first step
+    )
     assert run.fit() == "signal"
     assert run.state_dict() == after_one[0][0] and run.stage.prompts.n == 1
     assert draws() == after_one[0][1]

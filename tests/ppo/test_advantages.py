@@ -131,8 +131,9 @@ def test_what_a_cut_answer_goes_on_with():
     """
     rollout = rows()
     plain, more = (
-        gae(bootstrap_truncated=b)(torch.zeros(5, 4), values(rollout), None, rollout).returns for b in (False, True)
-    )  # fmt: skip
+        gae(bootstrap_truncated=b)(torch.zeros(5, 4), values(rollout), None, rollout).returns
+        for b in (False, True)
+    )
     assert rounded(more - plain) == [
         [0, 0, 0, 0],
         [0, 0, 0, 0],

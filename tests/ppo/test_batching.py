@@ -88,9 +88,8 @@ def test_minibatches_cover_all_rows_once_an_epoch():
     assert len(parts) == 9 and {len(part) for part in parts} == {4}
     epochs = [torch.cat(parts[i : i + 3]).tolist() for i in (0, 3, 6)]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
-    assert (
-        len({tuple(epoch) for epoch in epochs}) == 3 and list(range(12)) not in epochs
-    )  # shuffled, and anew each time
+    # shuffled, and anew each time
+    assert len({tuple(epoch) for epoch in epochs}) == 3 and list(range(12)) not in epochs
     again = shuffled(12, 3, 4, seed=0)
     assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
     other = shuffled(12, 3, 4, seed=1)

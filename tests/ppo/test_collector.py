@@ -167,9 +167,8 @@ def test_prompts_whose_answers_all_score_alike_make_way(
 ):
     """With any number of ranks the same rows in the same order, an equal share on each."""
     found = on_ranks(ranks, lambda world: dynamic(world, useful, max_rounds))
-    answered = [
-        sum(1 + (n + i) % 4 for i in range(SAMPLES)) for n in range(rounds * PER_ROUND)
-    ]  # tokens, of each prompt
+    # tokens, of each prompt
+    answered = [sum(1 + (n + i) % 4 for i in range(SAMPLES)) for n in range(rounds * PER_ROUND)]
     dropped = sum(answered) - sum(answered[n] for n in chosen)
     assert [n for numbers, *_ in found for n in numbers] == [n for n in chosen for _ in range(SAMPLES)]
     for numbers, rollout, seen, drawn in found:

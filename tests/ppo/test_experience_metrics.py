@@ -53,12 +53,13 @@ def experience():
 
 def test_by_hand(experience):
     seen = describe(experience, kl_coef=0.3, samples_per_prompt=2)
+    # e^-d - 1 + d of d = .5 -.2 .5 .9
     k3 = [
         math.exp(-0.5) - 0.5,
         math.exp(0.2) - 1.2,
         math.exp(-0.5) - 0.5,
         math.exp(-0.9) - 0.1,
-    ]  # e^-d - 1 + d of d = .5 -.2 .5 .9
+    ]
     assert seen == pytest.approx(
         {
             "reward/score_mean": 1.5,

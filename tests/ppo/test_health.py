@@ -86,14 +86,14 @@ def spoiled(rows, number, places, *names):
 @pytest.mark.parametrize("name", COLUMNS)
 def test_each_column_is_looked_at_where_it_counts(rows, name, number):
     assert first_nonfinite(rows) is None
+    # an answer of five tokens
     assert first_nonfinite(spoiled(rows, number, (6, 1), name)) == (
         COLUMNS[name],
         6,
-    )  # an answer of five tokens
+    )
     if name != "scores":
-        assert (
-            first_nonfinite(spoiled(rows, number, (2, 3), name)) is None
-        )  # one token: what stands behind it is nobody's
+        # one token: what stands behind it is nobody's
+        assert first_nonfinite(spoiled(rows, number, (2, 3), name)) is None
 
 
 def test_the_first_column_in_the_order_of_the_work_is_named(rows):
@@ -183,11 +183,12 @@ def test_actor_and_critic_skip_together(world, rows, inject, place):
         world, rows, ema=SimpleNamespace(ema_update=followed.append), ema_decay=0.5, health=health
     )
     same((actor, critic), by_hand(rows, left_out=2))
+    # the fourth was sound
     assert (actor.steps, critic.steps, len(followed)) == (
         3,
         3,
         3,
-    ) and health.skips == 0  # the fourth was sound
+    ) and health.skips == 0
     assert (
         seen["health/skipped_steps"] == 1.0
         and math.isnan(seen["policy/grad_norm"])
@@ -281,9 +282,8 @@ def test_the_row_and_the_first_tensor_are_found(on_ranks, rows):
     token = int(rows.ids[row, rows.prompt_width + 2])
     places = (rows.ids == token) & rows.attention_mask
     met = places.any(dim=1).tolist()
-    first = max(
-        0, int(places[row].nonzero()[0]) + 1 - rows.prompt_width
-    )  # the one that is drawn after it has been read
+    # the one that is drawn after it has been read
+    first = max(0, int(places[row].nonzero()[0]) + 1 - rows.prompt_width)
 
     def work(world):
         actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)

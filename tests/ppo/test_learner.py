@@ -92,9 +92,8 @@ def test_what_is_padded(world, experience):
     """
     rows = experience([4, 3, 1, 1], [5, 4, 2, 1])
     assert learned(world, rows, epochs=1)[0]["perf/pad_frac_update"] == pytest.approx(15 / 36)
-    assert learned(world, rows, epochs=1, budget=18)[0]["perf/pad_frac_update"] == pytest.approx(
-        3 / 24
-    )  # 9 and 7 in one forward, 3 and 2 in another
+    # 9 and 7 in one forward, 3 and 2 in another
+    assert learned(world, rows, epochs=1, budget=18)[0]["perf/pad_frac_update"] == pytest.approx(3 / 24)
     seen, actor, _ = learned(world, rows, epochs=1, budget=21, packed=True)
     assert (
         seen["perf/pad_frac_update"] == 0
@@ -142,9 +141,8 @@ def test_value_numbers(world, rows):
     with torch.no_grad():
         values = TinyCritic(1, 2)(rows.ids, rows.attention_mask, rows.response_width)[rows.value_mask]
     returns = rows.returns[rows.value_mask].double()
-    assert seen["value/loss"] == pytest.approx(
-        float((values - returns).square().mean() / 2), rel=1e-6
-    )  # without the coefficient
+    # without the coefficient
+    assert seen["value/loss"] == pytest.approx(float((values - returns).square().mean() / 2), rel=1e-6)
     assert seen["value/explained_var"] == pytest.approx(
         float(1 - (returns - values).var() / returns.var()), rel=1e-5
     )

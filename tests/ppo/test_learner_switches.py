@@ -111,6 +111,7 @@ def test_without_a_critic(world, rows):
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1), (4, 24)])
 def test_the_critic_learns_the_states_that_are_trained(on_ranks, rows, ranks, budget):
     """Also those after the end, and not every answer's tokens: a mean over all of them."""
+    # columns of each row; the answers have 2 6 1 3 4 1 5 2 tokens
     taken = [
         [0],
         [0, 6],
@@ -120,7 +121,7 @@ def test_the_critic_learns_the_states_that_are_trained(on_ranks, rows, ranks, bu
         [0, 1],
         [1, 2, 3],
         [2],
-    ]  # columns of each row; the answers have 2 6 1 3 4 1 5 2 tokens
+    ]
     mask, returns = (
         torch.zeros_like(rows.value_mask),
         torch.randn(rows.returns.shape, generator=torch.Generator().manual_seed(5)),

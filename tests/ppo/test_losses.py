@@ -13,10 +13,11 @@ from tests.ppo.algo_cases import RUBBISH
 from tests.ppo.learner_cases import policy_objective, value_objective
 
 # two answers, of two tokens and of one; the padding holds rubbish
+# log pi - log pi_old: the first answer's ratio is e^0.3, the second's e^-0.1
 DIFFERENCES = [
     [0.1, 0.2],
     [-0.1],
-]  # log pi - log pi_old: the first answer's ratio is e^0.3, the second's e^-0.1
+]
 ADVANTAGES = [[1.0, 1.0], [-2.0]]
 FROM_REFERENCE = [[0.5, -0.2], [1.0]]  # log pi - log pi_ref
 

@@ -13,7 +13,8 @@ from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Prompts, Rollout
 
 SAMPLING = SamplingParams(
-    max_new_tokens=100, min_new_tokens=20, temperature=0.7, top_p=1.0, top_k=0, stop_token_ids=(1,), stop_strings=()
+    max_new_tokens=100, min_new_tokens=20, temperature=0.7, top_p=1.0, top_k=0,
+    stop_token_ids=(1,), stop_strings=(),
 )  # fmt: skip
 ALLOWED = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}  # mean |difference| per token, nats
 LENGTHS = [1, 3, 2, 4, 4, 1, 2, 3]
@@ -45,7 +46,8 @@ def measured(world, errors=(0.0,), n=10, sampling=SAMPLING, seen=None):
         logprobs[mask] += torch.tensor(errors).repeat(count)[:count]
         logprobs[~mask] = 1000.0
         return Rollout(
-            torch.cat([prompts.ids, answers], 1), torch.cat([prompts.mask, mask], 1), mask, lengths < 4, prompts.limits, logprobs, prompts.metadata
+            torch.cat([prompts.ids, answers], 1), torch.cat([prompts.mask, mask], 1), mask, lengths < 4,
+            prompts.limits, logprobs, prompts.metadata,
         )  # fmt: skip
 
     class Actor(SimpleNamespace):

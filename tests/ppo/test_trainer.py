@@ -23,9 +23,8 @@ def test_a_step_is_sample_then_learn_then_log(loop):
     assert run.fit() == "done" and EXIT_CODES["done"] == 0
     assert events[:4] == ["prompts 1", ("make", "answers 1"), ("learn", 0.1, 7 * 1_000_003), ("log", 1)]
     assert named(events, "log") == [1, 2, 3] and run.stage.prompts.n == 3
-    assert [event[2] for event in events if event[0] == "learn"] == [
-        7 * 1_000_003 + i for i in range(3)
-    ]  # every step orders the rows anew
+    # every step orders the rows anew
+    assert [event[2] for event in events if event[0] == "learn"] == [7 * 1_000_003 + i for i in range(3)]
     assert (run.state.step, run.state.episodes, run.state.tokens) == (3, 6, 9)
 
 
@@ -55,9 +54,8 @@ def test_what_was_moved_for_generation_is_told_of_each_step_by_itself(loop):
 def test_why_it_ends(loop, stop, plan, reason, steps):
     run, events = loop(stop, **plan)
     assert run.fit() == reason and run.state.step == steps
-    assert (("save", steps, False) in events) == (
-        steps > 0
-    )  # always at the end, unless there is nothing to keep
+    # always at the end, unless there is nothing to keep
+    assert (("save", steps, False) in events) == (steps > 0)
     assert named(events, "finish") == [{"exit_reason": reason}]
     assert bool(named(events, "export")) == (reason != "signal")
 

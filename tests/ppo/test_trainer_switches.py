@@ -62,19 +62,19 @@ def test_how_the_pretraining_ended_is_in_the_first_line_alone(loop):
     run, _ = loop(algo=PRETRAINING)
     run.fit()
     first, second = run.tracker.metrics[1], run.tracker.metrics[2]
+    # of the second rollout
     assert (first["value/pretrain_loss"], first["value/pretrain_explained_var"]) == (
         2.0,
         0.5,
-    )  # of the second rollout
+    )
     assert first["value/loss"] == 3.0 and not any("pretrain" in name for name in second)
 
 
 def test_a_signal_ends_the_pretraining_too(loop):
     run, events = loop([None, "signal", "signal"], algo=("algo.value.pretrain_rollouts=3",))
     assert run.fit() == "signal"
-    assert (
-        learning(events) == ["learn critic"] and named(events, "log") == [] and named(events, "save") == []
-    )  # it starts afresh
+    # it starts afresh
+    assert learning(events) == ["learn critic"] and named(events, "log") == [] and named(events, "save") == []
 
 
 def test_a_resumed_run_has_a_critic_already(loop):
@@ -139,10 +139,11 @@ def test_evaluation_is_about_the_average(loop):
     around = [event for event in events if event in ("to the average", "evaluate", "back")]
     assert around == ["to the average", "evaluate", "back"] * 3
     for i, event in enumerate(events):
+        # nothing else in there
         assert event != "evaluate" or (events[i - 1], events[i + 1]) == (
             "to the average",
             "back",
-        )  # nothing else in there
+        )
 
 
 @pytest.mark.parametrize("unit", ["sequence", "token"])

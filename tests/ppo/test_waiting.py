@@ -103,6 +103,5 @@ def test_of_an_experience(world, reads):
         actor, reference, critic = DeviceStub(), DeviceStub(shift=2.0), DeviceStub(value=True)
         maker(world, actor=actor, reference=reference, critic=critic, token_budget=budget)(rollout, 0.5)
         found[actor.forwards] = reads()
-    assert (
-        found.keys() == {1, 4} and found[1] == found[4] == ["cpu"] * 3
-    )  # the actor's, the reference's, the critic's
+    # the actor's, the reference's, the critic's
+    assert found.keys() == {1, 4} and found[1] == found[4] == ["cpu"] * 3

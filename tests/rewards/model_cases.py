@@ -1,4 +1,4 @@
-"""Tiny reward models built with the services of one CPU process, and reference scores by transformers alone."""
+"""Builds tiny reward models with the services of one CPU process, and reference scores by transformers."""
 
 import torch
 from transformers import AutoModelForSequenceClassification, DebertaV2Config, GPT2Config, LlamaConfig

@@ -1,4 +1,6 @@
-"""A model folder with its own Python code, like InternLM2's reward models, small enough to score by hand."""
+"""Writes a model folder with its own Python code, like InternLM2's reward models, small enough to score by
+hand.
+"""
 
 import json
 from pathlib import Path
@@ -51,7 +53,8 @@ class TinyReward(PreTrainedModel):
 
     def _ids(self, tokenizer, chat):
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False)
-        return torch.tensor([*tokenizer.encode(text, add_special_tokens=False), self.config.reward_token_id], device=self.device)
+        ids = [*tokenizer.encode(text, add_special_tokens=False), self.config.reward_token_id]
+        return torch.tensor(ids, device=self.device)
 
     {methods}
 """

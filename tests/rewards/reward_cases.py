@@ -1,4 +1,6 @@
-"""A byte-level tokenizer (one id per byte), rollouts made by hand, and a stand-in for the engine's scorer."""
+"""Provides a byte-level tokenizer (one id per byte), hand-made rollouts, and a stand-in for the engine's
+scorer.
+"""
 
 from contextlib import contextmanager
 
@@ -12,7 +14,10 @@ from ppo_ds.types import Rollout
 SPECIAL = ["<bos>", "<eos>", "<pad>", "[CLS]", "[SEP]"]
 BOS, EOS, PAD, CLS, SEP = range(5)
 VOCAB = len(SPECIAL) + 256
-CHAT_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% "
+    "endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def save_tokenizer(folder, *, pad="<pad>", template=None, cross_encoder=False):
@@ -55,7 +60,7 @@ def save_tokenizer(folder, *, pad="<pad>", template=None, cross_encoder=False):
 
 
 def make_rollout(tokenizer, answers, rows=None, finished=None):
-    """Builds a rollout of (prompt, response) texts; a finished response ends with <eos>, which is an action."""
+    """Builds a rollout of (prompt, response) texts; a finished one ends with <eos>, which is an action."""
     finished = [True] * len(answers) if finished is None else finished
     prompts = [torch.tensor(tokenizer.encode_many([prompt], special_tokens=True)[0]) for prompt, _ in answers]
     responses = [

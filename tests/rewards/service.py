@@ -1,4 +1,4 @@
-"""A local HTTP service whose replies are defined by a test."""
+"""Runs a local HTTP service whose replies are defined by a test."""
 
 import json
 from contextlib import contextmanager

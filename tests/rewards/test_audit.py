@@ -1,4 +1,4 @@
-"""Findings of the audit for sound models and for models that are broken on purpose."""
+"""Tests the findings of the audit for sound models and for models that are broken on purpose."""
 
 import pytest
 import torch
@@ -193,9 +193,8 @@ def test_all_ranks_stop_if_one_found_a_failure(tmp_path, build):
         build(path, audit="strict", ranks=lambda n: max(n, 1))
     asked = []
     build(path, audit="report", ranks=lambda n: asked.append(n) or n)
-    assert asked == [1] * (2 + len(DIALOGUES) + 1) + [
-        0
-    ]  # the same questions to all ranks, whatever they find
+    # the same questions to all ranks, whatever they find
+    assert asked == [1] * (2 + len(DIALOGUES) + 1) + [0]
     asked.clear()
     build(path, audit="report", broken=neighbours, ranks=lambda n: asked.append(n) or n)
     assert asked == [1] * (2 + len(DIALOGUES) + 1) + [1]
@@ -231,6 +230,5 @@ def test_the_probes(tokenizer):
     )
     assert probe.rows[2]["prompt_text"].startswith("I have two apples.\nNice!")
     tokenizer.hf.chat_template = CHAT_TEMPLATE
-    assert (
-        probes(tokenizer).rows[0]["prompt_text"] == "<user>What is the capital of France?<eos><assistant>"
-    )  # as the actor's own prompts
+    # as the actor's own prompts
+    assert probes(tokenizer).rows[0]["prompt_text"] == "<user>What is the capital of France?<eos><assistant>"

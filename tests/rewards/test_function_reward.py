@@ -34,7 +34,10 @@ def refusal(path, tokenizer):
 
 def test_the_function_gets_texts_and_rows(scored_by):
     header = "import json\nfrom pathlib import Path"
-    body = "Path(__file__).with_suffix('.json').write_text(json.dumps([prompts, responses, rows])); return [0.5, -1, True]"
+    body = (
+        "Path(__file__).with_suffix('.json').write_text(json.dumps([prompts, "
+        "responses, rows])); return [0.5, -1, True]"
+    )
     scores = scored_by(body, header)
     assert scores.total.tolist() == [0.5, -1.0, 1.0] and scores.total.dtype == torch.float32
     assert scores.components == {} and scores.per_token.shape == (3, 2) and scores.per_token.abs().max() == 0
@@ -169,7 +172,10 @@ def test_two_files_of_one_name_are_two_modules(tmp_path, tokenizer):
 
 def test_a_module_of_the_current_directory(tmp_path, monkeypatch, tokenizer):
     (tmp_path / "my_rewards").mkdir()
-    code = "class Scorer:\n    def __call__(self, prompts, responses, rows): return [7.0] * len(rows)\nscorer = Scorer()"
+    code = (
+        "class Scorer:\n    def __call__(self, prompts, responses, rows): return [7.0] "
+        "* len(rows)\nscorer = Scorer()"
+    )
     (tmp_path / "my_rewards" / "sums.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -1,4 +1,6 @@
-"""Models that score chats with their own Python code, loaded from a folder like InternLM2's as in a run."""
+"""Tests models that score chats with their own Python code, loaded from a folder like InternLM2's as in a
+run.
+"""
 
 import shutil
 from pathlib import Path
@@ -126,7 +128,8 @@ def test_get_scores_that_disagrees_with_get_score_is_not_used(tmp_path, build, t
         UserError, match=r"^reward.model.path=.*get_score is called one by one.*reward.audit=strict"
     ):
         build(path, audit="strict")
-    assert not torch.allclose(build(path, audit="off")(rollout).total, expected(path))  # nobody looked
+    # get_scores was not called
+    assert not torch.allclose(build(path, audit="off")(rollout).total, expected(path))
     assert build.notes == []
 
 

@@ -1,5 +1,6 @@
-"""Families of reward models with another tokenizer than the actor's, against transformers on one unpadded
-text.
+"""Tests families of reward models with another tokenizer than the actor's.
+
+The expected scores come from transformers on one unpadded text.
 """
 
 import pytest
@@ -33,7 +34,10 @@ ENDOFTEXT, START, END, ACTOR_USER, ACTOR_BOT = (
     "<|bot|>",
 )
 CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-ACTORS = "{% for m in messages %}{{ '<|user|>' if m['role'] != 'assistant' else '<|bot|>' }}{{ m['content'] }}{% endfor %}<|bot|>"
+ACTORS = (
+    "{% for m in messages %}{{ '<|user|>' if m['role'] != 'assistant' else "
+    "'<|bot|>' }}{{ m['content'] }}{% endfor %}<|bot|>"
+)
 FIRST_BYTE = 7  # after the special tokens
 VOCAB = FIRST_BYTE + 256
 
@@ -106,13 +110,23 @@ DECODERS = {
 }
 ENCODERS = {
     "deberta_v2": lambda: DebertaV2Config(
-        **WIDE, **V3, position_biased_input=False, conv_kernel_size=3, conv_act="gelu", type_vocab_size=0, pad_token_id=0
+        **WIDE,
+        **V3,
+        position_biased_input=False,
+        conv_kernel_size=3,
+        conv_act="gelu",
+        type_vocab_size=0,
+        pad_token_id=0,
     ),
-    "deberta_v3": lambda: DebertaV2Config(**WIDE, **V3, position_biased_input=False, type_vocab_size=0, pad_token_id=0),
+    "deberta_v3": lambda: DebertaV2Config(
+        **WIDE, **V3, position_biased_input=False, type_vocab_size=0, pad_token_id=0
+    ),
     "roberta": lambda: RobertaConfig(**WIDE, max_position_embeddings=300, type_vocab_size=1, pad_token_id=0),
     "bert": lambda: BertConfig(**WIDE, type_vocab_size=2, pad_token_id=0),
-    "modernbert": lambda: ModernBertConfig(**WIDE, pad_token_id=0, global_attn_every_n_layers=2, local_attention=8, classifier_bias=True),
-}  # fmt: skip
+    "modernbert": lambda: ModernBertConfig(
+        **WIDE, pad_token_id=0, global_attn_every_n_layers=2, local_attention=8, classifier_bias=True
+    ),
+}
 CHATS = [
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
     [
@@ -153,8 +167,13 @@ def rollout(tokenizer):
 
 def bytes_as_ids(text):
     order = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
-    return [FIRST_BYTE + order.index(letter) for letter, _ in pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
-            for letter in letter]  # fmt: skip
+    return [
+        FIRST_BYTE + order.index(letter)
+        for letter, _ in pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(
+            text
+        )
+        for letter in letter
+    ]
 
 
 def chatml(chat, response):
@@ -170,9 +189,8 @@ def chatml(chat, response):
 def test_decoders_get_the_chat_in_their_own_template(tmp_path, build, rollout, family, pad):
     path = save_other(tmp_path / "rm", DECODERS[family](), pad=pad)
     together = build(path)(rollout).total
-    assert (
-        sum(rows for rows, _ in build.placed.batches) == 3 and build.placed.batches[-1][0] > 1
-    )  # some are beside each other, and padded
+    # some are beside each other, and padded
+    assert sum(rows for rows, _ in build.placed.batches) == 3 and build.placed.batches[-1][0] > 1
     alone = torch.cat([build(path)(rollout.select(torch.tensor([i]))).total for i in range(3)])
     texts = [chatml(chat, response) for chat, response in zip(CHATS, RESPONSES, strict=True)]
     own = torch.stack([by_hand(path, ids) for ids in texts])
@@ -185,12 +203,11 @@ def test_decoders_get_the_chat_in_their_own_template(tmp_path, build, rollout, f
 def test_a_finished_response_ends_with_the_end_token_even_if_that_is_the_pad_token(
     tmp_path, build, rollout, family
 ):
-    """Without a chat template the last id is the end token, and it is read although it is also the pad token."""
+    """Without a chat template the last id is the end token, which is read even if it is the pad token."""
     path = save_other(tmp_path / "rm", DECODERS[family](), pad=END, template=None)
     scores = build(path)(rollout).total
-    said = [
-        "\n".join(message["content"] for message in chat) for chat in CHATS
-    ]  # another model's markup is left out
+    # another model's markup is left out
+    said = ["\n".join(message["content"] for message in chat) for chat in CHATS]
     own = AutoTokenizer.from_pretrained(path)
     texts = [
         own(f"{prompt}\n{response}")["input_ids"] for prompt, response in zip(said, RESPONSES, strict=True)
@@ -199,9 +216,8 @@ def test_a_finished_response_ends_with_the_end_token_even_if_that_is_the_pad_tok
     torch.testing.assert_close(
         scores, torch.stack([by_hand(path, ids) for ids in ended]), atol=1e-4, rtol=1e-4
     )
-    assert (
-        scores[:2] - torch.stack([by_hand(path, ids) for ids in texts[:2]])
-    ).abs().min() > 1e-3  # not the place before it
+    # not the place before it
+    assert (scores[:2] - torch.stack([by_hand(path, ids) for ids in texts[:2]])).abs().min() > 1e-3
 
 
 @pytest.mark.parametrize("family", ENCODERS)

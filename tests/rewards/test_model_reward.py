@@ -159,7 +159,10 @@ def test_a_template_that_refuses_a_chat_is_found_before_training(tmp_path, build
     )
     with pytest.raises(
         UserError,
-        match="^reward.template=chat: .*roles user, assistant, user, assistant .*one turn only.*; set reward.template=pair",
+        match=(
+            "^reward.template=chat: .*roles user, assistant, user, assistant .*one turn "
+            "only.*; set reward.template=pair"
+        ),
     ):
         build(path, audit="report")
 

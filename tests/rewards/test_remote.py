@@ -1,4 +1,4 @@
-"""Rewards over HTTP, against a real local server; pauses are 0."""
+"""Tests rewards over HTTP against a real local server; pauses are 0."""
 
 import gzip
 import json
@@ -165,6 +165,7 @@ def test_pauses_follow_retry_after_and_double_otherwise(ask, monkeypatch):
         service.bodies.clear()
         ask(service, retries=9, backoff_seconds=1)
     assert all(2**i / 2 <= pause <= 2**i for i, pause in enumerate(pauses[:6])), pauses
+    # random jitter, so that waiting clients do not retry at the same time
     assert pauses[7:] == [60, 60] and pauses[:6] != [
         1,
         2,
@@ -172,7 +173,7 @@ def test_pauses_follow_retry_after_and_double_otherwise(ask, monkeypatch):
         8,
         16,
         32,
-    ]  # spread, so that those who wait do not come back together
+    ]
 
 
 def test_pauses_do_not_change_the_random_state(ask):
@@ -268,7 +269,7 @@ def test_other_client_errors_are_not_retried(ask, status):
 def test_an_invalid_reply_is_an_error_and_never_a_zero(ask, content, said):
     with serving(lambda number, body: (200, {}, content)) as service:
         line = refused(ask, service)
-        assert len(service.bodies) == 1  # it would say the same again
+        assert len(service.bodies) == 1  # a retry would return the same
     assert said in line and line.endswith("; 1 attempt(s) (rows 0 to 1, prompt 'p0')")
 
 
@@ -326,8 +327,9 @@ def test_the_key_goes_into_the_header_and_nowhere_else(ask, caplog):
         SECRET,
         SECRET.replace("/", "\\/"),
         "".join(f"\\u{ord(c):04x}" for c in SECRET),
-    ):  # all the same to who reads JSON
-        for begin in ("wrong key ", 70 * "x"):  # the second: where a line that is cut would hold a part of it
+    ):  # equal for a JSON reader
+        # the second: at the position where a truncated line would contain part of it
+        for begin in ("wrong key ", 70 * "x"):
             for content in (f'{{"error": "{begin}{quoted}"}}', f'{{"scores": ["{begin}{quoted}", 1]}}'):
                 with serving(lambda number, body, content=content: (200, {}, content.encode())) as service:
                     line = refused(ask, service, key_env="JUDGE_KEY")
@@ -338,7 +340,7 @@ def test_the_key_goes_into_the_header_and_nowhere_else(ask, caplog):
         )
     with serving(lambda number, body: says("Score: 4")) as service:
         assert ask(service, "a", **JUDGE_SETTINGS, key_env="JUDGE_KEY").tolist() == [4]
-    refused(ask, service, key_env="JUDGE_KEY", retries=0)  # nobody is there any more
+    refused(ask, service, key_env="JUDGE_KEY", retries=0)  # the client has disconnected
     assert SECRET not in caplog.text and "/score" not in caplog.text
 
 
@@ -431,7 +433,10 @@ def test_a_row_that_is_not_json(tokenizer):
     reward = bound(tokenizer, "http://host.invalid/", send_rows=True)
     with pytest.raises(
         RewardError,
-        match=r"^reward.url=http://host.invalid/: the request cannot be written as JSON \(.*set.*\) \(row 0, prompt 'p'\)",
+        match=(
+            r"^reward.url=http://host.invalid/: the request cannot be written as JSON "
+            r"\(.*set.*\) \(row 0, prompt 'p'\)"
+        ),
     ):
         reward.judge(Responses(({"prompt_text": "p", "image": {1, 2}},), ("a",), (True,)))
 

@@ -1,4 +1,4 @@
-"""Ids of encoded texts, counted by hand: byte b has the id 5 + its rank in the byte-level alphabet."""
+"""Tests ids of encoded texts, counted by hand: byte b has the id 5 + its rank in the byte-level alphabet."""
 
 import pytest
 
@@ -81,13 +81,14 @@ def test_pair(make, ids):
     encode = make("pair", cross_encoder=True)
     text = encode(ROW, "yo!", True)
     assert text.ids == [CLS, *ids("hi"), SEP, *ids("yo!"), SEP] and text.types == [0, 0, 0, 0, 1, 1, 1, 1]
+    # none of the actor's markup
     assert encode(CHAT, "yo", True).ids == [
         CLS,
         *ids("be\nhi"),
         SEP,
         *ids("yo"),
         SEP,
-    ]  # none of the actor's markup
+    ]
     assert encode(ROW, "", True).ids == [CLS, *ids("hi"), SEP, SEP]
 
 
@@ -98,13 +99,14 @@ def test_a_pair_loses_the_beginning_of_its_prompt_first(make, ids):
     assert cut(15) == [CLS, *ids("abcdef"), SEP, *ids("uvwxyz"), SEP]
     assert cut(12) == [CLS, *ids("def"), SEP, *ids("uvwxyz"), SEP]
     assert cut(10) == [CLS, *ids("f"), SEP, *ids("uvwxyz"), SEP]
+    # no room for both: the longer one first, from its beginning too
     assert cut(9) == [
         CLS,
         *ids("def"),
         SEP,
         *ids("xyz"),
         SEP,
-    ]  # no room for both: the longer one first, from its beginning too
+    ]
     assert cut(5) == [CLS, *ids("f"), SEP, *ids("z"), SEP]
 
 
@@ -118,7 +120,10 @@ def test_impossible_settings(make):
 def test_a_template_that_refuses_a_role_names_the_remedy(make):
     encode = make(
         "chat",
-        template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        template=(
+            "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not "
+            "supported') }}{% endif %}"
+        )
         + CHAT_TEMPLATE,
     )
     assert len(encode(ROW, "yo", True))

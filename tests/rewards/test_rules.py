@@ -1,4 +1,6 @@
-"""Rules against the numbers printed in the seed, its own regular expressions, and numbers worked by hand."""
+"""Tests rules against the numbers printed in the seed, its own regular expressions, and hand-computed
+numbers.
+"""
 
 import random
 import re
@@ -184,7 +186,10 @@ def test_a_reference_that_is_neither_text_nor_number_stops_the_run(rates, kind):
     ):
         with pytest.raises(RewardError) as caught:
             rates(kind, "5", rows=one(value))
-        wanted = f"reward.parts.r.reward.column=answer: the reference {seen} is neither a text nor a number; correct it, or name another column"
+        wanted = (
+            f"reward.parts.r.reward.column=answer: the reference {seen} is neither a text "
+            "nor a number; correct it, or name another column"
+        )
         assert str(caught.value) == wanted
 
 

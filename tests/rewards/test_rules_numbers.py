@@ -1,4 +1,4 @@
-r"""Numbers stated by responses, and their equality."""
+r"""Tests the extraction of numbers from responses, and their equality."""
 
 import pytest
 
@@ -150,7 +150,10 @@ def test_texts_that_are_not_one_number_are_refused(tokenizer, text):
     for reference in (text, f"12, so \\boxed{{{text}}}", f"12\n#### {text}"):
         with pytest.raises(
             RewardError,
-            match="^reward.column=answer: the reference '.*' is not a single finite number; correct it, or name another column$",
+            match=(
+                "^reward.column=answer: the reference '.*' is not a single finite number; "
+                "correct it, or name another column$"
+            ),
         ):
             NumericReward(tokenizer=tokenizer).judge(answers("4", rows=[{"answer": reference}]))
 

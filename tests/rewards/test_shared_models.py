@@ -1,4 +1,4 @@
-"""Rewards that name the same model share it, and each scores as it would alone."""
+"""Tests rewards that name the same model: they share it, and each scores as it would alone."""
 
 from __future__ import annotations
 

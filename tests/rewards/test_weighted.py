@@ -1,4 +1,4 @@
-"""Weighted rewards: sums by hand, the seed's printed mix, running moments over ranks, keys in errors."""
+"""Tests weighted rewards: sums by hand, the seed's mix, running moments over ranks, keys in errors."""
 
 import json
 import math
@@ -92,9 +92,8 @@ def test_parts_are_clipped_weighted_and_added(build, rolled):
         "watched": {"weight": 0, "reward": looked(x=7.0, y=8.0, z=9.0)},
     }
     scores = build(spec(MIXTURE, parts=parts))(rolled("x", "y", "z"))
-    assert (
-        scores.total.tolist() == [5.5, -7.0, -6.0] and scores.total.dtype == torch.float32
-    )  # 2*3 - .5, 2*-1 - 5, 2*-3 - 0
+    # 2*3 - .5, 2*-1 - 5, 2*-3 - 0
+    assert scores.total.tolist() == [5.5, -7.0, -6.0] and scores.total.dtype == torch.float32
     components = {name: column.tolist() for name, column in scores.components.items()}
     assert components == {"a": [3.0, -1.0, -3.0], "b": [1.0, 10.0, 0.0], "watched": [7.0, 8.0, 9.0]}
     assert scores.per_token.abs().max() == 0
@@ -176,10 +175,11 @@ def test_without_an_answer_the_whole_is_the_score(build, rolled):
     torch.testing.assert_close(
         mix(rolled("x", "<answer>y", "<answer>z</answer>")).total, torch.tensor([1.7, -5.0, 6.8])
     )  # .4 * 2 + .6 * 10
+    # as many texts in both passes, whatever was found
     assert [len(asked.texts) for asked in mix._reward.asked] == [
         3,
         3,
-    ]  # as many texts in both passes, whatever was found
+    ]
     clipped = build(spec(MIX, reward=looked(**table), clip=1.5, whole=0.5, answer=0.25))
     assert clipped(rolled("x", "<answer>y", "<answer>z</answer>")).total.tolist() == [1.5, -1.5, 1.125]
 
@@ -207,9 +207,8 @@ def test_minimind(build, rolled, name):
 def test_rules_alone(build, rolled):
     section = yaml.safe_load((ROOT / "conf" / "reward" / "minimind_rules.yaml").read_text())
     assert build(section)(rolled(FORM.format("b"), "aaaaaaaa")).components["format"].tolist() == [1.5, 0.0]
-    assert build(section)(rolled("aaaaaaaa")).total.tolist() == [
-        pytest.approx(-5 / 6)
-    ]  # bytes: one 3-gram, six times
+    # bytes: one 3-gram, six times
+    assert build(section)(rolled("aaaaaaaa")).total.tolist() == [pytest.approx(-5 / 6)]
 
 
 # -- running moments
@@ -323,8 +322,8 @@ def test_mistakes_of_all_parts_are_reported_together_with_their_full_keys():
         ),
         "reward.parts.form.reward.patterns[1]=(: must be a regular expression",
         (
-            "reward.parts.form.inside=<answer>: must be the name of a tag without its brackets, such as answer "
-            "or null"
+            "reward.parts.form.inside=<answer>: must be the name of a tag without its brackets, such as "
+            "answer or null"
         ),
         "reward.parts.length.wieght=1: no such key; did you mean reward.parts.length.weight?",
         "reward.parts.length.reward.longest=-1: must be at least 1 or null",

@@ -1,6 +1,7 @@
 """Trains two steps and writes the peak of each phase: `memory_worker.py FOLDER`. See test_doctor.py.
 
-What tensors take is what the process takes: started with MALLOC_MMAP_THRESHOLD_ set, the C library gives each large block back when it is freed.
+The memory of the process is that of its tensors: with MALLOC_MMAP_THRESHOLD_ set, the C library returns each
+large block to the system as soon as it is freed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def kilobytes(name: str) -> int:
 
 
 def begin() -> None:
-    """The peak counts from here on."""
+    """Starts the measurement of a new peak."""
     gc.collect()
     trim(0)
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""The recorder of numbers finds every kind of difference between two recordings."""
+"""Tests that the recorder of numbers finds every kind of difference between two recordings."""
 
 from __future__ import annotations
 

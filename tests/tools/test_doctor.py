@@ -1,4 +1,4 @@
-"""The doctor: memory worked out by hand and measured, what fits, what is said, exit codes."""
+"""Tests the doctor: hand-computed and measured memory, suggestions, messages, exit codes."""
 
 from __future__ import annotations
 
@@ -58,18 +58,20 @@ def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, 
     return trained_engine(shape, stage=stage, each=each, scaled=False, ranks=ranks, bucket=400, **more)
 
 
-# fp32 masters, two moments and fp32 gradients are 4 bytes a number each, a quarter of them on each of four ranks: 1000, 2000 and 1000 bytes
+# Fp32 master weights, two moments and fp32 gradients take 4 bytes per number, a quarter of them on each of
+# four ranks: 1000, 2000 and 1000 bytes.
 @pytest.mark.parametrize(
     ("found", "weights", "masters", "moments", "buffers", "update", "host"),
     [
         (engine(stage=0, each=4), 4000, 0, 8000, 0, 4000, 0),
         (engine(stage=0), 2000, 1000, 2000, 4000, 0, 0),  # runs as stage 1
-        (engine(stage=1), 2000, 1000, 2000, 4000, 0, 0),  # all gradients in fp32, always there
+        (engine(stage=1), 2000, 1000, 2000, 4000, 0, 0),  # all gradients in fp32, always allocated
         (engine(stage=1, each=4), 4000, 1000, 2000, 0, 4000 + 4 * 400, 0),  # all gradients, and a bucket
         (engine(stage=2), 2000, 1000, 2000, 0, 1000 + 2 * 400, 0),
         (engine(stage=3), 500, 1000, 2000, 1000 + 2 * 400, 0, 0),
         (engine(stage=3, each=4), 1000, 1000, 2000, 1000 + 4 * 400, 0, 0),
-        # offloaded: beside masters and moments the gradients in fp32 and the new weights in 16 bits; one tensor stays on the device
+        # offloaded: besides master weights and moments, the gradients in fp32 and the new weights in 16 bits;
+        # one tensor stays on the device
         (engine(stage=2, offload_optimizer=True), 2000, 0, 0, 200, 2 * 400, 3000 + 1000 + 500),
         (
             engine(stage=3, offload_optimizer=True, offload_params=True),
@@ -96,7 +98,7 @@ def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, 
         (engine(ADAPTED, stage=2, offload_optimizer=True), 2200, 0, 0, 20, 2 * 400, 300 + 100 + 50),
     ],
 )
-def test_what_an_engine_keeps_by_stage(
+def test_engine_memory_by_zero_stage(
     found: EngineMemory, weights: int, masters: int, moments: int, buffers: int, update: int, host: int
 ) -> None:
     kept = (
@@ -110,7 +112,7 @@ def test_what_an_engine_keeps_by_stage(
     assert kept == (weights, masters, moments, buffers, update, host)
 
 
-def test_a_cache_and_what_decoding_takes_beside_it() -> None:
+def test_static_decode_bytes_by_hand() -> None:
     assert kv_cache_bytes(SMALL, 10, 2) == 10 * 2 * 2 * 2 * 2  # keys and values of 2 numbers in 2 layers
     # 3 rows of 8: the cache and 20 logits of each row in bf16 and three times in fp32
     assert (
@@ -145,7 +147,7 @@ def test_activations_are_those_that_autograd_keeps(kind: str, dtype: torch.dtype
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no address is used twice
+            kept[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that no address is used twice
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -154,7 +156,7 @@ def test_activations_are_those_that_autograd_keeps(kind: str, dtype: torch.dtype
     assert activation_bytes(shape_of(model), 512, 128, each, False) == pytest.approx(found, rel=0.1)
 
 
-# -- who is in memory when ------------------------------------------------------------------------------------------------------------------------
+# -- memory by role and phase
 
 GPU = Hardware(4, 80 * GIB)
 
@@ -172,13 +174,13 @@ def resident(*arguments: str) -> dict[str, int]:
     return estimate(config, models(config), GPU).resident
 
 
-def test_each_role_takes_what_it_keeps() -> None:
+def test_resident_memory_of_each_role() -> None:
     assert resident() == {"actor": 5000, "critic": 5000, "reference": 2000}
     assert resident("reference.zero.offload_params=true")["reference"] == 0
     assert resident("actor.ema.decay=0.9", "algo.old_policy=lagged")["ema"] == 1000
 
 
-def test_an_offloaded_reference_is_on_the_gpu_while_it_is_asked() -> None:
+def test_an_offloaded_reference_is_on_the_gpu_while_it_scores() -> None:
     offloaded, there = plan("reference.zero.offload_params=true"), plan()
     one, other = estimate(offloaded, models(offloaded), GPU), estimate(there, models(there), GPU)
     assert one.phases["ref_logprobs"] == other.phases["ref_logprobs"]
@@ -186,24 +188,25 @@ def test_an_offloaded_reference_is_on_the_gpu_while_it_is_asked() -> None:
     assert (one.host, other.host) == (2000, 0)
 
 
-def test_generation_takes_the_whole_weights_of_a_sharded_actor_or_what_comes_next() -> None:
+def test_generation_memory_of_a_sharded_actor() -> None:
     found = {}
     for how in ("whole", "layers"):
         config = plan("actor.zero.stage=3", f"actor.zero.generation_gather={how}")
         found[how] = estimate(config, Models(BIG, None, None, {}, 0), GPU)
-    # two bytes of each of 10**9; or of 50 million prefetched and 100 million of the largest tensor, both twice as they are put together
+    # two bytes for each of 10**9; or for 50 million prefetched and 100 million of the largest tensor, both
+    # twice while they are assembled
     assert found["whole"].phases["generate"] - found["layers"].phases["generate"] == 2 * 10**9 - 2 * 2 * (
         50_000_000 + 10**8
     )
     assert "gathered once" in found["whole"].generation and "layer by layer" in found["layers"].generation
 
 
-def test_a_cpu_holds_of_a_bucket_what_is_written_to_it() -> None:
+def test_a_cpu_holds_only_the_written_part_of_a_bucket() -> None:
     def engines(place: Hardware, *arguments: str) -> dict[str, EngineMemory]:
         config = plan(*arguments)
         return estimate(config, models(config), place).engines
 
-    # DeepSpeed asks for 500 million numbers in bf16; a thousand gradients are written to them
+    # DeepSpeed allocates 500 million numbers in bf16; a thousand gradients are written to them
     for stage, ours in ((2, lambda e: e.bucket), (3, lambda e: e.buffers - 4 * 250)):
         arguments = [f"{role}.zero.stage={stage}" for role in ("actor", "critic")]
         assert {ours(e) for e in engines(GPU, *arguments).values()} == {2 * 500_000_000}
@@ -214,10 +217,10 @@ def test_a_cpu_holds_of_a_bucket_what_is_written_to_it() -> None:
     assert smaller["actor"].bucket == 2 * 400
 
 
-# -- what is said ---------------------------------------------------------------------------------------------------------------------------------
+# -- messages
 
 
-def test_what_does_not_fit_names_keys_and_what_they_bring() -> None:
+def test_suggestions_name_keys_and_their_effect() -> None:
     config = plan("rollout.prompts_per_step=4096", "data.max_prompt_tokens=56")
     asked = Models(BIG, BIG, FrozenModel(BIG, 2, False, False), {}, 64)
 
@@ -234,12 +237,13 @@ def test_what_does_not_fit_names_keys_and_what_they_bring() -> None:
     assert [("actor.zero.offload_optimizer", True), ("critic.zero.offload_optimizer", True)] in [
         settings for settings, _ in alone
     ]
-    # 1024 rows of 64 tokens on each rank are all there is for a forward; the phase that takes most has no room for more of them
+    # 1024 rows of 64 tokens on each rank are all that a forward can get; the phase with the largest peak has
+    # no memory for more
     assert dict(suggest_larger_budgets(config, estimated, 10 * peak))["memory.train_tokens"] == 1024 * 64
     assert "memory.train_tokens" not in dict(suggest_larger_budgets(config, estimated, peak))
 
 
-def test_settings_that_go_together_each_lower_the_figure() -> None:
+def test_each_setting_of_a_combination_reduces_the_peak() -> None:
     budgets = [f"memory.{name}_tokens=65536" for name in ("rollout", "score", "train")]
     config = plan("rollout.prompts_per_step=4096", "data.max_prompt_tokens=56", *budgets)
     asked = Models(BIG, BIG, FrozenModel(BIG, 2, False, False), {}, 64)
@@ -247,11 +251,11 @@ def test_settings_that_go_together_each_lower_the_figure() -> None:
     def peak(settings: list[tuple[str, object]]) -> int:
         return estimate(with_settings(config, settings), asked, GPU).peak
 
-    _, together, left = suggest_reductions(
-        config, lambda config: estimate(config, asked, GPU), 1
-    )  # out of reach: all that helps
+    # out of reach: all settings that help
+    _, together, left = suggest_reductions(config, lambda config: estimate(config, asked, GPU), 1)
     assert left == peak(together) and len(together) > 4
-    # gradient checkpointing comes early, and is worth nothing once updates are of few tokens; what hangs on a stage of ZeRO cannot be without it
+    # Gradient checkpointing is suggested early, and brings nothing once updates have few tokens; settings
+    # that need a ZeRO stage cannot be removed without it.
     assert not [key for key, _ in together if key.endswith("gradient_checkpointing")]
     for key, _ in together:
         assert (
@@ -259,7 +263,7 @@ def test_settings_that_go_together_each_lower_the_figure() -> None:
         ), key
 
 
-def test_a_key_is_set_however_deep() -> None:
+def test_nested_keys_can_be_set() -> None:
     config = with_setting(plan(), "actor.deepspeed.zero_optimization.reduce_bucket_size", 7)
     assert config.actor.deepspeed == {"zero_optimization": {"reduce_bucket_size": 7}}
     assert (
@@ -270,7 +274,7 @@ def test_a_key_is_set_however_deep() -> None:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model and its reward model of 27 and 23 million parameters, prompts, a reward function."""
+    """Makes a model and its reward model of 27 and 23 million parameters, prompts, and a reward function."""
     folder = tmp_path_factory.mktemp("doctor")
     words = [f"w{i}" for i in range(8000)]
     tokenizer = tiny.character_tokenizer("abcdefgh ")
@@ -334,7 +338,7 @@ def test_a_run_that_fits(start: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert not (start / "run").exists()
 
 
-def test_a_run_that_does_not_fit_says_what_would(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_fit_gets_suggestions(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = diagnosis(
         capsys, *arguments(start, "actor.model.dtype=bf16"), "--gpus", "2", "--gpu-mem", "3.0"
     )
@@ -352,7 +356,7 @@ def test_a_gpu_too_small_for_cuda_itself_is_one_line_without_advice(
     assert "reduce" not in said and "all of" not in said
 
 
-def test_before_prepare_has_run_it_says_what_it_did_not_look_at(
+def test_before_prepare_the_unchecked_parts_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, said = diagnosis(capsys, "+experiment=quickstart", f"run.dir={tmp_path}/run", "--gpus", "1")
@@ -363,7 +367,7 @@ def test_before_prepare_has_run_it_says_what_it_did_not_look_at(
     )
 
 
-def test_all_that_is_wrong_is_said_together(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_errors_are_reported_together(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (start / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
     code, said = diagnosis(
         capsys,
@@ -374,23 +378,21 @@ def test_all_that_is_wrong_is_said_together(start: Path, capsys: pytest.CaptureF
             f"critic.model.path={start}/run",
         ),
     )
-    assert code == 2 and "no such folder" in said  # of the config: before anything is looked at
+    # an error in the config ends the doctor before other checks
+    assert code == 2 and "no such folder" in said
     code, said = diagnosis(capsys, *arguments(start, f"data.path={start}/bad.jsonl"), "--gpus", "1")
-    assert (
-        code == 1 and f"error: {start}/bad.jsonl:2: " in said and "update_actor" in said
-    )  # the rest is there
+    # the other findings are present
+    assert code == 1 and f"error: {start}/bad.jsonl:2: " in said and "update_actor" in said
 
 
 @pytest.mark.parametrize("argv", [("--gpus", "0"), ("--gpus", "many"), ("--gpus", "3"), ("algo.epoch=2",)])
-def test_mistakes_on_the_command_line(
-    start: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]
-) -> None:
+def test_command_line_errors(start: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
     code, said = diagnosis(capsys, *arguments(start), *argv)
     assert code == 2 and said.startswith("error: ")
 
 
 @pytest.mark.slow
-def test_a_hub_model_that_cannot_be_had_is_one_line(start: Path, tmp_path: Path) -> None:
+def test_an_unavailable_hub_model_is_one_error_line(start: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
         str(ROOT / "launch" / "doctor.py"),
@@ -403,9 +405,9 @@ def test_a_hub_model_that_cannot_be_had_is_one_line(start: Path, tmp_path: Path)
     assert done.returncode == 1, done.stderr
     for name in ("tokenizer", "actor"):
         assert (
-            f"{name:<10} error: actor.model.path=owner/name: no folder of that name, not in the local Hub cache"
-            in done.stdout
-        )
+            f"{name:<10} error: actor.model.path=owner/name: no folder of that name, not in "
+            "the local Hub cache"
+        ) in done.stdout
     assert "huggingface.co" not in done.stdout
     assert (
         "16 samples per step" in done.stdout
@@ -414,7 +416,7 @@ def test_a_hub_model_that_cannot_be_had_is_one_line(start: Path, tmp_path: Path)
     )
 
 
-# -- measured --------------------------------------------------------------------------------------------------------------------------------------
+# -- measurements
 
 
 @pytest.mark.slow
@@ -471,10 +473,11 @@ def test_the_estimate_is_within_15_percent_of_a_run(start: Path, tmp_path: Path)
         )
 
 
-def test_a_shape_is_the_loaded_models(start: Path) -> None:
+def test_model_shapes_equal_the_loaded_model(start: Path) -> None:
     planned = planned_shape(f"{start}/model", classifier=False, trained=True, key="actor.model.path")
     assert planned == shape_of(LlamaForCausalLM.from_pretrained(start / "model"))
-    # embedding and head 8000 x 512; a layer: q, o 512 x 512, k, v 512 x 256, three of 512 x 1408, two norms; the last norm
+    # embedding and head 8000 x 512; a layer: q, o 512 x 512, k, v 512 x 256, three of 512 x 1408, two norms;
+    # the last norm
     assert (
         planned.parameters
         == 2 * 8000 * 512 + 6 * (2 * 512**2 + 2 * 512 * 256 + 3 * 512 * 1408 + 2 * 512) + 512

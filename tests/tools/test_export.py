@@ -33,7 +33,10 @@ def write_base(folder: Path, layers: int = 1) -> None:
 
 
 def write_checkpoint(folder: Path, weights: dict[str, Tensor], settings: dict[str, Any]) -> None:
-    """As the format is described in engine/checkpoint/checkpoints.py and engine/checkpoint/state.py: one model, two shards, fp32."""
+    """Writes a checkpoint of one model in two fp32 shards.
+
+    The format is described in engine/checkpoint/checkpoints.py and engine/checkpoint/state.py.
+    """
     (folder / "actor").mkdir(parents=True)
     names = list(weights)
     shards = {name: f"shard-0000{i % 2}.safetensors" for i, name in enumerate(names)}
@@ -58,7 +61,7 @@ def write_checkpoint(folder: Path, weights: dict[str, Tensor], settings: dict[st
 
 
 def trained(base: Path) -> dict[str, Tensor]:
-    """Weights that no bf16 number is equal to, so that rounding shows."""
+    """Returns weights that bf16 cannot represent, so that rounding is visible."""
     return {f"lm.{name}": x + 1 / 3 for name, x in load_file(base / "model.safetensors").items()}
 
 
@@ -68,7 +71,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def write_run(run_dir: Path, **model: Any) -> Path:
-    """The base is in the run directory, as one that was prepared for it."""
+    """Writes a run whose base model is in the run directory, where `prepare` would have made it."""
     write_base(run_dir / "start")
     settings = {
         "run": {"dir": str(run_dir)},
@@ -93,7 +96,7 @@ def test_the_exported_weights_are_the_rounded_masters(run_dir: Path, tmp_path: P
     assert not (out / "adapter").exists() and [file.name for file in out.parent.iterdir()] == ["model"]
 
 
-def test_as_a_command_from_elsewhere_on_a_run_that_was_moved(run_dir: Path, tmp_path: Path) -> None:
+def test_export_from_another_folder_of_a_moved_run(run_dir: Path, tmp_path: Path) -> None:
     moved = run_dir.rename(tmp_path / "moved")
     (tmp_path / "work").mkdir()
     command = [sys.executable, str(ROOT / "launch" / "export.py"), "../moved", "mine", "--step", "2"]
@@ -185,7 +188,7 @@ def nothing(run_dir: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_line_and_nothing_is_written(
+def test_an_error_is_one_line_and_nothing_is_written(
     run_dir: Path,
     capsys: pytest.CaptureFixture,
     happens: Callable[[Path], None],
@@ -203,14 +206,14 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
     assert sorted(run_dir.rglob("*")) == before
 
 
-def test_trust_in_the_settings_is_not_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_stored_trust_does_not_replace_the_users(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run_dir = write_run(tmp_path / "run", trust_remote_code=True)
     assert export.main([str(run_dir)]) == 2
     assert "actor.model.trust_remote_code=true" in capsys.readouterr().err
     assert export.main([str(run_dir), "--trust-remote-code"]) == 0
 
 
-def test_the_newest_is_taken_and_the_best_where_it_is_asked_for(run_dir: Path, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_exported_or_the_best_on_request(run_dir: Path, tmp_path: Path) -> None:
     checkpoints = run_dir / "checkpoints"
     shutil.copytree(checkpoints / "step_000002", checkpoints / "step_000010")
     (checkpoints / ".tmp_step_000012").mkdir()

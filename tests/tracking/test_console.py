@@ -1,4 +1,4 @@
-"""Console output: plain lines in a log file, a progress bar on a terminal, robust against any text."""
+"""Tests console output: plain lines in a log file, a progress bar on a terminal, any text."""
 
 import io
 import os
@@ -10,8 +10,9 @@ from ppo_ds.tracking.console import ConsoleTracker, format_duration, step_line
 from ppo_ds.tracking.report import before_after
 
 METRICS = {
-    "reward/score_mean": 0.5, "reward/score_std": 0.25, "kl/ref_seq_mean": 0.0123, "policy/loss": -0.02, "value/loss": 0.4,
-    "perf/tokens_per_s": 1234.4, "time/step": 2.5, "eval/accuracy": 0.715, "eval/score_mean": 0.3,
+    "reward/score_mean": 0.5, "reward/score_std": 0.25, "kl/ref_seq_mean": 0.0123, "policy/loss": -0.02,
+    "value/loss": 0.4, "perf/tokens_per_s": 1234.4, "time/step": 2.5,
+    "eval/accuracy": 0.715, "eval/score_mean": 0.3,
 }  # fmt: skip
 
 
@@ -30,7 +31,10 @@ def test_plain_lines_without_a_terminal():
     lines = stream.getvalue().splitlines()
     assert lines[:2] == ["ppo_ds", "batch  8 prompts x 4 samples [per step]"]
     assert lines[2].split() == (
-        "step 3/20 reward 0.500 ± 0.250 kl 0.0123 loss -0.0200 value 0.4000 1234 tok/s 2.50 s accuracy 71.5%".split()
+        (
+            "step 3/20 reward 0.500 ± 0.250 kl 0.0123 loss -0.0200 value 0.4000 1234 tok/s "
+            "2.50 s accuracy 71.5%"
+        ).split()
     )
     assert lines[3:] == ["done after 1 min 01 s"]
 
@@ -64,7 +68,10 @@ def test_an_ascii_log_survives_any_text():
 
 
 def test_a_terminal_shows_a_bar_and_its_cursor_is_restored_after_an_exception():
-    script = "from ppo_ds.tracking.console import ConsoleTracker as C\nt = C(4)\nt.start({})\nt.log(1, {})\nprint('a stray line')\n1 / 0"
+    script = (
+        "from ppo_ds.tracking.console import ConsoleTracker as C\nt = C(4)\n"
+        "t.start({})\nt.log(1, {})\nprint('a stray line')\n1 / 0"
+    )
     mine, theirs = pty.openpty()
     env = {**os.environ, "PYTHONPATH": os.getcwd(), "TERM": "xterm-256color"}
     child = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""metrics.jsonl survives kills, resumes and non-finite numbers."""
+"""Tests that metrics.jsonl survives kills, resumes and non-finite numbers."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The image of the curves and the tables of the report."""
+"""Tests the image of the curves and the tables of the report."""
 
 import io
 import json
@@ -9,8 +9,10 @@ import pytest
 
 from ppo_ds.tracking.report import before_after, plot_curves
 
-ALL = ["reward/score_mean", "reward/score_std", "eval/accuracy", "kl/ref_seq_mean", "kl/target", "policy/loss", "value/loss",
-       "rollout/resp_len_mean", "rollout/resp_len_max"]  # fmt: skip
+ALL = [
+    "reward/score_mean", "reward/score_std", "eval/accuracy", "kl/ref_seq_mean", "kl/target", "policy/loss",
+    "value/loss", "rollout/resp_len_mean", "rollout/resp_len_max",
+]  # fmt: skip
 BLUE = np.array([0x2F, 0x6F, 0xB0]) / 255
 
 

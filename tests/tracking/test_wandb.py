@@ -1,4 +1,4 @@
-"""A run continues whatever happens to wandb: no key, no server, no answer, no process."""
+"""Tests that a run continues whatever fails in wandb: no key, no server, no answer, no process."""
 
 import json
 import os
@@ -88,7 +88,10 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
 
 @pytest.mark.slow
 def test_without_a_key_there_is_no_prompt_on_a_terminal(tmp_path):
-    script = "import sys; from ppo_ds.tracking.wandb import WandbTracker as W; t = W(sys.argv[1], mode='online', project='p', name='n')\n"
+    script = (
+        "import sys; from ppo_ds.tracking.wandb import WandbTracker as W; t = "
+        "W(sys.argv[1], mode='online', project='p', name='n')\n"
+    )
     script += "t.start({}); t.log(1, {'a': 1.0}); t.finish({'exit_reason': 'done'}); print('went on')"
     mine, theirs = pty.openpty()
     env = {**os.environ, "PYTHONPATH": os.getcwd()}
@@ -177,9 +180,8 @@ def test_a_resumed_or_rolled_back_run_continues_the_same_wandb_run(tmp_path, ser
         (4, 3, 3),
         (5, 4, 4),
     ]
-    assert {"1": "step", "6": [3], "7": []} in server.configs[run_id]["_wandb"]["value"][
-        "m"
-    ]  # an axis of its own
+    # an axis of its own
+    assert {"1": "step", "6": [3], "7": []} in server.configs[run_id]["_wandb"]["value"]["m"]
     assert capfd.readouterr().err == ""
     assert any("wandb_child" in line for line in lines) and any("wandb-core" in line for line in lines), lines
     written = (
@@ -296,7 +298,10 @@ def test_an_invalid_id_is_not_used(tmp_path, content):
 @pytest.mark.slow
 def test_a_full_disk(tmp_path):
     """Simulates a full disk: no file may grow beyond 4 KB."""
-    script = "import resource, sys; from ppo_ds.tracking.wandb import WandbTracker as W; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+    script = (
+        "import resource, sys; from ppo_ds.tracking.wandb import WandbTracker as W; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+    )
     script += "t = W(sys.argv[1], mode='offline', project='p', name='n', finish_timeout=3); t.start({})\n"
     script += "for step in range(200): t.log(step, {f'a/{i}': 0.123 * i * step for i in range(50)})\n"
     script += "t.finish({'exit_reason': 'done'}); print('went on')"
@@ -395,9 +400,15 @@ def test_signals_to_the_process_group_do_not_lose_the_last_messages(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_trainer_leaves_a_closed_run_and_no_process(tmp_path):
-    script = "import os, sys, time; from ppo_ds.tracking.wandb import WandbTracker as W; t = W(sys.argv[1], mode='offline', project='p', name='n')\n"
+    script = (
+        "import os, sys, time; from ppo_ds.tracking.wandb import WandbTracker as W; t "
+        "= W(sys.argv[1], mode='offline', project='p', name='n')\n"
+    )
     script += "t.start({}); t.log(1, {'last/words': 1.0})\n"
-    script += "t._child._outbox.join()  # written to the pipe, from which the child reads it after the trainer's death\n"
+    script += (
+        "t._child._outbox.join()  # written to the pipe, from which the child reads it "
+        "after the trainer's death\n"
+    )
     script += "print(t._child._process.pid, flush=True); os.kill(os.getpid(), 9)"
     killed = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],
@@ -422,7 +433,10 @@ def alive(group):
 
 
 def test_disabled_never_imports_wandb():
-    script = "import sys, ppo_ds.tracking.tracker, ppo_ds.tracking.console, ppo_ds.tracking.jsonl, ppo_ds.tracking.wandb; print('wandb' in sys.modules)"
+    script = (
+        "import sys, ppo_ds.tracking.tracker, ppo_ds.tracking.console, "
+        "ppo_ds.tracking.jsonl, ppo_ds.tracking.wandb; print('wandb' in sys.modules)"
+    )
     shown = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONPATH": os.getcwd()},

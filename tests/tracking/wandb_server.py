@@ -1,4 +1,6 @@
-"""A minimal wandb server: it stores runs and their history, knows deleted runs and can stop answering."""
+"""Runs a minimal wandb server, which stores runs and their history, knows deleted runs and can stop
+answering.
+"""
 
 import gzip
 import json
@@ -67,7 +69,7 @@ class Server:
         if "createRunFiles" in query:
             return 200, {"data": {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": []}}}
         if "ArtifactType" in query:
-            self.tables += 1  # what follows is left unanswered: a table is refused
+            self.tables += 1  # the rest is left unanswered: a table is refused
         return 200, {
             "data": {
                 "viewer": {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
