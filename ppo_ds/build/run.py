@@ -8,7 +8,7 @@ from typing import Any
 
 from ppo_ds.build.banner import resumed
 from ppo_ds.config.registry import STAGES, resolve
-from ppo_ds.config.resume import judge, open_run_directory, ranks_line
+from ppo_ds.config.resume import check_resume, open_run_directory, ranks_line
 from ppo_ds.config.schema import Config, resolved
 from ppo_ds.config.targets import bind
 from ppo_ds.distributed.store import RankStore
@@ -55,7 +55,7 @@ def build_run(config: Config, watchdog: Watchdog | None = None) -> Run:
     start = find_start(config.run.resume, checkpoints)
     if start is not None:
         before = checkpoints.settings_of(start)
-        banner.note(*(judge(before, settings, start) if before else []))
+        banner.note(*(check_resume(before, settings, start) if before else []))
         banner.note(*ranks_line(checkpoints.world_size_of(start), world.size))
     on_main(world, lambda: banner.note(*open_run_directory(run_dir, settings, start)))
     if prepare:

@@ -29,8 +29,8 @@ from ppo_ds.secrets import secrets_in
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
 MODEL_FILES = ("config.json", "adapter_config.json")
-# DeepSpeed settings that the trainer makes itself, and the keys to use instead
-OURS = {
+# DeepSpeed settings that the trainer makes itself -> the keys to use instead
+SET_BY_TRAINER = {
     "optimizer": "{}.optim (AdamW)",
     "scheduler": "{}.optim.schedule",
     "train_batch_size": "rollout.prompts_per_step and algo.minibatch_size",
@@ -44,7 +44,7 @@ OURS = {
 
 def validated(tree: dict[str, Any], world_size: int) -> Config:
     """Returns the complete Config of a plain nested dict. Raises UserError with every problem in it."""
-    if secrets := list(secrets_in(tree)):  # alone: other lines would show them
+    if secrets := list(secrets_in(tree)):  # Reported alone, since other lines would print them.
         raise UserError(*secrets)
     config, wrong = from_tree(tree)
     config = inherit(config)
@@ -58,7 +58,7 @@ def validated(tree: dict[str, Any], world_size: int) -> Config:
 
 
 def problems(config: Config, world_size: int) -> Iterator[str]:
-    """Yields every problem between keys, or with the file system.
+    """Yields a line for every problem between keys or with the file system.
 
     Each line names all the keys that it depends on.
     """
@@ -80,7 +80,7 @@ def _length(config: Config) -> Iterator[str]:
     if run.steps is None and run.epochs is None:
         yield "run.steps is missing: the number of PPO steps (or run.epochs: passes over the prompts)"
     if run.steps is not None and run.epochs is not None:
-        yield f"run.steps={run.steps} and run.epochs={run.epochs:g} are both set: make one of them null"
+        yield f"run.steps={run.steps} and run.epochs={run.epochs:g} are both set; set one of them to null"
     if sampling.min_new_tokens > sampling.max_new_tokens:
         yield (
             f"sampling.min_new_tokens={sampling.min_new_tokens}: must be at most "
@@ -88,13 +88,13 @@ def _length(config: Config) -> Iterator[str]:
         )
     if sampling.min_new_tokens and sampling.stop:
         yield (
-            f"sampling.min_new_tokens={sampling.min_new_tokens}: holds end tokens back, but not the texts "
-            "of sampling.stop; leave one of them out"
+            f"sampling.min_new_tokens={sampling.min_new_tokens}: delays end tokens, but not the strings of "
+            "sampling.stop; set only one of the two"
         )
     if sampling.top_p == 0:
         yield "sampling.top_p=0: must be above 0 (1 is off)"
     if "" in sampling.stop:
-        yield "sampling.stop: must not hold an empty text"
+        yield f"sampling.stop={show(sampling.stop)}: must not contain an empty string"
     if config.tracker.samples < -1:
         yield f"tracker.samples={config.tracker.samples}: must be at least -1 (-1: all rows)"
 
@@ -113,7 +113,7 @@ def _batches(config: Config, world_size: int) -> Iterator[str]:
             f"rollout.prompts_per_step={prompts}: must be divisible by the number of ranks, {world_size}; "
             f"nearest that fit: {fits}"
         )
-        world_size = 1  # the minibatch is then judged by the rollout alone
+        world_size = 1  # Then the minibatch is compared with the rollout only.
     if minibatch is not None and (rollout % minibatch or minibatch % world_size):
         fitting = [n for n in range(world_size, rollout + 1, world_size) if rollout % n == 0]
         nearest = [
@@ -132,33 +132,33 @@ def _batches(config: Config, world_size: int) -> Iterator[str]:
 def _roles(config: Config) -> Iterator[str]:
     for name, zero in (("actor", config.actor.zero), ("critic", config.critic.zero)):
         if zero.offload_optimizer and zero.stage == 0:
-            yield f"{name}.zero.offload_optimizer=true: needs {name}.zero.stage 1, 2 or 3, which is 0"
+            yield f"{name}.zero.offload_optimizer=true: needs {name}.zero.stage 1, 2 or 3 (it is 0)"
         if zero.offload_params and zero.stage != 3:
-            yield f"{name}.zero.offload_params=true: needs {name}.zero.stage 3, which is {zero.stage}"
+            yield f"{name}.zero.offload_params=true: needs {name}.zero.stage 3 (it is {zero.stage})"
     yield from _generation(config)
     for name, lora in (("actor", config.actor.lora), ("critic", config.critic.lora)):
         for key in ("alpha", "targets", "lr"):
             if not lora.rank and getattr(lora, key) is not None:
                 yield f"{name}.lora.{key}={show(getattr(lora, key))}: only used with {name}.lora.rank above 0"
     for name, raw in (("actor", config.actor.deepspeed), ("critic", config.critic.deepspeed)):
-        for key, instead in OURS.items():
+        for key, instead in SET_BY_TRAINER.items():
             if key in raw:
                 yield (
-                    f"{name}.deepspeed.{key}={show(raw[key])}: is not DeepSpeed's to set here; use "
-                    f"{instead.format(name)}"
+                    f"{name}.deepspeed.{key}={show(raw[key])}: is set by the trainer; use "
+                    f"{instead.format(name)} instead"
                 )
         zero = raw.get("zero_optimization")
         if isinstance(zero, dict) and "stage" in zero:
             yield (
                 f"{name}.deepspeed.zero_optimization.stage={show(zero['stage'])}: use {name}.zero.stage, "
-                "which loads the weights accordingly too"
+                "which also decides how the weights are loaded"
             )
     critic = config.critic
     if critic.init == "path" and not critic.model.path:
-        yield "critic.model.path is missing: critic.init=path starts the critic from it"
+        yield "critic.model.path is missing: critic.init=path loads the critic from it"
     if critic.init != "path" and critic.model.path:
         yield (
-            f"critic.model.path={critic.model.path}: only used with critic.init=path, which is {critic.init}"
+            f"critic.model.path={critic.model.path}: only used with critic.init=path (it is {critic.init})"
         )
     if config.reward and not config.reward.get("_target_"):
         yield (
@@ -168,8 +168,7 @@ def _roles(config: Config) -> Iterator[str]:
     if critic.init == "reward" and config.reward and "reward.model" not in dict(reward_models(config.reward)):
         kind = show(config.reward.get("_target_"))
         yield (
-            f"critic.init=reward: needs a reward that is a model, and reward._target_={kind} has no "
-            "reward.model.path"
+            f"critic.init=reward: needs a reward model, but reward._target_={kind} has no reward.model.path"
         )
 
 
@@ -177,18 +176,18 @@ def _generation(config: Config) -> Iterator[str]:
     zero = config.actor.zero
     if zero.generation_gather != "auto" and zero.stage != 3:
         yield (
-            f"actor.zero.generation_gather={zero.generation_gather}: needs actor.zero.stage 3, which is "
-            f"{zero.stage}"
+            f"actor.zero.generation_gather={zero.generation_gather}: needs actor.zero.stage 3 "
+            f"(it is {zero.stage})"
         )
-    # a critic's states make way too
+    # The optimizer states of a critic are moved too.
     if (
         zero.offload_states == "always"
         and zero.offload_optimizer
         and (config.critic.zero.offload_optimizer or not has_critic(config))
     ):
         yield (
-            "actor.zero.offload_states=always: with actor.zero.offload_optimizer=true the states are on "
-            "the CPU already; use auto"
+            "actor.zero.offload_states=always: with actor.zero.offload_optimizer=true the states are "
+            "always on the CPU; use auto"
         )
 
 
@@ -196,11 +195,11 @@ def _kl(config: Config) -> Iterator[str]:
     kl = config.algo.kl
     if kl.controller == "threshold" and (kl.min_coef == 0 or kl.max_coef is None):
         yield (
-            "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef (say 1e-4 "
-            "and 10), or it halves itself to nothing"
+            "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef (for "
+            "example 1e-4 and 10), or repeated halving takes the coefficient to 0"
         )
     if kl.controller != "fixed" and kl.coef == 0:
-        yield f"algo.kl.coef=0: algo.kl.controller={kl.controller} multiplies it, so it must be above 0"
+        yield f"algo.kl.coef=0: must be above 0, since algo.kl.controller={kl.controller} multiplies it"
     if kl.controller != "fixed" and kl.max_coef is not None and not kl.min_coef <= kl.coef <= kl.max_coef:
         yield (
             f"algo.kl.coef={kl.coef:g}: must lie between algo.kl.min_coef={kl.min_coef:g} and "
@@ -210,19 +209,18 @@ def _kl(config: Config) -> Iterator[str]:
         yield f"algo.kl.coef={kl.coef:g}: must be at least algo.kl.min_coef={kl.min_coef:g}"
     if kl.controller == "adaptive" and kl.horizon <= 0.2 * rollout_size(config):
         yield (
-            f"algo.kl.horizon={kl.horizon:g}: one step of {rollout_size(config)} samples could bring "
-            "algo.kl.coef to 0; "
-            f"must be above {0.2 * rollout_size(config):g} (usual: 10000)"
+            f"algo.kl.horizon={kl.horizon:g}: one step of {rollout_size(config)} samples could take "
+            f"algo.kl.coef to 0; must be above {0.2 * rollout_size(config):g} (usual: 10000)"
         )
     if kl.controller != "fixed" and kl.place == "none":
         yield (
-            f"algo.kl.controller={kl.controller}: steers a coefficient that algo.kl.place=none does not "
-            "use; choose reward or loss"
+            f"algo.kl.controller={kl.controller}: changes a coefficient that algo.kl.place=none does not "
+            "use; set algo.kl.place to reward or loss"
         )
     if kl.place == "reward" and not KL_ESTIMATORS[kl.estimator].in_reward:
         yield (
-            f"algo.kl.estimator={kl.estimator}: has a gradient of its own and is for algo.kl.place=loss; in "
-            f"the reward use {kl.estimator[:-1]}"
+            f"algo.kl.estimator={kl.estimator}: differs from {kl.estimator[:-1]} only in its gradient, so "
+            f"it needs algo.kl.place=loss; in the reward use {kl.estimator[:-1]}"
         )
 
 
@@ -230,7 +228,7 @@ def _algo(config: Config) -> Iterator[str]:
     algo, limit = config.algo, config.sampling.max_new_tokens
     dual_clip = algo.policy.dual_clip
     if dual_clip is not None and dual_clip <= 1:
-        yield f"algo.policy.dual_clip={dual_clip:g}: must be above 1, or null for off"
+        yield f"algo.policy.dual_clip={dual_clip:g}: must be above 1, or null to disable it"
     if algo.policy.clip_low >= 1:
         yield (
             f"algo.policy.clip_low={algo.policy.clip_low:g}: must be below 1 (the ratio is clipped to 1 - "
@@ -238,18 +236,17 @@ def _algo(config: Config) -> Iterator[str]:
         )
     if POLICY_LOSSES[algo.policy.loss].own_ratio and algo.action_level == "sequence":
         yield (
-            f"algo.policy.loss={algo.policy.loss}: has a ratio of its own for whole answers; with it "
+            f"algo.policy.loss={algo.policy.loss}: has a ratio of its own for whole responses, so "
             "algo.action_level must be token"
         )
     if algo.loss.norm is not None and not LOSS_AGGREGATIONS[algo.loss.agg].needs_norm:
         yield (
-            f"algo.loss.norm={algo.loss.norm}: only used with algo.loss.agg=token_sum_norm, which is "
-            f"{algo.loss.agg}"
+            f"algo.loss.norm={algo.loss.norm}: only used with algo.loss.agg=token_sum_norm "
+            f"(it is {algo.loss.agg})"
         )
     if algo.rollout_is.kind != "none" and algo.action_level == "sequence":
         yield (
-            f"algo.rollout_is.kind={algo.rollout_is.kind}: weighs tokens; with it algo.action_level must be "
-            "token"
+            f"algo.rollout_is.kind={algo.rollout_is.kind}: weights tokens, so algo.action_level must be token"
         )
     if algo.rollout_is.low > algo.rollout_is.high:
         yield (
@@ -262,9 +259,9 @@ def _algo(config: Config) -> Iterator[str]:
             f"sampling.max_new_tokens={limit}"
         )
     if config.actor.ema.decay == 1:
-        yield "actor.ema.decay=1: an average that never moves; must be below 1"
+        yield "actor.ema.decay=1: the average would never change; must be below 1"
     if config.actor.ema.evaluate and config.actor.ema.decay is None:
-        yield "actor.ema.evaluate=true: needs an average; set actor.ema.decay (say 0.99)"
+        yield "actor.ema.evaluate=true: needs averaged weights; set actor.ema.decay (for example 0.99)"
 
 
 def _critic(config: Config) -> Iterator[str]:
@@ -276,11 +273,11 @@ def _critic(config: Config) -> Iterator[str]:
         yield f"algo.value.position={position}: with algo.action_level={algo.action_level} it must be {fits}"
     if config.critic.lora.rank and not has_critic(config):
         yield (
-            f"critic.lora.rank={config.critic.lora.rank}: there is no critic of its own to adapt "
-            "(algo.advantage.estimator, critic.share_trunk)"
+            f"critic.lora.rank={config.critic.lora.rank}: there is no separate critic to adapt "
+            "(see algo.advantage.estimator and critic.share_trunk)"
         )
     if config.critic.init == "path" and no_values:
-        yield f"critic.init=path: algo.advantage.estimator={estimator} has no critic to start"
+        yield f"critic.init=path: algo.advantage.estimator={estimator} has no critic to initialize"
     for key, is_set in (
         ("bootstrap_truncated=true", algo.gae.bootstrap_truncated),
         (f"lam_critic={algo.gae.lam_critic}", algo.gae.lam_critic is not None),
@@ -289,7 +286,7 @@ def _critic(config: Config) -> Iterator[str]:
             yield f"algo.gae.{key}: only used with algo.action_level=token and algo.advantage.estimator=gae"
     if algo.action_level not in entry.action_levels:
         yield (
-            f"algo.advantage.estimator={estimator}: gives each token its own rewards to come; with it "
+            f"algo.advantage.estimator={estimator}: gives each token its own return, so "
             "algo.action_level must be token"
         )
     for key, steps in (
@@ -297,11 +294,14 @@ def _critic(config: Config) -> Iterator[str]:
         ("pretrain_rollouts", algo.value.pretrain_rollouts),
     ):
         if steps and no_values:
-            yield f"algo.value.{key}={steps}: algo.advantage.estimator={estimator} has no critic to train"
+            yield (
+                f"algo.value.{key}={steps}: algo.advantage.estimator={estimator} has no critic to train; "
+                "set it to 0"
+            )
         if steps and config.critic.share_trunk:
             yield (
-                f"algo.value.{key}={steps}: trains a critic alone, and critic.share_trunk=true has none "
-                "apart from the actor"
+                f"algo.value.{key}={steps}: trains only the critic, and critic.share_trunk=true has no "
+                "separate critic; set it to 0"
             )
     if (
         algo.value.warmup_steps
@@ -309,13 +309,15 @@ def _critic(config: Config) -> Iterator[str]:
         and algo.value.warmup_steps >= config.run.steps
     ):
         yield (
-            f"algo.value.warmup_steps={algo.value.warmup_steps}: leaves the actor no step; must be below "
-            f"run.steps={config.run.steps}"
+            f"algo.value.warmup_steps={algo.value.warmup_steps}: leaves no step that trains the actor; "
+            f"must be below run.steps={config.run.steps}"
         )
     if config.critic.share_trunk and no_values:
-        yield f"critic.share_trunk=true: algo.advantage.estimator={estimator} has no values to learn"
+        yield (
+            f"critic.share_trunk=true: algo.advantage.estimator={estimator} learns no values; set it to false"
+        )
     if config.critic.share_trunk and config.actor.lora.rank:
-        yield "critic.share_trunk=true: not together with actor.lora.rank; give the critic a model of its own"
+        yield "critic.share_trunk=true: cannot be used with actor.lora.rank; use a separate critic"
 
 
 def _groups(config: Config) -> Iterator[str]:
@@ -333,8 +335,8 @@ def _groups(config: Config) -> Iterator[str]:
     ):
         if needs:
             yield (
-                f"{key}={value}: compares the answers to one prompt; set rollout.samples_per_prompt, which "
-                f"is {n}, to 2 or more (often 8)"
+                f"{key}={value}: compares the responses to one prompt; set rollout.samples_per_prompt "
+                f"(it is {n}) to 2 or more, often 8"
             )
 
 
@@ -346,7 +348,10 @@ def _data(config: Config, world_size: int) -> Iterator[str]:
             "data.mix: several of them)"
         )
     if data.path is not None and data.mix:
-        yield f"data.path={data.path}: data.mix is set too; put it into data.mix, or make data.path null"
+        yield (
+            f"data.path={data.path}: data.mix is set too; add this data set to data.mix, or set data.path "
+            "to null"
+        )
     if ptx.coef and data.ptx_path is None:
         yield f"algo.ptx.coef={ptx.coef:g}: needs texts in data.ptx_path"
     if ptx.batch_size is not None and not ptx.coef:
@@ -363,12 +368,13 @@ def _evaluation(config: Config) -> Iterator[str]:
         yield f"eval.every={config.eval.every}: needs held-out prompts in data.eval_path"
     if config.checkpoint.keep_best and not config.eval.every:
         yield (
-            "checkpoint.keep_best=true: the best is chosen by evaluation; set eval.every (and data.eval_path)"
+            "checkpoint.keep_best=true: the best checkpoint is chosen by evaluation; set eval.every and "
+            "data.eval_path"
         )
     if config.health.max_kl and not uses_reference(config):
         yield (
-            f"health.max_kl={config.health.max_kl:g}: without a reference there is no KL to watch; set "
-            "algo.kl.place, or leave it out"
+            f"health.max_kl={config.health.max_kl:g}: without a reference no KL is measured; set "
+            "algo.kl.place to reward or loss, or health.max_kl to null"
         )
 
 
@@ -396,7 +402,7 @@ def _paths(config: Config) -> Iterator[str]:
 
 
 def looks_local(path: str) -> bool:
-    """Whether a path means this machine; a plain `name` or `org/name` that is not here is a Hub id."""
+    """Returns whether a path is on this machine; a missing `name` or `org/name` is a Hub id."""
     return (
         path.startswith(("/", ".", "~"))
         or path.count("/") > 1
@@ -406,9 +412,7 @@ def looks_local(path: str) -> bool:
 
 
 def _prepared(path: str, config: Config) -> bool:
-    """Whether `prepare` will make it before it is read: everything, or what lies in its `dir` if it has
-    one.
-    """
+    """Returns whether `prepare` creates a path: any path, or only those in its `dir` if it has that key."""
     made = (config.prepare or {}).get("dir")
     return config.prepare is not None and (
         not made or Path(path).absolute().is_relative_to(Path(made).absolute())
@@ -419,16 +423,16 @@ def _run_directory(config: Config) -> Iterator[str]:
     folder, name = Path(config.run.dir), config.run.name
     if name in ("", ".", "..") or "/" in name or not name.isprintable():
         yield (
-            f"run.name={show(name)}: must be one name, without / (it is a folder's in outputs/); where the "
-            "run is written says run.dir"
+            f"run.name={show(name)}: must be a single name without /, since it names a folder in outputs/; "
+            "to write the run elsewhere, set run.dir"
         )
     if folder.exists() and not folder.is_dir():
-        yield f"run.dir={config.run.dir}: is a file; name a directory"
+        yield f"run.dir={config.run.dir}: is a file; choose a directory"
     elif config.run.resume == "never" and any(
         (folder / used).exists() for used in ("metrics.jsonl", "checkpoints")
     ):
         yield (
-            f"run.dir={config.run.dir}: has been used already and run.resume=never; choose another run.dir "
+            f"run.dir={config.run.dir}: has been used already, and run.resume=never; choose another run.dir "
             "or run.name, or run.resume=auto"
         )
     yield from unknown_names(config)

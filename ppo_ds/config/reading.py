@@ -1,4 +1,4 @@
-"""Reads nested dicts into sections, with one line for each problem, all of them at once."""
+"""Reads nested dicts into sections and reports all problems together, one line each."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def read(section: type[T], tree: Any, key: str = "") -> tuple[T, Problems]:
 
 
 def complete(section: type[Section], tree: Any, stand_ins: bool = False) -> Any:
-    """Adds sections that are absent, so that each names what it lacks, and removes required keys without a
-    value.
+    """Adds absent sections and removes required keys without a value; pydantic then reports them as missing.
 
     With ``stand_ins``, required keys that are missing get a value of their type.
     """
@@ -104,9 +103,7 @@ def dotted_keys(section: type[Section], prefix: str = "") -> list[str]:
 
 
 def problems(error: ValidationError, section: type[Section], key: str = "") -> Problems:
-    """Turns the errors of a section into lines, in the order of the keys; unknown keys come first in each
-    section.
-    """
+    """Turns the errors of a section into lines, in the order of the keys, unknown keys first."""
     known, found = dotted_keys(section, key), Problems()
     items: dict[str, int] = {}  # keys of lists and mappings, in the order in which their errors come
     places = [(_place(section, key, wrong, items), wrong) for wrong in error.errors(include_url=False)]
@@ -118,24 +115,19 @@ def problems(error: ValidationError, section: type[Section], key: str = "") -> P
             text = wrong["msg"].replace("$KEY", place.key).replace("$SECTION", place.key.rpartition(".")[0])
             lines = {f"{place.key}#{i}": line for i, line in enumerate(text.split("\n"))}
         elif kind == "missing" and place.complete:
-            lines = {place.key: f"{place.key} is missing{_how(place.holder.model_fields[place.name])}"}
+            text = place.holder.model_fields[place.name].description or ""
+            how = f": {text[0].lower()}{text[1:].rstrip('.')}" if text else ""
+            lines = {place.key: f"{place.key} is missing{how}"}
         else:
-            lines = {
-                place.key: f"{place.key}={show(list(value) if isinstance(value, tuple) else value)}: {_remedy(wrong, place)}"
-            }
+            shown = show(list(value) if isinstance(value, tuple) else value)
+            lines = {place.key: f"{place.key}={shown}: {_remedy(wrong, place)}"}
         found |= {name: line for name, line in lines.items() if name not in found}
     return found
 
 
-def _how(field: FieldInfo) -> str:
-    """The description of a key, as the end of a sentence."""
-    text = field.description or ""
-    return f": {text[0].lower()}{text[1:].rstrip('.')}" if text else ""
-
-
 @dataclass(frozen=True)
 class _Place:
-    """Where an error is, and the type that the value there should have."""
+    """The location of an error, with the expected type."""
 
     key: str
     holder: type[Section]  # the innermost section around it
@@ -171,9 +163,7 @@ def _place(section: type[Section], key: str, wrong: Mapping[str, Any], items: di
 
 
 def unwrapped(hint: Any) -> tuple[Any, list[Any], bool]:
-    """Returns a type without Annotated and without None, the metadata of Annotated, and whether there was
-    a None.
-    """
+    """Returns a type without Annotated and None, the metadata of Annotated, and whether None is allowed."""
     metadata: list[Any] = []
     nullable = False
     while True:
@@ -245,8 +235,9 @@ def bounds(metadata: list[Any]) -> str:
 
 
 def _unknown_key(place: _Place, value: Any, known: list[str]) -> str:
-    """Says what may have been meant: the same name deeper down, one like it beside it, the same name
-    elsewhere.
+    """Returns the line of an unknown key.
+
+    It suggests the same name further inside, a similar name beside it, or the same name elsewhere.
     """
     name, siblings = place.name, place.holder.model_fields
     section = place.key.removesuffix(name)  # with its dot
@@ -260,4 +251,5 @@ def _unknown_key(place: _Place, value: Any, known: list[str]) -> str:
     best = exact or inside or (not section and elsewhere) or near or elsewhere
     if best:
         return f"{place.key}={shown}: no such key; did you mean {' or '.join(best[:3])}?"
-    return f"{place.key}={shown}: no such key; the keys of {section.rstrip('.') or 'the config'} are {', '.join(siblings)}"
+    holder = section.rstrip(".") or "the config"
+    return f"{place.key}={shown}: no such key; the keys of {holder} are {', '.join(siblings)}"

@@ -1,7 +1,7 @@
-"""Tables of the parts that a config chooses by name: what each needs, and where its code is.
+"""Lists the parts that a config chooses by name, with their requirements and the location of their code.
 
-The tables import neither torch nor the code that they name, so that a config is checked before anything is
-loaded. The config checks, `--help` and docs/config.md read them; `resolve` imports a part when a run is
+The tables import neither torch nor the code that they name, so a config is checked before anything is loaded.
+The config checks, `--help` and docs/config.md read them; `resolve` imports a part when a run is
 built. To add a part, write it (anywhere that can be imported) and add one line here.
 """
 
@@ -25,39 +25,37 @@ class Entry:
 
 @dataclass(frozen=True)
 class AdvantageEstimator(Entry):
-    """Turns rewards into advantages. What it needs decides how it is called (shapes: B answers, S states, R
-    tokens).
+    """Turns rewards into advantages. Its requirements decide how it is called.
+
+    Shapes: B responses, S states, R response tokens.
 
     needs_critic  (rewards [B,S], values [B,S], mask [B,S], gamma, lam, bootstrap_value, lam_critic) ->
     advantages, returns [B,S]
-    needs_group   (scores [B], group_ids [B], lengths=[B]) -> advantages [B], one for each answer
+    needs_group   (scores [B], group_ids [B], lengths=[B]) -> advantages [B], one per response
     neither       (rewards [B,S], mask [B,S], gamma) -> advantages [B,S]
     """
 
     needs_critic: bool = field(default=False, kw_only=True)
-    needs_group: bool = field(default=False, kw_only=True)  # two or more answers to each prompt
+    needs_group: bool = field(default=False, kw_only=True)  # two or more responses per prompt
     divides_by_std: bool = field(default=False, kw_only=True)  # whitening would divide a second time
 
     @property
     def action_levels(self) -> tuple[str, ...]:
-        """Values of algo.action_level that it works with: one number for each token makes no single
-        action.
-        """
+        """The supported values of algo.action_level; per-token returns do not support whole responses."""
         return ("token", "sequence") if self.needs_critic or self.needs_group else ("token",)
 
 
 @dataclass(frozen=True)
 class PolicyLoss(Entry):
-    """A policy loss, called as `ppo_ds.ops.losses.policy_loss` is, without ``kind``; returns the loss and
-    its metrics.
+    """A policy loss with the arguments of `ppo_ds.ops.losses.policy_loss` except ``kind``.
+
+    It returns the loss and its metrics.
     """
 
-    own_ratio: bool = field(
-        default=False, kw_only=True
-    )  # of whole answers, so algo.action_level must be token
-    # At action_level=sequence: True where the terms of an answer's tokens add up to its loss, False where
-    # each token
-    # carries the term of the whole answer.
+    # Has its own ratio of whole responses, so algo.action_level must be token.
+    own_ratio: bool = field(default=False, kw_only=True)
+    # At action_level=sequence: True if the terms of a response's tokens add up to its loss, False if each
+    # token carries the term of the whole response.
     sums_over_tokens: bool = field(default=True, kw_only=True)
 
 
@@ -80,21 +78,20 @@ class LossAggregation(Entry):
 
 @dataclass(frozen=True)
 class DecodeBackend(Entry):
-    """A class that generates answers; `rollout.backend=auto` tries those with ``in_auto`` in the order of
-    the table.
+    """A class that generates responses.
+
+    `rollout.backend=auto` tries the backends with ``in_auto`` in the order of the table.
     """
 
-    # A dotted function (model, longest sequence) -> the reason why it cannot decode this model, or None;
-    # None: any model.
+    # Dotted name of a function (model, longest sequence) that returns the reason why the backend cannot
+    # decode the model, or None. Without a function the backend decodes every model.
     refusal: str | None = field(default=None, kw_only=True)
     in_auto: bool = field(default=True, kw_only=True)
 
 
 @dataclass(frozen=True)
 class Stage(Entry):
-    """A kind of training, called with the config and a RunContext to build the Stage that
-    `training/run.py` runs.
-    """
+    """A kind of training: a function (config, RunContext) that builds the stage for training/run.py."""
 
 
 _GAE = "ppo_ds.ops.advantages.compute_gae"
@@ -110,10 +107,10 @@ ADVANTAGE_ESTIMATORS = {
         "score - V.",
         needs_critic=True,
     ),
-    "reinforce": AdvantageEstimator(_RETURNS, "Discounted sum of the rewards to come, without a baseline."),
+    "reinforce": AdvantageEstimator(_RETURNS, "Discounted sum of future rewards, without a baseline."),
     "rloo": AdvantageEstimator(
         _GROUP,
-        "Score minus the mean score of the other answers to the prompt (Ahmadian et al. 2024).",
+        "Score minus the mean score of the other responses to the prompt (Ahmadian et al. 2024).",
         options={"kind": "rloo"},
         needs_group=True,
     ),
@@ -132,7 +129,7 @@ ADVANTAGE_ESTIMATORS = {
     ),
     "opo": AdvantageEstimator(
         _GROUP,
-        "Score minus the group's mean weighted by answer length (Hao et al. 2025).",
+        "Score minus the group's mean weighted by response length (Hao et al. 2025).",
         options={"kind": "opo"},
         needs_group=True,
     ),
@@ -147,13 +144,13 @@ POLICY_LOSSES = {
     ),
     "gspo": PolicyLoss(
         _POLICY_LOSS,
-        "Clipped surrogate with one ratio per answer, the geometric mean of its tokens' (Zheng et al. 2025).",
+        "Clipped surrogate with one ratio per response, the geometric mean over tokens (Zheng et al. 2025).",
         options={"kind": "gspo"},
         own_ratio=True,
     ),
     "cispo": PolicyLoss(
         _POLICY_LOSS,
-        "The clipped ratio as a constant weight of the log-probability (MiniMax 2025).",
+        "Log-probability weighted by the clipped ratio, which gets no gradient (MiniMax 2025).",
         options={"kind": "cispo"},
     ),
     "reinforce": PolicyLoss(
@@ -166,13 +163,13 @@ KL_ESTIMATORS = {
         _KL,
         "log p - log p_ref: unbiased, signed.",
         options={"estimator": "k1"},
-        flaw_as_loss="has no gradient in expectation, so it holds nothing back (k2 does)",
+        flaw_as_loss="has no gradient in expectation, so it does not limit the KL (use k2)",
     ),
     "abs": KLEstimator(
         _KL,
         "|log p - log p_ref|.",
         options={"estimator": "abs"},
-        flaw_as_loss="is not the gradient of any KL (k2 is)",
+        flaw_as_loss="does not have the gradient of any KL (use k2)",
     ),
     "k2": KLEstimator(
         _KL,
@@ -195,14 +192,14 @@ KL_ESTIMATORS = {
 LOSS_AGGREGATIONS = {
     "token_mean": LossAggregation("ppo_ds.ops.losses.token_mean", "Mean over all tokens."),
     "seq_mean_token_mean": LossAggregation(
-        "ppo_ds.ops.losses.seq_mean_token_mean", "Mean over answers of the mean over their tokens."
+        "ppo_ds.ops.losses.seq_mean_token_mean", "Mean over responses of the mean over their tokens."
     ),
     "seq_mean_token_sum": LossAggregation(
-        "ppo_ds.ops.losses.seq_mean_token_sum", "Mean over answers of the sum over their tokens."
+        "ppo_ds.ops.losses.seq_mean_token_sum", "Mean over responses of the sum over their tokens."
     ),
     "token_sum_norm": LossAggregation(
         "ppo_ds.ops.losses.token_sum_norm",
-        "Sum over all tokens, divided by a constant for each answer.",
+        "Sum over all tokens, divided by a constant per response.",
         needs_norm=True,
     ),
 }
@@ -214,11 +211,14 @@ DECODE_BACKENDS = {
         "A preallocated key-value cache of fixed shape, with CUDA graphs on a GPU.",
         refusal="ppo_ds.rollout.decoding.can_decode",
     ),
-    "hf": DecodeBackend("ppo_ds.rollout.hf.HFGenerator", "transformers' generate; decodes every model."),
+    "hf": DecodeBackend("ppo_ds.rollout.hf.HFGenerator", "transformers' generate; supports every model."),
 }
 
 STAGES = {
-    "ppo": Stage("ppo_ds.build.trainer.build_trainer", "PPO and its relatives: generate, score, update."),
+    "ppo": Stage(
+        "ppo_ds.build.trainer.build_trainer",
+        "PPO, GRPO and other policy gradient methods: generate, score, update.",
+    ),
 }
 
 
@@ -229,6 +229,6 @@ def resolve(entry: Entry) -> Callable[..., Any]:
 
 
 def import_target(path: str) -> Any:
-    """Imports ``package.module.name``. Raises ImportError or AttributeError where there is no such thing."""
+    """Imports ``package.module.name``. Raises ImportError or AttributeError if it does not exist."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)

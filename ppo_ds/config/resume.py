@@ -1,12 +1,14 @@
-"""Whether a run may go on from a checkpoint though its settings have changed since.
+"""Decides whether a run may continue from a checkpoint although its settings have changed.
 
-STAYS    what the weights, the data and the numbers in the checkpoint were made with: refused, unless
-run.resume_allow_changes names the key
-FREE     no number of the training hangs on it: changes silently
-the rest (learning rates, KL coefficients, run.steps, the reward's arguments, ...) may change, and the
-start-up lines name it
+Settings are of three kinds:
 
-Patterns are those of fnmatch: * stands for any text, dots too.
+- IMMUTABLE keys determine the weights, the data or the numbers stored in a checkpoint. A change is an error
+  unless run.resume_allow_changes names the key.
+- MUTABLE keys do not affect the numbers of the training. They change silently.
+- All other keys, such as learning rates, KL coefficients, run.steps and the arguments of the reward, may
+  change, and the start-up banner lists the changes.
+
+The patterns are those of fnmatch: * matches any text, including dots.
 """
 
 from __future__ import annotations
@@ -103,13 +105,15 @@ IMMUTABLE = (
     ),
     *("reward._target_", "reward.*._target_"),
 )
-OPEN = (
+# Sections that accept any keys.
+OPEN_SECTIONS = (
     "reward",
     "prepare",
     "actor.deepspeed",
     "critic.deepspeed",
     "data.chat_template_kwargs",
-)  # sections whose keys are not ours
+)
+# Files and folders of a run directory that belong to the steps done so far.
 RECORD = (
     "config.yaml",
     "metrics.jsonl",
@@ -123,151 +127,149 @@ RECORD = (
     "wandb.id",
 )
 
-Settings = Mapping[str, Any]  # what config.resolved gives, as JSON or YAML gives it back
+Settings = Mapping[str, Any]  # The result of schema.resolved, possibly read back from JSON or YAML.
 Change = tuple[str, Any, Any]  # key, before, now
 
 
-def judge(before: Settings, now: Settings, checkpoint: Path) -> list[str]:
-    """What has changed, as lines for the start-up; UserError where something that must stay has."""
+def check_resume(before: Settings, now: Settings, checkpoint: Path) -> list[str]:
+    """Returns lines for the start-up banner that list the changed settings.
+
+    Raises UserError with a line for each changed key that is immutable and not in run.resume_allow_changes.
+    """
     allowed = [str(name) for name in now["run"]["resume_allow_changes"]]
     refused, permitted, named = [], [], []
     for change in changes(before, now):
         key = change[0]
-        may = any(key == name or key.startswith(f"{name}.") for name in allowed)
-        (named if not _matches(key, IMMUTABLE) else permitted if may else refused).append(change)
+        is_allowed = any(key == name or key.startswith(f"{name}.") for name in allowed)
+        (named if not _matches(key, IMMUTABLE) else permitted if is_allowed else refused).append(change)
     if refused:
         raise UserError(
             *[
-                f"{key}={show(value)}: {checkpoint} was made with {show(old)}: set it back, start in "
-                "another run.dir, "
-                f"or go on all the same with run.resume_allow_changes=[{','.join([*allowed, key])}]"
+                f"{key}={show(value)}: {checkpoint} was made with {show(old)}; restore that value, choose "
+                "another run.dir, or allow the change with "
+                f"run.resume_allow_changes=[{','.join([*allowed, key])}]"
                 for key, old, value in refused
             ]
         )
-    lines = [f"changed    since the checkpoint: {_told(named)}"] if named else []
-    return lines + (
-        [f"changed    by leave of run.resume_allow_changes: {_told(permitted)}"] if permitted else []
-    )
+    lines = [f"changed    since the checkpoint: {_in_words(named)}"] if named else []
+    if permitted:
+        lines.append(f"changed    allowed by run.resume_allow_changes: {_in_words(permitted)}")
+    return lines
 
 
 def changes(before: Settings, now: Settings) -> list[Change]:
-    """Every key that is not FREE and differs. A key that is younger than ``before`` had its default then.
+    """Returns every key that differs and is not mutable.
 
-    Keys that have been renamed since are compared under their current names.
+    A key that ``before`` lacks, because it was added to the config later, had its default. Renamed keys are
+    compared under their current names.
     """
     before = with_current_names(before)
     old, new = _leaves(defaults(Config)) | _leaves(before), _leaves(now)
     return [
         (key, old.get(key), new.get(key))
         for key in dict.fromkeys([*new, *old])
-        if not _matches(key, MUTABLE) and _placed(old.get(key), before) != _placed(new.get(key), now)
+        if not _matches(key, MUTABLE)
+        and _relocatable(old.get(key), before) != _relocatable(new.get(key), now)
     ]
 
 
 def ranks_line(before: int, now: int) -> list[str]:
-    """A line for the start-up where the checkpoint was made by another number of ranks."""
-    return (
-        [f"changed    ranks {before} -> {now}: samples are drawn otherwise from here on"]
-        if before != now
-        else []
-    )
+    """Returns a line for the start-up banner if a checkpoint was made with another number of ranks."""
+    if before == now:
+        return []
+    return [f"changed    ranks {before} -> {now}: responses are sampled differently from here on"]
 
 
 def unusable_start(config: Config) -> Iterator[str]:
-    """A line where run.resume names no checkpoint, with those that are near.
+    """Yields a line if run.resume is not a checkpoint folder; the line names the checkpoints nearby.
 
-    Whether one is damaged is seen when it is read.
+    Damaged checkpoints are found later, when they are read.
     """
     if config.run.resume in ("auto", "never"):
         return
     path = Path(config.run.resume)
-    there = _checkpoints_near(path if path.is_dir() else path.parent)
+    nearby = path if path.is_dir() else path.parent
+    root = nearby / "checkpoints" if (nearby / "checkpoints").is_dir() else nearby
+    steps = {folder.name.removeprefix("step_"): folder for folder in root.glob("step_*") if folder.is_dir()}
+    there = [steps[step] for step in sorted(filter(str.isdigit, steps), key=int)]  # the newest last
     names = ", ".join(folder.name for folder in there)
     if not path.is_dir():
         known = (
             f"{there[0].parent} has {names}"
             if there
-            else "must be auto, never or one like RUN_DIR/checkpoints/step_000010"
+            else "must be auto, never or a path like RUN_DIR/checkpoints/step_000010"
         )
         yield f"run.resume={path}: no such checkpoint folder; {known}"
     elif there and not (path / "manifest.json").exists():
         kind = "a folder of checkpoints" if there[0].parent == path else "a run directory"
-        yield f"run.resume={path}: is {kind}, not a checkpoint; it has {names}: give {there[-1]}"
-
-
-def _checkpoints_near(folder: Path) -> list[Path]:
-    """Those of a run directory, or of a folder of checkpoints; the newest last."""
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    found = [
-        path for path in root.glob("step_*") if path.is_dir() and path.name.removeprefix("step_").isdigit()
-    ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+        yield f"run.resume={path}: is {kind}, not a checkpoint; it has {names}; use {there[-1]}"
 
 
 def unknown_names(config: Config) -> Iterator[str]:
-    """A line for each name in run.resume_allow_changes that is no key and no section."""
+    """Yields a line for each name in run.resume_allow_changes that is neither a key nor a section."""
     known = dotted_keys(Config)
     for name in config.run.resume_allow_changes:
-        if name not in known and not name.startswith(tuple(f"{section}." for section in OPEN)):
+        if name not in known and not name.startswith(tuple(f"{section}." for section in OPEN_SECTIONS)):
             yield f"run.resume_allow_changes={show(name)}: no such key{did_you_mean(name, known)}"
 
 
 def open_run_directory(run_dir: Path, now: Settings, start: Path | None) -> list[str]:
-    """Makes it and writes config.yaml; ``start``: the checkpoint that the run goes on from.
+    """Creates a run directory, writes config.yaml to it and returns lines for the start-up banner.
 
-    Returns lines for the start-up.
+    The steps of an earlier run in the directory are kept where they are if this run repeats them. Otherwise
+    their files are moved to a new folder in it, earlier_1, earlier_2, ...
+
+    Args:
+        run_dir: The run directory; a new one is accessible only to its owner, an old one keeps its mode.
+        now: The resolved settings of this run.
+        start: The checkpoint that the run continues from.
     """
     try:
-        run_dir.mkdir(
-            mode=0o700, parents=True, exist_ok=True
-        )  # the owner's alone; one that is there keeps the rights it has
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         elsewhere = start is not None and start.parent.resolve() != (run_dir / "checkpoints").resolve()
-        lines = _keep_record(run_dir, now, elsewhere) if start is None or elsewhere else []
+        lines = _set_aside(run_dir, now, elsewhere) if start is None or elsewhere else []
         draft = run_dir / ".config.yaml.tmp"
         draft.write_text(yaml.safe_dump(now, sort_keys=False, allow_unicode=True), encoding="utf-8")
         draft.replace(run_dir / "config.yaml")
     except OSError as error:
-        raise UserError(f"run.dir={run_dir}: cannot be written: {error.strerror}") from error
+        raise UserError(
+            f"run.dir={run_dir}: cannot be written: {error.strerror}; choose another run.dir"
+        ) from error
     return lines
 
 
-def _keep_record(run_dir: Path, now: Settings, elsewhere: bool) -> list[str]:
-    """What a run left that this one does not go on from is moved away, whole, and a line says where.
+def _set_aside(run_dir: Path, now: Settings, elsewhere: bool) -> list[str]:
+    """Moves the files of an earlier run in ``run_dir`` away, unless this run repeats the same steps.
 
-    It stays where the settings are the same, since the same steps are made again; ``elsewhere``: from another
-    start they are not the same.
+    ``elsewhere``: this run continues from a checkpoint of another run, so its steps are different.
     """
     metrics = run_dir / "metrics.jsonl"
     steps = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
     if not steps:
         return []
-    before = _read(run_dir / "config.yaml")
+    before: Settings | None = None
+    try:
+        found = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        before = found if isinstance(found["run"], dict) else None
+    except (OSError, ValueError, TypeError, LookupError, yaml.YAMLError):
+        pass  # The settings of the earlier run are unknown.
     changed = changes(before, now) if before else []
     if before and not changed and not elsewhere:
-        return [f"anew       {run_dir} had {steps} steps and no checkpoint: they are made again"]
+        return [f"restart    {run_dir} had {steps} steps and no checkpoint; they are run again"]
     kept = next(path for i in count(1) if not (path := run_dir / f"earlier_{i}").exists())
     kept.mkdir(mode=0o700)
     for name in RECORD:
         if (run_dir / name).exists():
             (run_dir / name).rename(kept / name)
-    settings = f" It was made with other settings: {_told(changed)}" if changed else ""
+    settings = f"; changed settings: {_in_words(changed)}" if changed else ""
     return [
-        f"anew       {run_dir} had {steps} steps that this run does not go on from: their record is in "
-        f"{kept} now.{settings}"
+        f"restart    {run_dir} had {steps} steps that this run does not continue; their files are now in "
+        f"{kept}{settings}"
     ]
 
 
-def _read(file: Path) -> Settings | None:
-    """A config.yaml; None where there is none that can be read."""
-    try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    return found if isinstance(found, dict) and isinstance(found.get("run"), dict) else None
-
-
-def _told(found: list[Change]) -> str:
-    return "; ".join(f"{key} {show(old)} -> {show(value)}" for key, old, value in found)
+def _in_words(changed: list[Change]) -> str:
+    return "; ".join(f"{key} {show(old)} -> {show(value)}" for key, old, value in changed)
 
 
 def _leaves(tree: Settings, prefix: str = "") -> dict[str, Any]:
@@ -279,16 +281,12 @@ def _leaves(tree: Settings, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _placed(value: Any, settings: Settings) -> Any:
-    """A path below the run directory, as seen from there: the same run may have been moved."""
+def _relocatable(value: Any, settings: Settings) -> Any:
+    """Makes a path in the run directory relative to it, since a run may have been moved."""
     home = f"{settings['run'].get('dir')}/"
-    if isinstance(value, tuple):
-        return list(value)
-    return (
-        ("below run.dir", value.removeprefix(home))
-        if isinstance(value, str) and value.startswith(home)
-        else value
-    )
+    if isinstance(value, str) and value.startswith(home):
+        return ("below run.dir", value.removeprefix(home))
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:

@@ -1,5 +1,5 @@
-"""The whole config of a run. Every key, with its type, range, default and description, is written once, in
-sections/.
+"""Defines the config of a run. The modules in sections/ define each key once, with type, range, default and
+description.
 
 `from_tree` makes a Config from a plain nested dict, `inherit` fills in what follows from other keys, and
 `resolved` is the nested dict that config.yaml shows. The open parts (`reward`, `prepare`) are a `_target_`
@@ -60,7 +60,7 @@ class Config(Section):
     )
     prepare: dict[Any, Any] | None = Field(
         None,
-        description="A function that makes what the run reads, under its `dir`, before anything is loaded.",
+        description="A function that creates models or data, in its `dir`, before anything is loaded.",
     )
 
 
@@ -140,24 +140,22 @@ def rollout_size(config: Config) -> int:
 
 
 def uses_reference(config: Config) -> bool:
-    """Whether the KL to the reference is needed; else none is loaded."""
+    """Returns whether a run measures the KL to the reference; otherwise no reference is loaded."""
     return config.algo.kl.place != "none" or config.algo.kl.after_update
 
 
 def learns_values(config: Config) -> bool:
-    """Whether values are learned, by a critic or by a value head on the actor."""
+    """Returns whether values are learned, by a critic or by a value head on the actor."""
     return ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].needs_critic
 
 
 def has_critic(config: Config) -> bool:
-    """Whether there is a critic with weights of its own; else none is loaded."""
+    """Returns whether there is a critic with its own weights; otherwise no critic is loaded."""
     return learns_values(config) and not config.critic.share_trunk
 
 
 def reference_is_base(config: Config) -> bool:
-    """Whether the reference is the actor without its adapters, so that no second copy of the weights is
-    loaded.
-    """
+    """Returns whether the reference is the actor without its adapters, so that no weights are loaded."""
     actor, reference = config.actor.model, config.reference.model
     alike = ("path", "revision", "dtype", "attn_implementation")
     return config.actor.lora.rank > 0 and all(

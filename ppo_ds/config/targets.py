@@ -1,9 +1,9 @@
-"""Open parts of the config: a `_target_` and its keyword arguments, checked against the callable's own
-signature.
+"""Builds objects from open parts of the config: a `_target_` and keyword arguments for its signature.
 
-An argument may be such a part itself, at any depth of lists, mappings and sections: annotated
-``Annotated[Reward, NESTED]``, it is checked with the whole and made with the same services, before the object
-that it belongs to.
+Positional parameters of the signature are keys of the config. Keyword-only parameters are services, such as
+the tokenizer, which the caller provides. An argument annotated ``Annotated[Reward, NESTED]`` is an open part
+too, also inside lists, mappings and sections. It is checked together with the outer part and built before it,
+with the same services.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ _KEY = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 @dataclass(frozen=True)
 class Part:
-    """A callable with its checked arguments, before the services are there to call it."""
+    """A callable with checked arguments that still lacks its services."""
 
     target: Callable[..., Any]
     arguments: dict[str, Any]
 
     def make(self, key: str, services: dict[str, Any]) -> Any:
-        """Calls the target with the services that its signature names; ``key`` is the section's name, and
-        a service.
+        """Calls the target with the services in its signature.
+
+        ``key`` is the section's full name, which is a service as well.
         """
         available = services | {"key": key}
         wanted = {
@@ -69,7 +70,7 @@ NESTED = Nested()
 
 
 def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
-    """Returns the callable of ``spec`` with its arguments checked and bound; the result takes the services.
+    """Checks the arguments of ``spec`` and returns a function that takes the services and builds the object.
 
     ``key`` is the section's name in the config. Raises UserError with every unknown, missing or mistyped key,
     before anything is loaded.
@@ -79,34 +80,42 @@ def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
 
 
 def _bound(spec: dict[str, Any], key: str) -> Part:
-    target = _imported(spec.get("_target_"), key)
-    given = {name: value for name, value in spec.items() if name != "_target_"}
-    section = _arguments(target)
+    path = spec.get("_target_")
+    if path in (None, "", "???"):
+        raise UserError(f"{key}._target_ is missing: set it to package.module.name")
     try:
-        arguments = section.model_validate(given | complete(section, given))  # a key may be null here
+        target = import_target(str(path))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{key}._target_={path}: cannot be imported ({error}); must be package.module.name"
+        ) from error
+    if not callable(target):
+        raise UserError(f"{key}._target_={path}: is not callable; choose a function or a class")
+    given = {name: value for name, value in spec.items() if name != "_target_"}
+    section = arguments_of(target)
+    try:
+        arguments = section.model_validate(given | complete(section, given))  # null is allowed
     except ValidationError as error:
         raise UserError(*problems(error, section, key).values()) from None
-    # What is not given keeps the default of the signature.
+    # Arguments that are not given keep the default of the signature.
     return Part(target, {name: getattr(arguments, name) for name in arguments.model_fields_set})
 
 
-def _arguments(target: Callable[..., Any]) -> type[Section]:
-    """Makes a section from a signature: its keyword-only parameters are services, all others are keys."""
+def arguments_of(target: Callable[..., Any]) -> type[Section]:
+    """Makes a section whose keys are the positional parameters of a signature."""
     hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(target).parameters.items():
         if parameter.kind is _KEY:
             default = ... if parameter.default is inspect.Parameter.empty else parameter.default
             fields[name] = (_checked_as(hints.get(name, Any)), default)
-    with warnings.catch_warnings():  # of arguments that are called as a method of pydantic's
+    with warnings.catch_warnings():  # An argument may have the name of a pydantic method.
         warnings.simplefilter("ignore", UserWarning)
         return create_model(getattr(target, "__name__", "arguments"), __base__=Section, **fields)
 
 
 def _checked_as(hint: Any) -> Any:
-    """Translates the annotation of an argument: values come from YAML, and unknown classes are not
-    checked.
-    """
+    """Translates the annotation of an argument for values from YAML; unknown classes accept any value."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return Annotated[_checked_as(args[0]), *args[1:]]
@@ -124,7 +133,7 @@ def _checked_as(hint: Any) -> Any:
 
 
 def _made(value: Any, key: str, services: dict[str, Any]) -> Any:
-    """Makes every open part in a checked value."""
+    """Builds every open part in a checked value."""
     if isinstance(value, Part):
         return value.make(key, services)
     if isinstance(value, dict):
@@ -137,17 +146,3 @@ def _made(value: Any, key: str, services: dict[str, Any]) -> Any:
         }
         return value.model_copy(update=made)
     return value
-
-
-def _imported(path: Any, key: str) -> Callable[..., Any]:
-    if path in (None, "", "???"):
-        raise UserError(f"{key}._target_ is missing: give package.module.name")
-    try:
-        target = import_target(str(path))
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{key}._target_={path}: cannot be imported ({error}); give package.module.name"
-        ) from error
-    if not callable(target):
-        raise UserError(f"{key}._target_={path}: is not callable")
-    return target

@@ -1,4 +1,4 @@
-"""How keys and values appear in messages."""
+"""Formats keys and values for messages."""
 
 from __future__ import annotations
 

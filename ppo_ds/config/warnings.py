@@ -1,4 +1,4 @@
-"""Warns of settings that are allowed but known to be wrong or risky, with the reasons."""
+"""Warns about settings that are allowed but known to be wrong or risky, and gives the reasons."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ from ppo_ds.config.text import show
 
 
 def warnings(config: Config, hides_stops: bool) -> list[str]:
-    """Returns the warnings of the start-up banner: at most one line on the algorithm, and one on each
-    sampling option.
+    """Returns the warnings of the start-up banner.
 
-    ``hides_stops``: whether an end token is not an action, by algo.train_on_eos, or by the tokenizer where
-    that is null.
+    There is at most one line about the algorithm and one about each sampling option. ``hides_stops``: whether
+    the end token is not an action, because of algo.train_on_eos or, if that is null, of the tokenizer.
     """
     mistakes = list(_mistakes(config, hides_stops))
     lines = [f"warning    algo: {'; '.join(mistakes)}"] if mistakes else []
     if config.sampling.top_k != 0 or config.sampling.top_p < 1:
         lines.append(
             f"warning    sampling.top_k={config.sampling.top_k} sampling.top_p={config.sampling.top_p:g}: "
-            "answers are drawn from a part of the distribution, their log-probs are those of the whole"
+            "responses are sampled from a part of the distribution, but log-probs are of the whole"
         )
     if config.sampling.min_new_tokens:
         lines.append(
             f"warning    sampling.min_new_tokens={config.sampling.min_new_tokens}: "
-            "before it no end token is drawn, but log-probs are those of the whole distribution"
+            "no end token is sampled before it, but log-probs are of the whole distribution"
         )
     return lines
 
 
 def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
-    """Returns a line if a model runs in bf16 on a processor that emulates it; see engine/processor.py."""
+    """Returns a warning if a model runs in bf16 on a processor that emulates it; see engine/processor.py."""
     dtypes = {"actor.model": config.actor.model.dtype}
     if has_critic(config):
         dtypes["critic.model"] = config.critic.model.dtype
@@ -54,8 +53,8 @@ def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
     if computes_bf16 is not False or not slow:
         return []
     return [
-        f"warning    {slow}: this processor has no instructions for bf16; emulated, it is 3 to 20 times "
-        "slower than fp32"
+        f"warning    {slow}: this processor has no bf16 instructions, and emulated bf16 is 3 to 20 times "
+        "slower than fp32; set the dtype to fp32"
     ]
 
 
@@ -68,37 +67,37 @@ def _mistakes(config: Config, hides_stops: bool) -> Iterator[str]:
         yield f"kl.estimator={algo.kl.estimator} as a loss {flaw}"
     if estimator.needs_critic and value_position(algo) == "response_last":
         yield (
-            "value.position=response_last is V(prompt, answer): no baseline, a perfect critic leaves no "
-            "advantage (prompt_last is one)"
+            "value.position=response_last is V(prompt, response), which is no baseline: with a perfect "
+            "critic all advantages are 0 (use prompt_last)"
         )
     if algo.old_policy == "lagged":
         yield (
-            f"old_policy=lagged: a copy that is up to {algo.lag - 1} updates old did not draw the answers, "
-            "so ratios start away from 1"
+            f"old_policy=lagged: a copy that is up to {algo.lag - 1} updates old did not generate the "
+            "responses, so ratios do not start at 1"
         )
     if algo.entropy.coef and algo.entropy.kind == "sample":
-        yield "entropy.kind=sample has no gradient in expectation (exact has)"
+        yield "entropy.kind=sample has no gradient in expectation (use exact)"
     if algo.reward_shaping.score_position == "next_token" and algo.value.next_state == "ignored":
-        yield "value.next_state=ignored loses the score of every answer that ended by itself"
+        yield "value.next_state=ignored loses the score of every response that ends with an end token"
     if (
         algo.reward_shaping.score_position == "next_token"
         and algo.value.next_state == "untrained"
         and estimator.needs_critic
         and level == "token"
     ):
-        yield "value.next_state=untrained puts the score on a state whose value nothing trains"
+        yield "value.next_state=untrained pays the score in a state whose value is not trained"
     if hides_stops:
         yield (
-            f"train_on_eos={show(algo.train_on_eos)}: the end token is no action here, so the decision to "
-            "stop is not trained"
+            f"train_on_eos={show(algo.train_on_eos)}: the end token is not an action here, so the decision "
+            "to stop is not trained"
         )
     if estimator.divides_by_std and algo.advantage.whiten == "batch":
         yield (
             f"advantage.whiten=batch after advantage.estimator={algo.advantage.estimator} divides by a "
-            "deviation twice (none is GRPO's)"
+            "standard deviation twice (use none, as GRPO does)"
         )
     if algo.gae.gamma * algo.gae.lam < 0.5 and estimator.needs_critic and level == "token":
         yield (
-            f"gae.gamma={algo.gae.gamma:g} x gae.lam={algo.gae.lam:g}: credit for the score dies within a "
-            "few tokens"
+            f"gae.gamma={algo.gae.gamma:g} x gae.lam={algo.gae.lam:g}: the score reaches only the last few "
+            "tokens"
         )

@@ -36,9 +36,9 @@ def test_prompts_that_the_ranks_cannot_share_name_the_nearest_that_fit(
     prompts: int, ranks: int, fits: str
 ) -> None:
     line = found(f"rollout.prompts_per_step={prompts}", ranks=ranks)
-    assert (
-        line
-        == f"rollout.prompts_per_step={prompts}: must be divisible by the number of ranks, {ranks}; nearest that fit: {fits}"
+    assert line == (
+        f"rollout.prompts_per_step={prompts}: must be divisible by the number of ranks, {ranks}; "
+        f"nearest that fit: {fits}"
     )
 
 
@@ -69,19 +69,19 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(
     [
         (
             "actor.zero={stage:0,offload_optimizer:true}",
-            "actor.zero.offload_optimizer=true: needs actor.zero.stage 1, 2 or 3, which is 0",
+            "actor.zero.offload_optimizer=true: needs actor.zero.stage 1, 2 or 3 (it is 0)",
         ),
         (
             "critic.zero.offload_params=true",
-            "critic.zero.offload_params=true: needs critic.zero.stage 3, which is 2",
+            "critic.zero.offload_params=true: needs critic.zero.stage 3 (it is 2)",
         ),
         (
             "actor.zero.generation_gather=layers",
-            "actor.zero.generation_gather=layers: needs actor.zero.stage 3, which is 2",
+            "actor.zero.generation_gather=layers: needs actor.zero.stage 3 (it is 2)",
         ),
         (
             "actor.zero.generation_gather=whole",
-            "actor.zero.generation_gather=whole: needs actor.zero.stage 3, which is 2",
+            "actor.zero.generation_gather=whole: needs actor.zero.stage 3 (it is 2)",
         ),
         ("reference.zero.stage=2", "reference.zero.stage=2: must be one of 0, 3"),
         ("critic.lora.lr=1e-4", "critic.lora.lr=0.0001: only used with critic.lora.rank above 0"),
@@ -90,19 +90,19 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(
             "actor.lora.targets=['q_proj']: only used with actor.lora.rank above 0",
         ),
         ("actor.lora.rank=-1", "actor.lora.rank=-1: must be at least 0"),
-        ("critic.init=path", "critic.model.path is missing: critic.init=path starts the critic from it"),
+        ("critic.init=path", "critic.model.path is missing: critic.init=path loads the critic from it"),
         (
             "critic.model.path=org/critic",
-            "critic.model.path=org/critic: only used with critic.init=path, which is auto",
+            "critic.model.path=org/critic: only used with critic.init=path (it is auto)",
         ),
-        ("critic.init=reward", "critic.init=reward: needs a reward that is a model"),
+        ("critic.init=reward", "critic.init=reward: needs a reward model, but reward._target_="),
         (
             "+actor.deepspeed.optimizer={type:Adam}",
-            "actor.deepspeed.optimizer={'type': 'Adam'}: is not DeepSpeed's to set here; use actor.optim",
+            "actor.deepspeed.optimizer={'type': 'Adam'}: is set by the trainer; use actor.optim",
         ),
         (
             "+critic.deepspeed.train_batch_size=7",
-            "critic.deepspeed.train_batch_size=7: is not DeepSpeed's to set here",
+            "critic.deepspeed.train_batch_size=7: is set by the trainer; use rollout.prompts_per_step",
         ),
         (
             "+actor.deepspeed.zero_optimization.stage=3",
@@ -111,23 +111,23 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(
         ("eval.every=5", "eval.every=5: needs held-out prompts in data.eval_path"),
         (
             "checkpoint.keep_best=true",
-            "checkpoint.keep_best=true: the best is chosen by evaluation; set eval.every",
+            "checkpoint.keep_best=true: the best checkpoint is chosen by evaluation; set eval.every",
         ),
         ("sampling.min_new_tokens=9", "sampling.min_new_tokens=9: must be at most sampling.max_new_tokens=8"),
         (
             "sampling={min_new_tokens:2,stop:[x]}",
-            "sampling.min_new_tokens=2: holds end tokens back, but not the texts of sampling.stop; leave one",
+            "sampling.min_new_tokens=2: delays end tokens, but not the strings of sampling.stop; set only one",
         ),
         ("sampling.temperature=0", "sampling.temperature=0: must be above 0"),
         ("sampling.top_p=0", "sampling.top_p=0: must be above 0"),
-        ("sampling.stop=['']", "sampling.stop: must not hold an empty text"),
+        ("sampling.stop=['']", "sampling.stop=['']: must not contain an empty string"),
         ("algo.gae.lam=1.5", "algo.gae.lam=1.5: must be at least 0 and at most 1"),
         ("algo.policy.dual_clip=0.5", "algo.policy.dual_clip=0.5: must be above 1"),
         (
             "algo.kl.controller=threshold",
             "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef",
         ),
-        ("algo.kl.estimator=k1+", "algo.kl.estimator=k1+: has a gradient of its own"),
+        ("algo.kl.estimator=k1+", "algo.kl.estimator=k1+: differs from k1 only in its gradient"),
         ("algo.epochs=true", "algo.epochs=true: must be a whole number"),
         ("tracker.samples=-2", "tracker.samples=-2: must be at least -1"),
         ("~reward._target_", "reward._target_ is missing: choose a kind of reward first"),
@@ -155,7 +155,10 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([ADAPTIVE, "algo.kl.coef=0"], "algo.kl.coef=0: algo.kl.controller=adaptive multiplies it"),
+        (
+            [ADAPTIVE, "algo.kl.coef=0"],
+            "algo.kl.coef=0: must be above 0, since algo.kl.controller=adaptive multiplies it",
+        ),
         (
             [ADAPTIVE, "algo.kl.max_coef=0.01"],
             "algo.kl.coef=0.05: must lie between algo.kl.min_coef=0 and algo.kl.max_coef=0.01",
@@ -166,37 +169,38 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
         ),
         (
             ["health.max_kl=2", "algo.kl.place=none"],
-            "health.max_kl=2: without a reference there is no KL to watch",
+            "health.max_kl=2: without a reference no KL is measured",
         ),
         (
             [ADAPTIVE, "algo.kl.place=none"],
-            "algo.kl.controller=adaptive: steers a coefficient that algo.kl.place=none does not use",
+            "algo.kl.controller=adaptive: changes a coefficient that algo.kl.place=none does not use",
         ),
         (
             ["algo.kl.estimator=k3+"],
-            "algo.kl.estimator=k3+: has a gradient of its own and is for algo.kl.place=loss; in the reward use k3",
+            "algo.kl.estimator=k3+: differs from k3 only in its gradient, so it needs algo.kl.place=loss; "
+            "in the reward use k3",
         ),
         (["algo.policy.dual_clip=1"], "algo.policy.dual_clip=1: must be above 1"),
         (["algo.policy.clip_low=1"], "algo.policy.clip_low=1: must be below 1"),
         (
             ["algo.policy.loss=gspo", SEQUENCE],
-            "algo.policy.loss=gspo: has a ratio of its own for whole answers",
+            "algo.policy.loss=gspo: has a ratio of its own for whole responses, so algo.action_level must be",
         ),
         (
             ["algo.loss.norm=100"],
-            "algo.loss.norm=100: only used with algo.loss.agg=token_sum_norm, which is token_mean",
+            "algo.loss.norm=100: only used with algo.loss.agg=token_sum_norm (it is token_mean)",
         ),
         ([ADAPTIVE, "algo.kl.min_coef=0.1"], "algo.kl.coef=0.05: must be at least algo.kl.min_coef=0.1"),
         (
             ["algo.rollout_is.kind=tis", "algo.action_level=sequence"],
-            "algo.rollout_is.kind=tis: weighs tokens; with it algo.action_level must be token",
+            "algo.rollout_is.kind=tis: weights tokens, so algo.action_level must be token",
         ),
         ([ADAPTIVE, "algo.kl.horizon=0.1"], "algo.kl.horizon=0.1: one step of"),
-        (["actor.ema.decay=1"], "actor.ema.decay=1: an average that never moves"),
+        (["actor.ema.decay=1"], "actor.ema.decay=1: the average would never change"),
         (["algo.ptx.batch_size=2"], "algo.ptx.batch_size=2: only used with algo.ptx.coef above 0"),
         (
             ["algo.advantage.estimator=reinforce", "critic.lora.rank=2"],
-            "critic.lora.rank=2: there is no critic of its own to adapt",
+            "critic.lora.rank=2: there is no separate critic to adapt",
         ),
         (
             ["algo.advantage.estimator=reinforce", "algo.gae.lam_critic=0.5"],
@@ -211,7 +215,7 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             ["algo.reward_shaping.overlong_buffer=9"],
             "algo.reward_shaping.overlong_buffer=9: must be at most sampling.max_new_tokens=8",
         ),
-        (["actor.ema.evaluate=true"], "actor.ema.evaluate=true: needs an average; set actor.ema.decay"),
+        (["actor.ema.evaluate=true"], "actor.ema.evaluate=true: needs averaged weights; set actor.ema.decay"),
         (
             ["algo.value.position=prompt_last"],
             "algo.value.position=prompt_last: with algo.action_level=token it must be token",
@@ -222,7 +226,7 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
         ),
         (
             [SEQUENCE, "algo.advantage.estimator=reinforce"],
-            "algo.advantage.estimator=reinforce: gives each token its own rewards to come",
+            "algo.advantage.estimator=reinforce: gives each token its own return, so algo.action_level must be token",
         ),
         (
             [GRPO, PAIRS, "algo.value.warmup_steps=1"],
@@ -234,26 +238,33 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
         ),
         (
             [SHARED, "algo.value.warmup_steps=1"],
-            "algo.value.warmup_steps=1: trains a critic alone, and critic.share_trunk=true has none",
+            "algo.value.warmup_steps=1: trains only the critic, and critic.share_trunk=true has no",
         ),
-        ([SHARED, "algo.value.pretrain_rollouts=3"], "algo.value.pretrain_rollouts=3: trains a critic alone"),
+        (
+            [SHARED, "algo.value.pretrain_rollouts=3"],
+            "algo.value.pretrain_rollouts=3: trains only the critic",
+        ),
         (
             ["algo.value.warmup_steps=2"],
-            "algo.value.warmup_steps=2: leaves the actor no step; must be below run.steps=2",
+            "algo.value.warmup_steps=2: leaves no step that trains the actor; must be below run.steps=2",
         ),
         (
             [SHARED, GRPO, PAIRS],
-            "critic.share_trunk=true: algo.advantage.estimator=grpo has no values to learn",
+            "critic.share_trunk=true: algo.advantage.estimator=grpo learns no values",
         ),
-        ([SHARED, "actor.lora.rank=4"], "critic.share_trunk=true: not together with actor.lora.rank"),
+        ([SHARED, "actor.lora.rank=4"], "critic.share_trunk=true: cannot be used with actor.lora.rank"),
         (
             [GRPO],
-            "algo.advantage.estimator=grpo: compares the answers to one prompt; set rollout.samples_per_prompt, which is 1, to 2 or more",
+            "algo.advantage.estimator=grpo: compares the responses to one prompt; set "
+            "rollout.samples_per_prompt (it is 1) to 2 or more",
         ),
-        (["algo.advantage.whiten=group"], "algo.advantage.whiten=group: compares the answers to one prompt"),
+        (
+            ["algo.advantage.whiten=group"],
+            "algo.advantage.whiten=group: compares the responses to one prompt",
+        ),
         (
             ["algo.dynamic_sampling.enabled=true"],
-            "algo.dynamic_sampling.enabled=true: compares the answers to one prompt",
+            "algo.dynamic_sampling.enabled=true: compares the responses to one prompt",
         ),
         (["data.mix=[{path:org/a},{path:org/b}]"], "data.path=org/prompts: data.mix is set too"),
         (["data.path=null"], "data.path is missing: a Hub data set or a JSONL"),
@@ -303,7 +314,10 @@ def test_states_that_are_on_the_cpu_already_do_not_make_way() -> None:
         "actor.zero={offload_states:always,offload_optimizer:true}",
         "critic.zero.offload_optimizer=true",
     )
-    line = "actor.zero.offload_states=always: with actor.zero.offload_optimizer=true the states are on the CPU already"
+    line = (
+        "actor.zero.offload_states=always: with actor.zero.offload_optimizer=true the states are always on "
+        "the CPU"
+    )
     for without_critic in ([offloaded], [SHARED], [GRPO, PAIRS]):
         assert found(moved, *without_critic).startswith(line)
     compose(*MINIMAL, moved)  # the critic's do
@@ -409,7 +423,7 @@ def test_what_prepare_makes_need_not_be_there_yet(tmp_path: Path) -> None:
 def test_a_used_run_directory_is_refused_only_with_resume_never(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     assert compose(*MINIMAL, f"run.dir={tmp_path}").run.dir == str(tmp_path)
-    assert "has been used already and run.resume=never" in found(f"run.dir={tmp_path}", "run.resume=never")
+    assert "has been used already, and run.resume=never" in found(f"run.dir={tmp_path}", "run.resume=never")
     compose(*MINIMAL, f"run.dir={tmp_path}/new", "run.resume=never")
     assert "run.resume=/nowhere: no such checkpoint folder" in found("run.resume=/nowhere")
     assert "is a file" in found(f"run.dir={tmp_path}/metrics.jsonl")
@@ -424,11 +438,11 @@ def test_a_start_that_is_no_checkpoint_is_told_which_are_near(tmp_path: Path) ->
     names, newest = "step_000004, step_000006, step_1000000", root / "step_1000000"
     assert (
         found(f"run.resume={run}")
-        == f"run.resume={run}: is a run directory, not a checkpoint; it has {names}: give {newest}"
+        == f"run.resume={run}: is a run directory, not a checkpoint; it has {names}; use {newest}"
     )
     assert (
         found(f"run.resume={root}")
-        == f"run.resume={root}: is a folder of checkpoints, not a checkpoint; it has {names}: give {newest}"
+        == f"run.resume={root}: is a folder of checkpoints, not a checkpoint; it has {names}; use {newest}"
     )
     for missing in (root / "step_000005", run / "step_000005"):
         assert (

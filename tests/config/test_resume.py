@@ -1,4 +1,4 @@
-"""Which settings may change between a checkpoint and the run that goes on from it, and what happens to the record of one that is not continued."""
+"""Settings that may change between a checkpoint and the run that resumes it, and run directories in use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ppo_ds.config.resume import (
     IMMUTABLE,
     MUTABLE,
     changes,
-    judge,
+    check_resume,
     open_run_directory,
     ranks_line,
     unknown_names,
@@ -35,7 +35,7 @@ def minimal() -> dict[str, Any]:
 
 
 def settings(*arguments: str) -> dict[str, Any]:
-    """The minimal ones with these on top, as they stand: nothing is checked, and nothing follows from other keys."""
+    """Returns the minimal settings with some values replaced, unchecked and without inheritance."""
     tree = deepcopy(minimal())
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -53,13 +53,13 @@ def stored(*arguments: str) -> dict[str, Any]:
 
 
 def test_the_same_settings_are_nothing_to_speak_of() -> None:
-    assert judge(stored(), settings(), CHECKPOINT) == []
+    assert check_resume(stored(), settings(), CHECKPOINT) == []
 
 
 def test_another_number_of_ranks_is_named_in_both_directions() -> None:
     assert ranks_line(2, 2) == []
-    assert ranks_line(2, 1) == ["changed    ranks 2 -> 1: samples are drawn otherwise from here on"]
-    assert ranks_line(1, 2) == ["changed    ranks 1 -> 2: samples are drawn otherwise from here on"]
+    assert ranks_line(2, 1) == ["changed    ranks 2 -> 1: responses are sampled differently from here on"]
+    assert ranks_line(1, 2) == ["changed    ranks 1 -> 2: responses are sampled differently from here on"]
 
 
 @pytest.mark.parametrize(
@@ -110,18 +110,18 @@ def test_what_matters_is_refused_with_both_values_and_the_remedies(
     before: str, now: str, key: str, old: str, new: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        judge(stored(before), settings(now), CHECKPOINT)
+        check_resume(stored(before), settings(now), CHECKPOINT)
     (line,) = refused.value.problems
-    assert line.startswith(f"{key}={new}: {CHECKPOINT} was made with {old}: ")
+    assert line.startswith(f"{key}={new}: {CHECKPOINT} was made with {old}; ")
     assert "run.dir" in line and f"run.resume_allow_changes=[{key}]" in line
 
-    (allowed,) = judge(stored(before), settings(now, f"run.resume_allow_changes=[{key}]"), CHECKPOINT)
-    assert allowed == f"changed    by leave of run.resume_allow_changes: {key} {old} -> {new}"
+    (allowed,) = check_resume(stored(before), settings(now, f"run.resume_allow_changes=[{key}]"), CHECKPOINT)
+    assert allowed == f"changed    allowed by run.resume_allow_changes: {key} {old} -> {new}"
 
 
 def test_a_dtype_is_the_critics_and_the_references_too() -> None:
     with pytest.raises(UserError) as refused:
-        judge(stored(), resolved(compose(*MINIMAL, "actor.model.dtype=fp32")), CHECKPOINT)
+        check_resume(stored(), resolved(compose(*MINIMAL, "actor.model.dtype=fp32")), CHECKPOINT)
     assert [line.partition("=")[0] for line in refused.value.problems] == [
         "actor.model.dtype",
         "critic.model.dtype",
@@ -132,13 +132,13 @@ def test_a_dtype_is_the_critics_and_the_references_too() -> None:
 def test_every_refused_key_is_named_and_a_section_may_be_allowed() -> None:
     other = ("data.path=org/b", "data.shuffle=false", "run.seed=3")
     with pytest.raises(UserError) as refused:
-        judge(stored(), settings(*other, "run.resume_allow_changes=[run.seed]"), CHECKPOINT)
+        check_resume(stored(), settings(*other, "run.resume_allow_changes=[run.seed]"), CHECKPOINT)
     assert [line.partition("=")[0] for line in refused.value.problems] == ["data.path", "data.shuffle"]
     assert all("run.resume_allow_changes=[run.seed,data." in line for line in refused.value.problems)
-    (line,) = judge(stored(), settings(*other, "run.resume_allow_changes=[run.seed,data]"), CHECKPOINT)
-    assert (
-        line
-        == "changed    by leave of run.resume_allow_changes: run.seed 0 -> 3; data.path org/prompts -> org/b; data.shuffle true -> false"
+    (line,) = check_resume(stored(), settings(*other, "run.resume_allow_changes=[run.seed,data]"), CHECKPOINT)
+    assert line == (
+        "changed    allowed by run.resume_allow_changes: run.seed 0 -> 3; data.path org/prompts -> org/b; "
+        "data.shuffle true -> false"
     )
 
 
@@ -151,9 +151,9 @@ def test_what_may_change_is_named() -> None:
         "reward.batch=4",
         "actor.zero.offload_optimizer=true",
     )
-    assert judge(stored("reward.path=pkg.mod:score"), now, CHECKPOINT) == [
-        "changed    since the checkpoint: run.steps 2 -> 7; actor.optim.lr 1e-06 -> 2e-06; sampling.temperature 1.0 -> 0.7; "
-        "algo.kl.coef 0.05 -> 0.1; reward.batch null -> 4"
+    assert check_resume(stored("reward.path=pkg.mod:score"), now, CHECKPOINT) == [
+        "changed    since the checkpoint: run.steps 2 -> 7; actor.optim.lr 1e-06 -> 2e-06; "
+        "sampling.temperature 1.0 -> 0.7; algo.kl.coef 0.05 -> 0.1; reward.batch null -> 4"
     ]
 
 
@@ -188,20 +188,20 @@ def test_what_changes_no_number_changes_silently() -> None:
             "run.resume_allow_changes=[data]",
         ),
     )
-    assert judge(stored(), now, CHECKPOINT) == []
+    assert check_resume(stored(), now, CHECKPOINT) == []
 
 
 def test_paths_below_the_run_directory_move_with_it() -> None:
     made = ("actor.model.path", "data.path")
     before = stored("run.dir=outputs/a", *(f"{key}=outputs/a/start/x" for key in made))
     assert (
-        judge(
+        check_resume(
             before, settings("run.dir=outputs/b", *(f"{key}=outputs/b/start/x" for key in made)), CHECKPOINT
         )
         == []
     )
     with pytest.raises(UserError, match="data.path=outputs/b/start/y"):
-        judge(
+        check_resume(
             before,
             settings(
                 "run.dir=outputs/b", "actor.model.path=outputs/b/start/x", "data.path=outputs/b/start/y"
@@ -213,7 +213,7 @@ def test_paths_below_the_run_directory_move_with_it() -> None:
 def test_a_key_that_is_younger_than_the_checkpoint_had_its_default() -> None:
     before = stored()
     del before["data"]["shuffle"], before["algo"]["target_kl"]
-    assert judge(before, settings(), CHECKPOINT) == []
+    assert check_resume(before, settings(), CHECKPOINT) == []
     assert [change[0] for change in changes(before, settings("data.shuffle=false", "algo.target_kl=1"))] == [
         "data.shuffle",
         "algo.target_kl",
@@ -236,7 +236,7 @@ def test_the_kind_of_reward_stays_wherever_it_stands() -> None:
         },
     }
     with pytest.raises(UserError) as refused:
-        judge(before, now, CHECKPOINT)
+        check_resume(before, now, CHECKPOINT)
     assert [line.partition("=")[0] for line in refused.value.problems] == [
         "reward.parts.x.reward._target_",
         "reward.parts.x.reward.model.path",
@@ -259,7 +259,7 @@ def test_names_in_may_change_are_keys() -> None:
     assert list(unknown_names(config)) == []
 
 
-# -- the run directory ----------------------------------------------------------------------------------------------------------------------
+# ---- the run directory
 
 
 def used(run_dir: Path, *arguments: str) -> None:
@@ -286,7 +286,7 @@ def test_a_new_directory_is_the_owners_and_has_the_config(tmp_path: Path) -> Non
 def test_the_same_run_again_makes_its_steps_again(tmp_path: Path) -> None:
     used(tmp_path)
     (line,) = opened(tmp_path, "tracker.samples=0")
-    assert "had 3 steps and no checkpoint: they are made again" in line
+    assert "had 3 steps and no checkpoint; they are run again" in line
     assert not (tmp_path / "earlier_1").exists()
 
 

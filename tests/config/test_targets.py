@@ -236,4 +236,4 @@ def test_not_importable(target):
 def test_not_callable_and_no_target():
     refused({"_target_": f"{HERE}.NOT_CALLABLE"}, f"reward._target_={HERE}.NOT_CALLABLE: is not callable")
     for nothing in ({}, {"_target_": ""}, {"_target_": None}, {"_target_": "???"}):
-        refused(nothing | {"path": "x"}, "reward._target_ is missing: give package.module.name")
+        refused(nothing | {"path": "x"}, "reward._target_ is missing: set it to package.module.name")

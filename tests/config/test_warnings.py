@@ -1,4 +1,4 @@
-"""What is allowed but known to be wrong is said in one line, with the reason."""
+"""Settings that are allowed but known to be wrong give one line with the reason."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ def said(*arguments: str) -> list[str]:
             [LOSS],
             "kl.estimator=k1 as a loss has no gradient in expectation",
         ),  # k1 is the default, for the reward
-        ([LOSS, "algo.kl.estimator=abs"], "kl.estimator=abs as a loss is not the gradient of any KL"),
+        ([LOSS, "algo.kl.estimator=abs"], "kl.estimator=abs as a loss does not have the gradient of any KL"),
         (
             [SEQUENCE, "algo.value.position=response_last"],
-            "value.position=response_last is V(prompt, answer): no baseline",
+            "value.position=response_last is V(prompt, response), which is no baseline",
         ),
         (
             ["algo.old_policy=lagged", "algo.lag=3"],
-            "old_policy=lagged: a copy that is up to 2 updates old did not draw the answers",
+            "old_policy=lagged: a copy that is up to 2 updates old did not generate the responses",
         ),
         (["algo.entropy={coef:0.01,kind:sample}"], "entropy.kind=sample has no gradient in expectation"),
         (
             [NEXT, "algo.value.next_state=ignored"],
-            "value.next_state=ignored loses the score of every answer that ended by itself",
+            "value.next_state=ignored loses the score of every response that ends with an end token",
         ),
         ([NEXT, "algo.value.next_state=ignored", SEQUENCE], "value.next_state=ignored loses the score"),
         ([NEXT, "algo.value.next_state=ignored", *RLOO], "value.next_state=ignored loses the score"),
         (
             [NEXT, "algo.value.next_state=untrained"],
-            "value.next_state=untrained puts the score on a state whose value nothing trains",
+            "value.next_state=untrained pays the score in a state whose value is not trained",
         ),
         (
             ["algo.train_on_eos=false"],
-            "train_on_eos=false: the end token is no action here, so the decision to stop is not trained",
+            "train_on_eos=false: the end token is not an action here, so the decision to stop is not trained",
         ),
         (
             ["algo.gae={gamma:0.5,lam:0.9}"],
-            "gae.gamma=0.5 x gae.lam=0.9: credit for the score dies within a few tokens",
+            "gae.gamma=0.5 x gae.lam=0.9: the score reaches only the last few tokens",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -115,18 +115,19 @@ def test_where_the_tokenizer_decides_about_the_end_token():
     config = compose(*MINIMAL, "algo.train_on_eos=null")
     assert warnings(config, hides_stops=False) == []
     (line,) = warnings(config, hides_stops=True)
-    assert line.startswith("warning    algo: train_on_eos=null: the end token is no action here")
+    assert line.startswith("warning    algo: train_on_eos=null: the end token is not an action here")
 
 
 def test_a_shortest_length_is_a_warning_of_the_sampler():
     (line,) = said("sampling.min_new_tokens=2")
-    assert line.startswith("warning    sampling.min_new_tokens=2: before it no end token is drawn")
+    assert line.startswith("warning    sampling.min_new_tokens=2: no end token is sampled before it")
 
 
 def test_bf16_that_the_processor_emulates_is_named() -> None:
     mixed = compose(*MINIMAL, "actor.model.dtype=fp32", "reference.model.dtype=bf16")
     assert slow_bf16(mixed, computes_bf16=False) == [
-        "warning    reference.model.dtype=bf16: this processor has no instructions for bf16; emulated, it is 3 to 20 times slower than fp32"
+        "warning    reference.model.dtype=bf16: this processor has no bf16 instructions, and emulated bf16 "
+        "is 3 to 20 times slower than fp32; set the dtype to fp32"
     ]
     whole = compose(*MINIMAL, "actor.model.dtype=bf16")
     (line,) = slow_bf16(whole, computes_bf16=False)

@@ -17,11 +17,11 @@ CRITIC_FREE = {"rloo", "grpo", "dr_grpo", "reinforce_pp", "dapo", "gspo"}
 WITHOUT_KL = {"dr_grpo", "dapo", "gspo"}  # and so without a reference
 # what keeps a mistake of the system that it follows, and a word of the reason that the start-up warning gives
 WARNED = {
-    "deepspeed_chat": "nothing trains",
+    "deepspeed_chat": "whose value is not trained",
     "zysnlp": "decision to stop",
     "zysnlp_strict": "loses the score",
     "sequence_kl": "no baseline",
-    "minimind": "did not draw the answers",
+    "minimind": "did not generate the responses",
 }
 STEPS = 2
 PATIENCE = 900

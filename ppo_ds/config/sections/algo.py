@@ -1,6 +1,6 @@
-"""The algo section: every switch of the algorithm.
+"""Defines the algo section, all options of the algorithm.
 
-A preset in conf/algo/ is a set of departures from the defaults.
+A preset in conf/algo/ sets the keys in which it differs from the defaults.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class ValueConfig(Section):
     coef: NonNegative = Field(1.0, description="Coefficient of the value loss.")
     next_state: Literal["trained", "untrained", "ignored"] = Field(
         "trained",
-        description="Treatment of the state after the end, where reward_shaping.score_position=next_token "
-        "pays.",
+        description="State after the response, which gets the score at "
+        "reward_shaping.score_position=next_token: its value is trained, only used, or ignored "
+        "together with the score.",
     )
     warmup_steps: Natural = Field(0, description="PPO steps at the start that train only the critic.")
     pretrain_rollouts: Natural = Field(
@@ -117,7 +118,7 @@ class LossConfig(Section):
 
 
 class RewardShapingConfig(Section):
-    """What happens to scores before they become rewards."""
+    """Clipping, normalization and penalties of scores, and the position that gets them."""
 
     score_position: Literal["last_token", "next_token"] = Field(
         "last_token", description="Position that gets the score: the last action, or one position after it."
@@ -162,10 +163,13 @@ class DynamicSamplingConfig(Section):
     The reward's own scores decide, before any penalty.
     """
 
-    enabled: bool = Field(False, description="Replaces such prompts by others.")
+    enabled: bool = Field(
+        False, description="Replaces prompts whose responses all have the same score by others."
+    )
     max_rounds: Count = Field(
         10,
-        description="Rounds of generation in one step; after these, such prompts fill the remaining places.",
+        description="Rounds of generation in one step; after these, prompts with equal scores fill the rest "
+        "of the rollout.",
     )
 
 
@@ -179,7 +183,7 @@ class PtxConfig(Section):
 
 
 class AlgoConfig(Section):
-    """The algorithm."""
+    """Options of the algorithm; the presets in conf/algo/ (algo=NAME) set them."""
 
     kl: KLConfig = KLConfig()
     gae: GAEConfig = GAEConfig()
@@ -194,11 +198,11 @@ class AlgoConfig(Section):
     ptx: PtxConfig = PtxConfig()
     action_level: Literal["token", "sequence"] = Field(
         "token",
-        description="What one action is: a token, or a whole response with one ratio and one advantage.",
+        description="Unit of an action: a token, or a whole response with one ratio and one advantage.",
     )
     train_on_eos: bool | None = Field(
         True,
-        description="Treats the end token as an action; null: unless it is also the pad token (as in "
+        description="Treats the end token as an action; null: only if it is not also the pad token (as in "
         "DeepSpeed-Chat).",
     )
     old_policy: Literal["rollout", "lagged"] = Field(

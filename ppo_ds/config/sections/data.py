@@ -1,4 +1,4 @@
-"""Sections of the data and of generation: prompts, rollouts and sampling."""
+"""Defines the sections of data and generation: prompts, rollouts and sampling."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ppo_ds.config.types import Count, Fraction, Natural, OneOf, Positive, Secti
 
 
 class RolloutConfig(Section):
-    """How many responses a PPO step collects, and what generates them."""
+    """Number of responses in a PPO step, and the decode backend that generates them."""
 
-    prompts_per_step: Count = Field(description="The prompts of one PPO step, over all ranks.")
+    prompts_per_step: Count = Field(description="Number of prompts in one PPO step, over all ranks.")
     samples_per_prompt: Count = Field(1, description="Responses to each prompt.")
     backend: Annotated[str, OneOf(DECODE_BACKENDS, also=("auto",))] = Field(
         "auto",
@@ -22,9 +22,9 @@ class RolloutConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How responses are sampled."""
+    """Sampling of responses."""
 
-    max_new_tokens: Count = Field(description="The longest response, in tokens.")
+    max_new_tokens: Count = Field(description="Limit on the length of a response, in tokens.")
     min_new_tokens: Natural = Field(0, description="Tokens before which no end token is sampled.")
     temperature: Positive = Field(
         1.0, description="Sampling temperature; log-probs are computed at the same temperature."

@@ -1,4 +1,4 @@
-"""Sections of the models: weights, ZeRO, optimizer, adapters and averaged weights of each role."""
+"""Defines the sections of the models: weights, ZeRO, optimizer, adapters and averaged weights."""
 
 from __future__ import annotations
 

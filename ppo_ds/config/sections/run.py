@@ -1,4 +1,4 @@
-"""Sections that every stage shares: the run itself, memory, checkpoints, health, tracking and evaluation."""
+"""Defines the sections of every stage: the run, memory, checkpoints, health, tracking and evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ppo_ds.config.types import Count, Natural, Number, Positive, Section, Text
 
 
 class RunConfig(Section):
-    """How long a run is, where it is written, and how it is resumed."""
+    """Name, length, seed, directory and resumption of a run."""
 
     name: Text = Field("ppo", description="Name of the run, and of its directory below outputs/.")
     dir: Text | None = Field(
@@ -55,11 +55,10 @@ class RunConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Token budgets of one forward on one rank, padding counted. They change speed and memory, never the
-    result.
+    """Token budgets of one forward on one rank, padding included. They change speed and memory, not results.
 
     Generation counts each prompt with the longest response that it may get; every other forward counts the
-    rows as they are.
+    actual rows.
     """
 
     rollout_tokens: Count = Field(32768, description="Most tokens in one batch of generation on one rank.")
@@ -77,7 +76,7 @@ class MemoryConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are saved, and which are kept."""
+    """Frequency of checkpoints, and the number of checkpoints to keep."""
 
     every: Natural | None = Field(
         None, description="Steps between two checkpoints; null: only at the end; 0: no checkpoints."
