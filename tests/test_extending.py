@@ -11,9 +11,16 @@ import torch
 from torch import Tensor
 
 from launch.cli import load_config
-from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, AdvantageEstimator, PolicyLoss
+from ppo_ds.config.registry import (
+    ADVANTAGE_ESTIMATORS,
+    LOSS_AGGREGATIONS,
+    POLICY_LOSSES,
+    AdvantageEstimator,
+    LossAggregation,
+    PolicyLoss,
+)
 from ppo_ds.config.schema import Config
-from ppo_ds.ops.losses import policy_loss
+from ppo_ds.ops.losses import BatchTotals, Share, policy_loss, token_mean
 from tests.ppo.conftest import ThreadWorld
 from tests.ppo.preset_runs import WIDTH, Run, gradient_of, make_and_learn
 from tests.ppo.test_preset_goldens import OFFERED, dialogue
@@ -28,6 +35,11 @@ def tripled_loss(*args: object, **settings: object) -> tuple[Tensor, dict[str, T
     """Returns three times the PPO loss."""
     loss, metrics = policy_loss(*args, **settings)
     return 3 * loss, metrics
+
+
+def doubled_mean(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
+    """Returns a mean of twice the loss."""
+    return token_mean(2 * loss, mask, totals)
 
 
 def config(folder: Path, preset: str) -> Config:
@@ -68,3 +80,14 @@ def test_a_policy_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, usual = (gradient_of(run(folder, preset).actor) for preset in ("mine", "usual"))
     assert usual.any()
     torch.testing.assert_close(mine, 3 * usual)
+
+
+def test_a_loss_aggregation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = LossAggregation(f"{__name__}.doubled_mean", "Twice the mean.")
+    monkeypatch.setitem(LOSS_AGGREGATIONS, "doubled", entry)
+    common = "advantage: { estimator: dr_grpo, whiten: none }\n"
+    (folder / "algo" / "mine.yaml").write_text(common + "loss: { agg: doubled }\n")
+    (folder / "algo" / "usual.yaml").write_text(common)
+    mine, usual = (gradient_of(run(folder, preset).actor) for preset in ("mine", "usual"))
+    assert usual.any()
+    torch.testing.assert_close(mine, 2 * usual)
