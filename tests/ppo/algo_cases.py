@@ -1,4 +1,4 @@
-"""Helpers of the tests of make_experience and learn: rows of given lengths, stub models and plain settings."""
+"""Helpers for tests of make_experience and learn: rows of given lengths, stub models and plain settings."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -35,13 +35,13 @@ def timer(phase):
 
 
 def shaper(world, normalize="none", with_std=True, clip=None, **penalties):
-    """Scores as they are, but for what is given."""
+    """Makes a reward shaper that leaves scores unchanged, except for the given settings."""
     shaping = RewardShapingConfig(normalize=normalize, normalize_std=with_std, clip=clip, **penalties)
     return ScoreShaper(shaping, world)
 
 
 def gae(level="token", position=None, place=ON_THE_LAST, gamma=1.0, lam=1.0, **changes):
-    """Token level, gamma 1, lambda 1: returns are rewards-to-go."""
+    """Makes a GAE estimator on token level with gamma 1 and lambda 1, so that returns are rewards-to-go."""
     section = GAEConfig(gamma=gamma, lam=lam, **changes)
     if level == "sequence":
         return partial(estimate_one_step, value_position=position, score_position=place)
@@ -51,7 +51,7 @@ def gae(level="token", position=None, place=ON_THE_LAST, gamma=1.0, lam=1.0, **c
 
 
 def critic_free(kind, gamma=1.0, group_size=1, place=ON_THE_LAST):
-    """An estimator of config/registry.py that needs no critic."""
+    """Makes an estimator of config/registry.py that needs no critic."""
     entry = ADVANTAGE_ESTIMATORS[kind]
     bound = dict(compute=resolve(entry), score_position=place)
     if entry.needs_group:
@@ -64,9 +64,10 @@ def kl_estimator(name):
 
 
 class Stub:
-    """Answers with -(token + shift) / 10 for each response token, NaN where nothing is attended.
+    """Returns -(token + shift) / 10 for each response token, and NaN where nothing is attended.
 
-    As a critic: the state before a token is worth that token, the one after the last is worth 6.
+    As a critic, the state before a token has that token's number as its value; the state after the last has
+    6.
     """
 
     def __init__(self, shift=0.0, value=False):
@@ -131,7 +132,7 @@ def maker(world, reference=None, critic=None, **changes):
 
 
 def without(rows, *names):
-    """The same experience without these columns."""
+    """Returns the same experience without these columns."""
     return replace(rows, **dict.fromkeys(names))
 
 
@@ -140,17 +141,17 @@ def without_critic(rows):
 
 
 def attended(prompts, responses):
-    """[B,T] bool of rows with these prompt and response lengths."""
+    """Returns the [B,T] bool mask of rows with these prompt and response lengths."""
     p, r = max(prompts), max(responses)
     places = torch.arange(p + r)
     return (places >= p - torch.tensor(prompts)[:, None]) & (places < p + torch.tensor(responses)[:, None])
 
 
 def answers(lengths, scores=None, *, finished=None, limits=None, tokens=None, metadata=None, **components):
-    """Makes a scored rollout of responses with these lengths to prompts of one token: all finished, with room for one
-    token more.
+    """Makes a scored rollout of finished responses with these lengths to prompts of one token.
 
-    ``tokens``: lists of ids, one for each answer, else all are 5; the padding holds 9.
+    The limit is one token longer than the longest response. ``tokens`` are lists of ids, one for each
+    response; otherwise all ids are 5. The padding holds 9.
     """
     n, width = len(lengths), max(max(lengths), 1)
     mask = torch.arange(width) < torch.tensor(lengths)[:, None]
@@ -176,9 +177,9 @@ def rounded(x):
 
 
 def make_experience(prompts, responses, vocabulary=12, seed=0, finished=None):
-    """Makes an experience with all columns, of rows with these prompt and response lengths.
+    """Makes an experience with all columns from rows with these prompt and response lengths.
 
-    It holds seeded noise under the masks and rubbish outside of them.
+    It holds seeded noise under the masks and arbitrary values outside of them.
     """
     g = torch.Generator().manual_seed(seed)
     attention = attended(prompts, responses)

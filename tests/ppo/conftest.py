@@ -1,4 +1,4 @@
-"""Ranks without a process group: one thread each, with collectives that wait for all of them."""
+"""Simulates ranks without a process group, by threads with collectives that wait for all of them."""
 
 import threading
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from tests.ppo.algo_cases import make_experience
 
 
 class ThreadWorld:
-    """The interface of engine.world.World.
+    """Implements the interface of engine.world.World.
 
     A rank that calls fewer collectives than the others breaks the barrier.
     """
@@ -55,7 +55,7 @@ class ThreadWorld:
 
 
 def run_ranks(size, work):
-    """work(world) on each rank -> their results."""
+    """Runs work(world) on each rank and returns the results."""
     barrier, shares = threading.Barrier(size, timeout=20), [None] * size
     results, errors = [None] * size, []
 
@@ -93,5 +93,5 @@ def experience():
 
 @pytest.fixture
 def tokenizer():
-    """<pad> 0, <eos> 1, <unk> 2, then a, b, c, ..."""
+    """Makes a tokenizer of <pad> 0, <eos> 1, <unk> 2, then a, b, c, ..."""
     return character_tokenizer("abcdefghi")

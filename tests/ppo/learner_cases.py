@@ -1,4 +1,4 @@
-"""Helpers of the tests of learn(): a tiny policy and critic, an engine, and an independent implementation."""
+"""Helpers for tests of learn(): a tiny policy and critic, an engine, and an independent implementation."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ VALUE = dict(clip=0.2, half=True, coef=1.0, agg="token_mean")
 
 
 class Tiny(nn.Module):
-    """Something of every attended token so far -> a log-prob for each response place, or a value for each
+    """Computes a number from every attended token so far: a log-prob per response position, or a value per
     state.
     """
 
@@ -40,9 +40,9 @@ class Tiny(nn.Module):
 
 
 class TinyPolicy(Tiny):
-    """``shared``: with a value head.
+    """Computes log-probs and a balance loss; ``shared`` adds a value head.
 
-    The balance loss is a mean over the answers' tokens of their embeddings' squares.
+    The balance loss is the mean over response tokens of their embeddings' squares.
     """
 
     def __init__(self, out, seed, shared=False, temperature=1.0):
@@ -79,7 +79,7 @@ class TinyCritic(Tiny):
 
 
 class Engine:
-    """The interface of TrainedModel, with plain SGD.
+    """Implements the interface of TrainedModel with plain SGD.
 
     Gradients are averaged over ranks, and one step follows the backward marked as the last.
     """
@@ -101,7 +101,10 @@ class Engine:
         loss.backward()
 
     def local_squared_grad_norm(self):
-        """Of this rank's own share: what it adds up to over ranks is finite or not as the mean's is."""
+        """Returns the squared norm of this rank's gradient.
+
+        The sum over ranks is finite if and only if that of the mean gradient is.
+        """
         return sum(parameter.grad.square().sum() for parameter in self.module.parameters())
 
     def skip(self, *, overflow):
@@ -126,7 +129,7 @@ class Engine:
 
 
 def old_around(made, scale=0.5):
-    """The same rows with old log-probs around those of the fresh policy."""
+    """Returns the same rows with old log-probs around those of the fresh policy."""
     with torch.no_grad():
         fresh = TinyPolicy(V, 1)(made.ids, made.attention_mask, made.response_width).logprobs
     noise = scale * torch.randn(fresh.shape, generator=torch.Generator().manual_seed(4))
@@ -135,8 +138,9 @@ def old_around(made, scale=0.5):
 
 
 def on_policy(rows):
-    """The same rows with the old log-probs of the actor that learned() starts from; rubbish stays outside the
-    mask.
+    """Returns the same rows with the old log-probs of the actor that learned() starts from.
+
+    Arbitrary values stay outside the mask.
     """
     fresh = TinyPolicy(V, 1)
     with torch.no_grad():
@@ -147,7 +151,7 @@ def on_policy(rows):
 
 
 def policy_objective(**changes):
-    """POLICY but for what is given."""
+    """Makes the objective POLICY with these changes."""
     made = POLICY | changes
     entry = POLICY_LOSSES[made["kind"]]
     return PolicyObjective(
@@ -163,7 +167,7 @@ def policy_objective(**changes):
 
 
 def value_objective(**changes):
-    """VALUE but for what is given."""
+    """Makes the objective VALUE with these changes."""
     made = VALUE | changes
     section = ValueConfig(**{name: made[name] for name in ("clip", "half", "coef")})
     return ValueObjective(section, resolve(LOSS_AGGREGATIONS[made["agg"]]))
@@ -182,20 +186,20 @@ def learner(
 
 
 def learned(world, rows, kl_coef=0.0, seed=3, **changes):
-    """The numbers, the actor and the critic after one experience."""
+    """Returns the metrics, the actor and the critic after one experience."""
     actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
     return learner(world, actor, critic, **changes)(rows, kl_coef, seed)[1], actor, critic
 
 
 def same(engines, modules):
-    """The weights of engines are those of modules; the losses are float32 at their narrowest."""
+    """Compares the weights of engines with those of modules, in the precision of float32 losses."""
     for engine, module in zip(engines, modules, strict=True):
         for ours, theirs in zip(engine.module.parameters(), module.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 def shuffled(n_rows, epochs, minibatch_size, seed):
-    """The row indices of every optimizer step of learn()."""
+    """Returns the row indices of every optimizer step of learn()."""
     generator = torch.Generator().manual_seed(seed)
     return [rows for _ in range(epochs) for rows in minibatches(n_rows, minibatch_size, generator)]
 
@@ -204,7 +208,7 @@ def shuffled(n_rows, epochs, minibatch_size, seed):
 
 
 def mean(per_row, agg):
-    """Lists of token losses, one list a row -> the aggregated loss."""
+    """Aggregates lists of token losses, one list per row."""
     sums = [sum(row) for row in per_row]
     if agg == "token_mean":
         return sum(sums) / sum(len(row) for row in per_row)
@@ -214,7 +218,7 @@ def mean(per_row, agg):
 
 
 def unpadded(rows, i):
-    """ids [1,T], a mask of ones and the answer's length."""
+    """Returns ids [1,T], a mask of ones and the response length."""
     kept = rows.attention_mask[i]
     return (
         rows.ids[i][kept][None],
@@ -235,10 +239,10 @@ def by_hand(
     shared=False,
     left_out=None,
 ):
-    """The same optimizer steps (the first ``steps`` of them, but for number ``left_out``), token by token on
-    unpadded rows.
+    """Runs the same optimizer steps token by token on unpadded rows.
 
-    ``shared``: the values are the policy's own.
+    Only the first ``steps`` are run, without number ``left_out``. With ``shared`` the values are the policy's
+    own.
     """
     shape, vshape = POLICY | (policy or {}), VALUE | (value or {})
     actor, critic = TinyPolicy(V, 1, shared=shared), TinyCritic(1, 2)

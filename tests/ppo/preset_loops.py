@@ -1,7 +1,7 @@
-"""PPO's formulas as plain loops over numbers, for what no golden holds. They share no code with ppo_ds, and
-are themselves compared with the goldens.
+"""Computes PPO's formulas by plain loops over numbers, for cases that no golden holds.
 
-Arrays are numpy float64 [B,T]; masks [B,T]. Every loss comes with its gradient.
+They share no code with ppo_ds, and are themselves compared with the goldens. Arrays are numpy float64 [B,T];
+masks are [B,T]. Every loss comes with its gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def weights(mask, agg):
-    """[B,T]: what each place counts in the mean."""
+    """Returns the weight of each position in the mean, [B,T]."""
     tokens, answers = mask.sum(), mask.any(1).sum()
     out = np.zeros(mask.shape)
     for i, row in enumerate(mask):
@@ -64,7 +64,7 @@ def k3_loss(now, ref, mask, agg="token_mean"):
 
 
 def rewards(scores, kl, mask, coef):
-    """-coef * KL on each action, the score on the last one."""
+    """Returns -coef * KL on each action, and adds the score on the last one."""
     out = np.zeros(mask.shape)
     for i, row in enumerate(mask):
         out[i, row] = -coef * kl[i, row]
@@ -73,7 +73,7 @@ def rewards(scores, kl, mask, coef):
 
 
 def gae(rewards, values, mask, gamma, lam):
-    """-> advantages, returns; for masks without holes."""
+    """Returns advantages and returns, for masks without holes."""
     advantages, returns = np.zeros(mask.shape), np.zeros(mask.shape)
     for i, row in enumerate(mask):
         after, advantage = 0.0, 0.0

@@ -1,5 +1,6 @@
-"""A preset of conf/algo at work on given numbers: its own ExperienceMaker and Learner, with models that
-answer given numbers.
+"""Runs a preset of conf/algo on given numbers.
+
+It uses the preset's own ExperienceMaker and Learner, with models that return given numbers.
 """
 
 from __future__ import annotations
@@ -25,17 +26,16 @@ from tests.ops.golden import Case
 
 PRESETS = sorted(file.stem for file in (CONF / "algo").glob("*.yaml"))
 NAN = float("nan")
-PROMPT, PAD, EOS, WORD = 3, 0, 2, 5  # the widest prompt; token ids
-WIDTH = 10  # of every golden's answers, and the limit of their length
-# two or three rows to a forward, so that the losses are put together from several micro-batches
-FEW_TOKENS = 30
+PROMPT, PAD, EOS, WORD = 3, 0, 2, 5  # the longest prompt; token ids
+WIDTH = 10  # the width of every golden's responses, and the limit of their length
+FEW_TOKENS = 30  # two or three rows per forward, so that losses are accumulated over several micro-batches
 
 FLOAT32 = 2e-5  # the trainer's numbers against float64, relative and absolute
 
 
 @cache
 def composed(preset: str, *overrides: str, prompts: int = 6, samples: int = 1) -> Config:
-    """The config of a command line with algo=``preset``."""
+    """Returns the config of a command line with algo=``preset``."""
     minimal = (
         "actor.model.path=org/actor",
         "reward=function",
@@ -57,8 +57,9 @@ def composed(preset: str, *overrides: str, prompts: int = 6, samples: int = 1) -
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What the models say of B answers, R = WIDTH places and S = R + 1 states; "old" while experience is
-    made, "now" in the updates.
+    """Holds the model outputs for B responses, R = WIDTH positions and S = R + 1 states.
+
+    "old" is used while the experience is made, "now" in the updates.
     """
 
     mask: Tensor  # [B,R] from lengths, end token included
@@ -77,11 +78,14 @@ class Numbers:
         return len(self.mask)
 
     def rollout(self) -> ScoredRollout:
-        """The answers. Each prompt ends with the number of its row, by which the models know it."""
+        """Makes the rollout.
+
+        Each prompt ends with the number of its row, by which the models know it.
+        """
         mask, n = self.mask.bool(), self.rows
         finished = torch.ones(n, dtype=torch.bool) if self.finished is None else self.finished
         lengths = mask.sum(1)
-        # of 3, 2, 1, 3, ... tokens
+        # with 3, 2, 1, 3, ... tokens
         prompts = torch.tensor([[i % PROMPT < 1 + j for j in range(PROMPT)] for i in range(n)])
         ids = torch.full((n, PROMPT + WIDTH), self.pad_id).masked_fill(torch.cat([prompts, mask], 1), WORD)
         ids[:, PROMPT - 1] = torch.arange(n)
@@ -101,8 +105,9 @@ class Numbers:
 
 
 class Told:
-    """A trained model that says ``old`` and ``now``; remembers, for each optimizer step, the loss and its
-    gradient.
+    """Stands in for a trained model that returns ``old`` and ``now``.
+
+    It records the loss and its gradient for each optimizer step.
     """
 
     module = SimpleNamespace(packed=False)
@@ -132,7 +137,10 @@ class Told:
 
 
 class ToldActor(Told):
-    """With ``lagging`` its old log-probs are those of a copy that must be swapped in first."""
+    """Stands in for the actor.
+
+    With ``lagging`` its old log-probs are those of a copy that must be swapped in first.
+    """
 
     def __init__(self, numbers: Numbers, lagging: bool):
         unattended = ~numbers.mask.bool()
@@ -188,7 +196,7 @@ class Run:
 
 
 def make_and_learn(config: Config, world, numbers: Numbers, experience: Experience | None = None) -> Run:
-    """One PPO step without weights. With ``experience`` only the learning."""
+    """Runs one PPO step without weights; with ``experience`` only the update."""
     timer, lagged = PhaseTimer(world.device), config.algo.old_policy == "lagged"
     actor = ToldActor(numbers, lagged)
     critic = (
@@ -210,8 +218,8 @@ def make_and_learn(config: Config, world, numbers: Numbers, experience: Experien
             pad_id=numbers.pad_id,
             timer=timer,
         )
-        # the old policy is another than the one that learns, also where one optimizer step would be the first
-        # to ask for it
+        # Here the old policy always differs from the one that learns, so its log-probs are computed before
+        # the update even for a single optimizer step.
         experience, seen = replace(make, compute_old_logprobs=True)(numbers.rollout(), coef)
     learn = learner(
         config,
@@ -228,7 +236,7 @@ def make_and_learn(config: Config, world, numbers: Numbers, experience: Experien
 
 
 def experience_with(numbers: Numbers, advantages: Tensor) -> Experience:
-    """The experience of a run without a critic whose advantages are these."""
+    """Makes the experience of a run without a critic that has these advantages."""
     rollout = numbers.rollout()
     return Experience(
         ids=rollout.ids,
@@ -247,18 +255,19 @@ def experience_with(numbers: Numbers, advantages: Tensor) -> Experience:
 
 
 def states(columns: Tensor, mask: Tensor) -> Tensor:
-    """Values [B,R] of the states before each place -> [B,S], nothing sensible where a critic is not to be
-    read: beyond the state after the end.
+    """Turns values [B,R] of the states before each position into [B,S].
+
+    Positions after the end state, which must not be read, get arbitrary values.
     """
     beyond = torch.arange(WIDTH + 1) > mask.sum(1, keepdim=True)
     return pad(columns, (0, 1), value=NAN).masked_fill(beyond, NAN)
 
 
-RUNS: dict[tuple[str, ...], Run] = {}  # a run has many outputs, each of them a test
+RUNS: dict[tuple[str, ...], Run] = {}  # a run has many outputs, each of which is a test
 
 
 def ran(world, case: Case, numbers: Numbers, *arguments: str, **sizes: int) -> Run:
-    """The run of composed(*arguments, **sizes) on the numbers of a case."""
+    """Returns the run of composed(*arguments, **sizes) on the numbers of a case."""
     key = (case.id, *arguments)
     if key not in RUNS:
         RUNS[key] = make_and_learn(composed(*arguments, **sizes), world, numbers)
@@ -271,7 +280,7 @@ def close(actual, expected) -> None:
 
 
 def loss_of(model: Told) -> float:
-    """Of every optimizer step: all passes see the same rows and weights that do not move."""
+    """Returns the loss of every optimizer step: all passes see the same rows and unchanged weights."""
     losses = [loss for loss, _ in model.steps]
     close(losses, losses[:1] * len(losses))
     return losses[0]
@@ -284,12 +293,12 @@ def gradient_of(model: Told) -> Tensor:
 
 
 def at_places(x: Tensor) -> Tensor:
-    """[B,S] -> [B,R]; nothing may stand in the last column."""
+    """Turns [B,S] into [B,R]; the last column must be zero."""
     assert not x[:, WIDTH].any()
     return x[:, :WIDTH]
 
 
 def under(mask: Tensor, x: Tensor) -> Tensor:
-    """What stands under the mask, [tokens]; nothing may stand elsewhere."""
+    """Returns the values under the mask, [tokens]; all others must be zero."""
     assert not x[~mask.bool()].any()
     return x[mask.bool()]

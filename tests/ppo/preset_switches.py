@@ -1,8 +1,9 @@
-"""What each preset of conf/algo switches, written out by hand: from the papers, and from the configs and code
-of the systems they are named after.
+"""Lists what each preset of conf/algo switches, written by hand.
+
+The sources are the papers, and the configs and code of the systems that give the presets their names.
 """
 
-# PPO as the literature has it; every key of `algo`
+# PPO as in the literature; every key of `algo`
 STANDARD = {
     "action_level": "token",
     "old_policy": "rollout",
@@ -10,7 +11,7 @@ STANDARD = {
     "aux_coef": 0.0,
     "epochs": 2,
     "target_kl": None,
-    "minibatch_size": 6,  # null: the whole rollout, which has 6 answers here
+    "minibatch_size": 6,  # null: the whole rollout, which has 6 responses here
     "kl.place": "reward",
     "kl.estimator": "k1",
     "kl.coef": 0.05,
@@ -76,7 +77,7 @@ ZYSNLP = {
 }
 WITHOUT_CRITIC = {"advantage.whiten": "none", "reward_shaping.clip": None, "epochs": 1}
 
-# preset -> what is not as in STANDARD
+# preset -> differences from STANDARD
 DEPARTURES = {
     "standard": {},
     "sums": {"kl.coef": 0.02, "minibatch_size": 128},
@@ -201,5 +202,5 @@ DEPARTURES = {
         "epochs": 1,
     },
 }
-# those that keep what a published loop gets wrong, and say so when they start
+# presets that reproduce an error of a published loop, and report it when they start
 WARN = {"zysnlp", "zysnlp_strict", "sequence_kl", "minimind", "deepspeed_chat"}

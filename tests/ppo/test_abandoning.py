@@ -1,5 +1,5 @@
-"""A step that is abandoned before its update is as if it had not begun; an evaluation that is cut short is
-made up for.
+"""Tests that a step abandoned before its update leaves no trace, and that an interrupted evaluation is
+repeated.
 """
 
 import random
@@ -19,7 +19,7 @@ def loop(world, tokenizer, monkeypatch):
 
 
 class Moments(Counter):
-    """Gives its state as it is, not a copy of it."""
+    """Returns its state itself, not a copy."""
 
     def __init__(self):
         self.state = {"n": 0}
@@ -44,7 +44,9 @@ def draws():
 
 
 def leave_in(run, name, step):
-    """From the ``step``-th call on, the part does what it does, draws random numbers, and is told to leave."""
+    """Makes the method abandon the run from its ``step``-th call on, after doing its work and drawing random
+    numbers.
+    """
     owner, calls = run.context.stop if name == "raise_if_stopped" else run.stage, []
     part = getattr(owner, name)
 
@@ -52,7 +54,7 @@ def leave_in(run, name, step):
         found = part(*args, **kwargs)
         calls.append(1)
         draws()
-        run.stage.stateful["counter"].n += 1  # a running moment, say
+        run.stage.stateful["counter"].n += 1  # for example a running moment
         if len(calls) >= step:
             raise Abandoned
         return found
@@ -61,11 +63,11 @@ def leave_in(run, name, step):
 
 
 @pytest.mark.parametrize("name", ["collect", "make_experience", "raise_if_stopped"])
-def test_what_is_saved_is_the_state_before_the_step(loop, name):
+def test_an_abandoned_step_saves_the_state_before_it(loop, name):
     run, events = loop(checkpoint_every=2, parts={"counter": Moments()})
     leave_in(run, name, step=2)
     after_one, log = [], run.log
-    # the last of the first step
+    # the last call of the first step
     run.log = lambda *line: (
         log(*line),
         after_one.append((deepcopy(run.state_dict()), draws_and_back())),
@@ -98,7 +100,7 @@ def test_before_the_first_update_there_is_nothing_to_save(loop):
     assert run.fit() == "signal" and not named(events, "save") and not named(events, "log")
 
 
-def test_a_critics_pretraining_and_a_first_evaluation_are_left_too(loop):
+def test_critic_pretraining_and_the_first_evaluation_are_abandoned_too(loop):
     run, events = loop(algo=("algo.value.pretrain_rollouts=3",), parts={"counter": Counter()})
     leave_in(run, "collect", step=2)
     assert run.fit() == "signal" and len(named(events, "learn critic")) == 1 and not named(events, "save")
@@ -107,14 +109,14 @@ def test_a_critics_pretraining_and_a_first_evaluation_are_left_too(loop):
     assert run.fit() == "signal" and "prompts 1" not in events
 
 
-def test_the_update_is_finished(loop):
-    """A signal during the update is seen at the next look, that of the evaluation or of the next step."""
+def test_a_started_update_is_finished(loop):
+    """A signal during the update takes effect at the next check, in the evaluation or at the next step."""
     run, events = loop(stop=(None, "signal"))
     assert run.fit() == "signal" and named(events, "log") == [1] and named(events, "save") == [1]
 
 
 def cut_short(loop, **plan):
-    """A run that is left in the evaluation after its second step, and what it was saved as."""
+    """Returns a run that was interrupted in the evaluation after step 2, and its checkpoint."""
     run, events = loop(
         stop=(None, None, "signal"),
         scores=[0.1, 0.2],
@@ -135,13 +137,13 @@ def resumed(loop, run, **how):
     return again, events
 
 
-def test_a_step_whose_evaluation_was_cut_short_is_done_and_has_its_line(loop):
+def test_a_step_with_an_interrupted_evaluation_is_complete_and_logged(loop):
     run, events = cut_short(loop)
     assert named(events, "log") == [1, 2] and named(events, "save") == [2]
     assert "policy/loss" in run.tracker.metrics[2] and "eval/score_mean" not in run.tracker.metrics[2]
 
 
-def test_the_next_start_makes_up_for_it_before_anything_else(loop):
+def test_the_next_start_first_repeats_the_evaluation(loop):
     run, _ = cut_short(loop, keep_best=True)
     again, events = resumed(loop, run, scores=[0.7, 0.5], keep_best=True)
     assert again.fit() == "done"
@@ -150,7 +152,7 @@ def test_the_next_start_makes_up_for_it_before_anything_else(loop):
     ] == [
         "evaluate",
         ("log", 2),
-        ("save", 2, True),  # the best, and a checkpoint that owes nothing
+        ("save", 2, True),  # the best one, and a checkpoint without a pending evaluation
         "prompts 3",
         "evaluate",
     ]
@@ -160,7 +162,7 @@ def test_the_next_start_makes_up_for_it_before_anything_else(loop):
     assert named(events, "log") == [2, 3, 4] and again.state.best_score == 0.7
 
 
-def test_it_may_be_cut_short_again(loop):
+def test_the_repeated_evaluation_may_be_interrupted_again(loop):
     run, _ = cut_short(loop)
     again, events = resumed(loop, run, stop=("signal",), scores=[0.7])
     leave_in(again, "evaluator", step=1)
@@ -168,7 +170,7 @@ def test_it_may_be_cut_short_again(loop):
     assert again.state.unevaluated is not None
 
 
-def test_after_the_last_step_too(loop):
+def test_the_evaluation_after_the_last_step_is_repeated_too(loop):
     run, _ = loop(stop=(None, None, "signal"), scores=[0.1, 0.2], total_steps=2, parts={"counter": Counter()})
     leave_in(run, "evaluator", step=2)
     assert run.fit() == "signal"

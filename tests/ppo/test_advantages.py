@@ -1,5 +1,6 @@
-"""Where the score is paid, which states there are, and what comes of them; numbers by hand, or by plain loops
-over lists.
+"""Tests the position of the score, the states, and the advantages that follow.
+
+The numbers are computed by hand or by plain loops over lists.
 """
 
 from dataclasses import replace
@@ -14,14 +15,16 @@ SCORES = [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def rows():
-    """Room for more; up to its own limit with an end, and without; up to the limit of all; nothing at all
-    (its end is no action).
+    """Makes five responses: below its limit, at its limit with and without an end token, at the overall
+    limit, empty.
+
+    The end token of the empty one is no action.
     """
     return answers([2, 1, 2, 3, 0], SCORES, finished=[True, True, False, False, True], limits=[3, 1, 2, 3, 3])
 
 
 def paid(place, rollout, kl=0.5, coef=0.2, token_score=0.0):
-    """A KL of ``kl`` and a score of ``token_score`` on each token."""
+    """Returns the rewards for a KL of ``kl`` and a score of ``token_score`` on each token."""
     mask = rollout.response_mask
     kl, tokens = (
         torch.full(mask.shape, kl).masked_fill(~mask, 0.0),
@@ -33,12 +36,13 @@ def paid(place, rollout, kl=0.5, coef=0.2, token_score=0.0):
 ON_LAST = [[-0.1, 0.9, 0, 0], [1.9, 0, 0, 0], [-0.1, 2.9, 0, 0], [-0.1, -0.1, 3.9, 0], [0, 0, 0, 0]]
 ON_NEXT = [[-0.1, -0.1, 1, 0], [1.9, 0, 0, 0], [-0.1, 2.9, 0, 0], [-0.1, -0.1, 3.9, 0], [5, 0, 0, 0]]
 ACTIONS = [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
-ONE_MORE = [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]  # where there is room
+# where the limit allows another position
+ONE_MORE = [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("next_state", ["trained", "untrained", "ignored"])
-def test_on_the_last_token(next_state):
-    """An answer without an action has no place for a score."""
+def test_the_score_on_the_last_token(next_state):
+    """A response without an action has no position for a score."""
     place = ScorePosition("last_token", next_state)
     assert rounded(paid(place, rows())) == ON_LAST
     assert place.states(rows()).int().tolist() == place.trained(rows()).int().tolist() == ACTIONS
@@ -48,9 +52,10 @@ def test_on_the_last_token(next_state):
     ("next_state", "states", "trained"),
     [("trained", ONE_MORE, ONE_MORE), ("untrained", ONE_MORE, ACTIONS), ("ignored", ACTIONS, ACTIONS)],
 )
-def test_one_place_after_the_last_token(next_state, states, trained):
-    """That place is a state of its own; an answer that fills its limit has none, and is paid on its last
-    token.
+def test_the_score_on_the_position_after_the_last_token(next_state, states, trained):
+    """That position is a state of its own.
+
+    A response that reaches its limit has no such state and gets the score on its last token.
     """
     place = ScorePosition("next_token", next_state)
     assert place.states(rows()).int().tolist() == states and place.trained(rows()).int().tolist() == trained
@@ -60,8 +65,8 @@ def test_one_place_after_the_last_token(next_state, states, trained):
     )
 
 
-def test_wider_padding_makes_no_room():
-    """The limit counts, not the width of the batch."""
+def test_wider_padding_adds_no_position():
+    """The limit decides, not the width of the batch."""
     place = ScorePosition("next_token", "trained")
     wide = rows().resized(1, 6)
     assert place.states(wide).int().tolist() == [row + [0] * 3 for row in ONE_MORE]
@@ -81,14 +86,16 @@ def test_scores_of_tokens_are_added_on_the_tokens(place):
 
 
 def values(rollout):
-    """V of state t of row i: (i + 1) * (t + 1) / 10, rubbish beyond the state after the last token."""
+    """V of state t of row i is (i + 1) * (t + 1) / 10; states after the last one hold arbitrary values."""
     states = torch.arange(rollout.response_width + 1) <= rollout.response_lengths[:, None]
     made = (torch.arange(len(rollout))[:, None] + 1) * (torch.arange(rollout.response_width + 1) + 1) / 10
     return made.masked_fill(~states, 1e6)
 
 
 def gae_by_loop(rewards, v, after, gamma, lam):
-    """Schulman et al. 2016 over the states of one row: the sum of (gamma lam)^k delta, written out."""
+    """Computes GAE over the states of one row by its definition (Schulman et al. 2016): the sum of (gamma
+    lam)^k delta.
+    """
     following = [*v, after][1:]
     deltas = [r + gamma * n - x for r, x, n in zip(rewards, v, following, strict=True)]
     return [sum((gamma * lam) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(v))]
@@ -97,8 +104,8 @@ def gae_by_loop(rewards, v, after, gamma, lam):
 @pytest.mark.parametrize("bootstrap", [False, True])
 @pytest.mark.parametrize("where", ["last_token", "next_token"])
 @pytest.mark.parametrize("lam_critic", [None, 1.0])
-def test_over_tokens(where, bootstrap, lam_critic):
-    """A cut answer goes on from V of its last state where asked to; one that ended is over.
+def test_gae_over_tokens(where, bootstrap, lam_critic):
+    """On request a truncated response bootstraps from V of its last state; a finished one never does.
 
     Returns have a lambda of their own.
     """
@@ -124,10 +131,10 @@ def test_over_tokens(where, bootstrap, lam_critic):
         assert made.value_mask[i].int().tolist() == states
 
 
-def test_what_a_cut_answer_goes_on_with():
-    """Third and fourth row are cut, at V 0.9 and 1.6; the second ended on its last possible token.
+def test_the_bootstrap_value_of_a_truncated_response():
+    """Rows 3 and 4 are truncated, with V 0.9 and 1.6; row 2 ended on its last possible token.
 
-    Gamma 1, lambda 1: on every token the same.
+    With gamma 1 and lambda 1 all tokens of a row have the same difference.
     """
     rollout = rows()
     plain, more = (
@@ -151,14 +158,14 @@ def test_what_a_cut_answer_goes_on_with():
             "response_last",
             [2, 1, 2, 3, None],
             [0.3, 0.4, 0.9, 1.6],
-        ),  # the last one in the last column: the answer fills the width
+        ),  # the last one in the last column: the response fills the width
     ],
 )
 @pytest.mark.parametrize("where", ["last_token", "next_token"])
 def test_the_whole_answer_as_one_action(position, columns, baselines, where):
-    """One reward, the sum of all (0.1 less for each token); one value.
+    """The one reward is the sum over the response (0.1 less for each token), and there is one value.
 
-    An answer without an action has neither.
+    A response without an action has neither.
     """
     rollout, place = rows(), ScorePosition(where, "trained")
     made = gae(level="sequence", position=position, gamma=0.3, bootstrap_truncated=True, place=place)(
@@ -176,8 +183,8 @@ def test_the_whole_answer_as_one_action(position, columns, baselines, where):
         )
 
 
-def test_a_lost_score_is_lost_for_whole_answers_too():
-    """Only answers that fill their limit keep theirs."""
+def test_a_masked_score_is_lost_at_sequence_level_too():
+    """Only responses that reach their limit keep their score."""
     rollout, place = rows(), ScorePosition("next_token", "ignored")
     made = gae(level="sequence", position="prompt_last", place=place)(
         paid(place, rollout), values(rollout), None, rollout
@@ -189,13 +196,16 @@ def test_a_lost_score_is_lost_for_whole_answers_too():
 
 
 def grouped():
-    """Two prompts with two answers each: 2 and 1 tokens, 3 and 3."""
+    """Makes two prompts with two responses each: 2 and 1 tokens, 3 and 3."""
     return answers([2, 1, 3, 3], [1.0, 4.0, 2.0, 2.0], limits=[3] * 4)
 
 
 @pytest.mark.parametrize("where", ["last_token", "next_token"])
-def test_rewards_to_come(where):
-    """Gamma 0.5, a charge of 0.1 on each token. Paid one place later, the score is discounted once more."""
+def test_rewards_to_go(where):
+    """Gamma is 0.5 and each token costs 0.1.
+
+    If the score is one position later, it is discounted once more.
+    """
     rollout, place = grouped(), ScorePosition(where, "trained")
     estimate = critic_free("reinforce", 0.5, 2, place)
     made = estimate(paid(place, rollout), None, rollout.scores, rollout).advantages
@@ -203,14 +213,14 @@ def test_rewards_to_come(where):
         "last_token": [[-0.1 + 0.5 * 0.9, 0.9, 0], [3.9, 0, 0]],
         "next_token": [[-0.1 + 0.5 * 0.4, -0.1 + 0.5, 0], [-0.1 + 2, 0, 0]],
     }
-    full = [-0.1 + 0.5 * (-0.1 + 0.5 * 1.9), -0.1 + 0.5 * 1.9, 1.9]  # fills its limit either way
+    full = [-0.1 + 0.5 * (-0.1 + 0.5 * 1.9), -0.1 + 0.5 * 1.9, 1.9]  # reaches its limit either way
     assert rounded(made) == rounded(torch.tensor([*late[where], full, full]))
 
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        # totals: scores less 0.1 for each token: 0.8 and 3.9, 1.7 and 1.7
+        # totals: scores minus 0.1 per token: 0.8 and 3.9, 1.7 and 1.7
         ("rloo", [-3.1, 3.1, 0, 0]),
         ("dr_grpo", [-1.55, 1.55, 0, 0]),
         ("grpo", [-1.55 / 2.192031, 1.55 / 2.192031, 0, 0]),  # std over n - 1: sqrt(2 * 1.55^2)
@@ -218,8 +228,8 @@ def test_rewards_to_come(where):
     ],
 )
 @pytest.mark.parametrize("where", ["last_token", "next_token"])
-def test_against_the_other_answers_to_a_prompt(kind, expected, where):
-    """The KL in the reward counts; the sum over an answer is the same wherever the score is paid."""
+def test_group_baselines(kind, expected, where):
+    """The KL in the reward counts; the sum over a response does not depend on the position of the score."""
     rollout, place = grouped(), ScorePosition(where, "trained")
     estimate = critic_free(kind, 0.5, 2, place)
     made = estimate(paid(place, rollout), None, rollout.scores, rollout).advantages
@@ -227,8 +237,8 @@ def test_against_the_other_answers_to_a_prompt(kind, expected, where):
         assert made[i].tolist() == pytest.approx([expected[i]] * length + [0.0] * (3 - length), abs=1e-5)
 
 
-def test_neighbours_are_a_group():
-    """The same rows as one group of four: means over 0.8, 3.9, 1.7, 1.7 = 8.1 / 4."""
+def test_consecutive_rows_form_a_group():
+    """The same rows form one group of four, with the mean over 0.8, 3.9, 1.7, 1.7 = 8.1 / 4."""
     rollout, place = grouped(), ScorePosition("last_token", "trained")
     estimate = critic_free("dr_grpo", 1.0, 4, place)
     made = estimate(paid(place, rollout), None, rollout.scores, rollout).advantages
@@ -237,9 +247,10 @@ def test_neighbours_are_a_group():
     )
 
 
-def test_an_answer_without_an_action_still_counts_for_the_others():
-    """Leave-one-out of scores 1, 5, 1, 1, where the 5 ended at once and its end is no action: the others'
-    mean is 7 / 3.
+def test_a_response_without_an_action_counts_in_the_group_baseline():
+    """Leave-one-out of scores 1, 5, 1, 1: the mean for the others is 7 / 3.
+
+    The response with score 5 ended at once, and its end token is no action.
     """
     rollout = answers([1, 1, 1, 1], [1.0, 5.0, 1.0, 1.0])
     rollout = replace(rollout, response_mask=torch.tensor([[True], [False], [True], [True]]))

@@ -1,4 +1,6 @@
-"""Rows over ranks: everyone gets all of them, minibatches and micro-batches cover each exactly once."""
+"""Tests the distribution of rows: ranks gather all of them, and minibatches and micro-batches cover each
+exactly once.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ PROMPTS, ANSWERS = [3, 7, 1, 5, 2, 2, 9, 4], [6, 1, 2, 8, 3, 3, 1, 5]
 
 
 def real(rows):
-    """What is under the masks of each row, as plain lists."""
+    """Returns the values under the masks of each row as plain lists."""
     out = []
     for i in range(len(rows)):
         mask = rows.response_mask[i]
@@ -34,7 +36,7 @@ def real(rows):
     return out
 
 
-def test_exchange_gives_every_rank_all_rows_in_the_order_of_the_ranks(on_ranks, experience):
+def test_all_gather_rows_keeps_the_order_of_the_ranks(on_ranks, experience):
     shares = [experience([2, 4], [3, 1], seed=1, finished=[True, False]), experience([1, 1], [5, 2], seed=2)]
     assert (shares[0].prompt_width, shares[0].response_width) == (4, 3) and (
         shares[1].prompt_width,
@@ -47,13 +49,13 @@ def test_exchange_gives_every_rank_all_rows_in_the_order_of_the_ranks(on_ranks, 
         assert rows.prompt_lengths.tolist() == [2, 4, 1, 1] and rows.response_lengths.tolist() == [3, 1, 5, 2]
 
 
-def test_exchange_of_one_rank_changes_nothing(world, experience):
+def test_all_gather_rows_of_one_rank_changes_nothing(world, experience):
     rows = experience([2, 4], [3, 1])
     assert real(all_gather_rows(rows, world)) == real(rows)
 
 
-def test_exchange_of_what_is_no_tensor(on_ranks):
-    """Raw rows and the parts of the scores, as many on each rank, in the order of the ranks."""
+def test_all_gather_rows_gathers_objects_too(on_ranks):
+    """Raw rows and parts of scores are gathered in the order of the ranks, with equal counts on each rank."""
     shares = [
         answers([2, 1], metadata=({"n": 0}, {"n": 1}), style=[0.5, 1.5]),
         answers([1, 3], metadata=({"n": 2}, {"n": 3}), style=[2.5, 3.5]),
@@ -88,7 +90,7 @@ def test_minibatches_cover_all_rows_once_an_epoch():
     assert len(parts) == 9 and {len(part) for part in parts} == {4}
     epochs = [torch.cat(parts[i : i + 3]).tolist() for i in (0, 3, 6)]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
-    # shuffled, and anew each time
+    # reshuffled for each epoch
     assert len({tuple(epoch) for epoch in epochs}) == 3 and list(range(12)) not in epochs
     again = shuffled(12, 3, 4, seed=0)
     assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
@@ -106,7 +108,7 @@ def test_minibatches_must_fit():
 def test_microbatches_cover_the_minibatch_once_over_all_ranks(on_ranks, experience, ranks, budget):
     rows = experience(PROMPTS, ANSWERS)
     dealt = on_ranks(ranks, lambda world: microbatches(rows, budget, world))
-    assert len({len(micros) for micros in dealt}) == 1  # as many forwards on each
+    assert len({len(micros) for micros in dealt}) == 1  # equally many forwards on each rank
     assert {sum(len(micro) for micro in micros) for micros in dealt} == {8 // ranks}
     assert sorted(row for micros in dealt for micro in micros for row in real(micro)) == sorted(real(rows))
     for micro in (micro for micros in dealt for micro in micros):
@@ -117,8 +119,8 @@ def test_microbatches_cover_the_minibatch_once_over_all_ranks(on_ranks, experien
         )
 
 
-def test_ranks_agree_on_the_number_of_microbatches(on_ranks, experience):
-    """Rank 0 gets 10 + 8 tokens, too many for one forward; rank 1 gets 9 + 8, which would fit."""
+def test_ranks_have_the_same_number_of_microbatches(on_ranks, experience):
+    """Rank 0 has 10 + 8 tokens, too many for one forward; rank 1 has 9 + 8, which would fit."""
     rows = experience([5, 5, 4, 4], [5, 4, 4, 4])
     dealt = on_ranks(2, lambda world: microbatches(rows, 18, world))
     assert [[len(micro) for micro in micros] for micros in dealt] == [[1, 1], [1, 1]]
@@ -132,14 +134,15 @@ def test_scoring_plans_agree_over_ranks(on_ranks, experience):
 
 
 def on_rows(forward):
-    """A model whose output is ``forward`` of the rows that it is given."""
+    """Makes a model whose output is ``forward`` of the rows that it receives."""
     return lambda ids, mask, response_width: forward(Sequences(ids, mask, mask[:, -response_width:]))
 
 
 @pytest.mark.parametrize("budget", [1, 16, 25, 10_000])
-def test_scores_stay_with_their_rows_and_places(world, experience, budget):
-    """Row i, place t, gets 100 * (its first prompt token) + its t-th response token; nothing lies outside the
-    mask.
+def test_scores_stay_with_their_rows_and_positions(world, experience, budget):
+    """Row i, position t, gets 100 * (its first prompt token) + its t-th response token.
+
+    Values outside the mask are 0.
     """
     rows = experience(PROMPTS, ANSWERS, vocabulary=90)
     sizes = []
@@ -161,8 +164,9 @@ def test_scores_stay_with_their_rows_and_places(world, experience, budget):
 
 @pytest.mark.parametrize("budget", [1, 25, 10_000])
 def test_states_of_a_row_are_one_more_than_its_tokens(world, experience, budget):
-    """State t of row i gets 100 * (its prompt's length) + t; nothing lies beyond the state after the last
-    token.
+    """State t of row i gets 100 * (its prompt's length) + t.
+
+    Values beyond the state after the last token are 0.
     """
     rows = experience(PROMPTS, ANSWERS)
 
@@ -177,8 +181,8 @@ def test_states_of_a_row_are_one_more_than_its_tokens(world, experience, budget)
         assert out[i].tolist() == [100.0 * p + t for t in range(r + 1)] + [0.0] * (8 - r)
 
 
-def test_a_token_that_is_no_action_has_its_number_too(world):
-    """An end token taken out of the mask is attended to, and a reference may be asked about it."""
+def test_a_masked_token_has_a_log_prob_too(world):
+    """An end token that is excluded from the mask is attended to, and the reference may score it."""
     rows = answers([3, 1])
     mask = rows.response_mask.clone()
     mask[0, 2] = False

@@ -1,5 +1,7 @@
-"""Answers and their scores: when generation and reward run, and how other prompts take the place of those
-that teach nothing.
+"""Tests responses and their scores.
+
+They cover the order of generation and reward, and dynamic sampling, which replaces prompts without a training
+signal.
 """
 
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from ppo_ds.ppo.collector import DynamicRolloutCollector, RolloutCollector, scor
 from ppo_ds.types import Prompts, Rollout, Scores
 
 SAMPLING = object()
-PER_ROUND, SAMPLES = 4, 2  # prompts over all ranks, answers to each
+PER_ROUND, SAMPLES = 4, 2  # prompts over all ranks, responses per prompt
 
 
 class Actor:
@@ -26,7 +28,7 @@ class Actor:
 
 
 def prompts_of(numbers):
-    """Prompt n is a text of 1 + n % 3 tokens, for each of its answers once."""
+    """Makes prompts; prompt n is a text of 1 + n % 3 tokens, repeated for each of its responses."""
     numbers = [n for n in numbers for _ in range(SAMPLES)]
     width = max(1 + n % 3 for n in numbers)
     mask = torch.arange(width) >= width - 1 - torch.tensor(numbers)[:, None] % 3
@@ -35,7 +37,7 @@ def prompts_of(numbers):
 
 
 def generate(prompts, sampling):
-    """Answers of 1 to 4 tokens, all of them 5."""
+    """Generates responses of 1 to 4 tokens with id 5."""
     assert sampling is SAMPLING
     lengths = 1 + (prompts.ids[:, -1] + torch.arange(len(prompts)) % SAMPLES) % 4
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -52,7 +54,9 @@ def generate(prompts, sampling):
 
 
 def reward_for(useful):
-    """The two answers to a useful prompt n score n and n + 0.5, to another n and n."""
+    """Scores the two responses to a useful prompt n with n and n + 0.5, and those to other prompts with n and
+    n.
+    """
 
     def reward(rollout):
         numbers = torch.tensor([float(row["n"]) for row in rollout.metadata])
@@ -82,7 +86,7 @@ def parts(useful=(), **changes):
     )
 
 
-def test_generation_is_over_before_the_reward_reads():
+def test_generation_ends_before_the_reward_starts():
     actor, phases = Actor(), []
 
     @contextmanager
@@ -107,10 +111,10 @@ def test_generation_is_over_before_the_reward_reads():
         and [row["n"] for row in rollout.metadata] == [7, 7]
         and seen == {}
     )
-    assert next(stream).metadata[0]["n"] == 8  # one step's worth was taken
+    assert next(stream).metadata[0]["n"] == 8  # the rows of one step were taken
 
 
-def test_scores_stand_beside_the_answers():
+def test_scores_are_added_to_the_rollout():
     answered = generate(prompts_of([2]), SAMPLING)
     tokens = torch.ones(answered.response_mask.shape, dtype=torch.float64)
     rollout = scored(
@@ -131,9 +135,7 @@ def test_scores_stand_beside_the_answers():
 
 
 def dynamic(world, useful, max_rounds=10):
-    """The numbers of the chosen prompts of this rank, the rollout, what was seen, and how many rounds were
-    drawn.
-    """
+    """Returns this rank's prompt numbers, the rollout, the metrics, and the number of sampled rounds."""
     share = PER_ROUND // world.size
     drawn = []
 
@@ -151,9 +153,9 @@ def dynamic(world, useful, max_rounds=10):
 CASES = [
     ({0, 1, 2, 3}, 10, [0, 1, 2, 3], 1, 1.0),
     ({1, 4, 6, 7}, 10, [1, 4, 6, 7], 2, 4 / 8),
-    ({0, 2, 4, 5, 7}, 10, [0, 2, 4, 5], 2, 5 / 8),  # what is beyond is dropped
+    ({0, 2, 4, 5, 7}, 10, [0, 2, 4, 5], 2, 5 / 8),  # surplus prompts are dropped
     ({3, 8, 9, 11}, 10, [3, 8, 9, 11], 3, 4 / 12),
-    ({1, 6}, 2, [1, 6, 0, 2], 2, 2 / 8),  # filled up with what was put aside, in order
+    ({1, 6}, 2, [1, 6, 0, 2], 2, 2 / 8),  # filled with the prompts kept from before, in order
     ({9}, 1, [0, 1, 2, 3], 1, 0.0),
     ((), 3, [0, 1, 2, 3], 3, 0.0),
     ({1, 2}, 1, [1, 2, 0, 3], 1, 0.5),
@@ -162,12 +164,12 @@ CASES = [
 
 @pytest.mark.parametrize(("useful", "max_rounds", "chosen", "rounds", "fraction"), CASES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_prompts_whose_answers_all_score_alike_make_way(
+def test_prompts_with_equal_scores_are_replaced(
     on_ranks, ranks, useful, max_rounds, chosen, rounds, fraction
 ):
-    """With any number of ranks the same rows in the same order, an equal share on each."""
+    """Any number of ranks gives the same rows in the same order, with an equal share on each rank."""
     found = on_ranks(ranks, lambda world: dynamic(world, useful, max_rounds))
-    # tokens, of each prompt
+    # tokens of each prompt
     answered = [sum(1 + (n + i) % 4 for i in range(SAMPLES)) for n in range(rounds * PER_ROUND)]
     dropped = sum(answered) - sum(answered[n] for n in chosen)
     assert [n for numbers, *_ in found for n in numbers] == [n for n in chosen for _ in range(SAMPLES)]
@@ -178,7 +180,8 @@ def test_prompts_whose_answers_all_score_alike_make_way(
             "rollout/useful_group_frac": fraction,
             "rollout/dropped_tokens": dropped,
         }
-        for i, n in enumerate(numbers):  # every column went along, and the padding is cut to what is left
+        # every column is selected too, and the padding is cut to the remaining width
+        for i, n in enumerate(numbers):
             assert set(rollout.ids[i][rollout.attention_mask[i]].tolist()) == {n, 5}
             expected = n + (0.5 if i % SAMPLES and n in useful else 0.0)
             assert rollout.scores[i] == expected and rollout.components[i] == {"half": expected / 2}

@@ -1,4 +1,4 @@
-"""Held-out evaluation: rows that only fill a batch up count nowhere, and ranks share one result."""
+"""Tests held-out evaluation: rows that fill up a batch do not count, and ranks share one result."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -35,7 +35,7 @@ def evaluator(world, batches, tokenizer, correct_above=None):
     actor = Actor()
 
     def generator(prompts, sampling):
-        """Prompt n is answered with n tokens "a"; odd ones end by themselves."""
+        """Answers prompt n with n tokens "a"; responses to odd prompts end with the end token."""
         assert actor.generating and sampling is SAMPLING and not torch.is_grad_enabled()
         lengths = torch.tensor([row["n"] for row in prompts.metadata])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -84,8 +84,8 @@ def test_by_hand(world, tokenizer):
     ]
 
 
-@pytest.mark.parametrize("phase", [None, "eval"])  # the first evaluation is in none
-def test_where_it_hangs_can_be_told_and_whose_seconds_these_are(world, tokenizer, phase):
+@pytest.mark.parametrize("phase", [None, "eval"])  # the first evaluation runs outside of any phase
+def test_evaluation_sets_the_heartbeat_and_the_phase(world, tokenizer, phase):
     found, places = evaluator(world, [batch(1, weights=[1])], tokenizer), []
     reward, generator, timer = found.reward, found.generator, PhaseTimer(torch.device("cpu"))
 
@@ -117,7 +117,7 @@ def test_where_it_hangs_can_be_told_and_whose_seconds_these_are(world, tokenizer
     assert set(timer.take()) == {f"time/{phase or 'switch'}", "time/other", "time/step"}
 
 
-def test_a_score_equal_to_the_bar_is_not_above_it(world, tokenizer):
+def test_a_score_equal_to_the_threshold_does_not_pass(world, tokenizer):
     found = evaluator(world, [batch(2, 4, weights=[1, 1])], tokenizer, correct_above=1.0)()
     assert found.metrics["eval/accuracy"] == 0.5
     assert "eval/accuracy" not in evaluator(world, [batch(2, weights=[1])], tokenizer)().metrics
@@ -132,13 +132,13 @@ def test_ranks_share_one_result(on_ranks, world, tokenizer):
     assert [[row["prompt"] for row in found.rows] for found in both] == [["p1", "p4", "p3"]] * 2
 
 
-def test_a_rank_with_nothing_but_filling(on_ranks, tokenizer):
+def test_a_rank_with_filler_rows_only(on_ranks, tokenizer):
     shares = [[batch(2, weights=[1])], [batch(9, weights=[0])]]
     for found in on_ranks(2, lambda world: evaluator(world, shares[world.rank], tokenizer)()):
         assert found.metrics["eval/score_mean"] == 1.0
 
 
-def test_an_evaluation_leaves_the_random_state_as_it_was(world, tokenizer):
+def test_an_evaluation_restores_the_random_state(world, tokenizer):
     found, generated = evaluator(world, [batch(1, 2, weights=[1, 1])], tokenizer), []
     generator = found.generator
     found.generator = lambda *given: (generated.append(float(torch.rand(()))), generator(*given))[1]

@@ -1,4 +1,4 @@
-"""make_experience on stubs: token rewards, advantages and the numbers seen on the way, worked by hand."""
+"""Tests make_experience on stubs: token rewards, advantages and metrics, computed by hand."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from tests.ppo.algo_cases import AS_IT_IS, Stub, gae, kl_estimator, maker, round
 
 
 def scored_rollout(rollout, scores, per_token=0.0, **components):
-    """What a reward with these scores makes of a rollout."""
+    """Makes a scored rollout from a rollout and these scores."""
     tokens = torch.full(rollout.response_mask.shape, per_token).masked_fill(~rollout.response_mask, 0.0)
     return scored(
         rollout,
@@ -23,8 +23,9 @@ def scored_rollout(rollout, scores, per_token=0.0, **components):
 
 @pytest.fixture
 def answered():
-    """Answers [1 2] and [3 4 5] (the second cut at the limit) to prompts of 2 and 1 tokens; the padding holds
-    token 9.
+    """Makes responses [1 2] and [3 4 5] to prompts of 2 and 1 tokens.
+
+    The second is truncated at the limit; the padding holds token 9.
     """
     ids = torch.tensor([[8, 8, 1, 2, 9], [9, 8, 3, 4, 5]])
     mask = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]).bool()
@@ -40,7 +41,7 @@ def rollout(answered):
 
 
 def test_by_hand(world, rollout):
-    """log pi = -token/10, log pi_ref = that - 0.2, so k1 = 0.2 on each token and its charge at 0.5 is 0.1."""
+    """log pi is -token/10, log pi_ref that - 0.2, so k1 is 0.2 and its cost at 0.5 is 0.1 on each token."""
     experience, seen = maker(world)(rollout, 0.5)
     assert rounded(experience.logprobs) == [[-0.1, -0.2, 0], [-0.3, -0.4, -0.5]]
     assert rounded(experience.ref_logprobs) == [[-0.3, -0.4, 0], [-0.5, -0.6, -0.7]]
@@ -67,8 +68,9 @@ def test_by_hand(world, rollout):
 
 
 def test_discounted_gae(world, rollout):
-    """gamma 0.5, lambda 0.5, first row: delta_2 = 0.9 - 2, delta_1 = -0.1 + 0.5 * 2 - 1, A_1 = delta_1 + 0.25
-    * A_2.
+    """Gamma and lambda are 0.5.
+
+    First row: delta_2 = 0.9 - 2, delta_1 = -0.1 + 0.5 * 2 - 1, A_1 = delta_1 + 0.25 * A_2.
     """
     experience, _ = maker(world, estimate_advantages=gae(gamma=0.5, lam=0.5))(rollout, 0.5)
     assert rounded(experience.advantages)[0] == [-0.375, -1.1, 0]
@@ -82,20 +84,20 @@ def test_discounted_gae(world, rollout):
     ]  # -0.1 + 0.5 * 0.9
 
 
-def test_no_kl_where_the_actor_is_the_reference(world, rollout):
+def test_the_kl_is_zero_if_the_actor_is_the_reference(world, rollout):
     experience, _ = maker(world, reference=Stub())(rollout, 0.5)
     assert torch.equal(experience.logprobs, experience.ref_logprobs)
     assert rounded(experience.rewards) == [[0, 1, 0, 0], [0, 0, -2, 0]]
 
 
-def test_no_charge_where_the_kl_is_not_in_the_reward(world, rollout):
+def test_the_kl_is_not_in_the_reward_unless_configured(world, rollout):
     experience, seen = maker(world, charged_kl=None)(rollout, 0.5)
     assert (
         rounded(experience.rewards) == [[0, 1, 0, 0], [0, 0, -2, 0]] and seen["reward/kl_penalty_mean"] == 0
     )
 
 
-def test_the_chosen_estimator_is_charged(world, rollout):
+def test_the_configured_estimator_is_in_the_reward(world, rollout):
     experience, seen = maker(world, charged_kl=kl_estimator("k2"))(rollout, 0.5)
     assert rounded(experience.rewards) == [[-0.01, 0.99, 0, 0], [-0.01, -0.01, -2.01, 0]]
     assert seen["reward/kl_penalty_mean"] == pytest.approx(-(0.02 + 0.03) / 2)
@@ -118,7 +120,7 @@ def test_missing_stop_and_clip(world, rollout, mode, clip, shaped, clipped):
     experience, seen = maker(world, charged_kl=None, shaper=shaped_by)(rollout, 0.5)
     assert rounded(experience.rewards) == [[0, shaped[0], 0, 0], [0, 0, shaped[1], 0]]
     assert seen["reward/clipped_frac"] == clipped
-    assert experience.scores.tolist() == [1.0, -2.0]  # as the reward gave them
+    assert experience.scores.tolist() == [1.0, -2.0]  # before shaping
 
 
 def test_token_scores_and_components(world, answered):
@@ -139,7 +141,7 @@ def test_whitened_over_all_tokens(world, rollout):
     assert seen["adv/max_abs"] == pytest.approx(7.1)  # before
 
 
-def test_padding_holds_zeros_whatever_the_models_say(world, rollout):
+def test_padding_is_zero_for_any_model_output(world, rollout):
     experience, _ = maker(world)(rollout, 0.5)
     for name in ("logprobs", "old_logprobs", "ref_logprobs", "advantages"):
         assert getattr(experience, name)[~rollout.response_mask].tolist() == [0.0], name
@@ -148,7 +150,7 @@ def test_padding_holds_zeros_whatever_the_models_say(world, rollout):
     assert experience.values[0, 3] == 0
 
 
-def test_the_reference_is_resident_while_it_scores_and_not_after(world, rollout):
+def test_the_reference_is_resident_only_while_it_scores(world, rollout):
     class Moving(Stub):
         def __call__(self, *args):
             seen.append(self.is_resident)
@@ -161,9 +163,7 @@ def test_the_reference_is_resident_while_it_scores_and_not_after(world, rollout)
 
 @pytest.mark.parametrize("whiten", ["none", "batch"])
 def test_ranks_and_budgets_change_nothing(on_ranks, world, whiten):
-    """Four rows on one rank, or two on each of two with other widths: the same experience, and the same
-    numbers, everywhere.
-    """
+    """Four rows on one rank or two on each of two, with other widths, give the same experience."""
     lengths = [(2, 3), (1, 1), (4, 2), (3, 5)]
     g = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""The numbers and the sample rows of an experience, worked by hand."""
+"""Tests the metrics and the sample rows of an experience, computed by hand."""
 
 import math
 from dataclasses import replace
@@ -15,9 +15,9 @@ JUNK = 1e6
 
 @pytest.fixture
 def experience():
-    """Two prompts with two answers each:
+    """Makes two prompts with two responses each.
 
-    [a b <eos>], [<eos>], [a b c] (cut), [a b <eos>]. The padding holds rubbish.
+    They are [a b <eos>], [<eos>], [a b c] (truncated), [a b <eos>]. The padding holds arbitrary values.
     """
     ids = torch.tensor([[9, 5, 3, 4, 1], [9, 5, 1, 9, 9], [6, 7, 3, 4, 5], [6, 7, 3, 4, 1]])
     attention = torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
@@ -91,7 +91,7 @@ def test_by_hand(experience):
     )
 
 
-def test_a_single_token_that_is_no_end_is_an_answer(experience):
+def test_a_single_token_that_is_no_end_token_is_a_response(experience):
     rows = experience.select(torch.tensor([1, 1])).trimmed()
     cut = replace(rows, finished=torch.tensor([True, False]))
     assert describe(cut, kl_coef=0.0, samples_per_prompt=1)["rollout/empty_frac"] == 0.5
@@ -104,8 +104,8 @@ def test_without_a_critic_there_are_no_values(experience):
     assert seen == {name: full[name] for name in seen}
 
 
-def test_values_are_counted_where_they_are_trained(experience):
-    """One more state of the second row: its value 5 and return 3 beside 9 and 1."""
+def test_value_metrics_cover_the_trained_states(experience):
+    """The second row has one more state, with value 5 and return 3 beside 9 and 1."""
     values, returns, mask = (
         experience.values.clone(),
         experience.returns.clone(),

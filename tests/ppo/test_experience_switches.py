@@ -1,5 +1,7 @@
-"""make_experience with its switches: end tokens that are no actions, a lagging old policy, critics of all
-kinds, weights, KL after an update.
+"""Tests the switches of make_experience.
+
+They are masked end tokens, a lagging old policy, critics of all kinds, importance weights, and the KL after
+an update.
 """
 
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from ppo_ds.ppo.advantages import ScorePosition
 from ppo_ds.ppo.experience import mask_stops
 from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, critic_free, gae, maker, rounded
 
-# -- end tokens that are no actions: token 1 ends an answer, and so does 3 -----------------------------------
+# -- end tokens that are no actions: tokens 1 and 3 end a response -------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -31,14 +33,16 @@ from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, critic_free, gae, make
         (None, 3, (3,)),
     ],
 )
-def test_which_end_tokens_are_no_actions(train_on_eos, pad, masked):
-    """null: DeepSpeed-Chat's rule, the end token is no action where it is the pad token too."""
+def test_masked_stop_ids(train_on_eos, pad, masked):
+    """null is DeepSpeed-Chat's rule: the end token is no action if it is also the pad token."""
     assert masked_stop_ids(train_on_eos, (1, 3), pad) == masked
 
 
 def ended():
-    """Ends: token 1, token 3, a stop string (so token 6 stays an action), the limit (with a 1 inside that
-    ended nothing), the end token alone.
+    """Makes one response for each kind of end.
+
+    The ends are token 1, token 3, a stop string (so token 6 stays an action), the limit (with a 1 inside that
+    ended nothing), and the end token alone.
     """
     tokens = [[5, 1], [5, 6, 3], [5, 6], [1, 5, 3], [1]]
     return answers(
@@ -68,16 +72,16 @@ def test_a_masked_end_token_is_no_action_but_attended_to(masked, actions):
     assert kept.scores.tolist() == rollout.scores.tolist()
 
 
-def test_only_the_end_of_an_answer_is_its_end():
+def test_only_the_last_token_of_a_response_is_masked():
     assert mask_stops(answers([3], tokens=[[1, 5, 3]]), (1, 3)).response_mask.tolist() == [
         [True, True, False]
     ]
 
 
 def test_the_score_of_a_response_whose_end_is_masked(world):
-    """Last place: the last action that is left; next place: that of the hidden end itself, which is a state.
+    """ "last" is the last remaining action; "next" is the position of the masked end token, which is a state.
 
-    An empty answer has no last place.
+    An empty response has no last position.
     """
     rollout = replace(ended(), scores=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
     common = dict(masked_stop_ids=(1, 3), charged_kl=None)
@@ -101,7 +105,7 @@ def test_the_score_of_a_response_whose_end_is_masked(world):
         [1, 1, 1, 0],
         [0, 0, 0, 0],
     ]
-    # rewards to come less V, which is the token that follows; nothing outside of the actions
+    # rewards-to-go minus V, which is the token that follows; zero outside of the actions
     assert rounded(following.advantages) == [
         [1 - 5, 0, 0],
         [2 - 5, 2 - 6, 0],
@@ -112,8 +116,8 @@ def test_the_score_of_a_response_whose_end_is_masked(world):
     assert rounded(following.returns)[0][:2] == [1, 1] and rounded(following.returns)[4][0] == 5
 
 
-def test_the_largest_advantage_is_one_of_an_action(world):
-    """The state after the first answer has an advantage too, 90 - 6, but nobody acts in it."""
+def test_advantage_metrics_cover_actions_only(world):
+    """The state after the first response also has an advantage, 90 - 6, but is followed by no action."""
     place = ScorePosition("next_token", "trained")
     rollout = answers([2, 3], [90.0, 0.0], tokens=[[88, 89], [1, 2, 3]])
     made, seen = maker(world, charged_kl=None, score_position=place, estimate_advantages=gae(place=place))(
@@ -127,9 +131,10 @@ def test_the_largest_advantage_is_one_of_an_action(world):
 # -- the old policy ------------------------------------------------------------------------------------------
 
 
-def test_a_lagging_old_policy_changes_the_ratio_alone(world):
-    """Inside the context the actor says log pi - 0.5; KL, rewards and the gap to generation are those of the
-    policy that answered.
+def test_a_lagging_old_policy_changes_only_the_ratio(world):
+    """Inside the context the actor returns log pi - 0.5.
+
+    KL, rewards and the gap to generation still belong to the policy that generated.
     """
     actor, inside = Stub(), []
 
@@ -154,7 +159,7 @@ def test_a_lagging_old_policy_changes_the_ratio_alone(world):
 
 
 def test_importance_weights_and_the_kl_are_those_of_the_policy_that_generated(world):
-    """A lagging old policy takes no part in the weights of the decode backend, nor in the KL around an
+    """A lagging old policy affects neither the importance weights of the decode backend nor the KL after an
     update.
     """
     actor = Stub()
@@ -177,7 +182,7 @@ def test_importance_weights_and_the_kl_are_those_of_the_policy_that_generated(wo
 
 
 def test_without_a_critic_there_is_an_experience_without_values(world):
-    """Rewards-to-go: the charge is 0.5 * 0.2 on each token, the score on the last."""
+    """With rewards-to-go the cost is 0.5 * 0.2 on each token, and the score is on the last."""
     reinforce = replace(maker(world, estimate_advantages=critic_free("reinforce", 0.5)), critic=None)
     made, seen = reinforce(answers([2, 1], [1.0, -2.0], tokens=[[1, 2], [3]]), 0.5)
     assert made.values is None and made.returns is None and made.value_mask is None
@@ -187,7 +192,7 @@ def test_without_a_critic_there_is_an_experience_without_values(world):
 
 
 def test_a_value_head_on_the_actor(world):
-    """The same values from the actor's own forward give the same experience."""
+    """Values from the actor's own forward give the same experience."""
     critic = Stub(value=True)
 
     class Shared(Stub):
@@ -199,7 +204,7 @@ def test_a_value_head_on_the_actor(world):
     actor = Shared()
     make = replace(maker(world, actor=actor, share_trunk=True, token_budget=1), critic=None)
     made, _ = make(rollout, 0.5)
-    # two micro-batches, one forward each for both
+    # two micro-batches, one forward each for both outputs
     assert rounded(made.values) == [[1, 2, 6], [3, 6, 0]] and actor.forwards == 2
     for name in ("logprobs", "values", "returns", "advantages"):
         assert torch.equal(getattr(made, name), getattr(apart, name)), name
@@ -207,8 +212,8 @@ def test_a_value_head_on_the_actor(world):
 
 @pytest.mark.parametrize("whiten", ["none", "batch", "group", "minibatch"])
 @pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo", "dr_grpo", "opo"])
-def test_two_ranks_make_the_experience_of_one(on_ranks, world, kind, whiten):
-    """Two groups of two answers: on one rank, or one group on each of two, at their own widths."""
+def test_two_ranks_make_the_same_experience_as_one(on_ranks, world, kind, whiten):
+    """Two groups of two responses are on one rank, or one group is on each of two, at their own widths."""
     lengths, scores, tokens = [3, 1, 2, 4], [0.5, -1.0, 2.0, 3.5], [[1, 2, 3], [4], [5, 6], [7, 2, 1, 4]]
 
     def make(world, which):
@@ -232,11 +237,11 @@ def test_two_ranks_make_the_experience_of_one(on_ranks, world, kind, whiten):
         assert seen == pytest.approx(numbers, abs=1e-6)
 
 
-# -- weights for the decode backend --------------------------------------------------------------------------
+# -- importance weights for the decode backend ---------------------------------------------------------------
 
 
 def test_importance_weights(world):
-    """Training minus generation log-probs of ln 3, ln 1.5 and ln 0.25 are ratios of 3, 1.5 and 0.25."""
+    """Training minus generation log-probs of ln 3, ln 1.5 and ln 0.25 give ratios of 3, 1.5 and 0.25."""
     rollout = answers([2, 1], tokens=[[1, 2], [3]])
     gaps = torch.tensor([[3.0, 1.5], [0.25, 1.0]]).log()
     rollout = replace(rollout, logprobs=torch.tensor([[-0.1, -0.2], [-0.3, 0.0]]) - gaps)
@@ -266,10 +271,10 @@ def test_importance_weights(world):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_kl_after_an_update(on_ranks, ranks):
-    """The reference is 0.2 below; an update that doubles log pi = -token / 10 leaves 0.2 - token / 10. The
-    tokens' mean is 4.
+    """The reference is 0.2 below; after an update that doubles log pi = -token / 10 the KL is 0.2 - token /
+    10.
 
-    Every rank scores its part of the rows.
+    The mean token is 4. Every rank scores its part of the rows.
     """
     lengths, tokens = [2, 1, 3, 1], [[1, 2], [3], [4, 5, 6], [7]]
 

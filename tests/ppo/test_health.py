@@ -1,5 +1,6 @@
-"""What is done about numbers that are not finite: found, skipped on all ranks and for both models, counted,
-named.
+"""Tests the handling of non-finite numbers.
+
+They are located and counted, and the step is skipped on all ranks and for both models.
 """
 
 import math
@@ -74,7 +75,7 @@ COLUMNS = {
 
 
 def spoiled(rows, number, places, *names):
-    """The same rows with ``number`` in these columns."""
+    """Returns the same rows with ``number`` in these columns."""
     columns = {}
     for name in names:
         columns[name] = getattr(rows, name).clone()
@@ -84,19 +85,19 @@ def spoiled(rows, number, places, *names):
 
 @pytest.mark.parametrize("number", [NAN, INF, -INF])
 @pytest.mark.parametrize("name", COLUMNS)
-def test_each_column_is_looked_at_where_it_counts(rows, name, number):
+def test_each_column_is_checked_under_its_mask(rows, name, number):
     assert first_nonfinite(rows) is None
-    # an answer of five tokens
+    # a response of five tokens
     assert first_nonfinite(spoiled(rows, number, (6, 1), name)) == (
         COLUMNS[name],
         6,
     )
     if name != "scores":
-        # one token: what stands behind it is nobody's
+        # a response of one token: later positions do not count
         assert first_nonfinite(spoiled(rows, number, (2, 3), name)) is None
 
 
-def test_the_first_column_in_the_order_of_the_work_is_named(rows):
+def test_the_first_nonfinite_column_in_the_order_of_computation_is_named(rows):
     names = list(COLUMNS)
     for i, name in enumerate(names):
         assert first_nonfinite(spoiled(rows, NAN, (6, 1), *names[i:]))[0] == COLUMNS[name]
@@ -105,7 +106,7 @@ def test_the_first_column_in_the_order_of_the_work_is_named(rows):
 # -- in a rollout --------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_that_is_not_finite_is_not_learned_from(world, rows):
+def test_a_nonfinite_rollout_is_skipped(world, rows):
     bad = spoiled(rows, NAN, (4, 0), "scores")
     seen, actor, critic = learned(world, bad, minibatch_size=2)
     same((actor, critic), (TinyPolicy(V, 1), TinyCritic(1, 2)))
@@ -117,8 +118,8 @@ def test_a_rollout_that_is_not_finite_is_not_learned_from(world, rows):
     )
 
 
-def test_it_is_one_decision_however_many_optimizer_steps_it_was_for(on_ranks, rows):
-    """The rows of four ranks in their order, two of each."""
+def test_a_nonfinite_rollout_counts_as_one_skip(on_ranks, rows):
+    """Four ranks have two rows each, in their order."""
 
     def work(world):
         health = Health(2)
@@ -144,8 +145,8 @@ def test_it_is_one_decision_however_many_optimizer_steps_it_was_for(on_ranks, ro
     assert on_ranks(4, work) == [3] * 4
 
 
-def test_what_runs_along_is_not_poisoned(world):
-    """Moments of the scores, KL controllers; a metric that is not known is NaN."""
+def test_running_states_are_not_affected(world):
+    """Moments of the scores and KL controllers are unchanged; an unavailable metric is NaN."""
     moments, shape = RunningMoments(), shaper(world, normalize="running")
     moments.update(torch.tensor([1.0, 3.0]))
     before = moments.state_dict()
@@ -165,7 +166,7 @@ def test_what_runs_along_is_not_poisoned(world):
     assert all(math.isnan(value) for value in sums.reduced(world).values())
 
 
-def test_a_log_prob_that_is_not_finite_is_found_in_the_experience(world, inject):
+def test_a_nonfinite_log_prob_is_found_in_the_experience(world, inject):
     inject("logprob")
     made, _ = maker(world)(answers([2, 1], [0.5, 0.25]), 0.0)
     assert first_nonfinite(made) == ("log-prob of token 0", 0)
@@ -176,14 +177,14 @@ def test_a_log_prob_that_is_not_finite_is_found_in_the_experience(world, inject)
 
 @pytest.mark.parametrize("place", ["loss.actor", "grad.actor", "loss.critic", "grad.critic"])
 def test_actor_and_critic_skip_together(world, rows, inject, place):
-    """One micro-batch each: the third optimizer step of four is as if it had not been."""
+    """With one micro-batch each, the third optimizer step of four has no effect."""
     inject(f"{place}:at=3")
     followed, health = [], Health(2)
     seen, actor, critic = learned(
         world, rows, ema=SimpleNamespace(ema_update=followed.append), ema_decay=0.5, health=health
     )
     same((actor, critic), by_hand(rows, left_out=2))
-    # the fourth was sound
+    # the fourth was finite
     assert (actor.steps, critic.steps, len(followed)) == (
         3,
         3,
@@ -218,7 +219,7 @@ def test_a_gradient_of_one_rank_stops_the_step_on_all(on_ranks, rows, culprit):
     assert sorted([bad, sound]) == [[False], [True]] and (bad == [True]) == (culprit == "actor")
 
 
-def test_without_the_guard_it_would_not_be_so(monkeypatch, world, rows, inject):
+def test_without_the_guard_the_weights_become_nonfinite(monkeypatch, world, rows, inject):
     inject("loss.actor:at=3")
     monkeypatch.setattr(learner_module, "step_or_skip", step_unguarded)
     actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
@@ -227,7 +228,7 @@ def test_without_the_guard_it_would_not_be_so(monkeypatch, world, rows, inject):
     assert actor.module.head.isnan().all() and critic.steps == 4
 
 
-def test_so_many_in_a_row_end_the_update(world, rows, inject):
+def test_too_many_consecutive_skips_end_the_update(world, rows, inject):
     inject("loss.critic:at=2:times=2")
     health = Health(2)
     with pytest.raises(TooManySkips, match="loss of the critic") as raised:
@@ -238,18 +239,18 @@ def test_so_many_in_a_row_end_the_update(world, rows, inject):
 @pytest.mark.parametrize(
     ("counted", "ended", "began"), [(4, 6, "; the first of these was in step 4"), (6, 6, ""), (None, 6, "")]
 )
-def test_the_end_says_in_which_earlier_step_skipping_began(
+def test_the_error_names_the_step_in_which_skipping_began(
     world, tokenizer, monkeypatch, rows, counted, ended, began
 ):
     trouble = NonFiniteStep(("loss of the actor",), rows, torch.arange(len(rows)), None, None, 0.1, False)
-    health = Health(3, skips=2 if counted is None else 0)  # None: two of an earlier start
+    health = Health(3, skips=2 if counted is None else 0)  # None: two steps of an earlier start
     for step in [counted, counted, ended] if counted else [ended]:
         health.begin_step(step)
         if health.skips == 2:
             with pytest.raises(TooManySkips) as raised:
                 health.skip(trouble)
         elif not health.skips:
-            health.skip(trouble, forgiven=True)  # none of them
+            health.skip(trouble, forgiven=True)  # it is not counted
             health.skip(trouble)
         else:
             health.skip(trouble)
@@ -261,8 +262,8 @@ def test_the_end_says_in_which_earlier_step_skipping_began(
     assert said == f"LINE; no optimizer step was made 3 times in a row (health.max_skips){began}"
 
 
-def test_an_overflow_counts_for_nothing_while_the_loss_scale_can_fall(world, rows, inject):
-    """fp16 begins with a scale that is too high on purpose; a loss that is not finite is another matter."""
+def test_overflows_are_not_counted_while_the_loss_scale_adapts(world, rows, inject):
+    """fp16 starts with a loss scale that is too high on purpose, unlike a non-finite loss."""
     for place, counted in (("grad.actor", 0), ("loss.actor", 1)):
         inject(f"{place}:at=4")
         actor, critic, health = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world), Health(9)
@@ -271,18 +272,19 @@ def test_an_overflow_counts_for_nothing_while_the_loss_scale_can_fall(world, row
         assert seen["health/skipped_steps"] == 1.0 and health.skips == counted
 
 
-# -- who is to blame -----------------------------------------------------------------------------------------
+# -- locating the cause --------------------------------------------------------------------------------------
 
 
 def test_the_row_and_the_first_tensor_are_found(on_ranks, rows):
-    """A token whose embedding is NaN; the critic is sound. A row's part of the loss is what it adds to the
-    mean over all tokens.
+    """The embedding of one token is NaN; the critic is finite.
+
+    A row's part of the loss is its contribution to the mean over all tokens.
     """
     row = 6
     token = int(rows.ids[row, rows.prompt_width + 2])
     places = (rows.ids == token) & rows.attention_mask
     met = places.any(dim=1).tolist()
-    # the one that is drawn after it has been read
+    # the token that is sampled after it was an input
     first = max(0, int(places[row].nonzero()[0]) + 1 - rows.prompt_width)
 
     def work(world):
@@ -314,7 +316,7 @@ def test_the_row_and_the_first_tensor_are_found(on_ranks, rows):
         )
 
 
-def test_a_replay_numbers_rows_as_the_run_did(rows):
+def test_a_replay_numbers_rows_like_the_run(rows):
     dump = Dump(
         3,
         "loss of the actor",
@@ -333,7 +335,7 @@ def test_a_replay_numbers_rows_as_the_run_did(rows):
     assert [line.split()[:2] for line in each] == [["row", "5"], ["row", "2"]]
 
 
-def test_what_does_not_come_back_is_said_to_be_so(world, rows):
+def test_a_failure_that_is_not_reproduced_is_reported(world, rows):
     learn = learner(world, Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world))
     found = find_origin(
         learn, NonFiniteStep(("gradient of the critic",), rows, torch.arange(8), None, None, 0.0, False)
@@ -343,10 +345,10 @@ def test_what_does_not_come_back_is_said_to_be_so(world, rows):
     )
 
 
-# -- the ceiling ---------------------------------------------------------------------------------------------
+# -- the limit of the KL -------------------------------------------------------------------------------------
 
 
-def test_the_ceiling_speaks_when_the_kl_first_passes_it():
+def test_the_kl_monitor_reports_the_first_excess():
     ceiling = KLMonitor(0.5, stops=False)
     said = [
         ceiling.exceeded({"kl/k3_token_mean": kl}) is not None for kl in (0.1, 0.5, 0.6, 0.9, 0.2, 0.7, NAN)

@@ -1,5 +1,6 @@
-"""learn() against a straightforward loop over rows and tokens, in float64, without micro-batches, ranks or
-totals.
+"""Tests learn() against a plain loop over rows and tokens.
+
+The loop works in float64, without micro-batches, ranks or totals.
 """
 
 from dataclasses import replace
@@ -26,7 +27,9 @@ from tests.ppo.learner_cases import (
 
 @pytest.fixture
 def rows(experience):
-    """Old log-probs around those of a fresh policy, so that ratios fall on both sides of every clip."""
+    """Makes rows with old log-probs around those of a fresh policy, so that ratios are on both sides of every
+    clip.
+    """
     return old_around(experience(PROMPTS, ANSWERS))
 
 
@@ -54,7 +57,7 @@ def test_the_weights_after_all_steps_are_those_of_the_loop_by_hand(world, rows, 
     assert seen["policy/clipfrac"] > 0 and (seen["policy/clipfrac_low"] > 0) == (objective == "asymmetric")
     assert (seen["value/clipfrac"] > 0) == (objective != "value")
     before = TinyPolicy(V, 1)
-    assert (actor.module.head - before.head).abs().max() > 1e-3  # something was learned
+    assert (actor.module.head - before.head).abs().max() > 1e-3  # the weights have changed
 
 
 @pytest.mark.parametrize("objective", ["plain", "kl", "sequence_mean", "sum_norm"])
@@ -62,14 +65,14 @@ def test_the_weights_after_all_steps_are_those_of_the_loop_by_hand(world, rows, 
 def test_ranks_change_neither_weights_nor_numbers(on_ranks, world, rows, objective, ranks, budget):
     settings = OBJECTIVES[objective]
     alone, *engines = learned(world, rows, **settings)
-    del alone["perf/pad_frac_update"]  # the one that goes by how rows are grouped
+    del alone["perf/pad_frac_update"]  # depends on the grouping of rows
     for numbers, *others in on_ranks(ranks, lambda world: learned(world, rows, budget=budget, **settings)):
         same(others, [engine.module for engine in engines])
         del numbers["perf/pad_frac_update"]
         assert numbers == pytest.approx(alone, rel=1e-6, abs=1e-7)
 
 
-def test_the_ratio_is_to_the_old_policy_and_not_to_the_one_that_answered(world, rows):
+def test_the_ratio_is_to_the_old_policy_and_not_to_the_generating_one(world, rows):
     seen, *engines = learned(world, replace(rows, logprobs=rows.logprobs * 1e3))
     same(engines, by_hand(rows))
 
@@ -86,9 +89,10 @@ def test_the_seed_orders_the_rows(world, rows):
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
 
 
-def test_what_is_padded(world, experience):
-    """Minibatches of all 4 rows, with 9, 7, 3 and 2 tokens: padded together in 36 places, of which 15 hold
-    none; nothing where they are packed.
+def test_padding_metrics(world, experience):
+    """Minibatches of all 4 rows have 9, 7, 3 and 2 tokens.
+
+    Padded together they take 36 positions, 15 of them without a token; packed they need no padding.
     """
     rows = experience([4, 3, 1, 1], [5, 4, 2, 1])
     assert learned(world, rows, epochs=1)[0]["perf/pad_frac_update"] == pytest.approx(15 / 36)
@@ -183,9 +187,7 @@ def test_describe_steps():
 
 
 def test_an_answer_without_actions_weighs_nothing(world, experience):
-    """A row whose mask is empty (all of it was cut away) still runs through every forward, and changes no
-    gradient.
-    """
+    """A row with an empty mask still runs through every forward, and changes no gradient."""
     full = experience([2, 2, 2], [3, 1, 2])
     empty = full.select(torch.tensor([0, 1, 2, 1]))
     mask, attention = empty.response_mask.clone(), empty.attention_mask.clone()

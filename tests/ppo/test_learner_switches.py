@@ -1,5 +1,7 @@
-"""What learn() can be told to do otherwise: end early, train the critic alone or none, one trunk, other texts
-beside, an average to follow.
+"""Tests the switches of learn().
+
+They are early stopping, training the critic alone or without a critic, a shared trunk, pretraining texts, and
+a weight average.
 """
 
 from dataclasses import replace
@@ -34,7 +36,7 @@ def rows(experience):
     return old_around(experience(PROMPTS, ANSWERS))
 
 
-# -- the end of the passes -----------------------------------------------------------------------------------
+# -- early stopping ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -43,8 +45,9 @@ def near(experience):
 
 
 def distances(rows):
-    """How far the policy is from the old one before each optimizer step: sum of r - 1 - ln r over the
-    minibatch's tokens / tokens.
+    """Returns the distance to the old policy before each optimizer step.
+
+    It is the sum of r - 1 - ln r over the minibatch's tokens, divided by their number.
     """
     found = []
     for k, part in enumerate(shuffled(len(rows), 2, 4, seed=3)):
@@ -59,9 +62,10 @@ def distances(rows):
 
 @pytest.mark.parametrize("last", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_no_further_minibatch_once_the_policy_has_moved_too_far(on_ranks, near, last, ranks):
-    """The step that finds it too far is still taken; ranks go by the distance over all of them, and leave
-    together.
+def test_target_kl_stops_further_minibatches(on_ranks, near, last, ranks):
+    """The step that exceeds the limit is still taken.
+
+    All ranks use the distance over all rows, and stop together.
     """
     moved = distances(near)
     assert moved[0] < moved[1] < moved[2]
@@ -74,7 +78,7 @@ def test_no_further_minibatch_once_the_policy_has_moved_too_far(on_ranks, near, 
         same((actor, critic), by_hand(near, steps=last + 1))
 
 
-def test_what_the_last_minibatch_finds_ends_nothing(world, near):
+def test_an_excess_in_the_last_minibatch_has_no_effect(world, near):
     first, second, *_ = distances(near)
     seen, actor, _ = learned(world, near, epochs=1, target_kl=(first + second) / 2)
     assert actor.steps == 2 and (seen["policy/early_stopped"], seen["policy/epochs_run"]) == (0.0, 1.0)
@@ -96,7 +100,7 @@ def test_the_critic_alone(world, rows):
         "policy/epochs_run",
         "policy/early_stopped",
     }
-    _, seen = learn(rows, 0.0, 3)  # and afterwards both
+    _, seen = learn(rows, 0.0, 3)  # and then both
     assert actor.steps > 0 and "policy/loss" in seen
 
 
@@ -110,8 +114,10 @@ def test_without_a_critic(world, rows):
 
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1), (4, 24)])
 def test_the_critic_learns_the_states_that_are_trained(on_ranks, rows, ranks, budget):
-    """Also those after the end, and not every answer's tokens: a mean over all of them."""
-    # columns of each row; the answers have 2 6 1 3 4 1 5 2 tokens
+    """States after the end also count, and some response tokens do not; the loss is a mean over all trained
+    states.
+    """
+    # columns of each row; the responses have 2 6 1 3 4 1 5 2 tokens
     taken = [
         [0],
         [0, 6],
@@ -145,11 +151,11 @@ def test_the_critic_learns_the_states_that_are_trained(on_ranks, rows, ranks, bu
 
 
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1), (2, 24)])
-def test_one_trunk_learns_both_in_one_backward(on_ranks, rows, ranks, budget):
+def test_a_shared_trunk_has_one_backward_for_both_losses(on_ranks, rows, ranks, budget):
     settings = dict(policy=dict(entropy_coef=0.3), value=dict(coef=0.1))
     expected, _ = by_hand(rows, **settings, shared=True)
     apart, _ = by_hand(rows, **settings)
-    assert (expected.embed - apart.embed).abs().max() > 1e-3  # the values pull at the trunk
+    assert (expected.embed - apart.embed).abs().max() > 1e-3  # the value loss changes the trunk
 
     def work(world):
         actor = Engine(TinyPolicy(V, 1, shared=True), world)
@@ -166,12 +172,12 @@ def test_one_trunk_learns_both_in_one_backward(on_ranks, rows, ranks, budget):
         } <= seen.keys() and "value/lr" not in seen
 
 
-# -- beside the losses of PPO --------------------------------------------------------------------------------
+# -- additional losses ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1), (4, 24)])
 def test_the_balance_of_experts_is_a_mean_over_all_tokens(on_ranks, rows, ranks, budget):
-    """However the rows are split: each forward's mean counts by its tokens."""
+    """Each forward's mean is weighted by its tokens, so the split of the rows does not matter."""
     settings = dict(policy=dict(aux_coef=0.2))
     for seen, *engines in on_ranks(
         ranks, lambda world: learned(world, rows, budget=budget, minibatch_size=8, epochs=1, **settings)
@@ -187,7 +193,7 @@ def test_the_balance_of_experts_is_a_mean_over_all_tokens(on_ranks, rows, ranks,
 
 
 def texts(seed, n=4):
-    """n texts of one to four tokens after a first one that is given."""
+    """Makes n texts; the first is given, and the others have one to four tokens."""
     lengths = [1 + (i + seed) % 4 for i in range(n)]
     attention = attended([1] * n, lengths)
     ids = torch.randint(0, V, attention.shape, generator=torch.Generator().manual_seed(seed))
@@ -195,9 +201,10 @@ def texts(seed, n=4):
 
 
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 6), (2, 6)])
-def test_other_texts(on_ranks, rows, ranks, budget):
-    """Per step its own: 0.3 times the mean over their tokens of -log p, at temperature 1 whatever the
-    policy's. They come before PPO's own.
+def test_pretraining_texts(on_ranks, rows, ranks, budget):
+    """Each step has its own texts, whose loss is 0.3 times the token mean of -log p at temperature 1.
+
+    Their forwards come before PPO's own.
     """
     coef, plain = 0.3, without_critic(rows)
     expected = TinyPolicy(V, 1, temperature=0.7)
@@ -224,7 +231,7 @@ def test_other_texts(on_ranks, rows, ranks, budget):
         stream, places = iter([texts(0), texts(1)]), []
 
         def ptx(*args):
-            places.append(len(actor.flags))  # of this forward among those of its optimizer step
+            places.append(len(actor.flags))  # the index of this forward among those of its optimizer step
             return PtxObjective(coef)(*args)
 
         learn = learner(world, actor, None, budget=budget, epochs=1, ptx=ptx, ptx_texts=stream, target_kl=1e9)
@@ -240,7 +247,7 @@ def test_other_texts(on_ranks, rows, ranks, budget):
         assert places == [*range(second), *range(len(places) - second)]
 
 
-def test_an_average_follows_each_step_of_the_actor(world, rows):
+def test_the_average_is_updated_after_each_actor_step(world, rows):
     class Average:
         def ema_update(self, decay):
             seen.append((decay, actor.steps))

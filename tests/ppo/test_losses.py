@@ -1,4 +1,4 @@
-"""The losses of one micro-batch, worked by hand: values and gradients."""
+"""Tests the losses of one micro-batch against values and gradients computed by hand."""
 
 import math
 from dataclasses import replace
@@ -12,8 +12,8 @@ from ppo_ds.ppo.losses import PtxObjective
 from tests.ppo.algo_cases import RUBBISH
 from tests.ppo.learner_cases import policy_objective, value_objective
 
-# two answers, of two tokens and of one; the padding holds rubbish
-# log pi - log pi_old: the first answer's ratio is e^0.3, the second's e^-0.1
+# two responses, of two tokens and of one; the padding holds arbitrary values
+# log pi - log pi_old: the first response's ratio is e^0.3, the second's e^-0.1
 DIFFERENCES = [
     [0.1, 0.2],
     [-0.1],
@@ -45,7 +45,7 @@ def now_of(old):
 
 
 def policy(micro, out=None, kl_coef=0.0, totals=None, **changes):
-    """Loss, parts, and the gradient on the log-probs."""
+    """Returns the loss, its parts, and the gradient of the log-probs."""
     out = out or PolicyOutput(now_of(micro.old_logprobs), torch.full((2, 2), 5.0).double(), None, None)
     out = PolicyOutput(*(x.clone().requires_grad_() if x is not None else None for x in out))
     objective = policy_objective(**changes)
@@ -64,9 +64,9 @@ def mean(part):
 
 
 def test_token_by_token(micro):
-    """Ratios e^0.1 and e^-0.1 lie within the clip, e^0.2 is above it and has no gradient.
+    """Ratios e^0.1 and e^-0.1 lie within the clip; e^0.2 is above it and has no gradient.
 
-    A mean over three tokens.
+    The loss is a mean over three tokens.
     """
     loss, seen, out = policy(micro)
     assert loss == pytest.approx((-math.exp(0.1) - 1.2 + 2 * math.exp(-0.1)) / 3)
@@ -78,8 +78,9 @@ def test_token_by_token(micro):
 
 @pytest.mark.parametrize("agg", ["token_mean", "seq_mean_token_sum"])
 def test_an_answer_as_one_action(micro, agg):
-    """Ratios e^0.3, clipped to 1.2, and e^-0.1: a mean over two answers, whatever the aggregation of tokens
-    is.
+    """Ratios are e^0.3, clipped to 1.2, and e^-0.1.
+
+    The loss is a mean over two responses, whatever the aggregation of tokens is.
     """
     loss, seen, out = policy(micro, level="sequence", agg=agg)
     assert loss == pytest.approx((-1.2 + 2 * math.exp(-0.1)) / 2)
@@ -88,7 +89,7 @@ def test_an_answer_as_one_action(micro, agg):
 
 
 def test_the_gradient_of_an_answer_is_that_of_its_summed_log_prob(micro):
-    """With a wide clip: each token of the first answer gets all of -A r / 2, and not a share by length."""
+    """With a wide clip each token of the first response gets all of -A r / 2, independent of the length."""
     loss, _, out = policy(micro, level="sequence", clip_high=1.0)
     assert loss == pytest.approx((-math.exp(0.3) + 2 * math.exp(-0.1)) / 2)
     assert gradient(out.logprobs) == pytest.approx([-math.exp(0.3) / 2] * 2 + [math.exp(-0.1)])
@@ -96,8 +97,9 @@ def test_the_gradient_of_an_answer_is_that_of_its_summed_log_prob(micro):
 
 @pytest.mark.parametrize(("kind", "ratios"), [("reinforce", [1.0, 1.0]), ("cispo", [1.2, math.exp(-0.1)])])
 def test_other_objectives_of_whole_answers(micro, kind, ratios):
-    """-A (clipped ratio) log pi(answer): log-probs now -0.9 - 1.8 and -3.1, summed over the answer and not
-    averaged.
+    """The loss is -A (clipped ratio) log pi(response).
+
+    The log-probs now are -0.9 - 1.8 and -3.1, summed over the response and not averaged.
     """
     loss, seen, out = policy(micro, level="sequence", kind=kind)
     assert loss == pytest.approx((-ratios[0] * -2.7 + 2 * ratios[1] * -3.1) / 2)
@@ -113,8 +115,9 @@ def test_other_objectives_of_tokens(micro, kind, slopes):
 
 
 def test_bounds_of_the_ratio(micro):
-    """clip_high 0.05 clips both tokens of the first answer; with advantage -2 and ratio e^1.5 the dual clip
-    at 3 bounds the loss at 6.
+    """clip_high 0.05 clips both tokens of the first response.
+
+    With advantage -2 and ratio e^1.5 the dual clip at 3 bounds the loss at 6.
     """
     loss, seen, _ = policy(micro, clip_high=0.05)
     assert loss == pytest.approx((-1.05 - 1.05 + 2 * math.exp(-0.1)) / 3)
@@ -141,8 +144,10 @@ def test_importance_weights_multiply_the_surrogate(micro):
 
 @pytest.mark.parametrize(("level", "n"), [("token", 3), ("sequence", 2)])
 def test_entropy_is_a_bonus(micro, level, n):
-    """Entropies 5: the exact ones summed over three tokens or averaged over two answers, whose entropy is the
-    sum of their tokens'.
+    """All entropies are 5.
+
+    The exact ones are summed over three tokens, or averaged over two responses, whose entropy is the sum of
+    their tokens'.
     """
     plain, _, _ = policy(micro, level=level)
     loss, seen, out = policy(micro, level=level, entropy_coef=0.1)
@@ -152,14 +157,14 @@ def test_entropy_is_a_bonus(micro, level, n):
 
 @pytest.mark.parametrize(("level", "n"), [("token", 3), ("sequence", 2)])
 def test_the_entropy_of_the_sample(micro, level, n):
-    """-log p of the tokens that were drawn: 0.9 + 1.8 + 3.1. A bonus for it pushes their log-probs down."""
+    """The estimate is -log p of the sampled tokens, 0.9 + 1.8 + 3.1; a bonus decreases their log-probs."""
     plain, _, before = policy(micro, level=level)
     loss, seen, out = policy(micro, level=level, entropy_coef=0.1, entropy_kind="sample")
     assert loss == pytest.approx(plain - 0.1 * 5.8 / n) and mean(seen["policy/entropy"]) == pytest.approx(
         5.8 / 3
     )
     pushed = [x - y for x, y in zip(gradient(out.logprobs), gradient(before.logprobs), strict=True)]
-    assert pushed == pytest.approx([0.1 / n] * 3) and out.entropy.grad is None  # added to what is minimised
+    assert pushed == pytest.approx([0.1 / n] * 3) and out.entropy.grad is None  # added to the loss
 
 
 @pytest.mark.parametrize(
@@ -167,11 +172,11 @@ def test_the_entropy_of_the_sample(micro, level, n):
     [
         ("token", "token_mean", (0.125 + 0.02 + 0.5) / 3),
         ("token", "seq_mean_token_mean", (0.145 / 2 + 0.5) / 2),
-        ("sequence", "token_mean", (0.145 + 0.5) / 2),  # the KL of an answer is the sum of its tokens'
+        ("sequence", "token_mean", (0.145 + 0.5) / 2),  # the KL of a response is the sum of its tokens'
     ],
 )
 def test_the_kl_in_the_loss(micro, level, agg, expected):
-    """k2 of 0.5, -0.2 and 1 is 0.125, 0.02 and 0.5. What is reported is the mean over tokens."""
+    """k2 of 0.5, -0.2 and 1 is 0.125, 0.02 and 0.5; the metric is the mean over tokens."""
     plain, seen, _ = policy(micro, level=level, agg=agg)
     assert "policy/kl_loss" not in seen
     loss, seen, _ = policy(micro, level=level, agg=agg, kl_in_loss=True, kl_coef=0.7)
@@ -179,9 +184,10 @@ def test_the_kl_in_the_loss(micro, level, agg, expected):
     assert mean(seen["policy/kl_loss"]) == pytest.approx(0.645 / 3)
 
 
-def test_a_kl_that_is_only_watched_is_no_part_of_the_loss(micro):
-    """Answers that the reference rules out, log-prob -inf: with coefficient 0 loss and gradient do not hear
-    of it.
+def test_a_kl_with_coefficient_zero_is_not_in_the_loss(micro):
+    """The reference gives log-prob -inf.
+
+    With coefficient 0 the loss and the gradient do not change.
     """
     plain, _, before = policy(micro)
     loss, seen, out = policy(
@@ -208,8 +214,9 @@ def test_the_gradient_of_each_estimator(micro, estimator, slopes):
 
 
 def test_the_balance_loss_of_a_forward_counts_by_its_tokens(micro):
-    """This forward has 3 of the step's 12 tokens, on 2 ranks whose gradients are averaged: 0.1 * 4 * 3 / 12 *
-    2.
+    """This forward has 3 of the step's 12 tokens.
+
+    Gradients are averaged over 2 ranks, so the factor is 0.1 * 4 * 3 / 12 * 2.
     """
     totals = batch_totals([torch.ones(3, 4)], dp_size=2)
     out = PolicyOutput(
@@ -226,7 +233,7 @@ def test_the_balance_loss_of_a_forward_counts_by_its_tokens(micro):
 
 
 def test_values(micro):
-    """Errors 1, 2 and 3 over three states, one of them after the first answer's end; halved, times 0.1.
+    """Errors are 1, 2 and 3 over three states, one of them after the first response's end; halved, times 0.1.
 
     The clip at 0.5 enlarges the last.
     """
@@ -253,7 +260,7 @@ def test_values(micro):
 
 
 def test_one_value_for_each_answer(micro):
-    """At level sequence each answer counts once, however long: errors 1 and 3."""
+    """At level sequence each response counts once, whatever its length: errors 1 and 3."""
     states = torch.tensor([[False, False, True], [False, True, False]])
     rows = replace(micro, values=torch.zeros(2, 3), returns=torch.full((2, 3), 1.0), value_mask=states)
     loss, _ = value_objective(clip=None, half=False, coef=0.5)(
@@ -262,8 +269,8 @@ def test_one_value_for_each_answer(micro):
     assert loss.item() == pytest.approx(0.5 * (1 + 9) / 2)
 
 
-def test_other_texts(micro):
-    """A mean of -log p over the tokens of the whole step: these 3 of 6."""
+def test_pretraining_texts(micro):
+    """The loss is a mean of -log p over the tokens of the whole step, of which these are 3 of 6."""
     out = PolicyOutput(column([[-1.0, -2.0], [-3.0]]).requires_grad_(), None, None, None)
     loss, seen = PtxObjective(10.0)(out, micro, batch_totals([torch.ones(2, 3)]))
     assert loss.item() == pytest.approx(10 * 6 / 6) and seen["policy/ptx_loss"].tolist() == [6.0, 3.0]

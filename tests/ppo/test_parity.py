@@ -1,4 +1,4 @@
-"""The start-up gate: what decodes and what trains are compared on a few tokens."""
+"""Tests the start-up gate, which compares decoding and training on a few tokens."""
 
 import re
 from contextlib import contextmanager
@@ -21,7 +21,10 @@ LENGTHS = [1, 3, 2, 4, 4, 1, 2, 3]
 
 
 def measured(world, errors=(0.0,), n=10, sampling=SAMPLING, seen=None):
-    """The decoder's log-probs are off by ``errors``, token by token (repeated); outside the mask by 1000."""
+    """Runs the gate with decoder log-probs that are off by ``errors``, repeated over tokens.
+
+    Outside the mask they are 1000.
+    """
     generating = []
 
     def train(ids, mask, width):
@@ -60,7 +63,7 @@ def measured(world, errors=(0.0,), n=10, sampling=SAMPLING, seen=None):
     return parity_gap(prompts, actor=actor, generator=generator, sampling=sampling, token_budget=12)
 
 
-def test_alike(world):
+def test_equal_log_probs_pass(world):
     seen = []
     mean, largest = measured(world, seen=seen)
     assert mean == pytest.approx(0, abs=1e-6) and largest == pytest.approx(0, abs=1e-6)
@@ -68,14 +71,14 @@ def test_alike(world):
     assert n == 8 and (sampling.max_new_tokens, sampling.min_new_tokens, sampling.temperature) == (16, 0, 0.7)
 
 
-def test_fewer_prompts_and_shorter_answers_than_the_gate_would_take(world):
+def test_the_gate_accepts_fewer_prompts_and_shorter_responses(world):
     seen = []
     measured(world, n=3, sampling=SamplingParams(2, 0, 1.0, 1.0, 0, (), ()), seen=seen)
     assert [(n, sampling.max_new_tokens) for n, sampling in seen] == [(3, 2)]
 
 
 @pytest.mark.parametrize("dtype", ALLOWED)
-def test_off_by_more_than_the_dtype_allows(world, dtype):
+def test_differences_beyond_the_bound_of_the_dtype_fail(world, dtype):
     bound = ALLOWED[dtype]
     gap = measured(world, [0.9 * bound])
     assert gap[0] == pytest.approx(0.9 * bound, rel=1e-2) and disagreement(gap, dtype) is None
@@ -95,7 +98,7 @@ def test_nan_does_not_pass(world):
     assert "nan" in disagreement(measured(world, [float("nan"), 0.0]), "bf16")
 
 
-def test_all_ranks_find_the_same(on_ranks):
-    """Rank 1 alone is off; the mean over both decides, on both."""
+def test_all_ranks_have_the_same_result(on_ranks):
+    """Rank 1 alone is off; the mean over both ranks decides."""
     first, second = on_ranks(2, lambda world: measured(world, [0.01 * world.rank]))
     assert first == second == (pytest.approx(0.005, rel=1e-3), pytest.approx(0.01, rel=1e-3))

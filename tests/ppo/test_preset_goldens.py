@@ -1,9 +1,10 @@
-"""Presets as their YAML files have them, through the trainer's own ExperienceMaker and Learner, give the
-numbers of the systems they are named after.
+"""Tests that presets give the numbers of the systems from which they have their names.
 
-The trainer works in float32 and in micro-batches, the goldens are float64: 2e-5, relative and absolute
-(preset_runs.close). Every output of a golden file is compared but for NOT_OFFERED. Where a preset departs from its system on purpose, the expected numbers are the golden's with that
-one term put right by hand: ``expected``. Answers as single actions and groups:
+The presets are read from their YAML files and run by the trainer's own ExperienceMaker and Learner. The
+trainer works in float32 and in micro-batches, the goldens are float64: 2e-5, relative and absolute
+(preset_runs.close). Every output of a golden file is compared except those of NOT_OFFERED. Where a preset
+departs from its system on purpose, the expected numbers are the golden's with that one term corrected by
+hand: ``expected``. Responses as single actions and groups:
 test_preset_goldens_of_answers.py.
 """
 
@@ -36,7 +37,7 @@ from tests.ppo.preset_runs import (
 from tests.ppo.preset_switches import DEPARTURES, STANDARD, WARN
 
 # the files of conf/algo
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 SIZES = {"sums": {"prompts": 128}}
 
 
@@ -49,24 +50,24 @@ def dotted(tree, prefix=""):
         yield from dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
 
 
-def test_every_preset_is_here():
+def test_every_preset_is_tested():
     assert sorted(DEPARTURES) == PRESETS
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_switches_what_it_should(preset):
+def test_switches_of_each_preset(preset):
     assert dict(dotted(of_all_sizes(preset).algo.model_dump())) == STANDARD | DEPARTURES[preset]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_that_keeps_a_mistake_says_so(preset):
+def test_presets_that_reproduce_an_error_report_it(preset):
     config = of_all_sizes(preset)
     lines = warnings(config, hides_stops=config.algo.train_on_eos is False)
     assert len(lines) == (preset in WARN) and all(line.startswith("warning    algo: ") for line in lines)
 
 
 # pipelines.json
-# -----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 SYSTEMS = {
     "dschat_pad_not_eos": ("deepspeed_chat",),
     "dschat_pad_is_eos": ("deepspeed_chat",),
@@ -77,7 +78,10 @@ SYSTEMS = {
     "seed_a_eos_kept": ("zysnlp", "algo.train_on_eos=true"),
 }
 NOT_OFFERED = {
-    "torchtune/*": "no preset: its advantages keep their mean, the place after the end has KL, one-token answers are paid elsewhere"
+    "torchtune/*": (
+        "no preset: its advantages keep their mean, the place after the end has KL, "
+        "one-token answers are paid elsewhere"
+    )
 }
 PARAMETERS = {
     "kl_coef": lambda algo: algo.kl.coef,
@@ -126,29 +130,27 @@ ACTUAL = {
     "policy_grad": lambda run: gradient_of(run.actor),
     "value_grad": lambda run: at_places(gradient_of(run.critic)),
 }
-RUBBISH_BEYOND = ("openrlhf", "verl")  # what these say beyond an answer means nothing
+RUBBISH_BEYOND = ("openrlhf", "verl")  # outputs beyond a response have no meaning
 
 
 def expected(case, key):
-    """The golden's output as the preset should give it."""
+    """Returns the golden's output as the preset should give it."""
     x = case.outputs[key]
     if case.id == "trl" and key.startswith("value_"):
         return 0.1 * x  # the golden stops before vf_coef
     if case.id == "seed_a_eos_dropped" and key.endswith(("_loss", "_grad")):
-        return (
-            6 / 5 * x
-        )  # row 1 has no action: its 0 is one of 6 numbers in the tutorial's mean, and none of 5 in ours
+        # row 1 has no action: its 0 is one of 6 numbers in the tutorial's mean, and none of 5 in ours
+        return 6 / 5 * x
     if case.id == "dschat_pad_not_eos":
         return without_kl_on_pad(case)[key]
     return x
 
 
 def without_kl_on_pad(case):
-    """DeepSpeed-Chat charges KL on the PAD token after the end, which is no action. Here the charge is given
-    back.
+    """Undoes DeepSpeed-Chat's KL on the PAD token after the end, which is no action.
 
-    The place after n actions earned 0.1 * kl too little, and what came before felt 0.95 times as much of it
-    with every step back.
+    The reward after n actions was 0.1 * kl too low, and earlier positions had 0.95 times as much of it per
+    step back.
     """
     p, out = case.params, {name: array(x).copy() for name, x in case.outputs.items()}
     for i, n in enumerate(case.mask.sum(1).tolist()):
@@ -166,9 +168,8 @@ def without_kl_on_pad(case):
 def test_pipelines(world, case, key):
     actual, golden = ACTUAL[key](run_of(world, case)), expected(case, key)
     if key == "advantages" or (case.id in RUBBISH_BEYOND and key in ("rewards", "returns")):
-        actions = case.outputs[
-            "loss_mask"
-        ].bool()  # DeepSpeed-Chat has an advantage on the place after the end too, and does nothing with it
+        # DeepSpeed-Chat has an advantage on the position after the end too, and does not use it
+        actions = case.outputs["loss_mask"].bool()
         actual, golden = under(actions, actual), golden[actions]
     close(actual, golden)
 
@@ -178,7 +179,7 @@ CLIPPED = [case for case in OFFERED.values() if case.params.get("clip_reward")]
 
 @pytest.mark.parametrize("case", CLIPPED, ids=lambda case: case.id)
 def test_a_preset_clips_scores_as_its_system_does(world, case):
-    """The goldens' own scores stay below the bound, so three times these are compared with the same, clipped by hand."""
+    """The goldens' scores stay below the bound, so three times the scores are compared, clipped by hand."""
     bound, numbers = case.params["clip_reward"], dialogue(case)
     large = 3 * numbers.scores
     assert (large.abs() > bound).any() and (large.abs() < bound).any()
@@ -196,7 +197,7 @@ def test_a_preset_clips_scores_as_its_system_does(world, case):
 
 
 def test_verl_bounds_the_loss_of_unlikely_bad_tokens(world):
-    """The golden's ratios never reach dual_clip_c: at a ratio of 20, tokens of negative advantage have no gradient."""
+    """The golden never reaches dual_clip_c: at a ratio of 20, negative advantages have no gradient."""
     case = OFFERED["verl"]
     numbers = dialogue(case)
     numbers = replace(numbers, now=numbers.old + math.log(20.0))
@@ -213,9 +214,8 @@ def test_every_table_entry_is_used():
     assert_no_stale_entries("pipelines.json", ACTUAL, NOT_OFFERED)
 
 
-ONE_MORE = torch.arange(WIDTH + 1) < torch.tensor(
-    [[10], [2], [8], [5], [10], [10]]
-)  # rows 0 and 5 fill their limit
+# rows 0 and 5 reach their limit
+ONE_MORE = torch.arange(WIDTH + 1) < torch.tensor([[10], [2], [8], [5], [10], [10]])
 
 
 @of_each_system
@@ -227,11 +227,10 @@ def test_passes_and_states(world, case):
     places, lengths = torch.arange(WIDTH + 1), case.mask.sum(1, keepdim=True)
     answered = places[:-1] < lengths
     assert torch.equal(run.experience.values[:, :-1][answered], case.old_values.float()[answered])
-    assert not run.experience.values[places > lengths].any()  # nothing that a critic says of padding
+    assert not run.experience.values[places > lengths].any()  # no critic output of padding
 
 
-# what has no golden: plain loops, which must give the goldens first
-# ------------------------------------------------------------------
+# cases without a golden: plain loops, which are first compared with the goldens
 def array(x):
     return x.double().numpy()
 
@@ -300,9 +299,8 @@ def test_the_loops_give_the_advantages_of_the_goldens(name):
     if name in WHITENED:
         advantages = loops.whitened(advantages, mask, **WHITENED[name])
     for key, x in (("rewards", rewards), ("returns", returns), ("advantages", advantages)):
-        np.testing.assert_allclose(
-            x[mask], array(case.outputs[key])[mask], rtol=2e-5, atol=1e-6
-        )  # OpenRLHF's are float32
+        # OpenRLHF's are float32
+        np.testing.assert_allclose(x[mask], array(case.outputs[key])[mask], rtol=2e-5, atol=1e-6)
 
 
 def all_equal(run, wanted):
@@ -311,8 +309,10 @@ def all_equal(run, wanted):
 
 
 def test_standard(world):
-    """The score, clipped to 5, on the last action; KL 0.05 in the reward; GAE 1, 0.95; whitened by the biased
-    variance; both clips at 0.2.
+    """Score clipped to 5 on the last action, KL 0.05 in the reward, GAE 1, 0.95, whitening by the biased
+    variance.
+
+    Both clips are 0.2.
     """
     case = OFFERED["openrlhf"]
     mask, kl = array(case.mask).astype(bool), array(case.old_logprobs - case.ref_logprobs)
@@ -327,8 +327,10 @@ def test_standard(world):
 
 @pytest.mark.parametrize(("target", "passes"), [("0.25", 2), ("0.01", 1)])
 def test_minimind_token(world, target, passes):
-    """As standard, but k3 of the reference in the loss, 0.02, values half as much, no clip of the score; a
-    second pass unless the policy is gone.
+    """Like standard, with k3 of the reference in the loss (0.02), half the value loss, and no clip of the
+    score.
+
+    There is a second pass unless the policy has moved too far.
     """
     case = OFFERED["openrlhf"]
     mask, now, old = array(case.mask).astype(bool), array(case.logprobs), array(case.old_logprobs)
@@ -346,10 +348,11 @@ def test_minimind_token(world, target, passes):
     assert len(run.actor.steps) == passes
 
 
-def test_zysnlp_pays_the_score_on_the_last_action_that_is_left(world):
-    """The tutorial's golden, where the score lies on the lost end token; here it moves one place back, and
-    what came before feels 0.1 * 0.2 as much of it with every step. Row 0 has no end token and is paid as
-    before; row 1 is nothing but an end token.
+def test_zysnlp_puts_the_score_on_the_last_remaining_action(world):
+    """Moves the score of the tutorial's golden from the masked end token to the last action.
+
+    Earlier positions get 0.1 * 0.2 as much of it with every step. Row 0 has no end token and keeps its score;
+    row 1 is nothing but an end token.
     """
     case = OFFERED["seed_a_eos_dropped"]
     out = {name: array(x).copy() for name, x in case.outputs.items()}

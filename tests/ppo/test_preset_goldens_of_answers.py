@@ -1,4 +1,4 @@
-"""Presets that judge an answer as a whole: YAML file to numbers, as in test_preset_goldens.py.
+"""Tests presets that treat a response as a whole: YAML file to numbers, as in test_preset_goldens.py.
 
 Of sequence_level.json and group_advantages.json every output is compared but for
 those that no preset offers; of policy_loss.json those that are the loss of a preset.
@@ -30,10 +30,11 @@ from tests.ppo.preset_runs import (
 
 
 # sequence_level.json
-# ------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def after_the_end(column, mask):
-    """One value per answer, [B], as that of the state after its last token, [B,S]; the others are not to be
-    read.
+    """Turns one value per response, [B], into that of the state after its last token, [B,S].
+
+    The other states must not be read.
     """
     return torch.full((len(mask), WIDTH + 1), NAN, dtype=column.dtype).scatter(
         1, mask.long().sum(1, keepdim=True), column[:, None]
@@ -55,12 +56,15 @@ def answers(case):
 
 
 LOOPS = {"seed_b": ("sequence_kl",), "seed_c": ("minimind",)}
-BEFORE_THE_LOOP = "the KL is computed once, before the updates: a constant, which holds nothing back. Deliberately not offered"
+BEFORE_THE_LOOP = (
+    "the KL is computed once, before the updates: a constant, which holds nothing "
+    "back. Deliberately not offered"
+)
 NOT_OFFERED = {"seed_b/*total_kl_before_loop": BEFORE_THE_LOOP}
 
 
 def per_answer(x, mask):
-    """The number that all tokens of an answer share."""
+    """Returns the number that all tokens of a response share."""
     assert (
         all(row[m].unique().numel() == 1 for row, m in zip(x, mask.bool(), strict=True))
         and not x[~mask.bool()].any()
@@ -69,19 +73,19 @@ def per_answer(x, mask):
 
 
 def at_the_end(x, mask):
-    """The number on the state after each answer's last token, the only one."""
+    """Returns the number on the state after each response's last token, which is the only one."""
     ends = mask.long().sum(1, keepdim=True)
     assert not x.scatter(1, ends, 0.0).any()
     return x.gather(1, ends)[:, 0]
 
 
 def summed(name):
-    """A metric per token, as the mean over answers of their sums."""
+    """Turns a metric per token into the mean over responses of their sums."""
     return lambda run, c: run.learned[name] * float(c.mask.sum()) / len(c.mask)
 
 
 def total(run, c):
-    """Actor and critic have their losses apart.
+    """Adds the losses of actor and critic.
 
     MiniMind's is a quarter, since it is one of four that are accumulated.
     """
@@ -144,9 +148,8 @@ def test_sequence_level(world, case, key):
         return close(raw_advantages(world, case), golden)
     run = ran(world, case, answers(case), *LOOPS[case.id])
     assert len(run.actor.steps) == len(run.critic.steps) == {"seed_b": 4, "seed_c": 1}[case.id]
-    assert (run.experience.logprobs == run.experience.old_logprobs).all() == (
-        case.id == "seed_b"
-    )  # the other's old policy is a lagging copy
+    # the old policy of the other preset is a lagging copy
+    assert (run.experience.logprobs == run.experience.old_logprobs).all() == (case.id == "seed_b")
     if key == "ratio":
         close(run.learned["policy/ratio_max"], golden.max())
         return close(run.learned["policy/ratio_mean"], (golden * case.mask.sum(1)).sum() / case.mask.sum())
@@ -154,9 +157,9 @@ def test_sequence_level(world, case, key):
 
 
 # group_advantages.json
-# ----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def two_groups(case):
-    """The golden gives the KL of each token: the reference is that much below the policy."""
+    """Makes two groups; the golden gives the KL of each token, by which the reference is below the policy."""
     assert case.index.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     ref = torch.full(case.kl.shape, -2.0, dtype=case.kl.dtype)
     values = states(case.values, case.mask)
@@ -178,8 +181,7 @@ def run_of(world, case, *arguments):
 KL_0_1 = "algo.kl.coef=0.1"  # of the golden
 RAW = "algo.advantage.whiten=none"
 WHITENED = ("algo.advantage.whiten=batch", "algo.advantage.unbiased=true")
-# A run without a critic has no returns: what verl calls so are its advantages once more, where it is not said
-# otherwise.
+# A run without a critic has no returns: verl calls its advantages so, unless stated otherwise.
 GROUPS = {
     "verl.grpo.advantages": ("grpo",),
     "verl.grpo.returns": ("grpo",),
@@ -189,21 +191,28 @@ GROUPS = {
     "verl.rloo.returns": ("rloo", "algo.kl.coef=0"),
     "verl.rloo_vectorized.*": ("rloo", "algo.kl.coef=0"),
     "verl.opo.*": ("grpo", "algo.advantage.estimator=opo"),
-    "verl.gpg.*": ("dr_grpo",),  # GPG's factor, answers over answers with a score, is 1 here
+    "verl.gpg.*": ("dr_grpo",),  # GPG's factor, responses over responses with a score, is 1 here
     "verl.reinforce_pp_baseline.*": ("dr_grpo", *WHITENED),
     "verl.reinforce_pp.advantages": ("reinforce_pp", KL_0_1),
-    "verl.reinforce_pp.returns": ("reinforce_pp", KL_0_1, RAW),  # the rewards to come
+    "verl.reinforce_pp.returns": ("reinforce_pp", KL_0_1, RAW),  # the rewards-to-go
     "openrlhf.reinforce.advantages": ("reinforce_pp", KL_0_1, "algo.advantage.unbiased=false"),
     "openrlhf.reinforce*.returns": ("reinforce_pp", KL_0_1, RAW),
     "openrlhf.gae.advantages": ("openrlhf", KL_0_1, "algo.gae.lam=0.95"),
     "openrlhf.gae*.returns": ("openrlhf", KL_0_1, "algo.gae.lam=0.95"),
 }
-KL_APART = "the group's baseline for the score alone, the KL of each token to its own future: ours takes the answer's whole KL off the score first"
+KL_APART = (
+    "the group's baseline for the score alone, the KL of each token to its own "
+    "future: ours takes the answer's whole KL off the score first"
+)
 NOT_GROUPS = {
     "verl.grpo_passk.*": "pass@k: an advantage for the best of a group alone; no estimator here",
     "verl.remax.*": "ReMax: needs a greedy answer to each prompt as its baseline; no estimator here",
-    "verl.*.singletons": "a prompt with one answer has no baseline: refused, see test_groups_of_one_are_refused",
-    "openrlhf.*.no_std.advantages": "advantages less their mean, not over their deviation: no kind of algo.advantage.whiten",
+    "verl.*.singletons": (
+        "a prompt with one answer has no baseline: refused, see test_groups_of_one_are_refused"
+    ),
+    "openrlhf.*.no_std.advantages": (
+        "advantages less their mean, not over their deviation: no kind of algo.advantage.whiten"
+    ),
     "openrlhf.reinforce_baseline*": KL_APART,
     "openrlhf.rloo.*": KL_APART,
     "openrlhf.group_norm.*": KL_APART,
@@ -219,8 +228,8 @@ def test_groups(world, case, key):
     close(under(case.mask, actual), case.outputs[key][case.mask.bool()])
 
 
-def test_rloo_takes_the_whole_answers_kl_off_its_score(world):
-    """Leave-one-out is linear: the golden, less 0.05 times the same of the answers' KL."""
+def test_rloo_subtracts_the_kl_of_the_response_from_its_score(world):
+    """Leave-one-out is linear, so the golden is reduced by 0.05 times the same of the responses' KL."""
     (case,) = cases("group_advantages.json")
     kl = [sum(row[:n].tolist()) for row, n in zip(case.kl, case.mask.sum(1).tolist(), strict=True)]
     found = per_answer(run_of(world, case, "rloo").experience.advantages, case.mask)
@@ -229,9 +238,9 @@ def test_rloo_takes_the_whole_answers_kl_off_its_score(world):
         close(found[i], golden - 0.05 * (kl[i] - sum(others) / 3))
 
 
-def test_reinforce_pp_charges_its_own_coefficient(world):
-    """Rewards to come are linear in the KL: the golden's, charged 0.1, moves by nine tenths of the charge to
-    come.
+def test_reinforce_pp_uses_its_own_kl_coefficient(world):
+    """Rewards-to-go are linear in the KL: the golden has cost 0.1, so nine tenths of the future cost are
+    removed.
     """
     (case,) = cases("group_advantages.json")
     found = run_of(world, case, "reinforce_pp", RAW).experience.advantages
@@ -258,7 +267,7 @@ def test_reinforce_pp_needs_no_group():
 
 
 # policy_loss.json
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 DUAL = "algo.policy.dual_clip=3"  # in all of verl's
 LOSSES = {  # golden output: preset, overrides
     "openrlhf.PolicyLoss.eps0.2_0.28": ("dapo",),
@@ -270,13 +279,14 @@ LOSSES = {  # golden output: preset, overrides
     "verl.vanilla.seq-mean-token-sum": ("rloo", DUAL),
     "verl.vanilla.seq-mean-token-sum-norm": ("dr_grpo", DUAL),
     "openrlhf.PolicyLoss.eps0.2": ("reinforce_pp",),
-    "verl.vanilla.token-mean": ("verl",),  # where its dual clip binds; in pipelines.json it does not
+    "verl.vanilla.token-mean": ("verl",),  # where its dual clip is active; in pipelines.json it is not
 }
 
 
 def loss_case(world, case, *arguments, one_advantage=False):
-    """The preset's Learner on the golden's log-probs and advantages; ``one_advantage``: the first token's,
-    for the whole answer.
+    """Runs the preset's Learner on the golden's log-probs and advantages.
+
+    ``one_advantage`` uses the first token's advantage for the whole response.
     """
     c = case.inputs
     numbers = Numbers(
@@ -299,9 +309,8 @@ def loss_case(world, case, *arguments, one_advantage=False):
 @pytest.mark.parametrize("key", LOSSES)
 def test_losses(world, case, key):
     run = loss_case(world, case, *LOSSES[key], one_advantage=key == "verl.gspo")
-    answers = (
-        6 if key.endswith("norm") else 1
-    )  # verl divides by the width alone, Dr. GRPO (and we) by the number of answers too
+    # verl divides by the width alone, Dr. GRPO (and ppo_ds) by the number of responses too
+    answers = 6 if key.endswith("norm") else 1
     close(answers * loss_of(run.actor), case.outputs[key])
     close(answers * gradient_of(run.actor), case.outputs[f"{key}.grad"])
     close(answers * run.learned["policy/loss"], case.outputs[key])

@@ -1,4 +1,4 @@
-"""The coefficient of the KL as the loop moves it: kl_controller.json through a preset, and PPOTrainer.step."""
+"""Tests the KL coefficient: kl_controller.json through a preset, and PPOTrainer.step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from tests.ppo.trainer_cases import context
 
 
 def one_token_answers(kl, n):
-    """n answers whose KL to the reference is ``kl`` on average, exactly: the first has all of it. float64,
-    since the thresholds are sharp.
+    """Makes n responses of one token whose mean KL to the reference is exactly ``kl``: the first has all of
+    it.
+
+    They are float64, since the thresholds are strict.
     """
     nothing = torch.zeros(n, 1, dtype=torch.float64)
     logprobs = nothing.clone()
@@ -41,7 +43,7 @@ def one_token_answers(kl, n):
 
 
 def coefficients(world, config, kls, n_steps):
-    """What PPOTrainer.step makes of the coefficient, step after step, as these KLs are met."""
+    """Returns the coefficients of PPOTrainer.step after each step with these KLs."""
     met, used = iter(zip(kls, n_steps, strict=True)), []
     nothing = dict.fromkeys(
         ("critic", "make_pretraining_experience", "ema", "lagged", "prompts", "evaluator", "eval_weights")
@@ -89,16 +91,15 @@ def test_controllers(world, case, key):
         p["target_seed_b"] if key == "seed_b.threshold" else p["target"],
     )
     assert key == "seed_b.threshold" or kl.horizon == p["horizon"]
-    assert all(
-        kl.min_coef < x < (kl.max_coef or 1.0) for x in golden
-    )  # seed_b has no bounds: none of ours is met
+    # seed_b has no bounds: the coefficient reaches none of ours
+    assert all(kl.min_coef < x < (kl.max_coef or 1.0) for x in golden)
     assert coefficients(world, config, case.inputs[kls], case.n_steps) == pytest.approx(
         [float(x) for x in golden], rel=1e-12
     )
 
 
 def test_the_thresholds_have_bounds(world):
-    """The KL is 0 at the start: without a floor the coefficient would halve itself to nothing (0.2 / 2^12)."""
+    """The KL is 0 at the start, so without a floor the coefficient would be halved to 0.2 / 2^12."""
     config = composed("sequence_kl", "checkpoint.every=0", "tracker.samples=0")
     assert coefficients(world, config, [0.0] * 12, [2] * 12)[-1] == 1e-4
     assert coefficients(world, config, [1.0] * 12, [2] * 12)[-1] == 10.0

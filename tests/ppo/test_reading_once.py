@@ -1,5 +1,6 @@
-"""One optimizer step for a rollout: the update's own forward is the only one that the actor makes, and
-nothing comes out otherwise.
+"""Tests one optimizer step per rollout, where the update's own forward is the actor's only one.
+
+The results are the same as with two forwards.
 """
 
 from dataclasses import fields, replace
@@ -22,7 +23,7 @@ def rows(experience):
 
 
 def learned(world, rows, **changes):
-    """What comes back, the numbers, the actor and the critic after one optimizer step."""
+    """Returns the experience, the metrics, the actor and the critic after one optimizer step."""
     actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
     completed, seen = learner(world, actor, critic, **ONE_STEP | changes)(rows, 0.7, 3)
     return completed, seen, actor, critic
@@ -65,14 +66,14 @@ def test_a_second_optimizer_step_would_need_the_old_policy(world, rows):
         learned(world, without(rows, "logprobs", "old_logprobs"), minibatch_size=4)
 
 
-def test_nothing_is_read_where_the_critic_alone_learns(world, rows):
+def test_no_actor_forward_if_only_the_critic_trains(world, rows):
     bare = without(rows, "logprobs", "old_logprobs")
     actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
     completed, _ = learner(world, actor, critic, **ONE_STEP)(bare, 0.0, 3, critic_only=True)
     assert completed is bare and critic.steps == 1 and not actor.read
 
 
-def test_an_experience_without_a_reference_is_learned_from(world, rows):
+def test_an_experience_without_a_reference_is_trained_on(world, rows):
     bare = without_critic(without(rows, "logprobs", "old_logprobs", "ref_logprobs"))
     completed, *_, actor, _ = learned(world, rows)
     alone = Engine(TinyPolicy(V, 1), world)
@@ -87,7 +88,7 @@ def test_an_experience_without_a_reference_is_learned_from(world, rows):
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("with_reference", [True, False])
-def test_who_is_not_asked_makes_no_forward(world, early, with_reference):
+def test_unneeded_models_make_no_forward(world, early, with_reference):
     actor, reference = Stub(), Stub(shift=2.0)
     make = replace(
         maker(world, actor=actor, reference=reference, charged_kl=None), compute_old_logprobs=early
@@ -107,7 +108,7 @@ def test_who_is_not_asked_makes_no_forward(world, early, with_reference):
 
 
 @pytest.mark.parametrize(("in_reward", "asked"), [(True, 1), (False, 0)])
-def test_the_critics_pretraining_asks_nobody_whose_word_changes_no_return(world, in_reward, asked):
+def test_critic_pretraining_runs_only_models_that_affect_returns(world, in_reward, asked):
     actor, reference = Stub(), Stub(shift=2.0)
     charged = kl_estimator("k1") if in_reward else None
     make = maker(world, actor=actor, reference=reference, charged_kl=charged)
@@ -130,10 +131,10 @@ def test_the_critics_pretraining_asks_nobody_whose_word_changes_no_return(world,
         (("standard", "algo.epochs=1", "algo.kl.place=loss"), True),
         (("standard", "algo.epochs=1", "algo.kl.place=loss", "critic.share_trunk=true"), False),
         (("standard", "algo.epochs=1", "algo.kl.place=loss", "algo.value.warmup_steps=1"), False),
-        (("minimind",), False),  # its old policy lags
+        (("minimind",), False),  # the old policy lags
     ],
 )
-def test_when_the_updates_forward_is_the_only_one(arguments, once):
+def test_conditions_for_a_single_actor_forward(arguments, once):
     assert old_logprobs_from_update(composed(*arguments, samples=2)) == once
 
 
@@ -148,5 +149,5 @@ def test_when_the_updates_forward_is_the_only_one(arguments, once):
         (("dapo", "algo.kl.after_update=true"), True),
     ],
 )
-def test_no_reference_is_loaded_where_nobody_asks_for_the_kl(arguments, loaded):
+def test_no_reference_is_loaded_unless_the_kl_is_needed(arguments, loaded):
     assert uses_reference(composed(*arguments, samples=2)) == loaded

@@ -1,4 +1,6 @@
-"""From a reward's scores to those that PPO sees: the order of things, the moments, the penalties."""
+"""Tests the way from a reward's scores to those that PPO sees: the order of steps, the moments, the
+penalties.
+"""
 
 from dataclasses import replace
 
@@ -14,9 +16,9 @@ def shaped(found):
 
 
 def test_penalties_then_the_normaliser_then_the_clip(world):
-    """Scores 3 and -3, the second cut off: less 2 is -5.
+    """Scores are 3 and -3; the second is truncated and gets -2, so -5.
 
-    Mean -1, deviation 4 (population): 1 and -1, clipped to 0.5.
+    The mean is -1 and the deviation 4 (population): 1 and -1, clipped to 0.5.
     """
     rollout = answers([2, 1], [3.0, -3.0], finished=[True, False])
     make = shaper(world, normalize="running", clip=0.5, missing_eos="subtract", missing_eos_value=2.0)
@@ -25,7 +27,7 @@ def test_penalties_then_the_normaliser_then_the_clip(world):
     assert rollout.scores.tolist() == [3.0, -3.0]
 
 
-def test_without_a_normaliser_nothing_is_remembered(world):
+def test_without_a_normaliser_there_is_no_state(world):
     make = shaper(world, clip=2.0)
     assert shaped(make(answers([1, 1], [3.0, -1.0]))) == ([2.0, -1.0], [3.0, -1.0])
     assert make.state_dict() == {"count": 0.0, "mean": 0.0, "squares": 0.0}
@@ -44,19 +46,19 @@ def rounds(make):
         # so far: mean 2 deviation 1; mean 4 deviation sqrt(5); mean 6 deviation sqrt(35/3)
         ("running", True, [[-1, 1], [1 / 5**0.5, 3 / 5**0.5], [3 / (35 / 3) ** 0.5, 5 / (35 / 3) ** 0.5]]),
         ("running", False, [[-1, 1], [1, 3], [3, 5]]),
-        ("first", True, [[-1, 1], [3, 5], [7, 9]]),  # by mean 2 and deviation 1 for good
+        ("first", True, [[-1, 1], [3, 5], [7, 9]]),  # mean 2 and deviation 1 are kept
         ("first", False, [[-1, 1], [3, 5], [7, 9]]),
         ("none", True, ROUNDS),
     ],
 )
-def test_by_the_moments_of_all_scores_or_of_the_first(world, normalize, with_std, expected):
+def test_moments_of_all_scores_or_of_the_first_rollout(world, normalize, with_std, expected):
     found = rounds(shaper(world, normalize=normalize, with_std=with_std))
     for scores, wanted in zip(found, expected, strict=True):
         assert scores == pytest.approx(wanted, abs=1e-6)
 
 
-def test_only_the_mean_of_the_first_rollout_is_taken_away(world):
-    """Deviation 4 in the first rollout: it stays."""
+def test_the_mean_of_the_first_rollout_is_subtracted(world):
+    """The deviation of the first rollout, 4, is kept."""
     make = shaper(world, normalize="first", with_std=False)
     assert shaped(make(answers([1, 1], [0.0, 8.0])))[0] == [-4.0, 4.0]
 
@@ -74,7 +76,7 @@ def test_two_ranks_equal_one(on_ranks, world, normalize):
 
 
 @pytest.mark.parametrize("normalize", ["running", "first"])
-def test_a_resumed_shaper_goes_on_as_if_it_had_not_stopped(world, normalize):
+def test_a_resumed_shaper_continues_unchanged(world, normalize):
     whole = rounds(shaper(world, normalize=normalize))
     before, after = shaper(world, normalize=normalize), shaper(world, normalize=normalize)
     before(answers([1, 1], ROUNDS[0]))
@@ -89,7 +91,7 @@ def penalised(world, rollout, **penalties):
     return shaper(world, **penalties)(rollout)[0].tolist()
 
 
-def test_each_token_costs(world):
+def test_length_penalty_per_token(world):
     """All generated tokens count, also an end token that is no action."""
     rollout = answers([3, 1, 0], [1.0, 1.0, 1.0])
     hidden = replace(
@@ -100,7 +102,7 @@ def test_each_token_costs(world):
     assert penalised(world, rollout, length_penalty=-1.0) == [4.0, 2.0, 1.0]
 
 
-def test_the_price_of_a_token_is_taken_off_before_a_missing_end_is_seen_to(world):
+def test_the_length_penalty_comes_before_the_missing_end_penalty(world):
     rollout = answers([2, 2], [1.0, 1.0], finished=[True, False])
     assert penalised(world, rollout, length_penalty=0.5, missing_eos="set", missing_eos_value=-3.0) == [
         0.0,
@@ -112,16 +114,19 @@ def test_the_price_of_a_token_is_taken_off_before_a_missing_end_is_seen_to(world
     ]
 
 
-def test_overlong_answers_by_their_own_limits(world):
-    """Over the last two tokens before its limit an answer loses up to 3: lengths 3 of 6, 5 of 6, 6 of 6, 3 of
-    4, 6 of 20.
+def test_overlong_penalty_uses_the_limit_of_each_response(world):
+    """Over the last two tokens before its limit a response loses up to 3.
+
+    The lengths are 3 of 6, 5 of 6, 6 of 6, 3 of 4, 6 of 20.
     """
     rollout = answers([3, 5, 6, 3, 6], [0.0] * 5, limits=[6, 6, 6, 4, 20])
     assert penalised(world, rollout, overlong_buffer=2, overlong_factor=3.0) == [0, -1.5, -3, -1.5, 0]
 
 
-def test_a_share_of_the_limit(world):
-    """0.2 of 10 is two tokens, of 5 one, of 4 is rounded up to one, of 12 to three."""
+def test_overlong_ramp_as_a_share_of_the_limit(world):
+    """The ramp is 0.2 of the limit: of 10 two tokens, of 5 one, of 4 one (rounded up), of 12 three (rounded
+    up).
+    """
     lengths, limits = [9, 10, 4, 5, 4, 10, 11], [10, 10, 5, 5, 4, 12, 12]
     found = penalised(
         world, answers(lengths, [0.0] * 7, limits=limits), overlong_buffer=0.2, overlong_factor=1.0
@@ -129,21 +134,23 @@ def test_a_share_of_the_limit(world):
     assert found == pytest.approx([-1 / 2, -1, 0, -1, -1, -1 / 3, -2 / 3])
 
 
-def test_an_unfinished_answer_is_set_to_a_score_on_the_normalised_scale(world):
-    """Scores 1 (finished) and -2 (cut): their mean is -0.5, so the first is 1.5, and the second just what it
-    is set to.
+def test_the_score_of_an_unfinished_response_is_on_the_normalised_scale(world):
+    """Scores are 1 (finished) and -2 (truncated), with mean -0.5.
+
+    The first becomes 1.5, and the second exactly the given score.
     """
     make = shaper(
         world, normalize="first", with_std=False, clip=None, missing_eos="set", missing_eos_value=-1.0
     )
     rollout = answers([2, 2], [1.0, -2.0], finished=[True, False])
     assert make(rollout)[0].tolist() == [1.5, -1.0]
-    assert make.moments.mean == -0.5  # of the scores as the reward gave them
+    assert make.moments.mean == -0.5  # of the original scores
 
 
-def test_the_overlong_ramp_is_no_longer_than_an_answer_may_be(world):
-    """A ramp of 8 tokens and a limit of 4: it begins at 0 tokens, so an empty answer costs nothing and half
-    of the limit costs half.
+def test_the_overlong_ramp_is_at_most_as_long_as_the_limit(world):
+    """A ramp of 8 tokens and a limit of 4 begins at 0 tokens.
+
+    An empty response costs nothing and half of the limit costs half.
     """
     rollout = replace(answers([0, 2, 4], [1.0, 1.0, 1.0]), limits=torch.tensor([4, 4, 4]))
     assert penalised(world, rollout, overlong_buffer=8, overlong_factor=1.0) == [1.0, 0.5, 0.0]

@@ -1,4 +1,4 @@
-"""The loop on stand-ins: what is done when, when it ends, and what a checkpoint remembers."""
+"""Tests the loop with stand-ins: the order of actions, the end, and the contents of a checkpoint."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_a_step_is_sample_then_learn_then_log(loop):
     assert run.fit() == "done" and EXIT_CODES["done"] == 0
     assert events[:4] == ["prompts 1", ("make", "answers 1"), ("learn", 0.1, 7 * 1_000_003), ("log", 1)]
     assert named(events, "log") == [1, 2, 3] and run.stage.prompts.n == 3
-    # every step orders the rows anew
+    # every step has a new order of rows
     assert [event[2] for event in events if event[0] == "learn"] == [7 * 1_000_003 + i for i in range(3)]
     assert (run.state.step, run.state.episodes, run.state.tokens) == (3, 6, 9)
 
@@ -34,9 +34,9 @@ def test_the_coefficient_of_a_step_is_the_one_before_its_update(loop):
     assert named(events, "learn") == pytest.approx([0.1, 0.12])
 
 
-def test_what_was_moved_for_generation_is_told_of_each_step_by_itself(loop):
+def test_gathered_bytes_are_logged_per_step(loop):
     run, _ = loop(total_steps=2)
-    run.fit()  # the stand-in's first number is that of before the first step
+    run.fit()  # the stand-in's first number is that before the first step
     assert [run.tracker.metrics[step]["perf/switch_gb"] for step in (1, 2)] == [0.5, 1.0]
 
 
@@ -51,10 +51,10 @@ def test_what_was_moved_for_generation_is_told_of_each_step_by_itself(loop):
         ((None, None, None, "signal"), {}, "signal", 3),
     ],
 )
-def test_why_it_ends(loop, stop, plan, reason, steps):
+def test_reasons_to_end(loop, stop, plan, reason, steps):
     run, events = loop(stop, **plan)
     assert run.fit() == reason and run.state.step == steps
-    # always at the end, unless there is nothing to keep
+    # always at the end, unless nothing has to be saved
     assert (("save", steps, False) in events) == (steps > 0)
     assert named(events, "finish") == [{"exit_reason": reason}]
     assert bool(named(events, "export")) == (reason != "signal")
@@ -79,7 +79,7 @@ AGAIN = "run/step_1   the same command goes on (run.resume=auto)"
         (dict(total_steps=1), True, None),
     ],
 )
-def test_a_run_that_was_ended_early_says_how_it_goes_on(loop, monkeypatch, how, exported, checkpoint):
+def test_an_early_end_reports_how_to_resume(loop, monkeypatch, how, exported, checkpoint):
     run, _ = loop(**how)
     told = []
     run.checkpoints.save = lambda step, *_, **__: Path(f"run/step_{step}")
@@ -89,7 +89,7 @@ def test_a_run_that_was_ended_early_says_how_it_goes_on(loop, monkeypatch, how, 
 
 
 @pytest.mark.parametrize("exported", [True, False])
-def test_a_run_that_was_broken_off_shows_no_old_evaluation(tmp_path, capsys, exported):
+def test_an_aborted_run_shows_no_old_evaluation(tmp_path, capsys, exported):
     (tmp_path / "metrics.jsonl").touch()
     rows = [{"prompt": "p", "asked": "p", "response": "r", "score": 1.0}]
     state = TrainState(
@@ -108,7 +108,7 @@ def test_checkpoints_are_saved_when_due_and_once(loop, every, steps):
     assert named(events, "save") == steps
 
 
-def test_evaluation_before_on_the_way_and_after_the_last(loop):
+def test_evaluation_before_during_and_after_training(loop):
     run, events = loop(scores=[0.2, 0.4, 0.6], eval_every=2)
     run.fit()
     order = [event for event in events if event == "evaluate" or event[0] == "learn"]
@@ -140,13 +140,13 @@ def test_evaluation_before_on_the_way_and_after_the_last(loop):
         ([9.0, float("nan"), 0.1, 0.2], [2, 3]),
     ],
 )
-def test_the_best_is_what_scored_above_all_before(loop, scores, best):
+def test_the_best_checkpoint_has_the_highest_score_so_far(loop, scores, best):
     run, events = loop(scores=scores, eval_every=1, keep_best=True, checkpoint_every=0)
     run.fit()
     assert [event[1:] for event in events if event[0] == "save"] == [(step, True) for step in best]
 
 
-def test_a_resumed_run_goes_on_where_the_checkpoint_was(loop):
+def test_a_resumed_run_continues_from_the_checkpoint(loop):
     run, _ = loop(scores=[0.1, 0.2], stop_at_step=2)
     run.fit()
     state = run.state_dict()
@@ -160,7 +160,7 @@ def test_a_resumed_run_goes_on_where_the_checkpoint_was(loop):
     assert resumed.state.episodes == 6
 
 
-def test_a_run_resumed_at_its_end_does_nothing_more(loop):
+def test_a_run_resumed_at_its_end_does_nothing(loop):
     run, _ = loop(scores=[0.1, 0.2])
     run.fit()
     resumed, events = loop(scores=[])
@@ -170,8 +170,8 @@ def test_a_run_resumed_at_its_end_does_nothing_more(loop):
     assert named(events, "finish")[0]["heldout_accuracy_after"] == 0.1
 
 
-def test_numbers_that_go_wrong_take_the_run_back_once_and_then_end_it(loop, monkeypatch):
-    """The third step's update gives up each time; the checkpoint is of the second."""
+def test_a_second_failure_after_a_rollback_ends_the_run(loop, monkeypatch):
+    """The update of the third step fails each time; the checkpoint is that of the second."""
     run, events = loop(checkpoint_every=1)
     learn, checkpoints, said = run.stage.learn, run.checkpoints, []
 
@@ -199,7 +199,7 @@ def test_numbers_that_go_wrong_take_the_run_back_once_and_then_end_it(loop, monk
     assert "told" in named(events, "finish")[0]["error"]
 
 
-def test_without_a_sound_checkpoint_there_is_no_way_back(loop, monkeypatch):
+def test_without_a_valid_checkpoint_there_is_no_rollback(loop, monkeypatch):
     run, events = loop()
     monkeypatch.setattr("ppo_ds.ppo.trainer.dump_failure", lambda *_: "told")
 

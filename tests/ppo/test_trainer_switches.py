@@ -1,5 +1,6 @@
-"""What an algorithm may add to the loop: a critic that starts earlier, copies that lag behind, averages, more
-states, more metrics.
+"""Tests what an algorithm may add to the loop.
+
+Additions are a critic that starts earlier, lagging copies, averages, more states, and more metrics.
 """
 
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ def test_the_critic_alone_learns_in_the_first_steps(loop):
     assert learning(events) == ["learn critic", "learn critic", "learn"] and named(events, "log") == [1, 2, 3]
 
 
-def test_a_resumed_run_is_as_far_in_its_warm_up_as_it_was(loop):
+def test_a_resumed_run_continues_its_warm_up(loop):
     run, _ = loop(algo=WARMUP, stop_at_step=1)
     run.fit()
     resumed, events = loop(algo=WARMUP)
@@ -40,8 +41,9 @@ def test_a_resumed_run_is_as_far_in_its_warm_up_as_it_was(loop):
 
 
 def test_the_critic_is_pretrained_before_the_first_step(loop):
-    """On rollouts of its own, after the evaluation of the start; they count as no step, and the KL
-    coefficient waits.
+    """It uses rollouts of its own, after the first evaluation.
+
+    They count as no step, and the KL coefficient does not change.
     """
     run, events = loop(algo=(*PRETRAINING, "algo.value.warmup_steps=1"), scores=[0.1, 0.2])
     run.fit()
@@ -58,7 +60,7 @@ def test_the_critic_is_pretrained_before_the_first_step(loop):
     assert len(set(seeds)) == 5 and seeds[2:] == [FIRST_SEED + i for i in range(3)]
 
 
-def test_how_the_pretraining_ended_is_in_the_first_line_alone(loop):
+def test_pretraining_metrics_are_in_the_first_line_only(loop):
     run, _ = loop(algo=PRETRAINING)
     run.fit()
     first, second = run.tracker.metrics[1], run.tracker.metrics[2]
@@ -73,11 +75,11 @@ def test_how_the_pretraining_ended_is_in_the_first_line_alone(loop):
 def test_a_signal_ends_the_pretraining_too(loop):
     run, events = loop([None, "signal", "signal"], algo=("algo.value.pretrain_rollouts=3",))
     assert run.fit() == "signal"
-    # it starts afresh
+    # starts again from the beginning
     assert learning(events) == ["learn critic"] and named(events, "log") == [] and named(events, "save") == []
 
 
-def test_a_resumed_run_has_a_critic_already(loop):
+def test_a_resumed_run_does_not_pretrain_the_critic_again(loop):
     run, _ = loop(algo=PRETRAINING, stop_at_step=1)
     run.fit()
     resumed, events = loop(algo=PRETRAINING)
@@ -92,7 +94,7 @@ def test_a_resumed_run_has_a_critic_already(loop):
 
 
 @pytest.mark.parametrize(("lag", "steps"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4]), (3, [3]), (9, [])])
-def test_a_lagging_policy_is_renewed_after_every_few_steps(loop, lag, steps):
+def test_a_lagging_policy_is_renewed_at_its_interval(loop, lag, steps):
     run, events = loop(lagged=True, algo=("algo.old_policy=lagged", f"algo.lag={lag}"), total_steps=5)
     run.fit()
     order = [
@@ -108,7 +110,7 @@ def test_a_lagging_policy_is_renewed_after_every_few_steps(loop, lag, steps):
 
 @pytest.mark.parametrize("ema", [True, False])
 @pytest.mark.parametrize("lagged", [True, False])
-def test_a_checkpoint_has_the_second_weights_too(loop, ema, lagged):
+def test_a_checkpoint_contains_the_weight_copies(loop, ema, lagged):
     names = ["ema"] * ema + ["lagged"] * lagged
     run, _ = loop(ema=ema, lagged=lagged)
     run.fit()
@@ -133,13 +135,13 @@ def test_every_part_with_a_state_is_saved_and_restored(loop):
     assert (resumed.stage.kl.value, resumed.stage.prompts.n, resumed.state.step) == (run.stage.kl.value, 3, 3)
 
 
-def test_evaluation_is_about_the_average(loop):
+def test_evaluation_uses_the_average(loop):
     run, events = loop(ema=True, scores=[0.1, 0.2, 0.3], eval_every=2)
     run.fit()
     around = [event for event in events if event in ("to the average", "evaluate", "back")]
     assert around == ["to the average", "evaluate", "back"] * 3
     for i, event in enumerate(events):
-        # nothing else in there
+        # contains nothing else
         assert event != "evaluate" or (events[i - 1], events[i + 1]) == (
             "to the average",
             "back",
@@ -167,7 +169,7 @@ def test_the_kl_after_the_update(loop, asked):
         assert events[events.index("kl now") - 1][0] == "learn"
 
 
-def test_what_sampling_and_making_saw_is_logged(loop):
+def test_metrics_of_sampling_and_experience_are_logged(loop):
     run, _ = loop()
     run.fit()
     line = run.tracker.metrics[2]

@@ -1,8 +1,7 @@
-"""The host waits for the device as often with many micro-batches as with one: each wait empties the queue of
-a GPU.
+"""Tests that the number of synchronisations with the device does not grow with the number of micro-batches.
 
-What a model gives and what is moved to the device is a tensor here that notes each reading of its numbers by
-the host.
+Each synchronisation empties the queue of a GPU. Model outputs and tensors moved to the device are tensors
+here that record each time the host reads their values.
 """
 
 from dataclasses import replace
@@ -53,7 +52,7 @@ class DeviceStub(Stub):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """What was read since the last call."""
+    """Returns the reads since the last call."""
     plain = Sequences.to
 
     def to(self, device):
@@ -75,7 +74,7 @@ OBJECTIVE = dict(entropy_coef=0.1, kl_in_loss=True, aux_coef=0.3, dual_clip=3.0)
 
 
 @pytest.mark.parametrize("once", [True, False])
-def test_of_an_update(world, experience, reads, once):
+def test_host_reads_of_an_update(world, experience, reads, once):
     rows = old_around(experience(PROMPTS, ANSWERS))
     rows = without(rows, "logprobs", "old_logprobs") if once else rows
     found = {}
@@ -97,7 +96,7 @@ def test_of_an_update(world, experience, reads, once):
     assert found[1] and all(again == found[1] for again in found.values())
 
 
-def test_of_an_experience(world, reads):
+def test_host_reads_of_an_experience(world, reads):
     rollout, found = answers([1, 2, 3, 4], [0.5, 1.0, 2.0, 3.0]), {}
     for budget in (1000, 1):
         actor, reference, critic = DeviceStub(), DeviceStub(shift=2.0), DeviceStub(value=True)

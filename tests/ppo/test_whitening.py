@@ -1,4 +1,4 @@
-"""Advantages to mean 0 and variance 1: over what, and counted how."""
+"""Tests whitening of advantages to mean 0 and variance 1: the set of values, and their weights."""
 
 import statistics
 
@@ -9,7 +9,7 @@ from ppo_ds.ppo.advantages import Whitening
 
 LENGTHS = [2, 1, 3, 1]
 RAW = [[1.0, 2.0], [6.0], [-1.0, 0.0, 4.0], [8.0]]
-WHOLE = [1.5, 6.0, 1.0, 8.0]  # of each answer, the mean of its tokens
+WHOLE = [1.5, 6.0, 1.0, 8.0]  # of each response, the mean of its tokens
 
 
 def columns():
@@ -43,8 +43,8 @@ def per_token(numbers):
         ("group", "sequence", lambda u: per_token(whitened(WHOLE[:2], u) + whitened(WHOLE[2:], u))),
     ],
 )
-def test_while_the_experience_is_made(world, over, level, unbiased, expected):
-    """Per token, or at level sequence once for each answer, however long it is."""
+def test_whitening_of_the_experience(world, over, level, unbiased, expected):
+    """Values count per token, or at level sequence once per response, whatever its length."""
     raw, mask = columns()
     whitening = Whitening(over, unbiased, level)
     made = whitening.in_rollout(raw, mask, 2, world.sum)
@@ -53,7 +53,7 @@ def test_while_the_experience_is_made(world, over, level, unbiased, expected):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_minibatches_wait_for_the_learner(world, level):
+def test_whitening_by_minibatch_is_left_to_the_learner(world, level):
     raw, mask = columns()
     whitening = Whitening("minibatch", True, level)
     assert torch.equal(whitening.in_rollout(raw, mask, 2, world.sum), raw)
@@ -61,7 +61,7 @@ def test_minibatches_wait_for_the_learner(world, level):
     assert flat(whitening.in_minibatch(raw, mask), mask) == pytest.approx(expected, abs=1e-5)
 
 
-def test_none(world):
+def test_no_whitening(world):
     raw, mask = columns()
     plain = Whitening("none", False, "token")
     assert torch.equal(plain.in_rollout(raw, mask, 2, world.sum), raw) and torch.equal(
@@ -72,7 +72,7 @@ def test_none(world):
 @pytest.mark.parametrize("over", ["batch", "group"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_two_ranks_equal_one(on_ranks, world, over, level):
-    """Each with a group of its own, at another width."""
+    """Each rank has a group of its own, at another width."""
     raw, mask = columns()
     whitening = Whitening(over, True, level)
     whole = flat(whitening.in_rollout(raw, mask, 2, world.sum), mask)
@@ -100,7 +100,7 @@ def test_answers_without_an_action_do_not_count(world, level):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_equal_advantages_become_zero(world, level):
-    """A group whose answers are all alike: no spread to divide by, and no NaN."""
+    """All responses of a group are equal: zero deviation must give no NaN."""
     made = Whitening("group", True, level).in_rollout(
         torch.full((2, 2), 0.3), torch.ones(2, 2, dtype=torch.bool), 2, world.sum
     )

@@ -1,4 +1,4 @@
-"""A run of the PPO stage, made of stand-ins."""
+"""Provides a run of the PPO stage that consists of stand-ins."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -36,7 +36,7 @@ class Stream:
 
 
 class Maker:
-    """Experience of some rows whatever was answered; where the actor is by now."""
+    """Makes an experience of some rows for any responses, and depends on the actor's progress."""
 
     def __init__(self, events, rows, name="make"):
         self.events, self.rows, self.name = events, rows, name
@@ -52,7 +52,7 @@ class Maker:
 
 
 class Copy:
-    """A second set of weights, by name."""
+    """Stands in for a second set of weights with a name."""
 
     def __init__(self, events, name):
         self.events, self.name = events, name
@@ -62,7 +62,7 @@ class Copy:
 
 
 class Counter:
-    """A component with a state of its own."""
+    """Stands in for a component with a state."""
 
     def __init__(self, n=0):
         self.n = n
@@ -89,7 +89,7 @@ class Log:
 
 
 def context(world, stop, run_dir=Path("run"), max_skips=2):
-    """The services of a run. ``stop``: the reasons to stop that the ranks agree on before each step."""
+    """Makes the services of a run; ``stop`` holds the reasons that ranks agree on before each step."""
     reasons = iter(stop)
     return RunContext(
         world=world,
@@ -106,7 +106,7 @@ def context(world, stop, run_dir=Path("run"), max_skips=2):
 
 
 def stand_ins(world, tokenizer, monkeypatch):
-    """A maker of runs on stand-ins; it returns the run and the list of what it did.
+    """Returns a maker of runs on stand-ins, which gives the run and the list of its actions.
 
     ``scores``: of each held-out evaluation, the one before the training first. ``ema``, ``lagged``: whether
     there are such weights. ``algo``: keys of the command line.

@@ -1,4 +1,4 @@
-"""Numbers for people: sums and counts, never means of means."""
+"""Tests that metrics add sums and counts, and never average means."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_masked_means_ignore_what_lies_outside(world):
 
 def test_means_over_microbatches_and_ranks_are_those_of_all_values(on_ranks):
     values = torch.arange(10.0) ** 2
-    parts = [[values[:1], values[1:2]], [values[2:3], values[3:]]]  # rank 1 holds most of them
+    parts = [[values[:1], values[1:2]], [values[2:3], values[3:]]]  # rank 1 has most of them
 
     def work(world):
         sums = MetricSums()
@@ -73,7 +73,10 @@ def test_maxima_may_be_negative(on_ranks):
 
 
 def test_moments_become_an_explained_variance(on_ranks):
-    """Returns 1, 2, 3, 6 and values 1, 2, 4, 4: errors 0, 0, -1, 2. Var(returns) = 3.5, Var(errors) = 1.1875."""
+    """Returns 1, 2, 3, 6 and values 1, 2, 4, 4 have errors 0, 0, -1, 2.
+
+    Var(returns) = 3.5, Var(errors) = 1.1875.
+    """
     returns, values = torch.tensor([1.0, 2.0, 3.0, 6.0]), torch.tensor([1.0, 2.0, 4.0, 4.0])
 
     def work(world):

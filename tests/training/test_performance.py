@@ -1,4 +1,4 @@
-"""perf/* and mem/* of a step, worked by hand."""
+"""Tests perf/* and mem/* of a step, computed by hand."""
 
 import itertools
 
@@ -31,16 +31,16 @@ def meter(world):
 
 @pytest.fixture
 def rows():
-    """2 + 3 and 1 + 1 tokens: 5 and 2 in all, which attend to 15 and 3 places."""
+    """Makes rows of 2 + 3 and 1 + 1 tokens: 5 and 2 in all, which attend to 15 and 3 positions."""
     return make_experience([2, 1], [3, 1])
 
 
 def test_by_hand(meter, rows):
     seen = meter(rows, TIMES, {"policy/epochs_run": 2.0})
-    actor = 2 * 100 * 7 + 4 * 1 * 2 * 18 + 2 * 10 * 4  # the head at the 4 places of the answers
+    actor = 2 * 100 * 7 + 4 * 1 * 2 * 18 + 2 * 10 * 4  # the head at the 4 response positions
     critic = 2 * 50 * 7 + 4 * 1 * 2 * 18
-    # the second and the third token of the first answer are decoded with 3 and with 4 places in the cache,
-    # keys and values of one number each
+    # the second and the third token of the first response are decoded with 3 and with 4 positions in the
+    # cache, keys and values of one number each
     read = 2 * (110 * 2 + 2 * 1 * (3 + 4))
     assert {name: value for name, value in seen.items() if name.startswith("perf/")} == pytest.approx(
         {
@@ -62,23 +62,23 @@ def test_dropped_rounds_were_generated_too(meter, rows):
     )
     for name in ("perf/gen_tokens_per_s", "perf/hbm_frac_decode"):
         assert seen[name] == pytest.approx(2 * plain[name])
-    assert seen["perf/tokens_per_s"] == plain["perf/tokens_per_s"]  # of what was learned from
+    assert seen["perf/tokens_per_s"] == plain["perf/tokens_per_s"]  # of the rows in the update
 
 
-def test_a_phase_that_was_not_has_no_number(meter, rows):
+def test_a_phase_that_did_not_run_has_no_metric(meter, rows):
     times = {name: seconds for name, seconds in TIMES.items() if name != "time/update_actor"}
     seen = meter(without_critic(rows), times, {"policy/epochs_run": 1.0})
     assert "perf/mfu_actor" not in seen and "perf/mfu_critic" in seen
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_memory_is_that_of_the_rank_that_took_most(on_ranks, monkeypatch, ranks):
-    taken = itertools.count(1)  # each rank asks once
+def test_the_peak_memory_is_the_maximum_over_ranks(on_ranks, monkeypatch, ranks):
+    taken = itertools.count(1)  # each rank measures once
     monkeypatch.setattr(performance, "host_peak", lambda: 2**20 * next(taken))
     assert [seen["mem/host_rss_gb"] for seen in on_ranks(ranks, performance.memory)] == [float(ranks)] * ranks
 
 
-def test_weights_that_are_frozen_have_no_gradient_to_pay_for():
+def test_frozen_weights_need_no_gradient_flops():
     def cost(rank):
         lm = LlamaForCausalLM(
             LlamaConfig(

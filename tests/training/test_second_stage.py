@@ -1,5 +1,6 @@
-"""What a run does for any stage: a regression on two ranks is killed, stopped, rolled back, and ends in the
-same bits.
+"""Tests a run with another stage than PPO: a regression on two ranks.
+
+The run is killed, stopped or rolled back, and ends in the same bits.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def samples(run: Path) -> dict[str, str]:
 
 
 def assert_same_end(run: Path, other: Path) -> None:
-    """The last checkpoint but for the rollbacks, every metric of every step, all samples, and what was
-    exported.
+    """Compares the last checkpoint except for the rollbacks, every metric of every step, all samples, and the
+    export.
     """
     ends = [content(folder / "checkpoints" / f"step_{STEPS:06d}") for folder in (run, other)]
     for end in ends:
@@ -75,7 +76,7 @@ def summary(run: Path) -> dict[str, Any]:
     return json.loads((run / "summary.json").read_text())
 
 
-def test_it_learns_is_evaluated_and_logged(undisturbed: Path) -> None:
+def test_a_second_stage_trains_is_evaluated_and_logged(undisturbed: Path) -> None:
     lines = metrics(undisturbed)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["toy/offset"] for line in lines] == [0.5**step for step in range(1, STEPS + 1)]
@@ -117,8 +118,8 @@ def test_a_signal_abandons_the_step_and_the_next_start_repeats_it(lab: Lab, undi
 
 
 @pytest.mark.slow
-def test_numbers_that_go_wrong_take_it_back_once(lab: Lab, undisturbed: Path) -> None:
-    """The losses of the fourth and the fifth step are NaN the first time."""
+def test_nonfinite_losses_roll_the_run_back_once(lab: Lab, undisturbed: Path) -> None:
+    """The losses of the fourth and the fifth step are NaN at the first attempt."""
     codes, output = lab.run("rolled_back", fault="raise@toy.loss:at=4:times=2:rank=1")
     assert codes == [0, 0] and "back to" in output, output
     assert metrics(lab.root / "rolled_back")[-1]["step"] == STEPS
@@ -129,7 +130,7 @@ def test_numbers_that_go_wrong_take_it_back_once(lab: Lab, undisturbed: Path) ->
 
 
 @pytest.mark.slow
-def test_numbers_that_stay_wrong_end_it(lab: Lab) -> None:
+def test_persistent_nonfinite_losses_end_the_run(lab: Lab) -> None:
     codes, output = lab.run("ended", fault="raise@toy.loss:at=4:times=0")
     assert codes == [1, 1], output
     found = summary(lab.root / "ended")

@@ -1,3 +1,5 @@
+"""Tests phase times on the CPU and on a simulated GPU, memory errors, and requests to stop."""
+
 import ctypes
 import os
 import signal
@@ -18,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @pytest.fixture
 def clock(monkeypatch):
-    """time.perf_counter under the test's hand."""
+    """Replaces time.perf_counter by a clock that the test sets."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
@@ -38,7 +40,8 @@ def test_phases_add_up_to_the_step(clock):
     spend(clock, 4.0)
     assert timer.take() == {"time/generate": 5.0, "time/values": 1.0, "time/other": 4.0, "time/step": 10.0}
     spend(clock, 1.5)
-    assert timer.take() == {"time/other": 1.5, "time/step": 1.5}  # a new step begins where the last was taken
+    # a new step begins where the previous one ended
+    assert timer.take() == {"time/other": 1.5, "time/step": 1.5}
 
 
 def test_a_phase_within_a_phase_is_not_counted_twice(clock):
@@ -63,8 +66,9 @@ def test_a_phase_that_fails_is_counted_and_closed(clock):
 
 
 class Device:
-    """A GPU with one stream: work is queued by the host and takes the device some seconds. Stands in for
-    ``torch.cuda``.
+    """Simulates a GPU with one stream, in place of ``torch.cuda``.
+
+    The host queues work, which takes the device some seconds.
     """
 
     def __init__(self, clock):
@@ -74,7 +78,7 @@ class Device:
         self.free_at = self._reached() + seconds
 
     def _reached(self):
-        """When the device gets to what is queued now."""
+        """Returns the time at which the device reaches the work queued now."""
         return max(self.free_at, self.clock[0])
 
     def Event(self, enable_timing):
@@ -110,18 +114,18 @@ def device(clock, monkeypatch):
     return device
 
 
-def test_on_a_gpu_interleaved_phases_are_the_devices_seconds_and_nobody_waits_for_them(clock, device):
+def test_on_a_gpu_interleaved_phases_have_device_times_without_synchronisation(clock, device):
     timer = PhaseTimer(torch.device("cuda", 0))
     for _ in range(3):
         with timer("update_actor"):
-            spend(clock, 0.25)  # the host queues it, and is done long before the device
+            spend(clock, 0.25)  # the host queues it, and continues long before the device has finished
             device.work(4.0)
         with timer("update_critic"):
             spend(clock, 0.25)
             device.work(2.0)
     assert device.waits == 0 and clock[0] == 101.5
-    # the device begins 0.25 s late: the host's first quarter of a second is update_actor's, as nothing else
-    # goes on
+    # the device begins 0.25 s late: the host's first quarter of a second belongs to update_actor, as no other
+    # work runs
     assert timer.take() == pytest.approx(
         {"time/update_actor": 12.25, "time/update_critic": 6.0, "time/other": 0.0, "time/step": 18.25}
     )
@@ -135,13 +139,13 @@ def test_on_a_gpu_work_of_the_host_counts_where_the_device_is_idle(clock, device
     with timer("generate"):
         spend(clock, 1.0)
         device.work(2.0)
-        device.synchronize(0)  # the host reads the answers
+        device.synchronize(0)  # the host reads the responses
     with timer("reward"):
         spend(clock, 5.0)  # a function on the CPU
     with timer("values"):
         device.work(3.0)
     with timer("advantages"):
-        spend(clock, 1.0)  # hidden behind the device's work
+        spend(clock, 1.0)  # overlaps with the device's work
     spend(clock, 4.0)
     assert timer.take() == pytest.approx(
         {
@@ -207,7 +211,7 @@ def test_other_phases_and_other_errors():
 
 @pytest.fixture
 def handlers():
-    """A signal that nobody handles fails the test instead of ending the run."""
+    """Makes an unhandled signal fail the test instead of ending the run."""
 
     def unhandled(number, frame):
         raise AssertionError(f"signal {number} was not handled")
@@ -220,13 +224,13 @@ def handlers():
 
 
 class Board(dict):
-    """What ranks tell each other, in memory."""
+    """Holds the messages between ranks in memory."""
 
     put = dict.__setitem__
 
 
 class Rank:
-    """A world of which nothing is asked but who this is."""
+    """Stands in for a world that only has a rank."""
 
     def __init__(self, rank):
         self.rank, self.is_main = rank, rank == 0
@@ -234,13 +238,13 @@ class Rank:
 
 @pytest.fixture
 def listening(handlers):
-    """The stop requests of some ranks; they share a board."""
+    """Makes the stop requests of some ranks, which share a board."""
 
     def make(ranks=1, world=None, max_minutes=None, board=None):
         board = Board() if board is None else board
         stops = [StopRequest(world or Rank(rank), max_minutes, board) for rank in range(ranks)]
         for stop in stops:
-            stop.install_handlers()  # the last has the handlers
+            stop.install_handlers()  # the last one has the handlers
         return stops
 
     return make
@@ -257,14 +261,14 @@ def test_a_signal_only_sets_a_flag(listening, world, number):
         stop.raise_if_stopped()
 
 
-def test_before_it_listens_it_is_deaf_and_looks_at_nothing(world):
+def test_without_installed_handlers_nothing_is_checked(world):
     stop = StopRequest(world, None, None)
     stop.poll()
     assert stop.agreed_reason() is None
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_what_one_rank_hears_all_know_after_a_look_of_each(listening, caplog, number):
+def test_a_signal_to_one_rank_reaches_all_ranks_after_one_check_each(listening, caplog, number):
     others = listening(ranks=2)
     (mine,) = listening(world=Rank(2), board=others[0].store)
     os.kill(os.getpid(), number)
@@ -272,15 +276,15 @@ def test_what_one_rank_hears_all_know_after_a_look_of_each(listening, caplog, nu
     for stop in (mine, *others):
         stop.poll()
     assert all(stop.should_stop() for stop in others)
-    (said,) = [record.getMessage() for record in caplog.records]  # by rank 0 alone
+    (said,) = [record.getMessage() for record in caplog.records]  # only rank 0 stops
     assert said.startswith(f"stopping: {signal.Signals(number).name} to rank 2;")
     for stop in (mine, *others):
         stop.poll()
     assert len(caplog.records) == 1
 
 
-def test_a_signal_is_known_while_the_main_thread_does_not_get_back_to_python(listening):
-    """As in a collective that waits for another rank: a handler in Python would be called after it."""
+def test_a_signal_is_seen_while_the_main_thread_is_outside_python(listening):
+    """This happens in a collective that waits for another rank: a Python handler would run only after it."""
     (stop,) = listening()
     libc, barrier = ctypes.CDLL(None), ctypes.create_string_buffer(256)  # a pthread_barrier_t has 32 bytes
     assert libc.pthread_barrier_init(barrier, None, 2) == 0
@@ -309,8 +313,8 @@ def test_a_signal_is_known_while_the_main_thread_does_not_get_back_to_python(lis
     assert seen == [(True, [])] and handled == [signal.SIGTERM]
 
 
-def test_a_signal_that_comes_while_the_thread_looks_is_not_forgotten(listening):
-    """Decoding may have ended for it already: who asks later must hear of it too."""
+def test_a_signal_during_a_check_is_not_lost(listening):
+    """Decoding may already have ended because of the signal, so later checks must report it too."""
 
     class Slow(Board):
         def get(self, name):
@@ -322,17 +326,17 @@ def test_a_signal_that_comes_while_the_thread_looks_is_not_forgotten(listening):
     assert stop.should_stop()
 
 
-def test_a_launcher_that_has_ended_is_a_signal(listening, monkeypatch):
+def test_the_end_of_the_launcher_counts_as_a_signal(listening, monkeypatch):
     monkeypatch.setattr("ppo_ds.training.stopping.launcher_pids", lambda: (17, 4))
     (stop,) = listening()
     stop.poll()
     assert not stop.should_stop()
-    monkeypatch.setattr("ppo_ds.training.stopping.launcher_pids", lambda: ())  # its parent is another one now
+    monkeypatch.setattr("ppo_ds.training.stopping.launcher_pids", lambda: ())  # its parent has changed
     stop.poll()
     assert stop.should_stop() and "launcher of rank 0" in stop.store["stop"]
 
 
-def test_without_the_store_each_rank_goes_by_what_it_sees_itself(listening, monkeypatch):
+def test_without_the_store_each_rank_uses_its_own_signals(listening, monkeypatch):
     class Dead:
         def put(self, name, text):
             raise StoreUnavailable
@@ -358,7 +362,7 @@ def test_a_time_limit_is_no_reason_to_abandon_a_step(listening, world, monkeypat
     assert stop.agreed_reason() == "time_limit" and not stop.should_stop()
     stop.raise_if_stopped()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.agreed_reason() == "signal"  # the stronger reason
+    assert stop.agreed_reason() == "signal"  # the reason with priority
 
 
 @pytest.mark.parametrize(
@@ -385,17 +389,17 @@ def test_one_rank_stops_all(on_ranks, world, flags, late, reason):
     assert on_ranks(2, work) == [(reason, "abandoned" if any(flags) else "goes on")] * 2
 
 
-def test_a_second_ctrl_c_ends_it_at_once_but_not_one_that_a_launcher_passes_on(listening, monkeypatch):
+def test_a_second_ctrl_c_ends_the_run_at_once_unless_a_launcher_forwarded_it(listening, monkeypatch):
     clock = iter([100.0, 100.5, 103.0])
     (stop,) = listening()
     monkeypatch.setattr("ppo_ds.training.stopping.time.monotonic", lambda: next(clock))
     os.kill(os.getpid(), signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGINT)  # half a second later: the launcher's
+    os.kill(os.getpid(), signal.SIGINT)  # half a second later: from the launcher
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_sigterm_as_often_as_it_likes_and_a_first_ctrl_c_after_it_end_nothing_at_once(listening, monkeypatch):
+def test_repeated_sigterm_and_one_later_ctrl_c_do_not_end_the_run_at_once(listening, monkeypatch):
     clock = iter([100.0, 110.0, 120.0, 130.0])
     (stop,) = listening()
     monkeypatch.setattr("ppo_ds.training.stopping.time.monotonic", lambda: next(clock))

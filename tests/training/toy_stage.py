@@ -1,4 +1,4 @@
-"""A second stage for ``Run``: least squares on one DeepSpeed engine."""
+"""Implements a second stage for ``Run``: least squares on one DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ToyStage:
             weight_decay=0.0,
         )
         self.models, self.weight_copies, self.counters = {"regression": self.model}, {}, {}
-        self.offset = 0.0  # of the targets: a state beside weights and random numbers
+        self.offset = 0.0  # of the targets: a state besides weights and random numbers
         seed_everything(config.run.seed + 1 + context.world.rank)
 
     def start(self) -> None:
@@ -109,6 +109,6 @@ class Failure:
 
 
 def main(argv: list[str]) -> int:
-    """launch/train.py with one more stage."""
+    """Runs launch/train.py with one more stage."""
     STAGES["toy"] = Entry("tests.training.toy_stage.ToyStage", "least squares")
     return launch.train.main(argv)
