@@ -1,8 +1,7 @@
-"""From the command line to a sound Config. Hydra composes the groups in conf/; types, unknown keys and
-everything else are judged by ppo_ds.
+"""Reads the command line into a validated Config.
 
-Hydra's compose API is used, not its application decorator: no logging, no working directory and no flags of
-its own.
+Hydra composes the groups in conf/; ppo_ds checks types, unknown keys and everything else. Only Hydra's
+compose API is used, not its application decorator, so Hydra sets up no logging, working directory or flags.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,33 +25,36 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ppo_ds.config.checks import validated
 from ppo_ds.config.reading import defaults
-from ppo_ds.config.reference import help_on, outline, sections_of
+from ppo_ds.config.reference import OPEN_PARTS, first_line, help_on, help_on_part, keys_of, sections_of
 from ppo_ds.config.schema import Config, default_dir, resolved
 from ppo_ds.config.text import did_you_mean
 from ppo_ds.errors import UserError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-# What Hydra appends to its complaints; its keys and plus signs are not this program's.
+# Advice that Hydra appends to its errors; it is wrong here, since keys need no plus sign.
 HYDRAS_ADVICE = re.compile(
-    r"\s*(?:To append|To override|Use \+|You may|Did you mean to override|Either remove|full_key:|object_type|Available)"
+    r"\s*(?:To append|To override|Use \+|You may|Did you mean to override|Either remove|full_key:|object_type"
+    r"|Available)"
 )
 USAGE = """\
 deepspeed launch/train.py +experiment=NAME [KEY=VALUE ...] [GROUP=OPTION ...]
 (also: torchrun launch/train.py ..., python launch/train.py ...)
 
-  KEY=VALUE             set a key, e.g. actor.optim.lr=2e-6          ~KEY   back to the default
-  GROUP=OPTION          choose a file of conf/, e.g. reward=function reward.path=my_mod.py:score
-  GROUP@KEY=OPTION      the same for one place, e.g. model@actor.model=qwen2.5-7b-instruct
-  --help SECTION|KEY    describe the keys of a section, e.g. --help algo.kl
+  +experiment=NAME      start from conf/experiment/NAME.yaml, e.g. +experiment=quickstart
+  KEY=VALUE             set a key, e.g. actor.optim.lr=2e-6
+  ~KEY                  reset a key to its default
+  GROUP=OPTION          use conf/GROUP/OPTION.yaml, e.g. reward=function reward.path=my_mod.py:score
+  GROUP@KEY=OPTION      use it for one section, e.g. model@actor.model=qwen2.5-7b-instruct
+  --help SECTION        describe the keys of a section, e.g. --help algo.kl; or one key, e.g. --help run.dir
   --cfg job             print the resolved config and exit
-  --config-dir DIR      look for groups in DIR too (your own DIR/experiment/mine.yaml)
+  --config-dir DIR      also look for groups in DIR, e.g. your own DIR/experiment/mine.yaml
   --config-path DIR --config-name NAME
-                        another primary config; a run again: --config-path RUN_DIR --config-name config
+                        use another primary config; RUN_DIR and config repeat the run in RUN_DIR
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """Mistakes on a command line are the user's like all others: one line, exit code 2."""
+    """Reports errors of the command line as UserError, like all other errors of the user."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
@@ -59,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class _Folders:
-    """Where configs come from: the primary one first."""
+    """The folders that configs are read from, the folder of the primary config first."""
 
     paths: tuple[Path, ...]
 
@@ -78,17 +81,17 @@ class _Folders:
 
 
 def load_config(argv: list[str], world_size: int | None = None) -> Config:
-    """The validated Config of the command line ``argv`` (without the program's name).
+    """Returns the validated Config of the command line ``argv``, which excludes the program's name.
 
-    Raises UserError with all the problems, or SystemExit(0) after --help or --cfg. ``world_size`` defaults to
-    what the launcher says.
+    Raises UserError with all problems, and SystemExit(0) after --help or --cfg. ``world_size`` defaults to
+    the launcher's.
     """
     options = _parser().parse_intermixed_args(argv)
     is_main = os.environ.get("RANK", "0") == "0"
     folders = _folders(options)
     if options.help is not None:
-        topic = options.help if "=" not in options.help else ""
-        print(_help(folders, topic) if is_main else "", end="")
+        if is_main:
+            _print_help(folders, options)
         raise SystemExit(0)
     composed, problems = _compose(folders, options.config_name, options.overrides)
     try:
@@ -119,14 +122,16 @@ def _parser() -> Parser:
     parser.add_argument(
         "--local_rank",
         "--local-rank",
-        help="put there by the deepspeed launcher; the environment says the same",
+        help="added by the deepspeed launcher; ignored, since the environment has the same value",
     )
     return parser
 
 
 def _folders(options: argparse.Namespace) -> _Folders:
     if options.multirun:
-        raise UserError("--multirun: every rank would run every job; start one run at a time")
+        raise UserError(
+            "--multirun: is not supported, since every rank would run every job; start one run at a time"
+        )
     for flag, folder in (("--config-path", options.config_path), ("--config-dir", options.config_dir)):
         if folder is not None and not Path(folder).is_dir():
             raise UserError(f"{flag}={folder}: no such directory")
@@ -147,7 +152,7 @@ def _folders(options: argparse.Namespace) -> _Folders:
 
 
 def _compose(folders: _Folders, name: str, arguments: list[str]) -> tuple[DictConfig, list[str]]:
-    """What Hydra makes of the arguments, and those that it was not given because they make no sense."""
+    """Composes the arguments with Hydra; also returns a line for each argument that Hydra cannot parse."""
     name = name.removesuffix(".yaml")
     parsed, problems = _parse_all(arguments)
     overrides = _overrides(parsed, folders, _defaults_list(folders.paths[0] / f"{name}.yaml"), problems)
@@ -159,16 +164,15 @@ def _compose(folders: _Folders, name: str, arguments: list[str]) -> tuple[DictCo
             return compose(name, overrides), problems
     except yaml.YAMLError as error:
         raise UserError(*problems, f"not valid YAML: {' '.join(str(error).split())}") from None
-    except (
-        HydraException,
-        OmegaConfBaseException,
-        OSError,
-    ) as error:  # OSError: a key that is too long to be looked for as a file
+    except (HydraException, OmegaConfBaseException, OSError) as error:  # OSError: too long for a file name
         raise UserError(*problems, _reworded(error, arguments)) from None
 
 
 def _defaults_list(file: Path) -> set[str]:
-    """The groups, with their package, that the primary config has in its defaults list: these are swapped, the others are added."""
+    """Returns the groups in the defaults list of the primary config, with their packages.
+
+    Hydra replaces the options of these groups; options of other groups are added with a plus sign.
+    """
     try:
         entries = (yaml.safe_load(file.read_text()) or {}).get("defaults", [])
     except yaml.YAMLError as error:
@@ -186,7 +190,7 @@ def _parse_all(arguments: list[str]) -> tuple[list[tuple[str, Override]], list[s
             )
         elif re.match(r"hydra\b", override[1].key_or_group):
             problems.append(
-                f"{argument}: there is nothing to set in Hydra, it only composes the config; the run "
+                f"{argument}: Hydra only composes the config and has no settings here; the run "
                 "directory is run.dir"
             )
         else:
@@ -195,7 +199,11 @@ def _parse_all(arguments: list[str]) -> tuple[list[tuple[str, Override]], list[s
 
 
 def _parse(argument: str) -> tuple[str, Override] | None:
-    """The argument and what it says. A value that Hydra cannot read, or takes for a sweep, is meant as text: paths hold commas and brackets."""
+    """Parses an argument; also returns its text as Hydra accepts it.
+
+    A value that Hydra cannot parse, or reads as a sweep, is quoted as text, since paths contain commas and
+    brackets.
+    """
     parser = OverridesParser.create()
     key, equals, value = argument.partition("=")
     quoted = value.replace("'", "\\'")
@@ -212,11 +220,10 @@ def _parse(argument: str) -> tuple[str, Override] | None:
 def _overrides(
     parsed: list[tuple[str, Override]], folders: _Folders, in_list: set[str], problems: list[str]
 ) -> list[str]:
-    """The arguments as Hydra is to see them: experiments first, so that other groups win over them; then
-    groups, then keys.
+    """Returns the arguments for Hydra: experiments first, since others override them, then groups and keys.
 
-    Groups get the + that they need or lose the one that they do not; keys are always forced, since unknown
-    ones are the validator's to judge.
+    Groups get or lose the plus sign as Hydra requires. Keys are always forced, since ppo_ds reports unknown
+    keys.
     """
     chosen: dict[str, str] = {}
     keys: list[str] = []
@@ -232,12 +239,12 @@ def _overrides(
                 f"{', '.join(folders.groups())}{did_you_mean(group, folders.groups())}"
             )
         elif place == "experiment" and place in chosen:
-            wrong.append(f"{argument}: a second experiment; to put one over the other: +experiment=[a,b]")
+            wrong.append(f"{argument}: a second experiment; to combine two, write +experiment=[a,b]")
         else:
             chosen[place] = bare if place in in_list or override.type is OverrideType.DEL else f"+{bare}"
             if override.type is not OverrideType.DEL:
                 wrong += _unknown_options(argument, override.value(), folders.options(group), group)
-    if wrong:  # what follows from a group that is not there is not worth reading
+    if wrong:  # Without the right groups, other problems would be misleading.
         raise UserError(*problems, *wrong)
     return [*sorted(chosen.values(), key=lambda text: not text.startswith("+experiment=")), *keys]
 
@@ -252,11 +259,11 @@ def _unknown_options(argument: str, value: Any, options: list[str], group: str) 
 
 
 def _reworded(error: Exception, arguments: list[str]) -> str:
-    """Hydra's complaint as one line that speaks of this program's arguments."""
+    """Returns an error of Hydra as one line that names the arguments."""
     text = " ".join(str(getattr(error, "strerror", None) or error).split())
     missing = re.search(r"Could not delete(?: from config)?\.? ?'?([\w.@/]+)'?", text)
     if missing:
-        return f"~{missing[1]}: nothing to remove, the key has its default already"
+        return f"~{missing[1]}: nothing to reset; the key has its default already or does not exist"
     text = HYDRAS_ADVICE.split(text)[0]
     return f"{text.rstrip('. ')} (in: {' '.join(arguments) or 'no arguments'})"
 
@@ -265,7 +272,7 @@ def _reworded(error: Exception, arguments: list[str]) -> str:
 
 
 def _resolve(composed: DictConfig) -> dict[str, Any]:
-    """The composed tree over the defaults of the dataclasses, so that interpolations may point at any key, as a plain dict."""
+    """Merges the composed config over the defaults and resolves it; interpolations may use every key."""
     base, given = defaults(Config), OmegaConf.to_container(composed, resolve=False)
     misshapen = list(_misshapen(base, given))
     if misshapen:
@@ -284,7 +291,10 @@ def _resolve(composed: DictConfig) -> dict[str, Any]:
 
 
 def _misshapen(base: Any, given: Any, key: str = "") -> Iterator[str]:
-    """Lists where sections are due, and mappings where lists are: OmegaConf cannot merge these. All else is the validator's to judge."""
+    """Yields a line for each list in place of a section, or mapping in place of a list.
+
+    OmegaConf cannot merge these. ppo_ds reports all other errors later.
+    """
     if isinstance(base, (list, tuple)) and isinstance(given, dict):
         value = ",".join(f"{name}:{part}" for name, part in given.items())
         yield f"{key}={{{value}}}: must be a list, as in {key}=[{{{value}}}]"
@@ -313,12 +323,34 @@ def _broken_interpolations(node: Any, prefix: str = "") -> Iterator[str]:
 # ---- help
 
 
-def _help(folders: _Folders, topic: str) -> str:
-    """Describes a section or a key of the config; without a topic the command line, the groups and the sections."""
+def _print_help(folders: _Folders, options: argparse.Namespace) -> None:
+    """Describes the section or key after --help, or else the command line, the groups and the sections."""
+    topic, arguments = options.help, options.overrides
+    if "=" in topic:
+        topic, arguments = "", [topic, *arguments]
     if topic:
-        return help_on(topic)
-    groups = "\n".join(f"  {group:12}{', '.join(folders.options(group))}" for group in folders.groups())
-    sections = "\n".join(
-        f"  {name:12}{outline(section)}" for name, section in sections_of(Config) if "." not in name
-    )
-    return f"{USAGE}\ngroups:\n{groups}\n\nsections (--help SECTION or KEY describes one):\n{sections}\n"
+        part = topic.partition(".")[0]
+        chosen = {}
+        if part in OPEN_PARTS and arguments:
+            composed = OmegaConf.to_container(
+                _compose(folders, options.config_name, arguments)[0], resolve=False
+            )
+            chosen = composed.get(part) or {} if isinstance(composed, dict) else {}
+        print(help_on_part(part, chosen.get("_target_")) if part in OPEN_PARTS else help_on(topic), end="")
+        return
+    print(f"{USAGE}\nGroups and their options:")
+    for group in folders.groups():
+        print(
+            textwrap.fill(
+                ", ".join(folders.options(group)),
+                110,
+                initial_indent=f"  {group:12}",
+                subsequent_indent=" " * 14,
+                break_on_hyphens=False,
+            )
+        )
+    print("\nSections (--help SECTION describes the keys):")
+    for name, section in sections_of(Config):
+        if "." not in name:
+            print(f"  {name:12}{first_line(section)}")
+    print(f"\nOther keys: {', '.join(key.name for key in keys_of(Config, ''))}")

@@ -1,6 +1,6 @@
 """Describes the keys of the config, for `--help` and for docs/config.md.
 
-`python -m ppo_ds.config.reference > docs/config.md` writes the page anew.
+`python -m ppo_ds.config.reference > docs/config.md` generates the page.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from ppo_ds.config.registry import (
     LOSS_AGGREGATIONS,
     POLICY_LOSSES,
     STAGES,
+    import_target,
 )
 from ppo_ds.config.schema import Config
+from ppo_ds.config.targets import arguments_of
 from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.config.types import OneOf, Section
 from ppo_ds.errors import UserError
@@ -34,6 +36,7 @@ TABLES = {
     "algo.kl.estimator": KL_ESTIMATORS,
     "algo.loss.agg": LOSS_AGGREGATIONS,
 }
+OPEN_PARTS = ("reward", "prepare")  # Keys of Config that hold a `_target_` and its arguments.
 _HEAD = """\
 # Configuration reference
 
@@ -73,14 +76,6 @@ def sections_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str,
             yield from sections_of(inner, full)
 
 
-def outline(section: type[Section]) -> str:
-    """Names the keys of a section and of the sections in it: ``model{path dtype} lr``."""
-    fields = section.model_fields.items()
-    return " ".join(
-        f"{name}{{{outline(inner)}}}" if (inner := section_of(field)) else name for name, field in fields
-    )
-
-
 def type_in_words(field: FieldInfo) -> str:
     """Describes the values that a key takes: ``number above 0 or null``."""
     hint, metadata, nullable = unwrapped(field.annotation)
@@ -112,9 +107,9 @@ def help_on(topic: str) -> str:
     sections = dict(sections_of(Config))
     if topic in sections:
         inner = [name for name in sections if name.startswith(f"{topic}.")]
-        more = f"\nSections: {', '.join(inner)}\n" if inner else ""
+        more = f"\nSections in {topic} (--help describes each): {', '.join(inner)}\n" if inner else ""
         keys = list(keys_of(sections[topic], topic))
-        return f"{topic}: {_first_line(sections[topic])}\n\n{''.join(map(_entry, keys))}{more}"
+        return f"{topic}: {first_line(sections[topic])}\n\n{''.join(map(_entry, keys))}{more}"
     section, _, _ = topic.rpartition(".")
     for key in keys_of(sections.get(section, Config), section):
         if key.name == topic:
@@ -122,14 +117,42 @@ def help_on(topic: str) -> str:
                 f"    {name:12}{entry.description}\n" for name, entry in TABLES.get(topic, {}).items()
             )
             return _entry(key) + table
-    raise UserError(f"--help {topic}: no such key{did_you_mean(topic, dotted_keys(Config))}")
+    known = dotted_keys(Config)
+    hint = (
+        did_you_mean(topic, known)
+        or f"; the sections are {', '.join(k for k in known if k in sections and '.' not in k)}"
+    )
+    raise UserError(f"--help {topic}: no such section or key{hint}")
+
+
+def help_on_part(name: str, target: str | None) -> str:
+    """Describes an open part, with the arguments of its target if one is chosen."""
+    (key,) = (key for key in keys_of(Config, "") if key.name == name)
+    if target is None:
+        example = (
+            f"+experiment=quickstart --help {name}" if name == "prepare" else "--help reward reward=numeric"
+        )
+        return (
+            f"{_entry(key)}\nIts keys are the arguments of its _target_, and none is chosen. To list them:\n"
+            f"  python launch/train.py {example}\n"
+        )
+    try:
+        section = arguments_of(import_target(target))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{name}._target_={target}: cannot be imported ({error})") from error
+    keys = [*keys_of(section, name)]
+    for inner, part in sections_of(section, name):
+        keys += keys_of(part, inner)
+    return f"{name}: {target}\n\n{''.join(map(_entry, keys))}"
 
 
 def _entry(key: Key) -> str:
-    return f"  {key.name}\n    {key.description}\n    Type: {key.type}. Default: {key.default}.\n"
+    description = f"    {key.description}\n" if key.description else ""
+    return f"  {key.name}\n{description}    Type: {key.type}. Default: {key.default}.\n"
 
 
-def _first_line(section: type[Section]) -> str:
+def first_line(section: type[Section]) -> str:
+    """Returns the summary of a section."""
     return (section.__doc__ or "").strip().splitlines()[0]
 
 

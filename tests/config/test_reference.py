@@ -8,7 +8,7 @@ import pytest
 
 from launch.cli import load_config
 from ppo_ds.config.reading import dotted_keys
-from ppo_ds.config.reference import TABLES, help_on, keys_of, page, sections_of
+from ppo_ds.config.reference import TABLES, help_on, help_on_part, keys_of, page, sections_of
 from ppo_ds.config.schema import Config
 from ppo_ds.errors import UserError
 
@@ -34,7 +34,7 @@ def test_a_section_lists_its_keys_with_type_default_and_meaning() -> None:
     assert "Type: number at least 0. Default: 0.05." in text
     assert "Type: number above 0 or null. Default: null." in text
     assert "Type: reward, loss, none. Default: reward." in text
-    assert "Sections: algo.kl, algo.gae" in help_on("algo")
+    assert "Sections in algo (--help describes each): algo.kl, algo.gae" in help_on("algo")
 
 
 def test_a_key_with_a_table_lists_its_entries() -> None:
@@ -45,7 +45,7 @@ def test_a_key_with_a_table_lists_its_entries() -> None:
 
 
 def test_an_unknown_topic_is_an_error_with_a_suggestion() -> None:
-    with pytest.raises(UserError, match=r"^--help algo.kll: no such key; did you mean algo.kl\?$"):
+    with pytest.raises(UserError, match=r"^--help algo.kll: no such section or key; did you mean algo.kl\?$"):
         help_on("algo.kll")
 
 
@@ -66,3 +66,26 @@ def test_help_on_a_section_comes_from_the_command_line(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         load_config(["--help", "algo.kl"], world_size=1)
     assert capsys.readouterr().out == help_on("algo.kl")
+
+
+def test_help_on_the_reward_lists_the_arguments_of_the_chosen_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(["--help", "reward", "reward._target_=tests.config.test_targets.Machine"], world_size=1)
+    shown = capsys.readouterr().out
+    assert shown == help_on_part("reward", "tests.config.test_targets.Machine")
+    assert "  reward.path\n    Type: text. Default: required.\n" in shown
+    assert "  reward.batch\n    Type: whole number at least 1. Default: 8.\n" in shown
+    assert "tokenizer" not in shown
+
+
+def test_help_on_the_reward_alone_says_how_to_list_its_arguments() -> None:
+    assert "python launch/train.py --help reward reward=numeric\n" in help_on_part("reward", None)
+    with pytest.raises(UserError, match=r"^reward\._target_=no\.such\.reward: cannot be imported"):
+        help_on_part("reward", "no.such.reward")
+
+
+def test_an_unknown_topic_without_a_similar_name_names_the_sections() -> None:
+    with pytest.raises(
+        UserError, match=r"^--help zzz: no such section or key; the sections are run, actor, "
+    ):
+        help_on("zzz")

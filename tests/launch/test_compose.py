@@ -122,7 +122,7 @@ def test_the_last_choice_of_a_group_counts_but_experiments_are_not_dropped() -> 
     assert compose(*MINIMAL, "reward=model", "reward=sums", "reward.path=a:b").reward["path"] == "a:b"
     assert compose("+experiment=[rlhf,rlhf_7b]").run.name == "rlhf_7b"
     assert complaints("+experiment=rlhf", "experiment=rlhf_7b") == [
-        "experiment=rlhf_7b: a second experiment; to put one over the other: +experiment=[a,b]"
+        "experiment=rlhf_7b: a second experiment; to combine two, write +experiment=[a,b]"
     ]
 
 
@@ -177,11 +177,11 @@ def test_values_that_hydra_cannot_read_are_text(text: str) -> None:
         ("model@actor=x", "model@actor=x: no such model; available: llama3.1"),
         ("modl@actor.model=x", "modl@actor.model=x: no such group; the groups are"),
         ("foo", "foo: not understood; write KEY=VALUE"),
-        ("hydra.run.dir=x", "hydra.run.dir=x: there is nothing to set in Hydra"),
-        ("hydra/launcher=x", "hydra/launcher=x: there is nothing to set in Hydra"),
-        ("~run.stepss", "~run.stepss: nothing to remove"),
+        ("hydra.run.dir=x", "hydra.run.dir=x: Hydra only composes the config"),
+        ("hydra/launcher=x", "hydra/launcher=x: Hydra only composes the config"),
+        ("~run.stepss", "~run.stepss: nothing to reset; the key has its default already or does not exist"),
         ("data.path=${run.dirr}/a", "data.path=${run.dirr}/a: Interpolation key 'run.dirr' not found"),
-        ("-m", "--multirun: every rank would run every job"),
+        ("-m", "--multirun: is not supported, since every rank would run every job"),
         ("--foo", "unrecognized arguments: --foo; see --help"),
         ("--cfg=all", "argument --cfg/-c: invalid choice: 'all'"),
         ("--config-dir=/nowhere", "--config-dir=/nowhere: no such directory"),
