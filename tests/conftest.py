@@ -30,7 +30,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives each file to one process, so that its module fixtures are made once, and each folder of ONE_GROUP.
+    """Gives each file, and each folder of ONE_GROUP, to one process, which makes its fixtures once.
 
     The marker xdist_group has no effect with pytest 9.2 and pytest-xdist 3.8.
     """

@@ -88,10 +88,11 @@ GIVEN = "<user>hi<eos><assistant>"
 def test_the_last_answer_of_a_chat_and_its_end_are_learned(source, tokenizer, row):
     batch = source(row).batch([0])
     assert learned(batch, tokenizer) == [(GIVEN, "yo<eos>")]
+    # as in generation; <eos> is one token of five characters
     assert (
         batch.ids[0, : len(GIVEN) - 4].tolist()
         == tokenizer.encode_many([tokenizer.render_chat([USER])], special_tokens=False)[0]
-    )  # as in generation; <eos> is one token of five characters
+    )
 
 
 def test_earlier_answers_are_not_learned_and_a_system_message_is_added(source, tokenizer):

@@ -18,7 +18,7 @@ def fresh(monkeypatch):
 
 
 def visit(place: str, times: int) -> list[bool]:
-    """Whether each visit raised."""
+    """Returns whether each visit raised."""
     return [raises(place) for _ in range(times)]
 
 

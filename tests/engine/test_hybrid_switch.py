@@ -95,41 +95,46 @@ def test_neither_inference_copy_nor_cache_is_in_memory_during_training(found: di
     ("weights", "decoding", "offloadable", "on_gpu", "expected"),
     [
         (6, 3, 5, True, GenerationPlan(gather_once=True, offload_states=False)),  # 9 of 9
+        # 10 of 9, and 5 offloadable
         (
             6,
             4,
             5,
             True,
             GenerationPlan(gather_once=True, offload_states=True),
-        ),  # 10 of 9, and 5 offloadable
+        ),
+        # on a CPU offloading frees nothing
         (
             6,
             4,
             5,
             False,
             GenerationPlan(gather_once=False, offload_states=False),
-        ),  # on a CPU offloading frees nothing
+        ),
+        # 15 of 14; one layer and 3 fit without offloading
         (
             12,
             3,
             5,
             True,
             GenerationPlan(gather_once=False, offload_states=False),
-        ),  # 15 of 14; one layer and 3 fit without offloading
+        ),
+        # by layers, and still 10 of 9
         (
             12,
             8,
             5,
             True,
             GenerationPlan(gather_once=False, offload_states=True),
-        ),  # by layers, and still 10 of 9
+        ),
+        # no states, as with offload_optimizer
         (
             6,
             4,
             0,
             True,
             GenerationPlan(gather_once=False, offload_states=False),
-        ),  # no states, as with offload_optimizer
+        ),
     ],
 )
 def test_auto_by_memory_budget(

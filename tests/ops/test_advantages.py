@@ -56,9 +56,8 @@ def trl(which):
 
 
 GAE = {
-    "dschat.advantages": lambda c: gae(c, next_token_mask(c.mask))[
-        0
-    ],  # keeps one position beyond the last token
+    # keeps one position beyond the last token
+    "dschat.advantages": lambda c: gae(c, next_token_mask(c.mask))[0],
     "dschat.returns": lambda c: gae(c, next_token_mask(c.mask))[1],
     "openrlhf.cumulative_returns": lambda c: discounted_returns(c.rewards, c.mask, c.params["gamma"]),
     "verl.advantages_whitened": lambda c: rounded(Within(masked_whiten(gae(c)[0], c.mask), c.mask)),

@@ -94,10 +94,11 @@ def test_forwards_worked_by_hand():
     # while with the other two it would lose 80 tokens of padding
     assert FORWARD == 64
     assert [rows.tolist() for rows in plan_forwards(total, 1000)] == [[1, 2], [0, 3], [4]]
+    # 60 tokens
     assert [rows.tolist() for rows in plan_forwards(torch.tensor([100, 300, 290, 90, 40]), 1000)] == [
         [1, 2],
         [0, 3, 4],
-    ]  # 60 tokens
+    ]
     assert [rows.tolist() for rows in plan_forwards(total, 599)] == [[1], [2], [0, 3], [4]]  # 2 * 300 is more
     # the costliest is halved
     assert [rows.tolist() for rows in plan_forwards(total, 1000, at_least=4)] == [
@@ -186,10 +187,11 @@ def test_balanced_ranks_worked_by_hand():
         [4, 1],
         [3, 2],
     ]
+    # ties keep their order
     assert [hand.tolist() for hand in balance_ranks(torch.tensor([7, 7, 7, 7, 7, 7, 7, 7]), 2)] == [
         [0, 3, 4, 7],
         [1, 2, 5, 6],
-    ]  # ties keep their order
+    ]
     assert balance_ranks(torch.full((400,), 7), 2)[0].tolist() == [i for i in range(400) if i % 4 in (0, 3)]
     with pytest.raises(AssertionError):
         balance_ranks(torch.tensor([1, 2, 3]), 2)

@@ -85,9 +85,10 @@ def test_worked_by_hand():
     assert logprob.item() == pytest.approx(-0.2876821, abs=1e-6)  # log 3/4
     # 1/4 log 4 + 3/4 log 4/3: a logit of -inf gives no NaN
     assert entropy.item() == pytest.approx(0.5623351, abs=1e-6)
+    # log 9/10
     assert logprobs_from_logits(x, torch.tensor([2]), temperature=0.5).item() == pytest.approx(
         -0.1053605, abs=1e-6
-    )  # log 9/10
+    )
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, 4, 7, 1024])

@@ -154,11 +154,12 @@ def test_the_bootstrap_value_of_a_truncated_response():
     ("position", "columns", "baselines"),
     [
         ("prompt_last", [0, 0, 0, 0, None], [0.1, 0.2, 0.3, 0.4]),
+        # the last one in the last column: the response fills the width
         (
             "response_last",
             [2, 1, 2, 3, None],
             [0.3, 0.4, 0.9, 1.6],
-        ),  # the last one in the last column: the response fills the width
+        ),
     ],
 )
 @pytest.mark.parametrize("where", ["last_token", "next_token"])

@@ -76,12 +76,13 @@ def test_discounted_gae(world, rollout):
     assert rounded(experience.advantages)[0] == [-0.375, -1.1, 0]
     assert rounded(experience.returns)[0] == [0.625, 0.9, 0, 0]
     apart, _ = maker(world, estimate_advantages=gae(gamma=0.5, lam=0.5, lam_critic=1.0))(rollout, 0.5)
+    # -0.1 + 0.5 * 0.9
     assert rounded(apart.advantages)[0] == [-0.375, -1.1, 0] and rounded(apart.returns)[0] == [
         0.35,
         0.9,
         0,
         0,
-    ]  # -0.1 + 0.5 * 0.9
+    ]
 
 
 def test_the_kl_is_zero_if_the_actor_is_the_reference(world, rollout):

@@ -24,11 +24,12 @@ class OnDevice(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        # counts the ones
         by_mask = (
             func is torch.Tensor.__getitem__
             and isinstance(args[1], torch.Tensor)
             and args[1].dtype == torch.bool
-        )  # counts the ones
+        )
         if func in READS or func in (torch.nonzero, torch.masked_select) or by_mask:
             cls.reads.append(func.__name__)
         return super().__torch_function__(func, types, args, kwargs or {})

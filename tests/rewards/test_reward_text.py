@@ -70,10 +70,11 @@ def test_chat(make, ids):
     assert encode(CHAT, "yo", False).ids == encode(CHAT, "yo", True).ids  # the template ends the turn
     assert encode(ROW, "", True).ids == ids("<user>hi<eos><assistant><eos>")
     assert encode(ROW, "yo", True).ids.count(EOS) == 2
+    # not twice
     assert make("chat", template=CHAT_TEMPLATE, append_eos=True)(ROW, "yo", False).ids[-2:] == [
         *ids("o"),
         EOS,
-    ]  # not twice
+    ]
     assert make("chat", max_tokens=4, template=CHAT_TEMPLATE)(ROW, "yo", True).ids == [*ids(">yo"), EOS]
 
 

@@ -27,10 +27,11 @@ from tests.rewards.reward_cases import make_rollout
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 from tests.goldens.golden_io import load  # noqa: E402
 
+# MiniMind's own
 SEED = (
     r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$",
     r"^<think>\n.*?\n</think>\n\n<answer>\n.*?\n</answer>$",
-)  # MiniMind's own
+)
 WELL_FORMED = "<think>\na\n</think>\n<answer>\nb\n</answer>"
 
 

@@ -172,9 +172,10 @@ def test_the_seeds_printed_mix(tokenizer):
 def test_without_an_answer_the_whole_is_the_score(build, rolled):
     table = {"x": 1.7, "<answer>y": -5.0, "<answer>z</answer>": 2.0, "z": 10.0, "": 100.0}
     mix = build(spec(MIX, reward=looked(**table)))
+    # .4 * 2 + .6 * 10
     torch.testing.assert_close(
         mix(rolled("x", "<answer>y", "<answer>z</answer>")).total, torch.tensor([1.7, -5.0, 6.8])
-    )  # .4 * 2 + .6 * 10
+    )
     # as many texts in both passes, whatever was found
     assert [len(asked.texts) for asked in mix._reward.asked] == [
         3,

@@ -2,15 +2,16 @@
 
     python tests/tools/peer_cases.py [CASES.json] [--peer NAME] [-v] [--known] [--absent]
 
-Run from the repository root. CASES.json is ../shared/peertests/cases.json unless given; it is not part of the repository,
-and without it there is nothing to compare. Prints a table of the systems and, last, "N of M"; exits with 0 if all agree.
+Run from the repository root. CASES.json is ../shared/peertests/cases.json unless given. It is not part of the
+repository, and nothing can be compared without it. The script prints a table of the systems and, last,
+"N of M"; it exits with 0 if all agree.
 
 Each case names an adapter below, which calls ppo_ds:
     kind  asserted   a system's test asserts these values of its own inputs
           computed   the system's test has no numbers of its own: its function's results were recorded
-          reference  no test of the system covers it: its function's results for inputs made for this were recorded
-Cases under "known" are counted apart: the systems disagree with each other or with the paper there, and ppo_ds has no
-switch for it.
+          reference  no test of the system covers it: its function's results for new inputs were recorded
+Cases under "known" are counted separately: the systems disagree with each other or with the paper there, and
+ppo_ds has no switch for it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ CASES = Path(__file__).resolve().parents[2].parent / "shared" / "peertests" / "c
 T = torch.Tensor
 
 
-# ---- data -------------------------------------------------------------------------------------------------------------------------
+# ---- data --------------------------------------------------------------------------------------------------
 
 
 def decode(x):
@@ -61,7 +62,7 @@ def decode(x):
     return [decode(v) for v in x] if isinstance(x, list) else x
 
 
-# ---- adapters: each returns a dict of what ppo_ds says --------------------------------------------------------------------------------
+# ---- adapters: each returns a dict of what ppo_ds says -----------------------------------------------------
 
 ADAPTERS = {}
 
@@ -145,7 +146,7 @@ def normalize_groups(x, mask, size, mode="batch", unbiased=False):
 
 @adapter
 def std_ratio(x, mask):
-    """How much larger the spread is with the biased variance."""
+    """Returns the factor by which the biased variance increases the deviation."""
     a, b = (adv.normalize_advantages(x, mask, "batch", unbiased=u) for u in (False, True))
     return {"ratio": a.std() / b.std()}
 
@@ -656,7 +657,7 @@ RENAMED = {"algo.correction": "algo.rollout_is", "algo.policy.kind": "algo.polic
 
 @adapter
 def config(keys):
-    """Whether a run may have these keys; what the checks say of others does not count."""
+    """Returns whether a run may have these keys; errors about other keys are ignored."""
     from ppo_ds.config.checks import validated
     from ppo_ds.errors import UserError
 
@@ -677,7 +678,7 @@ def config(keys):
     return {"allowed": torch.tensor(1.0)}
 
 
-# ---- comparison -----------------------------------------------------------------------------------------------------------------------
+# ---- comparison --------------------------------------------------------------------------------------------
 
 
 def compare(case):

@@ -82,6 +82,7 @@ def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, 
             0,
             3000 + 1000 + 500 + 500,
         ),
+        # a CPU has one memory
         (
             engine(stage=2, offload_optimizer=True, separate_host=False),
             2000,
@@ -90,7 +91,7 @@ def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, 
             0,
             1000 + 2 * 400,
             0,
-        ),  # a CPU has one memory
+        ),
         # adapters: all weights in 16 bits, states of a tenth
         (engine(ADAPTED, stage=0, each=4), 4400, 0, 800, 0, 400, 0),
         (engine(ADAPTED, stage=2), 2200, 100, 200, 0, 100 + 2 * 400, 0),

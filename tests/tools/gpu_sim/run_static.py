@@ -65,7 +65,7 @@ class IdTokenizer:
 
 
 class SimulatedRecorder:
-    """Stands in for the recorder of CUDA graphs: what runs inside a capture is checked for waits and uploads."""
+    """Replaces the recorder of CUDA graphs and checks each capture for waits and uploads."""
 
     def __init__(self, mode):
         self.mode, self.recorded, self.warmed_up = mode, 0, 0

@@ -7,9 +7,9 @@ CPU tensors stay real. Import this module before torch. ``with fake_cuda() as mo
     mode.uploads  copies from the host to the device
     mode.ops      operations on the device
 
-It sees no kernels, streams, allocator, NCCL, numerics or DeepSpeed engine. The stub of the device is compiled from
-guard.cpp, in the folder that the environment variable GPU_SIM names (../shared/gpu_sim beside the repository unless
-set); without it, or without g++, a script that imports this module says so and ends.
+It sees no kernels, streams, allocator, NCCL, numerics or DeepSpeed engine. The stub of the device is compiled
+from guard.cpp, in the folder that the environment variable GPU_SIM names (../shared/gpu_sim beside the
+repository unless set). Without guard.cpp or g++, a script that imports this module reports it and exits.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def where() -> str:
 
 
 class FakeCuda(TorchDispatchMode):
-    """``answer(shape, dtype)`` is what the host reads from the device; zeros unless given."""
+    """Simulates the device; the host reads ``answer(shape, dtype)`` from it, by default zeros."""
 
     def __init__(self, answer=None):
         super().__init__()
