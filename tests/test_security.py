@@ -37,19 +37,20 @@ from ppo_ds.models import tiny
 from ppo_ds.models.chat_scorer import load_chat_scorer
 from ppo_ds.models.policy import load_policy
 from ppo_ds.models.tokenizer import load_tokenizer
-from ppo_ds.models.value import load_critic, load_reward_model, reads_like
+from ppo_ds.models.value import can_start_critic, load_critic, load_reward_model
 from ppo_ds.secrets import censored, secrets_in
 
 ROOT = Path(__file__).parent.parent
-HOW = dict(revision=None, dtype="fp32", trust_remote_code=False, attn_implementation="sdpa")
+
+
+def section(path):
+    return ModelConfig(path=path, dtype="fp32")
+
+
 MODELS = {
-    "actor": lambda path: load_policy(
-        path, **HOW, gradient_checkpointing=False, temperature=1.0, key="actor.model.path"
-    ),
-    "critic": lambda path: load_critic(
-        path, **HOW, gradient_checkpointing=False, zero_head=True, key="critic.model.path"
-    ),
-    "reward": lambda path: load_reward_model(path, **HOW, key="reward.model.path"),
+    "actor": lambda path: load_policy(section(path), temperature=1.0, key="actor.model.path"),
+    "critic": lambda path: load_critic(section(path), zero_head=True, key="critic.model.path"),
+    "reward": lambda path: load_reward_model(section(path), key="reward.model.path"),
 }
 
 
@@ -208,9 +209,9 @@ def test_no_other_reader_runs_the_code(folder, code, sound):
         load_tokenizer(str(folder), key="actor.model.path")
     assert line_of(caught).endswith("actor.model.trust_remote_code=true") and "own code" in line_of(caught)
     with pytest.raises(UserError, match="reward.model.trust_remote_code=true"):
-        load_chat_scorer(str(folder), **HOW, key="reward.model")
+        load_chat_scorer(section(str(folder)), key="reward.model")
     with pytest.raises(UserError, match="reward.model.trust_remote_code=true"):
-        reads_like(str(folder), load_tokenizer(str(sound)), revision=None, trust_remote_code=False)
+        can_start_critic(section(str(folder)), load_tokenizer(str(sound)))
 
 
 def test_code_of_a_folder_with_a_known_architecture_is_not_run(folder, code):
@@ -228,7 +229,7 @@ def test_a_folder_does_not_choose_kernels_from_the_hub(folder, monkeypatch):
     )
     changed(folder / "config.json", attn_implementation="nobody/attention")
     MODELS["actor"](str(folder))
-    reads_like(str(folder), load_tokenizer(str(folder)), revision=None, trust_remote_code=False)
+    can_start_critic(section(str(folder)), load_tokenizer(str(folder)))
     assert loaded == []
 
 

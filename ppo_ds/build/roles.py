@@ -1,4 +1,4 @@
-"""The four roles: which weights each starts from, and which engine holds it."""
+"""Builds the four roles: loads the weights that each starts from into its engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -15,11 +16,9 @@ from ppo_ds.config.sections.models import (
     ActorConfig,
     CriticConfig,
     FrozenZeroConfig,
-    InheritedModelConfig,
     LoraConfig,
     ModelConfig,
 )
-from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel, freeze
 from ppo_ds.engine.gather import gathered
@@ -29,136 +28,75 @@ from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.errors import UserError
 from ppo_ds.models.lora import adapter_parameters, add_adapters, without_adapters
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading, unsharded_twin
-from ppo_ds.models.rope import steady_until
+from ppo_ds.models.rope import rope_length_limit
 from ppo_ds.models.size import decoding_bytes
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.models.value import ScoreHead, ScoreModel, as_kept, load_critic, load_reward_model, reads_like
+from ppo_ds.models.value import (
+    ScoreHead,
+    ScoreModel,
+    as_kept,
+    can_start_critic,
+    load_critic,
+    load_reward_model,
+)
 
 T = TypeVar("T")
 CLASSIFIER = "ppo_ds.rewards.model.model_reward"
-
-
-def _engine_config(role: ActorConfig | CriticConfig, dtype: str) -> dict[str, Any]:
-    zero = role.zero
-    return deepspeed_config(
-        stage=zero.stage,
-        dtype=dtype,
-        offload_optimizer=zero.offload_optimizer,
-        offload_params=zero.offload_params,
-        grad_clip=role.optim.grad_clip,
-        raw=role.deepspeed,
-    )
-
-
-def _loaded(load: Callable[[], nn.Module], engine_config: dict[str, Any] | None) -> Any:
-    """Under ZeRO-3 each weight is sharded as it is read, so that no rank ever holds a whole model."""
-    if engine_config is None or engine_config["zero_optimization"]["stage"] < 3:
-        return load()
-    with sharded_loading(engine_config):
-        return load()
-
-
-def _adapt(module: Any, lora: LoraConfig, seed: int, key: str) -> None:
-    """Adds adapters if LoRA is on."""
-    if lora.rank:
-        add_adapters(module, rank=lora.rank, alpha=_alpha(lora), targets=lora.targets, seed=seed, key=key)
-
-
-def _alpha(lora: LoraConfig) -> float:
-    return lora.alpha or 2 * lora.rank
-
-
-def _training(
-    role: ActorConfig | CriticConfig,
-    name: str,
-    module: nn.Module,
-    engine_config: dict[str, Any],
-    world: World,
-    optimizer_steps: int,
-) -> dict[str, Any]:
-    """The schedule (and so the metric ``lr``) is that of the adapters where there are some; a value head
-    beside them keeps to optim.lr.
-    """
-    optim, adapters = role.optim, set(adapter_parameters(module))
-    lr = (role.lora.lr or optim.lr) if adapters else optim.lr
-    return {
-        "world": world,
-        "deepspeed_config": engine_config,
-        "schedule": LRSchedule(lr, optim.schedule, optim.warmup_ratio, optim.min_lr_ratio, optimizer_steps),
-        "lr_factors": {
-            parameter: optim.lr / lr for parameter in module.parameters() if parameter not in adapters
-        },
-        "betas": optim.betas,
-        "eps": optim.eps,
-        "weight_decay": optim.weight_decay,
-        "settings": {f"{name}.lora.rank": role.lora.rank, f"{name}.lora.alpha": _alpha(role.lora)}
-        if adapters
-        else {},
-    }
-
-
-def _policy(
-    model: ModelConfig | InheritedModelConfig,
-    temperature: float,
-    key: str,
-    checkpointing: bool = False,
-    value_head: bool = False,
-) -> Policy:
-    return load_policy(
-        model.path,
-        revision=model.revision,
-        dtype=model.dtype,
-        trust_remote_code=model.trust_remote_code,
-        attn_implementation=model.attn_implementation,
-        gradient_checkpointing=checkpointing,
-        temperature=temperature,
-        key=key,
-        value_head=value_head,
-    )
 
 
 @dataclass(frozen=True)
 class Needs:
     """Requirements of the data on a model that reads the actor's ids."""
 
-    vocabulary: int  # ids of the actor's tokenizer are below
-    positions: int  # the longest prompt and the longest answer together
+    vocabulary: int  # upper bound (exclusive) of the ids of the actor's tokenizer
+    positions: int  # tokens of the longest prompt and the longest response together
+
+    def check(self, module: Any, path: str, key: str) -> None:
+        """Raises UserError, which names ``key``, if the model cannot read the data.
+
+        Without this check an index out of range on a GPU would end the run without naming its cause.
+        """
+        if self.vocabulary > module.vocab_size:
+            raise UserError(
+                f"{key}={path}: the actor's tokenizer has ids up to {self.vocabulary - 1}, this model's "
+                f"embedding only {module.vocab_size} rows; they do not belong together"
+            )
+        rope = rope_length_limit(module.trunk.config)
+        if rope is not None and self.positions > rope[1]:
+            kind, limit = rope
+            raise UserError(
+                f"{key}={path}: RoPE of type {kind} changes all rows of a batch that has one longer than "
+                f"{limit} tokens; the longest prompt and sampling.max_new_tokens together (or a text of "
+                f"data.ptx_path) may have {self.positions}: lower data.max_prompt_tokens, sampling.max_new_tokens or "
+                f"data.ptx_max_tokens to stay within {limit}"
+            )
+        if module.max_tokens is not None and self.positions > module.max_tokens:
+            raise UserError(
+                f"{key}={path}: has {module.max_tokens} positions; the longest prompt and "
+                "sampling.max_new_tokens together (or a text of data.ptx_path) "
+                f"need {self.positions}: lower data.max_prompt_tokens, sampling.max_new_tokens or "
+                "data.ptx_max_tokens"
+            )
 
 
-def _fitting(module: Any, needs: Needs, path: str, key: str) -> Any:
-    """The module, if it can read what it will be given: an index out of range on a GPU says nothing of its
-    cause.
-    """
-    if needs.vocabulary > module.vocab_size:
-        raise UserError(
-            f"{key}={path}: the actor's tokenizer has ids up to {needs.vocabulary - 1}, this model's embedding only {module.vocab_size} rows; "
-            "they do not belong together"
-        )
-    steady = steady_until(module.trunk.config)
-    if steady is not None and needs.positions > steady[1]:
-        raise UserError(
-            f"{key}={path}: RoPE of type {steady[0]} changes all rows of a batch that has one longer than {steady[1]} tokens; the longest prompt and "
-            f"sampling.max_new_tokens together (or a text of data.ptx_path) may have {needs.positions}: lower data.max_prompt_tokens, "
-            f"sampling.max_new_tokens or data.ptx_max_tokens to stay within {steady[1]}"
-        )
-    if module.max_tokens is not None and needs.positions > module.max_tokens:
-        raise UserError(
-            f"{key}={path}: has {module.max_tokens} positions; the longest prompt and sampling.max_new_tokens together (or a text of "
-            f"data.ptx_path) need {needs.positions}: lower data.max_prompt_tokens, sampling.max_new_tokens or data.ptx_max_tokens"
-        )
-    return module
+# -- trained roles --------------------------------------------------------------------------------------
 
 
 def actor_module(config: Config) -> Policy:
     """Loads the actor's policy with its adapters and value head."""
     role = config.actor
-    checkpointing, value_head = role.model.gradient_checkpointing, config.critic.share_trunk
-    policy = _policy(role.model, config.sampling.temperature, "actor.model.path", checkpointing, value_head)
+    policy = load_policy(
+        role.model,
+        temperature=config.sampling.temperature,
+        key="actor.model.path",
+        value_head=config.critic.share_trunk,
+    )
     if config.algo.aux_coef and policy.balance_coef is None:
         raise UserError(
-            f"algo.aux_coef={config.algo.aux_coef:g}: {role.model.path} is no mixture of experts and has no loss to balance them"
+            f"algo.aux_coef={config.algo.aux_coef:g}: {role.model.path} is no mixture of experts and has no "
+            "loss to balance them"
         )
-    _adapt(policy.lm, role.lora, config.run.seed, "actor.lora")
+    _add_adapters(policy.lm, role.lora, config.run.seed, "actor.lora")
     return policy
 
 
@@ -169,23 +107,90 @@ def build_actor(
     optimizer_steps: int,
     timed: Callable[[str], AbstractContextManager[None]],
 ) -> HybridActor:
-    role = config.actor
-    engine_config = _engine_config(role, role.model.dtype)
-    policy = _fitting(
-        _loaded(lambda: actor_module(config), engine_config), needs, role.model.path, "actor.model.path"
-    )
-    training = _training(role, "actor", policy, engine_config, world, optimizer_steps)
-    return _accepted(
-        lambda: HybridActor(policy, make_inference_copy=unsharded_twin, timer=timed, **training),
-        role,
-        "actor",
-    )
+    """Builds the actor's engine. A collective."""
+
+    def load() -> Policy:
+        policy = actor_module(config)
+        needs.check(policy, config.actor.model.path, "actor.model.path")
+        return policy
+
+    make = partial(HybridActor, make_inference_copy=unsharded_twin, timer=timed)
+    return _trained(load, make, config.actor, "actor", world, optimizer_steps)
 
 
-def _accepted(make: Callable[[], T], role: ActorConfig | CriticConfig, name: str) -> T:
-    """Returns what ``make`` makes; raises UserError where DeepSpeed rejects the user's own JSON."""
+def critic_module(config: Config, start: CriticStart) -> ScoreModel:
+    """Loads the critic with its adapters."""
+    # With critic.init=actor and LoRA on both roles, the two bases are equal, and one would suffice: the
+    # actor's, with a second pair of adapters and a head. But two engines cannot hold one set of weights (each
+    # shards and hooks them), so actor and critic would have to be one engine.
+    critic = load_critic(start.model, zero_head=start.zero_head, key=start.key)
+    _add_adapters(critic.model, config.critic.lora, config.run.seed, "critic.lora")
+    return critic
+
+
+def build_critic(
+    config: Config, start: CriticStart, world: World, needs: Needs, optimizer_steps: int
+) -> TrainedModel:
+    """Builds the critic's engine. A collective."""
+
+    def load() -> ScoreModel:
+        critic = critic_module(config, start)
+        needs.check(critic, start.model.path, start.key)
+        return critic
+
+    return _trained(load, TrainedModel, config.critic, "critic", world, optimizer_steps)
+
+
+def _add_adapters(module: Any, lora: LoraConfig, seed: int, key: str) -> None:
+    """Adds adapters if LoRA is on."""
+    if lora.rank:
+        add_adapters(module, rank=lora.rank, alpha=_alpha(lora), targets=lora.targets, seed=seed, key=key)
+
+
+def _alpha(lora: LoraConfig) -> float:
+    return lora.alpha or 2 * lora.rank
+
+
+def _trained(
+    load: Callable[[], nn.Module],
+    make: Callable[..., T],
+    role: ActorConfig | CriticConfig,
+    name: str,
+    world: World,
+    optimizer_steps: int,
+) -> T:
+    """Loads the module of a role and calls ``make`` with it and the arguments of its engine.
+
+    With adapters the schedule, and so the metric ``lr``, is that of the adapters; a value head beside them
+    keeps optim.lr. Raises UserError if DeepSpeed rejects the user's own JSON.
+    """
+    optim, zero = role.optim, role.zero
+    engine_config = deepspeed_config(
+        stage=zero.stage,
+        dtype=role.model.dtype,
+        offload_optimizer=zero.offload_optimizer,
+        offload_params=zero.offload_params,
+        grad_clip=optim.grad_clip,
+        raw=role.deepspeed,
+    )
+    module = _load(load, engine_config)
+    adapters, lr, settings = set(adapter_parameters(module)), optim.lr, {}
+    if adapters:
+        lr = role.lora.lr or optim.lr
+        settings = {f"{name}.lora.rank": role.lora.rank, f"{name}.lora.alpha": _alpha(role.lora)}
+    schedule = LRSchedule(lr, optim.schedule, optim.warmup_ratio, optim.min_lr_ratio, optimizer_steps)
     try:
-        return make()
+        return make(
+            module,
+            world=world,
+            deepspeed_config=engine_config,
+            schedule=schedule,
+            lr_factors={p: optim.lr / lr for p in module.parameters() if p not in adapters},
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            settings=settings,
+        )
     except (ValueError, AssertionError) as error:
         if not role.deepspeed:
             raise
@@ -194,43 +199,107 @@ def _accepted(make: Callable[[], T], role: ActorConfig | CriticConfig, name: str
         ) from error
 
 
+def _load(load: Callable[[], nn.Module], engine_config: dict[str, Any] | None) -> Any:
+    """Calls ``load``; under ZeRO-3 each weight is sharded as it is read, so that no rank holds all of it."""
+    if engine_config is None or engine_config["zero_optimization"]["stage"] < 3:
+        return load()
+    with sharded_loading(engine_config):
+        return load()
+
+
+# -- where the critic starts ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CriticStart:
+    """The initial weights of a critic."""
+
+    model: ModelConfig  # critic.model with the path, revision and trust_remote_code of the weights
+    zero_head: bool  # whether a missing value head starts at zero
+    key: str  # the config key that errors name
+    reward: ModelConfig | None = None  # the reward model, if the weights are its own
+
+
+def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
+    """Resolves ``critic.init``.
+
+    auto is the reward model if it is a decoder with the actor's vocabulary, else the actor.
+    """
+    init, own = config.critic.init, config.critic.model
+    reward = _reward_model(config)
+    if init in ("auto", "reward"):
+        usable = reward is not None and can_start_critic(reward, tokenizer)
+        if init == "reward" and not usable:
+            raise UserError(
+                f"critic.init=reward: {reward.path if reward else 'the reward'} is not a decoder with the "
+                "actor's vocabulary; use critic.init=actor, or critic.init=path with critic.model.path"
+            )
+        init = "reward" if usable else "actor"
+    weights = {"reward": reward, "actor": config.actor.model, "path": own}[init]
+    source = {name: getattr(weights, name) for name in ("path", "revision", "trust_remote_code")}
+    return CriticStart(
+        ModelConfig(**own.model_dump() | source),
+        zero_head=init != "reward",
+        key="critic.model.path" if init == "path" else f"{init}.model.path",
+        reward=reward if init == "reward" else None,
+    )
+
+
+def _reward_model(config: Config) -> ModelConfig | None:
+    """Returns the ``model`` section of a reward that is a sequence classifier, else None.
+
+    Only such a model has a head for a critic.
+    """
+    section = config.reward.get("model") if config.reward["_target_"] == CLASSIFIER else None
+    return ModelConfig(**section) if isinstance(section, dict) else None
+
+
+# -- frozen roles ---------------------------------------------------------------------------------------
+
+
 def build_reference(config: Config, world: World, needs: Needs, actor: TrainedModel) -> FrozenModel:
-    role = config.reference
+    """Builds the reference, which is the actor's base if the actor has adapters on the same weights."""
     if reference_is_base(config):
         return FrozenBase(actor, base_weights=without_adapters)
+    zero = config.reference.zero
+    # a frozen model has no backward pass that would recompute activations
+    model = ModelConfig(**config.reference.model.model_dump() | {"gradient_checkpointing": False})
 
     def load() -> Policy:
-        policy = _policy(role.model, actor.module.temperature, "reference.model.path")
-        return _fitting(policy, needs, role.model.path, "reference.model.path")
+        key = "reference.model.path"
+        policy = load_policy(model, temperature=actor.module.temperature, key=key)
+        needs.check(policy, model.path, key)
+        return policy
 
-    return _placed(load, role.zero, role.model.dtype, world)[1]
+    return _frozen(load, zero, model.dtype, world)[1]
 
 
-def _placed(
+def _frozen(
     load: Callable[[], nn.Module], zero: FrozenZeroConfig, dtype: str, world: World
 ) -> tuple[Any, FrozenModel]:
+    """Loads a module and returns it with the FrozenModel that runs it."""
     engine_config = None
     if zero.stage == 3:
         engine_config = deepspeed_config(stage=3, dtype=dtype, offload_params=zero.offload_params, raw={})
-    module = _loaded(load, engine_config)
+    module = _load(load, engine_config)
     return module, freeze(module, world=world, offload=zero.offload_params, deepspeed_config=engine_config)
 
 
 class RewardModels:
-    """The models that rewards score with, each in memory once: who asks for one that is there already gets
-    that one.
+    """Loads the models that rewards score with.
+
+    Rewards with the same model, loaded and placed with the same options, share one copy in memory.
     """
 
     def __init__(self, world: World, note: Callable[[str], None]):
-        """``note`` receives a line of the start-up banner for each model that is shared."""
+        """Initializes without models; ``note`` receives a banner line for each model that is shared."""
         self._world, self._note = world, note
-        self._placed: dict[
-            Hashable, tuple[str, Any, FrozenModel]
-        ] = {}  # the first one's key, module, and where it runs
+        # the key, the module and the FrozenModel of each copy
+        self._loaded: dict[Hashable, tuple[str, Any, FrozenModel]] = {}
         self._base: tuple[Hashable, TrainedModel] | None = None
 
     def offer(self, critic: TrainedModel, start: CriticStart, config: Config) -> None:
-        """Where the critic is a reward model with adapters, that reward model is the critic as it began.
+        """Shares the base of a critic with adapters that started from the reward model.
 
         A collective, before any training.
         """
@@ -238,147 +307,47 @@ class RewardModels:
         if start.reward is not None and config.critic.lora.rank and isinstance(head, ScoreHead):
             with gathered(critic, head):
                 head.keep()
-            own = config.critic.model
-            self._base = (
-                _identity(
-                    load_reward_model,
-                    replace(start.reward, dtype=own.dtype, attn_implementation=own.attn_implementation),
-                ),
-                critic,
-            )
+            self._base = _identity(load_reward_model, start.model), critic
 
     def __call__(
         self, load: Callable[..., nn.Module], model: ModelConfig, zero: FrozenZeroConfig, key: str
     ) -> tuple[Any, FrozenModel]:
-        """What ``load`` makes of the model, and where it runs. ``key``: who asks, as errors name it."""
+        """Returns ``load(model, key=key)`` and the FrozenModel that runs it, or those of a shared copy.
+
+        ``key`` is the config key that errors name.
+        """
         identity = _identity(load, model)
         if self._base is not None and self._base[0] == identity:
             critic = self._base[1]
             self._note(
-                f"sharing    {key}: the critic without its adapters, with its first head; no weights of its own"
+                f"sharing    {key}: the critic without its adapters, with its first head; "
+                "no weights of its own"
             )
             return critic.module, FrozenBase(critic, base_weights=as_kept)
-        place = identity, zero.stage, zero.offload_params
-        if place not in self._placed:
-            self._placed[place] = (
-                key,
-                *_placed(lambda: load(**_loading(model), key=key), zero, model.dtype, self._world),
-            )
-            return self._placed[place][1:]
-        first, *there = self._placed[place]
-        self._note(f"sharing    {key}: the same as {first}, in memory once")
-        return tuple(there)
-
-
-def _loading(model: ModelConfig) -> dict[str, Any]:
-    """The arguments of those loaders that make a frozen model."""
-    return {
-        name: getattr(model, name)
-        for name in ("path", "revision", "dtype", "trust_remote_code", "attn_implementation")
-    }
+        placement = identity, zero.stage, zero.offload_params
+        if placement in self._loaded:
+            first, module, scorer = self._loaded[placement]
+            self._note(f"sharing    {key}: the same as {first}, in memory once")
+            return module, scorer
+        module, scorer = _frozen(lambda: load(model, key=key), zero, model.dtype, self._world)
+        self._loaded[placement] = key, module, scorer
+        return module, scorer
 
 
 def _identity(load: Callable[..., nn.Module], model: ModelConfig) -> Hashable:
     """Returns what identifies a model: its loader, its folder and the options it is loaded with."""
-    here = os.path.isdir(model.path)
-    return load, *(_loading(model) | ({"path": os.path.realpath(model.path)} if here else {})).values()
+    path = os.path.realpath(model.path) if os.path.isdir(model.path) else model.path
+    return load, path, model.revision, model.dtype, model.trust_remote_code, model.attn_implementation
 
 
-def _reward_model(config: Config) -> ModelConfig | None:
-    """The reward's ``model`` section as the reward itself reads it, where it is a sequence classifier: other
-    models have no head for a critic.
-    """
-    section = config.reward.get("model") if config.reward["_target_"] == CLASSIFIER else None
-    return ModelConfig(**section) if isinstance(section, dict) else None
-
-
-@dataclass(frozen=True)
-class CriticStart:
-    """The weights a critic begins with, and whether a missing value head may begin at zero."""
-
-    path: str
-    revision: str | None
-    trust_remote_code: bool
-    zero_head: bool
-    key: str  # the config key that errors name
-    reward: ModelConfig | None = None  # where they are the reward model's
-
-
-def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
-    """``critic.init`` resolved: auto is the reward model where it is a decoder with the actor's vocabulary,
-    else the actor.
-    """
-    init, own, actor, reward = (
-        config.critic.init,
-        config.critic.model,
-        config.actor.model,
-        _reward_model(config),
-    )
-    if init in ("auto", "reward"):
-        alike = reward is not None and reads_like(
-            reward.path, tokenizer, revision=reward.revision, trust_remote_code=reward.trust_remote_code
-        )
-        if init == "reward" and not alike:
-            raise UserError(
-                f"critic.init=reward: {reward.path if reward else 'the reward'} is not a decoder with the actor's vocabulary; "
-                "use critic.init=actor, or critic.init=path with critic.model.path"
-            )
-        init = "reward" if alike else "actor"
-    if init == "reward":
-        return CriticStart(
-            reward.path,
-            reward.revision,
-            reward.trust_remote_code,
-            zero_head=False,
-            key="reward.model.path",
-            reward=reward,
-        )
-    if init == "actor":
-        return CriticStart(
-            actor.path, actor.revision, actor.trust_remote_code, zero_head=True, key="actor.model.path"
-        )
-    return CriticStart(own.path, own.revision, own.trust_remote_code, zero_head=True, key="critic.model.path")
-
-
-def critic_module(config: Config, start: CriticStart) -> ScoreModel:
-    """Loads the critic with its adapters."""
-    # With critic.init=actor and LoRA on both, the two bases are equal, and one could do: the actor's, with a
-    # second pair of adapters and a head. But two engines cannot hold one set of weights (each shards and
-    # hooks them): actor and critic would be one engine.
-    model = config.critic.model
-    critic = load_critic(
-        start.path,
-        revision=start.revision,
-        dtype=model.dtype,
-        trust_remote_code=start.trust_remote_code,
-        attn_implementation=model.attn_implementation,
-        gradient_checkpointing=model.gradient_checkpointing,
-        zero_head=start.zero_head,
-        key=start.key,
-    )
-    _adapt(critic.model, config.critic.lora, config.run.seed, "critic.lora")
-    return critic
-
-
-def build_critic(
-    config: Config, start: CriticStart, world: World, needs: Needs, optimizer_steps: int
-) -> TrainedModel:
-    role = config.critic
-    engine_config = _engine_config(role, role.model.dtype)
-    critic = _fitting(
-        _loaded(lambda: critic_module(config, start), engine_config), needs, start.path, start.key
-    )
-    return _accepted(
-        lambda: TrainedModel(
-            critic, **_training(role, "critic", critic, engine_config, world, optimizer_steps)
-        ),
-        role,
-        "critic",
-    )
+# -- all roles ------------------------------------------------------------------------------------------
 
 
 def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | None) -> list[str]:
-    """How the actor generates, for the start-up banner. A collective, once all models are in memory."""
+    """Plans the memory of generation and returns lines for the start-up banner.
+
+    A collective, called once all models are in memory.
+    """
     zero, most = config.actor.zero, config.sampling.max_new_tokens
     rows = rollout_size(config) // actor.world.size
     tokens = min(config.memory.rollout_tokens, rows * (config.data.max_prompt_tokens + most))
@@ -409,8 +378,8 @@ def choose_layouts(
             choice = model.module.choose_layout(layout, device, model)
         if choice.packed and not choice.kernel and device.type == "cuda":
             lines.append(
-                f"warning    memory.layout=packed: no kernel takes the {name}'s heads: attention is computed one "
-                "sequence after the other"
+                f"warning    memory.layout=packed: no kernel supports the {name}'s heads: attention is computed "
+                "one sequence after the other"
             )
         if choice.reason is not None:
             lines.append(f"warning    memory.layout={layout}: the {name}'s rows are padded: {choice.reason}")
@@ -418,10 +387,10 @@ def choose_layouts(
 
 
 def adapter_notes(config: Config, actor: TrainedModel, critic: TrainedModel | None) -> list[str]:
-    """For the start-up banner: how much of the models is trained, where LoRA is on."""
-    trained = [("actor", config.actor.lora, actor)] + (
-        [("critic", config.critic.lora, critic)] if critic else []
-    )
+    """Returns the numbers of trained parameters of models with LoRA, for the start-up banner."""
+    trained = [("actor", config.actor.lora, actor)]
+    if critic is not None:
+        trained.append(("critic", config.critic.lora, critic))
     lines = []
     for name, lora, model in trained:
         if lora.rank:

@@ -195,7 +195,7 @@ def load_models(config: Config, context: RunContext, inputs: Inputs, length: Hor
     ema = WeightCopy(actor) if config.actor.ema.decay is not None else None
     lagged = WeightCopy(actor) if config.algo.old_policy == "lagged" else None
     banner.note(*plan_generation(config, actor, critic))
-    return Models(actor, reference, reward, critic, start.path if start else None, ema, lagged)
+    return Models(actor, reference, reward, critic, start.model.path if start else None, ema, lagged)
 
 
 def build_collector(

@@ -1,8 +1,9 @@
-"""A reward model that scores chats with Python code of its own: ``get_score(tokenizer, chat)``, as
-InternLM2's reward models have it.
+"""Reward models that score chats by Python code of their own: ``get_score(tokenizer, chat)``.
 
-Where the code has ``get_scores(tokenizer, chats)`` too, it can score a batch. Templates, special tokens,
-padding and the place that is read are that code's own affair.
+InternLM2's are an example.
+
+Code that also has ``get_scores(tokenizer, chats)`` can score a batch. Templates, special tokens, padding and
+the position of the score are left to that code.
 """
 
 from __future__ import annotations
@@ -14,25 +15,30 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModel
 
+from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
-from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
+from ppo_ds.models.loading import config_of, from_pretrained, refuse_missing
 from ppo_ds.models.tokenizer import Message, Tokenizer, load_tokenizer
 
 Chat = list[Message]  # ends with the assistant's answer
 
-_MARKUP = 8  # tokens that a template puts around one message, about
+_MARKUP = 8  # approximate number of tokens that a template adds to one message
 
 
 class ChatScorer(nn.Module):
+    """Model with a ``get_score`` of its own, and its own tokenizer."""
+
     def __init__(self, model: Any, tokenizer: Tokenizer):
-        """``tokenizer`` is the model's own."""
         super().__init__()
         self.model = model
         self._tokenizer = tokenizer
         self.scores_batches = callable(getattr(model, "get_scores", None))
 
     def forward(self, chats: list[Chat], batched: bool) -> Tensor:
-        """[B] fp32, on the CPU; as many as the model's code gives. ``batched``: by get_scores."""
+        """Returns scores [B] in fp32 on the CPU, by get_scores if ``batched``.
+
+        Their number is not checked: the model's code may return fewer or more.
+        """
         if batched:
             scores = self.model.get_scores(self._tokenizer.hf, chats)
         else:
@@ -40,42 +46,28 @@ class ChatScorer(nn.Module):
         return torch.tensor(_numbers(scores), dtype=torch.float32)
 
     def length(self, chat: Chat) -> int:
-        """Tokens, about: the template is the business of the model's code."""
+        """Returns the approximate number of tokens, since only the model's code knows the template."""
         texts = self._tokenizer.encode_many([message["content"] for message in chat], special_tokens=False)
         return sum(len(text) + _MARKUP for text in texts)
 
 
 def expect_trusted(path: str, trust_remote_code: bool, key: str) -> None:
+    """Raises UserError unless the code of the model may run; ``key`` is the model's section in the config."""
     if not trust_remote_code:
         raise UserError(
-            f"{key}.trust_remote_code=false: get_score is Python code from the files of {path}; read that code, then set {key}.trust_remote_code=true"
+            f"{key}.trust_remote_code=false: get_score is Python code from the files of {path}; "
+            f"read that code, then set {key}.trust_remote_code=true"
         )
 
 
-def load_chat_scorer(
-    path: str,
-    *,
-    revision: str | None,
-    dtype: str,
-    trust_remote_code: bool,
-    attn_implementation: str,
-    key: str = "reward.model",
-) -> ChatScorer:
-    """Frozen, with its own tokenizer. ``key``: the config's section that errors name."""
-    expect_trusted(path, trust_remote_code, key)
-    tokenizer = load_tokenizer(path, revision, trust_remote_code, key=f"{key}.path")
-    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=f"{key}.path")
+def load_chat_scorer(section: ModelConfig, *, key: str = "reward.model") -> ChatScorer:
+    """Loads a frozen model with its own tokenizer. Errors name ``key``, the section in the config."""
+    path = section.path
+    expect_trusted(path, section.trust_remote_code, key)
+    tokenizer = load_tokenizer(path, section.revision, section.trust_remote_code, key=f"{key}.path")
+    config = config_of(section, f"{key}.path")
     try:
-        model, info = from_pretrained(
-            AutoModel,
-            path,
-            config=config,
-            dtype=torch_dtype(dtype),
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            attn_implementation=attn_implementation,
-            key=f"{key}.path",
-        )
+        model, info = from_pretrained(AutoModel, section, config=config, key=f"{key}.path")
     except UserError:
         raise
     except Exception as error:  # code written for another transformers raises anything
@@ -85,14 +77,15 @@ def load_chat_scorer(
         ) from error
     if not callable(getattr(model, "get_score", None)):
         raise UserError(
-            f"{key}.path={path}: a {type(model).__name__} has no get_score(tokenizer, chat); for a sequence classifier use reward=model"
+            f"{key}.path={path}: a {type(model).__name__} has no get_score(tokenizer, chat); "
+            "for a sequence classifier use reward=model"
         )
     refuse_missing(path, info, key=f"{key}.path")
     return ChatScorer(model.requires_grad_(False).eval(), tokenizer)
 
 
 def _numbers(scores: Any) -> list[float]:
-    """Numbers, tensors of any shape, and lists of these, as such code returns them."""
+    """Flattens scores: numbers, tensors of any shape, and nested lists of these."""
     if isinstance(scores, (list, tuple)):
         return [number for part in scores for number in _numbers(part)]
     try:

@@ -1,15 +1,16 @@
 """Lays out the rows of a micro-batch for a forward, padded or packed.
 
-A micro-batch [B,T] has prompts padded on the left and answers padded on the right: wasteful in a
-forward, since the longest prompt and the longest answer are seldom in one row. Here the tokens of each row
-are moved together:
+A micro-batch [B,T] has prompts padded on the left and responses padded on the right. Most of that padding is
+unnecessary, since the longest prompt and the longest response are seldom in one row. A layout makes the
+tokens of each row contiguous:
 
-    padded  [B,n]: every row begins at column 0, n the longest total. What pads comes after all that is real,
-        so that causal attention needs no mask, and can use its fastest kernel.
-    packed  [1,N]: all rows one after the other in a single one, N real tokens and no padding; attention stays
-        within each (attention.py).
+    padded  [B,n]: every row begins at column 0; n is the largest number of tokens in a row. Padding comes
+        after all tokens of a row, so that causal attention needs no mask and can use its fastest kernel.
+    packed  [1,N]: all rows are concatenated, N tokens without padding; attention stays within each row
+        (packed_attention.py).
 
-Indices are made on the CPU from the mask: a forward that is given ids and mask there waits for nothing.
+Indices are computed on the CPU from the mask: with ids and mask on the CPU a forward never waits for the
+device.
 """
 
 from __future__ import annotations
@@ -26,61 +27,59 @@ from ppo_ds.types import moved
 
 @dataclass(frozen=True)
 class Layout:
-    """B rows with R places for the answer each, as [b,t] of a forward.
+    """Input [b,t] of a forward for B rows with response columns R, and the indices between the two.
 
-    All tensors are on the device of the model.
+    All tensors are on the device of the model. K is the number of response tokens.
     """
 
     ids: Tensor  # [b,t]
-    position_ids: Tensor  # [b,t] 0, 1, 2, ... within each row, and on into its padding
-    mask: Tensor  # [b,t] bool: the real tokens
-    packing: dict[str, Any]  # what a packed forward is called with; {} where it is padded
-    places: Tensor  # [K] into [b*t]: the states before each token of the answers
-    labels: Tensor  # [K] those tokens
-    cells: Tensor  # [K] into [B*R]: where they are in the micro-batch
-    state_places: (
-        Tensor  # [K+B] into [b*t]: the states around the tokens of the answers, those after the last ones too
-    )
-    state_cells: Tensor  # [K+B] into [B*(R+1)]
-    last_places: Tensor  # [B] into [b*t]: the last token of each row
+    position_ids: Tensor  # [b,t] 0, 1, 2, ... within each row, continued in its padding
+    mask: Tensor  # [b,t] bool: False at padding
+    packing: dict[str, Any]  # arguments of a packed forward; {} for a padded one
+    # indices into [b*t]
+    label_positions: Tensor  # [K] the token before each response token
+    state_positions: Tensor  # [K+B] the same, and the last response token of each row
+    last_positions: Tensor  # [B] the last token of each row
+    labels: Tensor  # [K] the response tokens
+    label_indices: Tensor  # [K] into [B*R]: the response tokens in the micro-batch
+    state_indices: Tensor  # [K+B] into [B*(R+1)]
     rows: int  # B
     width: int  # R
 
     def arguments(self, positions: bool = True, masked: bool = False) -> dict[str, Any]:
         """Returns the arguments of a causal model.
 
-        ``positions``: whether it takes position ids. ``masked``: adds the padding mask, for what is not
-        causal (how evenly a mixture of experts spreads its tokens).
+        ``positions`` adds position ids. ``masked`` adds the padding mask, for computations that are not
+        causal, such as the load-balancing loss of a mixture of experts.
         """
-        there = {"position_ids": self.position_ids} if positions else {}
+        position_ids = {"position_ids": self.position_ids} if positions else {}
         mask = self.mask.long() if masked and not self.packing else None
-        return {"input_ids": self.ids, "attention_mask": mask, "use_cache": False, **there, **self.packing}
+        return {
+            "input_ids": self.ids,
+            "attention_mask": mask,
+            "use_cache": False,
+            **position_ids,
+            **self.packing,
+        }
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Scatters [K] to [B,R], 0 beyond the end of each answer."""
-        return (
-            values.new_zeros(self.rows * self.width)
-            .index_copy(0, self.cells, values)
-            .view(self.rows, self.width)
-        )
+    def scatter(self, values: Tensor) -> Tensor:
+        """Scatters [K] to [B,R], 0 after the end of each response."""
+        zeros = values.new_zeros(self.rows * self.width)
+        return zeros.index_copy(0, self.label_indices, values).view(self.rows, self.width)
 
-    def spread_states(self, values: Tensor) -> Tensor:
-        """Scatters [K+B] to [B,R+1], 0 beyond the state after each answer's last token."""
-        return (
-            values.new_zeros(self.rows * (self.width + 1))
-            .index_copy(0, self.state_cells, values)
-            .view(self.rows, self.width + 1)
-        )
+    def scatter_states(self, values: Tensor) -> Tensor:
+        """Scatters [K+B] to [B,R+1], 0 beyond the state after each response's last token."""
+        zeros = values.new_zeros(self.rows * (self.width + 1))
+        return zeros.index_copy(0, self.state_indices, values).view(self.rows, self.width + 1)
 
 
-def lay_out(
+def make_layout(
     ids: Tensor, attention_mask: Tensor, response_width: int, model: nn.Module, *, packed: bool
 ) -> Layout:
     """Makes the layout of ids and attention_mask [B,T], which are on the CPU or on the device of ``model``.
 
-    The last ``response_width`` columns are the responses (0: rows without responses).
-
-    Each row has its real tokens side by side, at least one before its answer.
+    The last ``response_width`` columns are the responses (0: rows without responses). The tokens of a row
+    must be contiguous, with at least one before the response.
     """
     device = next(model.parameters()).device if ids.device.type == "cpu" else ids.device
     mask = attention_mask.cpu().bool()
@@ -88,14 +87,12 @@ def lay_out(
     answered = mask[:, columns - response_width :].sum(1)
     lengths, first = mask.sum(1), mask.int().argmax(1)
     prompts = lengths - answered
-    assert bool((prompts > 0).all()), "a row without a token before its answer"
-    assert bool((columns - mask.flip(1).int().argmax(1) - first == lengths).all()), (
-        "padding between the tokens of a row"
-    )
+    assert bool((prompts > 0).all()), "a row without a token before its response"
+    contiguous = columns - mask.flip(1).int().argmax(1) - first == lengths
+    assert bool(contiguous.all()), "padding between the tokens of a row"
     real = torch.arange(int(lengths.max())) < lengths[:, None]  # [B,n]
-    source = (torch.arange(rows)[:, None] * columns + first[:, None] + torch.arange(real.shape[1])).clamp(
-        max=mask.numel() - 1
-    )  # into [B*T]
+    starts = torch.arange(rows)[:, None] * columns + first[:, None]
+    source = (starts + torch.arange(real.shape[1])).clamp(max=mask.numel() - 1)  # into [B*T]
     positions = torch.arange(real.shape[1]).expand_as(source)
     if packed:
         source, positions, start = source[real][None], positions[real][None], lengths.cumsum(0) - lengths
@@ -105,22 +102,22 @@ def lay_out(
     before = torch.arange(response_width) < answered[:, None]
     around = torch.arange(response_width + 1) <= answered[:, None]
 
-    def there(tensor: Tensor) -> Tensor:
+    def on_device(tensor: Tensor) -> Tensor:
         return moved(tensor, device)
 
-    ids = there(ids)
-    cells = before.flatten().nonzero()[:, 0]
+    ids = on_device(ids)
+    label_indices = on_device(before.flatten().nonzero()[:, 0])
     return Layout(
-        ids=ids.flatten()[there(source)],
-        position_ids=there(positions),
-        mask=there(torch.ones_like(source, dtype=torch.bool) if packed else real),
+        ids=ids.flatten()[on_device(source)],
+        position_ids=on_device(positions),
+        mask=on_device(torch.ones_like(source, dtype=torch.bool) if packed else real),
         packing=packed_arguments(lengths.tolist(), device) if packed else {},
-        places=there(states[:, :response_width][before]),
-        labels=ids[:, columns - response_width :].flatten()[there(cells)],
-        cells=there(cells),
-        state_places=there(states[around]),
-        state_cells=there(around.flatten().nonzero()[:, 0]),
-        last_places=there(start + lengths - 1),
+        label_positions=on_device(states[:, :response_width][before]),
+        state_positions=on_device(states[around]),
+        last_positions=on_device(start + lengths - 1),
+        labels=ids[:, columns - response_width :].flatten()[label_indices],
+        label_indices=label_indices,
+        state_indices=on_device(around.flatten().nonzero()[:, 0]),
         rows=rows,
         width=response_width,
     )

@@ -1,7 +1,7 @@
-"""Loads models from a folder or the Hub: no dropout, no missing weights, errors
-that a user can act on.
+"""Loads models from a folder or the Hub, without dropout and without missing weights.
 
-Works under ZeRO-3 too (inside ``policy.sharded_loading``): nothing here reads or writes a weight.
+Errors name the config key and a remedy. Loading works under ZeRO-3 too (inside ``policy.sharded_loading``),
+since nothing here reads or writes a weight.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-NOT_REACHED = "couldn't connect"  # transformers', where there is no network
-UNREACHABLE = "no folder of that name, not in the local Hub cache, and the Hub cannot be reached; give a local folder or download the model first"
-_DROPOUT = re.compile(
-    r"dropout|pdrop|layerdrop"
-)  # attention_dropout, resid_pdrop, encoder_layerdrop, classifier_dropout_prob, ...
+NOT_REACHED = "couldn't connect"  # in an error message of transformers without a network
+UNREACHABLE = (
+    "no folder of that name, not in the local Hub cache, and the Hub cannot be reached; "
+    "give a local folder or download the model first"
+)
+# attention_dropout, resid_pdrop, encoder_layerdrop, classifier_dropout_prob, ...
+_DROPOUT = re.compile(r"dropout|pdrop|layerdrop")
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -41,9 +44,9 @@ def torch_dtype(name: str) -> torch.dtype:
 def load_config(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False, key: str = "model.path"
 ) -> PreTrainedConfig:
-    """The Hugging Face config of a local folder or Hub id, with every dropout at 0.
+    """Loads the Hugging Face config of a local folder or Hub id, and sets every dropout to 0.
 
-    ``key`` names ``path`` in error messages.
+    Errors name ``key``, the config key of ``path``.
     """
     path = _checked(path, key)
     with user_errors(path, key, Exception):
@@ -51,47 +54,44 @@ def load_config(
             path, trust_remote_code=trust_remote_code, **_hub_only(path, revision)
         )
     _remove_dropout(config)
-    config._attn_implementation = (
-        None  # what computes the attention the run says: a folder may name code on the Hub here
-    )
+    # the run chooses the attention; the folder's own entry could name code on the Hub
+    config._attn_implementation = None
     return config
 
 
-def from_pretrained(
-    auto_class: Any,
-    path: str,
-    *,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    attn_implementation: str = "sdpa",
-    key: str = "model.path",
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The model and transformers' loading info (missing_keys, mismatched_keys, ...).
+def config_of(model: ModelConfig, key: str) -> PreTrainedConfig:
+    """Loads the Hugging Face config of a model section; see ``load_config``."""
+    return load_config(
+        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=key
+    )
 
-    What may be missing is the caller's rule: see refuse_missing.
+
+def from_pretrained(
+    auto_class: Any, model: ModelConfig, *, config: PreTrainedConfig, key: str = "model.path"
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Loads a model; returns it with the loading info of transformers (missing_keys, mismatched_keys, ...).
+
+    Missing weights are left to the caller: see ``refuse_missing``.
     """
-    path = _checked(path, key)
+    path = _checked(model.path, key)
     with user_errors(path, key):
         return auto_class.from_pretrained(
             path,
             config=config,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            # None is transformers' own "sdpa, or eager where the family has no sdpa" (DeBERTa); naming sdpa
-            # is an error there
-            attn_implementation=None if attn_implementation == "sdpa" else attn_implementation,
+            dtype=torch_dtype(model.dtype),
+            trust_remote_code=model.trust_remote_code,
+            # None selects sdpa, or eager in families without sdpa (DeBERTa), where naming sdpa is an error
+            attn_implementation=None if model.attn_implementation == "sdpa" else model.attn_implementation,
             ignore_mismatched_sizes=True,  # reported by refuse_missing, with names and shapes
             output_loading_info=True,
-            **_hub_only(path, revision),
+            **_hub_only(path, model.revision),
         )
 
 
 def weight_names(path: str, revision: str | None = None) -> set[str] | None:
-    """The names of the weights in a model's safetensors files, as far as these are on this machine.
+    """Returns the names of the weights in a model's safetensors files.
 
-    None: not to be told without a download.
+    Returns None if the files are not on this machine or cannot be read.
     """
     for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
         try:
@@ -100,26 +100,23 @@ def weight_names(path: str, revision: str | None = None) -> set[str] | None:
                 return set(json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"])
             with safe_open(file, framework="pt") as weights:
                 return set(weights.keys())
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            SafetensorError,
-        ):  # not there; what is damaged is named by whoever loads it
-            continue
+        except (OSError, ValueError, KeyError, SafetensorError):
+            continue  # absent, or damaged, which the loading of the weights reports
     return None
 
 
 def refuse_missing(
     path: str, info: dict[str, Any], *, allowed: Sequence[str] = (), key: str = "model.path"
 ) -> None:
-    """UserError if a weight outside ``allowed`` was not in the files (transformers fills it with random
-    numbers) or had another shape.
+    """Raises UserError if a weight outside ``allowed`` was not in the files or had another shape.
+
+    transformers initializes such weights at random.
     """
     missing = sorted(set(info["missing_keys"]) - set(allowed))
     if missing:
         raise UserError(
-            f"{key}={path}: weights missing from its files would start at random ({_some(missing)}); give a complete model"
+            f"{key}={path}: weights missing from its files would start at random ({_some(missing)}); "
+            "give a complete model"
         )
     mismatched = [
         f"{name} is {list(there)}, not {list(here)}" for name, there, here in sorted(info["mismatched_keys"])
@@ -133,18 +130,21 @@ def _some(names: list[str]) -> str:
 
 
 def _remove_dropout(config: PreTrainedConfig) -> None:
-    """Old log-probs, ratios and values are compared between forwards: any dropout is noise in them."""
+    """Sets every dropout of a config to 0.
+
+    Old log-probs, ratios and values are compared between forwards; dropout would add noise to them.
+    """
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):  # text_config, attn_config, ...
             _remove_dropout(value)
         elif _DROPOUT.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
-            setattr(config, name, type(value)(0))  # some fields take ints alone
+            setattr(config, name, type(value)(0))  # some fields take only ints
 
 
 def _checked(path: str, key: str) -> str:
-    """The path with ~ resolved.
+    """Returns the path with ~ expanded.
 
-    What can only be a local folder must be one; anything else may be a Hub id.
+    Raises UserError if it is neither a folder nor of the form of a Hub id.
     """
     path = os.path.expanduser(path)
     if os.path.isdir(path):
@@ -157,42 +157,33 @@ def _checked(path: str, key: str) -> str:
 
 
 def _hub_only(path: str, revision: str | None) -> dict[str, str]:
-    """Arguments that mean nothing for a local folder."""
+    """Returns the arguments that apply to the Hub but not to a local folder."""
     return {} if revision is None or os.path.isdir(path) else {"revision": revision}
 
 
 @contextmanager
 def user_errors(path: str, key: str, *more: type[Exception]) -> Iterator[None]:
-    """transformers says OSError, ValueError or ImportError for most that is wrong with a folder, a Hub id or
-    its code, and of a config.json that makes no sense anything: KeyError, AssertionError, ``more``.
+    """Turns the exceptions of loading a model into UserErrors that name ``key`` and the path.
+
+    transformers raises OSError, ValueError or ImportError for most problems of a folder, a Hub id or its
+    code, and arbitrary exceptions for an invalid config.json: KeyError, AssertionError, ``more``.
     """
     try:
         yield
     except SafetensorError as error:
         raise UserError(f"{key}={path}: its weights are damaged ({error}); get the files anew") from error
-    except (
-        UnpicklingError,
-        EOFError,
-        IndexError,
-    ) as error:  # of torch.load(weights_only=True), which runs nothing
+    except (UnpicklingError, EOFError, IndexError) as error:
+        # from torch.load(weights_only=True), which runs no code
+        pickled = " or ".join(sorted(file.name for file in Path(path).glob("*.bin"))[:3])
         raise UserError(
-            f"{key}={path}: {_pickled(path)} is damaged, or holds more than tensors, and could run code when it is read (none was run); "
-            "get the model with weights in .safetensors files"
+            f"{key}={path}: {pickled or 'its pytorch_model.bin'} is damaged, or holds more than tensors, and "
+            "could run code when it is read (none was run); get the model with weights in .safetensors files"
         ) from error
     except (OSError, ValueError, ImportError, AssertionError, KeyError, ZeroDivisionError, *more) as error:
         reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"{key}={path}: {_explained(reason, path, key)}") from error
-
-
-def _pickled(path: str) -> str:
-    """The weights that are not safetensors."""
-    return " or ".join(sorted(file.name for file in Path(path).glob("*.bin"))[:3]) or "its pytorch_model.bin"
-
-
-def _explained(reason: str, path: str, key: str) -> str:
-    if "trust_remote_code" in reason:
-        switch = key.removesuffix("path") + "trust_remote_code"
-        return f"needs Python code from its own files; read that code, then set {switch}=true"
-    if NOT_REACHED in reason:
-        return UNREACHABLE
-    return " ".join(reason.split())[:400]
+        if "trust_remote_code" in reason:
+            switch = key.removesuffix("path") + "trust_remote_code"
+            reason = f"needs Python code from its own files; read that code, then set {switch}=true"
+        elif NOT_REACHED in reason:
+            reason = UNREACHABLE
+        raise UserError(f"{key}={path}: {' '.join(reason.split())[:400]}") from error

@@ -1,8 +1,8 @@
 """Low-rank adapters on frozen weights (Hu et al. 2021): y = W x + alpha / rank * B A x, through peft.
 
-The layers are wrapped in place, so an adapted model stays what it was for everyone else: ``generate``, the
-config, the head. A starts at random and B at zero: a model begins as its base. The base is never written to;
-what decodes or is saved elsewhere gets merged copies.
+The layers are wrapped in place, so that ``generate``, the config and the head of an adapted model work as
+before. A starts at random and B at zero, so that a model begins as its base. The base weights are never
+changed; inference copies and saved models get merged copies.
 """
 
 from __future__ import annotations
@@ -31,17 +31,23 @@ ADAPTER = "default"  # peft's name for the only one
 def add_adapters(
     model: PreTrainedModel, *, rank: int, alpha: float, targets: list[str] | None, seed: int, key: str
 ) -> None:
-    """Freezes ``model`` and adapts the linear layers named by ``targets`` (all of them but the head for
-    None); a score head stays trained, whole.
+    """Freezes ``model`` and adds adapters to the linear layers named by ``targets``, or to all for None.
 
-    Under ZeRO-3 the base may be sharded already; the adapters begin whole, with the same values on every
-    rank, and the engine shards them. ``key`` is the config section that errors name.
+    Heads are never adapted: that of a language model is often tied to its embedding, and a score head stays
+    trained as a whole. Under ZeRO-3 the base may be sharded already; the adapters start unsharded, with the
+    same values on every rank, and the engine shards them. Errors name ``key``, the section in the config.
     """
+    heads = [id(model.get_output_embeddings()), id(getattr(model, "score", None))]
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and id(module) not in heads
+    ]
     kind = "CAUSAL_LM" if model.can_generate() else None
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        target_modules=_checked(targets, _linear_layers(model), key),
+        target_modules=_target_names(targets, layers, key),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         base_model_name_or_path=model.name_or_path,
         task_type=kind,
@@ -53,20 +59,8 @@ def add_adapters(
         model.score.requires_grad_(True)
 
 
-def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Full names of the linear layers.
-
-    Heads are left out: a language model's is often tied to its embedding, a critic's is trained whole.
-    """
-    heads = [id(model.get_output_embeddings()), id(getattr(model, "score", None))]
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and id(module) not in heads
-    ]
-
-
-def _checked(targets: list[str] | None, layers: list[str], key: str) -> list[str]:
+def _target_names(targets: list[str] | None, layers: list[str], key: str) -> list[str]:
+    """Returns the names of the layers to adapt; raises UserError for a name that no layer has."""
     names = sorted({layer.rpartition(".")[2] for layer in layers})
     if targets is None:
         return names
@@ -74,34 +68,34 @@ def _checked(targets: list[str] | None, layers: list[str], key: str) -> list[str
     if lost or not targets:
         what = f"no linear layer is called {' or '.join(lost)}" if lost else "names no layer"
         raise UserError(
-            f"{key}.targets={show(targets)}: {what}; this model has {', '.join(names)} (the head is not adapted); null takes them all"
+            f"{key}.targets={show(targets)}: {what}; this model has {', '.join(names)} "
+            "(the head is not adapted); null takes them all"
         )
     return targets
 
 
 def adapter_layers(module: nn.Module) -> dict[str, LoraLayer]:
-    """The adapted layers by name; empty for a model without adapters."""
+    """Returns the adapted layers by name; empty for a model without adapters."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
 
 
 def adapter_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """All A and B."""
+    """Returns the parameters A and B of all adapters."""
     return [matrix for layer in adapter_layers(module).values() for matrix in _matrices(layer)]
 
 
 def without_adapters(module: nn.Module) -> AbstractContextManager[None]:
-    """Inside, the model computes what its base computes, exactly: the adapters' scale is 0.
+    """Makes the model compute exactly what its base computes inside the block, with the adapters' scale 0.
 
-    Their layers still run: under ZeRO-3 a forward that visits other modules than the last one did throws the
-    prefetch plan away, and peft's own switch takes ``requires_grad`` off parameters that belong to a living
-    engine.
+    The adapter layers still run: under ZeRO-3 a forward through other modules than the last one discards the
+    prefetch plan, and peft's own switch turns off ``requires_grad`` of parameters that belong to an engine.
     """
     return rescale_adapter_scale(module, 0.0)
 
 
 @dataclass(frozen=True)
 class PlainWeight:
-    """One parameter of the model as it is without adapters, and what an adapter adds to it."""
+    """Parameter of the model without adapters, and the adapted layer that it belongs to, if any."""
 
     base: nn.Parameter
     layer: LoraLayer | None
@@ -112,7 +106,7 @@ class PlainWeight:
         return [self.base, *(_matrices(self.layer) if self.layer else ())]
 
     def merged(self, device: torch.device) -> Tensor:
-        """A new tensor in the dtype of the base."""
+        """Returns the merged weight as a new tensor in the dtype of the base."""
         if self.layer is None:
             return self.base.detach().to(device, copy=True)
         return _merged(self.layer, self.base, *_matrices(self.layer)).to(device)
@@ -130,16 +124,16 @@ def plain_modules(module: nn.Module, seen: set[int] | None = None) -> Iterator[n
 
 
 def plain_weights(module: nn.Module) -> list[PlainWeight]:
-    """In the order of ``parameters()`` of the model without adapters; a tied one once."""
+    """Returns the parameters of the model without adapters in the order of ``parameters()``."""
     adapted = {id(layer.get_base_layer().weight): layer for layer in adapter_layers(module).values()}
     parameters = {id(p): p for plain in plain_modules(module) for p in plain.parameters(recurse=False)}
     return [PlainWeight(parameter, adapted.get(key)) for key, parameter in parameters.items()]
 
 
 def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of ``model`` -> that of the model without adapters, with what they add in the weights.
+    """Converts a state dict of ``model`` to one of the model without adapters, with these merged.
 
-    ``state`` stays as it is.
+    ``state`` is not changed.
     """
     plain = dict(state)
     for name, layer in adapter_layers(model).items():
@@ -151,8 +145,9 @@ def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def save_adapter(model: nn.Module, directory: Path, state: dict[str, Tensor]) -> None:
-    """A folder that ``PeftModel.from_pretrained(base, directory)`` loads; ``state`` is a state dict of
-    ``model``.
+    """Writes a folder for ``PeftModel.from_pretrained(base, directory)``.
+
+    ``state`` is a state dict of ``model``.
     """
     config: Any = model.peft_config[ADAPTER]
     directory.mkdir(parents=True, exist_ok=True)
@@ -165,12 +160,12 @@ def save_adapter(model: nn.Module, directory: Path, state: dict[str, Tensor]) ->
 
 
 def _matrices(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
-    """A [rank,in] and B [out,rank]."""
+    """Returns A [rank,in] and B [out,rank]."""
     return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
 
 
 @torch.no_grad()
 def _merged(layer: LoraLayer, base: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """W + alpha / rank * B A, computed in fp32."""
+    """Computes W + alpha / rank * B A in fp32."""
     change = layer.scaling[ADAPTER] * (up.float() @ down.float())
     return (base.float() + (change.T if layer.fan_in_fan_out else change)).to(base.dtype)

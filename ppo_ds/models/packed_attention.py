@@ -1,12 +1,12 @@
-"""Attention within each of the sequences that share one row: what a packed forward needs of a model.
+"""Attention of packed rows, in which several sequences share one row and each attends to itself only.
 
-transformers hands what it does not know (here: where each sequence ends) down to the attention function of
-every layer, in all models that support attention backends. Ours takes the place of its "sdpa", and passes on
-whatever is not packed. Gradient checkpointing repeats a layer with the same arguments, so a repeated forward
-is packed too.
+In all models that support attention backends, transformers passes unknown arguments of the forward (here the
+ends of the sequences) to the attention function of every layer. This module replaces its "sdpa" function; a
+forward that is not packed still calls the original. Gradient checkpointing repeats a layer with the same
+arguments, so that a repeated forward is packed too.
 
-On CUDA 16-bit numbers take a kernel of torch's (``torch.nn.attention.varlen``); with
-attn_implementation=flash_attention_2 transformers itself reads the same arguments. Neither has been tried on
+On CUDA, 16-bit inputs use a kernel of torch (``torch.nn.attention.varlen``). With
+attn_implementation=flash_attention_2 transformers reads the same arguments itself. Neither has been tested on
 a GPU yet.
 """
 
@@ -26,7 +26,6 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    PreTrainedConfig,
     PreTrainedModel,
     masking_utils,
 )
@@ -39,27 +38,27 @@ _GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.
 
 
 @dataclass
-class Heard:
-    """Records what the attention layers of a packed forward received."""
+class AttentionCalls:
+    """Calls of ``attention`` in a packed forward."""
 
-    kernel: list[bool] = field(
-        default_factory=list
-    )  # of each that was told where sequences end: whether the kernel takes its heads
-    deaf: list[str] = field(default_factory=list)  # those that were not told, by class
+    # for each layer that received the ends of the sequences: whether the kernel supports its heads
+    kernel: list[bool] = field(default_factory=list)
+    without_ends: list[str] = field(default_factory=list)  # classes of the layers that did not receive them
 
     @property
     def fault(self) -> str | None:
-        """Why sequences would read each other; None if they do not."""
-        if self.deaf:
-            return f"{self.deaf[0]} was not told where the sequences of a packed row end"
-        return None if self.kernel else "it has run no attention of ours"
+        """The reason why sequences of a row attend to each other; None if they do not."""
+        if self.without_ends:
+            return f"{self.without_ends[0]} does not receive the ends of the sequences in a packed row"
+        return None if self.kernel else "it never calls the attention function of ppo_ds"
 
 
-_heard: ContextVar[Heard | None] = ContextVar("_heard", default=None)  # of the packed forward that is running
-_told: ContextVar[bool] = ContextVar(
-    "_told", default=False
-)  # whether the running forward's rows are known: one sequence each, or packed by us
-_found_out = masking_utils.find_packed_sequence_indices
+_calls: ContextVar[AttentionCalls | None] = ContextVar(
+    "_calls", default=None
+)  # of the running packed forward
+# True in a forward of a Layout, where the sequences of each row are known
+_layout_known: ContextVar[bool] = ContextVar("_layout_known", default=False)
+_find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
 
 def packed_arguments(lengths: list[int], device: torch.device) -> dict[str, Any]:
@@ -74,45 +73,46 @@ def packed_arguments(lengths: list[int], device: torch.device) -> dict[str, Any]
 
 
 @contextmanager
-def laid_out(model: PreTrainedModel, packed: bool) -> Iterator[None]:
-    """Around a forward of a Layout (layout.py). transformers would have the host wait for the position ids,
-    to find out whether they are packed.
+def layout_forward(model: PreTrainedModel, packed: bool) -> Iterator[None]:
+    """Enters the context of a forward of a Layout (layout.py).
+
+    Without it transformers would detect packed rows from the position ids, and the host would wait for them.
     """
-    token = _told.set(True)
+    token = _layout_known.set(True)
     try:
         with packed_forward(model) if packed else nullcontext():
             yield
     finally:
-        _told.reset(token)
+        _layout_known.reset(token)
 
 
 @contextmanager
 def packed_forward(model: PreTrainedModel) -> Iterator[None]:
-    """Around a forward with ``packed_arguments``: no mask is made, and a model whose layers did not get the
-    arguments is an error.
+    """Enters the context of a forward with ``packed_arguments``, in which no mask is made.
 
-    At the end: in the middle of a forward it would leave ZeRO-3 with weights gathered. Within ``listening``
-    it is for the listener to judge.
+    Asserts that all layers have received the arguments. The check runs after the forward: an exception in the
+    middle of it would leave weights gathered under ZeRO-3. Inside ``record_attention_calls`` the check is up
+    to the caller.
     """
-    if not ours(model) or _heard.get() is not None:
+    if not uses_attention_interface(model) or _calls.get() is not None:
         yield
         return
-    with listening() as heard:
+    with record_attention_calls() as calls:
         yield
-    assert heard.fault is None, f"{type(model).__name__} cannot be packed: {heard.fault}"
+    assert calls.fault is None, f"{type(model).__name__} cannot be packed: {calls.fault}"
 
 
 @contextmanager
-def listening() -> Iterator[Heard]:
-    """Around a packed forward; what its layers were given is known afterwards."""
-    token = _heard.set(heard := Heard())
+def record_attention_calls() -> Iterator[AttentionCalls]:
+    """Records the attention calls of the packed forward in its block."""
+    token = _calls.set(calls := AttentionCalls())
     try:
-        yield heard
+        yield calls
     finally:
-        _heard.reset(token)
+        _calls.reset(token)
 
 
-def ours(model: PreTrainedModel) -> bool:
+def uses_attention_interface(model: PreTrainedModel) -> bool:
     """Returns whether the layers of ``model`` call ``attention``."""
     return model.config.get_text_config()._attn_implementation == "sdpa"
 
@@ -120,30 +120,36 @@ def ours(model: PreTrainedModel) -> bool:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Computes attention [b,t,heads,d] of query [b,heads,t,d], key and value [b,groups,t,d], without weights."""
+    """Computes attention [b,t,heads,d] of query [b,heads,t,d], key and value [b,groups,t,d].
+
+    The second item, the attention weights, is always None.
+    """
     ends = kwargs.get("cu_seq_lens_q")
-    heard = _heard.get()
+    calls = _calls.get()
     if ends is None:
-        if heard is not None:
-            heard.deaf.append(type(module).__name__)
+        if calls is not None:
+            calls.without_ends.append(type(module).__name__)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N,heads,d]
     kernel = has_kernel(q, v)
-    if heard is not None:
-        heard.kernel.append(kernel)
+    if calls is not None:
+        calls.kernel.append(kernel)
     if kernel:
         out = varlen_attn(
             q, k, v, ends, ends, kwargs["max_length_q"], kwargs["max_length_k"],
             scale=kwargs.get("scaling"), window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
     else:
-        out = one_by_one(q, k, v, ends.tolist(), kwargs.get("scaling"))
+        out = attention_per_sequence(q, k, v, ends.tolist(), kwargs.get("scaling"))
     return out[None], None
 
 
-def one_by_one(query: Tensor, key: Tensor, value: Tensor, ends: list[int], scale: float | None) -> Tensor:
-    """Causal attention of each sequence by itself. query [N,heads,d], key and value [N,groups,d]; ``ends``
-    begins with 0.
+def attention_per_sequence(
+    query: Tensor, key: Tensor, value: Tensor, ends: list[int], scale: float | None
+) -> Tensor:
+    """Computes causal attention [N,heads,d] within each sequence.
+
+    query [N,heads,d], key and value [N,groups,d]. ``ends`` begins with 0.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -156,7 +162,7 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, ends: list[int], scale
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Returns whether flash attention takes query and value [N,heads,d] as they are."""
+    """Returns whether flash attention supports query and value [N,heads,d]."""
     width = query.shape[-1]
     return (
         _GROUPED
@@ -167,60 +173,51 @@ def has_kernel(query: Tensor, value: Tensor) -> bool:
     )
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    return None if _heard.get() is not None else sdpa_mask(*args, **kwargs)
+def mask_unless_packed(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Returns the mask of transformers' sdpa attention, or None in a packed forward."""
+    return None if _calls.get() is not None else sdpa_mask(*args, **kwargs)
 
 
-def _found(position_ids: Tensor) -> Tensor | None:
-    return None if _told.get() else _found_out(position_ids)
+def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
+    """Returns the sequence of each token, detected by transformers, or None in a forward of a Layout."""
+    return None if _layout_known.get() else _find_packed_sequence_indices(position_ids)
 
 
 AttentionInterface.register("sdpa", attention)
-AttentionMaskInterface.register("sdpa", _mask)
-masking_utils.find_packed_sequence_indices = (
-    _found  # there is no argument for it: no position ids would be made there, and asked alike
-)
+AttentionMaskInterface.register("sdpa", mask_unless_packed)
+# No argument of transformers turns the detection off: without position ids it makes and checks its own.
+masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
     """Returns why sequences cannot share a row in this model, or None if they can."""
     config = model.config.get_text_config()
-    if not getattr(model, "_supports_attention_backend", False) or config._attn_implementation not in (
-        "sdpa",
-        "flash_attention_2",
-    ):
-        return f"the attention of {type(model).__name__} ({config._attn_implementation}) cannot be replaced"
-    kinds = set(_kinds(config)) - {"full_attention"}
-    if kinds or getattr(model, "_is_stateful", False):
-        return f"{type(model).__name__} has layers other than full attention ({', '.join(sorted(kinds)) or 'with a state'})"
-    if any(getattr(config, name, None) for name in ("attn_logit_softcapping", "alibi", "use_alibi")):
-        return f"{type(model).__name__} changes the attention's scores (soft caps or distances)"
+    implementation, name = config._attn_implementation, type(model).__name__
+    replaceable = implementation in ("sdpa", "flash_attention_2")
+    if not getattr(model, "_supports_attention_backend", False) or not replaceable:
+        return f"the attention of {name} ({implementation}) cannot be replaced"
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None and getattr(config, "sliding_window", None):  # then all layers have the window
+        kinds = ["sliding_attention"]
+    others = sorted(set(kinds or []) - {"full_attention"})
+    if others or getattr(model, "_is_stateful", False):
+        return f"{name} has layers other than full attention ({', '.join(others) or 'with a state'})"
+    if any(getattr(config, key, None) for key in ("attn_logit_softcapping", "alibi", "use_alibi")):
+        return f"{name} changes the attention scores (soft caps or distances)"
     return None
 
 
-def _kinds(config: PreTrainedConfig) -> list[str]:
-    """Of the layers' attention; a window without a list of layers is on all of them."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return ["sliding_attention"] if getattr(config, "sliding_window", None) else []
-    return kinds
+def may_pack(model: PreTrainedModel, layout: str, device: torch.device) -> bool:
+    """Returns whether ``memory.layout`` (auto, packed or padded) allows packed rows in this model.
 
-
-def packs(model: PreTrainedModel, layout: str, device: torch.device) -> bool:
-    """``memory.layout`` decided for one model, as far as it shows without a trial (packable.py). auto: where
-    there may be a kernel, and the model can.
-
-    On CPUs packing was 0.9 to 1.2 times as slow as rows grouped by length (ops/batching.py), forward and
-    backward, Llamas of 2 to 4 layers.
+    ``auto`` allows them on a GPU that has the kernel. On a CPU they gain nothing: forward and backward of
+    Llamas with 2 to 4 layers took 0.9 to 1.2 times as long as with rows grouped by length (ops/batching.py).
+    A trial of the model follows (packable.py).
     """
     if layout == "padded" or why_not_packed(model) is not None:
         return False
-    return layout == "packed" or (device.type == "cuda" and _has_flash(model, device))
-
-
-def _has_flash(model: PreTrainedModel, device: torch.device) -> bool:
-    return (
-        _GROUPED
-        and model.dtype in (torch.float16, torch.bfloat16)
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+    if layout == "packed":
+        return True
+    if device.type != "cuda" or not _GROUPED or model.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)

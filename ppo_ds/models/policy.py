@@ -1,6 +1,4 @@
-"""Policies (the actor and the reference): a causal LM that returns log pi(a|s) at the response positions
-only.
-"""
+"""Policies (the actor and the reference): causal LMs that return log pi(a|s) of the response tokens."""
 
 from __future__ import annotations
 
@@ -15,23 +13,24 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
-from ppo_ds.models.layout import lay_out
+from ppo_ds.config.sections.models import ModelConfig
+from ppo_ds.models.layout import make_layout
 from ppo_ds.models.lm_head import HeadProbe, LMHead, forward_at, install_head, probe_head
-from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
+from ppo_ds.models.loading import config_of, from_pretrained, refuse_missing
 from ppo_ds.models.lora import adapter_layers, merged_state, plain_modules, save_adapter
 from ppo_ds.models.packable import PackableModel
-from ppo_ds.models.packed_attention import laid_out
+from ppo_ds.models.packed_attention import layout_forward
 from ppo_ds.models.value import zeroed_head
 from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
 
 
 class PolicyOutput(NamedTuple):
-    """Log-probs and more of given responses; fp32 and differentiable."""
+    """Output of a policy for given responses; fp32 and differentiable."""
 
     logprobs: Tensor  # [B,R]
-    entropy: Tensor | None  # [B,R] exact, nats; None unless asked for
+    entropy: Tensor | None  # [B,R] exact, nats; None unless requested
     values: Tensor | None  # [B,R+1] of the states; None without a value head
-    aux: Tensor | None  # 0-dim: the load-balancing loss of a mixture of experts; None unless asked for
+    aux: Tensor | None  # 0-dim: the load-balancing loss of a mixture of experts; None unless requested
 
 
 class Policy(PackableModel):
@@ -55,7 +54,7 @@ class Policy(PackableModel):
         # repetition penalty); the settings of the file are kept for the saved model
         self.generation_config = saveable(lm.generation_config)
         lm.generation_config = GenerationConfig()
-        # the first forward finds out what a model does with its head; a head of another kind makes logits
+        # None until the first forward has probed the head; a head of another kind always computes logits
         linear = isinstance(lm.get_output_embeddings(), LMHead)
         self.head_probe: HeadProbe | None = None if linear else HeadProbe(False, False)
         self._positions = "position_ids" in inspect.signature(lm.forward).parameters
@@ -70,37 +69,39 @@ class Policy(PackableModel):
         temperature: float | None = None,
         entropy_gradient: bool = True,
     ) -> PolicyOutput:
-        """Returns the log-probs of the last ``response_width`` tokens of ids [B,T], 0 after the end of an
-        answer.
+        """Returns the log-probs of the last ``response_width`` tokens of ids [B,T], 0 after the end of a
+        response.
 
-        ``with_entropy`` and ``with_aux`` ask for more. ``temperature`` replaces that of sampling.
+        ``with_entropy`` and ``with_aux`` add the other outputs. ``temperature`` replaces that of sampling.
         ``entropy_gradient=False`` detaches the entropy, which makes the backward cheaper.
         """
-        layout = lay_out(ids, attention_mask, response_width, self.lm, packed=self.packed)
+        layout = make_layout(ids, attention_mask, response_width, self.lm, packed=self.packed)
         arguments = layout.arguments(self._positions, masked=with_aux)
         temperature = self.temperature if temperature is None else temperature
-        with laid_out(self.lm, self.packed):
-            states, logits, aux = self._hidden_states(layout.places, arguments, with_aux)
+        with layout_forward(self.lm, self.packed):
+            states, logits, aux = self.states_and_logits(layout.label_positions, arguments, with_aux)
             if logits is None:
                 logprobs, entropy = self.lm.get_output_embeddings()(
-                    states[layout.places], layout.labels, temperature, with_entropy
+                    states[layout.label_positions], layout.labels, temperature, with_entropy
                 )
             else:
                 logprobs, entropy = logprobs_and_entropy_from_logits(
                     logits[0], layout.labels, temperature, with_entropy=with_entropy
                 )
         if entropy is not None:
-            entropy = layout.spread(entropy if entropy_gradient else entropy.detach())
+            entropy = layout.scatter(entropy if entropy_gradient else entropy.detach())
         values = None
         if self.value_head is not None:
-            values = layout.spread_states(self.value_head(states[layout.state_places]).squeeze(-1))
-        return PolicyOutput(layout.spread(logprobs), entropy, values, aux)
+            values = layout.scatter_states(self.value_head(states[layout.state_positions]).squeeze(-1))
+        return PolicyOutput(layout.scatter(logprobs), entropy, values, aux)
 
-    def _hidden_states(
+    def states_and_logits(
         self, positions: Tensor, arguments: dict[str, Any], with_aux: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns the states [b*t,H] that the head reads, the logits [1,K,V] at ``positions`` where the head
-        alone does not make them, and the load-balancing loss where it is asked for.
+        """Runs one forward of the model.
+
+        Returns the states [b*t,H] that the head reads, the logits [1,K,V] at ``positions`` or None if the
+        head alone computes them from the states, and the load-balancing loss if requested.
         """
         if with_aux:
             arguments = arguments | {"output_router_logits": True}
@@ -112,7 +113,7 @@ class Policy(PackableModel):
             states, out = forward_at(self.lm, positions, arguments)
         elif states is None and reads_trunk and not with_aux:
             states = self.lm.base_model(**arguments).last_hidden_state.flatten(0, -2)
-        elif states is None:  # the model's own forward alone computes a load-balancing loss
+        elif states is None:  # only the model's own forward computes a load-balancing loss
             states, out = forward_at(self.lm, positions[:1], arguments)
         return states, None if makes_logits else out.logits, out.aux_loss if with_aux else None
 
@@ -123,7 +124,7 @@ class Policy(PackableModel):
 
     @property
     def balance_coef(self) -> float | None:
-        """The model's own coefficient of its load-balancing loss, or None if it is not a mixture of experts."""
+        """The model's own coefficient of its load-balancing loss; None unless it is a mixture of experts."""
         if "output_router_logits" not in inspect.signature(self.lm.forward).parameters:
             return None
         return getattr(self.lm.config.get_text_config(), "router_aux_loss_coef", 0.0)
@@ -144,11 +145,11 @@ class Policy(PackableModel):
         ``state_dict`` has the keys of ``self.lm``.
         """
         plain = merged_state(self.lm, self.lm.state_dict() if state_dict is None else state_dict)
-        self.lm.generation_config, ours = self.generation_config, self.lm.generation_config
+        cleared, self.lm.generation_config = self.lm.generation_config, self.generation_config
         try:
             self.lm.save_pretrained(directory, state_dict=plain)
         finally:
-            self.lm.generation_config = ours
+            self.lm.generation_config = cleared
 
     def save_adapter(self, directory: Path, state_dict: dict[str, Tensor]) -> None:
         """Writes the adapter alone, as peft loads it onto the base; nothing without an adapter."""
@@ -157,9 +158,9 @@ class Policy(PackableModel):
 
 
 def saveable(config: GenerationConfig) -> GenerationConfig:
-    """Sets do_sample in a config that has a temperature without it, as many models have.
+    """Sets do_sample in a generation config that has a temperature without it, as those of many models.
 
-    transformers up to 5.17 refuses to write such a config, at the very end of a training.
+    transformers up to 5.17 refuses to write such a config, which would fail at the end of a training.
     """
     try:
         config.validate(strict=True)
@@ -168,35 +169,14 @@ def saveable(config: GenerationConfig) -> GenerationConfig:
     return config
 
 
-def load_policy(
-    path: str,
-    *,
-    revision: str | None,
-    dtype: str,
-    trust_remote_code: bool,
-    attn_implementation: str,
-    gradient_checkpointing: bool,
-    temperature: float,
-    key: str,
-    value_head: bool = False,
-) -> Policy:
+def load_policy(model: ModelConfig, *, temperature: float, key: str, value_head: bool = False) -> Policy:
     """Loads a policy from a local folder or the Hub.
 
-    Raises UserError, which names ``key``, without a complete causal LM.
+    Raises UserError, which names ``key``, if the folder does not hold a complete causal LM.
     """
-    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
-    lm, info = from_pretrained(
-        AutoModelForCausalLM,
-        path,
-        config=config,
-        dtype=torch_dtype(dtype),
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        attn_implementation=attn_implementation,
-        key=key,
-    )
-    refuse_missing(path, info, key=key)
-    if gradient_checkpointing:
+    lm, info = from_pretrained(AutoModelForCausalLM, model, config=config_of(model, key), key=key)
+    refuse_missing(model.path, info, key=key)
+    if model.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Policy(lm, temperature, value_head)
 
@@ -206,8 +186,8 @@ def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
     """Makes ``from_pretrained`` shard each weight over the ranks as it is read (ZeRO-3), so that no rank
     holds a whole model.
 
-    transformers checks whether an HfDeepSpeedConfig is alive; deleting it at the end keeps later models
-    whole.
+    transformers shards as long as an HfDeepSpeedConfig exists; it is deleted at the end so that later models
+    are not sharded.
     """
     alive = HfDeepSpeedConfig(deepspeed_config)
     try:

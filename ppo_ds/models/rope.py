@@ -1,4 +1,4 @@
-"""RoPE whose frequencies depend on the longest row of a batch, which a row's own numbers then do too."""
+"""RoPE types whose frequencies depend on the longest row of a batch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 
-def steady_until(config: PreTrainedConfig) -> tuple[str, int] | None:
-    """The type of RoPE, and the longest row up to which it is that of every row alone; None where it always
-    is.
+def rope_length_limit(config: PreTrainedConfig) -> tuple[str, int] | None:
+    """Returns the type of RoPE and the row length up to which its frequencies are constant, or None if they
+    always are.
 
-    Beyond it "longrope" takes its other set of frequencies and "dynamic" scales them, for the whole batch at
-    once: a row's log-probs would hang on its company, and decoding, where rows end one by one, on none that
-    training knows.
+    For a longer row "longrope" switches to its other set of frequencies and "dynamic" scales them, for the
+    whole batch at once. The log-probs of a row would then depend on the other rows of its batch, and those of
+    decoding, where rows end one by one, would differ from those of training.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds: list[dict[str, Any]] = [
-        rope,
-        *(part for part in rope.values() if isinstance(part, dict)),
-    ]  # some families have one for each kind of layer
+    # some families have parameters for each kind of layer
+    kinds: list[dict[str, Any]] = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     found = []
     for kind in kinds:
         name = str(kind.get("rope_type", "default"))

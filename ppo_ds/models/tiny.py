@@ -1,6 +1,4 @@
-"""Tiny models made on the spot, in folders like any other Hugging Face model's: a Llama that reads
-characters, and small ones of any family.
-"""
+"""Creates tiny random models as Hugging Face folders: a character-level Llama, or any family made small."""
 
 from __future__ import annotations
 
@@ -32,7 +30,10 @@ PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 
 def character_tokenizer(characters: str) -> Tokenizer:
-    """One token for each of ``characters``, after pad, end and unknown; adds no special tokens by itself."""
+    """Makes a tokenizer with one token per character, after pad, end and unknown.
+
+    Encoding adds no special tokens.
+    """
     tokens = [PAD, END, UNKNOWN, *characters]
     vocabulary = Vocabulary(WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNKNOWN))
     vocabulary.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -47,8 +48,9 @@ def character_tokenizer(characters: str) -> Tokenizer:
 def tiny_llama(
     tokenizer: Tokenizer, *, hidden_size: int, layers: int, heads: int, max_tokens: int
 ) -> nn.Module:
-    """A LlamaForCausalLM in fp32 with random weights (torch's global random state), no tied embeddings and no
-    dropout.
+    """Makes a LlamaForCausalLM in fp32 without tied embeddings and dropout.
+
+    The random weights come from torch's global random state.
     """
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
@@ -67,7 +69,7 @@ def tiny_llama(
 
 
 def save(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
-    """Weights, config, generation config (its end token) and tokenizer, as ``from_pretrained`` reads them."""
+    """Writes weights, config, generation config (its end token) and tokenizer for ``from_pretrained``."""
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.stop_ids[0], pad_token_id=tokenizer.pad_id
     )
@@ -75,16 +77,12 @@ def save(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
     tokenizer.save(folder)
 
 
-# -- small ones of any family ---------------------------------------------------------------------------------------------------------------
+# -- small models of any family -------------------------------------------------------------------------
 
-HEAD, MOST_HEADS = 8, 16  # of a head: numbers; queries that share one key head, at most
+HEAD, MOST_HEADS = 8, 16  # width of a head; maximum number of query heads that share a key head
 _HEADS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
-_WIDTHS = (
-    "hidden_size",
-    "embedding_size",
-    "pooler_hidden_size",
-    "word_embed_proj_dim",
-)  # equal, or made equal
+# all set to the same width
+_WIDTHS = ("hidden_size", "embedding_size", "pooler_hidden_size", "word_embed_proj_dim")
 _INNERS = (
     "intermediate_size",
     "ffn_dim",
@@ -96,19 +94,19 @@ _INNERS = (
 )
 _EXPERT_INNERS = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
 _LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
-_AT_MOST = {  # of what is left, as large as it was and no larger than this
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "max_window_layers": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": HEAD, "qk_nope_head_dim": HEAD,
-    "v_head_dim": HEAD, "qk_head_dim": 2 * HEAD,
+_AT_MOST = {  # upper bounds of other sizes
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "max_window_layers": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": HEAD,
+    "qk_nope_head_dim": HEAD, "v_head_dim": HEAD, "qk_head_dim": 2 * HEAD,
 }  # fmt: skip
 
 
 def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of the same architecture, of some ten thousand parameters beside its embedding: few layers, one
-    of each kind, and small widths.
+    """Returns a copy of the config with few layers, one of each kind, and small widths.
 
-    Vocabulary, positions, activation, RoPE, windows, ties and special tokens stay. Key heads keep their ratio
-    to the queries'.
+    The model has about ten thousand parameters beside its embedding. Vocabulary, positions, activation, RoPE,
+    windows, tied weights and special tokens stay, and so does the ratio of query heads to key heads.
     """
     small = copy.deepcopy(config)
     text: Any = small.get_text_config()
@@ -138,7 +136,7 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _fewer_layers(config: Any) -> None:
-    """Two, or one of each kind; what is said layer by layer is said of these."""
+    """Keeps two layers, or one of each kind, and their entries in lists with one entry per layer."""
     before = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
     kept = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if kinds else []
@@ -152,7 +150,7 @@ def _fewer_layers(config: Any) -> None:
 
 
 def _shorter_rope(config: Any) -> None:
-    """One factor for each pair of a head's numbers: LongRoPE's lists are as long as half a head."""
+    """Shortens the factors of LongRoPE, of which there is one for each pair of a head's dimensions."""
     rope = getattr(config, "rope_parameters", None) or {}
     for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         for name in ("short_factor", "long_factor"):
@@ -163,11 +161,10 @@ def _shorter_rope(config: Any) -> None:
 def save_shrunk(
     path: str, folder: Path, *, revision: str | None, trust_remote_code: bool, language_model: bool, key: str
 ) -> None:
-    """A tiny random model of the architecture of ``path`` with its own tokenizer, in ``folder``. No weights
-    are read; UserError names ``key``.
+    """Writes a tiny random model with the architecture and the tokenizer of ``path`` to ``folder``.
 
-    It is of the class that config.json names, so that a folder without a score head has none here either; a
-    ``language_model`` always is one.
+    Reads no weights. The model is of the class that config.json names, so that it has a score head only if
+    the original has one; with ``language_model`` it is always a causal LM. UserError names ``key``.
     """
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
     tokenizer = load_tokenizer(path, revision, trust_remote_code, key=key)
@@ -182,13 +179,13 @@ def save_shrunk(
             else:
                 auto_class = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
                 model = auto_class.from_config(small, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a family's own code says of sizes that it does not expect
+    except Exception as error:  # the code of a family may raise anything for sizes that it does not expect
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{key}={path}: no tiny model of this architecture could be made ({type(error).__name__}: {reason}); run without run.dry_run"
+            f"{key}={path}: no tiny model of this architecture could be made "
+            f"({type(error).__name__}: {reason}); run without run.dry_run"
         ) from error
     model.float().save_pretrained(folder)
-    GenerationConfig(eos_token_id=list(tokenizer.stop_ids), pad_token_id=tokenizer.pad_id).save_pretrained(
-        folder
-    )
+    generation = GenerationConfig(eos_token_id=list(tokenizer.stop_ids), pad_token_id=tokenizer.pad_id)
+    generation.save_pretrained(folder)
     tokenizer.save(folder)

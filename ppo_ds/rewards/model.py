@@ -165,9 +165,7 @@ def check_reward_model(
     """
     path = model.path
     own_tokenizer = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
-    vocab_size, is_decoder = expect_reward_model(
-        path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=f"{key}.model.path"
-    )
+    vocab_size, is_decoder = expect_reward_model(model, key=f"{key}.model.path")
     _check_vocabulary(own_tokenizer, vocab_size, path, key)
     template = _resolve_template(template, own_tokenizer, is_decoder)
     encoder = TextEncoder(own_tokenizer, template, None, append_eos, key)

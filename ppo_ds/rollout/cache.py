@@ -25,9 +25,8 @@ class _SlotLayer(CacheLayerMixin):
 
     def __init__(self, cache: SlotCache):
         super().__init__()
-        self.cache = weakref.proxy(
-            cache
-        )  # a cycle would delay freeing the memory until the garbage collector runs
+        # a cycle would delay freeing the memory until the garbage collector runs
+        self.cache = weakref.proxy(cache)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # zeros: a masked column has weight 0, but 0 times NaN in uninitialised memory would not be 0
@@ -43,9 +42,9 @@ class _SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         n, columns = key_states.shape[0], self.cache.columns
-        cells = self.cache.cells(key_states.shape[1])
+        rows = self.cache.storage_rows(key_states.shape[1])
         for stored, new in ((self.keys, key_states), (self.values, value_states)):
-            stored.view(-1, stored.shape[-1]).index_copy_(0, cells, new.reshape(-1, new.shape[-1]))
+            stored.view(-1, stored.shape[-1]).index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
         return self.keys[:n, :, :columns], self.values[:n, :, :columns]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -67,24 +66,24 @@ class SlotCache(Cache):
         self.length = length
         self.columns = 0
         self._positions: Tensor | None = None
-        self._cells: dict[int, Tensor] = {}  # by the number of heads
+        self._storage_rows: dict[int, Tensor] = {}  # by the number of heads
 
     def at(self, positions: Tensor, columns: int) -> None:
         """Sets the positions [n] of the next forward, one token for each of the first n slots, all below
         ``columns``.
         """
         self._positions, self.columns = positions, columns
-        self._cells.clear()
+        self._storage_rows.clear()
 
-    def cells(self, heads: int) -> Tensor:
+    def storage_rows(self, heads: int) -> Tensor:
         """Returns the rows [n * heads] of the flat [slots * heads * length, d] storage for new keys, for all
         layers of a forward.
         """
-        if heads not in self._cells:
+        if heads not in self._storage_rows:
             n, device = len(self._positions), self._positions.device
             starts = torch.arange(n * heads, device=device).mul_(self.length).view(n, heads)
-            self._cells[heads] = (starts + self._positions[:, None]).flatten()
-        return self._cells[heads]
+            self._storage_rows[heads] = (starts + self._positions[:, None]).flatten()
+        return self._storage_rows[heads]
 
     def fill(self, prefix: Prefix, rows: Tensor, slots: Tensor) -> None:
         """Copies the prompts ``rows`` of ``prefix`` to the start of ``slots`` (both [m] long).

@@ -90,7 +90,8 @@ def can_decode(lm: nn.Module, longest: int | None = None) -> str | None:
     for layer in DynamicCache(config=lm.config).layers:
         if type(layer) is DynamicSlidingWindowLayer:
             if bound is None or layer.sliding_window < bound:
-                return f"a sliding window of {layer.sliding_window} tokens is shorter than sequences of up to {bound or 'any number'}"
+                longer = f"sequences of up to {bound or 'any number'}"
+                return f"a sliding window of {layer.sliding_window} tokens is shorter than {longer}"
         elif type(layer) is not DynamicLayer:
             return f"its layers keep other states than keys and values ({type(layer).__name__})"
     if any(parameter.numel() == 0 or parameter.is_meta for parameter in lm.parameters()):
@@ -116,7 +117,8 @@ def compare_with_forward(lm: nn.Module, length: int) -> str | None:
         ids = torch.arange(3, 13, device=decoder.device).view(2, 5) * 7 % vocabulary
         prefix, slots = decoder.prefill(ids[:, :3]), torch.arange(2, device=decoder.device)
         if len(prefix) != len(decoder.cache.layers):
-            return f"{len(prefix)} of {len(decoder.cache.layers)} layers use the cache that is passed to forward()"
+            layers = len(decoder.cache.layers)
+            return f"{len(prefix)} of {layers} layers use the cache that is passed to forward()"
         decoder.cache.fill(prefix, slots, slots)
         ends = torch.tensor([5, 3], device=decoder.device)
         for back in (2, 1):

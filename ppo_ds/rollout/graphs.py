@@ -48,6 +48,7 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Returns a replay of the step."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # thread_local: calls of other threads (NCCL's watchdog) meanwhile do not invalidate the recording
@@ -90,6 +91,7 @@ class Graphs:
             self.record(self.recorder, shape, step)
 
     def record(self, recorder: Recorder, shape: Hashable, step: Callable[[], None]) -> None:
+        """Records a step of a new shape and runs it."""
         try:
             self._graphs[shape] = recorder.record(step)
         except torch.OutOfMemoryError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,7 @@ class HFGenerator:
         lengths, limits = prompts.mask.sum(1), max_new_tokens(prompts, sampling)
         shape = (len(prompts), int(limits.max()))
         responses, logprobs = torch.full(shape, pad_id), torch.zeros(shape)
-        # the longest first, so that neighbours share a width
+        # the longest first, so that rows of similar length share a chunk
         chunks = plan_microbatches(lengths, limits, self.token_budget)
         if self.all_reduce_max is not None:
             most = self.all_reduce_max(len(chunks))
@@ -91,7 +91,7 @@ def generate(
     sampling: SamplingParams,
     *,
     pad_id: int,
-    decode: Callable[[list[int]], str],
+    decode: Callable[[Sequence[int]], str],
     synced: bool = False,
     should_stop: Callable[[], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -161,6 +161,7 @@ class LogprobRecorder(LogitsProcessor):
         self.logprobs: list[Tensor] = []
 
     def take(self, tokens: Tensor) -> None:
+        """Records the log-probs of tokens [B] drawn from the pending logits."""
         if self.pending is not None:
             self.logprobs.append(logprobs_from_logits(self.pending, tokens, self.temperature))
         self.pending = None
@@ -184,8 +185,8 @@ class _StopStringCriteria(StoppingCriteria):
     """Ends rows whose response, as text, contains a stop string.
 
     The criterion of transformers also matches text that began in the prompt, and reads tokens in other ways
-    than decoding does: a row that only it takes for ended would be filled with padding that cannot be told
-    from a response.
+    than decoding does: it would fill a row that it alone considers ended with padding, which could not be
+    distinguished from response tokens.
     """
 
     def __init__(self, prompt_width: int, stops: StopStrings):
@@ -207,7 +208,7 @@ class _RowLimits(StoppingCriteria):
     """Ends each row at its own limit, so that decoding ends with the last row that may continue."""
 
     def __init__(self, prompt_width: int, limits: Tensor):
-        self.ends = prompt_width + limits  # [B], where the ids are
+        self.ends = prompt_width + limits  # [B] on the device of the ids
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         return self.ends <= input_ids.shape[1]

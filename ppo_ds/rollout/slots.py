@@ -17,10 +17,10 @@ class Slots:
     """S slots, each with one response in progress or none, for B rows of prompts; R is the largest limit."""
 
     def __init__(self, slots: int, limits: Tensor, uniforms: Tensor, sampling: SamplingParams):
-        """``limits`` [B]; ``uniforms`` [B,R] float64 in [0,1) are the random numbers of all responses, on the
-        device.
+        """Makes empty slots for rows with ``limits`` [B] on the device of ``uniforms``.
 
-        They belong to rows and positions, so that no response depends on when its row got which slot.
+        ``uniforms`` [B,R] float64 in [0,1) are the random numbers of all responses. They belong to rows and
+        positions, so that no response depends on when its row got which slot.
         """
         (rows, width), device = uniforms.shape, uniforms.device
         self.sampling = sampling
@@ -30,12 +30,11 @@ class Slots:
         # the last row takes the tokens of slots without a response
         self.responses = torch.zeros(rows + 1, width, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows + 1, width, dtype=torch.float32, device=device)
-        # the next input token and its position, the number of tokens drawn, the row (B: none), whether the
-        # response continues
-        self.tokens, self.positions, self.counts, self.rows = torch.zeros(
-            4, slots, dtype=torch.long, device=device
-        )
+        # the next input token and its position, the number of tokens drawn, the row (B: none)
+        columns = torch.zeros(4, slots, dtype=torch.long, device=device)
+        self.tokens, self.positions, self.counts, self.rows = columns
         self.rows += rows
+        # whether the response continues
         self.alive = torch.zeros(slots, dtype=torch.bool, device=device)
 
     def put(self, slots: Tensor, rows: Tensor, tokens: Tensor, positions: Tensor) -> None:
@@ -57,27 +56,23 @@ class Slots:
         """Draws one more token for each of the first n slots; ``forward`` maps tokens [n], positions [n] to
         logits [n,V].
         """
-        tokens, positions, counts, alive = (
-            self.tokens[:n],
-            self.positions[:n],
-            self.counts[:n],
-            self.alive[:n],
-        )
+        tokens, positions = self.tokens[:n], self.positions[:n]
+        counts, alive = self.counts[:n], self.alive[:n]
         rows = torch.where(alive, self.rows[:n], len(self.limits) - 1)
-        cells = rows * self.responses.shape[1] + counts * alive
+        indices = rows * self.responses.shape[1] + counts * alive  # into the flat responses
         s, barred = self.sampling, None
         if s.min_new_tokens and s.stop_token_ids:
             barred = (self.stops, counts < s.min_new_tokens)
         drawn, logprobs = draw(
             forward(tokens, positions),
-            self.uniforms.view(-1)[cells],
+            self.uniforms.view(-1)[indices],
             temperature=s.temperature,
             top_k=s.top_k,
             top_p=s.top_p,
             barred=barred,
         )
-        self.responses.view(-1).index_copy_(0, cells, drawn)
-        self.logprobs.view(-1).index_copy_(0, cells, logprobs)
+        self.responses.view(-1).index_copy_(0, indices, drawn)
+        self.logprobs.view(-1).index_copy_(0, indices, logprobs)
         tokens.copy_(drawn)
         positions += alive
         counts += alive

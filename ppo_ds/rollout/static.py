@@ -26,8 +26,10 @@ from ppo_ds.rollout.graphs import Graphs, Recorder, recorder_for
 from ppo_ds.rollout.slots import Slots
 from ppo_ds.types import Prompts, Rollout
 
-COLUMNS = 8  # columns of the cache come into use in steps of this, since kernels like whole vectors
-GRAPH_COLUMNS = 64  # the same where each shape costs a recording
+# The columns of the cache in use are a multiple of COLUMNS, since kernels are faster on whole vectors, or of
+# GRAPH_COLUMNS with CUDA graphs, where each shape is recorded.
+COLUMNS = 8
+GRAPH_COLUMNS = 64
 # Enough to keep a GPU busy; the keys and values of prompts that are prefilled together are in memory twice
 # for a moment.
 PREFILL_TOKENS = 8192
@@ -169,7 +171,7 @@ class _Batch:
         uniforms: Tensor,
         *,
         token_budget: int,
-        decode: Callable[[list[int]], str],
+        decode: Callable[[Sequence[int]], str],
         all_reduce_max: Callable[[int], int] | None,
         check_every: int | None,
         should_stop: Callable[[], bool],
@@ -184,7 +186,7 @@ class _Batch:
         self.live: list[_Response] = []  # those in the first slots
         self.queue = deque(group_prompts(prompts))
         self.not_started = len(prompts)
-        # of the first prompt of the queue, once some of its responses have started
+        # keys and values of the first prompt of the queue, once some of its responses have started
         self.kept_prefix: Prefix | None = None
         self.prefill_tokens = min(token_budget, PREFILL_TOKENS)
 
@@ -194,9 +196,8 @@ class _Batch:
         self.should_stop = should_stop
         self.graphs = graphs
         self.check_every = check_every or (16 if on_gpu else 1)
-        self.padding = (
-            512 if on_gpu else 64
-        )  # tokens that take about as long as reading the weights once more
+        # tokens whose computation takes about as long as reading the weights once more
+        self.padding = 512 if on_gpu else 64
         self.stops = StopStrings(sampling.stop_strings, decode) if sampling.stop_strings else None
 
     def decode_all(self) -> None:
@@ -215,14 +216,14 @@ class _Batch:
             self.compact()
 
     def vote(self, more: bool) -> _Vote:
-        """Returns whether any rank has more to do, or is to stop.
+        """Returns whether any rank has more work, or has to stop.
 
-        One number for both, since each costs a collective.
+        Both take one vote, since each vote costs a collective.
         """
         own = _Vote.CONTINUE if more else _Vote.NONE
         return _Vote(self.all_reduce_max(_Vote.STOP if self.should_stop() else own))
 
-    # -- prompts --------------------------------------------------------------------------------------------------------------------------
+    # -- prompts ----------------------------------------------------------------------------------------
 
     def wants_prompts(self) -> bool:
         """Returns whether enough slots are free: a forward for each single free slot would cost more than it
@@ -289,15 +290,15 @@ class _Batch:
         if new:
             slots = self.tensor(range(first, first + len(new)))
             self.decoder.cache.fill(prefix, self.tensor(sources), slots)
-            rows, starts = ([r.row for r in new], [r.start for r in new])
+            rows, starts = [r.row for r in new], [r.start for r in new]
             self.slots.put(slots, self.tensor(rows), self.tensor(tokens), self.tensor(starts))
         self.live += new
         self.not_started -= len(new)
 
-    # -- tokens ---------------------------------------------------------------------------------------------------------------------------
+    # -- tokens -----------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Runs the steps up to the next check; unless ranks are synced, none that no response can need."""
+        """Runs the steps up to the next check; unless ranks are synced, only those that a response needs."""
         left = max((response.end - response.position for response in self.live), default=0)
         steps = self.check_every if self.synced else min(self.check_every, left)
         assert steps > 0, "a response continues beyond its limit"
@@ -343,12 +344,13 @@ class _Batch:
         del self.live[n:]
 
     def tensor(self, numbers: Sequence[int]) -> Tensor:
+        """Returns the numbers as a long tensor on the device."""
         return torch.tensor(list(numbers), dtype=torch.long, device=self.device)
 
     def stopped_by_string(self, stops: StopStrings, alive: Sequence[bool]) -> list[int]:
         """Returns the slots of the responses, among those still alive, that contain a stop string.
 
-        One copy to the host.
+        It costs one copy to the host.
         """
         slots = [slot for slot, is_alive in enumerate(alive) if is_alive]
         if not slots:

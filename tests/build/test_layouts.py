@@ -67,7 +67,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(attention, "has_kernel", lambda query, value: query.shape[-1] == value.shape[-1])
 
     def kernel(q, k, v, ends, *_, scale, **__):
-        return attention.one_by_one(q, k, v, ends.tolist(), scale)
+        return attention.attention_per_sequence(q, k, v, ends.tolist(), scale)
 
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     return {"device": "cuda", "dtype": torch.bfloat16}
@@ -97,7 +97,7 @@ def test_on_a_gpu_models_with_a_kernel_are_packed(gpu):
 def test_on_a_gpu_packing_without_a_kernel_is_reported(gpu):
     actor = Role(WIDE_KEYS, **gpu)
     no_kernel = (
-        "warning    memory.layout=packed: no kernel takes the actor's heads: attention "
+        "warning    memory.layout=packed: no kernel supports the actor's heads: attention "
         "is computed one sequence after the other"
     )
     assert chosen("packed", actor) == [no_kernel] and actor.module.packed
@@ -107,9 +107,9 @@ def test_on_a_gpu_packing_without_a_kernel_is_reported(gpu):
 def test_layers_without_sequence_boundaries_are_detected(gpu, layout):
     """Nemotron's layers drop the arguments, although the class declares its attention replaceable."""
     actor = Role(NEMOTRON, **gpu)
-    deaf = "NemotronAttention was not told where the sequences of a packed row end"
+    reason = "NemotronAttention does not receive the ends of the sequences in a packed row"
     assert chosen(layout, actor) == [
-        f"warning    memory.layout={layout}: the actor's rows are padded: {deaf}"
+        f"warning    memory.layout={layout}: the actor's rows are padded: {reason}"
     ]
     assert (
         not actor.module.packed
@@ -121,14 +121,14 @@ def test_rows_that_attend_to_each_other_are_detected(monkeypatch):
     """Replaces the attention by one that ignores the sequence boundaries that it receives."""
     monkeypatch.setattr(
         attention,
-        "one_by_one",
-        lambda q, k, v, ends, scale, by=attention.one_by_one: by(q, k, v, [0, ends[-1]], scale),
+        "attention_per_sequence",
+        lambda q, k, v, ends, scale, by=attention.attention_per_sequence: by(q, k, v, [0, ends[-1]], scale),
     )
     actor = Role(LlamaConfig(**SMALL, initializer_range=0.3))
     assert chosen("packed", actor) == [
         (
             "warning    memory.layout=packed: the actor's rows are padded: "
-            "LlamaForCausalLM computes other states where rows are packed"
+            "LlamaForCausalLM computes other states in packed rows"
         )
     ]
     assert not actor.module.packed

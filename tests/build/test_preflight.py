@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from ppo_ds.build.data import read_inputs
 from ppo_ds.build.preflight import preflight
+from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
 from tests.config.commands import compose
@@ -341,7 +342,4 @@ def test_files_of_real_classifiers_have_their_heads(tmp_path):
     families += [BertConfig(**small), RobertaConfig(**small), DebertaV2Config(**small)]
     for i, config in enumerate(families):
         AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / str(i))
-        assert expect_reward_model(str(tmp_path / str(i)), revision=None, trust_remote_code=False) == (
-            30,
-            i < 2,
-        )
+        assert expect_reward_model(ModelConfig(path=str(tmp_path / str(i)))) == (30, i < 2)

@@ -13,6 +13,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
+from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import LRSchedule, TrainedModel
@@ -43,10 +44,16 @@ def load(
     value_head: bool = False,
 ) -> Policy:
     policy = load_policy(
-        str(folder), revision=None, dtype=dtype, trust_remote_code=False, attn_implementation="eager",
-        gradient_checkpointing=checkpointing,
-        temperature=0.7, value_head=value_head, key="actor.model.path",
-    )  # fmt: skip
+        ModelConfig(
+            path=str(folder),
+            dtype=dtype,
+            attn_implementation="eager",
+            gradient_checkpointing=checkpointing,
+        ),
+        temperature=0.7,
+        value_head=value_head,
+        key="actor.model.path",
+    )
     if lora:
         add_adapters(policy.lm, rank=2, alpha=4, targets=None, seed=1, key="actor.lora")
     return policy

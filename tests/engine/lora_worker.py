@@ -77,7 +77,7 @@ def actor_of(config: Config, world: World) -> HybridActor:
 
 
 def critic_of(config: Config, world: World) -> TrainedModel:
-    start = CriticStart(config.actor.model.path, None, False, zero_head=True, key="actor.model.path")
+    start = CriticStart(config.actor.model, zero_head=True, key="actor.model.path")
     return build_critic(config, start, world, NEEDS, STEPS)
 
 

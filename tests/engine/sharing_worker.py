@@ -104,7 +104,7 @@ def train(critic: TrainedModel, steps: int) -> None:
 def shared_reward(world: World, root: Path, stage: int, dtype: str, lora: int = 2) -> Case:
     settings = config(root, stage, dtype, lora)
     model = ModelConfig(**settings.reward["model"])
-    start = CriticStart(model.path, None, False, zero_head=False, key="reward.model.path", reward=model)
+    start = CriticStart(model, zero_head=False, key="reward.model.path", reward=model)
     notes: list[str] = []
 
     def build() -> tuple[TrainedModel, FrozenModel, int]:
@@ -125,7 +125,7 @@ def shared_reward(world: World, root: Path, stage: int, dtype: str, lora: int = 
         "case": f"reward zero{stage} {dtype}" + ("" if lora else " whole"),
         "shared": isinstance(scorer, FrozenBase),
         "taken": taken,
-        "model": sum(p.nbytes for p in load_reward_model(**loading(model)).parameters()),
+        "model": sum(p.nbytes for p in load_reward_model(model).parameters()),
         "gap": float(
             (
                 first
@@ -166,12 +166,6 @@ def after_a_failure(scorer: FrozenModel, critic: TrainedModel, trained: Tensor) 
         raising.remove()
         return torch.equal(critic(*batch(), R).detach(), trained)
     return False
-
-
-def loading(model: ModelConfig) -> dict[str, Any]:
-    return dict(
-        path=model.path, revision=None, dtype=model.dtype, trust_remote_code=False, attn_implementation="sdpa"
-    )
 
 
 def reference_of_adapters(world: World, root: Path, reference: str) -> Case:

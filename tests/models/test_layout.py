@@ -22,9 +22,15 @@ from transformers import (
 )
 
 from ppo_ds.models import packed_attention
-from ppo_ds.models.layout import lay_out
+from ppo_ds.models.layout import make_layout
 from ppo_ds.models.lora import add_adapters
-from ppo_ds.models.packed_attention import laid_out, one_by_one, packed_arguments, packs, why_not_packed
+from ppo_ds.models.packed_attention import (
+    attention_per_sequence,
+    layout_forward,
+    may_pack,
+    packed_arguments,
+    why_not_packed,
+)
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.value import ScoreModel
 
@@ -105,7 +111,9 @@ def policy(family, packed, value_head=False, dtype=torch.float32):
 def test_a_layout_worked_by_hand():
     ids = torch.tensor([[91, 92, 11, 12, 21, 93, 94], [31, 32, 33, 34, 41, 42, 95]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]], dtype=torch.bool)
-    padded, packed = (lay_out(ids, mask, 3, torch.nn.Linear(1, 1), packed=packed) for packed in (False, True))
+    padded, packed = (
+        make_layout(ids, mask, 3, torch.nn.Linear(1, 1), packed=packed) for packed in (False, True)
+    )
     assert (
         padded.ids[0, :3].tolist() == [11, 12, 21]
         and padded.ids[1].tolist() == [31, 32, 33, 34, 41, 42]
@@ -116,16 +124,16 @@ def test_a_layout_worked_by_hand():
         and padded.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
     )
     assert (
-        padded.places.tolist() == [1, 9, 10]
-        and padded.state_places.tolist() == [1, 2, 9, 10, 11]
-        and padded.last_places.tolist() == [2, 11]
+        padded.label_positions.tolist() == [1, 9, 10]
+        and padded.state_positions.tolist() == [1, 2, 9, 10, 11]
+        and padded.last_positions.tolist() == [2, 11]
     )
     assert packed.ids.tolist() == [[11, 12, 21, 31, 32, 33, 34, 41, 42]] and packed.mask.all()
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5]]
     assert (
-        packed.places.tolist() == [1, 6, 7]
-        and packed.state_places.tolist() == [1, 2, 6, 7, 8]
-        and packed.last_places.tolist() == [2, 8]
+        packed.label_positions.tolist() == [1, 6, 7]
+        and packed.state_positions.tolist() == [1, 2, 6, 7, 8]
+        and packed.last_positions.tolist() == [2, 8]
     )
     assert (
         packed.packing["cu_seq_lens_q"].tolist() == [0, 3, 9]
@@ -134,17 +142,17 @@ def test_a_layout_worked_by_hand():
     )
     for layout in (padded, packed):
         assert layout.labels.tolist() == [21, 41, 42]
-        assert layout.spread(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1, 0, 0], [2, 3, 0]]
-        assert layout.spread_states(torch.arange(1.0, 6.0)).tolist() == [[1, 2, 0, 0], [3, 4, 5, 0]]
+        assert layout.scatter(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1, 0, 0], [2, 3, 0]]
+        assert layout.scatter_states(torch.arange(1.0, 6.0)).tolist() == [[1, 2, 0, 0], [3, 4, 5, 0]]
 
 
 def test_what_is_no_row_of_prompt_and_answer():
     nothing = torch.nn.Linear(1, 1)
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(AssertionError, match="padding between"):
-        lay_out(ids, torch.tensor([[1, 0, 1, 1]]), 1, nothing, packed=False)
-    with pytest.raises(AssertionError, match="without a token before its answer"):
-        lay_out(ids, torch.tensor([[0, 0, 1, 1]]), 2, nothing, packed=True)
+        make_layout(ids, torch.tensor([[1, 0, 1, 1]]), 1, nothing, packed=False)
+    with pytest.raises(AssertionError, match="without a token before its response"):
+        make_layout(ids, torch.tensor([[0, 0, 1, 1]]), 2, nothing, packed=True)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------------------------
@@ -296,7 +304,7 @@ def test_attention_of_each_sequence_by_hand():
         torch.randn(5, heads, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(heads))
         for heads in (4, 2, 2)
     )
-    out = one_by_one(q, k, v, [0, 2, 5], 0.5)
+    out = attention_per_sequence(q, k, v, [0, 2, 5], 0.5)
     for place, head in ((i, h) for i in range(5) for h in range(4)):
         seen = slice(0 if place < 2 else 2, place + 1)
         weights = torch.softmax(0.5 * k[seen, head // 2] @ q[place, head], dim=0)
@@ -307,7 +315,7 @@ def test_the_attention_of_packed_rows_is_registered():
     assert AttentionInterface()["sdpa"] is packed_attention.attention
 
 
-def test_layers_that_are_not_told_are_an_error(batch):
+def test_layers_without_the_ends_of_the_sequences_are_an_error(batch):
     """A model that drops the arguments on the way would let rows read each other."""
     made = policy("llama", packed=True)
     made.lm.model.layers[1].self_attn.register_forward_pre_hook(
@@ -318,7 +326,7 @@ def test_layers_that_are_not_told_are_an_error(batch):
         with_kwargs=True,
     )
     with pytest.raises(
-        AssertionError, match="LlamaAttention was not told where the sequences of a packed row end"
+        AssertionError, match="LlamaAttention does not receive the ends of the sequences in a packed row"
     ):
         made(*batch, R)
 
@@ -339,16 +347,16 @@ def test_the_host_reads_nothing_back_in_a_padded_forward(batch, family):
     """On the meta device there is nothing to read: one ``.item()`` is an error."""
     ids, mask = batch
     lm = Policy(model(family).to("meta"), 0.7).lm.base_model
-    layout = lay_out(ids, mask, R, lm, packed=False)
-    with laid_out(lm, packed=False):
+    layout = make_layout(ids, mask, R, lm, packed=False)
+    with layout_forward(lm, packed=False):
         assert lm(**layout.arguments()).last_hidden_state.shape == (*layout.ids.shape, 16)
 
 
 def test_the_host_reads_nothing_back_in_a_packed_forward(batch):
     """Where there is a kernel; it is left out here, and the states are not looked at."""
     lm = model("llama").to("meta")
-    layout = lay_out(*batch, R, lm, packed=True)
-    with pytest.MonkeyPatch.context() as patched, laid_out(lm, packed=True):
+    layout = make_layout(*batch, R, lm, packed=True)
+    with pytest.MonkeyPatch.context() as patched, layout_forward(lm, packed=True):
         patched.setattr("ppo_ds.models.packed_attention.has_kernel", lambda query, value: True)
         patched.setattr("ppo_ds.models.packed_attention.varlen_attn", lambda query, *args, **settings: query)
         assert lm(**layout.arguments()).logits.shape == (1, int(batch[1].sum()), V)
@@ -362,8 +370,8 @@ def test_other_forwards_still_find_out_what_is_packed():
 @pytest.mark.parametrize("family", ALL)
 def test_which_models_can_be_packed(family):
     assert (why_not_packed(model(family)) is None) == (family in FULL)
-    assert packs(model(family), "packed", CPU) == (family in FULL)
-    assert not packs(model(family), "padded", CPU) and not packs(
+    assert may_pack(model(family), "packed", CPU) == (family in FULL)
+    assert not may_pack(model(family), "padded", CPU) and not may_pack(
         model(family), "auto", CPU
     )  # there is no kernel for it
 

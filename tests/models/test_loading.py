@@ -13,6 +13,7 @@ from transformers import (
     OPTConfig,
 )
 
+from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing, torch_dtype
 
@@ -25,12 +26,14 @@ def folder(tmp_path):
     return tmp_path
 
 
+def from_folder(folder, **changes):
+    section = ModelConfig(path=str(folder), **{"dtype": "fp32"} | changes)
+    return from_pretrained(AutoModelForCausalLM, section, config=load_config(str(folder)))
+
+
 def load(folder, **changes):
-    path = str(folder)
-    model, info = from_pretrained(
-        AutoModelForCausalLM, path, config=load_config(path), dtype=torch.float32, **changes
-    )
-    refuse_missing(path, info)
+    model, info = from_folder(folder, **changes)
+    refuse_missing(str(folder), info)
     return model
 
 
@@ -50,9 +53,7 @@ def test_dtypes(folder):
     ]
     with pytest.raises(UserError, match="int8"):
         torch_dtype("int8")
-    model, _ = from_pretrained(
-        AutoModelForCausalLM, str(folder), config=load_config(str(folder)), dtype=torch.bfloat16
-    )
+    model, _ = from_folder(folder, dtype="bf16")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
@@ -80,10 +81,8 @@ def test_dropout_of_nested_configs_is_zero_and_the_rest_is_untouched(tmp_path):
 
 
 def test_a_revision_means_nothing_to_a_folder(folder):
-    config = load_config(str(folder), revision="no-such-branch")
-    from_pretrained(
-        AutoModelForCausalLM, str(folder), config=config, dtype=torch.float32, revision="no-such-branch"
-    )
+    load_config(str(folder), revision="no-such-branch")
+    from_folder(folder, revision="no-such-branch")
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "~/nowhere/at/all", "nowhere", "a/b/c"])
@@ -158,9 +157,7 @@ def test_no_weight_starts_at_random(folder):
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     refused(folder, "model.norm.weight", "at random")
-    _, info = from_pretrained(
-        AutoModelForCausalLM, str(folder), config=load_config(str(folder)), dtype=torch.float32
-    )
+    _, info = from_folder(folder)
     refuse_missing(str(folder), info, allowed=["model.norm.weight"])
 
 

@@ -16,6 +16,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.lora import (
     adapter_parameters,
@@ -57,7 +58,6 @@ LINEAR = {
 }
 EVERY = pytest.mark.parametrize("family", FAMILIES)
 IDS = torch.randint(4, V, (3, 7), generator=torch.Generator().manual_seed(1))
-KW = dict(revision=None, trust_remote_code=False, attn_implementation="sdpa")
 RANK, ALPHA, SCALE = 3, 6.0, 2.0
 
 
@@ -68,18 +68,12 @@ def saved(folder, family):
 
 
 def policy_of(folder, dtype="fp32", checkpointing=False):
-    return load_policy(
-        str(folder),
-        dtype=dtype,
-        gradient_checkpointing=checkpointing,
-        temperature=1.0,
-        key="actor.model.path",
-        **KW,
-    )
+    model = ModelConfig(path=str(folder), dtype=dtype, gradient_checkpointing=checkpointing)
+    return load_policy(model, temperature=1.0, key="actor.model.path")
 
 
 def critic_of(folder):
-    return load_critic(str(folder), dtype="fp32", gradient_checkpointing=False, zero_head=True, **KW)
+    return load_critic(ModelConfig(path=str(folder), dtype="fp32"), zero_head=True)
 
 
 def adapt(model, targets=None, seed=0, rank=RANK, trained=True):

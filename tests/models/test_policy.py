@@ -16,6 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.policy import Policy, load_policy, unsharded_twin
 from ppo_ds.rollout.base import SamplingParams
@@ -47,7 +48,6 @@ FAMILIES = {
 EVERY = pytest.mark.parametrize("family", FAMILIES)
 LENGTHS = [(1, 2), (4, 3), (2, 5)]  # prompt, response
 P, R = 4, 5
-KW = dict(revision=None, trust_remote_code=False, attn_implementation="sdpa", key="actor.model.path")
 
 
 def saved(folder, family, generation_config=None):
@@ -59,9 +59,8 @@ def saved(folder, family, generation_config=None):
 
 
 def load(folder, temperature=1.0, dtype="fp32", gradient_checkpointing=False):
-    return load_policy(
-        str(folder), dtype=dtype, gradient_checkpointing=gradient_checkpointing, temperature=temperature, **KW
-    )
+    model = ModelConfig(path=str(folder), dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    return load_policy(model, temperature=temperature, key="actor.model.path")
 
 
 def reference(folder):

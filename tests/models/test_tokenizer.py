@@ -150,7 +150,7 @@ def test_template_that_is_no_file(tmp_path, name, reason):
 def test_template_that_cannot_be_rendered(tmp_path, template, fault):
     with pytest.raises(UserError) as caught:
         load_tokenizer(saved(tmp_path), chat_template=template).render_chat(CHAT)
-    assert caught.value.problems == [f"the chat template {fault}; mend the row, or set data.chat_template"]
+    assert caught.value.problems == [f"the chat template {fault}; correct the row, or set data.chat_template"]
 
 
 def test_arguments_that_no_template_takes(tmp_path):

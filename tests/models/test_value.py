@@ -26,9 +26,10 @@ from transformers import (
     T5Config,
 )
 
+from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import load_tokenizer
-from ppo_ds.models.value import load_critic, load_reward_model, reads_like
+from ppo_ds.models.value import can_start_critic, load_critic, load_reward_model
 from tests.support.ports import reserved_port
 
 SMALL = dict(
@@ -58,8 +59,14 @@ ENCODERS = {
 }  # fmt: skip
 FAMILIES = DECODERS | ENCODERS
 LENGTHS = [(1, 1), (4, 3), (2, 5)]  # prompt, response
-KW = dict(revision=None, dtype="fp32", trust_remote_code=False, attn_implementation="sdpa")
-CRITIC = KW | dict(gradient_checkpointing=False, zero_head=True)
+
+
+def critic_of(folder, zero_head=True, **changes):
+    return load_critic(ModelConfig(path=folder, **{"dtype": "fp32"} | changes), zero_head=zero_head)
+
+
+def reward_model_of(folder):
+    return load_reward_model(ModelConfig(path=folder, dtype="fp32"))
 
 
 def saved(folder, config, auto_class=AutoModelForSequenceClassification, **changes):
@@ -93,7 +100,7 @@ def transformers_score(folder, ids):
 @pytest.mark.parametrize("family", DECODERS)
 def test_values_are_those_of_each_unpadded_prefix(tmp_path, family):
     folder = saved(tmp_path, DECODERS[family]())
-    critic = load_critic(folder, **CRITIC).train()  # dropout is 0.5 in the files
+    critic = critic_of(folder).train()  # dropout is 0.5 in the files
     ids, mask, width = rows()
     values = critic(ids, mask, width)
     assert values.shape == (3, width + 1) and values.dtype == torch.float32
@@ -110,7 +117,7 @@ def test_values_are_those_of_each_unpadded_prefix(tmp_path, family):
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_scores_are_read_at_the_last_attended_place_also_where_pad_is_eos(tmp_path, family, side):
     folder = saved(tmp_path, DECODERS[family](), pad_token_id=3, eos_token_id=3)
-    model = load_reward_model(folder, **KW)
+    model = reward_model_of(folder)
     ids, mask, _ = rows(eos=3)
     texts = [row[m] for row, m in zip(ids, mask, strict=True)]
     if side != "both":
@@ -126,7 +133,7 @@ def test_scores_are_read_at_the_last_attended_place_also_where_pad_is_eos(tmp_pa
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoder_scores_are_the_models_own_logits(tmp_path, family):
     folder = saved(tmp_path, ENCODERS[family]())
-    model = load_reward_model(folder, **KW)
+    model = reward_model_of(folder)
     reference = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     ids, mask = torch.randint(4, 60, (2, 7)), torch.ones(2, 7, dtype=torch.bool)
     mask[1, 4:] = False
@@ -139,7 +146,7 @@ def test_encoder_scores_are_the_models_own_logits(tmp_path, family):
 
 
 def test_token_types_reach_the_encoder(tmp_path):
-    model = load_reward_model(saved(tmp_path, ENCODERS["deberta"]()), **KW)
+    model = reward_model_of(saved(tmp_path, ENCODERS["deberta"]()))
     ids, mask = torch.randint(4, 60, (1, 6)), torch.ones(1, 6, dtype=torch.bool)
     types = torch.tensor([[0, 0, 0, 1, 1, 1]])
     expected = model.model(input_ids=ids, attention_mask=mask, token_type_ids=types).logits[:, 0]
@@ -149,7 +156,7 @@ def test_token_types_reach_the_encoder(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_dropout_is_left(tmp_path, family):
-    model = load_reward_model(saved(tmp_path, FAMILIES[family]()), **KW).train()
+    model = reward_model_of(saved(tmp_path, FAMILIES[family]())).train()
     ids, mask, _ = rows()
     torch.testing.assert_close(model(ids, mask), model(ids, mask), atol=0, rtol=0)
 
@@ -157,26 +164,24 @@ def test_no_dropout_is_left(tmp_path, family):
 @pytest.mark.parametrize("family", DECODERS)
 def test_a_language_model_becomes_a_critic_whose_values_are_zero_but_learn(tmp_path, family):
     folder = saved(tmp_path, DECODERS[family](), AutoModelForCausalLM)
-    critic = load_critic(folder, **CRITIC)
+    critic = critic_of(folder)
     values = critic(*rows())
     assert values.abs().max() == 0
     (values - 1).square().sum().backward()
     assert critic.model.score.weight.grad.abs().max() > 0
     with pytest.raises(UserError, match="score.weight"):
-        load_critic(folder, **CRITIC | {"zero_head": False})
+        critic_of(folder, zero_head=False)
 
 
 def test_a_trained_head_is_kept(tmp_path):
     folder = saved(tmp_path, DECODERS["llama"]())
     trained = AutoModelForSequenceClassification.from_pretrained(folder).score.weight
     for zero_head in (True, False):
-        torch.testing.assert_close(
-            load_critic(folder, **CRITIC | {"zero_head": zero_head}).model.score.weight, trained
-        )
+        torch.testing.assert_close(critic_of(folder, zero_head=zero_head).model.score.weight, trained)
 
 
 def test_the_head_is_in_fp32(tmp_path):
-    critic = load_critic(saved(tmp_path, DECODERS["llama"]()), **CRITIC | {"dtype": "bf16"})
+    critic = critic_of(saved(tmp_path, DECODERS["llama"]()), dtype="bf16")
     ids, mask, _ = rows()
     hidden = critic.model.model(input_ids=ids, attention_mask=mask).last_hidden_state
     assert hidden.dtype == critic.model.score.weight.dtype == torch.bfloat16
@@ -188,46 +193,46 @@ def test_the_head_is_in_fp32(tmp_path):
 def test_more_than_one_label_is_refused(tmp_path, family):
     folder = saved(tmp_path, FAMILIES[family](), num_labels=2)
     with pytest.raises(UserError, match=r"reward.model.path=.*has 2 labels.*num_labels=1"):
-        load_reward_model(folder, **KW)
+        reward_model_of(folder)
     with pytest.raises(UserError, match="critic.model.path=.*has 2 labels"):
-        load_critic(folder, **CRITIC)
+        critic_of(folder)
 
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_a_language_model_is_no_reward_model(tmp_path, family):
     with pytest.raises(UserError, match="reward.model.path=.*no trained score head .score.weight"):
-        load_reward_model(saved(tmp_path, DECODERS[family](), AutoModelForCausalLM), **KW)
+        reward_model_of(saved(tmp_path, DECODERS[family](), AutoModelForCausalLM))
 
 
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoders_without_a_head_are_no_reward_models_and_none_is_a_critic(tmp_path, family):
     with pytest.raises(UserError, match="reward.model.path=.*no trained score head .classifier"):
-        load_reward_model(saved(tmp_path / "base", ENCODERS[family](), AutoModel), **KW)
+        reward_model_of(saved(tmp_path / "base", ENCODERS[family](), AutoModel))
     with pytest.raises(UserError, match="critic.model.path=.*needs a value at every token"):
-        load_critic(saved(tmp_path / "scorer", ENCODERS[family]()), **CRITIC)
+        critic_of(saved(tmp_path / "scorer", ENCODERS[family]()))
 
 
 def test_a_saved_critic_is_a_sequence_classifier_and_loads_as_one(tmp_path):
-    critic = load_critic(saved(tmp_path / "lm", DECODERS["gpt2"](), AutoModelForCausalLM), **CRITIC)
+    critic = critic_of(saved(tmp_path / "lm", DECODERS["gpt2"](), AutoModelForCausalLM))
     torch.nn.init.normal_(critic.model.score.weight)
     critic.save(tmp_path / "critic")
     model, info = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "critic", output_loading_info=True
     )
     assert model.config.num_labels == 1 and not info["missing_keys"] and not info["unexpected_keys"]
-    again = load_critic(str(tmp_path / "critic"), **CRITIC | {"zero_head": False})
+    again = critic_of(str(tmp_path / "critic"), zero_head=False)
     torch.testing.assert_close(again(*rows()), critic(*rows()))
     critic.save(
         tmp_path / "zeros", state_dict={k: torch.zeros_like(v) for k, v in critic.model.state_dict().items()}
     )
-    assert load_reward_model(str(tmp_path / "zeros"), **KW)(*rows()[:2]).abs().max() == 0
+    assert reward_model_of(str(tmp_path / "zeros"))(*rows()[:2]).abs().max() == 0
 
 
 def test_gradient_checkpointing_is_active_and_changes_nothing(tmp_path):
     folder = saved(tmp_path, DECODERS["llama"]())
     grads, calls = [], []
     for checkpointing in (False, True):
-        critic = load_critic(folder, **CRITIC | {"gradient_checkpointing": checkpointing}).train()
+        critic = critic_of(folder, gradient_checkpointing=checkpointing).train()
         calls.append(0)
         critic.model.model.layers[0].mlp.register_forward_pre_hook(
             lambda *_: calls.__setitem__(-1, calls[-1] + 1)
@@ -242,11 +247,11 @@ def test_gradient_checkpointing_is_active_and_changes_nothing(tmp_path):
     ("family", "limit"), [("llama", 2048), ("gpt2", 1024), ("opt", 64), ("deberta", 40), ("roberta", 38)]
 )
 def test_the_longest_text(tmp_path, family, limit):
-    assert load_reward_model(saved(tmp_path, FAMILIES[family]()), **KW).max_tokens == limit
+    assert reward_model_of(saved(tmp_path, FAMILIES[family]())).max_tokens == limit
 
 
 def test_roberta_really_takes_max_tokens(tmp_path):
-    model = load_reward_model(saved(tmp_path, ENCODERS["roberta"]()), **KW)
+    model = reward_model_of(saved(tmp_path, ENCODERS["roberta"]()))
     longest = torch.full((1, model.max_tokens), 7)
     assert model(longest, torch.ones_like(longest)).isfinite()
     with pytest.raises((IndexError, RuntimeError)):
@@ -258,13 +263,14 @@ import sys, torch, deepspeed
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed("gloo")
 from transformers import AutoModelForCausalLM
+from ppo_ds.config.sections.models import ModelConfig
+from ppo_ds.config.types import replace
 from ppo_ds.errors import UserError
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing
 from ppo_ds.models.policy import sharded_loading
 from ppo_ds.models.value import load_critic, load_reward_model
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-kw = dict(revision=None, dtype="fp32", trust_remote_code=False, attn_implementation="sdpa")
-lm, scorer = sys.argv[1:]
+lm, scorer = (ModelConfig(path=path, dtype="fp32") for path in sys.argv[1:])
 ids = torch.arange(4, 12).view(2, 4)
 inputs = ids, torch.ones_like(ids), 2
 
@@ -277,22 +283,22 @@ def sharded(load):
     assert model.model.score.weight.numel() == 0, "the head is not sharded"
     return engine
 
-critic = sharded(lambda: load_critic(lm, gradient_checkpointing=True, zero_head=True, **kw))
+critic = sharded(lambda: load_critic(replace(lm, gradient_checkpointing=True), zero_head=True))
 values = critic(*inputs)
 assert values.abs().max() == 0, values
 critic.backward((values - 1).square().sum())
 critic.step()
 assert critic(*inputs).abs().max() > 0, "the head did not learn"
 
-engine = sharded(lambda: load_reward_model(scorer, **kw))
-whole = load_reward_model(scorer, **kw)
+engine = sharded(lambda: load_reward_model(scorer))
+whole = load_reward_model(scorer)
 assert whole.model.score.weight.numel() > 0, "the sharded loading outlived its block"
 torch.testing.assert_close(engine(*inputs[:2]), whole(*inputs[:2]))
 
 with sharded_loading(config):  # what is missing is seen there too, and a tied output layer (GPT-2) is not missing
-    refuse_missing(lm, from_pretrained(AutoModelForCausalLM, lm, config=load_config(lm), dtype=torch.float32)[1])
+    refuse_missing(lm.path, from_pretrained(AutoModelForCausalLM, lm, config=load_config(lm.path))[1])
     try:
-        load_reward_model(lm, **kw)
+        load_reward_model(lm)
     except UserError as error:
         assert "no trained score head" in str(error)
     else:
@@ -348,8 +354,7 @@ def test_only_decoders_with_the_actors_vocabulary_can_start_its_critic(tmp_path,
     """transformers lists BERT and RoBERTa under causal language models too."""
     (FAMILIES | OTHERS)[family]().save_pretrained(tmp_path / "rm")
     own = saved_tokenizer(tmp_path / "rm", "a", "b")
-    assert reads_like(str(tmp_path / "rm"), own, revision=None, trust_remote_code=False) is (
-        family in DECODERS
-    )
+    rm = ModelConfig(path=str(tmp_path / "rm"))
+    assert can_start_critic(rm, own) is (family in DECODERS)
     other = saved_tokenizer(tmp_path / "actor", "a", "c")
-    assert not reads_like(str(tmp_path / "rm"), other, revision=None, trust_remote_code=False)
+    assert not can_start_critic(rm, other)

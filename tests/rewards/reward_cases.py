@@ -89,9 +89,8 @@ def make_rollout(tokenizer, answers, rows=None, finished=None):
 
 
 def loaded(load, model, key):
-    """Calls a loader with the values of a model section."""
-    how = ("revision", "dtype", "trust_remote_code", "attn_implementation")
-    return load(model.path, **{name: getattr(model, name) for name in how}, key=key)
+    """Calls a loader of a frozen model."""
+    return load(model, key=key)
 
 
 class Placed:

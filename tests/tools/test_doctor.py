@@ -21,6 +21,7 @@ from transformers import (
 
 from launch import doctor
 from ppo_ds.config.schema import Config
+from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.models import tiny
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.size import planned_shape, shape_of
@@ -475,7 +476,9 @@ def test_the_estimate_is_within_15_percent_of_a_run(start: Path, tmp_path: Path)
 
 
 def test_model_shapes_equal_the_loaded_model(start: Path) -> None:
-    planned = planned_shape(f"{start}/model", classifier=False, trained=True, key="actor.model.path")
+    planned = planned_shape(
+        ModelConfig(path=f"{start}/model"), classifier=False, trained=True, key="actor.model.path"
+    )
     assert planned == shape_of(LlamaForCausalLM.from_pretrained(start / "model"))
     # embedding and head 8000 x 512; a layer: q, o 512 x 512, k, v 512 x 256, three of 512 x 1408, two norms;
     # the last norm

@@ -24,10 +24,11 @@ def plan_models(config: Config, tokenizer: Tokenizer | None, report: Report) -> 
     errors = report.errors
     actor = report.attempt(
         "actor",
-        lambda: _trained_shape(
+        lambda: planned_shape(
             config.actor.model,
-            config.actor.lora,
             classifier=False,
+            trained=True,
+            lora=config.actor.lora,
             value_head=config.critic.share_trunk,
             key="actor.model.path",
         ),
@@ -59,44 +60,20 @@ def _critic(
         return None, None
     shape = report.attempt(
         "critic",
-        lambda: _trained_shape(
-            start,
-            config.critic.lora,
-            classifier=True,
-            attn_implementation=config.critic.model.attn_implementation or "sdpa",
-            key=start.key,
+        lambda: planned_shape(
+            start.model, classifier=True, trained=True, lora=config.critic.lora, key=start.key
         ),
-        lambda shape: f"{start.path}: {_describe(shape)}",
+        lambda shape: f"{start.model.path}: {_describe(shape)}",
     )
     return shape, start.reward
-
-
-def _trained_shape(model: Any, lora: Any, **options: Any) -> Shape:
-    """Returns the shape of a trained role; ``model`` has path, revision and trust_remote_code."""
-    options.setdefault("attn_implementation", getattr(model, "attn_implementation", None))
-    return planned_shape(
-        model.path,
-        trained=True,
-        revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
-        lora=(lora.rank, lora.targets) if lora.rank else None,
-        **options,
-    )
 
 
 def _reference(config: Config) -> FrozenModel | None:
     model, zero = config.reference.model, config.reference.zero
     if not uses_reference(config) or reference_is_base(config):
         return None
-    shape = planned_shape(
-        str(model.path),
-        classifier=False,
-        trained=False,
-        revision=model.revision,
-        trust_remote_code=bool(model.trust_remote_code),
-        attn_implementation=model.attn_implementation or "sdpa",
-        key="reference.model.path",
-    )
+    section = ModelConfig(**model.model_dump())
+    shape = planned_shape(section, classifier=False, trained=False, key="reference.model.path")
     return FrozenModel(shape, BYTES[model.dtype or "bf16"], zero.stage == 3, zero.offload_params)
 
 
@@ -117,15 +94,7 @@ def _rewards(config: Config, report: Report, loaded: set[Any]) -> dict[str, Froz
         else:
             shape = report.attempt(
                 "reward",
-                lambda model=model, key=key: planned_shape(
-                    model.path,
-                    classifier=True,
-                    trained=False,
-                    revision=model.revision,
-                    trust_remote_code=model.trust_remote_code,
-                    attn_implementation=model.attn_implementation,
-                    key=key,
-                ),
+                lambda model=model, key=key: planned_shape(model, classifier=True, trained=False, key=key),
                 lambda shape, path=model.path: f"{path}: {_describe(shape)}",
             )
             if shape is not None:
