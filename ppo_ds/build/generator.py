@@ -47,7 +47,7 @@ def build_generator(
 
     def gap_of(name: str) -> Gap:
         made[name] = resolve(DECODE_BACKENDS[name])(
-            lambda: actor.lm,
+            lm=lambda: actor.lm,
             tokenizer=inputs.tokenizer,
             token_budget=config.memory.rollout_tokens,
             all_reduce_max=actor.all_reduce_max,

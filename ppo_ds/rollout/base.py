@@ -35,7 +35,9 @@ class Generator(Protocol):
 
     A backend of the table DECODE_BACKENDS is made with the keyword arguments
 
-    lm              returns the model to decode with; called inside generation mode only
+    lm              returns the model to decode with, called inside generation mode only: a transformers model
+        that holds the current weights, adapters included. With ZeRO-3 it is an inference copy, or the sharded
+        model itself, whose layers are gathered in each forward (engine/hybrid.py)
     tokenizer       gives pad_id and decode(ids, skip_special_tokens=)
     token_budget    maximum number of tokens (prompts and responses, padding counted) decoded at a time
     all_reduce_max  returns the largest of the ranks' numbers, or None. With it the ranks hold the model
@@ -45,7 +47,14 @@ class Generator(Protocol):
         raise, since other ranks may already have all of their responses
     """
 
-    def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout: ...
+    def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
+        """Returns one response per prompt, in the order of the prompts, all tensors on the CPU.
+
+        ``truncate_at_stop`` turns raw tokens [B,R] and their log-probs [B,R] into the Rollout: it applies the
+        limits, stop tokens and stop strings. The log-probs are those of the whole distribution at
+        ``sampling.temperature``, whatever top_k and top_p are. Every rank calls the backend equally often,
+        each with its own prompts. A long call counts its progress with ``distributed.heartbeat.beat``.
+        """
 
 
 def max_new_tokens(prompts: Prompts, sampling: SamplingParams) -> Tensor:

@@ -34,8 +34,10 @@ class RunContext:
 class Evaluation:
     """Result of one held-out evaluation, the same on every rank."""
 
-    metrics: Metrics  # eval/*
-    rows: list[dict[str, Any]]  # prompts, responses and scores
+    metrics: Metrics  # eval/*; checkpoint.keep_best compares eval/score_mean
+    rows: list[
+        dict[str, Any]
+    ]  # prompts, responses and scores; the final report shows them by their key "asked"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +63,17 @@ class Stateful(Protocol):
 
 
 class Stage(Stateful, Protocol):
-    """One kind of training. All methods are collectives."""
+    """One kind of training. All methods are collectives.
+
+    ``state_dict`` is copied before every step, so that a stop request can undo the step, and it must not use the key
+    "progress", which is the run's own. tests/training/toy_stage.py is a complete small stage.
+    """
 
     models: Mapping[str, TrainedModel]  # saved in every checkpoint
     weight_copies: Mapping[str, WeightCopy]  # saved with them
     total_steps: int
-    counters: Mapping[
-        str, Callable[[], float]
-    ]  # metrics that count since their last call; read once per step
+    # metrics that count since their last call; read once per step
+    counters: Mapping[str, Callable[[], float]]
 
     def start(self) -> None:
         """Prepares a new run after its first evaluation; a resumed run skips it."""

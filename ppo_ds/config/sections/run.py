@@ -128,7 +128,10 @@ class TrackerConfig(Section):
 class EvalConfig(Section):
     """Evaluation on the held-out prompts of data.eval_path."""
 
-    every: Count | None = Field(None, description="Steps between two evaluations; null: no evaluation.")
+    every: Count | None = Field(
+        None,
+        description="Steps between two evaluations; null: only before the first step and after the last.",
+    )
     max_prompts: Count | None = Field(None, description="Prompts of an evaluation; null: all of them.")
     greedy: bool = Field(True, description="Decodes greedily; false: samples as for training.")
     correct_above: Number | None = Field(
