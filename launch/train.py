@@ -41,10 +41,10 @@ QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # environment of a dry run
-RANK_0_SECONDS = 10.0  # that other ranks wait for rank 0 to print the problems; the launcher then ends them
-CLOSE_SECONDS = (
-    5.0  # for closing the logs of a failed run; collectives hang then, because other ranks have left
-)
+# other ranks wait this long for rank 0 to print the problems, after which the launcher ends them
+RANK_0_SECONDS = 10.0
+# for closing the logs of a failed run, where a collective would hang because other ranks have left
+CLOSE_SECONDS = 5.0
 
 
 def main(argv: list[str]) -> int:
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     if config.run.dry_run:
         os.environ |= CPU_ONLY
     prepare_environment(config.run.verbose)
-    # these import torch, deepspeed and transformers, which takes seconds: only after the config is valid
+    # imported after the config is validated, since torch, deepspeed and transformers take seconds to import
     from ppo_ds.build.run import build_run
     from ppo_ds.distributed.watchdog import Watchdog
     from ppo_ds.training.state import EXIT_CODES
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
         exit_now(code)
     watch.stop()
     run.world.close()
-    # an orderly exit may crash in threads of the libraries although the run succeeded
+    # a normal interpreter exit may crash in threads of the libraries although the run succeeded
     exit_now(EXIT_CODES[reason])
 
 

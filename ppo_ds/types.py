@@ -1,10 +1,11 @@
-"""The data of a PPO step. Data changes its type as it flows:
+"""Data types of a PPO step, in the order in which the data passes through them:
 
     Prompts -> Rollout -> ScoredRollout -> Experience -> minibatches of Experience
 
-B sequences, P padded prompt width (left padding), R padded response width (right padding), T = P + R, S = R +
-1. Index t of a [B,R] tensor is the state *before* response token t is emitted; a [B,S] tensor also holds the
-state after the last token. Masks come from lengths and stop positions, never from ``ids != pad``.
+Shapes: B sequences, P padded prompt width (left padding), R padded response width (right padding), T = P + R,
+S = R + 1. Column t of a [B,R] tensor belongs to the state *before* response token t is emitted. A [B,S]
+tensor has one more column, for the state after the last token. Masks are computed from lengths and stop
+positions, never from ``ids != pad``.
 """
 
 from __future__ import annotations
@@ -21,20 +22,24 @@ Metrics = dict[str, float]  # metric name -> value, masked and already reduced o
 
 
 def _tensor(width: str) -> Any:
-    """Declares a tensor column of shape [B], [B,P], [B,T], [B,R] or [B,S]; trimming and padding use the
-    width.
+    """Declares a tensor column of shape [B], [B,P], [B,T], [B,R] or [B,S].
+
+    Trimming and padding read the width.
     """
     return field(metadata={"width": width})
 
 
 def _optional_tensor(width: str) -> Any:
-    """Declares a tensor column that is None in runs that have no use for it."""
+    """Declares a tensor column that is None in runs that do not need it."""
     return field(default=None, metadata={"width": width})
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Frozen columns over the same B rows: tensors, declared with their width, and tuples of objects."""
+    """Base class of data with B rows.
+
+    Columns are frozen. They are tensors, declared with their width, or tuples of Python objects.
+    """
 
     def __len__(self) -> int:
         return len(getattr(self, fields(self)[0].name))
@@ -63,7 +68,10 @@ class _Rows:
 
 @dataclass(frozen=True)
 class Prompts(_Rows):
-    """Prompts to be continued, and their raw rows, from which rewards can read a reference answer."""
+    """Prompts to generate responses for.
+
+    ``metadata`` keeps the raw rows, from which rewards can read a reference answer.
+    """
 
     ids: Tensor = _tensor("P")  # [B,P] long, left-padded
     mask: Tensor = _tensor("P")  # [B,P] bool
@@ -73,11 +81,11 @@ class Prompts(_Rows):
 
 @dataclass(frozen=True)
 class Sequences(_Rows):
-    """Prompts and responses in one tensor: all that a model needs for a forward."""
+    """Prompts and responses in one tensor, with the masks that a forward pass needs."""
 
     ids: Tensor = _tensor("T")  # [B,T] long
     attention_mask: Tensor = _tensor("T")  # [B,T] bool
-    response_mask: Tensor = _tensor("R")  # [B,R] bool; 1 = an action of the policy, stop token included
+    response_mask: Tensor = _tensor("R")  # [B,R] bool; 1 = an action of the policy, see algo.train_on_eos
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,11 +121,11 @@ class Sequences(_Rows):
         return replace(self, **{name: moved(column, device) for name, column in self.tensors().items()})
 
     def trimmed(self) -> Self:
-        """Returns the same rows, cut to their own longest prompt and response (at least one token each)."""
+        """Returns the same rows, trimmed to their longest prompt and response (at least one token each)."""
         return self.resized(max(1, int(self.prompt_lengths.max())), max(1, int(self.response_lengths.max())))
 
     def resized(self, prompt_width: int, response_width: int) -> Self:
-        """Returns the same rows with other padding: prompts change on the left, responses on the right."""
+        """Returns the same rows with prompts padded or cut on the left and responses on the right."""
         left, right = prompt_width - self.prompt_width, response_width - self.response_width
         pads = {"T": (left, right), "R": (0, right), "S": (0, right)}
         tensors, widths = self.tensors(), {f.name: f.metadata.get("width") for f in fields(self)}
@@ -130,8 +138,8 @@ class Sequences(_Rows):
 def moved(column: Tensor, device: torch.device) -> Tensor:
     """Returns ``column`` on ``device``.
 
-    From the CPU to a GPU the copy is only queued, from pinned memory; from any other memory the host would
-    wait.
+    A copy from the CPU to a GPU uses pinned memory and is asynchronous. From pageable memory it would block
+    the host.
     """
     if device.type == "cuda" and column.device.type == "cpu":
         return column.pin_memory().to(device, non_blocking=True)
@@ -165,7 +173,10 @@ class Scores:
 
 
 class Reward(Protocol):
-    """r(x, y). Every rank calls it with its own rows, and all ranks call it equally often."""
+    """Computes the scores r(x, y) of responses.
+
+    Each rank calls it with its own rows. All ranks call it the same number of times.
+    """
 
     def __call__(self, rollout: Rollout) -> Scores: ...
 
@@ -181,26 +192,25 @@ class ScoredRollout(Rollout):
 
 @dataclass(frozen=True)
 class Experience(Sequences):
-    """What one PPO step learns from: the rows of all ranks, constant over all epochs and minibatches.
+    """The training data of one PPO step: the rows of all ranks, constant over all epochs and minibatches.
 
-    A column that only some runs have is None in the others.
+    Columns that a run does not need are None.
     """
 
     # the rollout
     finished: Tensor = _tensor("B")  # [B] bool: ended with a stop
     decode_logprobs: Tensor = _tensor("R")  # [B,R] log pi(a|s) as computed by the decode backend
-    weights: Tensor = _tensor("R")  # [B,R] importance weights for the decode backend; 1 = no correction
+    weights: Tensor = _tensor("R")  # [B,R] correct for the decode backend; 1 = no correction
 
     # rewards and advantages
     scores: Tensor = _tensor("B")  # [B] as the reward returned them
-    rewards: Tensor = _tensor("S")  # [B,S] shaped score, and the KL if it is charged in the reward
+    rewards: Tensor = _tensor("S")  # [B,S] shaped scores, minus the KL penalty if the reward has one
     advantages: Tensor = _tensor("R")  # [B,R]
 
     # log-probs by the training engines; the actor's are None if the update itself computes them
-    logprobs: Tensor | None = _optional_tensor("R")  # [B,R] log pi(a|s) of the policy that generated
-    old_logprobs: Tensor | None = _optional_tensor(
-        "R"
-    )  # [B,R] log pi_old(a|s): logprobs, or a lagging copy's
+    logprobs: Tensor | None = _optional_tensor("R")  # [B,R] log pi(a|s) of the actor before the update
+    # [B,R] log pi_old(a|s): equal to ``logprobs``, or those of a lagging copy of the actor
+    old_logprobs: Tensor | None = _optional_tensor("R")
     ref_logprobs: Tensor | None = _optional_tensor("R")  # [B,R] log pi_ref(a|s); None without a reference
 
     # the critic; None in a run without one

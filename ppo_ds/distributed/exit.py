@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 def run_with_timeout(seconds: float, action: Callable[[], object]) -> None:
-    """Runs ``action`` in a daemon thread and waits at most ``seconds``; for last work before an exit."""
+    """Runs ``action``, the last work before an exit, in a daemon thread and waits at most ``seconds``."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -19,8 +19,8 @@ def run_with_timeout(seconds: float, action: Callable[[], object]) -> None:
 def exit_now(code: int) -> NoReturn:
     """Ends this process with the exit code ``code``.
 
-    No destructor runs: a rank that fails alone would otherwise wait for its peers in those of its
-    communicators.
+    No destructor runs: the destructors of communicators would make a rank that fails alone wait for its
+    peers.
     """
     # with a timeout, since the main thread may hold the locks of the streams
     run_with_timeout(1.0, lambda: (sys.stdout.flush(), sys.stderr.flush()))

@@ -1,6 +1,6 @@
 """Key-value store shared by all ranks, usable at any moment and from any thread.
 
-It carries what must be known while ranks wait in a collective: failures and stop requests.
+It carries failures and stop requests, which ranks must learn of even while they wait in a collective.
 """
 
 from __future__ import annotations

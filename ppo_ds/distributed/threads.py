@@ -1,8 +1,8 @@
 """Number of CPU threads of each rank: its share of the machine's cores, independent of the launcher.
 
-torchrun sets OMP_NUM_THREADS=1 for its ranks where the variable is unset. ``deepspeed`` sets nothing, so that
-each rank would take every core, or, with ``--bind_cores_to_rank``, gives each rank cores of its own. A user's
-OMP_NUM_THREADS is an upper bound; run.threads overrides everything.
+torchrun sets OMP_NUM_THREADS=1 for its ranks if the variable is unset. ``deepspeed`` sets nothing, so each
+rank would use every core; with ``--bind_cores_to_rank`` it binds each rank to its own cores. A user's
+OMP_NUM_THREADS is an upper bound. run.threads overrides everything.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Cores:
     """CPU cores available to one process."""
 
     machine: str
-    usable: frozenset[int]  # numbers of the cores that it may run on
-    quota: float  # how many of them it may use at once (a container's limit); inf: all
+    usable: frozenset[int]  # indices of the cores that the process may run on
+    quota: float  # number of cores that it may use at once (a container's limit); inf: all
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def user_limit(environment: Mapping[str, str]) -> int | None:
 def share(rank: int, ranks: Sequence[Cores], requested: int | None, limit: int | None = None) -> Threads:
     """Computes the number of threads of ``rank`` from the cores of all ranks.
 
-    ``requested`` (run.threads) wins. Without it, each core is divided by the number of ranks that may run on
-    it; the sum over the rank's cores is rounded down and bounded to [1, ``limit``].
+    ``requested`` (run.threads) takes precedence. Without it, each core is divided by the number of ranks that
+    may run on it; the sum over the rank's cores is rounded down and bounded to [1, ``limit``].
     """
     own = ranks[rank]
     local = [cores for cores in ranks if cores.machine == own.machine]

@@ -30,11 +30,11 @@ from ppo_ds.distributed.world import World
 # seconds
 POLL = 0.5  # between two checks
 FIRST_ERROR_WAIT = 2.0  # for the error of another rank that failed earlier and may have caused this rank's
-ACK_TIMEOUT = (
-    3.0  # at most, for all ranks to read a failure before this one exits: one of them holds the store
-)
-CLOSE_TIMEOUT = 3.0  # for closing the record of the run
-HARD_EXIT_MARGIN = 5.0  # beyond the limit, after which the process ends even if its threads no longer run
+# at most, for all ranks to read a failure before this one exits, since the store ends with the rank that
+# holds it
+ACK_TIMEOUT = 3.0
+CLOSE_TIMEOUT = 3.0  # for closing the logs of the run
+HARD_EXIT_MARGIN = 5.0  # beyond the limit; then the process ends even if no Python thread can run
 
 # keys of the store
 FAILURE, FAILURE_CLAIMS, FAILURE_ACKS, STALLED = "failure", "failure_claims", "failure_acks", "stalled"
@@ -70,7 +70,7 @@ class Watchdog:
         self.started = False
         self._process = process or Process()
         self._limit: float | None = None  # seconds without a beat that count as a hang
-        # seconds without a beat while this thread was running: none while the whole process was suspended
+        # seconds without a beat; time in which the whole process was suspended does not count
         self._silent = 0.0
         self._beats = -1  # at the last check
         self._last_check = self._hard_exit_scheduled = -float("inf")
@@ -95,7 +95,7 @@ class Watchdog:
         self._callbacks.append(callback)
 
     def set_timeout(self, minutes: float, close_record: Callable[[str], None]) -> None:
-        """From now on, ``minutes`` without a beat end the run.
+        """Ends the run from now on after ``minutes`` without a beat.
 
         ``close_record`` is called with the reason when this rank exits because of another one.
         """
@@ -118,12 +118,12 @@ class Watchdog:
             os.close(descriptor)
 
     def fail(self, text: str, reason: str, code: int, *, own: bool = False) -> int:
-        """Reports an error of this rank: prints ``text``, tells the other ranks, and returns ``code``.
+        """Reports an error of this rank: prints ``text``, notifies the other ranks and returns ``code``.
 
         The caller must then exit with that code, as the other ranks do. If another rank has failed before,
-        this method does not return but exits, since that rank's error is the cause. ``reason`` is half a line
-        for the other ranks. ``own`` states that no other rank can have caused the error and that ``text``
-        says everything; the other ranks then print nothing.
+        this method does not return but exits, since that rank's error is the cause. ``reason`` is a short
+        phrase that the other ranks print. ``own`` states that no other rank can have caused the error and
+        that ``text`` is complete. The other ranks then print nothing.
         """
         if self._size > 1:
             # the thread meanwhile exits if the first error belongs to another rank
@@ -132,8 +132,8 @@ class Watchdog:
                 if self._store.add(FAILURE_CLAIMS) > 1:
                     self._process.sleep(2 * ACK_TIMEOUT)
                     self._process.exit(code)
-        # the other ranks exit as soon as they have read the failure, which the thread would take for failures
-        # of theirs
+        # the other ranks exit once they have read the failure; the thread must not report that as their
+        # failure
         self._stopped.set()
         self._process.write(text if own or self._size == 1 else f"rank {self._rank} failed:\n{text}")
         self._limit = None
@@ -158,8 +158,8 @@ class Watchdog:
         try:
             failure = self._store.get(FAILURE)
         except StoreUnavailable:
-            # where the launcher held the store, the ranks are orphans, which save and end by themselves
-            # (training/stopping.py); else rank 0 held it
+            # If the launcher held the store, the ranks are now orphans, which save and end by themselves
+            # (training/stopping.py). Otherwise rank 0 held it.
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                 self._poll_peers()  # if rank 0 is on this machine, this reports its death
                 self._exit(
@@ -174,7 +174,7 @@ class Watchdog:
             self._check_progress(self._limit)
 
     def _poll_peers(self) -> None:
-        """Waits for the next check, or until a process of this machine ends; then this rank ends too."""
+        """Waits until the next check is due, and exits if a rank on this machine ends meanwhile."""
         ended, _, _ = select.select(list(self._peers), [], [], POLL)
         if not ended or self._stopped.is_set():
             return
@@ -251,12 +251,15 @@ class Watchdog:
             self._exit(self._location(_no_progress(f"rank {self._rank}", limit)), 1)
 
     def _postpone_hard_exit(self, limit: float) -> None:
-        """Restarts the timer of the hard exit, for a main thread that never releases the GIL to this one."""
+        """Restarts the timer of the hard exit, which fires if the main thread never releases the GIL."""
         self._process.schedule_hard_exit(limit + HARD_EXIT_MARGIN)
         self._hard_exit_scheduled = self._process.clock()
 
     def _location(self, reason: str) -> str:
-        """Describes the phase and main thread's stack. Ranks take turns, so that output stays apart."""
+        """Describes the phase and the main thread's stack.
+
+        Each rank first waits for a different time, so that the output of the ranks does not interleave.
+        """
         self._process.sleep(min(0.2 * self._rank, ACK_TIMEOUT))
         stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
         current = heartbeat.read()
@@ -272,10 +275,10 @@ def _no_progress(who: str, limit: float) -> str:
 
 
 def local_peers(world: World) -> dict[int, int]:
-    """Returns the other ranks on this machine by file descriptors, readable once the process has ended.
+    """Returns the other ranks on this machine by the file descriptors of their processes. A collective.
 
-    A collective. A machine is one boot of a kernel and one namespace of process ids, so containers count as
-    machines.
+    A descriptor becomes readable once its process has ended. A machine is identified by the boot id of its
+    kernel and its namespace of process ids, so containers count as machines.
     """
     machine = None
     with contextlib.suppress(OSError):  # not Linux
@@ -284,7 +287,7 @@ def local_peers(world: World) -> dict[int, int]:
     peers = {}
     for rank, (other, pid) in enumerate(world.gather_objects((machine, os.getpid()))):
         if rank != world.rank and other == machine is not None:
-            # some containers forbid it; the launchers and the timeouts remain
+            # some containers forbid pidfd_open; then only launchers and timeouts detect a dead rank
             with contextlib.suppress(OSError):
                 peers[os.pidfd_open(pid)] = rank
     return peers

@@ -24,15 +24,12 @@ from ppo_ds.distributed.threads import Threads, own_cores, share, user_limit
 from ppo_ds.errors import UserError
 
 T = TypeVar("T")
-# minutes by which a collective's timeout exceeds that of distributed/watchdog.py, whose report says more
+# minutes by which the timeout of collectives exceeds that of the watchdog, whose report is more informative
 COLLECTIVE_MARGIN = 1.0
 
 
 class Waiting:
-    """Seconds that this rank has spent in collectives whose result it reads at once.
-
-    Most of it is waiting for slower ranks.
-    """
+    """Sums the seconds that this rank spends in blocking collectives, mostly waiting for slower ranks."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -72,7 +69,7 @@ class World:
         return self.rank == 0
 
     def _measured(self, x: Tensor) -> AbstractContextManager[None]:
-        """Counts a collective as waiting if ``x`` is on the CPU; a GPU runs it asynchronously."""
+        """Measures a collective of ``x`` as waiting if ``x`` is on the CPU. On a GPU it is asynchronous."""
         return self.waiting() if x.device.type == "cpu" else nullcontext()
 
     def sum(self, x: Tensor) -> Tensor:
@@ -118,7 +115,7 @@ class World:
             dist.barrier()
 
     def close(self) -> None:
-        """Leaves the process group once all ranks are here: one that left earlier would abort the others."""
+        """Leaves the process group once all ranks have called it; leaving earlier would abort the others."""
         dist.barrier()
         dist.destroy_process_group()
 
@@ -139,11 +136,11 @@ def single_process_environment(environment: Mapping[str, str]) -> dict[str, str]
 def connect(timeout_minutes: float, verbose: bool = False, threads: int | None = None) -> World:
     """Joins the other ranks over NCCL on GPUs and over gloo on CPUs.
 
-    ``timeout_minutes`` without progress end the run. ``threads`` is the number per rank; None takes this
-    rank's share of the cores (distributed/threads.py).
+    The timeout of collectives is ``timeout_minutes`` + COLLECTIVE_MARGIN. ``threads`` is the number per rank;
+    None uses this rank's share of the cores (distributed/threads.py).
 
     DeepSpeed's shared-memory collectives for CPUs are switched off first: they compile C++ on first use, hang
-    on a stale lock, and leak 66 MiB of /dev/shm per rank and run. gloo gives the same bits.
+    on a stale lock, and leak 66 MiB of /dev/shm per rank and run. The results of gloo are bit-identical.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not verbose:
@@ -184,7 +181,7 @@ def connect(timeout_minutes: float, verbose: bool = False, threads: int | None =
 def seed_everything(seed: int) -> None:
     """Seeds torch on CPU and GPU, numpy and python.
 
-    Ranks add an offset of their own where they must draw different numbers (sampling).
+    Callers add an offset per rank where ranks must draw different numbers (sampling).
     """
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)

@@ -31,7 +31,7 @@ class FrozenModel:
         *,
         offloaded: bool = False,
     ):
-        """Takes the callable that runs ``module``; ``freeze`` makes both. See there for ``offloaded``."""
+        """Stores ``module`` and ``forward``, which runs it; see ``freeze``, which creates both."""
         self.module = module
         self.device = device
         self._forward = forward
@@ -62,8 +62,8 @@ def freeze(
 ) -> FrozenModel:
     """Makes a FrozenModel of ``module``.
 
-    With ``deepspeed_config`` it is a ZeRO-3 engine, otherwise a replica on every rank.
-    ``offload`` keeps a replica in CPU memory between uses; an engine has its own setting for that.
+    With ``deepspeed_config`` it is a ZeRO-3 engine, otherwise a replica on every rank. ``offload`` keeps a
+    replica in CPU memory between uses. It has no effect on an engine, whose config has its own setting.
     """
     module.eval().requires_grad_(False)
     if deepspeed_config is None:
@@ -86,7 +86,7 @@ class FrozenBase(FrozenModel):
     def __init__(
         self, trained: TrainedModel, *, base_weights: Callable[[nn.Module], AbstractContextManager[None]]
     ):
-        """Inside ``base_weights(module)``, the module computes what it did before its training."""
+        """Uses ``base_weights(module)``, a context in which the module computes as before its training."""
         super().__init__(trained.module, trained, trained.world.device)
         self._base_weights = base_weights
 

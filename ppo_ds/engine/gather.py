@@ -12,9 +12,8 @@ from torch import nn
 from ppo_ds.engine.trained import TrainedModel
 
 T = TypeVar("T")
-GATHER_ELEMENTS = (
-    100_000_000  # per collective: enough to use the bandwidth of the links, small beside a large model
-)
+# per collective: enough to use the bandwidth of the links, small compared with a large model
+GATHER_ELEMENTS = 100_000_000
 
 
 def chunked(items: Iterable[T], numel: Callable[[T], int], limit: int) -> Iterator[list[T]]:

@@ -1,9 +1,9 @@
-"""Norm of an engine's accumulated gradients, and skipping of its step, for every ZeRO stage.
+"""Gradient norm and skipped optimizer steps of a DeepSpeed engine, for every ZeRO stage.
 
-DeepSpeed 0.19 skips a step by itself if it finds gradients that are not finite: on ZeRO 1 to 3 and in 16
-bits, not in fp32 without ZeRO. It has no call that skips a step with finite gradients, so ``skip_step`` fills
-those with NaN. It also repairs what DeepSpeed leaves behind: with offloaded optimizers of ZeRO 1 and 2 in 16
-bits, the accumulation buffers keep their NaN, so that every later step would be skipped too.
+DeepSpeed 0.19 skips a step with non-finite gradients by itself with ZeRO 1 to 3 and in 16 bits, but not in
+fp32 without ZeRO. It has no call that skips a step with finite gradients, so ``skip_step`` fills those with
+NaN. ``skip_step`` also clears the accumulation buffers. With offloaded optimizers of ZeRO 1 and 2 in 16 bits,
+DeepSpeed leaves the NaN in them, so that every later step would be skipped too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch import Tensor
 def local_gradients(engine: Any) -> list[Tensor]:
     """Returns this rank's share of the gradients.
 
-    With an offloaded optimizer these are the gradients' norms, from which DeepSpeed itself computes the
-    global norm.
+    With an offloaded optimizer these are norms of gradients, from which DeepSpeed computes the global norm.
     """
     wrapper = engine.optimizer
     if hasattr(wrapper, "norm_for_param_grads"):
@@ -54,8 +53,8 @@ def local_squared_norm(engine: Any) -> Tensor:
 def skip_step(engine: Any, *, lower_scale: bool) -> None:
     """Discards the accumulated gradients: no weight, moment or counter of the optimizer changes.
 
-    A collective, as the step would be. ``lower_scale`` lowers a dynamic loss scale as an overflow does; at
-    its minimum it stays there.
+    A collective, like a step. ``lower_scale`` lowers a dynamic loss scale as an overflow does, down to its
+    minimum.
     """
     wrapper = engine.optimizer
     if wrapper is engine.basic_optimizer:
@@ -97,7 +96,7 @@ def dynamic_loss_scaler(engine: Any) -> Any:
 def loss_scale_can_decrease(engine: Any) -> bool:
     """Returns whether the loss scale is dynamic and above its minimum.
 
-    Overflows are then part of finding a suitable scale and no sign of bad numbers.
+    Overflows are then expected while the scale adapts, and do not indicate a numerical error.
     """
     scaler = dynamic_loss_scaler(engine)
     if scaler is None:

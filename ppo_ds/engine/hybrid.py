@@ -1,8 +1,8 @@
 """Hybrid actor: one set of trained weights that switches between training and generation.
 
-DeepSpeed's own hybrid engine is not used: it supports no current model family, and surgery on a live engine's
-hooks is easily left half done. With ZeRO 0 to 2 the weights are whole on every rank, and decoding uses them
-as they are. With ZeRO-3 there are two ways (actor.zero.generation_gather):
+DeepSpeed's own hybrid engine is not used. It supports no current model family, and it modifies the hooks of a
+live engine, which an exception can leave half modified. With ZeRO 0 to 2 the weights are whole on every rank,
+and decoding uses them as they are. With ZeRO-3 there are two modes (actor.zero.generation_gather):
 
 - whole: the weights are gathered once per generation phase, parameter by parameter, into an inference copy of
   the model without hooks. The training engine is not touched, so that an exception leaves nothing to repair,
@@ -45,10 +45,10 @@ class HybridActor(TrainedModel):
         gather_elements: int = GATHER_ELEMENTS,
         **engine: Any,
     ):
-        """Only ZeRO-3 calls ``make_inference_copy``, once: it returns an unsharded causal LM without weights.
+        """Wraps ``module`` in an engine and, with ZeRO-3, creates the inference copy.
 
-        ``timer("switch")`` is entered around the work of each switch. ``gather_elements`` bounds the chunks
-        in which weights are gathered.
+        ``make_inference_copy`` returns an unsharded causal LM without weights. ``timer("switch")`` is entered
+        around the work of each switch. ``gather_elements`` bounds the chunks in which weights are gathered.
         """
         super().__init__(module, **engine)
         self._timer = timer
@@ -63,9 +63,9 @@ class HybridActor(TrainedModel):
     ) -> str:
         """Decides on gathering of weights and offload of optimizer states, once all models are in memory.
 
-        A collective. Without it, weights are gathered whole and nothing is offloaded. ``generation_gather``
-        and ``offload_states`` are those of actor.zero; ``decoding_bytes`` is the size of cache and
-        activations. Returns a line for the start-up banner.
+        A collective. Until it is called, weights are gathered whole and nothing is offloaded.
+        ``generation_gather`` and ``offload_states`` are those of actor.zero; ``decoding_bytes`` is the size
+        of cache and activations. Returns a line for the start-up banner.
         """
         offloads = [OptimizerOffload(model) for model in (self, critic) if model is not None]
         future = sum(offload.future_bytes for offload in offloads)
@@ -100,7 +100,7 @@ class HybridActor(TrainedModel):
 
     @property
     def all_reduce_max(self) -> Callable[[int], int] | None:
-        """The maximum over ranks, a collective, if ranks decode in ``lockstep``; otherwise None."""
+        """A collective that returns the maximum over ranks, or None unless ranks decode in ``lockstep``."""
         return (lambda number: self.world.max_int(int(number))) if self.lockstep else None
 
     @property
@@ -113,7 +113,7 @@ class HybridActor(TrainedModel):
     def generation_mode(self) -> Iterator[None]:
         """Switches to generation for the length of the block. A collective: all ranks enter together.
 
-        May be nested, which changes nothing. An exception in the block restores training like a normal exit.
+        A nested block has no effect. An exception in the block restores training like a normal exit.
         """
         self._depth += 1
         try:
@@ -125,7 +125,7 @@ class HybridActor(TrainedModel):
     def take_switched_gb(self) -> float:
         """Returns the GB that this rank gathered, and moved to the CPU and back, since the last call.
 
-        Layer by layer, every forward counts.
+        If weights are gathered layer by layer, every forward counts.
         """
         taken, self._switched_bytes = self._switched_bytes, 0
         return taken / GIB

@@ -11,13 +11,14 @@ from torch import nn
 
 @contextmanager
 def layer_by_layer(engine: Any, lm: nn.Module, on_forward: Callable[[], None]) -> Iterator[None]:
-    """Allows forwards of ``lm``, a part of the DeepSpeed engine's module, the same number on each rank.
+    """Allows forwards of ``lm``, a submodule of the DeepSpeed engine's module, inside the block.
 
-    DeepSpeed expects forwards of the engine, so this block does around those of ``lm`` what it does around
-    its own. The trace of modules, by which it prefetches, restarts with each forward, since it would
-    otherwise grow with every token. Parameters that a module takes from another one are registered.
-    Afterwards everything is sharded again, even if an exception has ended a forward half way. ``on_forward``
-    is called before each forward. Not a collective.
+    All ranks must run the same number of forwards. DeepSpeed supports forwards of the engine only, so hooks
+    on ``lm`` repeat what the engine does around its own forwards. They restart the trace of modules, from
+    which DeepSpeed plans its prefetching, since it would otherwise grow with every token. They also let
+    DeepSpeed register parameters that a module takes from another module. After the block everything is
+    sharded again, even if an exception has interrupted a forward. ``on_forward`` is called before each
+    forward. Not a collective.
     """
     optimizer = engine.optimizer
 

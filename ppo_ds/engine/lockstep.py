@@ -1,4 +1,4 @@
-"""All ranks step, or none does."""
+"""Optimizer step of several models that all ranks make, or none."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class LockstepResult:
     """The outcome of one optimizer step of all models, the same on every rank."""
 
     infos: dict[str, StepInfo]  # by model
-    nonfinite: tuple[str, ...]  # such as "loss of the actor"; empty if all models stepped, else none did
-    scale_adapts: bool  # only gradients overflowed, of models whose loss scale can still fall
+    nonfinite: tuple[str, ...]  # such as "loss of the actor"; empty if the step was made
+    # True if only gradients are non-finite, and the loss scale of their models can still decrease
+    scale_adapts: bool
     sums: list[float]  # ``extra``, summed over ranks
 
 
@@ -33,11 +34,13 @@ def step_or_skip(
 ) -> LockstepResult:
     """Steps all ``models`` if every loss and gradient is finite on every rank, else drops their gradients.
 
-    One collective, and one wait for the device. A step on some ranks or of some models alone would let
-    replicas drift apart, and ZeRO-3 hang.
+    Takes one collective and one synchronization with the device. If only some ranks or some models stepped,
+    replicas would diverge and ZeRO-3 would hang.
 
-    ``models``: by name, with their gradients accumulated. ``losses``: by the same names, 0-dim, the sums over
-    this rank's micro-batches. ``extra`` [n]: further numbers to be summed over ranks by the same collective.
+    Args:
+        models: By name, with accumulated gradients.
+        losses: By the same names, 0-dim, summed over this rank's micro-batches.
+        extra: Further numbers [n] that the same collective sums over ranks.
     """
     numbers = [number for name in models for number in (losses[name], models[name].local_squared_grad_norm())]
     numbers += [] if extra is None else list(extra)

@@ -1,8 +1,8 @@
 """Access to the fp32 weights and AdamW moments of a DeepSpeed engine by parameter name, for every ZeRO stage.
 
 ZeRO keeps them in flat partitions whose layout depends on the stage and the number of ranks. Whole parameters
-do not depend on either. Collectives below run per parameter, so that no rank holds more than one beside its
-own partition.
+do not depend on either. The collectives below run per parameter, so that a rank holds at most one whole
+parameter in addition to its own partition.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class MasterWeights:
     def get_steps(self) -> dict[str, int]:
         """Returns AdamW's step counter by parameter.
 
-        Without ZeRO it lags for parameters that had no gradient; a partition has one counter for all.
+        Without ZeRO the counter of a parameter does not count steps in which it had no gradient. A ZeRO
+        partition has one counter for all its parameters.
         """
         if self._whole is not None:
             return {name: int(self._adamw.state[master]["step"]) for name, master in self._whole.items()}
@@ -140,7 +141,7 @@ class MasterWeights:
         return master.detach() if part == WEIGHT else self._adamw.state[master][part]
 
     def _create_moments(self) -> None:
-        """Creates the moments that torch has not: it does so in the first step that is not skipped."""
+        """Creates missing moments. torch creates them in the first step that is not skipped."""
         fused = self._adamw.defaults["fused"]
         for flat in optimizer_shares(self._model):
             state = self._adamw.state[flat]
@@ -160,6 +161,6 @@ def optimizer_shares(model: TrainedModel) -> list[Tensor]:
 
     These are flat partitions, padding included, or whole parameters without ZeRO.
     """
-    if model.zero_stage == 3:  # torch's optimizer has them during a step only
+    if model.zero_stage == 3:  # torch's optimizer holds them only during a step
         return list(model.engine.optimizer.fp32_partitioned_groups_flat)
     return [flat for group in model.engine.basic_optimizer.param_groups for flat in group["params"]]

@@ -1,6 +1,6 @@
-"""Memory budget of the generation phase, and the plan that follows from it.
+"""Memory budget of the generation phase, and the plan that is derived from it.
 
-The plan says how sharded weights are gathered and whether the optimizer states are offloaded meanwhile.
+The plan determines how sharded weights are gathered and whether optimizer states are offloaded meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from ppo_ds.distributed.world import World
 
 GIB, MIB = 2**30, 2**20
-USABLE = 0.9  # of the free memory: the rest is lost to fragmentation
+USABLE = 0.9  # fraction of the free memory; the rest is lost to fragmentation
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class MemoryBudget:
 
     free: int  # minimum over ranks, less optimizer states that do not exist yet
     weights: int  # of the whole model; 0 if every rank has them (ZeRO 0 to 2)
-    layer: int  # most that ZeRO-3 gathers of the model at once; 0 if every rank has the weights
+    layer: int  # maximum that ZeRO-3 gathers at once; 0 if every rank has the weights
     decoding: int  # cache and activations
     offloadable: int  # optimizer states and gradient buffers
 
@@ -52,8 +52,8 @@ def plan_generation(
     available = budget.usable + (budget.offloadable if may_offload else 0)
     fits = budget.weights + budget.decoding <= available
     gather_once = generation_gather == "whole" or (generation_gather == "auto" and fits)
-    short = (budget.weights if gather_once else budget.layer) + budget.decoding > budget.usable
-    offload = offload_states == "always" or (may_offload and short and budget.offloadable > 0)
+    exceeds_free = (budget.weights if gather_once else budget.layer) + budget.decoding > budget.usable
+    offload = offload_states == "always" or (may_offload and exceeds_free and budget.offloadable > 0)
     return GenerationPlan(gather_once, offload)
 
 

@@ -2,8 +2,8 @@
 
 DeepSpeed's own ``offload_states()`` is not used: with ZeRO-3 it accepts no optimizer but its FusedAdam
 (0.19.8), it undoes the links between weights and their fp32 masters, and it collects garbage on each call.
-Here each tensor's storage is emptied and refilled in place. Tensors and all views of them stay the same
-objects, so that it works for every ZeRO stage and needs no other code to know. Not tried on a GPU.
+Here each tensor's storage is emptied and refilled in place. Tensors and their views remain the same objects,
+so this works for every ZeRO stage without changes to other code. Not tested on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OptimizerOffload:
     """Moves the optimizer states of ``model`` to pinned CPU memory and back.
 
     The CPU buffers are kept between phases, since their allocation is slow. ZeRO-3's buckets, in which
-    gradients wait to be reduced, are empty between two steps: they are freed without a copy.
+    gradients wait to be reduced, are empty between two steps, so they are freed without a copy.
     """
 
     def __init__(self, model: TrainedModel):
@@ -44,7 +44,7 @@ class OptimizerOffload:
 
     @contextmanager
     def offloaded(self) -> Iterator[int]:
-        """Frees the states' device memory for the length of the block, in which nothing may read them.
+        """Frees the device memory of the states inside the block, where nothing may read them.
 
         Yields the number of bytes that were copied. Not a collective.
         """

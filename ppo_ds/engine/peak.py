@@ -1,7 +1,7 @@
-"""Peak rates of this machine, measured at start: its fastest matrix product and its fastest pass over memory.
+"""Peak rates of this machine, measured at start-up: matrix products and memory bandwidth.
 
-Both take the best of several tries, so that a moment in which another process uses the machine does not lower
-them. Not tried on a GPU.
+Each is the best of several tries, so that short loads by other processes do not lower it. Not tested on a
+GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 GIB = 2**30
 GEMM_SHAPES = {"cpu": ((1024, 1024, 1024),), "cuda": ((4096, 4096, 4096), (8192, 8192, 8192))}
-# of each of two buffers: more than the caches of one core or one GPU hold
+# size of each of two buffers, larger than the caches of one core or one GPU
 BUFFER_BYTES = {"cpu": GIB // 8, "cuda": GIB}
 MIN_TRIES = 3
 Clock = Callable[[], float]
@@ -35,8 +35,8 @@ def gemm_flops_per_s(
     tried = (*GEMM_SHAPES.get(device.type, GEMM_SHAPES["cpu"]), *shapes)
     rates = []
     for m, k, n in tried:
-        # random numbers, since a GPU is faster with constants; from a generator of their own, to leave the
-        # run's alone
+        # random numbers, since a GPU is faster with constants; a separate generator leaves the run's random
+        # state unchanged
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(m, k, device=device, dtype=dtype, generator=generator)
         weight = torch.randn(n, k, device=device, dtype=dtype, generator=generator)
@@ -58,9 +58,9 @@ def bytes_per_s(
     size = size or BUFFER_BYTES.get(device.type, BUFFER_BYTES["cpu"])
     source = torch.ones(size // 4 // 1024, 1024, device=device)
     target, vector = torch.zeros_like(source), torch.ones(1024, device=device)
-    moved = source.numel() * source.element_size()
-    copied = 2 * moved / best_seconds(lambda: target.copy_(source), seconds / 2, clock)
-    read = moved / best_seconds(lambda: torch.mv(source, vector), seconds / 2, clock)
+    buffer_bytes = source.numel() * source.element_size()
+    copied = 2 * buffer_bytes / best_seconds(lambda: target.copy_(source), seconds / 2, clock)
+    read = buffer_bytes / best_seconds(lambda: torch.mv(source, vector), seconds / 2, clock)
     return max(copied, read)
 
 

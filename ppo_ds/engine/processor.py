@@ -1,4 +1,4 @@
-"""Detection of the processor's instructions."""
+"""Detection of bf16 instructions of the processor."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from ppo_ds.engine.checkpoint.files import sha256, write_tensors
 class RandomStates:
     """States of all generators of one rank at one moment."""
 
-    tensors: dict[str, Tensor]  # torch, numpy, python, and cuda on a GPU
-    rest: dict[str, Any]  # the other fields of numpy's and python's states
+    tensors: dict[str, Tensor]  # by generator: torch, numpy, python, and cuda on a GPU
+    rest: dict[str, Any]  # the fields of numpy's and python's states that are no tensors
 
 
 def take_rng(world: World) -> RandomStates:
@@ -84,7 +84,7 @@ def save_rng(directory: Path, world: World, states: RandomStates | None = None) 
 def load_rng(directory: Path, world: World) -> None:
     """Restores this rank's states.
 
-    A rank that the saved run did not have is seeded from rank 0's file and its own number.
+    A rank that the saved run did not have is seeded from rank 0's file and its own rank number.
     """
     path = rng_file(directory, world.rank)
     if not path.exists():

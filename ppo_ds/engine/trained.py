@@ -1,4 +1,4 @@
-"""Trained model: one DeepSpeed engine, with loss scaling, learning rate and accumulation of its own."""
+"""Trained model: a DeepSpeed engine with its own loss scaling, learning rate and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class LRSchedule:
     total_steps: int
 
     def at(self, step: int) -> float:
-        """Returns the rate of a step (from 0), never 0 for the first: a step without effect hides bugs."""
+        """Returns the learning rate of a step (from 0).
+
+        The rate of the first step is not 0, since a step without effect hides bugs.
+        """
         warmup = math.ceil(self.warmup_ratio * self.total_steps - 1e-9)  # 0.07 * 100 is slightly above 7
         if step < warmup:
             return self.lr * (step + 1) / (warmup + 1)
@@ -54,9 +57,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups the trained parameters by weight decay and learning rate.
 
-    Matrices decay; norms, biases and other vectors do not. ``lr_factors`` are multiples of the schedule's
-    rate, by default 1. The number of dimensions is that of ``ds_shape`` if ZeRO-3 has already flattened the
-    parameter.
+    Matrices decay; norms, biases and other vectors do not. ``lr_factors`` multiply the schedule's rate,
+    by default by 1. If ZeRO-3 has flattened a parameter, ``ds_shape`` holds its number of dimensions.
     """
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for parameter in module.parameters():
@@ -109,9 +111,9 @@ class TrainedModel:
         self.settings = dict(settings or {})
         self.world = world
         self.schedule = schedule
-        self.steps = 0  # optimizer steps so far, without skipped ones, so that the schedule waits for them
+        self.steps = 0  # optimizer steps so far; a skipped step does not advance the schedule
         self._weights_replaced = False
-        self._refresh_weights: Callable[[], None] | None = None  # due before the next use of the module
+        self._refresh_weights: Callable[[], None] | None = None  # to be called before the next use
         if deepspeed_config["zero_optimization"]["stage"] < 3:
             module.to(world.device)
         module.train()
@@ -136,10 +138,10 @@ class TrainedModel:
 
     @contextmanager
     def replaced_weights(self, refresh: Callable[[], None]) -> Iterator[None]:
-        """Forbids training inside the block, where the weights are another set's (engine/weight_copy.py).
+        """Forbids training inside the block, in which the module has other weights (engine/weight_copy.py).
 
-        If an exception leaves the block, ``refresh``, a collective, runs before the module is next used: the
-        exception may be one rank's alone, and the others would never join.
+        If an exception leaves the block, ``refresh`` does not run at once but before the next use of the
+        module: it is a collective, and the exception may have occurred on one rank only.
         """
         assert not self._weights_replaced, (
             "weights are replaced already: WeightCopy.swapped() inside swapped()"
@@ -164,11 +166,11 @@ class TrainedModel:
             refresh()
 
     def restore_steps(self, steps: int) -> None:
-        """Sets the number of optimizer steps, and so the place in the schedule, from a checkpoint."""
+        """Sets the number of optimizer steps, and so the position in the schedule, from a checkpoint."""
         self.steps = steps
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulates the gradient of a micro-batch; ZeRO reduces with the ``last`` one before a step."""
+        """Accumulates the gradient of a micro-batch. ZeRO reduces gradients in the ``last`` one of a step."""
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss, scale_wrt_gas=False)
@@ -176,7 +178,7 @@ class TrainedModel:
     def local_squared_grad_norm(self) -> Tensor:
         """Returns this rank's part of the squared gradient norm before clipping: 0-dim, float64.
 
-        If the sum over ranks is not finite in float32, neither is the gradient. Not a collective.
+        If the sum over ranks is not finite in float32, the gradient counts as non-finite. Not a collective.
         """
         return local_squared_norm(self.engine)
 
@@ -187,9 +189,8 @@ class TrainedModel:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
         plain = self.engine.optimizer is self.engine.basic_optimizer
-        if (
-            plain
-        ):  # fp32 without ZeRO has no wrapper that reports the norm; gradients are whole and reduced by now
+        # fp32 without ZeRO has no wrapper that reports the norm; its gradients are whole and already reduced
+        if plain:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
         self.engine.step()
@@ -221,5 +222,5 @@ class TrainedModel:
 
     @property
     def loss_scale_can_decrease(self) -> bool:
-        """True if the loss scale may cause overflows; it then decreases until there are none (fp16)."""
+        """True if the loss scale is dynamic (fp16) and above its minimum, so that overflows lower it."""
         return loss_scale_can_decrease(self.engine)

@@ -2,8 +2,8 @@
 
 Each rank keeps its share in fp32, as the optimizer keeps its master weights, so that updates need no
 communication and are the same for every ZeRO stage. An average of the module's parameters would do nothing
-with ZeRO-3, where they are empty between forwards, and would lose small changes in 16 bits. To use the second
-set, ``swapped`` exchanges it with the first and the ordinary code runs.
+with ZeRO-3, where they are empty between forwards, and would lose small changes in 16 bits. To use the copy,
+``swapped`` exchanges it with the engine's weights, so that all other code runs unchanged.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from ppo_ds.engine.master_weights import MasterWeights, optimizer_shares
 from ppo_ds.engine.trained import TrainedModel
 
-CHUNK_ELEMENTS = 16 * 1024**2  # of an exchange: 64 MiB beside the two sets
+CHUNK_ELEMENTS = 16 * 1024**2  # exchanged at a time: 64 MiB of temporary memory
 
 
 class WeightCopy:
-    """Starts as a copy of the trained weights of ``model``: no frozen parameters, buffers, moments."""
+    """Copy of the trained weights of ``model``, without frozen parameters, buffers and moments."""
 
     def __init__(self, model: TrainedModel, chunk_elements: int = CHUNK_ELEMENTS):
         self.model = model
@@ -47,9 +47,9 @@ class WeightCopy:
     def swapped(self) -> Iterator[None]:
         """Makes the engine's weights those of the copy for forwards, generation and export. A collective.
 
-        Training is forbidden inside; afterwards every bit is as before. After an exception the masters are
-        exchanged back at once and the module's weights when the model is next used (see
-        ``TrainedModel.replaced_weights``).
+        Training is forbidden inside. Afterwards the weights are bit-identical to those before. After an
+        exception the masters are exchanged back at once and the module's weights when the model is next used
+        (see ``TrainedModel.replaced_weights``).
         """
         assert self.model.module.training, (
             "swapped() inside generation_mode(), which has the weights of its start"

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON config from the settings of a role. Pure functions without a process group."""
+"""DeepSpeed's JSON config, built from the settings of a role. No process group is needed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def deepspeed_config(
     Batch sizes are fixed at 1: TrainedModel sets the accumulation boundary per optimizer step, since
     micro-batches are formed by tokens and their number differs from step to step. Stage 0 in 16 bits runs as
     stage 1: the mathematics is the same, but DeepSpeed's stage 0 accumulates micro-batch gradients in 16
-    bits, where 1 + 256 x 2^-9 is 1. ``raw`` is the user's own JSON (``actor.deepspeed``), which overrides
-    everything else.
+    bits. In bf16, adding 2^-9 to 1 has no effect. ``raw`` is the user's own JSON (``actor.deepspeed``), which
+    overrides everything else.
     """
     zero: dict[str, Any] = {"stage": 1 if stage == 0 and dtype != "fp32" else stage}
     if offload_optimizer:

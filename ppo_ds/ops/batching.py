@@ -18,8 +18,8 @@ def plan_forwards(
 ) -> list[Tensor]:
     """Groups rows of ``lengths`` [B] into forward passes, each row in one group.
 
-    Rows are sorted by length, longest first, so that lengths within a group are similar and running out of
-    memory shows in the first group. A group stays within ``token_budget``, unless it is a single row that
+    Rows are sorted by length, longest first, so that lengths within a group are similar and an out-of-memory
+    error occurs in the first group. A group stays within ``token_budget``, unless it is a single row that
     exceeds it.
 
     Args:
@@ -48,7 +48,7 @@ def plan_forwards(
 def plan_microbatches(
     prompt_lengths: Tensor, limits: Tensor, token_budget: int, at_least: int = 1
 ) -> list[Tensor]:
-    """Groups rows that are yet to be generated, as plan_forwards does.
+    """Groups rows before generation, when only the limit of each response is known; see plan_forwards.
 
     A group costs rows * (its longest prompt + the largest of its ``limits``, the most new tokens of a row).
     """
@@ -85,7 +85,7 @@ def padded_tokens(lengths: Tensor, packed: bool) -> int:
 
 
 def fill_groups(descending: list[int], token_budget: int) -> list[int]:
-    """Returns the ends of groups that are filled to the budget one after the other."""
+    """Returns the ends of consecutive groups, each filled up to the budget."""
     ends, tokens = [], 0
     for i, size in enumerate(descending):
         if i and tokens + size > token_budget:

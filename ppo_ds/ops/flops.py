@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a model that determine its compute and traffic."""
+    """Sizes of a model that determine its compute and its memory traffic."""
 
     body: int  # parameters other than the input embedding and the head
     head: int  # parameters of the head, also if it is tied to the input embedding
     layers: int
     width: int  # of the queries: heads x head size
     kv_width: int  # of the keys (and of the values): key heads x head size
-    idle: int = 0  # parameters of the body that a token does not use: experts that are not selected
+    idle: int = 0  # parameters of the body that a token does not use (experts that are not selected)
 
 
 def causal_pairs(lengths: Iterable[int]) -> int:

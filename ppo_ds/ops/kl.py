@@ -1,6 +1,7 @@
 """KL estimators (Schulman, "Approximating KL divergence") and controllers of the KL coefficient.
 
-All values are in nats."""
+All values are in nats.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class FixedKLController:
         self.value = init_kl_coef
 
     def update(self, current: float, n_steps: int) -> None:
-        """Adjusts the coefficient to ``current``, the KL measured over ``n_steps`` sequences.
+        """Does nothing. Subclasses adjust the coefficient to ``current``, the KL of ``n_steps`` sequences.
 
         ``current`` must be reduced over ranks, so that all ranks keep the same coefficient.
         """

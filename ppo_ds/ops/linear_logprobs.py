@@ -2,13 +2,13 @@
 
 The logits of K hidden states and V tokens are K x V numbers, and so is their gradient: 5 GB each in float32
 for 8,192 states and 151,936 tokens. Here they are computed for one block of the vocabulary at a time, [K,b],
-and discarded. The backward pass recomputes them, a fourth matrix product beside the three that a head always
-costs. If all blocks together are small, they are kept instead. Each block holds every state, so the gradient
-of a weight row is one product and nothing is accumulated in 16 bits.
+and discarded. The backward pass recomputes them, which adds a fourth matrix product to the three that a head
+always needs. If all blocks together are small, they are kept instead. Each block contains every state, so the
+gradient of a weight row is a single product and is not accumulated in 16 bits.
 
 Logits are converted to float32 (float64 for float64 inputs) first. For 16-bit states and weights, CUDA
-returns the products in float32; the CPU rounds them to 16 bits, as the head of the model does, because it has
-no other fast product of them. The CUDA branches have not been run on a GPU.
+returns the products in float32. The CPU rounds them to 16 bits, as the head of the model does, because its
+only fast product of 16-bit matrices does so. The CUDA branches have not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ppo_ds.ops.masked import widen
 
 CPU_BLOCK = 2**20  # numbers in a block of logits: 4 MB of float32 fit the caches of a CPU
 GPU_BLOCK = 2**25  # 128 MB: few kernel launches
-KEPT = 2**25  # most numbers in all blocks together that are kept for the backward pass: 128 MB
+KEPT = 2**25  # maximum number of logits that are kept for the backward pass: 128 MB
 _FLOOR = -1e4  # exp(-1e4) is 0 even in float64; avoids 0 * log 0 = NaN where a logit is -inf
 
 
@@ -48,8 +48,8 @@ def linear_logprobs_and_entropy(
         weight: [V,H].
         bias: [V] or None.
         labels: [K].
-        block_elements: Most numbers in a [K,b] block of logits.
-        kept_elements: Most numbers in all blocks together that are kept for the backward pass.
+        block_elements: Maximum number of logits in a block [K,b].
+        kept_elements: Maximum number of logits that are kept for the backward pass instead of recomputed.
 
     Returns:
         Log-probs [K] and entropy [K], or None without ``with_entropy``.
@@ -99,14 +99,14 @@ class _Sums:
     def add(self, z: Tensor, with_entropy: bool) -> Tensor:
         """Adds a block z [K,b], which is overwritten, and returns exp(z - largest)."""
         largest = torch.maximum(self.largest, z.amax(dim=-1))
-        moved = self.largest - largest
+        shift = self.largest - largest
         z = z.sub_(largest.unsqueeze(-1))
         exp = z.exp() if with_entropy else z.exp_()
         if with_entropy:
-            self.weighted = moved.exp() * (self.weighted + moved * self.exp) + z.clamp_(min=_FLOOR).mul_(
+            self.weighted = shift.exp() * (self.weighted + shift * self.exp) + z.clamp_(min=_FLOOR).mul_(
                 exp
             ).sum(dim=-1)
-        self.exp = moved.exp() * self.exp + exp.sum(dim=-1)
+        self.exp = shift.exp() * self.exp + exp.sum(dim=-1)
         self.largest = largest
         return exp
 
@@ -137,8 +137,8 @@ class _LinearStatistics(torch.autograd.Function):
                 kept += [exp, sums.largest]
         log_sum = sums.exp.log()
         entropy = log_sum - sums.weighted / sums.exp if with_entropy else None
-        # saves the parameter itself: under ZeRO-3 it is empty between the passes, and the engine gathers it
-        # again for the backward
+        # saves the parameter itself, no copy: ZeRO-3 releases it between the passes and gathers it again for
+        # the backward
         ctx.save_for_backward(hidden, weight, bias, labels, sums.largest + log_sum, entropy, *kept)
         ctx.temperature, ctx.size = temperature, size
         ctx.set_materialize_grads(False)

@@ -5,7 +5,7 @@ action has a loss of 0 with zero gradients, not NaN: its rank must still run the
 ranks.
 
 Metrics of a loss are detached *local sums* that add up exactly over micro-batches and ranks. Their shape
-tells how to reduce them:
+determines how they are reduced:
     [2]     (sum, count), a mean after summation
     [5]     moments, the input of explained_variance() after summation
     0-dim   a maximum
@@ -71,7 +71,7 @@ def token_mean(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
 
 def seq_mean_token_mean(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
     """Divides the sum over sequences of their token means by the number of sequences."""
-    # eps of OpenRLHF and verl: no effect in float32, equal digits in float64
+    # eps as in OpenRLHF and verl: without effect in float32, needed for equal results in float64
     total = masked_mean(loss, mask, dim=-1, eps=1e-8).sum()
     return Share(total, _rows(mask).sum(), totals.sequences if totals else None)
 
@@ -114,7 +114,7 @@ def aggregate(
     seq_mean_token_sum   sum / sequences
     token_sum_norm       sum / norm (the width T without totals)
 
-    Sequences without tokens count 0.
+    Sequences without tokens do not count.
 
     Args:
         mode: One of these names, or a function like those of AGGREGATIONS.
@@ -179,14 +179,18 @@ def policy_loss(
         ratio: One ratio per token, or one for all tokens of a response: exp of the sum ("sequence") or of the
             mean ("sequence_mean") of the log-ratios.
         log_ratio_clamp: Limits the log-ratio to +-log_ratio_clamp; the gradient is 0 beyond it.
-        is_weights: Importance weights [B,T] of the sampling engine, see rollout_is_weights.
+        is_weights: Importance weights [B,T], see rollout_is_weights.
 
     Returns:
-        The loss, 0-dim, and metrics, each (sum, count) unless noted, see the module's docstring: policy/loss
-        as aggregated by ``agg``; over tokens policy/clipfrac (the clip zeroes the gradient),
-        policy/clipfrac_low (the dual clip does), policy/approx_kl (k3 of old || new, with the clamped
-        log-ratio), policy/kl_k1 (old - new, per token and unclamped) and policy/ratio_mean; policy/ratio_max,
-        0-dim.
+        The loss, 0-dim, and its metrics (see the module's docstring), each (sum, count) over tokens unless
+        noted:
+            policy/loss          as aggregated by ``agg``
+            policy/clipfrac      tokens whose gradient the clip sets to zero
+            policy/clipfrac_low  tokens whose gradient the dual clip sets to zero
+            policy/approx_kl     k3 of KL(old || new), with the clamped log-ratio
+            policy/kl_k1         log-prob old - new, per token and unclamped
+            policy/ratio_mean
+            policy/ratio_max     0-dim
     """
     current, old = keep(logprobs, mask), keep(old_logprobs.detach(), mask)
     advantages = keep((advantages if advantages.dim() == 2 else advantages[:, None]).detach(), mask)
@@ -196,20 +200,20 @@ def policy_loss(
     )
     r = log_ratio.exp()
     bounds = (1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
-    never = torch.zeros_like(mask, dtype=torch.bool)
+    unclipped = torch.zeros_like(mask, dtype=torch.bool)
     match kind:
         case "ppo" | "gspo":
             loss, clipped, clipped_low = clipped_objective(r, advantages, bounds, dual_clip)
         case "cispo":
             truncated = r.detach().clamp(*bounds)
-            loss, clipped, clipped_low = -advantages * truncated * current, truncated != r, never
+            loss, clipped, clipped_low = -advantages * truncated * current, truncated != r, unclipped
         case "reinforce":
-            loss, clipped, clipped_low = -advantages * current, never, never
+            loss, clipped, clipped_low = -advantages * current, unclipped, unclipped
         case _:
             raise ValueError(f"unknown policy loss {kind!r}: ppo, gspo, cispo or reinforce")
     if is_weights is not None:
         loss = loss * keep(is_weights.detach(), mask)
-    # samples come from the old policy: d = log old - log new
+    # samples come from the old policy, so d = log old - log new
     old_to_new = approx_kl(-log_ratio.detach(), torch.zeros_like(log_ratio), "k3")
     metrics = {
         "policy/loss": _part(loss, mask, agg, totals),
@@ -256,7 +260,7 @@ def clipped_objective(
 def rollout_is_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: ISWeights, low: float, high: float
 ) -> Tensor:
-    """Computes weights [B,T] that correct for log-probs of the sampling engine; 0 where mask = 0.
+    """Computes importance weights [B,T] that correct for the sampling engine's log-probs; 0 where mask = 0.
 
     With w = exp(old - rollout) per token:
 
@@ -293,8 +297,8 @@ def value_loss(
     """Computes the squared error of the values, a scalar, and its metrics. All inputs are [B,T].
 
     Args:
-        clip: Takes the larger of the errors of V and of V limited to old_values +- clip, in float32 or wider.
-            None: no clipping.
+        clip: The loss is the larger of the errors of V and of V limited to old_values +- clip, in float32 or
+            wider. None: no clipping.
         half: Multiplies the loss by 1/2.
 
     Returns:
@@ -341,8 +345,8 @@ def kl_loss(
 ) -> Tensor:
     """Aggregates KL(policy || reference) [B,T] to a scalar loss.
 
-    ``estimator``: one of approx_kl's, or a function of log-probs and reference log-probs. On fresh samples k2
-    is the estimator with the right gradient, see approx_kl.
+    ``estimator`` is the name of an estimator of approx_kl, or a function of log-probs and reference
+    log-probs. On samples of the current policy, k2 has the right gradient, see approx_kl.
     """
     estimate = estimator if callable(estimator) else partial(approx_kl, estimator=estimator)
     return aggregate(estimate(keep(logprobs, mask), keep(ref_logprobs, mask)), mask, agg, totals)

@@ -42,9 +42,9 @@ def masked_mean_var(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes mean, variance and count (0-dim) of the positions with mask = 1 over all ranks; detached.
 
-    The computation takes two passes (squared differences from the global mean), both summed and reduced in
-    float64: E[x^2] - E[x]^2 would lose every digit of advantages that are far from 0. Fewer than two
-    positions have variance 0.
+    The computation takes two passes, the mean and then the squared differences from it, both summed and
+    reduced in float64. E[x^2] - E[x]^2 would lose all precision for advantages that are far from 0. Fewer
+    than two positions have variance 0.
     """
     total = reduce or (lambda t: t)
     mask = mask.bool().expand_as(x)
@@ -72,8 +72,8 @@ def masked_whiten(
     With fewer than two positions the variance is undefined, and the result is x - mean.
 
     Args:
-        shift_mean: False keeps the mean, as in TRL. A shift of rewards would be a bonus per token, and thus
-            for length.
+        shift_mean: False keeps the mean, as in TRL. A shift of rewards would be a bonus for each token, and
+            so for long responses.
     """
     mean, var, count = masked_mean_var(x, mask, unbiased, reduce)
     scale = torch.where(count < 2, 1.0, torch.rsqrt(var.clamp(min=min_var) + eps))

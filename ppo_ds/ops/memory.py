@@ -1,9 +1,9 @@
-"""Memory of models in bytes, by arithmetic alone: engines by ZeRO stage, activations, KV caches.
+"""Memory of models in bytes, computed from their sizes: engines by ZeRO stage, activations, KV caches.
 
 The persistent and temporary buffers of DeepSpeed (0.19.8) were read from its code. Activations are those that
-autograd keeps of a decoder as transformers writes it: norms in fp32, fused attention, a gated MLP. Other
-families are treated as one of these, without the gate if they have none. docs/reliability.md compares the
-sums with measured runs.
+autograd keeps for a decoder of transformers: norms in fp32, fused attention, a gated MLP. Other families are
+treated like such a decoder, without the gate if they have none. docs/reliability.md compares the sums with
+measured runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ppo_ds.ops.flops import Size
 
 FP32 = 4
-BUCKET = 500_000_000  # reduce_bucket_size of DeepSpeed, in numbers
+BUCKET = 500_000_000  # reduce_bucket_size of DeepSpeed, in elements
 PREFETCH = 50_000_000  # stage3_prefetch_bucket_size
 REUSE = 1_000_000_000  # stage3_max_reuse_distance
 
@@ -24,8 +24,8 @@ class Shape:
 
     parameters: int
     trained: int  # of the parameters: all, or adapters and a score head
-    largest_trained: int  # numbers in the largest trained tensor
-    largest_tensor: int  # numbers in the largest tensor
+    largest_trained: int  # elements of the largest trained tensor
+    largest_tensor: int  # elements of the largest tensor
     head: int  # parameters of the LM head, also if it is tied to the input embedding; 0 for a classifier
     tied: bool
     vocabulary: int
@@ -62,9 +62,8 @@ class EngineMemory:
     # temporary
     bucket: int = 0  # allocated in each backward
     gradients: int = 0  # accumulated when the second micro-batch begins, beyond ``buffers``
-    reduction: int = (
-        0  # when the last backward ends and gradients are reduced, beyond ``gradients`` and ``bucket``
-    )
+    # when the last backward ends and gradients are reduced, beyond ``gradients`` and ``bucket``
+    reduction: int = 0
     step: int = 0  # in the optimizer step, beyond ``gradients``
     gathered: int = 0  # ZeRO-3: weights that are gathered at the same time in a forward and backward
     host: int = 0  # resident bytes in CPU memory instead of on the device
@@ -91,11 +90,11 @@ def trained_engine(
     Args:
         each: Bytes of a weight.
         scaled: Uses loss scaling (fp16).
-        bucket: reduce_bucket_size in numbers.
+        bucket: reduce_bucket_size in elements.
         separate_host: CPU memory is separate from device memory (GPUs); otherwise offloading moves nothing.
     """
     trained, share = shape.trained, -(-shape.trained // ranks)
-    flat = min(trained, bucket)  # what ZeRO copies in order to reduce it
+    flat = min(trained, bucket)  # elements that ZeRO copies in order to reduce them
     weights = each * shape.parameters
     if stage == 0 and each == FP32:
         return EngineMemory(
@@ -106,9 +105,8 @@ def trained_engine(
             reduction=FP32 * min(trained, BUCKET),  # without ZeRO, DeepSpeed ignores reduce_bucket_size
         )
     masters, moments = FP32 * share, 2 * FP32 * share
-    if (
-        stage < 2 and each < FP32 and not scaled
-    ):  # gradients accumulate in a persistent fp32 copy of all of them
+    # gradients accumulate in a persistent fp32 buffer for all of them
+    if stage < 2 and each < FP32 and not scaled:
         engine = EngineMemory(
             weights,
             masters,
@@ -146,7 +144,8 @@ def trained_engine(
             step=FP32 * share,
             gathered=each * min(shape.parameters, REUSE // 2 + PREFETCH + shape.largest_tensor),
         )
-    if separate_host and offload_optimizer:  # states and this rank's gradients; a backward needs the rest
+    # offloads the states and this rank's gradients; a backward needs the rest on the device
+    if separate_host and offload_optimizer:
         engine = replace(
             engine,
             masters=0,
@@ -189,7 +188,7 @@ def activation_bytes(shape: Shape, tokens: int, length: int, each: int, checkpoi
 
 
 def inference_activation_bytes(shape: Shape, tokens: int, length: int, each: int) -> int:
-    """Computes the peak inside a layer without gradients: residual stream, and MLP or attention."""
+    """Computes the peak memory of a layer without gradients: residual stream, and MLP or attention."""
     mlp = (3 if shape.gated else 2) * shape.inner
     attention = 0 if shape.fused else 4 * shape.heads * length
     return tokens * each * (2 * shape.hidden + max(mlp, attention))
@@ -227,15 +226,15 @@ def kv_cache_bytes(shape: Shape, tokens: int, each: int) -> int:
 def static_decode_bytes(
     shape: Shape, *, tokens: int, length: int, rows: int, prefill: int, waiting: bool, each: int
 ) -> int:
-    """Computes the peak of the static backend beside the weights.
+    """Computes the peak memory of the static decode backend, without the weights.
 
-    A decode step takes logits in the dtype of the weights and three times in fp32, for sampling.
+    A decode step holds the logits once in the dtype of the weights and, for sampling, three times in fp32.
 
     Args:
-        tokens: Cached positions, prompts included, in ``rows`` rows of ``length``.
-        prefill: Prompt positions of one forward, whose keys and values are then copied. The first prefill
-            happens before the cache is allocated.
-        waiting: More prompts are prefilled later, while the cache is allocated.
+        tokens: Cached positions, prompts included, in ``rows`` rows of ``length``. prefill: Prompt positions
+        of one forward; their keys and values are then copied to the cache. The first
+            prefill runs before the cache is allocated.
+        waiting: True if more prompts are prefilled after the cache is allocated.
     """
     slots, prompt_cache = kv_cache_bytes(shape, tokens, each), kv_cache_bytes(shape, prefill, each)
     prefilling = prompt_cache + inference_activation_bytes(shape, prefill, length, each)

@@ -81,8 +81,8 @@ def token_rewards(
         kl: [B,T].
         place: "last_token" adds the score at the last position with mask = 1, which is EOS if EOS is an
             action; an empty row has no such position and gets no score. "next_token" adds it one position
-            later, where mask = 0 (at the last position if the row is full). That position is a state of its
-            own: pass ``next_token_mask(mask)`` to compute_gae and value_loss (DeepSpeed-Chat, TRL).
+            later, where mask = 0 (at the last position if the row is full). That position is an additional
+            state: pass ``next_token_mask(mask)`` to compute_gae and value_loss (DeepSpeed-Chat, TRL).
         token_scores: [B,T].
 
     Returns:

@@ -23,24 +23,24 @@ class RunningMoments:
 
     @torch.no_grad()
     def update(self, x: Tensor, reduce: Reduce | None = None) -> None:
-        """Adds ``x`` [B] of all ranks; ignored if any value on any rank is not finite.
+        """Adds ``x`` [B] of all ranks, or nothing if any value on any rank is not finite.
 
-        Collective if ``reduce`` is a collective.
+        A collective if ``reduce`` is one.
         """
-        total = reduce or (lambda t: t)
+        all_reduce = reduce or (lambda t: t)
         x = x.detach().double()
-        count, summed = total(
+        count, summed = all_reduce(
             torch.stack([torch.tensor(float(len(x)), dtype=x.dtype, device=x.device), x.sum()])
         ).tolist()
         if count == 0 or not math.isfinite(summed):  # a NaN would stay in the running mean for ever
             return
         mean = summed / count
-        squares = total((x - mean).square().sum().reshape(1)).item()
-        both = self.count + count
-        step = mean - self.mean
-        self.squares += squares + step**2 * self.count * count / both
-        self.mean += step * count / both
-        self.count = both
+        squares = all_reduce((x - mean).square().sum().reshape(1)).item()
+        total = self.count + count
+        delta = mean - self.mean
+        self.squares += squares + delta**2 * self.count * count / total
+        self.mean += delta * count / total
+        self.count = total
 
     @property
     def std(self) -> float:

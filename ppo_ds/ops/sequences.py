@@ -1,8 +1,8 @@
 """Masks, positions and position ids of prompt + response sequences.
 
 B sequences, P padded prompt width (left), T padded response width (right). Masks come from lengths and stop
-tokens, never from ``ids != pad``: if pad == eos, that comparison masks the EOS, the action that receives the
-score.
+tokens, never from ``ids != pad``. If pad == eos, that comparison would mask the EOS, which is the action that
+receives the score.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ def last_token_index(mask: Tensor) -> Tensor:
 
 
 def next_token_mask(mask: Tensor) -> Tensor:
-    """Extends the mask [B,T] of each row by the position after its last token, the first one of an empty row.
+    """Sets ``mask`` also at the position after the last token, where DeepSpeed-Chat and TRL put the score.
 
-    A full row stays unchanged. The dtype is that of ``mask``. DeepSpeed-Chat and TRL put the score there.
+    [B,T] -> [B,T]. For an empty row it is the first position. A full row stays unchanged. The dtype is that
+    of ``mask``.
     """
     positions = torch.arange(mask.shape[1], device=mask.device)
     return (mask.bool() | (positions == last_token_index(mask)[:, None] + 1)).to(mask.dtype)
@@ -79,7 +80,7 @@ def next_token_mask(mask: Tensor) -> Tensor:
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
     """Numbers the attended positions of each row 0, 1, 2, ...: [B,S] -> [B,S] long.
 
-    Masked positions get 1, since any valid position id will do. Without explicit position ids, left padding
+    Masked positions get 1; any valid position id would work. Without explicit position ids, left padding
     shifts the positions of models with learned position embeddings (GPT-2, OPT).
     """
     attended = attention_mask.bool()

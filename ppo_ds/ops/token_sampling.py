@@ -1,8 +1,8 @@
 """Sampling of the next token of each row, on the device and without host synchronisation.
 
 Tokens are sampled by inverting the cumulative distribution function at a given uniform number. The caller may
-draw all numbers of a rollout at its start, one per row and position. The token that a row samples then
-depends on no other row, on no batch width and on no scheduling.
+draw all numbers of a rollout at its start, one per row and position. The token that a row samples then does
+not depend on other rows, on the batch size or on the scheduling.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def draw(
     """Samples one token per row and returns tokens [n] long and their log-probs [n] float32.
 
     Log-probs are those of the whole distribution at ``temperature``, before ``top_k``, ``top_p`` and
-    ``barred`` are applied. Filters are those of the logits warpers of transformers, in the same order.
+    ``barred`` are applied. The filters and their order are those of the logits warpers of transformers.
 
     Args:
         logits: [n,V].
         uniforms: [n] float64 in [0,1).
         top_k: 0 is off, 1 is greedy.
         top_p: 1.0 is off.
-        barred: Token ids [k] and a mask of the rows [n] that may not take them.
+        barred: Token ids [k], and a mask [n] of the rows that must not sample them.
     """
     scores = logits.float()
     logprobs = torch.log_softmax(scores if temperature == 1.0 else scores / temperature, dim=-1)
@@ -82,7 +82,7 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     target = (uniforms * _BELOW_ONE * running[:, -1])[:, None]
     block = (running <= target).sum(dim=-1, keepdim=True)
     mass = sums.gather(1, block)
-    # the position within the block, relative: block sums round differently from the sums of their terms
+    # the position within the block as a fraction, since a block's sum rounds differently from its running sum
     fraction = ((target - (running.gather(1, block) - mass)) / mass).clamp_(0.0, _BELOW_ONE)
     inner = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(dim=-1)
     return block[:, 0] * _BLOCK + (inner <= fraction * inner[:, -1:]).sum(dim=-1)

@@ -2,8 +2,8 @@
 
 Implements `algo.action_level`, `algo.reward_shaping.score_position`, `algo.gae` and `algo.advantage`.
 
-B sequences, R response positions, S = R + 1 states: column t of a [B,S] tensor is the state before response
-token t, column `length` the state after the last token.
+Shapes: B sequences, R response positions, S = R + 1 states. Column t of a [B,S] tensor is the state before
+response token t. In a row of ``length`` tokens, column ``length`` is the state after the last token.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ppo_ds.types import Rollout, ScoredRollout
 
 @dataclass(frozen=True)
 class ScorePosition:
-    """Determines where a response's score is paid, and which states exist.
+    """Determines at which position a response's score is added, and which states exist.
 
-    With "next_token" (DeepSpeed-Chat, TRL) the position after the last action is a state of its own, unless
-    the response fills its limit. ``next_state`` says whether the value loss trains that state: "trained"
-    (TRL) or "untrained" (DeepSpeed-Chat). With "ignored" it is no state, and the score is lost (zysNLP's
-    code).
+    With "next_token" (DeepSpeed-Chat, TRL) the score is added one position after the last action, unless the
+    response has reached its length limit. ``next_state`` determines how that position is treated. It is an
+    additional state that the value loss includes ("trained", TRL) or excludes ("untrained", DeepSpeed-Chat).
+    With "ignored" it is not a state, so the score has no effect (zysNLP's code).
     """
 
     position: str  # last_token | next_token
     next_state: str  # trained | untrained | ignored
 
     def states(self, rollout: Rollout) -> Tensor:
-        """Returns the mask [B,S] of the states that rewards and advantages run over."""
+        """Returns the mask [B,S] of the states that have rewards and advantages."""
         mask = pad(rollout.response_mask, (0, 1))
         if self.position == "last_token" or self.next_state == "ignored":
             return mask
@@ -48,9 +48,7 @@ class ScorePosition:
         return self.states(rollout) if self.next_state == "trained" else pad(rollout.response_mask, (0, 1))
 
     def rewards(self, scores: Tensor, kl_penalty: Tensor, rollout: ScoredRollout) -> Tensor:
-        """Computes the rewards [B,S] from ``scores`` [B], the rollout's token scores and ``kl_penalty``
-        [B,R].
-        """
+        """Computes the rewards [B,S] from ``scores`` [B], ``kl_penalty`` [B,R] and the token scores."""
         states, token_scores = self.states(rollout), pad(rollout.token_scores, (0, 1))
         kl_penalty = pad(kl_penalty, (0, 1))
         rewards = token_rewards(scores, states, kl_penalty, 1.0, "last_token", token_scores)
@@ -66,8 +64,9 @@ class ScorePosition:
 
 @dataclass(frozen=True)
 class Whitening:
-    """Shifts and scales advantages to mean 0 and variance 1, per token, or per response at action level
-    sequence.
+    """Shifts and scales advantages to mean 0 and variance 1.
+
+    The statistics are over tokens or, at action level sequence, over responses.
     """
 
     over: str  # batch | none | group | minibatch
@@ -84,7 +83,7 @@ class Whitening:
         return broadcast_sequence(whole[:, 0], mask)
 
     def in_rollout(self, advantages: Tensor, mask: Tensor, group_size: int, reduce: Reduce) -> Tensor:
-        """Whitens while the experience is made, over all ranks or within groups of ``group_size`` rows."""
+        """Whitens a rollout, over all ranks or within groups of ``group_size`` rows, if ``over`` says so."""
         if self.over == "batch":
             return self.whitened(advantages, mask, reduce)
         if self.over == "group":
@@ -93,13 +92,13 @@ class Whitening:
         return advantages
 
     def in_minibatch(self, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Whitens for each optimizer step; the rows are those of all ranks."""
+        """Whitens the rows of one optimizer step, those of all ranks, if ``over`` is "minibatch"."""
         return self.whitened(advantages, mask) if self.over == "minibatch" else advantages
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Advantages before whitening and, with a critic, what it is trained towards."""
+    """Advantages before whitening and, with a critic, the targets of its regression."""
 
     advantages: Tensor  # [B,R]
     returns: Tensor | None = None  # [B,S]
@@ -122,7 +121,7 @@ def estimate_by_token(
     gamma: float,
     score_position: ScorePosition,
 ) -> Estimate:
-    """Estimates advantages of tokens without a critic."""
+    """Estimates one advantage per token without a critic."""
     advantages = compute(rewards, score_position.states(rollout), gamma)
     return Estimate(advantages[:, :-1].masked_fill(~rollout.response_mask, 0.0))
 
@@ -139,8 +138,8 @@ def estimate_by_group(
 ) -> Estimate:
     """Estimates one advantage per response, relative to the responses of its group.
 
-    The value of a response is the sum of its rewards. A response without any action has no position for them,
-    and counts with its score in the baseline of the others.
+    The value of a response is the sum of its rewards. A response without actions has no rewards, so its score
+    enters the baseline of the other responses instead.
     """
     mask, states = rollout.response_mask, score_position.states(rollout)
     groups = torch.arange(len(rewards)) // group_size
@@ -158,7 +157,7 @@ def estimate_by_critic(
     gae: GAEConfig,
     score_position: ScorePosition,
 ) -> Estimate:
-    """Estimates advantages of tokens, and returns of states, with a critic."""
+    """Estimates one advantage per token and one return per state with a critic."""
     last_values = values.gather(1, rollout.response_lengths[:, None])[:, 0]  # V after the last token
     bootstrap = last_values.masked_fill(rollout.finished, 0.0) if gae.bootstrap_truncated else None
     advantages, returns = compute(
@@ -177,10 +176,10 @@ def estimate_one_step(
     value_position: str,
     score_position: ScorePosition,
 ) -> Estimate:
-    """Estimates advantages with a critic where a whole response is one action: summed rewards - V.
+    """Estimates one advantage per response, treated as a single action: sum of rewards - V.
 
-    ``value_position``: "prompt_last" is V(prompt). "response_last" is V(prompt, response), which is no
-    baseline: a perfect critic of that kind gives zero advantages.
+    With ``value_position`` "prompt_last", V is V(prompt). With "response_last" it is V(prompt, response),
+    which is not a valid baseline: the advantages of a perfect critic would all be zero.
     """
     mask, states = rollout.response_mask, score_position.states(rollout)
     column = rollout.response_lengths

@@ -1,10 +1,9 @@
-"""Rows of a rollout over ranks, minibatches and forwards.
+"""Distribution of the rows of a rollout over ranks, minibatches and forward passes.
 
-Experience is computed on the rank that generated it and learned from everywhere: every rank receives all
-rows. They are small beside a model (a few MB for 512 responses of 1,000 tokens). With all of them at hand,
-one seeded permutation of the *global* rows forms the minibatches, each rank takes a share of equal length,
-and totals and micro-batch counts are known without communication. So the number of ranks changes nothing but
-speed.
+Each rank computes the experience of the rows that it generated. Then every rank receives all rows, which are
+small compared with a model (a few MB for 512 responses of 1,000 tokens). One seeded permutation of the
+*global* rows forms the minibatches, and each rank takes an equal share of them. Every rank therefore knows
+totals and micro-batch counts without communication, and the number of ranks affects only the speed.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def all_gather_rows(rows: S, world: World) -> S:
 
 
 def concatenate(parts: list[S]) -> S:
-    """Returns the rows of all ``parts`` one after the other, at the width of the widest."""
+    """Concatenates the rows of all ``parts``, padded to the widest prompt and response."""
     prompt, response = max(part.prompt_width for part in parts), max(part.response_width for part in parts)
     wide = [part.resized(prompt, response) for part in parts]
     tensors = {name: torch.cat([part.tensors()[name] for part in wide]) for name in wide[0].tensors()}
@@ -44,7 +43,7 @@ def concatenate(parts: list[S]) -> S:
 
 
 def minibatches(n_rows: int, minibatch_size: int, generator: torch.Generator) -> Sequence[Tensor]:
-    """Returns the row indices of each optimizer step of one epoch: all rows, permuted, in equal parts."""
+    """Splits a random permutation of all rows into the row indices of each optimizer step of one epoch."""
     assert n_rows % minibatch_size == 0, f"{n_rows} rows do not make minibatches of {minibatch_size}"
     return torch.randperm(n_rows, generator=generator).split(minibatch_size)
 
@@ -54,8 +53,8 @@ def microbatch_rows(
 ) -> list[Tensor]:
     """Returns the row indices of each forward over this rank's share of a minibatch.
 
-    A forward has at most ``token_budget`` tokens, and every rank runs equally many. Every rank holds all rows
-    of the minibatch, so this is no collective. ``packed``: see scoring_plan.
+    A forward has at most ``token_budget`` tokens, and every rank runs the same number of forwards. Not a
+    collective, since every rank holds all rows of the minibatch. See ``scoring_plan`` for ``packed``.
     """
     lengths = minibatch.attention_mask.sum(1)
     shares = balance_ranks(lengths, world.size)
@@ -65,7 +64,7 @@ def microbatch_rows(
 
 
 def microbatches(minibatch: S, token_budget: int, world: World, packed: bool = False) -> list[S]:
-    """Returns the rows of each forward over this rank's share of a minibatch, cut to their own longest."""
+    """Returns the trimmed rows of each forward over this rank's share of a minibatch."""
     plan = microbatch_rows(minibatch, token_budget, world, packed)
     return [minibatch.select(rows).trimmed() for rows in plan]
 
@@ -73,13 +72,13 @@ def microbatches(minibatch: S, token_budget: int, world: World, packed: bool = F
 def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: bool = False) -> list[Tensor]:
     """Returns the row indices of each forward over this rank's own rows. A collective.
 
-    Every rank runs equally many forwards: ZeRO-3 gathers weights inside a forward, so a rank with fewer of
-    them would hang the others. ``packed``: the models take rows without padding; a plan for padded rows suits
-    them too.
+    Every rank runs the same number of forwards: ZeRO-3 gathers weights inside a forward, so a rank with fewer
+    forwards would hang the others. ``packed`` states that the models take rows without padding. Such models
+    also accept a plan for padded rows.
     """
     lengths = sequences.attention_mask.sum(1)
-    alone = len(plan_forwards(lengths, token_budget, packed=packed))
-    return plan_forwards(lengths, token_budget, at_least=world.max_int(alone), packed=packed)
+    own_count = len(plan_forwards(lengths, token_budget, packed=packed))
+    return plan_forwards(lengths, token_budget, at_least=world.max_int(own_count), packed=packed)
 
 
 @torch.no_grad()
@@ -90,20 +89,19 @@ def forward_rows(model: Callable[..., Any], sequences: Sequences, plan: list[Ten
 
 
 def scatter_tokens(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
-    """Puts the numbers of response tokens, ``parts`` [b,R'] of each forward, at their rows: [B,R] float32 on
-    the CPU.
+    """Assembles per-token outputs [B,R], float32 on the CPU, from the ``parts`` [b,R'] of all forwards.
 
-    They are 0 beyond the end of each response. A generated token that is no action (an end token outside the
-    mask) keeps its number.
+    Positions beyond the end of a response are 0. A generated token that is not an action (an end token
+    outside the mask) keeps its value.
     """
     responses = sequences.attention_mask[:, sequences.prompt_width :]
     return scatter_rows(parts, plan, torch.zeros(responses.shape)).masked_fill(~responses, 0.0)
 
 
 def scatter_states(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
-    """Puts the numbers of states, ``parts`` [b,S'] of each forward, at their rows: [B,S] float32 on the CPU.
+    """Assembles per-state outputs [B,S], float32 on the CPU, from the ``parts`` [b,S'] of all forwards.
 
-    They are 0 beyond the state after each response's last token.
+    Positions beyond the state after the last token of a response are 0.
     """
     states = torch.arange(sequences.response_width + 1) <= sequences.response_lengths[:, None]
     return scatter_rows(parts, plan, torch.zeros(states.shape)).masked_fill(~states, 0.0)
@@ -112,10 +110,10 @@ def scatter_states(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]
 def scatter_rows(parts: list[Tensor], plan: list[Tensor], out: Tensor) -> Tensor:
     """Writes ``parts`` [b,R'], one for each entry of ``plan``, into the rows of ``out`` [B,R] and returns it.
 
-    The numbers leave the device in one piece after the last forward, so that the host waits only once.
+    All parts are copied from the device at once after the last forward, so that the host waits only once.
     """
-    everything = torch.cat([part.detach().float().flatten() for part in parts]).cpu()
-    pieces = everything.split([part.numel() for part in parts])
+    flat = torch.cat([part.detach().float().flatten() for part in parts]).cpu()
+    pieces = flat.split([part.numel() for part in parts])
     for rows, part, piece in zip(plan, parts, pieces, strict=True):
         out[rows, : part.shape[1]] = piece.view(part.shape)
     return out

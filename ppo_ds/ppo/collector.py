@@ -1,6 +1,4 @@
-"""Collects the scored rollout of one PPO step: generates responses and scores them, in several rounds if
-needed.
-"""
+"""Collection of the scored rollout of one PPO step: generation and scoring, in one or several rounds."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from ppo_ds.types import Metrics, Prompts, Reward, Rollout, ScoredRollout, Score
 
 
 def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
-    """Joins a rollout with its scores, on the CPU."""
+    """Combines a rollout and its scores into a ScoredRollout on the CPU."""
     components = tuple(
         {name: float(column[i]) for name, column in scores.components.items()} for i in range(len(rollout))
     )
@@ -35,14 +33,14 @@ def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
 
 @dataclass(kw_only=True)
 class RolloutCollector:
-    """Generates responses to the next prompts and scores them; every rank has prompts of its own."""
+    """Generates responses to the next prompts and scores them. Each rank has its own prompts."""
 
     actor: HybridActor
     generator: Generator
     reward: Reward
     sampling: SamplingParams
     timer: PhaseTimer
-    check: Callable[[], None]  # a collective that raises, on all ranks, if the rollout is to be abandoned
+    check: Callable[[], None]  # a collective that raises Abandoned on all ranks after a stop request
 
     def __call__(self, prompts: Iterator[Prompts]) -> tuple[ScoredRollout, Metrics]:
         """Collects the rollout of the next ``prompts``, and metrics of the collection. A collective."""
@@ -64,9 +62,9 @@ class RolloutCollector:
 class DynamicRolloutCollector(RolloutCollector):
     """DAPO's dynamic sampling (Yu et al. 2025): replaces prompts whose responses all have the same score.
 
-    Generation goes on in whole rounds until enough prompts with different scores are there, counted over all
-    ranks in the order in which they were drawn; the surplus is dropped. After ``max_rounds`` the step is
-    filled up with prompts of equal scores, so that its size never changes.
+    Generation runs in whole rounds until all ranks together have enough prompts whose scores differ. Prompts
+    are used in the order in which they were drawn, and the surplus is dropped. If ``max_rounds`` rounds are
+    not enough, prompts with equal scores fill the batch, so that its size never changes.
     """
 
     group_size: int
@@ -74,29 +72,26 @@ class DynamicRolloutCollector(RolloutCollector):
     world: World
 
     def __call__(self, prompts: Iterator[Prompts]) -> tuple[ScoredRollout, Metrics]:
-        """Collects a rollout in rounds; every rank ends with an equal share of the chosen rows.
-
-        A collective.
-        """
+        """Collects a rollout in rounds; returns this rank's equal share of the chosen rows. A collective."""
         first = all_gather_rows(self.collect(next(prompts)), self.world)
         rounds, wanted = [first], len(first) // self.group_size
-        useful = int(self._differ(first).sum())
+        useful = int(self._scores_differ(first).sum())
         while useful < wanted and len(rounds) < self.max_rounds:
             rounds.append(all_gather_rows(self.collect(next(prompts)), self.world))
-            useful += int(self._differ(rounds[-1]).sum())
-        everything = concatenate(rounds)
-        differ = self._differ(everything)
+            useful += int(self._scores_differ(rounds[-1]).sum())
+        all_rows = concatenate(rounds)
+        differ = self._scores_differ(all_rows)
         chosen = torch.cat([differ.nonzero()[:, 0], (~differ).nonzero()[:, 0]])[:wanted]
         rows = (chosen[:, None] * self.group_size + torch.arange(self.group_size)).flatten()
-        mine = everything.select(rows.chunk(self.world.size)[self.world.rank]).trimmed()
-        dropped = everything.response_lengths.sum() - everything.response_lengths[rows].sum()
+        mine = all_rows.select(rows.chunk(self.world.size)[self.world.rank]).trimmed()
+        dropped = all_rows.response_lengths.sum() - all_rows.response_lengths[rows].sum()
         return mine, {
             "rollout/rounds": float(len(rounds)),
-            "rollout/useful_group_frac": useful / (len(everything) // self.group_size),
+            "rollout/useful_group_frac": useful / (len(all_rows) // self.group_size),
             "rollout/dropped_tokens": float(dropped),
         }
 
-    def _differ(self, rollout: ScoredRollout) -> Tensor:
+    def _scores_differ(self, rollout: ScoredRollout) -> Tensor:
         """Returns, for each group, whether its scores differ: [groups] bool."""
         groups = rollout.scores.view(-1, self.group_size)
         return groups.amax(1) > groups.amin(1)

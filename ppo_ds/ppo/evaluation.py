@@ -27,7 +27,7 @@ PHASE = "in an evaluation"
 class Evaluator:
     """Evaluates the current policy on this rank's share of the held-out prompts."""
 
-    # prompts and their weights [b]: 0 for rows that only fill up a batch; equally many batches on every rank
+    # prompts and their weights [b], 0 for rows that only fill up a batch; every rank has the same number
     batches: list[tuple[Prompts, Tensor]]
     _: KW_ONLY
     actor: HybridActor
@@ -37,11 +37,11 @@ class Evaluator:
     correct_above: float | None  # a higher score counts as a correct response in eval/accuracy
     tokenizer: Tokenizer
     world: World
-    check: Callable[[], None]  # a collective that raises, on all ranks, if the evaluation is to be abandoned
+    check: Callable[[], None]  # a collective that raises Abandoned on all ranks after a stop request
 
     @torch.no_grad()
     def __call__(self) -> Evaluation:
-        """Evaluates, and leaves the random state of the training as it was. A collective."""
+        """Runs one evaluation, then restores the random states of training. A collective."""
         before = heartbeat.enter(PHASE)
         sums, rows = MetricSums(), []
         with fork_rng(self.world):
@@ -58,13 +58,13 @@ class Evaluator:
                     sums.add_mean("eval/accuracy", scores > self.correct_above, counted)
                 for i in counted.nonzero().flatten().tolist():
                     rows.append(self.sample_row(rollout, float(scores[i]), i))
-            everyone = [row for part in self.world.gather_objects(rows) for row in part]
+            all_rows = [row for part in self.world.gather_objects(rows) for row in part]
             metrics = sums.reduced(self.world)
         heartbeat.enter(*before)
-        return Evaluation(metrics, everyone)
+        return Evaluation(metrics, all_rows)
 
     def generate_all(self) -> list[Rollout]:
-        """Generates the responses to all batches in one generation phase: a switch may gather weights."""
+        """Generates all batches in one generation phase, since each switch may gather weights."""
         rollouts = []
         with self.actor.generation_mode():
             for prompts, _ in self.batches:
@@ -88,9 +88,9 @@ class Evaluator:
 
 @contextmanager
 def _heartbeat_phase(what: str) -> Iterator[None]:
-    """Tells the heartbeat what the evaluation is doing.
+    """Enters ``what`` as the phase of the heartbeat inside the block.
 
-    The time counts for the phase around it, if there is one.
+    The timer does not see this phase: the time counts towards the timer's surrounding phase, if there is one.
     """
     heartbeat.enter(f"{what}, {PHASE}")
     yield
@@ -98,5 +98,5 @@ def _heartbeat_phase(what: str) -> Iterator[None]:
 
 
 def last_message(row: Row) -> str:
-    """Returns the prompt as written: of a chat the last message, without the template around it."""
+    """Returns the last message of a chat, without the template, or the prompt text of any other row."""
     return row["messages"][-1]["content"] if "messages" in row else row["prompt_text"]

@@ -1,7 +1,7 @@
-"""Implements make_experience, which turns a scored rollout into the experience that PPO learns from.
+"""Implements make_experience, which turns a scored rollout into the experience that PPO trains on.
 
-Departures from the bare algorithm of the paper, each with a switch: the score is clipped after the penalty
-for a missing end token, the KL to the reference is charged per token in the reward, and advantages are
+Departures from the paper, each of which the config can switch off: the score is clipped after the penalty for
+a missing end token, the KL to the reference is subtracted from the reward of each token, and advantages are
 whitened over the whole rollout of all ranks, not per minibatch.
 """
 
@@ -30,25 +30,24 @@ from ppo_ds.types import Experience, Metrics, ScoredRollout, Sequences
 
 @dataclass(kw_only=True)
 class ExperienceMaker:
+    """Computes log-probs, KL, rewards, values, advantages and returns of a scored rollout."""
+
     # models
     actor: TrainedModel
     lagged: WeightCopy | None  # the old policy, if it lags behind the actor
     reference: FrozenModel | None  # None: no KL to it is needed
     critic: TrainedModel | None  # None: critic-free, or the actor has the value head
     share_trunk: bool  # the actor has the value head
-    compute_old_logprobs: (
-        bool  # False: the update's own forward is the first one and computes them (learner.py)
-    )
+    compute_old_logprobs: bool  # False: the forward of the update computes them (learner.py)
     # the algorithm
     masked_stop_ids: tuple[int, ...]  # end tokens that are not actions
     shaper: ScoreShaper
-    charged_kl: (
-        Callable[[Tensor, Tensor], Tensor] | None
-    )  # estimator of the KL in the reward; None: not charged
+    # estimator of the KL that is subtracted from the reward; None: the reward has no KL
+    charged_kl: Callable[[Tensor, Tensor], Tensor] | None
     score_position: ScorePosition
     estimate_advantages: AdvantageEstimator
     whitening: Whitening
-    group_size: int  # neighbouring rows with the same prompt
+    group_size: int  # consecutive rows with the same prompt
     rollout_is: RolloutISConfig
     # forwards
     token_budget: int
@@ -83,8 +82,8 @@ class ExperienceMaker:
             rewards = self.score_position.rewards(scores, kl_penalty, rollout)
             weights = torch.ones(mask.shape)
             if self.rollout_is.kind != "none":
-                how = self.rollout_is
-                weights = rollout_is_weights(logprobs, rollout.logprobs, mask, how.kind, how.low, how.high)
+                kind, low, high = self.rollout_is.kind, self.rollout_is.low, self.rollout_is.high
+                weights = rollout_is_weights(logprobs, rollout.logprobs, mask, kind, low, high)
             estimate = self.estimate_advantages(rewards, values, scores, rollout)
             advantages = self.whitening.in_rollout(estimate.advantages, mask, self.group_size, self.world.sum)
         experience = Experience(
@@ -118,7 +117,7 @@ class ExperienceMaker:
         """Computes the metrics of rewards and of ``advantages`` [B,R] before whitening. A collective."""
         states, sums = self.score_position.states(rollout), MetricSums()
         sums.add_mean("reward/clipped_frac", clipped)
-        # a score paid outside the states is lost, as in zysNLP's code
+        # a score added outside the states has no effect, as in zysNLP's code
         sums.add_mean("reward/total_mean", masked_sum(experience.rewards, states, dim=1))
         sums.add_mean("reward/kl_penalty_mean", -masked_sum(kl_penalty, states[:, :-1], dim=1))
         for name in rollout.components[0]:
@@ -148,7 +147,7 @@ class ExperienceMaker:
     def kl_now(self, experience: Experience) -> Metrics:
         """Measures the KL to the reference (k1 per token) before and after the update. A collective.
 
-        ``experience`` is that of all ranks.
+        ``experience`` holds the rows of all ranks.
         """
         mine = experience.select(
             torch.arange(len(experience)).chunk(self.world.size)[self.world.rank]
@@ -169,9 +168,9 @@ class ExperienceMaker:
 
 
 def mask_stops(rollout: ScoredRollout, stop_token_ids: tuple[int, ...]) -> ScoredRollout:
-    """Takes end tokens out of the actions; they stay attended to.
+    """Removes end tokens from the response mask; models still attend to them.
 
-    zysNLP always does that, DeepSpeed-Chat if the pad token ends responses.
+    zysNLP's code always does this, DeepSpeed-Chat if the pad token ends responses.
     """
     responses = rollout.ids[:, rollout.prompt_width :]
     stops = torch.isin(responses, torch.tensor(stop_token_ids, dtype=responses.dtype))

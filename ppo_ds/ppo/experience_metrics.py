@@ -33,12 +33,12 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
         "rollout/resp_len_max": lengths.max(),
         "rollout/stop_frac": experience.finished.double().mean(),
         "rollout/truncated_frac": (~experience.finished).double().mean(),
-        # an end token at once, or nothing
+        # no token, or an end token alone
         "rollout/empty_frac": (lengths <= experience.finished).double().mean(),
         "rollout/pad_frac": 1 - experience.attention_mask.sum() / experience.attention_mask.numel(),
         "rollout/unique_frac": len(unique) / len(experience),
     }
-    if samples_per_prompt > 1:  # a single response has no spread
+    if samples_per_prompt > 1:  # a single response has no standard deviation
         stds = scores.view(-1, samples_per_prompt).std(1, unbiased=False)
         metrics["rollout/zero_std_group_frac"] = (stds == 0).double().mean()
     if experience.logprobs is not None:
@@ -71,7 +71,7 @@ def reference_log_ratio(experience: Experience) -> Tensor | None:
 def sample_rows(experience: Experience, tokenizer: Tokenizer, limit: int) -> list[dict[str, Any]]:
     """Returns the first ``limit`` rows (-1: all) as text.
 
-    With each its score, its summed KL (nats), its length (tokens), its finish and the token that ended it.
+    Each row has its score, summed KL (nats), length (tokens), finish reason and the token that ended it.
     """
     log_ratio, width = reference_log_ratio(experience), experience.prompt_width
     kl = [None] * len(experience) if log_ratio is None else log_ratio.sum(1).tolist()

@@ -1,11 +1,11 @@
-"""Dumps the optimizer step that ended a run into a folder, to be read and to be replayed by launch/replay.py.
+"""Dump of the optimizer step that ended a run, for inspection and for launch/replay.py.
 
     dumps/step_000012/update.json          what was not finite, on which rank, in which row; the rows as text
                       update.safetensors   all columns of the minibatch
                       config.yaml          the run's config
-                      {actor,critic}/      as in a checkpoint; finite, since no bad step was applied
+                      {actor,critic}/      as in a checkpoint; finite, since no non-finite step was applied
 
-There are no pickles. update.json is written last, so a dump that a disk fault leaves incomplete has none.
+Nothing is pickled. update.json is written last, so an incomplete dump has none.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def write_dump(
     """Writes the dump. Raises CheckpointError, on all ranks, if that fails. A collective."""
     world = learner.world
 
-    def begin() -> None:
+    def write_config() -> None:
         if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)  # left by an earlier start that ended at this step
             folder.mkdir(parents=True)
             if config.exists():
                 shutil.copyfile(config, folder / "config.yaml")
 
-    def end() -> None:
+    def write_update() -> None:
         if world.is_main:
             write_tensors(folder / "update.safetensors", trouble.minibatch.tensors())
             about = {
@@ -106,15 +106,15 @@ def write_dump(
             ]
             write_json(folder / "update.json", {"format": FORMAT, "world_size": world.size, **about})
 
-    on_all_ranks(world, begin)
+    on_all_ranks(world, write_config)
     for role, model in {"actor": learner.actor, "critic": learner.critic}.items():
         if model is not None:
             save_model(model, folder / role)
-    on_all_ranks(world, end)
+    on_all_ranks(world, write_update)
 
 
 def read_dump(folder: Path) -> Dump:
-    """Reads a dump. Raises UserError if the folder holds no complete one of this format."""
+    """Reads a dump. Raises UserError unless the folder holds a complete dump of this format."""
     try:
         about = json.loads((folder / "update.json").read_text(encoding="utf-8"))
         columns = load_file(folder / "update.safetensors")

@@ -30,7 +30,7 @@ from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Experience, Metrics, Sequences
 
 ROLES = {"actor": "policy", "critic": "value"}  # model -> prefix of its metrics
-# NaN when a rollout is skipped; its other metrics of the update are absent
+# logged as NaN when a rollout is skipped; the other metrics of the update are absent then
 UNKNOWN = ("policy/loss", "value/loss", "value/explained_var")
 
 
@@ -42,7 +42,7 @@ class Average(Protocol):
 
 @dataclass(frozen=True)
 class ActorBackward:
-    """Holds what the actor's backward passes of one optimizer step leave beside gradients, on this rank."""
+    """Results of the actor's backward passes of one optimizer step on this rank, besides the gradients."""
 
     loss: Tensor  # 0-dim: the sum over the micro-batches
     kl_sums: Tensor  # [2]: approx_kl as (sum, count)
@@ -52,6 +52,8 @@ class ActorBackward:
 
 @dataclass(kw_only=True)
 class Learner:
+    """Trains the actor and the critic on one experience."""
+
     # models
     actor: TrainedModel
     critic: TrainedModel | None  # None: critic-free, or the actor has the value head
@@ -61,9 +63,9 @@ class Learner:
     policy: PolicyObjective
     value: ValueObjective
     ptx: PtxObjective | None
-    ptx_texts: Iterator[Sequences] | None  # the texts of each optimizer step, those of all ranks
+    ptx_texts: Iterator[Sequences] | None  # texts of one optimizer step, of all ranks together
     whitening: Whitening
-    norm: int  # tokens that one answer counts as in the aggregation token_sum_norm
+    norm: int  # divisor per response of the aggregation token_sum_norm
     # batches
     epochs: int
     minibatch_size: int  # rows of one optimizer step, over all ranks
@@ -78,11 +80,11 @@ class Learner:
     def __call__(
         self, experience: Experience, kl_coef: float, seed: int, critic_only: bool = False
     ) -> tuple[Experience, Metrics]:
-        """Trains the models on ``experience``; ``seed`` orders the rows, alike on every rank. A collective.
+        """Trains the models on ``experience``; returns it with the metrics of the update. A collective.
 
-        Returns the experience and the metrics of the update. An experience without old log-probs gets those
-        of the update's own forward, which is the first one of the rollout, since there is one optimizer step
-        only.
+        ``seed`` determines the order of the rows and must be the same on every rank. If the experience has no
+        old log-probs, the update must be a single optimizer step. Its forward then computes them, and the
+        returned experience has them.
         """
         shuffle, steps_per_epoch = torch.Generator().manual_seed(seed), len(experience) // self.minibatch_size
         if (found := first_nonfinite(experience)) is not None:
@@ -143,9 +145,9 @@ class Learner:
         return experience, metrics.reduced(self.world) | describe_steps(steps) | passes
 
     def totals(self, minibatch: Experience) -> tuple[BatchTotals, BatchTotals | None]:
-        """Counts the actions, and with a critic the trained states, of one optimizer step.
+        """Counts the actions and, with a critic, the trained states of one optimizer step.
 
-        Every rank holds all its rows, so this is no collective.
+        Not a collective, since every rank holds all rows.
         """
         norm, size = self.norm * len(minibatch), self.world.size
         totals = batch_totals([minibatch.response_mask], dp_size=size, norm=norm)
@@ -195,7 +197,8 @@ class Learner:
     ) -> tuple[Tensor, Parts, Tensor]:
         """Computes a micro-batch's part of the actor's loss, its metrics and its log-probs [b,R'] (detached).
 
-        With a shared trunk the value loss is part of it: one forward, one backward.
+        With a shared trunk, the loss includes the value loss, so that one forward and one backward are
+        enough.
         """
         out = self.actor(
             micro.ids,
@@ -205,7 +208,7 @@ class Learner:
             with_aux=self.policy.aux_coef > 0,
             entropy_gradient=self.policy.entropy.coef > 0,
         )
-        micro = micro.to(self.world.device)  # after the forward: the model lays its rows out on the CPU
+        micro = micro.to(self.world.device)  # after the forward, since the model arranges its rows on the CPU
         loss, parts = self.policy(out, micro, totals, kl_coef)
         if out.values is not None:
             value, value_parts = self.value(out.values, micro, value_totals)
@@ -241,7 +244,7 @@ class Learner:
     ) -> Metrics:
         """Skips all optimizer steps of a rollout with a non-finite number.
 
-        Whitening and returns carry such a number to other rows, so none of them is used.
+        Whitening and returns spread such a number to other rows, so no row is used.
         """
         count = self.epochs * (len(experience) // self.minibatch_size)
         steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
@@ -257,15 +260,14 @@ class Learner:
         return unknown | describe_steps(steps) | {"policy/epochs_run": 0.0, "policy/early_stopped": 0.0}
 
     def with_logprobs(self, experience: Experience, logprobs: list[Tensor], plan: list[Tensor]) -> Experience:
-        """Returns the experience with the log-probs of the update's own forward, [b,R'] for each entry of
-        ``plan``.
+        """Adds the log-probs that the update's forward has computed to the experience. A collective.
 
-        A collective: each rank has computed those of its own rows.
+        ``logprobs`` are those of this rank's rows, [b,R'] for each entry of ``plan``.
         """
-        answered = experience.attention_mask[:, experience.prompt_width :]
-        mine = scatter_rows(logprobs, plan, torch.zeros(answered.shape)).masked_fill(~answered, 0.0)
-        everyone = self.world.sum(mine)
-        return replace(experience, logprobs=everyone, old_logprobs=everyone)
+        responses = experience.attention_mask[:, experience.prompt_width :]
+        mine = scatter_rows(logprobs, plan, torch.zeros(responses.shape)).masked_fill(~responses, 0.0)
+        of_all_ranks = self.world.sum(mine)
+        return replace(experience, logprobs=of_all_ranks, old_logprobs=of_all_ranks)
 
 
 def padding(micros: list[Experience], packed: bool) -> Tensor:
@@ -279,10 +281,10 @@ def padding(micros: list[Experience], packed: bool) -> Tensor:
 
 
 def describe_steps(steps: dict[str, list[StepInfo]]) -> Metrics:
-    """Computes gradient norms, learning rates and counts of skipped steps; alike on every rank.
+    """Computes gradient norms, learning rates and counts of skipped steps, the same on every rank.
 
-    Norms are before clipping, mean over the optimizer steps (NaN if one was skipped). Rates are those of the
-    last step.
+    Gradient norms are measured before clipping and averaged over the optimizer steps (NaN if one was
+    skipped). Learning rates are those of the last step.
     """
     numbers: Metrics = {}
     for role, infos in steps.items():

@@ -1,4 +1,4 @@
-"""The losses of one micro-batch: what the actor and the critic are trained on."""
+"""Losses of the actor and the critic on one micro-batch."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see ops/los
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Computes policy loss - coef * entropy (+ kl_coef * KL to the reference) (+ aux_coef * load-balancing
-    loss).
+    """Computes the actor's loss on a micro-batch.
 
-    At action level sequence a response is one action: one ratio, one term in each mean, and its log-prob and
-    its KL summed over its tokens.
+        policy loss - coef * entropy (+ kl_coef * KL to the reference) (+ aux_coef * load-balancing loss)
+
+    At action level sequence a response is one action: it has one ratio and is one term of each mean, and its
+    log-prob and its KL are summed over its tokens.
     """
 
     loss: Callable[..., tuple[Tensor, Parts]]  # an entry of POLICY_LOSSES
-    sums_over_tokens: (
-        bool  # at action level sequence: False if each token carries the term of the whole response
-    )
+    # at action level sequence: False if every token of a response has the loss of the whole response
+    sums_over_tokens: bool
     clip: PolicyConfig
     entropy: EntropyConfig
     kl: Callable[[Tensor, Tensor], Tensor] | None  # estimator of the KL in the loss; None: not in the loss
@@ -51,7 +51,7 @@ class PolicyObjective:
     ) -> tuple[Tensor, Parts]:
         """Returns the micro-batch's part of the loss of the optimizer step, and its metrics."""
         mask, logprobs = micro.response_mask, out.logprobs
-        # with one optimizer step per rollout the old policy is the current one: the ratio is 1 and has a
+        # with one optimizer step per rollout the old policy is the current one: the ratio is 1, but it has a
         # gradient
         old_logprobs = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
         sequence = self.level == "sequence"
@@ -73,13 +73,12 @@ class PolicyObjective:
         if self.entropy.coef:
             loss = loss - self.entropy.coef * entropy_loss(entropy, mask, agg=agg, totals=totals)
         if self.kl is not None:
-            if kl_coef:  # else 0 times a KL that may not be finite
+            if kl_coef:  # 0 times a non-finite KL would be NaN
                 kl = kl_loss(logprobs, micro.ref_logprobs, mask, estimator=self.kl, agg=agg, totals=totals)
                 loss = loss + kl_coef * kl
             parts["policy/kl_loss"] = token_sum(self.kl(logprobs, micro.ref_logprobs), mask)
         if self.aux_coef:
-            # a mean over the tokens of this forward, weighted by its share in the tokens of the optimizer
-            # step
+            # ``out.aux`` is a mean over the tokens of this forward; its weight is their share in the step
             tokens = mask.sum()
             loss = loss + self.aux_coef * out.aux * (tokens * (totals.dp_size / max(totals.tokens, 1.0)))
             parts["policy/aux_loss"] = torch.stack([out.aux.detach() * tokens, tokens])
@@ -89,7 +88,7 @@ class PolicyObjective:
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """Computes coef * (1/2 if half) * squared error, clipped around the old value.
+    """Computes the critic's loss: coef * (1/2 if half) * squared error, clipped around the old value.
 
     At action level sequence there is one value per response.
     """
@@ -114,9 +113,7 @@ class ValueObjective:
 
 @dataclass(frozen=True)
 class PtxObjective:
-    """Computes the language-modelling loss on other texts (Ouyang et al. 2022): coef * mean over tokens of
-    -log p.
-    """
+    """Computes coef * mean of -log p over the tokens of other texts (PPO-ptx, Ouyang et al. 2022)."""
 
     coef: float
 
@@ -126,5 +123,5 @@ class PtxObjective:
 
 
 def token_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Returns [sum over tokens, number of tokens]: a mean once it is summed over micro-batches and ranks."""
+    """Returns (sum over tokens, number of tokens), [2], to be added over micro-batches and ranks."""
     return torch.stack([masked_sum(x.detach(), mask), mask.sum()])

@@ -19,7 +19,7 @@ from ppo_ds.ppo.learner import Learner
 from ppo_ds.training.health import NonFiniteStep
 from ppo_ds.types import Experience
 
-# By model: the name of one number of its result, and the result itself.
+# By model: the label of one number of its output, and the function that gets the tensor of these numbers.
 RESULTS: dict[str, tuple[str, Callable[[Any], Tensor]]] = {
     "actor": ("log-prob of token {}", attrgetter("logprobs")),
     "critic": ("value of state {} of the critic", lambda output: output),
@@ -30,8 +30,8 @@ RESULTS: dict[str, tuple[str, Callable[[Any], Tensor]]] = {
 class Row:
     """One row of an optimizer step, replayed alone."""
 
-    position: int  # in the minibatch
-    rank: int  # that replayed it
+    position: int  # position in the minibatch
+    rank: int  # the rank that replayed it
     losses: dict[str, float] = field(default_factory=dict)  # by model: the row's part of the step's loss
     first: str | None = None  # the first of its tensors that was not finite
 
@@ -41,14 +41,14 @@ class Origin:
     """The origin of the first non-finite number, as far as it could be found."""
 
     what: str
-    rank: int | None  # that computed it
-    position: int | None  # of its row in the minibatch
+    rank: int | None  # the rank that computed it
+    position: int | None  # position of its row in the minibatch
 
 
 def locate_nonfinite(learner: Learner, minibatch: Experience, kl_coef: float, critic_only: bool) -> list[Row]:
     """Replays every row of ``minibatch`` and returns the rows in their order. A collective.
 
-    Weights, optimizers and counters stay as they are.
+    Weights, optimizers and counters do not change.
     """
     world = learner.world
     plan = microbatch_rows(minibatch, 1, world)
@@ -64,7 +64,7 @@ def locate_nonfinite(learner: Learner, minibatch: Experience, kl_coef: float, cr
 
 
 def find_origin(learner: Learner, trouble: NonFiniteStep) -> Origin:
-    """Finds the row and the tensor that made ``trouble``, as far as a replay shows them. A collective."""
+    """Finds the tensor and the row that caused a non-finite step, if a replay reproduces it. A collective."""
     if trouble.row is not None:
         return Origin(trouble.what[0], trouble.rank, trouble.rows.tolist().index(trouble.row))
     for row in locate_nonfinite(learner, trouble.minibatch, trouble.kl_coef, trouble.critic_only):
@@ -96,13 +96,14 @@ def _replay(
 
 @contextmanager
 def nonfinite_tensors(name: str, model: TrainedModel) -> Iterator[list[str]]:
-    """Inside, each non-finite output and gradient of ``model`` is appended to the list, in the order of
-    computation.
+    """Records the non-finite outputs and gradients of ``model`` inside the block.
+
+    Yields the list of their names, in the order of computation.
     """
     found: list[str] = []
 
     def note_result(module: Any, inputs: Any, output: Any) -> None:
-        """The log-probs [1,R] or values [1,S] of the only row, every position of which is attended."""
+        """Checks the log-probs [1,R] or values [1,S] of a single row, in which every position is attended."""
         what, numbers = RESULTS[name]
         bad = (~numbers(output).detach().isfinite()).nonzero()
         if len(bad):

@@ -1,8 +1,8 @@
-"""The start-up check that the decode backend and the training engine are the same model.
+"""Start-up check that the decode backend and the training engine compute the same log-probs.
 
-Wrong position ids, masks, a cache in another dtype or an inference copy with stale weights make the log-probs
-of generation differ from those of the training engine. Learning then fails slowly and looks like bad tuning;
-a few tokens at the start show it.
+Wrong position ids, wrong masks, a cache in another dtype or an inference copy with stale weights make the
+log-probs of generation differ from those of the training engine. Training then fails slowly, as with bad
+hyperparameters. A few tokens at start-up reveal the difference.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ppo_ds.types import Prompts
 
 GATE_PROMPTS, GATE_TOKENS = 8, 16
 
-# Mean |difference| per token, nats. The rounding of a forward in the dtype stays well below; a real error is
-# far above (left padding without position ids moves GPT-2's log-probs by 0.1 and more).
+# Largest allowed mean |difference| per token, in nats. Rounding errors of the dtype are well below, real
+# errors far above (left padding without position ids changes GPT-2's log-probs by 0.1 and more).
 BOUNDS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
 
 
@@ -54,7 +54,7 @@ def parity_gap(
 
 
 def disagreement(gap: Gap, dtype: str) -> str | None:
-    """Returns the error message for a ``gap`` out of bounds for a model in ``dtype``; None within them."""
+    """Returns an error message if ``gap`` exceeds the bound of ``dtype``, otherwise None."""
     mean, largest = gap
     if mean <= BOUNDS[dtype]:
         return None

@@ -1,6 +1,4 @@
-"""Shapes the reward's scores: penalties, normalisation, the fixed score of truncated responses, clip, in this
-order.
-"""
+"""Shaping of scores, in this order: penalties, normalisation, fixed score of truncated responses, clip."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from ppo_ds.types import Rollout, ScoredRollout
 
 @dataclass
 class ScoreShaper:
-    """Shapes scores as `algo.reward_shaping` says, and keeps the moments that normalise them."""
+    """Shapes scores according to `algo.reward_shaping`; keeps the running moments that normalise them."""
 
     shaping: RewardShapingConfig
     world: World
@@ -26,7 +24,7 @@ class ScoreShaper:
 
     @torch.no_grad()
     def __call__(self, rollout: ScoredRollout) -> tuple[Tensor, Tensor]:
-        """Returns the shaped scores [B], and the same before the clip [B].
+        """Returns the shaped scores [B] and the scores before the clip [B].
 
         A collective if moments are updated.
         """
@@ -36,19 +34,15 @@ class ScoreShaper:
             self.moments.update(scores, self.world.sum)
         if shaping.normalize != "none":
             scores = self.moments.normalize(scores, shaping.normalize_std)
-        if (
-            shaping.missing_eos == "set"
-        ):  # after normalisation: the value is on the scale of the shaped scores (N+)
+        # after normalisation, since the value is on the scale of the shaped scores (N+)
+        if shaping.missing_eos == "set":
             scores = torch.where(rollout.finished, scores, shaping.missing_eos_value)
         return shape_scores(scores, clip=shaping.clip), scores
 
     def penalized(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        """Applies the penalties for length and for a missing end token, on the reward's own scale:
-
-        [B] -> [B].
-        """
+        """Applies the penalties for length and for a missing end token, on the reward's scale: [B] -> [B]."""
         shaping, lengths, buffer = self.shaping, rollout.response_lengths, self.shaping.overlong_buffer
-        if buffer is not None and buffer < 1:  # a share of the limit
+        if buffer is not None and buffer < 1:  # a fraction of the length limit
             buffer = (buffer * rollout.limits).ceil().clamp(min=1)
         elif buffer is not None:
             buffer = rollout.limits.clamp(max=buffer)

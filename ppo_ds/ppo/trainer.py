@@ -1,20 +1,22 @@
-"""PPO from scores of whole answers: the stage that trains the policy.
+"""PPO stage: trains a policy from scores of whole responses.
 
 One step, as in Ouyang et al. 2022 (InstructGPT) and Schulman et al. 2017:
   1. collect           the actor answers a batch of prompts, the reward scores the answers
   2. make_experience   log-probs, KL to the reference, rewards per token, values, advantages (GAE), returns
   3. learn             several epochs of clipped policy and value updates over shuffled minibatches
-  4. kl.update         the controller moves the KL coefficient
+  4. kl.update         the controller adjusts the KL coefficient
 
 Departures from the paper:
-  - Scores are clipped after the penalty for a missing stop token, the KL is charged per token inside the
-    reward, and advantages are whitened over the whole rollout of all ranks (experience.py; all switchable).
+  - Scores are clipped after the penalty for a missing stop token, the KL is subtracted from the reward of
+  each
+    token, and advantages are whitened over the whole rollout of all ranks (experience.py). The config can
+    switch each of these off.
   - Actor and critic step together or not at all, and only if every loss and gradient is finite (learner.py).
-  - The critic may learn alone at first: on rollouts of the initial policy (algo.value.pretrain_rollouts,
+  - The critic may be trained alone at first: on rollouts of the initial policy (algo.value.pretrain_rollouts,
     VC-PPO, Yuan et al. 2025) and in the first steps (algo.value.warmup_steps).
   - The old policy may lag several steps behind the actor (algo.old_policy=lagged, algo.lag).
   - Prompts whose answers all score alike may be replaced (algo.dynamic_sampling, DAPO, Yu et al. 2025).
-  - Critic-free estimators may take the place of GAE (algo.advantage.estimator).
+  - Critic-free estimators may replace GAE (algo.advantage.estimator).
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from ppo_ds.training.stage import Evaluation, RunContext, Stateful, StepResult
 from ppo_ds.training.state import is_due
 from ppo_ds.types import Metrics, Prompts
 
-FIRST_PRETRAINING_SEED = 500_000  # beyond the number of steps
+FIRST_PRETRAINING_SEED = 500_000  # above every step index, so that the seeds differ
 
 
 @dataclass(kw_only=True)
@@ -73,9 +75,8 @@ class PPOTrainer:
     prompts: Iterator[Prompts]
     collect: RolloutCollector
     make_experience: ExperienceMaker
-    make_pretraining_experience: (
-        ExperienceMaker | None
-    )  # with lambda 1; None without algo.value.pretrain_rollouts
+    # with lambda 1; None without algo.value.pretrain_rollouts
+    make_pretraining_experience: ExperienceMaker | None
     learn: Learner
     kl: FixedKLController
     stateful: Mapping[str, Stateful]  # the components whose state a checkpoint saves
@@ -91,7 +92,7 @@ class PPOTrainer:
     pretraining_metrics: Metrics = field(init=False, default_factory=dict)  # logged with the first step
 
     def start(self) -> None:
-        """Fits the critic to the returns of the initial policy, before that policy moves."""
+        """Pretrains the critic on returns of the initial policy, before the first policy update."""
         for i in range(self.algo.value.pretrain_rollouts):
             if self.context.stop.agreed_reason() is not None:
                 return
@@ -110,7 +111,7 @@ class PPOTrainer:
         # 2. log-probs, KL, values, advantages
         kl_coef = self.kl.value
         experience, made = self.make_experience(rollout, kl_coef)
-        self.context.stop.raise_if_stopped()  # the last chance to abandon the step
+        self.context.stop.raise_if_stopped()  # a later stop request does not interrupt the step
 
         # 3. clipped updates
         experience, learned = self.learn(

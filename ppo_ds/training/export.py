@@ -21,8 +21,8 @@ def export_model(
 ) -> None:
     """Writes the weights of ``model`` and the tokenizer into ``folder``. A collective.
 
-    ``save`` runs on the rank that holds the consolidated weights, and gets those whose names begin with
-    ``prefix``, without it.
+    ``save`` runs on rank 0 only. It receives the weights whose names start with ``prefix``, with the prefix
+    removed.
     """
     weights = consolidated(model)
     if weights is not None:

@@ -1,6 +1,6 @@
 """Health of a run: non-finite numbers, skipped optimizer steps and the limit on the KL.
 
-Every rank decides the same: each holds the rows of all ranks, and sums over ranks are equal everywhere.
+All ranks make the same decisions: each holds the rows of all ranks, and reduced sums are equal everywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from ppo_ds.types import Experience, Metrics
 
-LABELS = {  # names of one number of each column, in the order in which the columns are computed
+LABELS = {  # label of one number of each column, in the order in which the columns are computed
     "scores": "score",
     "decode_logprobs": "log-prob of token {} as it was generated",
     "logprobs": "log-prob of token {}",
@@ -32,9 +32,9 @@ class NonFiniteStep:
     """An optimizer step that was skipped because of non-finite numbers."""
 
     what: tuple[str, ...]  # "score", "log-prob of token 17", "loss of the actor", "gradient of the critic"
-    minibatch: Experience  # the rows of the step, those of all ranks
+    minibatch: Experience  # the rows of the step, from all ranks
     rows: Tensor  # [b] long: the index of each of these rows in the rollout
-    row: int | None  # index in the rollout of the row that is certainly the cause, if one is
+    row: int | None  # index in the rollout of the row that caused it; None if unknown
     rank: int | None  # the rank that generated that row
     kl_coef: float
     critic_only: bool
@@ -50,22 +50,22 @@ class TooManySkips(Exception):
 
 @dataclass
 class Health:
-    """Counts skipped optimizer steps; the only owner of these counts.
+    """Counts consecutive skipped optimizer steps.
 
-    A rollout that is skipped as a whole counts once, however many optimizer steps it was for.
+    A rollout that is skipped as a whole counts once, regardless of its number of optimizer steps.
     """
 
     max_skips: int
-    skips: int = 0  # in a row, so far
-    step: int = 1  # the step in progress
-    since: int | None = None  # the step of the first skip in this row; None if an earlier start made it
-    reasons: list[str] = field(default_factory=list)  # since they were last taken
+    skips: int = 0  # consecutive ones so far
+    step: int = 1  # the training step in progress
+    since: int | None = None  # training step of the first of these skips; None if it was before a resume
+    reasons: list[str] = field(default_factory=list)  # reasons since the last ``take_reasons``
 
     def begin_step(self, step: int) -> None:
         self.step = step
 
     def sound(self) -> None:
-        """Records an optimizer step that was made."""
+        """Records an optimizer step that was not skipped."""
         self.skips = 0
 
     def skip(self, trouble: NonFiniteStep, forgiven: bool = False) -> None:
@@ -80,18 +80,21 @@ class Health:
             raise TooManySkips(trouble)
 
     def take_reasons(self) -> list[str]:
-        """Returns the reasons since the last call, each once, in their order."""
+        """Returns the distinct reasons since the last call, in the order of their first occurrence."""
         taken, self.reasons = list(dict.fromkeys(self.reasons)), []
         return taken
 
     def restore(self, skips: int, step: int) -> None:
-        """Sets the count of a checkpoint; ``step`` is the one to do next."""
+        """Sets the count from a checkpoint; ``step`` is the next training step."""
         self.skips, self.step, self.since = skips, step, None
 
 
 @dataclass
 class KLMonitor:
-    """Watches kl/k3_token_mean; k1 is signed, and negative when a policy collapses."""
+    """Compares kl/k3_token_mean with a limit.
+
+    k3 is never negative, whereas k1 is signed and becomes negative when a policy collapses.
+    """
 
     highest: float | None  # nats per token; None: no limit
     stops: bool
@@ -102,8 +105,8 @@ class KLMonitor:
         kl = metrics.get("kl/k3_token_mean")
         if self.highest is None or kl is None:
             return None
-        was, self.above = self.above, kl > self.highest
-        if was or not self.above:
+        was_above, self.above = self.above, kl > self.highest
+        if was_above or not self.above:
             return None
         return (
             f"kl/k3_token_mean={kl:.4g} nats per token is above health.max_kl={self.highest:g}: "

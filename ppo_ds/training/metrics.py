@@ -1,4 +1,4 @@
-"""Metrics over all ranks: each rank adds its share, and one collective reduces them."""
+"""Metrics over all ranks: each rank adds its own values, and ``reduced`` combines them."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ class MetricSums:
             self._parts[name] = part
 
     def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Adds the mean of ``values`` under ``mask``; values outside the mask may be anything, NaN too."""
+        """Adds the mean of ``values`` where ``mask`` is set. Other values are ignored, even NaN."""
         mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
         total = values.detach().double().masked_fill(~mask, 0.0).sum()
         self.add_parts({name: torch.stack([total, mask.sum()])})
 
     def add_spread(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Adds ``<name>_mean`` and ``<name>_std`` (population); a group name such as "adv" gives adv/mean,
-        adv/std.
+        """Adds the mean and the population standard deviation of ``values``.
+
+        A full name such as "eval/score" gives eval/score_mean and eval/score_std. The name of a group such as
+        "adv" gives adv/mean and adv/std.
         """
-        joint = "_" if "/" in name else "/"
-        self.add_mean(f"{name}{joint}mean", values, mask)
-        self.add_mean(f"{name}{joint}mean{_SQUARES}", values.double() ** 2, mask)
+        separator = "_" if "/" in name else "/"
+        self.add_mean(f"{name}{separator}mean", values, mask)
+        self.add_mean(f"{name}{separator}mean{_SQUARES}", values.double() ** 2, mask)
 
     def add_max(self, name: str, value: Tensor) -> None:
         self.add_parts({name: value})
@@ -72,7 +74,7 @@ class MetricSums:
 
 
 def _joined(parts: dict[str, Tensor], join: Callable[[list[Tensor]], Tensor], world: World) -> Tensor:
-    """Joins parts on one device: those of losses are on the GPU, those counted from lengths on the CPU."""
+    """Joins parts on one device. Parts of losses are on the GPU, counts of lengths on the CPU."""
     return join([part.to(world.device) for part in parts.values()])
 
 

@@ -1,4 +1,4 @@
-"""Performance of a PPO step: throughput, fractions of the machine's capacity, peak memory (perf/*, mem/*)."""
+"""Performance metrics of a PPO step: throughput, utilization and peak memory (perf/*, mem/*)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ppo_ds.models.size import size_of
 from ppo_ds.ops.flops import Size, causal_pairs, decode_bytes, forward_flops
 from ppo_ds.types import Experience, Metrics
 
-# Bytes. Two buffers take less than the first optimizer step adds to all but toy models, so mem/* hides them.
+# Bytes of each of two buffers on the CPU. Except for toy models the first optimizer step allocates more, so
+# the buffers do not raise mem/*.
 CPU_BUFFER = 2**26
 
 
@@ -28,9 +29,9 @@ class Capacity:
 
 
 def measured_capacity(world: World, dtype: torch.dtype) -> Capacity:
-    """Measures all ranks at once, since ranks on one machine share its memory bandwidth. A collective.
+    """Measures the peak capacity in half a second. A collective.
 
-    Takes half a second.
+    All ranks measure at the same time, since ranks on one machine share its memory bandwidth.
     """
     world.barrier()
     size = CPU_BUFFER if world.device.type == "cpu" else None
@@ -46,7 +47,9 @@ class UpdateCost:
     """The size of a trained model and what its update costs."""
 
     size: Size
-    forwards: int  # of equal cost: the forward, gradients of activations, and of weights unless frozen (LoRA)
+    # cost in forwards: one each for the forward, the gradients of activations and those of weights unless
+    # most weights are frozen (LoRA)
+    forwards: int
 
 
 def update_cost(model: TrainedModel, body: torch.nn.Module) -> UpdateCost:
@@ -56,7 +59,7 @@ def update_cost(model: TrainedModel, body: torch.nn.Module) -> UpdateCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Meter:
-    """Computes perf/* and mem/* of a step from its experience and its seconds."""
+    """Computes perf/* and mem/* of a step from its experience and its timings."""
 
     world: World
     capacity: Capacity
@@ -65,7 +68,7 @@ class Meter:
     weight_bytes: int  # of one weight of the decoding model, and of one number in its cache
 
     def __call__(self, experience: Experience, times: Metrics, metrics: Metrics) -> Metrics:
-        """Takes the experience of all ranks, time/* and the other metrics of the step. A collective."""
+        """Computes them from the experience of all ranks, time/* and the other metrics. A collective."""
         return (
             throughput(experience, times, metrics, self.world.size)
             | self.utilization(experience, times, metrics)
@@ -73,11 +76,11 @@ class Meter:
         )
 
     def utilization(self, experience: Experience, times: Metrics, metrics: Metrics) -> Metrics:
-        """Returns perf/mfu_* and perf/hbm_frac_decode, fractions of the capacity in the time of each phase.
+        """Returns perf/mfu_* and perf/hbm_frac_decode, the used fractions of the capacity during a phase.
 
-        perf/mfu_* counts the FLOPs that updates need at least, without the texts of algo.ptx.
-        perf/hbm_frac_decode counts the bytes that decoding reads at least: weights and cache, as if a rank
-        decoded all its rows side by side.
+        perf/mfu_* counts the minimum FLOPs of the updates, without the texts of algo.ptx.
+        perf/hbm_frac_decode counts the minimum bytes that decoding reads (weights and cache), as if each rank
+        decoded all its rows in one batch.
         """
         lengths = experience.attention_mask.sum(1).tolist()
         work = {
@@ -98,10 +101,10 @@ class Meter:
         }
 
     def decoded_bytes(self, experience: Experience, metrics: Metrics) -> float:
-        """Returns the bytes that decoding reads at least, over all ranks.
+        """Returns the minimum number of bytes that decoding reads, over all ranks.
 
-        Of answers that dynamic sampling dropped only the number of tokens is known; they cost as much as the
-        others.
+        Of responses that dynamic sampling dropped only the number of tokens is known. Each of their tokens is
+        assumed to cost as much as the others.
         """
         prompts, responses = experience.prompt_lengths.tolist(), experience.response_lengths.tolist()
         steps = max(*responses, 1) - 1  # the first token comes from the prompt's forward
@@ -129,14 +132,14 @@ def build_meter(world: World, actor: HybridActor, critic: TrainedModel | None) -
 
 
 def generated(experience: Experience, metrics: Metrics) -> float:
-    """Returns the tokens of all answers, those that dynamic sampling dropped included."""
+    """Returns the number of generated tokens, including responses that dynamic sampling dropped."""
     return float(experience.response_lengths.sum()) + metrics.get("rollout/dropped_tokens", 0.0)
 
 
 def throughput(experience: Experience, times: Metrics, metrics: Metrics, ranks: int) -> Metrics:
     """Returns tokens and samples per second of the step, and new tokens per second of generation.
 
-    All ranks together, without padding.
+    Padding does not count. Rates cover all ranks together, except ``_gpu``, which is per rank.
     """
     tokens, step = int(experience.attention_mask.sum()), times["time/step"]
     return {
@@ -153,7 +156,7 @@ def host_peak() -> int:
 
 
 def memory(world: World) -> Metrics:
-    """Returns mem/*: peaks in GB since the start, of the rank with the highest peak. A collective."""
+    """Returns mem/*: peak memory since the start in GB, the maximum over ranks. A collective."""
     peaks = {"mem/host_rss_gb": host_peak() / 2**20}
     if world.device.type == "cuda":
         peaks["mem/alloc_peak_gb"] = torch.cuda.max_memory_allocated() / 2**30

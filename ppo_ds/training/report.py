@@ -11,11 +11,11 @@ from ppo_ds.training.state import TrainState
 def write_report(
     run_dir: Path, title: str, state: TrainState, *, exported: bool, checkpoint: str | None = None
 ) -> None:
-    """Draws curves.png and prints what the run has achieved and saved. Called by rank 0 alone.
+    """Draws curves.png and prints the results and the saved files of a run. Only rank 0 calls it.
 
-    The held-out table and the sample answers are left out of a run that was not ``exported``: it was
-    interrupted, and its last evaluation is older than its weights. ``checkpoint`` is the last checkpoint,
-    with a hint how to resume.
+    A run that was not ``exported`` was interrupted, so its last evaluation is older than its weights. The
+    held-out table and the sample answers are omitted then. ``checkpoint`` is the last checkpoint, with a hint
+    on how to resume.
     """
     before, after = state.first_eval, state.last_eval
     drawn = plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", title=title, before=before)

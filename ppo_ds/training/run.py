@@ -1,4 +1,4 @@
-"""The run that all stages share: steps, evaluation, logging, checkpoints, rollback and the end."""
+"""Training loop that all stages share: steps, evaluation, logging, checkpoints, rollback and shutdown."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Run:
 
     # this process
     reason: ExitReason = field(init=False, default="done")
-    error: str | None = field(init=False, default=None)  # set when numbers, not a request, end the run
+    error: str | None = field(init=False, default=None)  # if non-finite numbers or the KL limit end it
     saved_step: int | None = field(init=False, default=None)
     last_checkpoint: Path | None = field(init=False, default=None)  # saved or resumed from
     eval_score: float | None = field(init=False, default=None)  # of the step in progress
@@ -95,10 +95,10 @@ class Run:
                 self.tracker.samples(0, evaluation.rows, split="eval")
             with self.rollback_on_nonfinite():
                 self.stage.start()
-        self.costs()  # the first step starts here
+        self.costs()  # resets the timer for the first step
 
     def steps(self) -> Iterator[int]:
-        """Yields the index of every step that is left, until all ranks agree on a reason to end."""
+        """Yields the indices of the remaining steps until all ranks agree on a reason to end."""
         while self.error is None:
             step = self.state.step
             requested = self.context.stop.agreed_reason()
@@ -161,7 +161,7 @@ class Run:
         self.eval_score = (evaluated or {}).get("eval/score_mean")
 
     def costs(self) -> Metrics:
-        """Returns seconds (time/*) and counters since the last call. A collective."""
+        """Returns the seconds (time/*) and the counters of the stage since the last call. A collective."""
         times = self.context.timer.take()
         spread = rank_time_spread(self.world, times["time/step"])
         return times | spread | {name: take() for name, take in self.stage.counters.items()}
@@ -196,7 +196,7 @@ class Run:
                 self.roll_back(self.last_checkpoint, error)
             except UserError as damaged:
                 self.reason = "nonfinite"
-                self.error = f"{self.dump_failure(error)}; there is no way back: {damaged}"
+                self.error = f"{self.dump_failure(error)}; the rollback failed: {damaged}"
 
     def roll_back(self, checkpoint: Path, error: TooManySkips) -> None:
         health, failed_step, rollbacks = self.context.health, self.state.step + 1, self.state.rollbacks
@@ -206,11 +206,11 @@ class Run:
         health.take_reasons()
         self.eval_score = None
         self.tracker.rewind(self.state.step)
-        self.costs()  # the next step starts here
+        self.costs()  # resets the timer for the next step
         if self.world.is_main:
             log.warning(
                 "warning: step %d: %d times in a row no optimizer step was made (%s: not finite): "
-                "back to %s, once; the next time the run ends",
+                "rolled back to %s; if this happens again, the run ends",
                 failed_step, health.max_skips, error, checkpoint,
             )  # fmt: skip
 
@@ -218,7 +218,7 @@ class Run:
         """Dumps the last skipped optimizer step and returns the message that ends the run."""
         step, health = self.state.step + 1, self.context.health
         line = self.stage.dump_failure(error, step, self.context.run_dir)
-        before = f"after going back to {self.last_checkpoint} " if self.state.rollbacks else ""
+        before = f"after the rollback to {self.last_checkpoint} " if self.state.rollbacks else ""
         since = health.since
         began = f"; the first of these was in step {since}" if since is not None and since < step else ""
         return (
@@ -229,15 +229,15 @@ class Run:
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def save_if_due(self, last: bool = False) -> None:
-        """Saves a checkpoint if one is due, at the ``last`` call unless checkpoint.every is 0.
+        """Saves a checkpoint if one is due. The ``last`` call saves one unless checkpoint.every is 0.
 
         No checkpoint while steps are being skipped: a rollback needs a healthy state.
         """
         if self.context.health.skips and not last:
             return
         step, every = self.state.step, self.checkpoint.every
-        bar = -math.inf if self.state.best_score is None else self.state.best_score
-        best = self.checkpoint.keep_best and self.eval_score is not None and self.eval_score > bar
+        previous_best = -math.inf if self.state.best_score is None else self.state.best_score
+        best = self.checkpoint.keep_best and self.eval_score is not None and self.eval_score > previous_best
         if best:
             self.state.best_score = self.eval_score
         # never before the first step: an interrupted Stage.start is repeated from the beginning
@@ -297,11 +297,11 @@ class Run:
             restore_rng()
             raise
 
-    # -- the end ---------------------------------------------------------------------------------------------
+    # -- shutdown --------------------------------------------------------------------------------------------
 
     def finish(self) -> ExitReason:
         """Saves, exports and reports; returns the reason."""
-        if self.reason != "nonfinite":  # which ends the run in the middle of a step
+        if self.reason != "nonfinite":  # that one ends the run in the middle of a step
             self.save_if_due(last=True)
         succeeded = EXIT_CODES[self.reason] == 0  # no export after a signal: its sender waits for the exit
         if succeeded:

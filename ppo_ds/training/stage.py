@@ -72,7 +72,7 @@ class Stage(Stateful, Protocol):
     models: Mapping[str, TrainedModel]  # saved in every checkpoint
     weight_copies: Mapping[str, WeightCopy]  # saved with them
     total_steps: int
-    # metrics that count since their last call; read once per step
+    # metric name -> function that returns the count since its last call; called once per step
     counters: Mapping[str, Callable[[], float]]
 
     def start(self) -> None:
@@ -86,10 +86,10 @@ class Stage(Stateful, Protocol):
         """
 
     def evaluate(self) -> Evaluation | None:
-        """Evaluates on held-out data, without an effect on training; None without data. May raise Abandoned."""
+        """Evaluates without affecting training; returns None without held-out data. May raise Abandoned."""
 
     def export(self, run_dir: Path) -> None:
         """Writes the trained models into the run directory."""
 
     def dump_failure(self, error: TooManySkips, step: int, run_dir: Path) -> str:
-        """Writes what reproduces the last skipped optimizer step and returns one line about it."""
+        """Writes files that reproduce the last skipped optimizer step; returns one line that describes it."""

@@ -34,7 +34,7 @@ class TrainState:
     step: int = 0  # completed steps
     episodes: int = 0  # samples so far
     tokens: int = 0  # response tokens so far
-    rollbacks: int = 0  # a rollback does not reset it
+    rollbacks: int = 0  # not reset by a rollback
 
     # evaluation
     best_score: float | None = None
@@ -42,9 +42,8 @@ class TrainState:
     last_eval: Metrics | None = None
     first_rows: list[dict[str, Any]] = field(default_factory=list)
     last_rows: list[dict[str, Any]] = field(default_factory=list)
-    unevaluated: Metrics | None = (
-        None  # metrics of the last step if a stop request interrupted its evaluation
-    )
+    # metrics of the last step if a stop request interrupted its evaluation
+    unevaluated: Metrics | None = None
 
     def heldout_metrics(self) -> dict[str, float]:
         """Returns heldout_<name>_<before|after> for the summary, without metrics that were not measured."""

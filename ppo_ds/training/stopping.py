@@ -79,7 +79,7 @@ class StopRequest:
         if self._wakeup_fd is None:
             return
         if self._request is None and (request := self.read_request()) is not None:
-            self._request = request  # never None: the handler may have set it in the meantime
+            self._request = request  # not assigned if None, since the handler may set it meanwhile
         if self._request is None or self._published:
             return
         self._published = True
@@ -98,9 +98,10 @@ class StopRequest:
             for number in os.read(self._wakeup_fd, 64):
                 if number in SIGNALS:
                     return self.describe(number)
-        if launcher_pids() != self._launchers:  # nobody is left to send a signal
+        if launcher_pids() != self._launchers:  # no launcher is left to forward signals
             return f"the launcher of rank {self.world.rank} has ended"
-        # Unavailable once its process has ended; then the launcher ends too, or the next collective fails.
+        # The store is unavailable once the process that holds it has ended. Then the launcher ends too, or
+        # the next collective fails.
         with suppress(StoreUnavailable):
             return self.store.get(STORE_KEY)
         return None

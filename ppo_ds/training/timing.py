@@ -25,18 +25,19 @@ REMEDIES = {
 
 
 class PhaseTimer:
-    """Sums the seconds of named phases and enters each phase in the heartbeat.
+    """Sums the seconds of named phases and sets the phase of the heartbeat.
 
     A phase inside another counts as the outer one, so no second is counted twice.
 
-    On a GPU the seconds are the device's, between events at both ends of a phase that are read once per step,
-    so that the host runs ahead. Host work counts while the device is idle; behind device work it counts as
-    the phase of that work. Not tried on a GPU.
+    On a GPU the seconds are measured between CUDA events at both ends of a phase. The events are read once
+    per step, so that the host can run ahead of the device. Host work counts for its own phase while the
+    device is idle. While the device is busy, the time counts for the phase of the device's work. Not tested
+    on a GPU.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._phases: list[tuple[str, Any, Any]] = []  # name, marks of start and end
+        self._phases: list[tuple[str, Any, Any]] = []  # name, start, end; see _mark
         self._depth = 0
         self._started = time.perf_counter()
 
@@ -82,11 +83,11 @@ class PhaseTimer:
 
 
 def rank_time_spread(world: World, step_seconds: float) -> Metrics:
-    """Returns health/rank_time_spread_s: the most busy seconds of any rank minus the fewest.
+    """Returns health/rank_time_spread_s: the longest busy time of a rank minus the shortest. A collective.
 
-    Busy seconds are those of the step without waiting in the collectives of World. Waiting in ZeRO's own
-    collectives (updates, all forwards of stage 3) counts as busy. A straggler keeps the difference high. A
-    collective.
+    Busy time is the time of the step minus the waiting in collectives of World. Waiting in ZeRO's own
+    collectives (updates, all forwards of stage 3) counts as busy. A permanently large difference indicates a
+    straggler.
     """
     busy = step_seconds - world.waiting.take()
     most, least = world.max(torch.tensor([busy, -busy], dtype=torch.float64)).tolist()

@@ -210,5 +210,6 @@ def test_without_a_valid_checkpoint_there_is_no_rollback(loop, monkeypatch):
         raise UserError("it is damaged")
 
     run.stage.learn, run.checkpoints.load, run.last_checkpoint = gives_up, damaged, Path("step_7")
-    assert run.fit() == "nonfinite" and "no way back: it is damaged" in named(events, "finish")[0]["error"]
+    assert run.fit() == "nonfinite"
+    assert "the rollback failed: it is damaged" in named(events, "finish")[0]["error"]
     assert named(events, "log") == [] == named(events, "save")

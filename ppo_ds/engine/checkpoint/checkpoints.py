@@ -8,8 +8,8 @@
     checkpoints/latest, checkpoints/best              names of folders
 
 A folder is written as ``.tmp_step_000010`` and renamed once every rank has its files on the disk. All ranks
-must see the same file system. Resume takes the newest undamaged folder; the pointers are for people and other
-programs, and after a kill they may name the folder before it.
+must see the same file system. Resume takes the newest undamaged folder. ``latest`` and ``best``
+are only for users and other programs; after a kill they may name an older folder.
 """
 
 from __future__ import annotations
@@ -50,12 +50,10 @@ from ppo_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 DELETED = ".tmp_old_"  # prefix of folders that are being deleted
-COPY_KEYS = {
-    "ema": "actor.ema.decay",
-    "lagged": "algo.old_policy",
-}  # config keys that decide on weight copies
+# weight copy -> config key that switches it on
+COPY_KEYS = {"ema": "actor.ema.decay", "lagged": "algo.old_policy"}
 NO_COPIES: Mapping[str, WeightCopy] = {}
-OTHER_BYTES = 1024**2  # of a checkpoint besides tensors: random states, JSON
+OTHER_BYTES = 1024**2  # upper bound of the files without models and copies: random states, JSON
 
 
 class Checkpoints:
@@ -70,7 +68,7 @@ class Checkpoints:
         self.world = world
         self.keep_last = keep_last
         self.settings = settings
-        self._verified: set[Path] = set()  # by this process
+        self._verified: set[Path] = set()  # checkpoints that this process has verified
 
     def save(
         self,
@@ -84,7 +82,7 @@ class Checkpoints:
         """Saves a checkpoint, which is on the disk when this returns, and deletes older ones.
 
         ``state`` (JSON) is that of rank 0; ``copies`` are the weight copies of COPY_KEYS that the run keeps.
-        Checkpoints of later steps are deleted too, since the run has gone back and abandoned them. Raises
+        Checkpoints of later steps are deleted too, since the run was rolled back to before them. Raises
         CheckpointError on all ranks if any rank could not write; nothing of the new checkpoint is left then.
         """
         fault("checkpoint.before")
@@ -129,7 +127,7 @@ class Checkpoints:
             raise UserError(f"run.dir={self.root.parent}: no space for a checkpoint: {shortage}")
 
     def latest(self) -> Path | None:
-        """Returns the newest undamaged checkpoint, or None without any. Warns of newer damaged ones.
+        """Returns the newest undamaged checkpoint, or None if there is none. Warns about newer damaged ones.
 
         Raises UserError if all are damaged: a fresh start would delete what may still be recovered.
         """
@@ -151,7 +149,7 @@ class Checkpoints:
         return None
 
     def settings_of(self, path: Path) -> dict[str, Any] | None:
-        """Returns the settings in a checkpoint from ``latest`` or ``verify``; old versions have None."""
+        """Returns the settings in a checkpoint from ``latest`` or ``verify``; old versions saved none."""
         return self._metadata(path).get("settings")
 
     def world_size_of(self, path: Path) -> int:
@@ -235,7 +233,7 @@ class Checkpoints:
         temporary.mkdir(parents=True)
 
     def _shortage(self, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy]) -> str | None:
-        """Returns the reason if the disk has no space for one more checkpoint. Not a collective."""
+        """Returns an error text if the disk has no space for one more checkpoint. Not a collective."""
         tensors = sum(map(model_bytes, models.values())) + sum(map(weight_copy_bytes, copies.values()))
         needed = tensors + OTHER_BYTES
         existing = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
@@ -248,7 +246,7 @@ class Checkpoints:
         )
 
     def _commit(self, temporary: Path, final: Path, written: list[Path]) -> None:
-        """Writes the manifest and renames the folder, from which moment on the checkpoint exists.
+        """Writes the manifest and renames the folder, which makes the checkpoint visible.
 
         Each rank hashes the files that it has written itself.
         """
@@ -276,7 +274,7 @@ class Checkpoints:
         fault("checkpoint.after_rename")
 
     def _update_pointers(self, final: Path, best: bool) -> None:
-        """Points ``latest`` (and ``best``) to the new checkpoint, then deletes abandoned and old ones."""
+        """Points ``latest`` (and ``best``) to the new checkpoint, then deletes later and old ones."""
         write_pointer(self.root / "latest", final.name)
         if best:
             write_pointer(self.root / "best", final.name)
@@ -289,7 +287,7 @@ class Checkpoints:
         self._prune(newest=final)
 
     def _prune(self, newest: Path) -> None:
-        """Deletes checkpoints up to ``newest`` but the last ``keep_last`` of them and the best."""
+        """Deletes checkpoints up to ``newest``, except the last ``keep_last`` of them and the best one."""
         best = self._best()
         folders = [folder for folder in self._folders() if _step_of(folder) <= _step_of(newest)]
         for folder in folders[self.keep_last :]:
@@ -340,5 +338,5 @@ def _step_of(folder: Path) -> int:
 
 
 def _mark_deleted(folder: Path) -> None:
-    """Renames a folder before its deletion, so that a kill half way leaves no damaged checkpoint."""
+    """Renames a folder before its deletion, so that a kill meanwhile leaves no damaged checkpoint."""
     folder.rename(folder.with_name(f"{DELETED}{folder.name}"))

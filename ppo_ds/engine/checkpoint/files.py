@@ -1,4 +1,4 @@
-"""Durable files, and writing by several ranks that must agree whether all succeeded."""
+"""Durable file writes, and functions by which all ranks learn whether a write failed on any of them."""
 
 from __future__ import annotations
 

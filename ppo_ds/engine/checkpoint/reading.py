@@ -16,7 +16,8 @@ from ppo_ds.engine.master_weights import WEIGHT
 def read_weights(module: nn.Module, checkpoint: Path, role: str, *, weight_copy: str | None = None) -> None:
     """Loads the weights of ``checkpoint/role``, or of ``checkpoint/weight_copy``, into ``module``.
 
-    ``module`` is what the engine was given at its start; its frozen weights stay, cast to the engine's dtype.
+    ``module`` must be built like the one that the engine was given. Its frozen weights are cast to the
+    engine's dtype and otherwise kept.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     index = read_index(checkpoint / role / INDEX_OF_MODEL, trained)

@@ -30,7 +30,7 @@ class ShardWriter:
 
     def __init__(self, directory: Path, world: World, parts: Sequence[str]):
         self.index: dict[str, str] = {}  # parameter -> file, the same on every rank
-        self.written: list[Path] = []  # by this rank
+        self.written: list[Path] = []  # files that this rank has written
         self._directory, self._world, self._parts = directory, world, parts
         self._shard, self._bytes = 0, 0
         self._tensors: dict[str, Tensor] = {}  # of this rank's current shard

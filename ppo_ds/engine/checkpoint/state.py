@@ -4,7 +4,7 @@ model.json               counters and settings, and the index of the shards (eng
 shard-00000.safetensors  weight/<name>, exp_avg/<name>, exp_avg_sq/<name>: fp32, whole
 buffers.safetensors      the module's persistent buffers
 
-A second set of its weights (engine/weight_copy.py) is stored in the same way: weight/<name> alone, with the
+A copy of its weights (engine/weight_copy.py) is stored in the same way, with weight/<name> alone and the
 index in shadow.json.
 """
 
@@ -33,7 +33,7 @@ from ppo_ds.engine.trained import TrainedModel, parameter_counts, whole_numel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
 
-KEY = "run.resume: "  # in front of errors while loading
+KEY = "run.resume: "  # prefix of error messages while loading
 
 
 def model_bytes(model: TrainedModel) -> int:
@@ -48,7 +48,7 @@ def weight_copy_bytes(copy: WeightCopy) -> int:
 
 
 def save_model(model: TrainedModel, directory: Path) -> list[Path]:
-    """Saves a model and returns the files that this rank wrote; all are complete then. A collective."""
+    """Saves a model and returns the files that this rank wrote, which are then on the disk. A collective."""
     world, masters = model.world, MasterWeights(model)
     writer = write_shards(masters, directory, world, PARTS)
     index = {
@@ -70,7 +70,7 @@ def save_model(model: TrainedModel, directory: Path) -> list[Path]:
 
 
 def save_weight_copy(copy: WeightCopy, directory: Path) -> list[Path]:
-    """Saves a second set of weights; otherwise like ``save_model``. A collective."""
+    """Saves a weight copy; otherwise like ``save_model``. A collective."""
     world = copy.model.world
     with copy.exchanged() as masters:
         writer = write_shards(masters, directory, world, [WEIGHT])
@@ -104,7 +104,7 @@ def load_model(model: TrainedModel, directory: Path) -> None:
 
 
 def load_weight_copy(copy: WeightCopy, directory: Path) -> None:
-    """Restores a second set of weights; the model's own stay as they are. A collective."""
+    """Restores a weight copy; the weights of the model do not change. A collective."""
     world, parameters = copy.model.world, copy.masters.parameters
     index = on_all_ranks(world, lambda: read_index(directory / INDEX_OF_COPY, parameters, key=KEY))
     with copy.exchanged() as masters:
