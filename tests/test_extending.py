@@ -1,29 +1,50 @@
-"""Additions made as CONTRIBUTING says, a table entry and a YAML file outside the repository, take effect."""
+"""Additions made as CONTRIBUTING says, a table entry and a YAML file outside the repository, take effect.
+
+The added stage is that of tests/training/test_second_stage.py, which trains with it.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.cli import load_config
+from ppo_ds.build.generator import build_generator
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
+    DECODE_BACKENDS,
+    KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
     POLICY_LOSSES,
     AdvantageEstimator,
+    DecodeBackend,
+    KLEstimator,
     LossAggregation,
     PolicyLoss,
 )
 from ppo_ds.config.schema import Config
+from ppo_ds.config.targets import bind
+from ppo_ds.models.policy import Policy
+from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.ops.losses import BatchTotals, Share, policy_loss, token_mean
+from ppo_ds.ppo.collector import RolloutCollector
+from ppo_ds.rollout.base import SamplingParams
+from ppo_ds.types import Prompts, Rollout, ScoredRollout
 from tests.ppo.conftest import ThreadWorld
 from tests.ppo.preset_runs import WIDTH, Run, gradient_of, make_and_learn
 from tests.ppo.test_preset_goldens import OFFERED, dialogue
+
+# -- parts of an algorithm
 
 
 def doubled_scores(scores: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -37,26 +58,46 @@ def tripled_loss(*args: object, **settings: object) -> tuple[Tensor, dict[str, T
     return 3 * loss, metrics
 
 
+def doubled_difference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Returns twice the estimate k1."""
+    return 2 * (logprobs - ref_logprobs)
+
+
 def doubled_mean(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
     """Returns a mean of twice the loss."""
     return token_mean(2 * loss, mask, totals)
 
 
-def config(folder: Path, preset: str) -> Config:
-    arguments = ["--config-dir", str(folder), f"algo={preset}", "actor.model.path=org/actor"]
-    arguments += ["reward=function", "reward.path=pkg.mod:score", "data.path=org/prompts", "run.steps=2"]
-    arguments += ["rollout.prompts_per_step=3", "rollout.samples_per_prompt=2"]
-    return load_config([*arguments, f"sampling.max_new_tokens={WIDTH}"])
+def config(folder: Path, *arguments: str) -> Config:
+    given = [
+        "--config-dir",
+        str(folder),
+        "actor.model.path=org/actor",
+        "data.path=org/prompts",
+        "run.steps=2",
+    ]
+    given += [
+        "rollout.prompts_per_step=3",
+        "rollout.samples_per_prompt=2",
+        f"sampling.max_new_tokens={WIDTH}",
+    ]
+    return load_config([*given, *arguments])
 
 
 def run(folder: Path, preset: str) -> Run:
+    made = config(folder, f"algo={preset}", "reward=function", "reward.path=pkg.mod:score")
     numbers = replace(dialogue(OFFERED["verl"]), old_values=None, values=None)
-    return make_and_learn(config(folder, preset), ThreadWorld(0, 1, threading.Barrier(1), [None]), numbers)
+    return make_and_learn(made, one_rank(), numbers)
+
+
+def one_rank() -> ThreadWorld:
+    return ThreadWorld(0, 1, threading.Barrier(1), [None])
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "algo").mkdir()
+    for group in ("algo", "reward"):
+        (tmp_path / group).mkdir()
     return tmp_path
 
 
@@ -82,6 +123,18 @@ def test_a_policy_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(mine, 3 * usual)
 
 
+def test_a_kl_estimator(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = KLEstimator(f"{__name__}.doubled_difference", "Twice k1.")
+    monkeypatch.setitem(KL_ESTIMATORS, "doubled", entry)
+    common = "advantage: { estimator: reinforce, whiten: none }\n"
+    for name, kl in (("mine", "doubled, coef: 0.1"), ("usual", "k1, coef: 0.2"), ("none", "k1, coef: 0")):
+        text = common + f"kl: {{ place: reward, estimator: {kl} }}\n"
+        (folder / "algo" / f"{name}.yaml").write_text(text)
+    mine, usual, none = (run(folder, preset).experience.rewards for preset in ("mine", "usual", "none"))
+    torch.testing.assert_close(mine, usual)
+    assert not torch.allclose(mine, none)
+
+
 def test_a_loss_aggregation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = LossAggregation(f"{__name__}.doubled_mean", "Twice the mean.")
     monkeypatch.setitem(LOSS_AGGREGATIONS, "doubled", entry)
@@ -91,3 +144,156 @@ def test_a_loss_aggregation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     mine, usual = (gradient_of(run(folder, preset).actor) for preset in ("mine", "usual"))
     assert usual.any()
     torch.testing.assert_close(mine, 2 * usual)
+
+
+# -- rewards and decode backends, in the collection of a rollout
+
+TOKENIZER = character_tokenizer("abcdefgh")
+SAMPLING = SamplingParams(WIDTH, 0, 1.0, 1.0, 0, stop_token_ids=(1,), stop_strings=())
+
+OWN_BACKEND = """
+import torch
+from ppo_ds.rollout.base import truncate_at_stop
+
+
+class MyGenerator:
+    '''Decodes without a cache: a forward over everything for each token.'''
+
+    rollouts = []
+
+    def __init__(self, lm, *, tokenizer, token_budget, all_reduce_max, should_stop):
+        self.lm, self.tokenizer = lm, tokenizer
+
+    @torch.no_grad()
+    def __call__(self, prompts, sampling):
+        ids, mask, logprobs = prompts.ids, prompts.mask, []
+        for _ in range(sampling.max_new_tokens):
+            places = (mask.cumsum(1) - 1).clamp(min=0)
+            logits = self.lm()(input_ids=ids, attention_mask=mask, position_ids=places).logits[:, -1]
+            table = (logits.float() / sampling.temperature).log_softmax(-1)
+            token = torch.multinomial(table.exp(), 1)
+            logprobs.append(table.gather(1, token))
+            ids, mask = torch.cat([ids, token], 1), torch.cat([mask, torch.ones_like(token).bool()], 1)
+        rollout = truncate_at_stop(
+            prompts, ids[:, prompts.ids.shape[1]:], torch.cat(logprobs, 1), sampling=sampling,
+            pad_id=self.tokenizer.pad_id, decode=self.tokenizer.decode,
+        ).trimmed()
+        self.rollouts.append(rollout)
+        return rollout
+"""
+
+OWN_REWARDS = """
+from ppo_ds.rewards.base import TextReward
+import torch
+
+
+def lengths(prompts, responses, rows):
+    return [len(response) for response in responses]
+
+
+class Letters(TextReward):
+    '''Counts a letter.'''
+
+    def __init__(self, letter: str = "a", *, tokenizer):
+        super().__init__(tokenizer)
+        self.letter = letter
+
+    def judge(self, responses):
+        return torch.tensor([float(text.count(self.letter)) for text in responses.texts])
+"""
+
+
+class Actor:
+    """A tiny Llama that gives its causal LM inside generation mode only."""
+
+    all_reduce_max = None
+
+    def __init__(self, world: ThreadWorld):
+        torch.manual_seed(0)
+        small = dict(vocab_size=TOKENIZER.id_bound, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+        lm = LlamaForCausalLM(LlamaConfig(**small, num_attention_heads=2, initializer_range=0.5))
+        self.module, self.world, self.inside = Policy(lm, temperature=1.0), world, False
+
+    def __call__(self, *rows: Any) -> Any:
+        return self.module(*rows)
+
+    @contextmanager
+    def generation_mode(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
+
+    @property
+    def lm(self) -> LlamaForCausalLM:
+        assert self.inside
+        return self.module.lm
+
+
+def collected(config: Config) -> tuple[ScoredRollout, list[str]]:
+    """Returns a rollout by the config's decode backend and reward, and the lines of the banner."""
+    world, notes = one_rank(), []
+    actor = Actor(world)
+    ids = torch.tensor([[0, 0, 3], [0, 4, 5], [6, 7, 8], [0, 9, 3]])
+    metadata = tuple({"prompt_text": text} for text in ("a", "bc", "def", "ga"))
+    prompts = Prompts(ids, ids > 0, torch.full((len(ids),), WIDTH), metadata)
+
+    class Source:
+        def __len__(self) -> int:
+            return len(ids)
+
+        def batch(self, rows: list[int]) -> Prompts:
+            return prompts.select(torch.tensor(rows))
+
+    inputs = SimpleNamespace(tokenizer=TOKENIZER, source=Source(), longest_prompt=3)
+    generator, _ = build_generator(config, world, inputs, actor, SAMPLING, lambda: False, notes.append)
+    collector = RolloutCollector(
+        actor=actor,
+        generator=generator,
+        reward=bind(config.reward, "reward")(tokenizer=TOKENIZER),
+        sampling=SAMPLING,
+        timer=lambda phase: nullcontext(),
+        check=lambda: None,
+    )
+    return collector(iter([prompts]))[0], notes
+
+
+def texts(rollout: Rollout) -> list[str]:
+    ids = rollout.ids[:, rollout.prompt_width :]
+    return [
+        TOKENIZER.decode(row[mask].tolist()) for row, mask in zip(ids, rollout.response_mask, strict=True)
+    ]
+
+
+def test_a_reward_function(folder: Path) -> None:
+    (folder / "mine.py").write_text(OWN_REWARDS)
+    own = f"_target_: ppo_ds.rewards.function.FunctionReward\npath: {folder}/mine.py:lengths\n"
+    (folder / "reward" / "mine.yaml").write_text(own)
+    rollout, _ = collected(config(folder, "algo=grpo", "reward=mine"))
+    expected = [len(text) for text in texts(rollout)]
+    assert any(expected) and rollout.scores.tolist() == expected
+
+
+def test_a_reward_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "own_rewards.py").write_text(OWN_REWARDS)
+    monkeypatch.syspath_prepend(folder)
+    (folder / "reward" / "mine.yaml").write_text("_target_: own_rewards.Letters\nletter: b\n")
+    for letter, more in (("b", []), ("c", ["reward.letter=c"])):
+        rollout, _ = collected(config(folder, "algo=grpo", "reward=mine", *more))
+        expected = [text.count(letter) for text in texts(rollout)]
+        assert any(expected) and rollout.scores.tolist() == expected
+
+
+def test_a_decode_backend(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "own_backend.py").write_text(OWN_BACKEND)
+    monkeypatch.syspath_prepend(folder)
+    entry = DecodeBackend("own_backend.MyGenerator", "Decodes without a cache.", in_auto=False)
+    monkeypatch.setitem(DECODE_BACKENDS, "mine", entry)
+    rewarded = ("algo=grpo", "reward=function", f"reward.path={folder}/scores.py:lengths")
+    (folder / "scores.py").write_text(OWN_REWARDS)
+    rollout, notes = collected(config(folder, *rewarded, "rollout.backend=mine"))
+    assert notes == ["decode     mine: rollout.backend=mine"]
+    from own_backend import MyGenerator
+
+    gate, own = MyGenerator.rollouts  # the gate's, and that of the step
+    assert torch.equal(rollout.ids, own.ids) and torch.equal(rollout.logprobs, own.logprobs)
+    assert len(set(texts(rollout))) > 1 and len(gate) == 8

@@ -84,6 +84,7 @@ def make(
     threshold: int = 0,
     borrow: bool = False,
     gather_elements: int = GATHER_ELEMENTS,
+    eps: float = 1e-6,
 ) -> HybridActor:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -115,7 +116,7 @@ def make(
         ),
         schedule=LRSchedule(3e-2, "constant", 0.0, 0.0, 10),
         betas=(0.9, 0.95),
-        eps=1e-6,
+        eps=eps,
         weight_decay=0.0,
     )
 
