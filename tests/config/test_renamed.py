@@ -9,7 +9,7 @@ import pytest
 
 from ppo_ds.config.reading import dotted_keys
 from ppo_ds.config.renamed import RENAMED, current_name, with_current_names
-from ppo_ds.config.resume import judge
+from ppo_ds.config.resume import check_resume
 from ppo_ds.config.schema import Config, resolved
 from tests.config.commands import MINIMAL, complaints, compose
 
@@ -81,6 +81,8 @@ def test_stored_settings_are_read_under_the_current_names() -> None:
 
 def test_a_checkpoint_from_before_the_renaming_can_be_resumed() -> None:
     checkpoint = Path("outputs/ppo/checkpoints/step_000010")
-    assert judge(under_old_names(), resolved(compose(*MINIMAL)), checkpoint) == []
-    (line,) = judge(under_old_names(), resolved(compose(*MINIMAL, "algo.rollout_is.high=3")), checkpoint)
+    assert check_resume(under_old_names(), resolved(compose(*MINIMAL)), checkpoint) == []
+    (line,) = check_resume(
+        under_old_names(), resolved(compose(*MINIMAL, "algo.rollout_is.high=3")), checkpoint
+    )
     assert line == "changed    since the checkpoint: algo.rollout_is.high 2.0 -> 3.0"
