@@ -660,7 +660,7 @@ def test_an_error_line_does_not_repeat_the_command_lines_key(keys):
 @pytest.mark.parametrize("name", ["../x", "/x", "..", "", "a\nb"])
 def test_a_run_name_is_a_single_path_component(name):
     with pytest.raises(
-        UserError, match="^run.name=.*: must be one name, without /"
+        UserError, match="^run.name=.*: must be a single name without /"
     ):  # also without a folder of that name, because the name is also a title
         load_config(
             [*RUN, *BY_FUNCTION, f"run.name='{name}'", *(["run.dir=/tmp/x"] if name == "/x" else [])],
