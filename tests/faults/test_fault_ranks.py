@@ -200,7 +200,7 @@ def test_the_trainer_with_a_rank_that_hangs(tmp_path):
     assert "this rank is after the phase 'reward' since" in rank_0 and "all_reduce" in rank_0
     assert (
         "this rank is in the phase 'reward' since" in rank_1
-        and "in _judged\n" in rank_1
+        and "in collect\n" in rank_1
         and "all_reduce" not in rank_1
     )
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"] == "error"
