@@ -107,8 +107,7 @@ def line_of(caught: pytest.ExceptionInfo) -> str:
     return line
 
 
-# -- code in input files
-# ------------------------------------------------------------------------------------------------------------
+# -- code in input files ---------------------------------------------------------------------------
 
 
 def test_the_planted_code_runs_if_it_is_loaded(witness, code):
@@ -294,8 +293,7 @@ def test_data_sets_are_never_programs(tmp_path, witness, code):
     assert list(load_rows(str(tmp_path / "rows.parquet"))) == [{"prompt": "a"}]
 
 
-# -- untrusted checkpoints
-# ------------------------------------------------------------------------------------------------------------
+# -- untrusted checkpoints -------------------------------------------------------------------------
 
 
 def listed(folder: Path, **others: Any) -> None:
@@ -416,8 +414,7 @@ def test_pickles_in_a_checkpoint_are_not_read(checkpoint, witness):
         load_rng(checkpoint, World)
 
 
-# -- sources of code
-# ------------------------------------------------------------------------------------------------------------
+# -- sources of code -------------------------------------------------------------------------------
 
 # Lists everything that can run foreign code or unpickle, with the reason why it may.
 ALLOWED = {
@@ -551,8 +548,7 @@ def test_the_scanner_finds_each_form(source):
     assert dangers(source)
 
 
-# -- keys
-# ------------------------------------------------------------------------------------------------------------
+# -- keys ------------------------------------------------------------------------------------------
 
 SECRET = "sk-notArealKeyButLong+/0123"
 
@@ -653,8 +649,7 @@ def test_an_error_line_does_not_repeat_the_command_lines_key(keys):
     assert done.returncode == 2 and "error: " in done.stderr and "passed" not in done.stderr, done.stderr
 
 
-# -- files of a run
-# ------------------------------------------------------------------------------------------------------------
+# -- files of a run --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "..", "", "a\nb"])

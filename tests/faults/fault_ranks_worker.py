@@ -1,6 +1,9 @@
-"""launch/train.py with a loop of sleeps and collectives in place of the trainer. ``fault_ranks_worker.py FOLDER [CASE]`` is one rank of it.
+"""Runs launch/train.py as one rank, with a loop of sleeps and collectives in place of the trainer.
 
-It reaches the places ``generate``, ``reward`` and ``update`` of PPO_DS_FAULT in every step, and writes into FOLDER when each rank was last there.
+    fault_ranks_worker.py FOLDER [CASE]
+
+Every step reaches the places ``generate``, ``reward`` and ``update`` of PPO_DS_FAULT. Each rank writes into
+FOLDER when it was last at one of them.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class Loop:
                 self.world.max_int(step)
             with (self.folder / f"spread{self.world.rank}").open("a") as file:
                 file.write(
-                    f"{self.spread(self.world, self.timer.take()['time/step'])['health/rank_time_spread_s']}\n"
+                    f"{self.spread(self.world, self.timer.take()['time/step'])['health/rank_time_spread_s']}"
+                    "\n"
                 )
         return "done"
 
@@ -48,7 +52,7 @@ class Loop:
         (self.folder / f"sign{self.world.rank}").write_text(str(time.time()))
         fault(phase)
         if self.case == "greedy" and self.world.rank == 1:
-            ctypes.PyDLL(None).sleep(1000)  # and the interpreter is nobody else's meanwhile
+            ctypes.PyDLL(None).sleep(1000)  # PyDLL keeps the GIL meanwhile
         time.sleep(0.02)
 
     def fail(self, error: BaseException) -> None:
@@ -71,7 +75,7 @@ def build(folder: Path, case: str, minutes: float, watch: Any) -> Loop:
 
 
 def run(folder: Path, case: str) -> None:
-    """As launch/train.py does it, but for what is loaded and what is trained."""
+    """Runs launch/train.py with the loading and the training replaced."""
     minutes = float(os.environ.get("TIMEOUT_MINUTES", "5"))
     wiring = ModuleType("build")
     wiring.build_run = lambda config, watch: build(folder, case, minutes, watch)  # type: ignore[attr-defined]
@@ -83,7 +87,7 @@ def run(folder: Path, case: str) -> None:
 
 
 def of_this_test() -> None:
-    """One of two ranks without a launcher; train.main leaves by itself."""
+    """Runs one of two ranks without a launcher; train.main ends the process."""
     run(Path(sys.argv[1]), sys.argv[2])
 
 

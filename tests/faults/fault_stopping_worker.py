@@ -1,6 +1,8 @@
-"""One rank of a run without models: rank 1 is busy, rank 0 waits for it in a collective, where no handler in Python is called. Started by launchers.
+"""Runs one rank without models: rank 1 is busy, and rank 0 waits for it in a collective.
 
-``fault_stopping_worker.py FOLDER`` leaves there ``ready<rank>`` (its process id and those of its launchers) and ``left<rank>`` (whether it was told).
+Python runs no signal handler inside the collective. The script is started by launchers.
+``fault_stopping_worker.py FOLDER`` writes ``ready<rank>`` (its process id and those of its launchers) and
+``left<rank>`` (whether the rank received the stop request).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from ppo_ds.distributed.watchdog import Watchdog  # noqa: E402
 from ppo_ds.distributed.world import connect  # noqa: E402
 from ppo_ds.training.stopping import Abandoned, StopRequest  # noqa: E402
 
-BUSY = 90.0  # seconds, unless it is told
+BUSY = 90.0  # seconds, unless a stop request arrives
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The trainer's own main on ranks that are forked from a process which has imported everything.
+"""Runs the trainer's own main on ranks that are forked from a process which has imported everything.
 
     run = ranks.start(2, ["run.dir=...", ...], fault="kill@checkpoint.before:at=2")
     os.kill(run.pids[1], signal.SIGKILL)
@@ -22,7 +22,10 @@ __all__ = ["Ranks", "Run"]
 
 
 class Ranks:
-    """Starts runs of launch/train.py, or of another ``main`` that takes its arguments. They may be started at once."""
+    """Starts runs of launch/train.py, or of another ``main`` that takes its arguments.
+
+    Several runs may be started at once.
+    """
 
     def __init__(self, server: RankServer, main: str = "launch.train:main"):
         self._server, self._main = server, main
@@ -32,19 +35,19 @@ class Ranks:
         return self._server.start(f"{__name__}:train", ranks, self._main, *arguments, **more)
 
     def wait(self, run: Run) -> list[int]:
-        """Exit codes by rank; minus the signal's number where one ended it."""
+        """Returns the exit codes by rank; a rank that a signal has ended has minus its number."""
         return self._server.wait(run)
 
     def run(
         self, ranks: int, arguments: list[str], *, fault: str | None = None, **environment: str
     ) -> tuple[list[int], str]:
-        """Exit codes, and all that was printed."""
+        """Returns the exit codes and all that was printed."""
         run = self.start(ranks, arguments, fault=fault, **environment)
         return self.wait(run), run.output()
 
 
 def train() -> int:
-    """One rank of a run."""
+    """Runs one rank."""
     from ppo_ds.engine.checkpoint import shards
 
     shards.SHARD_BYTES = SHARD_BYTES

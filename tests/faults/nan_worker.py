@@ -1,7 +1,8 @@
-"""Ranks of test_fault_nan.py: NaN on one of two ranks in one optimizer step, for actor and critic and for single engines.
+"""Runs the ranks of test_fault_nan.py: one of two ranks gets a NaN in one optimizer step.
 
-Of each case ROOT has what the models are in the end, as in a checkpoint: ``faulted``, and ``left_out``, where nothing was planted and the learner
-never saw that minibatch; with ZeRO-0 in fp32 also ``unguarded``, planted and not looked at.
+The cases train an actor and a critic, or single engines. Under ROOT each case writes its final models as in a
+checkpoint: ``faulted``, and ``left_out``, where no NaN was planted and the learner never saw that minibatch.
+With ZeRO-0 in fp32 there is also ``unguarded``, where a NaN was planted and the check was disabled.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-# -- actor and critic -------------------------------------------------------------------------------------------------------------------------
+# -- actor and critic ------------------------------------------------------------------------------
 
 
 def updates(root: Path, name: str, stage: int, dtype: str, place: str) -> None:
@@ -107,7 +108,7 @@ def keep(folder: Path, trainer: PPOTrainer, said: list[dict[str, float]]) -> Non
 
 
 def all_but(left_out: int) -> Callable[..., Iterator[torch.Tensor]]:
-    """The minibatches of learn(), without the one with this number."""
+    """Returns a generator function that yields the minibatches of learn() except the one with this number."""
     numbers, minibatches = itertools.count(), learner.minibatches
 
     def others(n_rows: int, minibatch_size: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
@@ -118,7 +119,7 @@ def all_but(left_out: int) -> Callable[..., Iterator[torch.Tensor]]:
     return others
 
 
-# -- engines alone ----------------------------------------------------------------------------------------------------------------------------
+# -- engines alone ---------------------------------------------------------------------------------
 
 
 def engines(root: Path) -> None:
@@ -140,7 +141,10 @@ def engines(root: Path) -> None:
 def engine(
     world: World, stage: int, dtype: str, offload: bool, raw: dict[str, Any], way: str
 ) -> tuple[Any, Any]:
-    """Six optimizer steps; the third is left out, or has a NaN on the last rank, or is sound and dropped."""
+    """Takes six optimizer steps and returns the weights and the reports.
+
+    The third step is left out, has a NaN on the last rank, or is finite and skipped, depending on ``way``.
+    """
     model, said = make(world, stage, dtype, raw=raw, offload=offload, dropout=0.0), []
     for step in range(6):
         if step == BAD and way == "left out":

@@ -1,4 +1,7 @@
-"""Kills and full disks around checkpoints, and runs that go on as if they had not been stopped: the real program on two ranks, to the bit."""
+"""Tests kills and full disks around checkpoints: a resumed run equals an undisturbed one bit for bit.
+
+The tests run the real program on two ranks.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +37,23 @@ UNCOMPARED = re.compile(
 )  # what may differ between equal runs
 STEPS = 18
 NOISY = '''
-"""Draws from every generator that a reward may draw from: whatever is left out of a checkpoint changes the scores."""
+"""Draws from every generator that a reward may use.
+
+A generator that is missing from a checkpoint changes the scores.
+"""
 import random
 import numpy, torch
 
 def score(prompts, responses, rows):
-    return [len(set(r)) + 0.1 * (random.gauss(0, 1) + float(numpy.random.normal()) + float(torch.randn(()))) for r in responses]
+    return [
+        len(set(r)) + 0.1 * (random.gauss(0, 1) + float(numpy.random.normal()) + float(torch.randn(())))
+        for r in responses
+    ]
 '''
 
 
 class Lab:
-    """Tiny models and prompts, and ranks to train them."""
+    """Holds tiny models and prompts, and the ranks that train them."""
 
     def __init__(self, root: Path, ranks: Ranks):
         self.root, self.ranks = root, ranks
@@ -54,7 +63,7 @@ class Lab:
 
     @staticmethod
     def _spoil_with_dropout(file: Path) -> None:
-        """As many models have it in their file; training takes it out."""
+        """Sets a dropout in the config file, as many published models do; training disables it."""
         file.write_text(json.dumps({**json.loads(file.read_text()), "attention_dropout": 0.5}))
 
     def arguments(self, run: str, *more: str) -> list[str]:
@@ -90,10 +99,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> La
     return Lab(tmp_path_factory.mktemp("faults"), Ranks(rank_server))
 
 
-# all that has a state beside models: an evaluation that draws, a best checkpoint, an average policy, a normalised reward, a controller
+# All parts with a state besides models: an evaluation that samples, a best checkpoint, an average policy, a
+# normalised reward, a controller.
 WHOLE = ("data.eval_path=DATA", "eval.every=4", "eval.max_prompts=2", "eval.greedy=false",
-         "checkpoint.keep_best=true", "algo.reward_shaping.normalize=running", "algo.kl.controller=adaptive", "algo.kl.target=0.5", "algo.kl.horizon=40",
-         "actor.ema.decay=0.9")  # fmt: skip
+         "checkpoint.keep_best=true", "algo.reward_shaping.normalize=running", "algo.kl.controller=adaptive",
+         "algo.kl.target=0.5", "algo.kl.horizon=40", "actor.ema.decay=0.9")  # fmt: skip
 
 
 def whole(lab: Lab, run: str, *more: str) -> list[str]:
@@ -119,7 +129,7 @@ def steps(run: Path) -> list[int]:
 
 
 def content(checkpoint: Path) -> dict[str, Any]:
-    """SHA-256 of every file but state.json, and that without the settings, which name the folder."""
+    """Returns the SHA-256 of every file; state.json is taken without the settings, which name the folder."""
     files = {str(file.relative_to(checkpoint)): file for file in checkpoint.rglob("*") if file.is_file()}
     state = json.loads(files.pop("state.json").read_text())
     del files["manifest.json"], state["settings"]
@@ -138,7 +148,10 @@ def without_times(tree: Any) -> Any:
 
 
 def assert_equal_ends(run: Path, other: Path, step: int = STEPS) -> None:
-    """Weights, moments, random states, counters and controllers after the last step, every metric of every step, and what was exported."""
+    """Compares the final states, every metric of every step, and the exports.
+
+    The states are weights, moments, random states, counters and controllers after the last step.
+    """
     assert content(run / "checkpoints" / f"step_{step:06d}") == content(
         other / "checkpoints" / f"step_{step:06d}"
     )
@@ -149,7 +162,7 @@ def assert_equal_ends(run: Path, other: Path, step: int = STEPS) -> None:
 
 
 def names(run: Path) -> list[str]:
-    """The folders of checkpoints by their numbers, the leftovers of a save, and where the pointers point."""
+    """Returns the checkpoint folders by number, the leftovers of a save, and the targets of the pointers."""
     found = sorted(path.name for path in (run / "checkpoints").iterdir())
     pointers = [
         f"{name} -> {int((run / 'checkpoints' / name).read_text()[5:])}"
@@ -169,7 +182,8 @@ def resumed_after(output: str) -> int:
 
 
 SLOW_AND_KILLED = "slow@checkpoint.write:rank=1:seconds=3 kill@checkpoint.write:rank=0"
-# fault, the checkpoint that it starts from, the steps that are in metrics.jsonl when it strikes, what is in the folder then
+# Fault, the checkpoint that the start resumes from, the steps in metrics.jsonl at the time of the fault, the
+# content of the folder then.
 BLOWS = [
     ("kill@checkpoint.before:at=2", 0, 2, ["1", "latest -> 1"]),
     ("kill@checkpoint.after_actor", 1, 2, [".tmp_step_000002", "1", "latest -> 1"]),
@@ -206,7 +220,10 @@ def test_kills_and_a_full_disk_at_every_place_of_a_save_change_nothing(lab: Lab,
 
 
 def test_seven_random_kills_end_in_the_same_bits(lab: Lab, undisturbed: Path) -> None:
-    """Each a random moment after the first or second step of its start, on one rank or both: within generation, learning or a save."""
+    """Kills one rank or both at random moments in generation, learning or a save.
+
+    Each kill comes after the first or second step of its start.
+    """
     run, chance = lab.root / "killed", random.Random(7)
     for i in range(7):
         aim, record = newest(run) + 1 + i % 2, identity(run)
@@ -228,7 +245,7 @@ def test_seven_random_kills_end_in_the_same_bits(lab: Lab, undisturbed: Path) ->
 
 
 def was_killed(codes: list[int]) -> bool:
-    """The rank that was not hit may have noticed, and ended itself."""
+    """Returns whether the kill ended the run; the rank that was not hit may have ended itself."""
     return -signal.SIGKILL in codes and 0 not in codes
 
 
@@ -237,7 +254,10 @@ def newest(run: Path) -> int:
 
 
 def identity(run: Path) -> int | None:
-    """Of the record: each start writes it anew, without the steps that are to be made again."""
+    """Returns the inode of the metrics file, or None.
+
+    Each start writes the file anew, without the steps that are repeated.
+    """
     file = run / "metrics.jsonl"
     return file.stat().st_ino if file.exists() else None
 
@@ -249,11 +269,11 @@ def wait_for(condition: Callable[[], bool], started: Run) -> None:
         time.sleep(0.01)
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def refusal(lab: Lab, arguments: list[str]) -> str:
-    """The one line that a start on two ranks gives, which ends with exit code 2."""
+    """Starts two ranks, which must end with exit code 2, and returns their only error line."""
     codes, output = lab.ranks.run(2, arguments)
     assert codes == [2, 2] and "Traceback" not in output, output
     (line,) = [line for line in output.splitlines() if "error: " in line]
@@ -265,7 +285,7 @@ def test_what_cannot_be_continued_is_refused_in_a_line_before_anything_is_loaded
     settings = partial(lab.arguments, "refused", "run.steps=2", f"actor.model.path={model}")
     codes, output = lab.ranks.run(1, settings())
     assert codes == [0], output
-    (model / "model.safetensors").unlink()  # whoever loads it first, says that
+    (model / "model.safetensors").unlink()  # the first part that loads it would report the missing file
     run = lab.root / "refused"
     written, (first, second) = (run / "config.yaml").read_text(), sorted((run / "checkpoints").glob("step_*"))
 
@@ -284,21 +304,23 @@ def test_what_cannot_be_continued_is_refused_in_a_line_before_anything_is_loaded
     assert (run / "config.yaml").read_text() == written and steps(run) == [1, 2]
 
 
-# -- k steps, a stop, and the rest ----------------------------------------------------------------------------------------------------------
+# -- k steps, a stop, and the rest -----------------------------------------------------------------
 
 SHORT, STOPPED = 6, 3
 SHARDED = tuple(
     f"{role}.deepspeed.zero_optimization.stage3_param_persistence_threshold=0" for role in ("actor", "critic")
 )
-LAGGED = ("algo.old_policy=lagged", "algo.lag=2", "algo.ptx.coef=0.5", "algo.ptx.batch_size=2", "data.ptx_path=TEXTS", "data.path=null",
+LAGGED = ("algo.old_policy=lagged", "algo.lag=2", "algo.ptx.coef=0.5", "algo.ptx.batch_size=2",
+          "data.ptx_path=TEXTS", "data.path=null",
           "data.mix=[{path:DATA,weight:2},{path:OTHERS}]")  # fmt: skip
-GROUPS = ("algo.advantage.estimator=grpo", "algo.advantage.whiten=none", "rollout.samples_per_prompt=2", "algo.dynamic_sampling.enabled=true",
-          "algo.dynamic_sampling.max_rounds=2", "critic.init=auto", "critic.model.path=null")  # fmt: skip
+GROUPS = ("algo.advantage.estimator=grpo", "algo.advantage.whiten=none", "rollout.samples_per_prompt=2",
+          "algo.dynamic_sampling.enabled=true", "algo.dynamic_sampling.max_rounds=2", "critic.init=auto",
+          "critic.model.path=null")  # fmt: skip
 LORA = ("actor.lora.rank=4", "critic.lora.rank=4")
 EVERYWHERE = [
     (ranks, stage, dtype) for ranks in (1, 2) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")
 ]
-# what each of them trains beside; those that stand here run in every test run, the others over night
+# What each of them trains besides; those that are listed here run in every test run, the others overnight.
 MORE = {
     (1, 0, "fp32"): LAGGED,
     (1, 1, "bf16"): (*WHOLE, f"eval.every={STOPPED}"),
@@ -331,7 +353,10 @@ def together(lab: Lab, started: list[Run]) -> None:
 
 
 def assert_goes_on(lab: Lab, cases: list[tuple[int, int, str]]) -> None:
-    """Each run whole, and stopped after some steps and continued by the same command. All of a kind at once where they have one rank."""
+    """Compares each uninterrupted run with one that is stopped and then resumed by the same command.
+
+    On one rank, all runs of a kind start at once.
+    """
     (lab.root / "others.jsonl").write_text(
         "".join(
             json.dumps({"prompt": prompt}) + "\n"
@@ -366,11 +391,11 @@ def test_a_stopped_run_goes_on_to_the_same_bits_everywhere(lab: Lab, case: tuple
     assert_goes_on(lab, [case])
 
 
-# -- what is in a checkpoint counts ---------------------------------------------------------------------------------------------------------
+# -- what is in a checkpoint counts ----------------------------------------------------------------
 
 
 def change_json(file: str, *keys: str) -> Callable[[Path], str]:
-    """Another number in a JSON file."""
+    """Returns a function that changes one number in a JSON file."""
 
     def change(checkpoint: Path) -> str:
         tree = json.loads((checkpoint / file).read_text())
@@ -385,12 +410,15 @@ def change_json(file: str, *keys: str) -> Callable[[Path], str]:
 
 
 def change_tensor(pattern: str, name: str) -> Callable[[Path], str]:
-    """Other numbers in a tensor: those of generators that stand elsewhere, or weights that differ."""
+    """Returns a function that changes one tensor: a generator's state, or weights."""
 
     def change(checkpoint: Path) -> str:
         for file in checkpoint.glob(pattern):
             with safe_open(file, framework="pt") as opened:
-                tensors, about = {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata()  # noqa: SIM118
+                tensors, about = (
+                    {key: opened.get_tensor(key) for key in opened.keys()},  # noqa: SIM118
+                    opened.metadata(),
+                )
             if name in tensors:
                 tensors[name] = tensors[name] + 1 if tensors[name].is_floating_point() else other_seed(name)
                 save_file(tensors, file, metadata=about)
@@ -425,7 +453,7 @@ PARTS = {
 
 
 def spoiled(lab: Lab, checkpoint: Path, part: str) -> Path:
-    """A copy that is whole, but for one part: as if that had not been saved, or were not read."""
+    """Returns a valid copy of the checkpoint with one part changed, as if it were not saved or not read."""
     copy = lab.root / "spoiled" / part / checkpoint.name
     shutil.copytree(checkpoint, copy)
     name = PARTS[part](copy)

@@ -1,4 +1,7 @@
-"""Numbers that go wrong on one of two ranks: a NaN costs the optimizer step that it is in, on all ranks and for both models, and nothing else."""
+"""Tests that a NaN on one of two ranks costs only the optimizer step that it is in.
+
+That step is skipped on all ranks and for both models.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.invariant import invariant_assets
 from tests.support.ranks import RankServer
 
 REPLAY = Path(__file__).parents[2] / "launch" / "replay.py"
-PATIENCE = 900  # a hang fails; a case that hangs says where, long before
+PATIENCE = 900  # a hang fails; a case that hangs prints where, long before
 UNCOMPARED = ("time", "perf/", "mem/", "health/rank_time_spread_s", "health/rollbacks")
 UNKNOWN_TOKEN = 2  # of the tiny tokenizer: what is not in its alphabet
 
@@ -33,7 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# -- one NaN ------------------------------------------------------------------------------------------------------------------------------
+# -- one NaN ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def worked(root: Path, rank_server: RankServer) -> Path:
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """Weights and moments of actor and critic, and the running average."""
+    """Returns the weights and moments of actor and critic, and the running average."""
     files = [file for file in sorted(folder.rglob("*.safetensors")) if not file.name.startswith("rng")]
     return {
         f"{file.parent.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()
@@ -51,7 +54,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    """To the bit."""
+    """Returns the names of the tensors that are not bit-identical."""
     assert a.keys() == b.keys() and len(a) > 20
     return [name for name in a if not torch.equal(a[name], b[name])]
 
@@ -90,7 +93,7 @@ def test_both_ranks_and_both_models_say_the_same_of_it(worked: Path, case: str) 
 
 @pytest.mark.slow
 def test_without_the_guard_every_weight_would_be_nan(worked: Path) -> None:
-    """The negative control, in fp32 without ZeRO: DeepSpeed itself does not look there."""
+    """Runs the negative control, in fp32 without ZeRO, where DeepSpeed itself does not check."""
     weights = [
         tensor
         for name, tensor in tensors(worked / "zero0" / "unguarded").items()
@@ -111,7 +114,7 @@ def test_an_engine_goes_on_after_a_nan_and_after_a_step_that_was_dropped(worked:
             assert list(scales) == ([64.0] * 2 + [32.0] * 4 if way == "nan" else [64.0] * 6)
 
 
-# -- whole runs ---------------------------------------------------------------------------------------------------------------------------
+# -- whole runs ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +123,19 @@ def ranks(rank_server: RankServer) -> Ranks:
 
 
 def command(root: Path, name: str, *more: str) -> list[str]:
-    """Three steps of two optimizer steps, one micro-batch on each rank; a checkpoint after each."""
+    """Returns the arguments of three steps of two optimizer steps each.
+
+    Each optimizer step has one micro-batch on each rank, and each step ends with a checkpoint.
+    """
     return [
-        f"run.dir={root / name}", "run.steps=3", "run.seed=1", "run.timeout_minutes=2", f"actor.model.path={root / 'actor'}",
-        "actor.model.dtype=fp32", "actor.optim.lr=1e-3", "critic.optim.lr=1e-3", "critic.init=path", f"critic.model.path={root / 'scorer'}",
-        "rollout.prompts_per_step=8", "sampling.max_new_tokens=8", "sampling.stop_token_ids=[1,3,4]", f"data.path={root / 'prompts.jsonl'}",
-        "algo.epochs=1", "algo.minibatch_size=4", "algo.reward_shaping.normalize=running", "checkpoint.every=1", "checkpoint.keep_last=9",
+        f"run.dir={root / name}", "run.steps=3", "run.seed=1", "run.timeout_minutes=2",
+        f"actor.model.path={root / 'actor'}",
+        "actor.model.dtype=fp32", "actor.optim.lr=1e-3", "critic.optim.lr=1e-3", "critic.init=path",
+        f"critic.model.path={root / 'scorer'}",
+        "rollout.prompts_per_step=8", "sampling.max_new_tokens=8", "sampling.stop_token_ids=[1,3,4]",
+        f"data.path={root / 'prompts.jsonl'}",
+        "algo.epochs=1", "algo.minibatch_size=4", "algo.reward_shaping.normalize=running",
+        "checkpoint.every=1", "checkpoint.keep_last=9",
         "reward=function", f"reward.path={invariant_assets.__file__}:score", "health.max_skips=2", *more,
     ]  # fmt: skip
 
@@ -223,9 +233,10 @@ def test_a_rollout_with_a_bad_score_or_log_prob_is_left_out_and_poisons_nothing(
     assert (
         output.count("is above health.max_kl") == 2
     )  # after the first update, and again after a step whose KL was not known
-    # nothing learned in between: the policy of step 4 is as far from the reference as that of step 2 was, in what is left of its rollouts
+    # Nothing was learned in between: in the remaining rollouts, the policy of step 4 is as far from the
+    # reference as that of step 2 was.
     before, after = (root / "left out" / "checkpoints" / f"step_00000{step}" for step in (1, 4))
-    assert checkpoints(root / "left out") == [before.name, after.name]  # none while numbers are bad
+    assert checkpoints(root / "left out") == [before.name, after.name]  # none while steps are being skipped
     state = json.loads((after / "state.json").read_text())["state"]
     assert state["scores"]["count"] == 24 and all(
         value == value for value in state["scores"].values()
@@ -255,11 +266,11 @@ def test_a_kl_above_its_ceiling_stops_the_run_after_saving(root: Path, ranks: Ra
     assert json.loads((root / "kl" / "summary.json").read_text())["exit_reason"] == "max_kl"
 
 
-# -- what the data do ---------------------------------------------------------------------------------------------------------------------
+# -- what the data do ------------------------------------------------------------------------------
 
 
 def overflowing(root: Path) -> Path:
-    """An actor that is finite, and answers, but whose norms overflow in the backward of every row with a token out of its alphabet."""
+    """Returns a finite actor whose gradient norms overflow in every row with an unknown token."""
     folder = root / "overflowing"
     folder.mkdir()
     for file in (root / "actor").iterdir():
@@ -273,7 +284,7 @@ def overflowing(root: Path) -> Path:
 
 @pytest.mark.slow
 def test_data_that_break_the_model_are_named_and_replayed(root: Path, ranks: Ranks) -> None:
-    """No fault is planted: the gradient of one row is not finite on any machine."""
+    """Plants no fault: the gradient of one row is not finite on any machine."""
     prompts = [*invariant_assets.PROMPTS[:7], "kid#nap"]
     (root / "broken.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     more = (

@@ -1,4 +1,4 @@
-"""Ranks that fail, die or hang: who speaks, who leaves, with which code, and that nobody stays."""
+"""Tests ranks that fail, die or hang: the messages, the exit codes, and that no process stays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HANG = 240.0  # seconds until ranks that do not end are killed
 
 @dataclass
 class Ended:
-    """How the two ranks of a run ended."""
+    """Holds how the two ranks of a run ended."""
 
     codes: list[int]
     seconds: float  # since any rank did anything
@@ -99,7 +99,10 @@ def test_the_same_exception_on_all_ranks_is_told_once(run):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named_by_the_others_which_leave(run, rank):
-    """Rank 0 holds the store that notices are left in; nothing of what breaks with it shows."""
+    """Kills rank 0, which hosts the store of the notices, or rank 1.
+
+    The connection errors that follow the loss of the store are not printed.
+    """
     ended = run(fault=f"kill@generate:rank={rank}")
     assert ended.codes[rank] == -signal.SIGKILL and ended.codes[1 - rank] == 1 and ended.seconds < SOON
     (line,) = ended.lines
@@ -119,7 +122,7 @@ def test_a_mistake_that_one_rank_finds_is_told_once_and_is_exit_code_2_on_all(ru
 
 
 def told_by_the_stuck(text):
-    """What ranks 0 and 1 say of where they are; who speaks first is chance."""
+    """Returns the reports of ranks 0 and 1 on where they are; their order in the output is random."""
     parts = re.split(r"rank (\d): stuck", text)[1:]
     told = dict(zip(parts[::2], parts[1::2], strict=True))
     return told["0"], told["1"]
@@ -129,7 +132,10 @@ def test_a_stuck_rank_ends_all_with_phase_and_stack_of_each(run):
     ended = run(fault="hang@update:at=2:rank=1", minutes=0.05)
     assert ended.codes == [1, 1] and 3 < ended.seconds < SOON
     first, second = told_by_the_stuck(ended.text)
-    why = "no progress on any rank for 3 s; run.timeout_minutes=0.05 is the limit: raise it if the run was only slow"
+    why = (
+        "no progress on any rank for 3 s; run.timeout_minutes=0.05 is the limit: "
+        "raise it if the run was only slow"
+    )
     assert first.startswith(
         f" ({why}); this rank is after the phase 'update' since "
     )  # it waits for rank 1, and has been as silent
@@ -147,11 +153,11 @@ def test_a_rank_that_never_gives_up_the_interpreter_shows_where_it_is_too(run):
     assert "in _work" in dumped and "all_reduce" not in dumped, ended.text
 
 
-# -- under launchers --------------------------------------------------------------------------------------------------------------------------
+# -- under launchers -------------------------------------------------------------------------------
 
 
 def launched(arguments, cwd, **more):
-    """(exit code, output) of a launcher; asserts that none of its processes is left."""
+    """Returns (exit code, output) of a launcher and asserts that none of its processes remains."""
     process = subprocess.Popen(
         arguments,
         cwd=cwd,
@@ -216,4 +222,4 @@ def test_the_trainer_with_a_rank_that_the_kernel_kills(tmp_path):
     assert len(told) == 1 and told[0].startswith(
         "rank 1: stopped because rank 0 failed (its process died without an error message"
     ), output
-    assert "Connection closed by peer" not in output  # gloo's, which says nothing of why
+    assert "Connection closed by peer" not in output  # gloo's message, which gives no cause

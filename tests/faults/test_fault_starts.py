@@ -1,4 +1,7 @@
-"""Starts in poor surroundings: hardly any environment, no compiler, little shared memory, ranks that come late, two nodes."""
+"""Tests starts under poor conditions.
+
+These are an almost empty environment, no compiler, little shared memory, late ranks, and two nodes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from tests.support.ports import reserved_port
 
 pytestmark = pytest.mark.slow
 
-# two runs of two ranks, one after the other, the second rank 2 s late each; then what they have left in /dev/shm
+# Two runs of two ranks, one after the other; in each, the second rank starts 2 s late. Then the script lists
+# the files that remain in /dev/shm.
 TWICE = """
 if [ "$SMALL_SHM" ]; then mount -t tmpfs -o size=64m tmpfs /dev/shm || exit 77; fi
 for steps in 1 2; do
@@ -35,7 +39,7 @@ if [ "$SMALL_SHM" ]; then ls -A /dev/shm; fi
 
 
 def bare(home: Path, path: str = f"{BIN}:/usr/bin:/bin") -> dict[str, str]:
-    """``env -i PATH=... HOME=...``; without a network, too."""
+    """Returns the environment of ``env -i PATH=... HOME=...``, also without a network and a GPU."""
     return {"PATH": path, "HOME": str(home), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -47,7 +51,7 @@ def start(command: list[str], cwd: Path, env: dict[str, str]) -> subprocess.Pope
 
 
 def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
-    """(exit code, output) of each; nothing that they have started stays."""
+    """Returns (exit code, output) of each process and kills the processes that they have started."""
     try:
         outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
     finally:
@@ -99,7 +103,7 @@ def test_ranks_that_come_one_by_one_without_a_compiler_and_with_little_shared_me
 
 
 def own_mounts() -> tuple[list[str], dict[str, str]]:
-    """A command around another that gives it mounts of its own, where that is allowed."""
+    """Returns a command prefix that gives the command its own mounts, where that is allowed."""
     unshare = shutil.which("unshare")
     allowed = (
         unshare
@@ -142,7 +146,7 @@ def test_two_nodes_on_one_machine(tmp_path):
 
 
 def test_a_sweep_is_refused_under_several_ranks(tmp_path):
-    """Every rank would run every job of it."""
+    """Refuses a sweep, because every rank would run every job of it."""
     env = environment() | {"WORLD_SIZE": "2", "RANK": "0"}
     done = subprocess.run(
         [sys.executable, TRAIN, "-m", *SMALL, "run.seed=1,2"],

@@ -1,4 +1,7 @@
-"""Signals to whoever gets them, launchers that are gone: all ranks leave together, soon, and the next start goes on as if nothing had been."""
+"""Tests signals to any process of a run, and launchers that are killed.
+
+All ranks end together and soon, and the next start equals an undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,21 @@ from tests.support.ranks import RankServer
 
 WORKER = Path(__file__).with_name("fault_stopping_worker.py")
 PATIENCE = 300.0  # a hang fails; the start of a launch takes 5 s on an idle machine
-SOON = 60.0  # seconds from a signal to the last process; it takes three on an idle machine, and without a word between the ranks 90
+# Seconds from a signal to the end of the last process. An idle machine takes three, or 90 without messages
+# between the ranks.
+SOON = 60.0
 
-# -- launchers and ranks without models ---------------------------------------------------------------------------------------------------
+# -- launchers and ranks without models ------------------------------------------------------------
 
 GROUP, COMMAND, CHILD = "the group", "the command", "the child launcher"
-CASES = [  # launcher, who gets what
+CASES = [  # launcher, receiver, signal
     ("deepspeed", GROUP, signal.SIGTERM),
     ("deepspeed", GROUP, signal.SIGINT),  # Ctrl-C
     ("deepspeed", COMMAND, signal.SIGTERM),
     ("deepspeed", COMMAND, signal.SIGKILL),
     ("deepspeed", CHILD, signal.SIGTERM),
     ("deepspeed", CHILD, signal.SIGKILL),
-    ("deepspeed", GROUP, signal.SIGUSR1),  # as SLURM does it; the launchers are told to ignore it
+    ("deepspeed", GROUP, signal.SIGUSR1),  # as SLURM does it; the launchers are set to ignore it
     ("torchrun", COMMAND, signal.SIGTERM),
     ("torchrun", COMMAND, signal.SIGKILL),  # its agent, which also holds the store
 ]
@@ -52,7 +57,7 @@ class Outcome:
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that have inherited the mark, whoever their parents are by now."""
+    """Returns the processes that have inherited the mark, under any parent."""
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):  # it has ended meanwhile, or is another user's
@@ -122,7 +127,7 @@ def launched(case: tuple[str, str, signal.Signals], folder: Path) -> Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple, Any]]:
-    """Two launches at a time: most of each is the import of libraries."""
+    """Launches two cases at a time, because most of each launch is the import of libraries."""
     root = tmp_path_factory.mktemp("launched")
     with ThreadPoolExecutor(2) as pool:
         yield {case: pool.submit(launched, case, root / str(i)) for i, case in enumerate(CASES)}
@@ -135,10 +140,10 @@ def test_all_ranks_hear_of_it_and_nobody_is_left(outcomes: dict[tuple, Any], cas
     assert outcome.told == [True, True] and outcome.seconds < SOON, outcome.output
     assert f'{WORKER.name}", line' not in outcome.output, (
         outcome.output
-    )  # launchers have tracebacks of their own, of signals
+    )  # launchers print their own tracebacks of signals
 
 
-# -- the trainer ----------------------------------------------------------------------------------------------------------------------------
+# -- the trainer -----------------------------------------------------------------------------------
 
 REWARD = """
 import os, signal
@@ -147,7 +152,10 @@ calls = 0
 
 
 def score(prompts, responses, rows):
-    \"\"\"Likes "e" and "i". STOP="FAULT=N": rank 1 has that fault after its N-th call. "here": a signal in that call.\"\"\"
+    \"\"\"Rewards "e" and "i".
+
+    STOP="FAULT=N" gives rank 1 that fault after its N-th call; "here" is a signal in that call.
+    \"\"\"
     global calls
     calls += 1
     fault, _, call = os.environ.get("STOP", "").rpartition("=")
@@ -156,7 +164,10 @@ def score(prompts, responses, rows):
             os.kill(os.getpid(), signal.SIGUSR1)
         else:
             os.environ["PPO_DS_FAULT"] = fault
-    return [0.5 * sum(map(response.count, "ei")) - 0.1 * abs(len(prompt) - len(response)) for prompt, response in zip(prompts, responses)]
+    return [
+        0.5 * sum(map(response.count, "ei")) - 0.1 * abs(len(prompt) - len(response))
+        for prompt, response in zip(prompts, responses)
+    ]
 """
 IN_GENERATION = "stop@generate.step:at=3"
 UNCOMPARED = ("time", "perf/", "mem/", "health/rank_time")
@@ -176,13 +187,20 @@ def ranks(rank_server: RankServer) -> Ranks:
 
 
 def arguments(root: Path, name: str, *more: str) -> list[str]:
-    """Four steps with whatever has a state: an adaptive controller, a normaliser, dropout-free models, an evaluation after every second step."""
+    """Returns the arguments of four steps with every part that has a state.
+
+    These are an adaptive controller, a normaliser, dropout-free models, and an evaluation after every second
+    step.
+    """
     return [
-        f"run.dir={root / name}", "run.steps=4", f"actor.model.path={root / 'actor'}", "actor.model.dtype=fp32", "actor.zero.stage=2",
-        "critic.zero.stage=1", f"data.path={root / 'prompts.jsonl'}", f"data.eval_path={root / 'prompts.jsonl'}", "eval.every=2",
-        "eval.max_prompts=4", "reward=function", f"reward.path={root / 'reward.py'}:score", "rollout.prompts_per_step=8",
-        "sampling.max_new_tokens=10", f"sampling.stop_token_ids={invariant_assets.STOPS}", "algo.minibatch_size=4", "algo.kl.controller=adaptive",
-        "algo.reward_shaping.normalize=running", "checkpoint.every=null", "checkpoint.keep_last=9", *more,
+        f"run.dir={root / name}", "run.steps=4", f"actor.model.path={root / 'actor'}",
+        "actor.model.dtype=fp32", "actor.zero.stage=2", "critic.zero.stage=1",
+        f"data.path={root / 'prompts.jsonl'}", f"data.eval_path={root / 'prompts.jsonl'}",
+        "eval.every=2", "eval.max_prompts=4", "reward=function",
+        f"reward.path={root / 'reward.py'}:score", "rollout.prompts_per_step=8",
+        "sampling.max_new_tokens=10", f"sampling.stop_token_ids={invariant_assets.STOPS}",
+        "algo.minibatch_size=4", "algo.kl.controller=adaptive", "algo.reward_shaping.normalize=running",
+        "checkpoint.every=null", "checkpoint.keep_last=9", *more,
     ]  # fmt: skip
 
 
@@ -198,7 +216,7 @@ def latest(run_dir: Path) -> int:
 
 
 def files(run_dir: Path, step: int) -> dict[str, str]:
-    """Size and SHA-256 of all tensors of a checkpoint: weights, moments, random states."""
+    """Returns the size and SHA-256 of all tensors of a checkpoint: weights, moments, random states."""
     manifest = json.loads((run_dir / "checkpoints" / f"step_{step:06d}" / "manifest.json").read_text())
     return {name: entry for name, entry in manifest["files"].items() if name.endswith(".safetensors")}
 
@@ -244,7 +262,8 @@ def test_stopped_in_every_phase_it_ends_with_the_weights_of_an_undisturbed_run(
 @pytest.mark.slow
 def test_with_zero_3_layer_by_layer_ranks_leave_generation_in_step(root: Path, ranks: Ranks) -> None:
     how = (
-        "actor.zero.stage=3", "actor.zero.generation_gather=layers", "rollout.backend=hf", "eval.every=null", "data.eval_path=null", "run.steps=2",
+        "actor.zero.stage=3", "actor.zero.generation_gather=layers", "rollout.backend=hf",
+        "eval.every=null", "data.eval_path=null", "run.steps=2",
         "actor.deepspeed.zero_optimization.stage3_param_persistence_threshold=0",
     )  # fmt: skip
     assert ranks.run(2, arguments(root, "whole", *how))[0] == [0, 0]
@@ -258,7 +277,10 @@ def test_with_zero_3_layer_by_layer_ranks_leave_generation_in_step(root: Path, r
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_another_which_decodes_has_it_stop(root: Path, ranks: Ranks) -> None:
-    """SIGTERM to rank 0, twice, while rank 1 needs minutes for its answers to the second step's prompts."""
+    """Sends SIGTERM to rank 0 twice while rank 1 decodes.
+
+    Rank 1 would need minutes for its answers to the second step's prompts.
+    """
     run_dir, how = (
         root / "waiting",
         (

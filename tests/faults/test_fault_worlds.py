@@ -1,4 +1,7 @@
-"""Two ranks, one, two again: nothing is lost on the way, and any checkpoint becomes the model that its run would have left."""
+"""Tests a change from two ranks to one and back to two, without a loss of state.
+
+Any checkpoint exports the model that its run would have saved.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from tests.support.ranks import RankServer
 
 pytestmark = pytest.mark.slow
 
-PATIENCE = 1500  # a hang fails; a case that hangs says where, long before
+PATIENCE = 1500  # a hang fails; a case that hangs prints where, long before
 UNCOMPARED = ("time", "perf/", "mem/", "health/rank_time_spread_s")
 EVERY = pytest.mark.parametrize("case", CASES)
 
@@ -48,7 +51,7 @@ def steps(run_dir: Path) -> list[dict[str, float]]:
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """Weights and moments of all models of a checkpoint, second sets and buffers too."""
+    """Returns the weights and moments of all models of a checkpoint, including second sets and buffers."""
     files = [file for file in sorted(folder.rglob("*.safetensors")) if not file.name.startswith("rng")]
     return {
         f"{file.parent.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()
@@ -56,7 +59,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def counters(folder: Path) -> dict[str, Any]:
-    """What is no tensor: of the loop and its parts, and of each model."""
+    """Returns all states that are not tensors: of the loop and its parts, and of each model."""
     found = {"loop": json.loads((folder / "state.json").read_text())["state"]}
     for file in folder.glob("*/model.json"):
         about = json.loads(file.read_text())
@@ -67,7 +70,7 @@ def counters(folder: Path) -> dict[str, Any]:
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    """To the bit."""
+    """Asserts that both are bit-identical."""
     assert a.keys() == b.keys()
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
@@ -92,7 +95,7 @@ def test_weights_moments_and_counters_go_from_two_ranks_to_one_and_back(root: Pa
 
 @EVERY
 def test_the_run_ends_as_if_it_had_never_left(root: Path, case: str) -> None:
-    """To the bit: the metrics of all steps after, the models, and the state of the optimizers."""
+    """Compares the metrics of all later steps, the models and the optimizer states bit for bit."""
     stayed, returned = root / "two" / case, root / "back" / case
     assert len(steps(stayed)) == 4 and steps(stayed)[SAVED:] == steps(returned)
     assert steps(stayed)[2] != steps(stayed)[3]
@@ -119,7 +122,7 @@ def test_one_rank_trains_on(root: Path, case: str) -> None:
 
 @EVERY
 def test_the_learning_rate_goes_on_by_the_schedule(root: Path, case: str) -> None:
-    """1e-3 after one step of warm-up, then half a cosine over three steps to a tenth of it."""
+    """Expects 1e-3 after one step of warm-up, then half a cosine over three steps to a tenth of it."""
     expected = [5e-4, 1e-3, 5.5e-4, 1e-4]
     for where, since in (("two", 0), ("one", SAVED), ("back", SAVED)):
         for name in ("policy/lr", "value/lr"):
@@ -144,7 +147,10 @@ def test_shards_of_two_ranks_become_whole_weights_of_one(root: Path) -> None:
 
 @EVERY
 def test_the_first_step_changes_every_trained_tensor(root: Path, case: str) -> None:
-    """By gradients: there is no weight decay. Of adapters, B; A has no gradient while B is zero, and moves in the second step."""
+    """Detects changes by gradients, because there is no weight decay.
+
+    Of adapters, only B changes: A has no gradient while B is zero, and changes in the second step.
+    """
     what = CASES[case]
     dtype = torch.bfloat16 if what.get("dtype") else torch.float32
     first, second = (tensors(root / "two" / case / "checkpoints" / f"step_00000{step}") for step in (1, 2))
@@ -169,7 +175,7 @@ def test_the_first_step_changes_every_trained_tensor(root: Path, case: str) -> N
                 assert not torch.equal(weight, begun.get(name, torch.zeros_like(weight))), name
 
 
-# -- exports ------------------------------------------------------------------------------------------------------------------------------
+# -- exports ---------------------------------------------------------------------------------------
 
 
 def files(folder: Path) -> dict[str, Any]:
@@ -235,14 +241,14 @@ def test_an_exported_bf16_model_computes_its_positions_in_fp32(root: Path, tmp_p
     )
 
 
-# -- answers of very different lengths ----------------------------------------------------------------------------------------------------
+# -- answers of very different lengths -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", UNEVEN)
 def test_a_rank_whose_answers_are_short_waits_for_the_other_and_learns_the_same(
     root: Path, case: str
 ) -> None:
-    """ZeRO-3 on two ranks, against one rank without ZeRO."""
+    """Compares ZeRO-3 on two ranks with one rank without ZeRO."""
     alone, both = steps(root / "one" / "uneven"), steps(root / "two" / case)
     rows = [
         json.loads(line)

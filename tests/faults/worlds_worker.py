@@ -1,6 +1,6 @@
-"""Ranks of test_fault_worlds.py: the same runs on two ranks, then on one, then on two again.
+"""Runs the ranks of test_fault_worlds.py: the same runs on two ranks, then on one, then on two again.
 
-Each part is a function of its own. What a run leaves is its run directory ``ROOT/{two,one,back}/<case>``.
+Each part is a separate function. A run writes its run directory ``ROOT/{two,one,back}/<case>``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ppo_ds.training import report
 from ppo_ds.training.run import Run
 from tests.invariant import invariant_assets
 
-HANG = 240  # seconds of one case, after which it says where it hangs and ends
+HANG = 240  # seconds of one case, after which it prints where it hangs and ends
 SAVED = 2  # the step whose checkpoint goes from ranks to ranks
 Tree = dict[str, Any]
 
@@ -44,7 +44,7 @@ UNEVEN: dict[str, Tree] = {
 
 
 def of_this_test(part: Callable[[Path], None]) -> Callable[[], None]:
-    """``part`` on one rank, with the folder that the test gives."""
+    """Returns a function that runs ``part`` on one rank, with the folder that the test gives."""
 
     def run_part() -> None:
         shards.SHARD_BYTES = 30_000  # several shards, so that both ranks write
@@ -58,14 +58,17 @@ def of_this_test(part: Callable[[Path], None]) -> Callable[[], None]:
 
 @of_this_test
 def train(root: Path) -> None:
-    """Four steps with a checkpoint after each."""
+    """Trains four steps with a checkpoint after each."""
     for name, what in CASES.items():
         run(name, root / "two" / name, config(root, **what))
 
 
 @of_this_test
 def train_unevenly(root: Path) -> None:
-    """Every collective is compared between the ranks before it is made: gloo lets those of other shapes pass, with wrong numbers."""
+    """Trains with a check that all ranks call each collective with the same shapes.
+
+    Without the check, gloo accepts different shapes and returns wrong numbers.
+    """
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
     for name, zero in UNEVEN.items():
         run(name, root / "two" / name, uneven(config(root, stage=3, actor={"zero": zero})))
@@ -73,13 +76,13 @@ def train_unevenly(root: Path) -> None:
 
 @of_this_test
 def take_over(root: Path) -> None:
-    """On one rank: what two have saved is loaded, saved, and trained on."""
+    """Loads on one rank what two have saved, saves it, and trains on."""
     for name, what in CASES.items():
         run(name, root / "one" / name, config(root, **what, resume=root / "two" / name), save_again)
     run("uneven", root / "one" / "uneven", uneven(config(root, stage=0)))
 
     def load(built: Run) -> None:
-        """Another stage too."""
+        """Loads the checkpoint of another ZeRO stage too."""
         built.checkpoints.load(checkpoint(root / "two" / "zero3"), built.stage.models)
         for role, model in built.stage.models.items():
             weights = consolidated(model)
@@ -134,7 +137,10 @@ def config(
     critic: Tree | None = None,
     resume: Any = None,
 ) -> Tree:
-    """Four PPO steps of one optimizer step each; parts of the loop have states too. Greedy: ranks that come and go draw nothing."""
+    """Returns the config of four PPO steps of one optimizer step each; parts of the loop have states too.
+
+    Decoding is greedy, because a change of the number of ranks changes the random draws.
+    """
     zero = {"zero": {"stage": stage}, "optim": {"lr": 1e-3, "warmup_ratio": 0.25}}
     raw = (
         {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}} if stage == 3 else {}
@@ -174,7 +180,10 @@ def config(
 
 
 def uneven(tree: Tree) -> Tree:
-    """The answers of the first rank have ten tokens, those of the second one. Two steps of two optimizer steps."""
+    """Changes the config to two steps of two optimizer steps with answers of very different lengths.
+
+    The answers of the first rank have ten tokens, those of the second rank one.
+    """
     tree["run"]["steps"] = tree["algo"]["epochs"] = 2
     tree["data"] |= {"path": str(Path(tree["data"]["path"]).with_name("uneven.jsonl")), "shuffle": False}
     tree["sampling"]["stop_token_ids"] = []

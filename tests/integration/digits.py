@@ -1,4 +1,4 @@
-"""A reward that tells nearly all answers apart, so that every step learns something."""
+"""Scores responses so that nearly all of them differ and every step learns something."""
 
 
 def score(prompts, responses, rows):

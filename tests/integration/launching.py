@@ -1,4 +1,4 @@
-"""Starts the trainer as a user does, in a process of its own."""
+"""Starts the trainer as a user does, in a separate process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def command(launcher: str, *overrides: str) -> list[str]:
 
 
 def run(command: list[str], cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command whose processes all end with it, or at the limit of time."""
+    """Runs a command and ends all of its processes with it, or at the time limit."""
     process = subprocess.Popen(
         command,
         cwd=cwd,

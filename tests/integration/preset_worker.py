@@ -1,6 +1,6 @@
 """Runs one short training after the other in one process group.
 
-CASES.json: name -> the arguments of launch/train.py. What each run leaves is in its run.dir.
+CASES.json maps each name to the arguments of launch/train.py. Each run writes to its run.dir.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from launch.cli import load_config
 from ppo_ds.build.run import build_run
 
-HANG = 200  # seconds of one case, after which it says where it hangs and ends
+HANG = 200  # seconds of one case, after which it prints where it hangs and ends
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""run.dry_run: tiny models of the same architectures, a small config, and the whole of it once on two ranks."""
+"""Tests run.dry_run: a complete run on two ranks with a small config and tiny models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from ppo_ds.models import tiny
 from tests.integration.launching import ROOT, launch
 
 LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "original_max_position_embeddings": 4096
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48,
+    "original_max_position_embeddings": 4096
 }  # fmt: skip
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -82,7 +83,8 @@ def test_a_small_model_of_any_family_runs(
         and small.vocab_size == 500
     )
     assert len(set(getattr(small, "layer_types", None) or ["one"])) == kinds
-    assert config.hidden_size == before.get("hidden_size", before.get("n_embd"))  # the given one is as it was
+    # the given config is unchanged
+    assert config.hidden_size == before.get("hidden_size", before.get("n_embd"))
 
 
 GIVEN = (
@@ -154,7 +156,7 @@ def test_a_model_that_cannot_be_had_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of some size by their config alone: a dry run reads no weights, so there are none."""
+    """Writes models as config files only: a dry run reads no weights."""
     folder = tmp_path_factory.mktemp("dry")
     tokenizer = tiny.character_tokenizer("abcdefgh ")
     common: dict[str, Any] = dict(

@@ -1,4 +1,4 @@
-"""One program under three launchers: what it says, how it ends, and that it goes on where it stopped."""
+"""Tests one program under three launchers: its output, its end, and that it resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import yaml
 
 from tests.integration.launching import ROOT, TIMEOUT, command, environment, launch
 
-SMALL = ("+experiment=quickstart", "prepare.max_operand=9", "prepare.heldout=10", "prepare.validation=10", "prepare.target_accuracy=0.1",
-         "rollout.prompts_per_step=16", "algo.minibatch_size=8", "eval.every=null", "run.dir=run",
-         "reward=function", f"reward.path={ROOT}/tests/integration/digits.py:score")  # fmt: skip
+SMALL = ("+experiment=quickstart", "prepare.max_operand=9", "prepare.heldout=10", "prepare.validation=10",
+         "prepare.target_accuracy=0.1", "rollout.prompts_per_step=16", "algo.minibatch_size=8",
+         "eval.every=null", "run.dir=run", "reward=function",
+         f"reward.path={ROOT}/tests/integration/digits.py:score")  # fmt: skip
 
 
 def metrics(folder: Path):
@@ -33,7 +34,7 @@ def test_each_launcher_starts_the_same_program(launcher, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2] and lines[-1]["episodes"] == 32
-    assert done.stdout.count("step 2/2") == 1  # one rank speaks
+    assert done.stdout.count("step 2/2") == 1  # only one rank prints
     for noise in ("INFO", "WARNING", "Traceback"):
         assert noise not in done.stdout + done.stderr.replace("OMP_NUM_THREADS", ""), noise
 

@@ -1,4 +1,4 @@
-"""The quickstart as `make quickstart` runs it: it learns, and leaves behind what the README promises."""
+"""Tests `make quickstart`: it learns, and writes the files that the README names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The run directory and the output of one quickstart with its defaults."""
+    """Returns the run directory and the output of one quickstart with its defaults."""
     cwd = tmp_path_factory.mktemp("quickstart")
     done = launch("deepspeed", "+experiment=quickstart", cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,7 +51,7 @@ def test_every_step_is_recorded_and_on_policy(run):
 
 
 def test_the_saved_model_is_the_one_that_was_measured(run):
-    """Loaded the plain way and decoded by transformers alone, it gets as many held-out sums right as the run says."""
+    """Solves as many held-out sums as the run reports, decoded by transformers alone."""
     folder = run[0]
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(folder / "model"),

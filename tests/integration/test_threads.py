@@ -1,4 +1,4 @@
-"""Threads of each rank under the three launchers, whose own defaults differ: none of them sticks."""
+"""Tests the threads of each rank under the three launchers, whose own defaults differ and do not apply."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ CORES = share(0, [replace(own_cores(), usable=frozenset(range(8)))], None).cores
 
 
 def found(launcher: str, folder: Path, **settings: str) -> list[dict[str, object]]:
-    """What each rank says. ``settings``: on top of an environment in which nobody has said anything about threads."""
+    """Returns the report of each rank.
+
+    ``settings`` are added to an environment in which no number of threads is set.
+    """
     clean = {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}
     start = [WORKER if part.endswith("train.py") else part for part in command(launcher)]
     done = subprocess.run(
@@ -42,7 +45,7 @@ def found(launcher: str, folder: Path, **settings: str) -> list[dict[str, object
 def test_ranks_share_the_cores_whatever_the_launcher_sets(
     launcher: str, settings: dict[str, str], tmp_path: Path
 ) -> None:
-    """A user's own number is a bound."""
+    """Treats a number that the user sets as an upper bound."""
     ranks = 1 if launcher == "python" else 2
     each = 1 if settings else max(1, CORES // ranks)
     assert (

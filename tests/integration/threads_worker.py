@@ -1,4 +1,7 @@
-"""Started by test_threads.py under each launcher: joins the other ranks as launch/train.py does and says what torch computes with."""
+"""Joins the other ranks as launch/train.py does and reports the threads that torch uses.
+
+test_threads.py starts it under each launcher.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All runs are made once, on one rank and on two; the tests compare what they left."""
+"""Makes all runs once, on one rank and on two; the tests compare the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.ranks import RankServer
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer
 ) -> Launches:
-    """The runs of CORE, and all others where a test that is marked slow is to run."""
+    """Returns the runs of CORE, and all others where a test that is marked slow is to run."""
     root = tmp_path_factory.mktemp("invariant")
     invariant_assets.make(root)
     launches = Launches(root, rank_server)
@@ -33,6 +33,6 @@ def runs(
 
 @pytest.fixture(scope="session")
 def more_runs(runs: Launches) -> Launches:
-    """Also the stages that only some tests look at."""
+    """Adds the stages that only some tests use."""
     runs.launch(2, MORE_ON_TWO_RANKS, name="more")
     return runs

@@ -1,4 +1,7 @@
-"""What the runs of this folder start from: tiny models with weights of a decent scale, prompts of different lengths, a reward."""
+"""Makes the inputs of the runs of this folder: tiny models, prompts of different lengths, and a reward.
+
+The weights have a realistic scale.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ from ppo_ds.models import tiny
 from ppo_ds.types import Row
 
 CHARACTERS = "abcdefghijklmnop"
+# The end token, "a" and "b". With three of 19 tokens, answers of one token and answers that never end are
+# both common.
 STOPS = [
     1,
     3,
     4,
-]  # the end token, "a" and "b": with three of 19 an answer of one token and one that is never finished are both common
+]
 PROMPTS = [
     "a",
     "abcdefghijklmnopabcdefgh",
@@ -35,7 +40,7 @@ PROMPTS = [
 
 
 def score(prompts: list[str], responses: list[str], rows: list[Row]) -> list[float]:
-    """Likes "e" and "i", and answers as long as the prompt."""
+    """Rewards "e" and "i", and answers as long as the prompt."""
     return [
         0.5 * sum(map(r.count, "ei")) - 0.1 * abs(len(p) - len(r))
         for p, r in zip(prompts, responses, strict=True)
@@ -44,7 +49,10 @@ def score(prompts: list[str], responses: list[str], rows: list[Row]) -> list[flo
 
 @torch.no_grad()
 def _scatter(model: nn.Module, std: float) -> None:
-    """Weights far from their tiny initial values: attention that attends, logits that differ, norms that are not all 1."""
+    """Moves weights far from their tiny initial values.
+
+    Attention is then not uniform, logits differ, and norms are not all 1.
+    """
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.normal_(0, std)
@@ -73,7 +81,7 @@ def _score_model(folder: Path, language_model: Path) -> None:
 
 
 def make(root: Path) -> None:
-    """``root``/{actor,tied,other,scorer} and ``root``/{prompts,same}.jsonl; always the same bits."""
+    """Writes ``root``/{actor,tied,other,scorer} and ``root``/{prompts,same}.jsonl; always the same bits."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         _language_model(root / "actor")

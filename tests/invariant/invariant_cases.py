@@ -1,4 +1,4 @@
-"""The runs that are compared. A label says what differs from the plain run on that ZeRO stage."""
+"""Lists the runs that are compared. A label names the difference from the plain run on that ZeRO stage."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ SHARDED_REWARD = {"reward": {**MODEL_REWARD["reward"], "zero": {"stage": 3}}}
 FROM_ACTOR = {"critic": {"init": "actor", "model": {"path": None}}}
 ONE_STEP = {"run": {"steps": 1}}
 LORA = {"actor": {"lora": {"rank": 4, "lr": 3e-3}}, "critic": {"lora": {"rank": 4}}}
-# Adam divides a gradient by its size plus eps: with 1e-8, gradients near 0 move weights by the rounding that is in them. And a critic that has
-# one value for each answer is past its optimum in two steps of 1e-3, where its gradient is a small rest of large parts.
+# Adam divides a gradient by its size plus eps: with 1e-8, gradients near 0 move weights by their rounding. A
+# critic with one value for each answer passes its optimum in two steps of 1e-3, where its gradient is a small
+# remainder of large terms that cancel.
 CALM = {"actor": {"optim": {"eps": 1e-5}}, "critic": {"optim": {"eps": 1e-5, "lr": 2e-4}}}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     # two answers to each prompt, no critic
@@ -58,7 +59,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 def algorithms(*stages: int) -> list[Case]:
-    """Four optimizer steps of each, against another reference so that there is a KL from the first step on."""
+    """Returns runs of four optimizer steps; another reference makes the KL differ from 0 at once."""
     common = merged(merged(CALM, OTHER_REFERENCE), ONE_STEP)
     return [
         case(f"zero{stage} {name}", staged(stage), common, how)
@@ -72,7 +73,11 @@ def frozen(stage: int, **zero: Any) -> dict[str, Any]:
 
 
 def interrupted(label: str, *overlays: dict[str, Any]) -> list[Case]:
-    """Three steps of drawn answers at once, the first of them alone, and the other two from its checkpoint. On two ranks."""
+    """Returns runs on two ranks that sample their answers.
+
+    One makes three steps at once, one makes the first step only, and one makes the other two from its
+    checkpoint.
+    """
     stopped = {"run": {"stop_at_step": 1}, "checkpoint": {"every": 1}}
     resumed = {"run": {"resume": f"{ASSETS}/2/{label} stopped/checkpoints/step_000001"}}
     ways = {"drawn": {}, "stopped": stopped, "resumed": resumed}
@@ -159,6 +164,9 @@ CORE = {
 
 
 def tiered(names: Iterable[str], ranks: int | None = None) -> list[Any]:
-    """Parameters of a test: those whose run is not in CORE are slow. ``ranks``: of labels without a number of ranks."""
+    """Returns the parameters of a test; those whose run is not in CORE are marked slow.
+
+    ``ranks`` is used for labels without a number of ranks.
+    """
     full = {name: name if ranks is None else f"{ranks}/{name}" for name in names}
     return [name if full[name] in CORE else pytest.param(name, marks=pytest.mark.slow) for name in full]

@@ -1,4 +1,4 @@
-"""Runs invariant_worker.py with a list of cases, and reads what each of them left."""
+"""Runs invariant_worker.py with a list of cases, and reads the results of each of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ Case = dict[str, Any]
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """``over`` laid over ``base``, dict by dict; one with another ``_target_`` replaces the old one whole."""
+    """Merges ``over`` into ``base``, dict by dict.
+
+    A dict with another ``_target_`` replaces the old one completely.
+    """
     out = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(out.get(key), dict) and "_target_" not in value
@@ -33,10 +36,11 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def base() -> dict[str, Any]:
-    """3 PPO steps x 2 epochs x 2 minibatches = 12 optimizer steps; a few rows in each micro-batch.
+    """Returns a config of 3 PPO steps x 2 epochs x 2 minibatches = 12 optimizer steps in micro-batches.
 
-    Adam's eps is not 1e-8: its first step moves a weight by lr g / (|g| + eps), so that a gradient of 2e-9, as one in 30,000 is, would turn its own
-    rounding of 3e-10 into a move of 1e-5. With 1e-6 that is 1e-7, and the other gradients, of about 1e-3, do not feel it.
+    Adam's eps is not 1e-8: its first step moves a weight by lr g / (|g| + eps), so that a gradient of 2e-9
+    (one in 30,000 is that small) would turn its own rounding of 3e-10 into a move of 1e-5. With 1e-6 the move
+    is 1e-7, and the other gradients, of about 1e-3, are not affected.
     """
     optim = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}
     return {
@@ -58,7 +62,7 @@ def base() -> dict[str, Any]:
 
 
 def staged(stage: int, dtype: str = "fp32", reference: int | None = None, **zero: bool) -> dict[str, Any]:
-    """Actor and critic (and the reference, which is sharded or not) on one ZeRO stage."""
+    """Returns a config with actor and critic on one ZeRO stage; the reference is sharded or not."""
     raw = NOT_PERSISTENT if stage == 3 else {}
     role = {"zero": {"stage": stage, **zero}, "deepspeed": raw}
     reference = (3 if stage == 3 else 0) if reference is None else reference
@@ -70,7 +74,10 @@ def staged(stage: int, dtype: str = "fp32", reference: int | None = None, **zero
 
 
 def case(label: str, *overlays: dict[str, Any], **switches: str) -> Case:
-    """``switches``: generate=record|replay|sample|disturb, mistake=..., see invariant_worker.py."""
+    """Returns one case.
+
+    ``switches`` are generate=record|replay|sample|disturb and mistake=..., see invariant_worker.py.
+    """
     config: dict[str, Any] = {}
     for overlay in overlays:
         config = merged(config, overlay)
@@ -79,13 +86,13 @@ def case(label: str, *overlays: dict[str, Any], **switches: str) -> Case:
 
 @dataclass(frozen=True)
 class Run:
-    """What one case left."""
+    """Reads the results of one case."""
 
     folder: Path
 
     @cached_property
     def steps(self) -> list[dict[str, float]]:
-        """The metrics of each PPO step that must not depend on how it was computed."""
+        """Returns the metrics of each PPO step that must not depend on how it was computed."""
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         return [
             {k: v for k, v in json.loads(line).items() if k != "time" and not k.startswith(UNCOMPARED)}
@@ -108,7 +115,7 @@ class Run:
         }
 
     def experience(self, when: str) -> dict[str, Tensor]:
-        """``when``: of the first step or the last."""
+        """Returns the experience of the first step or of the last, by ``when``."""
         return {name.partition("/")[2]: x for name, x in self.tensors.items() if name.startswith(f"{when}/")}
 
     def samples(self, step: int) -> list[dict[str, Any]]:
@@ -120,7 +127,7 @@ class Run:
 
 @dataclass
 class Launches:
-    """``launches["2/zero3"]`` is the Run of case "zero3" on 2 ranks."""
+    """Launches the cases; ``launches["2/zero3"]`` is the Run of case "zero3" on 2 ranks."""
 
     root: Path
     server: RankServer

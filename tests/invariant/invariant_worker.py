@@ -1,7 +1,8 @@
-"""Runs many small trainings, one after the other, in one process group. Its arguments are ROOT and NAME; it reads ``ROOT/NAME.json``.
+"""Runs many small trainings, one after the other, in one process group.
 
-Each case is {"label", "config", and switches}; what it leaves is in ``ROOT/NAME/<label>``: metrics.jsonl, samples/, model/, critic/ of the
-run itself, and found.json and tensors.safetensors of what was seen on the way (rank 0).
+Its arguments are ROOT and NAME; it reads ``ROOT/NAME.json``. Each case is {"label", "config", and switches}.
+Its results are in ``ROOT/NAME/<label>``: metrics.jsonl, samples/, model/ and critic/ of the run itself, and
+found.json and tensors.safetensors with the observations of rank 0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Experience, Metrics, Prompts, Rollout, ScoredRollout
 from tests.invariant.mistakes import made
 
-HANG = 300  # seconds of one case, after which it says where it hangs and ends
+HANG = 300  # seconds of one case, after which it prints where it hangs and ends
 Case = dict[str, Any]
 Found = dict[str, Any]
 
@@ -51,7 +52,10 @@ class Recorder:
 
 
 class Replayer:
-    """Gives each rank its part of the recorded rollouts, cut to its own widths. The prompts must be those that were recorded."""
+    """Gives each rank its part of the recorded rollouts, cut to its own widths.
+
+    The prompts must be those that were recorded.
+    """
 
     def __init__(self, trainer: PPOTrainer, file: Path):
         self.world, self.tensors = trainer.context.world, load_file(file)
@@ -74,11 +78,14 @@ class Replayer:
 
 
 class Interrupted(Exception):
-    """Raised inside generation mode on purpose."""
+    """Is raised inside generation mode on purpose."""
 
 
 class Disturber(Replayer):
-    """Before it replays: generation mode is left by an exception on all ranks, on one rank alone, and entered again inside itself."""
+    """Disturbs generation mode before it replays.
+
+    The mode is left by an exception on all ranks, then on one rank alone, and entered again inside itself.
+    """
 
     def __init__(self, trainer: PPOTrainer, file: Path):
         super().__init__(trainer, file)
@@ -133,7 +140,7 @@ class Disturber(Replayer):
 
 
 def watch_steps(model: TrainedModel) -> list[float]:
-    """The gradient norms of ``model``'s optimizer steps, filled in as they are done."""
+    """Returns a list to which the gradient norm of each optimizer step of ``model`` is appended."""
     norms: list[float] = []
     step = model.step
 
@@ -160,7 +167,10 @@ def watch_experience(trainer: PPOTrainer) -> list[Experience]:
 
 
 def count_layer_runs(trainer: PPOTrainer) -> dict[str, int]:
-    """How often the first layer of each trained model has run with gradients: twice in each backward where it is checkpointed."""
+    """Counts how often the first layer of each trained model runs with gradients.
+
+    A checkpointed layer runs twice in each backward.
+    """
     counted = dict.fromkeys(trainer.models, 0)
 
     def counter(role: str) -> Callable[..., None]:
@@ -176,7 +186,7 @@ def count_layer_runs(trainer: PPOTrainer) -> dict[str, int]:
 
 
 def count_forwards(trainer: PPOTrainer) -> list[int]:
-    """[number of decoding forwards so far]."""
+    """Returns [number of decoding forwards so far]."""
     counted = [0]
 
     def count(*_: Any) -> None:
@@ -189,7 +199,10 @@ def count_forwards(trainer: PPOTrainer) -> list[int]:
 
 @torch.no_grad()
 def views_of_the_actor(trainer: PPOTrainer, experience: Experience) -> dict[str, Tensor]:
-    """What the trained models say of the last rollout: log-probs and values of all states by the engines, logits by the decoding model."""
+    """Evaluates the trained models on the last rollout.
+
+    The engines give log-probs and values of all states, the decoding model gives logits.
+    """
     ids, mask = experience.ids, experience.attention_mask
     with trainer.actor.generation_mode():
         logits = trainer.actor.lm(
@@ -202,7 +215,7 @@ def views_of_the_actor(trainer: PPOTrainer, experience: Experience) -> dict[str,
 
 
 def rotary(trainer: PPOTrainer) -> Found:
-    """The RoPE frequencies of all models, which no dtype and no sharding may round."""
+    """Returns the RoPE frequencies of all models, which no dtype and no sharding may round."""
     reference = trainer.make_experience.reference.module
     lms = {"actor": trainer.actor.module.lm, "reference": reference.lm}
     if trainer.actor._copy is not None:
@@ -212,7 +225,7 @@ def rotary(trainer: PPOTrainer) -> Found:
 
 
 def set_generator(trainer: PPOTrainer, how: str, file: Path) -> list[dict[str, bool]]:
-    """Returns what a Disturber will see."""
+    """Returns a list of the observations that a Disturber will append."""
     if how == "record":
         trainer.collect.generator = Recorder(trainer, file)
     elif how == "replay":

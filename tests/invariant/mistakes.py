@@ -1,4 +1,4 @@
-"""The mistakes that the comparisons are there to find, made on purpose."""
+"""Makes the mistakes that the comparisons must detect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows_instead_of_tokens(masks: Any, dp_size: int, norm: float) -> Any:
 
 
 def own_rows_only(experience: Experience, world: World) -> Experience:
-    """The widths agree, but this rank's rows stand in for those of the others."""
+    """Keeps the widths, but puts this rank's rows in place of those of the others."""
     wide = experience.resized(
         world.max_int(experience.prompt_width), world.max_int(experience.response_width)
     )
@@ -65,7 +65,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 @contextmanager
 def made(mistake: str | None) -> Iterator[None]:
-    """Nothing is changed without a name, or after the block."""
+    """Makes a mistake inside the block; without a name nothing changes."""
     if mistake is None:
         yield
         return

@@ -1,6 +1,7 @@
-"""PPO once more, as a person would write it to check by hand: one process, one row at a time, no padding, no masks, none of the package.
+"""Implements PPO plainly, to be checked by hand: one process, one row at a time, no padding, no masks.
 
-It follows the papers, not the package: Schulman et al. 2017 (clipped surrogate, GAE 2016), Ziegler et al. 2019 (KL in the reward, value head).
+It uses nothing of the package and follows the papers: Schulman et al. 2017 (clipped surrogate, GAE 2016),
+Ziegler et al. 2019 (KL in the reward, value head).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Row = tuple[Tensor, int]  # ids of prompt and answer, length of the answer
 
 
 def recorded(file: Path) -> list[list[Row]]:
-    """The rows of each PPO step."""
+    """Returns the rows of each PPO step."""
     tensors = load_file(file)
     steps = sorted({int(name.partition("/")[0]) for name in tensors})
     columns = [
@@ -47,20 +48,20 @@ def score_model(folder: Path) -> nn.Module:
 
 
 def logprobs(model: nn.Module, row: Row) -> tuple[Tensor, Tensor]:
-    """log pi(a|s) and entropy [n] at each token of the answer."""
+    """Computes log pi(a|s) and the entropy [n] at each token of the answer."""
     ids, n = row
     logp = model(ids[None]).logits[0, :-1].log_softmax(-1)
     return logp.gather(1, ids[1:, None])[-n:, 0], -(logp.exp() * logp).sum(-1)[-n:]
 
 
 def states(model: nn.Module, row: Row) -> Tensor:
-    """V(s) [n+1] before each token of the answer, and after the last."""
+    """Computes V(s) [n+1] before each token of the answer, and after the last."""
     ids, n = row
     return model.score(model.model(ids[None]).last_hidden_state)[0, -n - 1 :, 0]
 
 
 def values(model: nn.Module, row: Row) -> Tensor:
-    """V(s) [n] before each token of the answer."""
+    """Computes V(s) [n] before each token of the answer."""
     return states(model, row)[:-1]
 
 
@@ -106,7 +107,10 @@ def minibatches(rows: int, step: int) -> Iterator[list[int]]:
 
 
 def train(root: Path, score: Callable[[list[int], list[int]], float]) -> dict[str, list[float] | nn.Module]:
-    """Over the recorded rollouts: gradient norms of all optimizer steps, and the trained models. ``score(prompt ids, answer ids)``."""
+    """Trains on the recorded rollouts; returns all gradient norms and the trained models.
+
+    The reward is ``score(prompt ids, answer ids)``.
+    """
     actor, reference, critic = (
         language_model(root / "actor"),
         language_model(root / "actor"),

@@ -1,4 +1,7 @@
-"""Generation mode: gathers and gives back, whatever happens inside; ranks decode by themselves, and draw different samples."""
+"""Tests that generation mode gathers and releases weights, also when its block raises.
+
+Ranks decode independently and draw different samples.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ pytestmark = pytest.mark.slow  # its runs are not in CORE
 
 
 def answers(run: Run) -> list[tuple[str, str, int, str]]:
-    """All answers of all steps, in order."""
+    """Returns all answers of all steps, in order."""
     return [
         (row["prompt"], row["response"], row["length"], row["finish"])
         for step in (1, 2, 3)
@@ -41,7 +44,7 @@ def test_what_was_generated_has_the_log_probs_of_the_training_engine(runs: Launc
 
 @pytest.mark.parametrize("name", ["2/zero3 static", "2/zero0 hf", "2/zero2 static"])
 def test_a_resumed_run_draws_what_it_would_have_drawn(runs: Launches, name: str) -> None:
-    """To the bit: answers, metrics and weights."""
+    """Compares answers, metrics and weights bit for bit."""
     whole, resumed = runs[f"{name} drawn"], runs[f"{name} resumed"]
     assert len(whole.steps) == 3 and whole.steps[1:] == resumed.steps
     assert [whole.samples(step) for step in (2, 3)] == [resumed.samples(step) for step in (2, 3)]
@@ -54,7 +57,7 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(runs: Launches, name: str)
 
 
 def test_ranks_decode_different_numbers_of_tokens(runs: Launches) -> None:
-    """With ZeRO-3 too: nothing in there waits for the others."""
+    """Covers ZeRO-3 too: no rank waits for the others inside generation mode."""
     first, second = runs["2/zero3 greedy row by row"].found["forwards"]
     assert first != second and min(first, second) > 0
 
@@ -76,7 +79,7 @@ def test_ranks_draw_different_samples_of_the_same_prompt(runs: Launches, stage: 
 
 
 def assert_undisturbed(plain: Run, disturbed: Run) -> None:
-    """To the bit: there is nothing in generation that training could notice."""
+    """Asserts bit-identical results: generation must not affect training."""
     assert disturbed.steps == plain.steps
     assert disturbed.found["norms"] == plain.found["norms"]
     for name in plain.tensors:

@@ -1,4 +1,7 @@
-"""Whole runs with adapters on actor and critic: the same on every ZeRO stage and number of ranks, on a base that stays as it was."""
+"""Tests whole runs with adapters on actor and critic.
+
+The results are the same on every ZeRO stage and number of ranks, and the base is unchanged.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def test_a_run_starts_as_one_without_adapters_at_a_kl_of_exactly_0(runs: Launche
 
 @EVERY
 def test_the_reference_stays_the_base(runs: Launches, name: str) -> None:
-    """Of the last rollout: by plain transformers, from the folder that the run started from."""
+    """Recomputes the last rollout with plain transformers, from the folder that the run started from."""
     experience, lm = runs[name].experience("last"), plain_ppo.language_model(runs.root / "actor")
     kept = zip(
         experience["ids"],

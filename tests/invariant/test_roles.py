@@ -1,4 +1,4 @@
-"""What the four roles start from, where they are held, and what is left of them as files: compared with plain transformers."""
+"""Tests the initial weights, placement and saved files of the four roles against plain transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.invariant.invariant_runs import Launches, Run
 
 
 def rows(experience: dict[str, Tensor]) -> list[plain_ppo.Row]:
-    """Without padding."""
+    """Returns the rows without padding."""
     kept = zip(
         experience["ids"], experience["attention_mask"], experience["response_mask"].sum(1), strict=True
     )
@@ -21,7 +21,7 @@ def rows(experience: dict[str, Tensor]) -> list[plain_ppo.Row]:
 
 
 def states(experience: dict[str, Tensor]) -> Tensor:
-    """[B,S] bool: before each token of the answer, and after the last."""
+    """Returns a mask [B,S] bool: before each token of the answer, and after the last."""
     mask = experience["response_mask"]
     return torch.arange(mask.shape[1] + 1) <= mask.sum(1, keepdim=True)
 
@@ -49,7 +49,7 @@ def test_a_reference_gives_the_same_log_probs_wherever_it_is(runs: Launches, whe
 @pytest.mark.parametrize("name", ["1/zero0", "2/zero3"])
 @torch.no_grad()
 def test_a_critic_from_a_reward_model_starts_with_its_scores(runs: Launches, name: str) -> None:
-    """critic.init=auto: of each state, the score that the reward model gives to the text so far."""
+    """Checks critic.init=auto: each state has the score that the reward model gives to the text so far."""
     experience = runs[f"{name} critic from reward"].experience("first")
     scorer = plain_ppo.score_model(runs.root / "scorer")
     expected = [plain_ppo.states(scorer, row) for row in rows(experience)]
@@ -135,7 +135,7 @@ def check_exported_critic(run: Run, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", tiered(EXPORTS))
 @torch.no_grad()
 def test_what_is_saved_is_what_was_trained(runs: Launches, name: str) -> None:
-    """As plain transformers loads it: the same weights, ties and logits."""
+    """Loads the files with plain transformers: weights, ties and logits are the same."""
     dtype = torch.bfloat16 if "bf16" in name else torch.float32
     check_export(runs[name], tied="tied" in name, dtype=dtype)
     check_exported_critic(runs[name], dtype)

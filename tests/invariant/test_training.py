@@ -1,4 +1,7 @@
-"""The number of ranks, the ZeRO stage and how rows are cut into forwards change nothing but speed. Generation is replayed."""
+"""Tests that the number of ranks, the ZeRO stage and the cut of rows into forwards change only the speed.
+
+Generation is replayed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ MORE = [
 
 
 def gaps(a: Run, b: Run, weights_within: float = WEIGHTS) -> list[str]:
-    """What differs by more than rounding, in words."""
+    """Returns descriptions of the differences that exceed rounding."""
     found = []
     for step, (one, other) in enumerate(zip(a.steps, b.steps, strict=True), start=1):
         assert one.keys() == other.keys()
@@ -137,7 +140,7 @@ def test_gradient_checkpointing_on_the_other_stages(more_runs: Launches, stage: 
 
 @pytest.mark.slow
 def test_other_losses_do_not_depend_on_ranks_either(runs: Launches) -> None:
-    """Sequence means, the KL in the loss, no whitening."""
+    """Covers sequence means, the KL in the loss, and no whitening."""
     expected = runs["1/zero0 other aggregation"]
     assert gaps(expected, runs["2/zero2 other aggregation"]) == []
 
@@ -213,12 +216,12 @@ def test_the_first_ratio_is_one_and_the_policy_starts_as_its_reference(runs: Lau
     assert run.steps[0]["policy/ratio_max"] > 1.1  # of all minibatches: only the first is exempt from change
     for metric in ("kl/ref_seq_mean", "kl/ref_token_mean", "kl/ref_token_max", "kl/k3_token_mean"):
         assert run.steps[0][metric] == pytest.approx(0, abs=1e-5), metric
-    # After four updates it is far from it. k3 is a mean of terms none of which is negative; the others are sums in which terms cancel, as the answers
-    # that were drawn have it.
+    # After four updates the policy is far from the reference. k3 is a mean of terms that are never negative;
+    # in the other estimates terms cancel, depending on the sampled answers.
     assert all(step["kl/k3_token_mean"] > 1e-2 for step in run.steps[1:])
 
 
-# Before the first update; what comes later has bf16's rounding of weights in it.
+# Metrics before the first update; later ones contain bf16's rounding of weights.
 AT_THE_START = ("reward/score_mean", "value/pred_mean", "value/return_mean", "adv/std", "adv/max_abs")
 
 
@@ -240,7 +243,7 @@ def test_bf16_trains_on_every_stage(runs: Launches, stage: int) -> None:
 
 
 def assert_moved_alike(run: Run, exact: Run, role: str, start: Path) -> None:
-    """All weights together moved in the direction in which fp32 moves them, about as far."""
+    """Asserts that all weights together moved in the direction in which fp32 moves them, about as far."""
     prefix = {"actor": "lm.", "critic": "model."}[role]
     model = plain_ppo.language_model(start) if role == "actor" else plain_ppo.score_model(start)
     before = torch.cat([weight.flatten() for weight in model.state_dict().values()])

@@ -1,4 +1,4 @@
-"""The environment of processes that tests start."""
+"""Provides the environment of processes that tests start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SET_BY_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MAS
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Returns the current environment without a GPU, a network or what a launcher around the tests has set."""
+    """Returns the environment without a GPU, a network or the variables of a launcher around the tests."""
     inherited = {key: value for key, value in os.environ.items() if key not in SET_BY_LAUNCHERS}
     return inherited | {
         "CUDA_VISIBLE_DEVICES": "",

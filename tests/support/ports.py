@@ -1,4 +1,4 @@
-"""Ports that stay reserved until they are used."""
+"""Provides ports that stay reserved until they are used."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _reserved: list[socket.socket] = []
 def reserved_port() -> int:
     """Returns a local port that this process keeps reserved until it ends.
 
-    A bound socket that does not listen keeps the kernel from giving the port to anyone else. A server that sets
-    SO_REUSEADDR, as torch's TCPStore does, may listen on it all the same.
+    A bound socket that does not listen keeps the kernel from giving the port to any other process. A server
+    that sets SO_REUSEADDR, as torch's TCPStore does, may listen on it all the same.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,13 +1,14 @@
-"""Process groups of ranks, forked from one process that has imported torch, deepspeed and ppo_ds once.
+"""Starts process groups of ranks, forked from one process that has imported torch, deepspeed and ppo_ds once.
 
     with RankServer(folder) as server:
         group = server.start("tests.engine.switch_worker:main", 2, str(folder), "all")
         os.kill(group.pids[1], signal.SIGKILL)
         assert server.wait(group) == [-9, -9]
 
-The target is a function without parameters, which reads its arguments from sys.argv and returns an exit code or None.
-Its module is imported in each rank after the fork. The ranks of a group are a process group of the operating system, so
-that a limit of time ends whatever they have started too. Nothing outlives the ``with``, or the process that is in it.
+The target is a function without parameters, which reads its arguments from sys.argv and returns an exit code
+or None. Its module is imported in each rank after the fork. The ranks of a group are a process group of the
+operating system, so that a time limit also ends all processes that they have started. No process outlives the
+``with`` block or the process that runs it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LIMIT = 900.0  # seconds that a group may take; a hang fails
 
 @dataclass
 class RankGroup:
-    """Ranks that have been started: their process ids by rank, and the file with all that they print."""
+    """Holds the process ids of started ranks, by rank, and the file with all that they print."""
 
     pids: list[int]
     log: Path
@@ -44,7 +45,7 @@ class RankGroup:
 
 
 class RankServer:
-    """The client's side."""
+    """Implements the client's side."""
 
     def __init__(self, folder: Path):
         self._folder, self._started = folder, 0
@@ -95,8 +96,8 @@ class RankServer:
 
         Args:
             limit: the seconds after which all ranks are killed.
-            grace: the seconds that the other ranks have once one has ended badly; after a SIGKILL none. As under a
-                launcher. None: they have until the limit.
+            grace: the seconds that the other ranks have after one has failed, as under a launcher; after a
+                SIGKILL they have none. None: they have until the limit.
         """
         deadline = time.monotonic() + limit
         while len(group.codes) < len(group.pids):
@@ -120,7 +121,7 @@ class RankServer:
         return self.wait(group, limit=limit), group.output()
 
     def check(self, target: str, ranks: int, *arguments: str, limit: float = LIMIT) -> None:
-        """Runs what must succeed."""
+        """Runs a target that must succeed."""
         codes, output = self.run(target, ranks, *arguments, limit=limit)
         assert codes == [0] * ranks, f"{target} on {ranks} rank(s): {codes}\n{output[-6000:]}"
 
@@ -132,7 +133,7 @@ class RankServer:
         return json.loads(answer)
 
 
-# -- the server's side, in a process of its own --------------------------------------------------------------------
+# -- the server's side, in a separate process -----------------------------------------------------
 
 
 def serve() -> None:
@@ -178,7 +179,8 @@ def _start(target: str, ranks: int, arguments: list[str], environment: dict[str,
             os.environ.update({name: str(value) for name, value in launched.items()} | environment)
             _become(target, arguments, log)
         pids.append(pid)
-        with contextlib.suppress(PermissionError, ProcessLookupError):  # here too: whoever is first
+        # Parent and child both set it, because either may run first.
+        with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pids[0])
     return pids
 
@@ -205,7 +207,7 @@ def _become(target: str, arguments: list[str], log: str) -> None:
 
 
 def _poll(pids: list[int]) -> list[tuple[int, int]]:
-    """Returns (process id, exit code) of those that have ended."""
+    """Returns (process id, exit code) of the processes that have ended."""
     ended = [os.waitpid(pid, os.WNOHANG) for pid in pids]
     return [(pid, os.waitstatus_to_exitcode(status)) for pid, status in ended if pid]
 

@@ -62,7 +62,7 @@ def decode(x):
     return [decode(v) for v in x] if isinstance(x, list) else x
 
 
-# ---- adapters: each returns a dict of what ppo_ds says -----------------------------------------------------
+# ---- adapters: each returns a dict of the results of ppo_ds ------------------------------------------------
 
 ADAPTERS = {}
 
@@ -77,7 +77,7 @@ def whole(x: T) -> T:
 
 
 def rows(x: T) -> T:
-    """A single row for what has no rows."""
+    """Returns a tensor without rows as a single row."""
     return x if x.dim() > 1 else x[None]
 
 
@@ -88,7 +88,7 @@ def masked_mean(x, mask, dim=None):
 
 @adapter
 def masked_mean_of_rows(x, mask):
-    """The mean over rows of their means, an empty row counting 0 as in open-instruct."""
+    """Computes the mean over rows of their means; an empty row counts as 0, as in open-instruct."""
     means = masked.masked_mean(x, mask, -1)
     return {"mean": means.mean(-1)}
 
@@ -107,7 +107,7 @@ def whiten(x, mask=None, shift_mean=True, unbiased=True, eps=1e-8):
 
 @adapter
 def whiten_ranks(parts, masks, unbiased=True):
-    """Ranks one after the other: what is summed over them is known from a first pass."""
+    """Runs the ranks one after the other; a first pass computes the sums over ranks."""
     sums = [torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
     for k in range(2):
         for x, m in zip(parts, masks, strict=True):
@@ -191,7 +191,7 @@ def gae_from_scores(scores, values, mask, gamma=1.0, lam=0.95, lam_critic=None, 
 
 @adapter
 def gae_next_token(scores, values, mask, kl, kl_coef, gamma, lam, whiten_rewards=False):
-    """TRL, DeepSpeed-Chat: the score at the place after the last action, which is a state of its own."""
+    """Computes GAE as TRL and DeepSpeed-Chat do: the score is at a separate state after the last action."""
     states = seqs.next_token_mask(mask)
     rewards = rew.token_rewards(scores, mask, kl, kl_coef, "next_token")
     if whiten_rewards:
@@ -241,7 +241,7 @@ def group(scores, groups, baseline, eps=1e-6, lengths=None, singleton="error", m
 
 @adapter
 def group_valid(scores, groups, baseline, valid, singleton="zero"):
-    """Only the rows that count: ppo_ds has no mask of samples, the others are left out."""
+    """Computes on valid rows only: ppo_ds has no mask of samples, so the others are left out."""
     i = valid.bool().nonzero()[:, 0]
     a = adv.group_advantages(scores[i], groups[i], baseline, singleton=singleton)
     return {"baseline": scores[i] - a}
@@ -302,7 +302,7 @@ def aggregate(loss, mask, mode, totals=None, scale=1.0):
 
 @adapter
 def aggregate_parts(loss, mask, mode, rows_per_part, dp_size=1, norm=None):
-    """Micro-batches or ranks: their sum (or mean over ranks), and the whole at once."""
+    """Aggregates micro-batches or ranks (their sum, or mean over ranks), and the whole at once."""
     whole_totals = losses.batch_totals(list(mask.split(rows_per_part)), norm=norm, dp_size=dp_size)
     parts = torch.stack(
         [
@@ -335,7 +335,7 @@ def policy(
     is_high=None,
     **how,
 ):
-    """Loss, its gradient and the metrics, each of these as a mean."""
+    """Computes the loss, its gradient and the metrics, each of these as a mean."""
     logprobs, old, advantages = rows(logprobs), rows(old), rows(advantages)
     mask = whole(logprobs) if mask is None else rows(mask)
     if is_kind is not None:
@@ -377,7 +377,7 @@ def policy_uneven(logprobs, old, advantages, mask, sizes, dp_size=1, **how):
 
 @adapter
 def policy_tokens(logprobs, old, advantages, mask=None, weights=None, **how):
-    """The loss of each token by itself: rows of one token each."""
+    """Computes the loss of each token separately, as rows of one token each."""
     logprobs, old, advantages = rows(logprobs), rows(old), rows(advantages)
     mask = whole(logprobs) if mask is None else rows(mask)
     weights = None if weights is None else rows(weights)
@@ -400,7 +400,7 @@ def policy_tokens(logprobs, old, advantages, mask=None, weights=None, **how):
 
 @adapter
 def on_policy(logprobs, advantages, mask=None, **how):
-    """One optimizer step for the rollout: the old policy is the current one, as in ppo/losses.py."""
+    """Takes one optimizer step for the rollout: the old policy is the current one, as in ppo/losses.py."""
     return policy(logprobs, logprobs.detach(), advantages, mask, **how)
 
 
@@ -452,14 +452,14 @@ def value_parts(values, old, returns, mask, rows_per_part, dp_size=1, norm=None,
 
 @adapter
 def order(first, second):
-    """The first of two losses is the smaller."""
+    """Checks that the first of two losses is the smaller."""
     a, b = (ADAPTERS[name](**args)["loss"] for name, args in (first, second))
     return {"smaller": (a < b).float()}
 
 
 @adapter
 def differs(first, second, key):
-    """Two ways give two answers."""
+    """Checks that two settings give different results."""
     a, b = (ADAPTERS[name](**args)[key] for name, args in (first, second))
     return {"differs": torch.tensor(float(not torch.allclose(a.float(), b.float(), rtol=1e-3)))}
 
@@ -518,7 +518,7 @@ def linear(hidden, weight, labels, temperature=1.0, block=None, frozen=False):
 
 @adapter
 def linear_shifted(hidden, weight, ids, temperature, block=None):
-    """Log-probs of ids[:, 1:] from the states before them."""
+    """Computes the log-probs of ids[:, 1:] from the states before them."""
     b, s, h = hidden.shape
     a, _ = lin.linear_logprobs_and_entropy(
         hidden[:, :-1].reshape(-1, h), weight, None, ids[:, 1:].reshape(-1), temperature, block_elements=block
@@ -566,7 +566,7 @@ def token_rewards(scores, mask, kl=None, kl_coef=0.0, clip=None, place="last_tok
 
 @adapter
 def running(batches):
-    """With n - 1 in the divisor, as trlx has it; ppo_ds divides by n."""
+    """Computes running statistics with n - 1 in the divisor, as trlx has it; ppo_ds divides by n."""
     m = RunningMoments()
     for b in batches:
         m.update(b)
@@ -578,7 +578,7 @@ def running(batches):
 
 
 class Ids:
-    """A tokenizer of texts that are ids with a blank between them."""
+    """Tokenizes texts that are ids separated by blanks."""
 
     def encode_many(self, texts, special_tokens=False):
         return [[int(i) for i in t.split()] for t in texts]
@@ -682,7 +682,7 @@ def config(keys):
 
 
 def compare(case):
-    """None where ppo_ds agrees, else what it says instead."""
+    """Returns None where ppo_ds agrees, else the description of its result."""
     try:
         got = ADAPTERS[case["adapter"]](**decode(case["args"]))
     except Exception as error:  # noqa: BLE001

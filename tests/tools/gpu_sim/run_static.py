@@ -85,7 +85,7 @@ class SimulatedRecorder:
 
 
 def mostly_unfinished():
-    """Answers of the device to "have all rows ended?": yes at every eighth look."""
+    """Answers the host's check of whether all rows have ended: true at every eighth check."""
     looks = 0
 
     def answer(shape, dtype):
