@@ -67,8 +67,8 @@ class Needs:
             raise UserError(
                 f"{key}={path}: RoPE of type {kind} changes all rows of a batch that has one longer than "
                 f"{limit} tokens; the longest prompt and sampling.max_new_tokens together (or a text of "
-                f"data.ptx_path) may have {self.positions}: lower data.max_prompt_tokens, sampling.max_new_tokens or "
-                f"data.ptx_max_tokens to stay within {limit}"
+                f"data.ptx_path) may have {self.positions}: lower data.max_prompt_tokens, "
+                f"sampling.max_new_tokens or data.ptx_max_tokens to stay within {limit}"
             )
         if module.max_tokens is not None and self.positions > module.max_tokens:
             raise UserError(
@@ -79,7 +79,7 @@ class Needs:
             )
 
 
-# -- trained roles --------------------------------------------------------------------------------------
+# -- trained roles ---------------------------------------------------------------------------------
 
 
 def actor_module(config: Config) -> Policy:
@@ -207,7 +207,7 @@ def _load(load: Callable[[], nn.Module], engine_config: dict[str, Any] | None) -
         return load()
 
 
-# -- where the critic starts ----------------------------------------------------------------------------
+# -- where the critic starts -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def _reward_model(config: Config) -> ModelConfig | None:
     return ModelConfig(**section) if isinstance(section, dict) else None
 
 
-# -- frozen roles ---------------------------------------------------------------------------------------
+# -- frozen roles ----------------------------------------------------------------------------------
 
 
 def build_reference(config: Config, world: World, needs: Needs, actor: TrainedModel) -> FrozenModel:
@@ -340,7 +340,7 @@ def _identity(load: Callable[..., nn.Module], model: ModelConfig) -> Hashable:
     return load, path, model.revision, model.dtype, model.trust_remote_code, model.attn_implementation
 
 
-# -- all roles ------------------------------------------------------------------------------------------
+# -- all roles -------------------------------------------------------------------------------------
 
 
 def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | None) -> list[str]:
@@ -378,8 +378,8 @@ def choose_layouts(
             choice = model.module.choose_layout(layout, device, model)
         if choice.packed and not choice.kernel and device.type == "cuda":
             lines.append(
-                f"warning    memory.layout=packed: no kernel supports the {name}'s heads: attention is computed "
-                "one sequence after the other"
+                f"warning    memory.layout=packed: no kernel supports the {name}'s heads: attention is "
+                "computed one sequence after the other"
             )
         if choice.reason is not None:
             lines.append(f"warning    memory.layout={layout}: the {name}'s rows are padded: {choice.reason}")

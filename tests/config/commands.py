@@ -1,4 +1,4 @@
-"""Short ways to compose a config in tests."""
+"""Helpers that compose a config in tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compose(*arguments: str, ranks: int = 1) -> Config:
 
 
 def complaints(*arguments: str, ranks: int = 1) -> list[str]:
-    """The lines that a wrong command line gives."""
+    """Returns the error lines of an invalid command line."""
     with pytest.raises(UserError) as error:
         load_config(list(arguments), world_size=ranks)
     assert all("\n" not in line for line in error.value.problems)

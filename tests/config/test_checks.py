@@ -9,7 +9,7 @@ from tests.config.commands import MINIMAL, complaints, compose, model_folder
 
 
 def found(*arguments: str, ranks: int = 1) -> str:
-    """The only line that the minimal config gives with these arguments on top."""
+    """Returns the only error line that the minimal config gives with these arguments added."""
     lines = complaints(*MINIMAL, *arguments, ranks=ranks)
     assert len(lines) == 1, lines
     return lines[0]
@@ -116,7 +116,8 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(
         ("sampling.min_new_tokens=9", "sampling.min_new_tokens=9: must be at most sampling.max_new_tokens=8"),
         (
             "sampling={min_new_tokens:2,stop:[x]}",
-            "sampling.min_new_tokens=2: delays end tokens, but not the strings of sampling.stop; set only one",
+            "sampling.min_new_tokens=2: delays end tokens, but not the strings of sampling.stop; "
+            "set only one",
         ),
         ("sampling.temperature=0", "sampling.temperature=0: must be above 0"),
         ("sampling.top_p=0", "sampling.top_p=0: must be above 0"),
@@ -222,11 +223,13 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
         ),
         (
             [SEQUENCE, "algo.value.position=token"],
-            "algo.value.position=token: with algo.action_level=sequence it must be prompt_last or response_last",
+            "algo.value.position=token: with algo.action_level=sequence it must be prompt_last or "
+            "response_last",
         ),
         (
             [SEQUENCE, "algo.advantage.estimator=reinforce"],
-            "algo.advantage.estimator=reinforce: gives each token its own return, so algo.action_level must be token",
+            "algo.advantage.estimator=reinforce: gives each token its own return, so algo.action_level "
+            "must be token",
         ),
         (
             [GRPO, PAIRS, "algo.value.warmup_steps=1"],
@@ -292,7 +295,7 @@ def test_what_an_algorithm_does_not_go_with(arguments: list[str], line: str) -> 
             "algo.value.warmup_steps=5",
             "run.steps=null",
             "run.epochs=2",
-        ],  # how many steps that makes is known with the data
+        ],  # the number of steps depends on the data
         ["algo.advantage.estimator=reinforce"],
         [GRPO, PAIRS, "algo.dynamic_sampling.enabled=true", "algo.advantage.whiten=group"],
         ["data.path=null", "data.mix=[{path:org/a},{path:org/b}]"],
@@ -320,7 +323,7 @@ def test_states_that_are_on_the_cpu_already_do_not_make_way() -> None:
     )
     for without_critic in ([offloaded], [SHARED], [GRPO, PAIRS]):
         assert found(moved, *without_critic).startswith(line)
-    compose(*MINIMAL, moved)  # the critic's do
+    compose(*MINIMAL, moved)  # the critic's states are offloaded
     compose(*MINIMAL, "actor.zero={offload_states:auto,offload_optimizer:true}", offloaded)
     compose(*MINIMAL, "actor.zero.offload_states=always", offloaded)
 

@@ -1,4 +1,4 @@
-"""Random trees and command lines: each gives a Config or lines that a user can act on, and nothing else ever."""
+"""Random config trees and command lines give either a Config or error lines that name their cause."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ TREE = {
     "reward": {"_target_": "ppo_ds.rewards.function.FunctionReward", "path": "pkg.mod:score"},
 }
 TARGETS = [
-    "ppo_ds.rewards.function.FunctionReward", "ppo_ds.rewards.model.model_reward", "ppo_ds.rewards.weighted.WeightedReward",
-    "ppo_ds.rewards.rules.NumericReward", "ppo_ds.rewards.rules.FormatReward", "ppo_ds.rewards.remote.RemoteReward", "no.such.thing", "",
+    "ppo_ds.rewards.function.FunctionReward", "ppo_ds.rewards.model.model_reward",
+    "ppo_ds.rewards.weighted.WeightedReward",
+    "ppo_ds.rewards.rules.NumericReward", "ppo_ds.rewards.rules.FormatReward",
+    "ppo_ds.rewards.remote.RemoteReward", "no.such.thing", "",
     ".", None, 5,
 ]  # fmt: skip
 
@@ -57,7 +59,7 @@ rewards = st.dictionaries(
 
 
 def put(tree: dict[Any, Any], key: str, value: Any) -> None:
-    """Sets a dotted key; a value that stands where a section should be makes way."""
+    """Sets a dotted key; a value in the place of a section is replaced by an empty section."""
     *sections, last = key.split(".")
     for name in sections:
         if not isinstance(tree.get(name), dict):
@@ -67,18 +69,17 @@ def put(tree: dict[Any, Any], key: str, value: Any) -> None:
 
 
 def expect_lines(error: UserError, *given: str) -> None:
-    """Each is one printable line about a key, a flag, or what was given."""
+    """Checks that each error is one printable line about a key, a flag or one of the given arguments."""
     assert error.problems
     for line in error.problems:
         assert line.isprintable() and line.strip(), line
-        heads = [
-            UserError(argument.lstrip("+~").partition("=")[0][:40]).problems[0] for argument in given
-        ]  # with what does not print escaped
+        # UserError escapes unprintable characters
+        heads = [UserError(argument.lstrip("+~").partition("=")[0][:40]).problems[0] for argument in given]
         assert NAMED.search(line) or "--" in line or any(head in line for head in heads), line
 
 
 def expect_the_same_again(config: Config, ranks: int) -> None:
-    """config.yaml says all of it."""
+    """Checks that reading the written config.yaml again gives the same config."""
     again = validated(yaml.safe_load(to_yaml(resolved(config))), ranks)
     assert resolved(again) == resolved(config)
 

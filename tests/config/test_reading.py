@@ -38,7 +38,11 @@ class Outer(Section):
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """The value of a key k of this type; raises UserError with the lines."""
+    """Reads a value as key ``k`` of the given type.
+
+    Raises:
+        UserError: with the error lines, if the value is refused.
+    """
     section = create_model("K", __base__=Section, k=(annotation, None))
     made, problems = read(section, {"k": value})
     if problems:

@@ -1,4 +1,4 @@
-"""The description of every key, in --help and in docs/config.md."""
+"""Tests the description of every key in --help and in docs/config.md."""
 
 from __future__ import annotations
 

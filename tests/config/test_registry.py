@@ -1,4 +1,4 @@
-"""The tables of named parts agree with the code that they name."""
+"""The registry tables agree with the code that they name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MASK = torch.ones(2, 2, dtype=torch.bool)
 
 
 def names(function: object, argument: str) -> set[str]:
-    """The choices of a Literal argument."""
+    """Returns the choices of a Literal argument."""
     return set(get_args(get_type_hints(function)[argument]))
 
 
@@ -108,7 +108,7 @@ def test_the_flags_say_what_the_losses_do() -> None:
         once, _ = resolve(entry)(
             logprobs, old, advantage, **options | {"ratio": "token" if entry.own_ratio else "sequence"}
         )
-        assert torch.equal(summed, once), name  # a loss with a ratio of its own ignores the one it is given
+        assert torch.equal(summed, once), name  # a loss that computes its own ratio ignores the given one
         has_ratio = name in ("ppo", "gspo", "cispo")
         other, _ = resolve(entry)(logprobs, old, advantage, **options | {"ratio": "token"})
         assert torch.equal(summed, other) == (entry.own_ratio or not has_ratio), name

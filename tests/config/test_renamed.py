@@ -1,4 +1,4 @@
-"""Old spellings of keys: refused with the new name on the command line, read under it in stored settings."""
+"""Renamed keys are refused on the command line with the new name, and translated in stored settings."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_old_keys_are_reported_together_with_other_problems() -> None:
 
 
 def under_old_names() -> dict:
-    """The settings as a checkpoint from before the renaming holds them."""
+    """Returns the settings as a checkpoint from before the renaming stores them."""
     tree = json.loads(json.dumps(resolved(compose(*MINIMAL))))
     algo = tree["algo"]
     algo["reward"] = algo.pop("reward_shaping")

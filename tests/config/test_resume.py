@@ -1,4 +1,4 @@
-"""Settings that may change between a checkpoint and the run that resumes it, and run directories in use."""
+"""Tests which settings may change on resume, and how a run directory in use is handled."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def settings(*arguments: str) -> dict[str, Any]:
 
 
 def stored(*arguments: str) -> dict[str, Any]:
-    """As a checkpoint gives them back."""
+    """Returns the settings as a checkpoint gives them back."""
     return json.loads(json.dumps(settings(*arguments)))
 
 
@@ -259,11 +259,11 @@ def test_names_in_may_change_are_keys() -> None:
     assert list(unknown_names(config)) == []
 
 
-# ---- the run directory
+# -- the run directory -----------------------------------------------------------------------------
 
 
 def used(run_dir: Path, *arguments: str) -> None:
-    """As a run of three steps leaves it that was killed before its first checkpoint."""
+    """Fills the run directory like a run of three steps that was killed before its first checkpoint."""
     open_run_directory(run_dir, settings(f"run.dir={run_dir}", *arguments), None)
     (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
     (run_dir / "samples").mkdir()
@@ -307,7 +307,7 @@ def test_the_record_of_other_settings_is_kept_and_named(tmp_path: Path) -> None:
     assert len((tmp_path / "earlier_1" / "metrics.jsonl").read_text().splitlines()) == 3
     assert not (tmp_path / "metrics.jsonl").exists() and not (tmp_path / "samples").exists()
 
-    assert opened(tmp_path, "actor.optim.lr=3.0e-6") == []  # nothing was done in between
+    assert opened(tmp_path, "actor.optim.lr=3.0e-6") == []  # no step was run in between
     used_again = tmp_path / "metrics.jsonl"
     used_again.write_text('{"step": 1}\n')
     assert "earlier_2" in opened(tmp_path, "actor.optim.lr=4.0e-6")[0]

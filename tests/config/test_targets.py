@@ -1,4 +1,4 @@
-"""Open parts of the config: keys are checked against the callable's own signature before it is called."""
+"""Keys beside ``_target_`` are checked against the signature of the callable before it is called."""
 
 from typing import Annotated, Literal
 

@@ -10,7 +10,7 @@ from ppo_ds.config.schema import resolved
 from tests.config.commands import MINIMAL, complaints, compose, model_folder
 
 EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
-# what an experiment leaves to the user, and the line for each that is not brought along
+# keys that an experiment leaves to the user
 BRING = {
     "grpo": {"data.path": "org/problems"},
     "minimind": {
@@ -28,7 +28,7 @@ def brought(experiment: str) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_is_sound_for_any_usual_number_of_ranks(experiment: str, ranks: int) -> None:
-    ranks = min(ranks, 2) if experiment == "minimind" else ranks  # its two prompts a step
+    ranks = min(ranks, 2) if experiment == "minimind" else ranks  # it has two prompts per step
     config = compose(f"+experiment={experiment}", *brought(experiment), ranks=ranks)
     assert config.run.name == experiment
     compose("debug=tiny", f"+experiment={experiment}", *brought(experiment), ranks=ranks)

@@ -1,4 +1,4 @@
-"""Exit codes and surroundings of a sound config, with a stand-in for the trainer."""
+"""Tests the exit codes and the environment of launch/train.py with a stand-in for the trainer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.config.commands import MINIMAL
 
 
 class Left(BaseException):
-    """Instead of the end of this process."""
+    """Replaces the end of this process."""
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """main() with what fit() or build_run() does; gives the exit code."""
+    """Returns a function that runs main() with the given fit() or build_run() and returns the exit code."""
 
     def exit_now(code: int) -> None:
         raise Left(code)
@@ -45,10 +45,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
             return train.main(list(MINIMAL))
         except Left as left:
             code = left.args[0]
-            assert closed or code in (
-                1,
-                2,
-            )  # a run that went well leaves the process group together with the others
+            # a successful run leaves the process group together with the other ranks
+            assert closed or code in (1, 2)
             return code
 
     return run
@@ -94,19 +92,19 @@ def broken(prompts, responses, rows): return [1 / 0]
 
 
 @pytest.fixture
-def judged(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The lines of a run whose reward is asked for one score."""
+def error_lines(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Returns the error lines of a run that asks its reward for one score."""
 
-    def judged(reward: TextReward) -> list[str]:
+    def error_lines(reward: TextReward) -> list[str]:
         answers = Responses(({"prompt_text": "p"},), ("a",), (True,))
         assert run(fit=lambda: reward.judge(answers)) == 1
         return capsys.readouterr().err.splitlines()
 
-    return judged
+    return error_lines
 
 
 def test_a_reward_that_gives_no_score_ends_the_run_with_one_line(
-    judged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error_lines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "r.py"
     file.write_text(FUNCTIONS)
@@ -115,18 +113,25 @@ def test_a_reward_that_gives_no_score_ends_the_run_with_one_line(
         "nan": "'nan' (float) for row 0, prompt 'p'; a score must be a finite number",
         "two": "2 scores for 1 responses",
     }.items():
-        assert judged(FunctionReward(f"{file}:{name}", tokenizer=None)) == [
+        assert error_lines(FunctionReward(f"{file}:{name}", tokenizer=None)) == [
             f"error: reward.path={file}:{name} returned {words}"
         ]  # type: ignore[arg-type]
     monkeypatch.setenv("NO_PROXY", "*")
-    (line,) = judged(RemoteReward("http://127.0.0.1:1/", retries=0, backoff_seconds=0, tokenizer=None))  # type: ignore[arg-type]
+    (line,) = error_lines(
+        RemoteReward(
+            "http://127.0.0.1:1/",
+            retries=0,
+            backoff_seconds=0,
+            tokenizer=None,  # type: ignore[arg-type]
+        )
+    )
     assert line.startswith("error: reward.url=http://127.0.0.1:1/: ") and line.endswith("(row 0, prompt 'p')")
 
 
-def test_a_reward_that_raises_has_its_own_traceback(judged: Any, tmp_path: Path) -> None:
+def test_a_reward_that_raises_has_its_own_traceback(error_lines: Any, tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text(FUNCTIONS)
-    lines = judged(FunctionReward(f"{file}:broken", tokenizer=None))  # type: ignore[arg-type]
+    lines = error_lines(FunctionReward(f"{file}:broken", tokenizer=None))  # type: ignore[arg-type]
     assert lines[0].startswith("Traceback") and f'  File "{file}", line 5, in broken' in lines
     error, note = [line for line in lines if line][-2:]
     assert error == "ZeroDivisionError: division by zero" and note.startswith(
@@ -148,7 +153,10 @@ def test_a_note_stands_in_the_line(run: Any, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_users_settings_stay(tmp_path: Path) -> None:
-    code = "import json, os; from launch.train import prepare_environment; prepare_environment(False); print(json.dumps(dict(os.environ)))"
+    code = (
+        "import json, os; from launch.train import prepare_environment; prepare_environment(False); "
+        "print(json.dumps(dict(os.environ)))"
+    )
 
     def surroundings(**environment: str) -> dict[str, str]:
         clean = {k: v for k, v in os.environ.items() if k not in (*train.QUIET, "TOKENIZERS_PARALLELISM")}

@@ -1,4 +1,4 @@
-"""The script itself, as a user or a launcher starts it: exit codes, what is printed, and by which rank."""
+"""Runs launch/train.py as a user or a launcher does, and checks exit codes and the output of each rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_wrong_config_exits_2_with_its_lines_only(tmp_path: Path, environment:
 
 @pytest.fixture
 def waiting_rank(tmp_path: Path) -> subprocess.Popen[str]:
-    """A rank 1 with a wrong config that has begun to wait for rank 0; a line of input ends its wait."""
+    """Starts a rank 1 with a wrong config that waits for rank 0 until it reads a line of input."""
     lines = [
         f"import runpy, sys, time; sys.argv = ['train.py', '--local_rank=1', *{WRONG!r}]",
         "time.sleep = lambda seconds: (print(seconds, flush=True), sys.stdin.readline())",
@@ -67,7 +67,7 @@ def test_other_ranks_wait_before_they_print_and_are_silent_if_they_are_ended(
     waiting_rank: subprocess.Popen[str],
 ) -> None:
     assert waiting_rank.poll() is None
-    waiting_rank.terminate()  # what launchers do as soon as rank 0 is gone
+    waiting_rank.terminate()  # launchers do this as soon as rank 0 has ended
     assert waiting_rank.communicate(timeout=LIMIT) == ("", "")
 
 

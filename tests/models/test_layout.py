@@ -1,4 +1,7 @@
-"""Rows moved together for a forward. The independent reference is transformers' own forward on one row at a time, without padding and masks."""
+"""Tests the padded and the packed layout of a forward pass.
+
+The independent reference is the forward of transformers on one row at a time, without padding and masks.
+"""
 
 import pytest
 import torch
@@ -52,12 +55,15 @@ FULL = {
     "gpt2": lambda: GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=4, initializer_range=0.3),
     "gpt_neox": lambda: GPTNeoXConfig(**SMALL),
     "opt": lambda: OPTConfig(
-        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, ffn_dim=32, word_embed_proj_dim=16, init_std=0.3,
+        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, ffn_dim=32,
+        word_embed_proj_dim=16, init_std=0.3,
         max_position_embeddings=64, dropout=0.0,
     ),
     "phi": lambda: PhiConfig(**GROUPED),
     "mixtral": lambda: MixtralConfig(**EXPERTS, num_local_experts=4, sliding_window=None),
-    "qwen2_moe": lambda: Qwen2MoeConfig(**EXPERTS, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **EXPERTS, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    ),
     "olmoe": lambda: OlmoeConfig(**EXPERTS, num_experts=4),
 }  # fmt: skip
 OTHERS = {
@@ -79,7 +85,7 @@ P, R = 9, 6
 
 @pytest.fixture
 def batch():
-    """Prompts padded on the left and answers on the right, with nonsense in the padding."""
+    """Left-padded prompts and right-padded responses, with arbitrary ids in the padding."""
     torch.manual_seed(1)
     ids = torch.randint(4, V, (len(LENGTHS), P + R))
     mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -105,7 +111,7 @@ def policy(family, packed, value_head=False, dtype=torch.float32):
     return made.eval()
 
 
-# -- places ------------------------------------------------------------------------------------------------------------------------------
+# -- positions -------------------------------------------------------------------------------------
 
 
 def test_a_layout_worked_by_hand():
@@ -155,11 +161,11 @@ def test_what_is_no_row_of_prompt_and_answer():
         make_layout(ids, torch.tensor([[0, 0, 1, 1]]), 2, nothing, packed=True)
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------------------------
+# -- log-probs, entropy and gradients --------------------------------------------------------------
 
 
 def alone(lm, ids, mask, temperature=0.7):
-    """For each row: log-probs and entropy of the states before its response tokens."""
+    """Returns for each row the log-probs and the entropy of the states before its response tokens."""
     for i, (p, r) in enumerate(LENGTHS):
         row = ids[i][mask[i]]
         table = torch.log_softmax(
@@ -183,7 +189,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_each_row_alone(batch, famil
     ((weights[..., 0] * out.logprobs).sum() + (weights[..., 1] * out.entropy).sum()).backward()
     expected.backward()
     for (name, parameter), own in zip(made.lm.named_parameters(), reference.parameters(), strict=True):
-        # an expert that got no token has no gradient, or one of zeros
+        # the gradient of an expert without tokens is None or zero
         found, wanted = (torch.zeros_like(p) if p.grad is None else p.grad for p in (parameter, own))
         torch.testing.assert_close(
             found, wanted, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
@@ -217,7 +223,8 @@ def test_values_and_scores_are_those_of_each_row_alone(batch, family, packed):
         [row[m] for row, m in zip(ids, mask, strict=True)], batch_first=True, padding_value=7
     )
     there = torch.arange(right.shape[1]) < mask.sum(1)[:, None]
-    torch.testing.assert_close(scorer(right, there), scores, rtol=0, atol=1e-5)  # wherever its padding is
+    # the side of the padding makes no difference
+    torch.testing.assert_close(scorer(right, there), scores, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -235,7 +242,7 @@ def test_a_value_head_of_the_policy(batch, packed):
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "olmoe"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_experts_balance_is_that_of_the_real_tokens(batch, family, packed):
-    """The same rows with more padding around them, and other nonsense in it: the same loss."""
+    """More padding around the same rows, with other ids in it, leaves the loss unchanged."""
     made = policy(family, packed)
     ids, mask = batch
     wide = torch.nn.functional.pad(mask, (3, 5))
@@ -261,7 +268,7 @@ def test_packed_and_padded_agree_in_16_bits(batch, family):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("adapters", [False, True])
 def test_a_packed_forward_is_repeated_packed(batch, family, adapters):
-    """Gradient checkpointing runs each layer anew in the backward pass, after the forward is over."""
+    """Gradient checkpointing recomputes each layer in the backward pass, after the forward has returned."""
     gradients = {}
     for checkpointing in (False, True):
         made = policy(family, packed=True).train()
@@ -295,11 +302,11 @@ def test_a_packed_model_still_generates_from_padded_prompts(batch):
         assert drawn[i, P:].tolist() == single[0, p:].tolist()
 
 
-# -- attention ----------------------------------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 
 
 def test_attention_of_each_sequence_by_hand():
-    """Two sequences, 4 heads in 2 groups: softmax over the places up to one's own, in float64."""
+    """Two sequences and 4 heads in 2 groups match a causal softmax in float64."""
     q, k, v = (
         torch.randn(5, heads, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(heads))
         for heads in (4, 2, 2)
@@ -316,7 +323,7 @@ def test_the_attention_of_packed_rows_is_registered():
 
 
 def test_layers_without_the_ends_of_the_sequences_are_an_error(batch):
-    """A model that drops the arguments on the way would let rows read each other."""
+    """A model that does not pass the sequence boundaries on would let rows attend to each other."""
     made = policy("llama", packed=True)
     made.lm.model.layers[1].self_attn.register_forward_pre_hook(
         lambda module, args, kwargs: (
@@ -333,7 +340,7 @@ def test_layers_without_the_ends_of_the_sequences_are_an_error(batch):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_mask_is_made(batch, packed):
-    """Of packed rows it would have N * N places; and with one there is no fast causal kernel for padded rows."""
+    """A mask would have N * N entries for packed rows and rule out the fast causal kernel for padded rows."""
     made, masks = policy("llama", packed), []
     made.lm.model.layers[0].self_attn.register_forward_pre_hook(
         lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
@@ -344,7 +351,7 @@ def test_no_mask_is_made(batch, packed):
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt", "mistral_window", "gemma2"])
 def test_the_host_reads_nothing_back_in_a_padded_forward(batch, family):
-    """On the meta device there is nothing to read: one ``.item()`` is an error."""
+    """The meta device holds no values, so that a single ``.item()`` raises an error."""
     ids, mask = batch
     lm = Policy(model(family).to("meta"), 0.7).lm.base_model
     layout = make_layout(ids, mask, R, lm, packed=False)
@@ -353,7 +360,7 @@ def test_the_host_reads_nothing_back_in_a_padded_forward(batch, family):
 
 
 def test_the_host_reads_nothing_back_in_a_packed_forward(batch):
-    """Where there is a kernel; it is left out here, and the states are not looked at."""
+    """The case with an attention kernel; the kernel is replaced, so that the states are not compared."""
     lm = model("llama").to("meta")
     layout = make_layout(*batch, R, lm, packed=True)
     with pytest.MonkeyPatch.context() as patched, layout_forward(lm, packed=True):
@@ -371,9 +378,8 @@ def test_other_forwards_still_find_out_what_is_packed():
 def test_which_models_can_be_packed(family):
     assert (why_not_packed(model(family)) is None) == (family in FULL)
     assert may_pack(model(family), "packed", CPU) == (family in FULL)
-    assert not may_pack(model(family), "padded", CPU) and not may_pack(
-        model(family), "auto", CPU
-    )  # there is no kernel for it
+    # the CPU has no kernel for packed rows
+    assert not may_pack(model(family), "padded", CPU) and not may_pack(model(family), "auto", CPU)
 
 
 def test_what_keeps_a_model_from_being_packed():

@@ -1,4 +1,4 @@
-"""The head that answers with log-probs, against transformers' own logits and autograd's own log_softmax."""
+"""Compares the LM head that returns log-probs with the logits of transformers and log_softmax in autograd."""
 
 import copy
 
@@ -40,10 +40,14 @@ LINEAR = {
     "llama tied": lambda: LlamaConfig(**GROUPED, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**GROUPED, tie_word_embeddings=True),
     "gpt2": lambda: GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3),
-    "gptj": lambda: GPTJConfig(vocab_size=V, n_embd=16, n_layer=2, n_head=2, rotary_dim=4, initializer_range=0.3),  # its head has a bias
+    # the head of GPT-J has a bias
+    "gptj": lambda: GPTJConfig(
+        vocab_size=V, n_embd=16, n_layer=2, n_head=2, rotary_dim=4, initializer_range=0.3,
+    ),
     "gpt_neox": lambda: GPTNeoXConfig(**SMALL),
     "opt": lambda: OPTConfig(
-        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, word_embed_proj_dim=8, init_std=0.3,
+        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32,
+        word_embed_proj_dim=8, init_std=0.3,
         max_position_embeddings=64, do_layer_norm_before=False, tie_word_embeddings=True,
     ),
 }  # fmt: skip
@@ -65,7 +69,7 @@ def model(family, dtype=torch.float32):
 
 @pytest.fixture
 def batch():
-    """Three rows, padded on both sides, on one, and not at all."""
+    """Three rows: padded on both sides, padded on one side, and unpadded."""
     torch.manual_seed(1)
     ids, mask = torch.randint(1, V, (3, T)), torch.ones(3, T, dtype=torch.bool)
     mask[0, :2], mask[0, 7:], mask[1, :3] = False, False, False
@@ -73,7 +77,7 @@ def batch():
 
 
 def plainly(lm, ids, mask, temperature):
-    """Log-probs and entropy of each row without its padding, from all the logits: lists of [r]."""
+    """Returns the log-probs and the entropy of each unpadded row, from all logits, as lists of [r]."""
     for row, real in zip(ids, mask, strict=True):
         start, answer = int(real[: T - R].sum()), row[T - R :][real[T - R :]]
         logits = lm(input_ids=row[real][None]).logits[0, start - 1 : -1].float() / temperature
@@ -94,7 +98,7 @@ def test_numbers_and_gradients_are_those_of_the_logits(batch, family, temperatur
     expected = [torch.cat(column) for column in zip(*pairs, strict=True)]
     loss_of(*expected).backward()
     policy, answers = Policy(lm, temperature), batch[1][:, T - R :]
-    for _ in range(2):  # the first forward finds out what the model does to its logits
+    for _ in range(2):  # the first forward detects how the model changes its logits
         lm.zero_grad()
         out = policy(*batch, R, with_entropy=True)
         found = out.logprobs[answers], out.entropy[answers]
@@ -109,7 +113,7 @@ def test_numbers_and_gradients_are_those_of_the_logits(batch, family, temperatur
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers of any tensor [...,width] that is made while this is active, views aside."""
+    """Records the largest element count of any tensor [..., width] created inside the block, except views."""
 
     def __init__(self, width):
         super().__init__()
@@ -131,7 +135,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("family", "numbers"), [("llama", 0), ("granite", 13 * V)])
 def test_logits_are_made_of_no_state_or_of_the_asked_ones_alone(batch, family, numbers, monkeypatch):
-    """13 of 27 places are asked about; blocks of logits are two columns wide."""
+    """13 of 27 positions are requested; blocks of logits are two columns wide."""
     monkeypatch.setattr("ppo_ds.ops.linear_logprobs.CPU_BLOCK", 26)
     policy = Policy(model(family), 1.0)
     policy(*batch, R, with_entropy=True)
@@ -184,7 +188,7 @@ def test_a_forward_that_fails_takes_its_question_back(batch):
 
 
 class Narrow(nn.Module):
-    """A head that is no linear layer."""
+    """An output head that is not a linear layer."""
 
     def __init__(self, linear):
         super().__init__()
@@ -204,7 +208,7 @@ def test_a_head_of_another_kind_makes_logits(batch):
 
 
 def test_a_value_head_reads_what_the_head_reads(batch):
-    """Also where that is narrower than the model (OPT's projection)."""
+    """This includes a head input that is narrower than the model (the projection of OPT)."""
     lm = model("opt")
     policy = Policy(lm, 1.0, value_head=True)
     nn.init.normal_(policy.value_head.weight)
@@ -220,7 +224,7 @@ def test_a_value_head_reads_what_the_head_reads(batch):
 
 
 def test_frozen_heads_of_adapted_models_pass_gradients_on(batch):
-    """LoRA leaves the head alone: its weight gets no gradient, the adapters get theirs."""
+    """LoRA freezes the head: its weight gets no gradient, but the adapters do."""
     lm = model("llama")
     policy = Policy(lm, 1.0)
     add_adapters(lm, rank=2, alpha=4, targets=None, seed=1, key="actor.lora")

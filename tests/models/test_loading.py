@@ -116,12 +116,16 @@ def test_broken_config(folder):
 
 @pytest.mark.parametrize(
     "change",
-    [{"hidden_size": "x"}, {"num_attention_heads": 3}, {"num_attention_heads": 0}, {"vocab_size": None}, {"pad_token_id": 999},
+    [{"hidden_size": "x"}, {"num_attention_heads": 3}, {"num_attention_heads": 0}, {"vocab_size": None},
+     {"pad_token_id": 999},
      {"hidden_act": "nope"}, {"rope_scaling": {"rope_type": "nope"}}, {"model_type": "nope"}],
     ids=str,
 )  # fmt: skip
 def test_config_that_makes_no_sense(folder, change):
-    """Checkers of the hub, assertions of torch, lookups of transformers: whatever they raise, it is the folder that is wrong."""
+    """Any exception caused by the folder's config becomes an error about the folder.
+
+    The causes include validators of the Hub, assertions of torch and lookups of transformers.
+    """
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     refused(folder)

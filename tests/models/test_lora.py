@@ -1,4 +1,8 @@
-"""Adapters on tiny random models. Independent references: the chain rule on a plain model's gradients, and peft's loading of what is saved."""
+"""Tests LoRA adapters on tiny random models.
+
+The independent references are the chain rule on the gradients of a plain model, and peft, which loads what
+is saved.
+"""
 
 import json
 
@@ -42,10 +46,14 @@ SMALL = dict(
 FAMILIES = {
     "llama": lambda: LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=False),
     "qwen2": lambda: Qwen2Config(**SMALL, num_key_value_heads=1, tie_word_embeddings=True),
-    "gpt2": lambda: GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3, bos_token_id=None, eos_token_id=None),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=V, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3, bos_token_id=None,
+        eos_token_id=None,
+    ),
     "gpt_neox": lambda: GPTNeoXConfig(**SMALL),
     "opt": lambda: OPTConfig(
-        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, word_embed_proj_dim=16, init_std=0.3,
+        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32,
+        word_embed_proj_dim=16, init_std=0.3,
         max_position_embeddings=64,
     ),
 }  # fmt: skip
@@ -77,7 +85,7 @@ def critic_of(folder):
 
 
 def adapt(model, targets=None, seed=0, rank=RANK, trained=True):
-    """``trained``: B is not zero any more."""
+    """Adds adapters to the model; with ``trained``, B is not zero."""
     add_adapters(model, rank=rank, alpha=2.0 * rank, targets=targets, seed=seed, key="actor.lora")
     if trained:
         generator = torch.Generator().manual_seed(3)
@@ -92,7 +100,7 @@ def logits(model):
         return model.eval()(input_ids=IDS).logits
 
 
-# -- what is adapted and trained ----------------------------------------------------------------------------------------------------------
+# -- adapted and trained parameters ----------------------------------------------------------------
 
 
 @EVERY
@@ -178,7 +186,7 @@ def test_a_rank_above_the_width_is_fine(tmp_path):
     assert logits(adapt(policy_of(saved(tmp_path, "llama")).lm, rank=40)).isfinite().all()
 
 
-# -- forward and backward -----------------------------------------------------------------------------------------------------------------
+# -- forward and backward --------------------------------------------------------------------------
 
 
 def test_one_layer_by_hand():
@@ -218,7 +226,10 @@ def test_one_layer_by_hand():
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_gradients_follow_from_those_of_a_plain_model(tmp_path, family, checkpointing):
-    """With W' = W + s B A in a plain model: dL/dB = s dL/dW' A^T and dL/dA = s B^T dL/dW'. GPT-2 keeps its matrices transposed."""
+    """With W' = W + s B A in a plain model, dL/dB = s dL/dW' A^T and dL/dA = s B^T dL/dW'.
+
+    GPT-2 stores its matrices transposed.
+    """
     folder = saved(tmp_path, family)
     adapted, plain = adapt(policy_of(folder, checkpointing=checkpointing).lm).train(), policy_of(folder).lm
     runs, block = [], (adapted.model.layers if family == "qwen2" else adapted.transformer.h)[0]
@@ -259,7 +270,7 @@ def test_without_adapters_it_is_the_base_to_the_bit_and_afterwards_the_adapted_m
     assert torch.equal(logits(lm), before) and [p.requires_grad for p in lm.parameters()] == trained
 
 
-# -- merged copies: the twin, and what is saved -------------------------------------------------------------------------------------------
+# -- merged copies: the weight copy and saved models -----------------------------------------------
 
 
 @EVERY
@@ -281,7 +292,11 @@ def test_a_twin_filled_with_plain_weights_is_the_same_model_without_adapters(tmp
 
 
 def test_merging_is_computed_in_fp32(tmp_path):
-    """1 + 2^-8 is half-way between 1 and 1 + 2^-7, and becomes 1 in bf16; a little more, which B A in bf16 loses, becomes the other."""
+    """A sum slightly above 1 + 2^-8 rounds up in bf16 only if B A is computed in fp32.
+
+    1 + 2^-8 is half-way between 1 and 1 + 2^-7 and rounds to 1 in bf16. A slightly larger sum rounds to
+    1 + 2^-7, but the excess is lost if B A is computed in bf16.
+    """
     lm = adapt(policy_of(saved(tmp_path, "llama"), dtype="bf16").lm, targets=["v_proj"], rank=2)
     weight = next(weight for weight in plain_weights(lm) if weight.layer is not None)
     down, up = weight.parameters[1:]
@@ -301,7 +316,7 @@ def test_the_saved_model_and_the_saved_adapter_are_both_the_trained_one(tmp_path
     expected = logits(policy.lm)
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter.zero_()  # what is saved is what is given
+            parameter.zero_()  # saving writes the given tensors
     policy.save(tmp_path / "model", state)
     policy.save_adapter(tmp_path / "adapter", state)
 

@@ -1,4 +1,7 @@
-"""Tiny random causal LMs of each family. The independent reference is transformers' own forward on one unpadded row at a time."""
+"""Tests the policy on tiny random causal LMs of each family.
+
+The independent reference is the forward of transformers on one unpadded row at a time.
+"""
 
 import json
 
@@ -38,10 +41,14 @@ FAMILIES = {
     "qwen3": lambda: Qwen3Config(**GROUPED, head_dim=8, attention_dropout=0.1, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**GROUPED, attention_dropout=0.1),
     "gemma": lambda: GemmaConfig(**GROUPED, head_dim=8, attention_dropout=0.1),
-    "gpt2": lambda: GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=V, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5, resid_pdrop=0.1,
+        embd_pdrop=0.1, attn_pdrop=0.1,
+    ),
     "gpt_neox": lambda: GPTNeoXConfig(**SMALL, hidden_dropout=0.1, attention_dropout=0.1),
     "opt": lambda: OPTConfig(
-        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, word_embed_proj_dim=16, init_std=0.5,
+        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32,
+        word_embed_proj_dim=16, init_std=0.5,
         max_position_embeddings=64, dropout=0.1, attention_dropout=0.1, layerdrop=0.1,
     ),
 }  # fmt: skip
@@ -69,7 +76,7 @@ def reference(folder):
 
 @pytest.fixture
 def batch():
-    """Left-padded prompts and right-padded responses, with nonsense ids in the padding."""
+    """Left-padded prompts and right-padded responses, with arbitrary ids in the padding."""
     torch.manual_seed(1)
     ids = torch.randint(4, V, (3, P + R))
     mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -79,7 +86,10 @@ def batch():
 
 
 def unpadded_log_softmax(lm, ids, mask, temperature=1.0):
-    """For each row: [r,V] log-probs of the states before its response tokens, and those tokens; no padding, no slices, no position ids."""
+    """Returns for each row the [r,V] log-probs of the states before its response tokens, and those tokens.
+
+    It uses no padding, no slices and no position ids.
+    """
     for i, (p, r) in enumerate(LENGTHS):
         row = ids[i][mask[i]]
         with torch.no_grad():
@@ -87,7 +97,7 @@ def unpadded_log_softmax(lm, ids, mask, temperature=1.0):
         yield torch.log_softmax(logits[p - 1 : p - 1 + r], dim=-1), row[p:]
 
 
-# -- log-probs and entropy ----------------------------------------------------------------------------------------------------------------
+# -- log-probs and entropy -------------------------------------------------------------------------
 
 
 @EVERY
@@ -106,7 +116,7 @@ def test_logprobs_and_entropy_are_those_of_each_row_without_padding(tmp_path, ba
 
 @EVERY
 def test_the_response_slice_is_that_of_the_full_logits(tmp_path, family):
-    """Unpadded rows: the places P-1 .. P+R-2 of all logits."""
+    """For unpadded rows the slice holds positions P-1 .. P+R-2 of all logits."""
     folder = saved(tmp_path, family)
     ids = torch.randint(4, V, (2, 7), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -129,7 +139,7 @@ def test_the_head_runs_on_the_response_places_alone(tmp_path, batch):
         (1, 1, 16),
         answers,
         answers,
-    ]  # the first forward finds out where the head is, at one position
+    ]  # the first forward locates the head, at one position
 
 
 @EVERY
@@ -154,7 +164,7 @@ def test_bf16_logits_are_widened_before_the_softmax(tmp_path, batch):
     assert (logprobs - expected)[mask[:, P:]].abs().max() < 1e-5
 
 
-# -- gradient checkpointing ---------------------------------------------------------------------------------------------------------------
+# -- gradient checkpointing ------------------------------------------------------------------------
 
 
 @EVERY
@@ -188,7 +198,7 @@ def test_gradient_checkpointing_recomputes_every_layer_and_changes_no_gradient(t
         torch.testing.assert_close(gradients[True][name], gradient, rtol=1e-5, atol=1e-6)
 
 
-# -- the folder's generation config -------------------------------------------------------------------------------------------------------
+# -- the folder's generation config ----------------------------------------------------------------
 
 
 SHIPPED = dict(
@@ -217,19 +227,19 @@ def test_the_folders_generation_config_is_not_used_but_saved(tmp_path):
         if lm is policy.lm:
             first, first_logprobs = answers, logprobs
     ended = torch.isin(first, torch.tensor(SHIPPED["eos_token_id"])).cumsum(1) > 1
-    assert ended.any() and (first[ended] != 6).any()  # rows go on after the folder's end tokens
+    assert ended.any() and (first[ended] != 6).any()  # rows continue after the end tokens of the folder
     assert torch.equal(first, answers) and torch.equal(first_logprobs, logprobs)
 
 
 def test_a_generation_config_that_contradicts_itself_can_be_saved(tmp_path):
-    """Many models ship a temperature without do_sample, which transformers complains about."""
+    """Many models ship a temperature without do_sample, which transformers flags as inconsistent."""
     policy = load(saved(tmp_path / "there", "llama", dict(temperature=0.6, top_p=0.9, eos_token_id=5)))
     policy.save(tmp_path / "here")
     written = json.loads((tmp_path / "here" / "generation_config.json").read_text())
     assert (written["temperature"], written["top_p"], written["eos_token_id"]) == (0.6, 0.9, 5)
 
 
-# -- saving -------------------------------------------------------------------------------------------------------------------------------
+# -- saving ----------------------------------------------------------------------------------------
 
 
 @EVERY
@@ -243,7 +253,7 @@ def test_what_is_saved_loads_with_equal_logits(tmp_path, batch, family):
     with torch.no_grad():
         expected = policy.eval().lm(input_ids=batch[0]).logits
         for parameter in policy.parameters():
-            parameter.zero_()  # a state dict that is given is what is written
+            parameter.zero_()  # a given state dict is written as it is
     policy.save(tmp_path / "given", weights)
     for folder in ("by_itself", "given"):
         with torch.no_grad():
@@ -267,7 +277,7 @@ def test_errors_name_the_key(tmp_path):
         load(tmp_path / "nowhere")
 
 
-# -- the twin of a sharded model ----------------------------------------------------------------------------------------------------------
+# -- the weight copy of a sharded model ------------------------------------------------------------
 
 
 @EVERY
@@ -290,7 +300,10 @@ def test_a_filled_twin_is_the_same_model(tmp_path, batch, family):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
 def test_a_twins_buffers_are_copies_in_their_own_dtype(tmp_path, family):
-    """RoPE's inverse frequencies are float32 in a bf16 model and are in no state dict: nothing would fill them later."""
+    """The buffers are copied because no state dict contains them.
+
+    For example, the inverse frequencies of RoPE are float32 even in a bf16 model.
+    """
     lm = load(saved(tmp_path, family), dtype="bf16").lm
     twin = unsharded_twin(lm, torch.device("cpu"))
     here, there = dict(lm.named_buffers()), dict(twin.named_buffers())

@@ -1,4 +1,7 @@
-"""What a policy answers with beside log-probs: values of a shared trunk, a mixture of experts' balance, another temperature."""
+"""Tests the policy outputs beside log-probs: values of a shared trunk and the MoE balance loss.
+
+It also tests a temperature that is set for a single forward.
+"""
 
 import pytest
 import torch
@@ -46,7 +49,11 @@ def batch():
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_the_balance_loss_of_a_mixture_of_experts(batch, family):
-    """Switch Transformer's: experts x sum over experts of (share of tokens sent there x mean probability), attended tokens of all layers alone."""
+    """The balance loss is the one of the Switch Transformer over the attended tokens of all layers.
+
+    It is the number of experts times the sum over experts of (share of tokens routed there x mean
+    probability).
+    """
     moe = policy(EXPERTS[family]())
     ids, mask = batch
     out = moe(ids, mask, R, with_aux=True)
@@ -67,9 +74,8 @@ def test_the_balance_loss_of_a_mixture_of_experts(batch, family):
     )
     assert moe.balance_coef == 0.02
     out.aux.backward()
-    assert (
-        sum(float(p.grad.abs().sum()) > 0 for p in moe.lm.parameters() if p.grad is not None) > 5
-    )  # the routers, and what is before them
+    # the routers and the layers before them
+    assert sum(float(p.grad.abs().sum()) > 0 for p in moe.lm.parameters() if p.grad is not None) > 5
 
 
 def test_a_dense_model_has_no_balance_loss(batch):
@@ -78,7 +84,10 @@ def test_a_dense_model_has_no_balance_loss(batch):
 
 
 def test_a_value_head_reads_the_states_around_the_answer(batch):
-    """Zero at first; then the last hidden state times its weight, at the place before each answer token and at the last."""
+    """Values are zero at first, then the product of the last hidden state and the weight.
+
+    They are read at the position before each response token and at the last one.
+    """
     shared = policy(LlamaConfig(**SMALL), value_head=True)
     ids, mask = batch
     assert shared(ids, mask, R).values.tolist() == [[0.0] * (R + 1)] * 3
@@ -90,9 +99,8 @@ def test_a_value_head_reads_the_states_around_the_answer(batch):
     expected = (hidden * shared.value_head.weight[0]).sum(-1)[:, 4:]
     out = shared(ids, mask, R)
     torch.testing.assert_close(out.values[mask[:, 4:]], expected[mask[:, 4:]])
-    assert torch.equal(
-        out.logprobs, policy(LlamaConfig(**SMALL))(ids, mask, R).logprobs
-    )  # the head changes nothing else
+    # the value head leaves the log-probs unchanged
+    assert torch.equal(out.logprobs, policy(LlamaConfig(**SMALL))(ids, mask, R).logprobs)
 
 
 def test_another_temperature_for_one_forward(batch):

@@ -1,4 +1,4 @@
-"""The sizes of the model that tests/ops/test_flops.py counts by hand."""
+"""Tests the sizes of the model whose FLOPs tests/ops/test_flops.py counts by hand."""
 
 import pytest
 import torch
@@ -49,7 +49,8 @@ def test_a_classifier_has_its_score_row_in_the_body():
 
 
 def test_a_gpt2():
-    # a layer: qkv 8x24+24, projection 8x8+8, MLP 8x32+32 and 32x8+8, two norms of 16: 872; the last norm 16, 4 positions x 8
+    # a layer: qkv 8x24+24, projection 8x8+8, MLP 8x32+32 and 32x8+8, two norms of 16: 872;
+    # the last norm: 16; the position embedding: 4 positions x 8
     model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=4, n_embd=8, n_layer=1, n_head=2))
     assert size_of(model) == Size(body=872 + 16 + 32, head=80, layers=1, width=8, kv_width=8)
 
@@ -62,15 +63,15 @@ def test_a_model_without_attention_has_no_keys_and_values():
 
 
 def test_a_mixture_of_experts_has_idle_ones():
-    # an expert: gate, up and down of 8x16 each, 384; of 4 in each of 2 layers a token takes 1. Router 8x4; attention and norms as the Llama's, whose
-    # MLP is 384 too: a body of 1192 + 2 x (3 x 384 + 32)
+    # an expert: gate, up and down of 8x16 each, 384; a token uses 1 of 4 in each of 2 layers; router: 8x4.
+    # Attention and norms are those of the Llama, whose MLP is 384 too: a body of 1192 + 2 x (3 x 384 + 32)
     size = size_of(MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=1)))
     assert (size.body, size.idle) == (3560, 2 * 3 * 384)
     assert forward_flops(size, 10, 0, 0) == 2 * 10 * (3560 - 2304)
 
 
 def test_shared_experts_are_not_idle():
-    # of 4 routed ones (3 x 8x4 = 96 each) in each of 2 layers a token takes 2; the shared one is everybody's
+    # a token uses 2 of 4 routed experts (3 x 8x4 = 96 each) in each of 2 layers, and always the shared one
     config = Qwen2MoeConfig(
         **SHAPE,
         num_experts=4,

@@ -1,4 +1,7 @@
-"""A byte-level tokenizer made on the spot: one id a byte, so that every expected number can be counted by hand."""
+"""Tests tokenizer loading with a byte-level tokenizer.
+
+It has one id per byte, so that every expected number can be counted by hand.
+"""
 
 import json
 import subprocess
@@ -20,7 +23,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 def saved(folder, *, eos="<eos>", pad="<pad>", template=None, bos=True):
-    """Ids: <bos> 0, <eos> 1, <pad> 2, then the 256 bytes."""
+    """Saves a tokenizer with the ids <bos> 0, <eos> 1 and <pad> 2, followed by the 256 bytes."""
     vocab = {
         token: i
         for i, token in enumerate(["<bos>", "<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
@@ -134,7 +137,8 @@ def test_template_that_is_no_file(tmp_path, name, reason):
         ),
         (
             "{% for %}",
-            "is not Jinja (line 1: TemplateSyntaxError: Expected an expression, got 'end of statement block')",
+            "is not Jinja (line 1: TemplateSyntaxError: Expected an expression, "
+            "got 'end of statement block')",
         ),
         (
             "{{ messages[0].nothing.more }}",
@@ -164,7 +168,7 @@ def test_arguments_that_no_template_takes(tmp_path):
     [(None, "<pad>", 259), ([300, 7], "<pad>", 301), (None, None, 259)],
 )
 def test_ids_are_below(tmp_path, named, pad, bound):
-    """259 tokens; the generation config may name an end beyond them."""
+    """The tokenizer has 259 tokens; the generation config may name an end token beyond them."""
     saved(tmp_path, pad=pad)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
     assert load_tokenizer(str(tmp_path)).id_bound == bound
@@ -205,7 +209,7 @@ def test_missing_folder(path):
 
 
 def test_hub_name_that_cannot_be_had(monkeypatch, tmp_path):
-    """In its own process: huggingface_hub reads its environment when it is imported."""
+    """Runs in its own process because huggingface_hub reads its environment when it is imported."""
     code = """
 from ppo_ds.models.tokenizer import load_tokenizer
 try:
@@ -227,7 +231,8 @@ def test_a_model_folder_of_a_family_whose_tokenizer_is_made_of_nothing(tmp_path,
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(
         UserError,
-        match=f"^actor.model.path={tmp_path}: the tokenizer has no vocabulary; the folder needs tokenizer.json",
+        match=f"^actor.model.path={tmp_path}: the tokenizer has no vocabulary; "
+        "the folder needs tokenizer.json",
     ):
         load_tokenizer(str(tmp_path), key="actor.model.path")
 

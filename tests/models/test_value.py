@@ -1,4 +1,7 @@
-"""Tiny random models of each family. The independent reference is transformers' own forward on one unpadded prefix at a time."""
+"""Tests value and reward models on tiny random models of each family.
+
+The independent reference is the forward of transformers on one unpadded prefix at a time.
+"""
 
 import os
 import subprocess
@@ -43,19 +46,26 @@ SMALL = dict(
 DECODERS = {
     "llama": lambda: LlamaConfig(**SMALL, num_key_value_heads=1, attention_dropout=0.5),
     "qwen2": lambda: Qwen2Config(**SMALL, num_key_value_heads=1, attention_dropout=0.5),
-    "gpt2": lambda: GPT2Config(vocab_size=60, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=60, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5, resid_pdrop=0.5,
+        embd_pdrop=0.5, attn_pdrop=0.5,
+    ),
     "gpt_neox": lambda: GPTNeoXConfig(**SMALL, hidden_dropout=0.5, attention_dropout=0.5),
     "opt": lambda: OPTConfig(
-        vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, word_embed_proj_dim=16, init_std=0.5,
+        vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32,
+        word_embed_proj_dim=16, init_std=0.5,
         max_position_embeddings=64, dropout=0.5, layerdrop=0.5,
     ),
 }  # fmt: skip
 ENCODERS = {
     "deberta": lambda: DebertaV2Config(
-        **SMALL, max_position_embeddings=40, relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"], type_vocab_size=2,
+        **SMALL, max_position_embeddings=40, relative_attention=True, position_buckets=8,
+        pos_att_type=["p2c", "c2p"], type_vocab_size=2,
         hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5, pooler_dropout=0.5,
     ),
-    "roberta": lambda: RobertaConfig(**SMALL, max_position_embeddings=40, hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5),
+    "roberta": lambda: RobertaConfig(
+        **SMALL, max_position_embeddings=40, hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5,
+    ),
 }  # fmt: skip
 FAMILIES = DECODERS | ENCODERS
 LENGTHS = [(1, 1), (4, 3), (2, 5)]  # prompt, response
@@ -77,7 +87,7 @@ def saved(folder, config, auto_class=AutoModelForSequenceClassification, **chang
 
 
 def rows(eos=None):
-    """Three answers, left-padded prompt and right-padded response, with nonsense ids in the padding."""
+    """Left-padded prompts and three right-padded responses, with arbitrary ids in the padding."""
     torch.manual_seed(1)
     prompt_width, response_width = max(p for p, _ in LENGTHS), max(r for _, r in LENGTHS)
     ids = torch.randint(4, 60, (3, prompt_width + response_width))
@@ -90,7 +100,10 @@ def rows(eos=None):
 
 
 def transformers_score(folder, ids):
-    """One unpadded row, read at its end: with a batch of one and no pad id transformers takes the last place."""
+    """Scores one unpadded row at its last position.
+
+    With a batch of one and no pad id, transformers reads the last position.
+    """
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     model.config.pad_token_id = None
     with torch.no_grad():
@@ -110,7 +123,7 @@ def test_values_are_those_of_each_unpadded_prefix(tmp_path, family):
             [transformers_score(folder, row[: p + t]) for t in range(r + 1)]
         )  # before each token, and after the last
         torch.testing.assert_close(values[i, : r + 1], states, atol=1e-4, rtol=1e-4)
-    assert values.abs().max() > 0.1  # numbers that could differ
+    assert values.abs().max() > 0.1  # the values are not trivially equal
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -269,7 +282,10 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.loading import from_pretrained, load_config, refuse_missing
 from ppo_ds.models.policy import sharded_loading
 from ppo_ds.models.value import load_critic, load_reward_model
-config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
 lm, scorer = (ModelConfig(path=path, dtype="fp32") for path in sys.argv[1:])
 ids = torch.arange(4, 12).view(2, 4)
 inputs = ids, torch.ones_like(ids), 2
@@ -277,9 +293,13 @@ inputs = ids, torch.ones_like(ids), 2
 def sharded(load):
     with sharded_loading(config):
         model = load()
-    assert all(hasattr(p, "ds_id") and p.numel() == 0 for n, p in model.model.base_model.named_parameters()), "not sharded while loading"
+    assert all(
+        hasattr(p, "ds_id") and p.numel() == 0 for n, p in model.model.base_model.named_parameters()
+    ), "not sharded while loading"
     optimizer = torch.optim.SGD([p.requires_grad_() for p in model.parameters()], lr=0.1)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config | {"zero_allow_untested_optimizer": True})[0]
+    engine = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config | {"zero_allow_untested_optimizer": True}
+    )[0]
     assert model.model.score.weight.numel() == 0, "the head is not sharded"
     return engine
 
@@ -295,7 +315,8 @@ whole = load_reward_model(scorer)
 assert whole.model.score.weight.numel() > 0, "the sharded loading outlived its block"
 torch.testing.assert_close(engine(*inputs[:2]), whole(*inputs[:2]))
 
-with sharded_loading(config):  # what is missing is seen there too, and a tied output layer (GPT-2) is not missing
+# missing weights are detected here too, and a tied output layer (GPT-2) does not count as missing
+with sharded_loading(config):
     refuse_missing(lm.path, from_pretrained(AutoModelForCausalLM, lm, config=load_config(lm.path))[1])
     try:
         load_reward_model(lm)

@@ -1,4 +1,4 @@
-"""Causal LMs whose next-token distribution is written down by the test, decoded by transformers like any other."""
+"""Fixtures for causal LMs whose next-token distribution is given by the test."""
 
 import pytest
 import torch
@@ -11,22 +11,26 @@ from ppo_ds.types import Prompts
 
 @pytest.fixture
 def chain():
-    """table [V,V] -> a Llama whose logits after token i are table[i]: the embedding is one-hot, the only layer adds nothing."""
+    """Makes a Llama whose logits after token i are table[i], for a table [V,V].
+
+    The embedding is one-hot and the only layer adds zero.
+    """
 
     def make(table):
         width = len(table)
         config = LlamaConfig(
-            vocab_size=width, hidden_size=width, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1, head_dim=2,
-            tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None, rms_norm_eps=1e-12,
+            vocab_size=width, hidden_size=width, intermediate_size=4, num_hidden_layers=1,
+            num_attention_heads=1, head_dim=2,
+            tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+            rms_norm_eps=1e-12,
         )  # fmt: skip
         lm = LlamaForCausalLM(config).eval()
         with torch.no_grad():
             lm.model.embed_tokens.weight.copy_(torch.eye(width))
             lm.model.layers[0].self_attn.o_proj.weight.zero_()
             lm.model.layers[0].mlp.down_proj.weight.zero_()
-            lm.lm_head.weight.copy_(
-                torch.as_tensor(table, dtype=torch.float32).t() / width**0.5
-            )  # the norm scales one-hot by sqrt(width)
+            # the norm scales one-hot by sqrt(width)
+            lm.lm_head.weight.copy_(torch.as_tensor(table, dtype=torch.float32).t() / width**0.5)
         return lm
 
     return make
@@ -34,7 +38,10 @@ def chain():
 
 @pytest.fixture
 def successor(chain):
-    """{token: next token} -> a chain that always goes there, greedy or drawn; tokens without a successor repeat themselves."""
+    """Makes a chain that always generates the successor in {token: next token}, greedy or sampled.
+
+    Tokens without a successor repeat themselves.
+    """
 
     def make(following, vocab_size):
         table = torch.zeros(vocab_size, vocab_size)
@@ -47,13 +54,16 @@ def successor(chain):
 
 @pytest.fixture
 def tokenizer():
-    """texts -> a tokenizer with those tokens after <pad> 0, <eos> 1 and <unk> 2."""
+    """Makes a tokenizer with the given texts as tokens after <pad> 0, <eos> 1 and <unk> 2."""
     return character_tokenizer
 
 
 @pytest.fixture
 def prompts():
-    """Rows of ids -> left-padded Prompts; the padding holds ``pad``. Without ``limits`` the sampler's is the only one."""
+    """Makes left-padded Prompts from rows of ids; the padding holds ``pad``.
+
+    Without ``limits`` only the limit of the sampling parameters applies.
+    """
 
     def make(*rows, pad=0, limits=None):
         width = max(map(len, rows))

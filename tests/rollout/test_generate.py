@@ -1,4 +1,4 @@
-"""Decoding with transformers: which tokens come out, with which log-probs, and where rows end."""
+"""Tests decoding with transformers: the sampled tokens, their log-probs, and where rows end."""
 
 from dataclasses import replace
 
@@ -11,9 +11,13 @@ from ppo_ds.rollout.hf import HFGenerator, LogprobRecorder, generate
 
 V = 40
 MODELS = {
-    "gpt2": lambda: GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5, bos_token_id=None, eos_token_id=None),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=V, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5, bos_token_id=None,
+        eos_token_id=None,
+    ),
     "llama": lambda: LlamaConfig(
-        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, initializer_range=0.5,
+        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        initializer_range=0.5,
         bos_token_id=None, eos_token_id=None,
     ),
 }  # fmt: skip
@@ -40,7 +44,7 @@ def decoded(lm, batch, n, **changes):
 
 
 def log_softmax(lm, batch, answers, temperature=1.0):
-    """[B,n,V] float64: each row by itself, without padding, in one plain forward."""
+    """Returns [B,n,V] float64 log-probs of each row by itself, without padding, from one plain forward."""
     tables = []
     for i, answer in enumerate(answers):
         row = torch.cat([batch.ids[i][batch.mask[i]], answer])
@@ -50,7 +54,7 @@ def log_softmax(lm, batch, answers, temperature=1.0):
     return torch.stack(tables)
 
 
-# -- log-probs ----------------------------------------------------------------------------------------------------------------------------
+# -- log-probs -------------------------------------------------------------------------------------
 
 
 @EVERY
@@ -83,14 +87,13 @@ def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature(batch, 
 
 @EVERY
 def test_logprobs_of_rows_that_end_early(batch, family):
-    """Every stop id ends its own row; the others go on, and their log-probs stay theirs."""
+    """Every stop id ends only its own row; the log-probs of the other rows stay correct."""
     lm = model(family)
     torch.manual_seed(3)
     stops = (5, 6, 7, 8, 9, 10)
     lengths = set()
-    for _ in range(
-        8
-    ):  # which token a seed draws is the processor's affair; that eight draws end at three different places is not
+    # the tokens of a seed depend on the processor, but eight samples end at three or more different positions
+    for _ in range(8):
         answers, logprobs = decoded(lm, batch, 9, stop_token_ids=stops)
         for i, answer in enumerate(answers.tolist()):
             n = next((t + 1 for t, token in enumerate(answer) if token in stops), len(answer))
@@ -114,7 +117,7 @@ def test_logprobs_are_float32_of_a_bf16_model(batch):
 
 
 def test_a_step_that_was_undone_leaves_no_logprob():
-    """transformers may decide to stop one step late: three steps are seen, two tokens come out."""
+    """transformers may decide to stop one step late: three steps are recorded for two tokens."""
     recorder = LogprobRecorder(1.0)
     steps = torch.tensor([[[0.0, 1.0, 2.0]], [[2.0, 0.0, 0.0]], [[9.0, 0.0, 0.0]]])
     for ids, scores in zip(([[9]], [[9, 1]], [[9, 1, 2]]), steps, strict=True):
@@ -123,7 +126,7 @@ def test_a_step_that_was_undone_leaves_no_logprob():
     torch.testing.assert_close(recorder.stacked(torch.tensor([[1, 2]])), expected[None])
 
 
-# -- tokens -------------------------------------------------------------------------------------------------------------------------------
+# -- tokens ----------------------------------------------------------------------------------------
 
 
 @EVERY
@@ -146,7 +149,7 @@ def test_greedy_tokens_are_those_of_a_loop_by_hand(batch, family):
 
 
 def test_greedy_draws_nothing_where_two_tokens_tie(chain, prompts):
-    """bf16 logits tie often; drawing among the tied would make ranks and runs differ."""
+    """bf16 logits tie often, and sampling among tied tokens would make ranks and runs differ."""
     table = torch.zeros(8, 8)
     table[:, [4, 6]] = 5.0
     answers, _ = decoded(chain(table), prompts(*[[3]] * 50), 2, top_k=1)
@@ -172,8 +175,11 @@ def chi_square(draws, probabilities):
     ],
 )
 def test_draws_follow_the_distribution(chain, prompts, knobs, kept):
-    """3,000 first tokens against softmax(logits / T), renormalised over what top_k and top_p leave. Seeded; the 99.9% quantile of
-    chi-square with 7 degrees of freedom is 24.3, and draws at another temperature give more than 100."""
+    """3,000 first tokens follow softmax(logits / T), renormalised over the tokens kept by top_k and top_p.
+
+    The seed is fixed. The 99.9% quantile of chi-square with 7 degrees of freedom is 24.3, and sampling at
+    another temperature gives more than 100.
+    """
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5])
     lm = chain(logits.repeat(8, 1))
     torch.manual_seed(5)
@@ -195,12 +201,12 @@ def test_two_seeds_draw_differently_and_one_alike(batch):
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
 
 
-# -- ends ---------------------------------------------------------------------------------------------------------------------------------
+# -- stop ids --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def answer(tokenizer, prompts, sampling):
-    """Decode prompts with HFGenerator; characters are tokens 3, 4, ..."""
+    """Decodes prompts with HFGenerator; characters are tokens 3, 4, ..."""
 
     def run(lm, rows, n, texts="abcdefg", token_budget=10_000, **knobs):
         generator = HFGenerator(lambda: lm, tokenizer=tokenizer(texts), token_budget=token_budget)
@@ -255,7 +261,10 @@ def test_one_token_answers(successor, answer):
 
 
 def test_min_new_tokens_keeps_stop_ids_away(chain, answer):
-    """After 3 the end token is far likelier than 4, after 4 than 4; log-probs stay those of the whole distribution."""
+    """The masked end token does not change the log-probs, which stay those of the whole distribution.
+
+    After 3 the end token is far likelier than 4, and after 4 it is far likelier than 4.
+    """
     table = torch.full((10, 10), -20.0)
     table[3:5, EOS], table[3:5, 4] = 3.0, 0.0
     for minimum in (1, 2, 3):
@@ -282,11 +291,11 @@ def test_pad_is_eos(successor, prompts, sampling, tokenizer):
     assert rollout.prompt_lengths.tolist() == [2, 1, 1]
 
 
-# -- stop strings -------------------------------------------------------------------------------------------------------------------------
+# -- stop strings ----------------------------------------------------------------------------------
 
 
 def test_stop_strings_across_tokens(successor, answer):
-    """a b c d ...: "cd" is complete with the token d; other rows go on to their own end."""
+    """The tokens are a b c d ...: "cd" is complete with the token d; other rows continue to their own end."""
     lm = successor({3: 4, 4: 5, 5: 6, 6: 7, 8: 9, 9: EOS}, 10)
     rollout = answer(lm, [[3], [8], [5]], 7, stop_token_ids=(EOS,), stop_strings=("cd",))
     assert answers_of(rollout) == [[4, 5, 6], [9, EOS], [6, 7, 7, 7, 7, 7, 7]]
@@ -294,7 +303,7 @@ def test_stop_strings_across_tokens(successor, answer):
 
 
 def test_stop_strings_inside_a_token(successor, answer):
-    """Token 5 is "xaby": it ends the answer although text follows the stop string in it."""
+    """Token 5 is "xaby": it ends the response although text follows the stop string in it."""
     lm = successor({3: 4, 4: 5, 5: 6}, 8)
     rollout = answer(lm, [[3]], 5, texts=["a", "b", "xaby", "z", "w"], stop_strings=("ab",))
     assert answers_of(rollout) == [[4, 5]] and rollout.finished.tolist() == [True]
@@ -309,7 +318,7 @@ def test_decoding_ends_with_the_last_stop_string(successor, answer):
 
 
 def test_long_stop_strings_end_decoding_too(chain, prompts, sampling):
-    """Twenty three-byte characters, one byte a token: the text is whole with the sixtieth token, and decoding ends there."""
+    """A stop string of twenty three-byte characters, one byte per token, ends decoding after 60 tokens."""
     text, steps = "\N{SNOWMAN}" * 20, []
 
     class Bytes:
@@ -330,7 +339,10 @@ def test_long_stop_strings_end_decoding_too(chain, prompts, sampling):
 
 
 def test_a_stop_string_begins_in_the_answer_not_in_the_prompt(successor, answer):
-    """The prompt ends with "b", the answer starts with "c": the text "bc" was not answered."""
+    """A stop string must lie within the response.
+
+    The prompt ends with "b" and the response starts with "c", so that "bc" does not count.
+    """
     rollout = answer(successor({3: 4, 4: 5, 5: 6, 6: 7}, 10), [[3, 4]], 4, stop_strings=("bc",))
     assert answers_of(rollout) == [[5, 6, 7, 7]] and rollout.finished.tolist() == [False]
     assert rollout.logprobs.abs().max() < 1e-5
@@ -341,7 +353,7 @@ def test_special_tokens_can_be_stop_strings(successor, answer):
     assert answers_of(rollout) == [[4, EOS], [EOS]] and rollout.finished.all()
 
 
-# -- limits of single rows ----------------------------------------------------------------------------------------------------------------
+# -- limits of single rows -------------------------------------------------------------------------
 
 
 @EVERY
@@ -381,7 +393,11 @@ def test_drawn_answers_with_limits_have_their_logprobs(batch, sampling, tokenize
 
 
 def test_decoding_ends_with_the_last_row_that_may_go_on(successor, prompts, sampling, tokenizer):
-    """Limits 3, 1 and 9 of a row that stops after two: three steps. In chunks of a row each: 2, 3 and 1."""
+    """Decoding takes as many steps as the longest unfinished row needs.
+
+    The limits are 3, 1 and 9, and the last row stops after two tokens: three steps. In chunks of one row
+    the steps are 2, 3 and 1.
+    """
     lm, steps = successor({5: 6, 6: EOS}, 10), []
     lm.lm_head.register_forward_hook(lambda *_: steps.append(1))
     rows = prompts([3], [4], [5], limits=[3, 1, 9])
@@ -399,7 +415,11 @@ def test_decoding_ends_with_the_last_row_that_may_go_on(successor, prompts, samp
 
 
 def test_a_stop_that_is_whole_at_the_limit(successor, prompts, sampling, tokenizer):
-    """a b c d ...: "cd" is whole with the third new token, the end token of the last row is its second."""
+    """A stop that is complete exactly at the limit of its row counts as finished.
+
+    The tokens are a b c d ...: "cd" is complete with the third new token, and the end token of the last row
+    is its second.
+    """
     generator = HFGenerator(
         lambda: successor({3: 4, 4: 5, 5: 6, 8: 9, 9: EOS}, 10),
         tokenizer=tokenizer("abcdefg"),
@@ -432,7 +452,10 @@ def test_a_limit_wins_over_the_least_number_of_tokens(successor, prompts, sampli
 
 
 def test_rows_are_grouped_by_what_they_may_cost(batch, sampling, tokenizer):
-    """Budget 14, prompts of 1, 6, 3, 6, 2, 4 tokens: a group costs its rows times its longest prompt and longest limit."""
+    """A group costs its rows times the sum of its longest prompt and its longest limit.
+
+    The budget is 14 and the prompts have 1, 6, 3, 6, 2 and 4 tokens.
+    """
     lm, shapes = model("llama"), []
     decode = lm.generate
     lm.generate = lambda input_ids, **more: (
@@ -443,11 +466,12 @@ def test_rows_are_grouped_by_what_they_may_cost(batch, sampling, tokenizer):
         lambda: lm, tokenizer=tokenizer([chr(97 + i) for i in range(V - 3)]), token_budget=14
     )
     generator(replace(batch, limits=torch.tensor([1, 8, 2, 1, 1, 1])), sampling(8))
-    # totals 2, 14, 5, 7, 3, 5: row 1 alone; rows 3 and 2 would cost 2 x (6 + 2) = 16, so row 3 alone; rows 2 and 5 cost 2 x (4 + 2); rows 4 and 0
+    # the totals are 2, 14, 5, 7, 3, 5. Row 1 is alone; rows 3 and 2 would cost 2 x (6 + 2) = 16, so row 3
+    # is alone; rows 2 and 5 cost 2 x (4 + 2); rows 4 and 0 remain
     assert shapes == [(1, 6, 8), (1, 6, 1), (2, 4, 2), (2, 2, 1)]
 
 
-# -- chunks -------------------------------------------------------------------------------------------------------------------------------
+# -- chunks ----------------------------------------------------------------------------------------
 
 
 @EVERY
@@ -472,7 +496,7 @@ def test_chunks_change_no_greedy_answer(batch, family, token_budget, sampling, t
 
 @pytest.mark.parametrize("token_budget", [1, 20, 10_000])
 def test_answers_stay_with_their_prompts(successor, prompts, sampling, tokenizer, token_budget):
-    """The longest prompts are decoded first, but rows come back in their own order, metadata and all."""
+    """The longest prompts are decoded first, but rows and their metadata return in the original order."""
     lm = successor({token: token + 10 for token in range(10)}, 24)
     rows = [[3], [9, 9, 4], [5], [9, 6], [9, 9, 9, 9, 7], [8, 3]]
     generator = HFGenerator(
@@ -489,7 +513,7 @@ def test_answers_stay_with_their_prompts(successor, prompts, sampling, tokenizer
 
 
 def test_the_model_is_asked_for_at_each_call(chain, prompts, sampling, tokenizer):
-    """With ZeRO-3 the weights to decode with exist only inside generation mode."""
+    """With ZeRO-3 the weights for decoding exist only inside generation mode."""
     asked = []
 
     def lm():

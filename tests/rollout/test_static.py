@@ -1,4 +1,4 @@
-"""Decoding in slots: the same answers as transformers', whatever the slots, and no more forwards than it takes."""
+"""Tests decoding in slots against transformers, for any number of slots, and the number of forwards."""
 
 import gc
 import math
@@ -70,7 +70,7 @@ def model(family, **more):
 
 @pytest.fixture
 def batch(prompts):
-    """Seven rows of their own limits; the second to the fourth answer the same prompt."""
+    """Seven rows with limits of their own; the second to the fourth answer the same prompt."""
     torch.manual_seed(1)
     rows = [torch.randint(2, V, (n,)).tolist() for n in LENGTHS]
     return prompts(*rows[:2], rows[1], rows[1], *rows[4:], limits=LIMITS)
@@ -82,7 +82,7 @@ def texts(tokenizer):
 
 
 def forwards_of(lm):
-    """The shapes of the ids of all forwards to come."""
+    """Returns a list that collects the shapes of the input ids of all later forwards."""
     shapes = []
     lm.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -98,7 +98,7 @@ def answers_of(rollout):
 
 
 def check_logprobs(lm, rollout, temperature, tolerance=1e-5):
-    """Against each row by itself in one plain forward, without padding or cache."""
+    """Compares the log-probs with one plain forward of each row by itself, without padding or cache."""
     for i, n in enumerate(rollout.response_mask.sum(1).tolist()):
         row = rollout.ids[i][rollout.attention_mask[i]]
         with torch.no_grad():
@@ -112,12 +112,15 @@ def same(one, other):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
-# -- what comes out -----------------------------------------------------------------------------------------------------------------------
+# -- responses -------------------------------------------------------------------------------------
 
 
 @EVERY
 def test_greedy_answers_are_those_of_generate(batch, family, sampling, texts):
-    """With all slots, two, and one; looking at who has ended after every step and after every fourth."""
+    """The responses are the same with all slots, two slots and one slot.
+
+    They are also the same when ended rows are detected after every step or every fourth.
+    """
     lm = model(family)
     assert can_decode(lm, longest=18) is None
     greedy = sampling(12, top_k=1, temperature=0.7, stop_token_ids=(5, 6, 7))
@@ -166,7 +169,10 @@ def test_bf16(batch, sampling, texts):
 
 
 def test_drawn_answers_depend_on_no_schedule(batch, sampling, texts):
-    """Random numbers belong to rows and places: one slot or many, an answer is the same; another seed gives others."""
+    """Random numbers belong to rows and positions, so that the number of slots does not change a response.
+
+    Another seed gives other responses.
+    """
     lm, drawn = model("llama"), []
     for seed, token_budget, check_every in ((5, 10_000, 1), (5, 1, 1), (5, 60, 3), (6, 10_000, 1)):
         torch.manual_seed(seed)
@@ -183,15 +189,16 @@ def test_drawn_answers_depend_on_no_schedule(batch, sampling, texts):
 
 
 def test_answers_follow_the_joint_distribution(sampling, prompts, texts):
-    """4,000 answers of two tokens from a model of six, against all 36 probabilities, which plain forwards give one by one.
+    """4,000 responses of two tokens follow the joint distribution of all 36 pairs from plain forwards.
 
-    chi-square with 35 degrees of freedom is below 66.6 in 99.9% of the cases; drawn at temperature 1 instead of 0.7 it is far above.
+    The vocabulary has six tokens. Chi-square with 35 degrees of freedom is below 66.6 in 99.9% of the
+    cases; sampling at temperature 1 instead of 0.7 gives far more.
     """
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES | dict(vocab_size=6, num_key_value_heads=2))
     lm = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        lm.lm_head.weight.mul_(0.5)  # no token hopeless
+        lm.lm_head.weight.mul_(0.5)  # every token keeps a noticeable probability
         table = torch.zeros(6, 6, dtype=torch.float64)
         for first in range(6):
             logits = lm(input_ids=torch.tensor([[3, 4, first]])).logits[0].double() / 0.7
@@ -210,12 +217,12 @@ def test_answers_follow_the_joint_distribution(sampling, prompts, texts):
     assert counts[~often].sum() < expected[~often].sum() + 5 * math.sqrt(float(expected[~often].sum())) + 5
 
 
-# -- ends ---------------------------------------------------------------------------------------------------------------------------------
+# -- stops and limits ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("check_every", [1, 5])
 def test_stops_of_every_kind(successor, prompts, sampling, tokenizer, check_every):
-    """a b c d ...: "cd" is whole with the third new token, the end token of row 2 is its second."""
+    """The tokens are a b c d ...: "cd" is complete with the third new token; row 2 ends with its second."""
     lm = successor({3: 4, 4: 5, 5: 6, 6: 7, 8: 9, 9: EOS}, 10)
     rows = prompts([3], [3], [8], [8], [5, 4], limits=[3, 2, 2, 1, 8])
     generator = StaticGenerator(
@@ -247,11 +254,15 @@ def test_a_least_number_of_tokens_yields_to_a_limit(successor, prompts, sampling
     assert EOS not in answers_of(rollout)[1][:4]
 
 
-# -- slots --------------------------------------------------------------------------------------------------------------------------------
+# -- slots -----------------------------------------------------------------------------------------
 
 
 def test_a_prompt_is_read_once_for_all_its_answers(successor, prompts, sampling, tokenizer):
-    """Prompts of 4 and 3 tokens, three answers each: one forward reads two rows of three (all but their last token)."""
+    """One forward prefills each distinct prompt once for all its responses.
+
+    The prompts have 4 and 3 tokens and three responses each; the forward reads two rows of three tokens
+    (all but their last).
+    """
     lm = successor({}, 10)
     shapes = forwards_of(lm)
     generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000)
@@ -263,7 +274,10 @@ def test_a_prompt_is_read_once_for_all_its_answers(successor, prompts, sampling,
 
 
 def test_freed_slots_are_taken_and_the_batch_shrinks(successor, prompts, sampling, tokenizer):
-    """Two slots, limits 5, 1, 2, 1, of which the first row keeps its slot for five steps while the others pass through the second."""
+    """Two slots serve the limits 5, 1, 2 and 1.
+
+    The first row keeps its slot for five steps while the others pass through the second slot.
+    """
     lm = successor({token: token for token in range(10)}, 10)
     shapes = forwards_of(lm)
     generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=2 * 7)
@@ -276,7 +290,11 @@ def test_freed_slots_are_taken_and_the_batch_shrinks(successor, prompts, samplin
 def test_a_prompt_whose_answers_begin_at_different_times_is_still_read_once(
     successor, prompts, sampling, tokenizer
 ):
-    """Two slots for three answers to one prompt, then one to another: the third answer takes the kept cache of the first two."""
+    """A later response reuses the cached prefill of its prompt.
+
+    Two slots serve three responses to one prompt and then one to another: the third response takes the
+    cache kept for the first two.
+    """
     lm = successor({}, 10)
     shapes = forwards_of(lm)
     generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=2 * 10)
@@ -290,7 +308,7 @@ def test_a_prompt_whose_answers_begin_at_different_times_is_still_read_once(
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_nothing_is_left_of_who_had_the_slot_before(family, prompts, sampling, texts):
-    """A long answer, then short prompts in the same slot: as if each had been alone."""
+    """Short prompts after a long response in the same slot give the responses of separate runs."""
     lm = model(family)
     torch.manual_seed(2)
     rows = [torch.randint(2, V, (n,)).tolist() for n in (9, 2, 5, 1)]
@@ -311,11 +329,15 @@ def test_metadata_and_prompts_stay_in_their_rows(batch, sampling, texts):
     assert torch.equal(rollout.ids[:, : rollout.prompt_width], batch.ids)
 
 
-# -- ranks that go in step ----------------------------------------------------------------------------------------------------------------
+# -- ranks in lockstep -----------------------------------------------------------------------------
 
 
 def test_ranks_in_step_run_the_same_forwards(prompts, sampling, texts):
-    """Two ranks as two threads: one prompt with a long answer, four prompts with short ones in two slots. Same answers, same forwards."""
+    """Two ranks with different work give the same responses and run the same forwards.
+
+    The ranks are two threads: one has one prompt with a long response, the other four prompts with short
+    ones in two slots.
+    """
     barrier, said = Barrier(2), {}
     batches = [prompts([3, 4, 5], limits=[11]), prompts([3], [4, 4], [5], [6, 7, 8], limits=[2, 3, 1, 2])]
 
@@ -349,11 +371,11 @@ def test_ranks_in_step_run_the_same_forwards(prompts, sampling, texts):
     assert len(found[0][1]) == len(found[1][1])
 
 
-# -- graphs -------------------------------------------------------------------------------------------------------------------------------
+# -- graphs ----------------------------------------------------------------------------------------
 
 
 class Replays:
-    """A recorder without a GPU: what it records is run again as it is, on the same tensors."""
+    """A graph recorder that needs no GPU: it runs the recorded function again on the same tensors."""
 
     def __init__(self):
         self.log = []
@@ -396,7 +418,7 @@ def test_what_cannot_be_recorded_runs_plainly_after_one_warning(caplog):
 
 
 def test_answers_by_graphs_are_the_same(batch, sampling, texts, monkeypatch):
-    """What a graph needs: shapes that repeat, and a step that reads and writes the same tensors each time."""
+    """A graph needs repeating shapes and a step that reads and writes the same tensors each time."""
     lm, greedy = model("llama"), sampling(12, top_k=1, stop_token_ids=(5, 6, 7))
     wanted = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, greedy)
     recorder = Replays()
@@ -405,16 +427,19 @@ def test_answers_by_graphs_are_the_same(batch, sampling, texts, monkeypatch):
     assert recorder.log.count("replay") > 2 * recorder.log.count("record") > 0
 
 
-# -- what cannot be decoded ---------------------------------------------------------------------------------------------------------------
+# -- unsupported models ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("config", "longest", "reason"),
     [
-        (MistralConfig(num_key_value_heads=2, sliding_window=8, **SIZES), 18, "sliding window of 8 tokens is shorter than sequences of up to 18"),
-        (MistralConfig(num_key_value_heads=2, sliding_window=8, max_position_embeddings=64, **SIZES), None, "up to 64"),
-        (GPTNeoConfig(hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=8, intermediate_size=32,
-                      initializer_range=0.5, **PLAIN), 40, "one by one are off"),
+        (MistralConfig(num_key_value_heads=2, sliding_window=8, **SIZES), 18,
+         "sliding window of 8 tokens is shorter than sequences of up to 18"),
+        (MistralConfig(num_key_value_heads=2, sliding_window=8, max_position_embeddings=64, **SIZES), None,
+         "up to 64"),
+        (GPTNeoConfig(hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]],
+                      window_size=8, intermediate_size=32, initializer_range=0.5, **PLAIN), 40,
+         "one by one are off"),
         (BloomConfig(hidden_size=16, n_layer=1, n_head=2, **PLAIN), 18, "takes no position_ids"),
         (MambaConfig(hidden_size=16, num_hidden_layers=1, **PLAIN), 18, "takes no past_key_values"),
     ],
@@ -446,14 +471,14 @@ def test_an_encoder_decoder_is_refused():
 def test_a_model_that_ignores_the_cache_is_refused():
     lm = model("llama")
     forward = lm.forward
-    lm.forward = lambda input_ids=None, position_ids=None, attention_mask=None, past_key_values=None, **more: (
-        forward(input_ids=input_ids, position_ids=position_ids, **more | dict(use_cache=False))
-    )
+    lm.forward = (lambda input_ids=None, position_ids=None, attention_mask=None, past_key_values=None, **more:
+                  forward(input_ids=input_ids, position_ids=position_ids, **more | dict(use_cache=False))
+    )  # fmt: skip
     assert can_decode(lm, 18) == "0 of 2 layers use the cache that is passed to forward()"
 
 
 def test_the_cache_can_be_longer_than_a_row_of_its_columns(batch, sampling, texts):
-    """Rows beyond one step of columns, so that views grow while answers do."""
+    """The cache grows by more than one block of columns, so that views grow during decoding."""
     lm = model("llama")
     long = replace(batch, limits=torch.full((7,), 150))
     torch.manual_seed(4)
@@ -464,7 +489,7 @@ def test_the_cache_can_be_longer_than_a_row_of_its_columns(batch, sampling, text
 
 
 def test_the_cache_is_gone_when_decoding_ends(batch, sampling, texts):
-    """Training needs its room at once: not when the garbage collector comes by."""
+    """Training needs the memory at once, not at the next run of the garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -486,7 +511,7 @@ def test_one_long_prompt_does_not_take_the_room_of_short_ones(successor, prompts
 
 
 def test_an_answer_of_nan_is_made_of_tokens_and_says_nan(batch, sampling, texts):
-    """What comes of it is for the update to say, on all ranks at once."""
+    """Decoding reports NaN log-probs; the update then handles them on all ranks at once."""
     lm = model("llama")
     with torch.no_grad():
         lm.lm_head.weight[5] = torch.nan

@@ -1,4 +1,7 @@
-"""Once nobody wants the answers any more, every backend ends within a few tokens, gives what has the shape of a rollout, and can be used again."""
+"""Tests that every backend stops within a few tokens of a stop request.
+
+A stopped backend returns tensors of the usual shapes and can be used again.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -12,7 +15,8 @@ from ppo_ds.rollout.static import StaticGenerator
 
 V, LONG = 40, 200
 CONFIG = LlamaConfig(
-    vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+    vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=32,
     max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
 
@@ -29,7 +33,7 @@ def forwards_of(lm):
 
 
 class Stop:
-    """True from the n-th look on."""
+    """A stop condition that becomes true at the n-th call."""
 
     def __init__(self, after):
         self.looks, self.after = 0, after
@@ -58,7 +62,10 @@ def test_it_ends_within_a_few_tokens(prompts, sampling, texts, kind, after, toke
 
 
 def on_two_ranks(make, stops, batches, sampling):
-    """Ranks as threads that agree by a barrier -> rows and forwards of each. ``make``: a model and what generators take -> a generator."""
+    """Runs two ranks as threads that agree by a barrier; returns the rows and forwards of each.
+
+    ``make`` takes a model and the arguments of a generator, and returns a generator.
+    """
     barrier, said, lms = Barrier(2, timeout=30), {}, [model(), model()]
 
     def rank(index):

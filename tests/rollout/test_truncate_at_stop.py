@@ -1,4 +1,4 @@
-"""truncate_at_stop(): where a response ends, worked by hand."""
+"""Tests truncate_at_stop() on responses worked by hand."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def decode(ids):
 
 @pytest.fixture
 def cut(prompts, sampling):
-    """Raw answers -> (ids, mask, finished, log-probs) of each; log-probs go in as -1, -2, ..."""
+    """Returns (ids, mask, finished, log-probs) of each raw response; log-probs are given as -1, -2, ..."""
 
     def run(*answers, prompt=(9, 9), stop=(EOS,), strings=(), pad=PAD):
         responses = torch.tensor(answers)
@@ -42,7 +42,7 @@ def test_the_stop_token_is_part_of_the_answer(cut):
         True,
         False,
         True,
-    ]  # also with the end token in the last place, but not without one
+    ]  # also with the end token in the last position, but not without one
     assert rollout.ids[:, 2:].tolist() == [
         [2, EOS, PAD, PAD],
         [2, 3, 4, EOS],
@@ -71,7 +71,10 @@ def test_nan_logprobs_after_the_end_are_replaced(prompts, sampling):
 
 
 def test_pad_is_eos(cut):
-    """An end token inside a chat prompt is attended to, one in the answer is its last action, and padding after it is neither."""
+    """An end token inside a chat prompt is attended to, and one in the response is its last action.
+
+    Padding after it is neither.
+    """
     rollout = cut([2, EOS, EOS, EOS], [EOS, EOS, EOS, EOS], prompt=(9, EOS, 8), pad=EOS)
     assert rollout.attention_mask.tolist() == [[True] * 5 + [False] * 2, [True] * 4 + [False] * 3]
     assert lengths(rollout) == [2, 1] and rollout.finished.all()
@@ -87,7 +90,7 @@ def test_prompt_padding_stays_out_of_the_masks(prompts, sampling):
 
 
 def test_pad_inside_an_answer_is_an_action(cut):
-    """A policy can draw the pad token; only stop positions end an answer."""
+    """A policy can sample the pad token; only stop positions end a response."""
     rollout = cut([PAD, 2, EOS, 3])
     assert lengths(rollout) == [3] and rollout.ids[0, 2:].tolist() == [PAD, 2, EOS, PAD]
 
@@ -104,7 +107,8 @@ def test_without_stops_every_answer_is_cut_at_the_limit(cut):
 
 def test_stop_string_or_stop_id_whichever_comes_first(cut):
     rollout = cut([2, 3, EOS, 4], [2, EOS, 3, 4], [4, 2, EOS, 3], [4, 4, 4, 4], [4, 4, 2, 3], strings=("ab",))
-    # "ab" after two tokens; EOS first; "ca" then EOS, though "ab" follows (EOS has no text); neither; "ab" in the last place
+    # "ab" after two tokens; EOS first; "ca" then EOS, though "ab" follows (EOS has no text); neither;
+    # "ab" in the last position
     assert lengths(rollout) == [2, 2, 3, 4, 4]
     assert rollout.finished.tolist() == [True, True, True, False, True]
 
@@ -125,7 +129,7 @@ def test_stop_strings_without_stop_ids(cut):
 
 
 def limited(prompts, sampling, limits, answers, **knobs):
-    """Raw answers cut at the limits of their rows, under a sampler that allows 4 tokens."""
+    """Cuts raw responses at the limits of their rows; the sampling parameters allow 4 tokens."""
     rows = prompts(*[[9]] * len(answers), limits=limits)
     return truncate_at_stop(
         rows,
@@ -167,13 +171,14 @@ def test_a_stop_in_the_last_place_allowed_is_a_stop_and_a_later_one_was_never_an
     rollout = limited(
         prompts, sampling, [1, 2, 1, 3, 2, 1, 4, 3], rows, stop_token_ids=(EOS,), stop_strings=("ab",)
     )
-    # EOS at the limit; the same; after it; "ab" at the limit; cut before its "b"; within the only token; in the last place of all; after the limit
+    # EOS at the limit; the same; after it; "ab" at the limit; cut before its "b"; within the only token;
+    # in the last position of all; after the limit
     assert lengths(rollout) == [1, 2, 1, 3, 2, 1, 4, 3]
     assert rollout.finished.tolist() == [True, True, False, True, False, True, True, False]
 
 
 def test_answers_narrower_than_the_limits(prompts, sampling):
-    """Decoding ends with the last row that stops: the limit was not reached, and nothing says that it was."""
+    """Decoding that ends at the last stop, before the limit, is not reported as reaching the limit."""
     rollout = limited(
         prompts, sampling, [4, 1, 4], [[2, EOS], [2, 2], [2, 3]], stop_token_ids=(EOS,), stop_strings=("ab",)
     )
