@@ -118,7 +118,7 @@ class Sequences(_Rows):
 
     def to(self, device: torch.device) -> Self:
         """Returns the same rows with all tensors on ``device``."""
-        return replace(self, **{name: moved(column, device) for name, column in self.tensors().items()})
+        return replace(self, **{name: to_device(column, device) for name, column in self.tensors().items()})
 
     def trimmed(self) -> Self:
         """Returns the same rows, trimmed to their longest prompt and response (at least one token each)."""
@@ -135,7 +135,7 @@ class Sequences(_Rows):
         return replace(self, **changed)
 
 
-def moved(column: Tensor, device: torch.device) -> Tensor:
+def to_device(column: Tensor, device: torch.device) -> Tensor:
     """Returns ``column`` on ``device``.
 
     A copy from the CPU to a GPU uses pinned memory and is asynchronous. From pageable memory it would block

@@ -167,7 +167,7 @@ class Watchdog:
                     1,
                 )
         if failure is not None:
-            self._follow(**json.loads(failure))
+            self._handle_failure(**json.loads(failure))
         for callback in self._callbacks:
             callback()
         if self._limit is not None:
@@ -182,13 +182,13 @@ class Watchdog:
         reason = "its process died without an error message; possibly killed by the kernel for lack of memory"
         with contextlib.suppress(StoreUnavailable):
             if (failure := self._store.get(FAILURE)) is not None:  # it wrote one before it ended
-                self._follow(**json.loads(failure))
+                self._handle_failure(**json.loads(failure))
             self._store.add(FAILURE_CLAIMS)
             self._publish(reason, 1, rank)
             self._store.add(FAILURE_ACKS)
         self._exit(f"stopped because rank {rank} failed ({reason})", 1, acks=self._size - 1)
 
-    def _follow(self, rank: int, reason: str, code: int, stuck: bool, quiet: bool) -> None:
+    def _handle_failure(self, rank: int, reason: str, code: int, stuck: bool, quiet: bool) -> None:
         """Exits because of the published failure of ``rank``, which prints its own error.
 
         The other ranks print one line, or in a hang their phase and stack.
@@ -198,7 +198,7 @@ class Watchdog:
             return
         with contextlib.suppress(StoreUnavailable):
             self._store.add(FAILURE_ACKS)
-        line = self._location(reason) if stuck else f"stopped because rank {rank} failed ({reason})"
+        line = self._describe_hang(reason) if stuck else f"stopped because rank {rank} failed ({reason})"
         self._exit(line, code, acks=self._size, quiet=quiet)
 
     def _publish(
@@ -248,14 +248,14 @@ class Watchdog:
                     _no_progress("any rank" if all_stalled else f"rank {self._rank}", limit), 1, stuck=True
                 )
         except StoreUnavailable:
-            self._exit(self._location(_no_progress(f"rank {self._rank}", limit)), 1)
+            self._exit(self._describe_hang(_no_progress(f"rank {self._rank}", limit)), 1)
 
     def _postpone_hard_exit(self, limit: float) -> None:
         """Restarts the timer of the hard exit, which fires if the main thread never releases the GIL."""
         self._process.schedule_hard_exit(limit + HARD_EXIT_MARGIN)
         self._hard_exit_scheduled = self._process.clock()
 
-    def _location(self, reason: str) -> str:
+    def _describe_hang(self, reason: str) -> str:
         """Describes the phase and the main thread's stack.
 
         Each rank first waits for a different time, so that the output of the ranks does not interleave.

@@ -20,7 +20,7 @@ class LockstepResult:
     infos: dict[str, StepInfo]  # by model
     nonfinite: tuple[str, ...]  # such as "loss of the actor"; empty if the step was made
     # True if only gradients are non-finite, and the loss scale of their models can still decrease
-    scale_adapts: bool
+    overflow_expected: bool
     sums: list[float]  # ``extra``, summed over ranks
 
 
@@ -55,7 +55,7 @@ def step_or_skip(
     for name, model in models.items():
         with timer(f"update_{name}"):
             infos[name] = model.skip(overflow=name in overflows) if nonfinite else model.step()
-    scale_adapts = not bad_losses and all(models[name].loss_scale_can_decrease for name in overflows)
+    overflow_expected = not bad_losses and all(models[name].loss_scale_can_decrease for name in overflows)
     return LockstepResult(
-        infos, tuple(nonfinite), scale_adapts, [] if extra is None else sums[2 * len(models) :].tolist()
+        infos, tuple(nonfinite), overflow_expected, [] if extra is None else sums[2 * len(models) :].tolist()
     )

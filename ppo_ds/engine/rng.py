@@ -29,7 +29,7 @@ class RandomStates:
     rest: dict[str, Any]  # the fields of numpy's and python's states that are no tensors
 
 
-def take_rng(world: World) -> RandomStates:
+def get_rng(world: World) -> RandomStates:
     """Returns the current states. Not a collective, like all functions here."""
     _, keys, position, has_gauss, gauss = np.random.get_state()
     version, words, gauss_next = random.getstate()
@@ -45,7 +45,7 @@ def take_rng(world: World) -> RandomStates:
     )
 
 
-def put_rng(states: RandomStates, world: World) -> None:
+def set_rng(states: RandomStates, world: World) -> None:
     """Restores ``states``."""
     position, has_gauss, gauss = states.rest["numpy"]
     version, gauss_next = states.rest["python"]
@@ -61,11 +61,11 @@ def put_rng(states: RandomStates, world: World) -> None:
 @contextmanager
 def fork_rng(world: World) -> Iterator[None]:
     """Restores the random states at the end of the block, so that draws inside it do not change the run."""
-    before = take_rng(world)
+    before = get_rng(world)
     try:
         yield
     finally:
-        put_rng(before, world)
+        set_rng(before, world)
 
 
 def rng_file(directory: Path, rank: int) -> Path:
@@ -75,7 +75,7 @@ def rng_file(directory: Path, rank: int) -> Path:
 
 def save_rng(directory: Path, world: World, states: RandomStates | None = None) -> Path:
     """Writes this rank's ``states``, by default the current ones, and returns the file."""
-    states = states or take_rng(world)
+    states = states or get_rng(world)
     path = rng_file(directory, world.rank)
     write_tensors(path, states.tensors, metadata={"rest": json.dumps(states.rest)})
     return path
@@ -93,9 +93,9 @@ def load_rng(directory: Path, world: World) -> None:
         return
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
-        put_rng(RandomStates(tensors, json.loads(file.metadata()["rest"])), world)
+        set_rng(RandomStates(tensors, json.loads(file.metadata()["rest"])), world)
 
 
 def rng_snapshot(world: World) -> Callable[[], None]:
     """Takes the current states and returns a function that restores them."""
-    return partial(put_rng, take_rng(world), world)
+    return partial(set_rng, get_rng(world), world)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_ds.models.packed_attention import packed_arguments
-from ppo_ds.types import moved
+from ppo_ds.types import to_device
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def make_layout(
     around = torch.arange(response_width + 1) <= answered[:, None]
 
     def on_device(tensor: Tensor) -> Tensor:
-        return moved(tensor, device)
+        return to_device(tensor, device)
 
     ids = on_device(ids)
     label_indices = on_device(before.flatten().nonzero()[:, 0])

@@ -32,7 +32,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ppo_ds.types import moved
+from ppo_ds.types import to_device
 
 _GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 or later
 
@@ -63,7 +63,7 @@ _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
 def packed_arguments(lengths: list[int], device: torch.device) -> dict[str, Any]:
     """Returns the arguments of a packed forward, with the names that transformers' flash attention uses."""
-    ends = moved(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
+    ends = to_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
     return {
         "cu_seq_lens_q": ends,
         "cu_seq_lens_k": ends,

@@ -33,7 +33,7 @@ from ppo_ds.models.lora import merged_state, without_adapters
 from ppo_ds.models.packable import PackableModel
 from ppo_ds.models.packed_attention import layout_forward
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
-from ppo_ds.types import moved
+from ppo_ds.types import to_device
 
 _HEAD = "score.weight"  # name of the sequence classification head in every decoder family of transformers
 
@@ -118,9 +118,9 @@ class ScoreModel(PackableModel):
         device = next(self.model.parameters()).device
         types = {}
         if self._types and token_type_ids is not None:
-            types = {"token_type_ids": moved(token_type_ids, device)}
-        mask = moved(attention_mask.long(), device)
-        out = self.model(input_ids=moved(ids, device), attention_mask=mask, **types)
+            types = {"token_type_ids": to_device(token_type_ids, device)}
+        mask = to_device(attention_mask.long(), device)
+        out = self.model(input_ids=to_device(ids, device), attention_mask=mask, **types)
         return out.logits[:, 0].float()
 
     def gradient_checkpointing_enable(self) -> None:

@@ -73,7 +73,7 @@ class Whitening:
     unbiased: bool
     level: str  # token | sequence
 
-    def whitened(self, advantages: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
+    def whiten(self, advantages: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
         """Whitens all rows together: [B,R] -> [B,R]. A collective if ``reduce`` is one."""
         if self.level == "token":
             return normalize_advantages(advantages, mask, "batch", unbiased=self.unbiased, reduce=reduce)
@@ -82,18 +82,18 @@ class Whitening:
         whole = normalize_advantages(per_response, nonempty, "batch", unbiased=self.unbiased, reduce=reduce)
         return broadcast_sequence(whole[:, 0], mask)
 
-    def in_rollout(self, advantages: Tensor, mask: Tensor, group_size: int, reduce: Reduce) -> Tensor:
+    def whiten_rollout(self, advantages: Tensor, mask: Tensor, group_size: int, reduce: Reduce) -> Tensor:
         """Whitens a rollout, over all ranks or within groups of ``group_size`` rows, if ``over`` says so."""
         if self.over == "batch":
-            return self.whitened(advantages, mask, reduce)
+            return self.whiten(advantages, mask, reduce)
         if self.over == "group":
             groups = zip(advantages.split(group_size), mask.split(group_size), strict=True)
-            return torch.cat([self.whitened(*group) for group in groups])
+            return torch.cat([self.whiten(*group) for group in groups])
         return advantages
 
-    def in_minibatch(self, advantages: Tensor, mask: Tensor) -> Tensor:
+    def whiten_minibatch(self, advantages: Tensor, mask: Tensor) -> Tensor:
         """Whitens the rows of one optimizer step, those of all ranks, if ``over`` is "minibatch"."""
-        return self.whitened(advantages, mask) if self.over == "minibatch" else advantages
+        return self.whiten(advantages, mask) if self.over == "minibatch" else advantages
 
 
 @dataclass(frozen=True)

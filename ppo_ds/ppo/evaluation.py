@@ -51,7 +51,7 @@ class Evaluator:
                     scores = self.reward(rollout).total
                 self.check()
                 counted = weights.bool()
-                sums.add_spread("eval/score", scores, counted)
+                sums.add_mean_and_std("eval/score", scores, counted)
                 sums.add_mean("eval/resp_len_mean", rollout.response_mask.sum(1), counted)
                 sums.add_mean("eval/stop_frac", rollout.finished, counted)
                 if self.correct_above is not None:

@@ -85,7 +85,9 @@ class ExperienceMaker:
                 kind, low, high = self.rollout_is.kind, self.rollout_is.low, self.rollout_is.high
                 weights = rollout_is_weights(logprobs, rollout.logprobs, mask, kind, low, high)
             estimate = self.estimate_advantages(rewards, values, scores, rollout)
-            advantages = self.whitening.in_rollout(estimate.advantages, mask, self.group_size, self.world.sum)
+            advantages = self.whitening.whiten_rollout(
+                estimate.advantages, mask, self.group_size, self.world.sum
+            )
         experience = Experience(
             ids=rollout.ids,
             attention_mask=rollout.attention_mask,
@@ -125,7 +127,7 @@ class ExperienceMaker:
             sums.add_mean(f"reward/component/{name}_mean", component)
         if self.rollout_is.kind != "none":
             sums.add_mean("parity/weight_mean", experience.weights, rollout.response_mask)
-        sums.add_spread("adv", advantages, rollout.response_mask)
+        sums.add_mean_and_std("adv", advantages, rollout.response_mask)
         sums.add_max("adv/max_abs", advantages.abs().max())
         return sums.reduced(self.world)
 
@@ -144,7 +146,7 @@ class ExperienceMaker:
         return logprobs, old_logprobs, values
 
     @torch.no_grad()
-    def kl_now(self, experience: Experience) -> Metrics:
+    def measure_kl(self, experience: Experience) -> Metrics:
         """Measures the KL to the reference (k1 per token) before and after the update. A collective.
 
         ``experience`` holds the rows of all ranks.

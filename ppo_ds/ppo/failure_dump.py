@@ -52,19 +52,19 @@ class Dump:
 
 
 def dump_failure(
-    folder: Path, step: int, trouble: NonFiniteStep, learner: Learner, tokenizer: Tokenizer, config: Path
+    folder: Path, step: int, skipped: NonFiniteStep, learner: Learner, tokenizer: Tokenizer, config: Path
 ) -> str:
     """Locates the first non-finite tensor, writes the dump and returns the error message. A collective."""
-    origin = find_origin(learner, trouble)
-    rows = finite(sample_rows(trouble.minibatch, tokenizer, -1))
+    origin = find_origin(learner, skipped)
+    rows = finite(sample_rows(skipped.minibatch, tokenizer, -1))
     line = f"step {step}: not finite: {origin.what}"
     if origin.position is not None:
         prompt = rows[origin.position]["prompt"]
         shown = prompt if len(prompt) <= SHOWN else f"{prompt[: SHOWN // 2]} ... {prompt[-SHOWN // 2 :]}"
-        row = int(trouble.rows[origin.position])
+        row = int(skipped.rows[origin.position])
         line += f", on rank {origin.rank}, in row {row} of the rollout, prompt {shown!r}"
     try:
-        write_dump(folder, step, trouble, origin, rows, learner, config)
+        write_dump(folder, step, skipped, origin, rows, learner, config)
     except CheckpointError as error:
         return f"{line}; {folder} could not be written: {error}"
     return f"{line}; the step is dumped in {folder}; replay it with: python launch/replay.py {folder}"
@@ -73,7 +73,7 @@ def dump_failure(
 def write_dump(
     folder: Path,
     step: int,
-    trouble: NonFiniteStep,
+    skipped: NonFiniteStep,
     origin: Origin,
     rows: list[dict[str, Any]],
     learner: Learner,
@@ -91,16 +91,16 @@ def write_dump(
 
     def write_update() -> None:
         if world.is_main:
-            write_tensors(folder / "update.safetensors", trouble.minibatch.tensors())
+            write_tensors(folder / "update.safetensors", skipped.minibatch.tensors())
             about = {
                 "step": step,
                 "what": origin.what,
                 "rank": origin.rank,
                 "place": origin.position,
-                "kl_coef": trouble.kl_coef,
-                "critic_only": trouble.critic_only,
+                "kl_coef": skipped.kl_coef,
+                "critic_only": skipped.critic_only,
             }
-            numbers = trouble.rows.tolist()
+            numbers = skipped.rows.tolist()
             about["rows"] = [
                 {"row_of_the_rollout": number, **row} for number, row in zip(numbers, rows, strict=True)
             ]

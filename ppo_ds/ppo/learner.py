@@ -102,7 +102,7 @@ class Learner:
                 if self.target_kl is not None and approx_kl > self.target_kl:
                     break
                 minibatch = experience.select(rows)
-                advantages = self.whitening.in_minibatch(minibatch.advantages, minibatch.response_mask)
+                advantages = self.whitening.whiten_minibatch(minibatch.advantages, minibatch.response_mask)
                 minibatch = replace(minibatch, advantages=advantages)
                 plan = microbatch_rows(minibatch, self.token_budget, self.world, self.packed)
                 micros = [minibatch.select(part).trimmed() for part in plan]
@@ -128,10 +128,10 @@ class Learner:
                 for name, info in done.infos.items():
                     steps[ROLES[name]].append(info)
                 if done.nonfinite:
-                    trouble = NonFiniteStep(done.nonfinite, minibatch, rows, None, None, kl_coef, critic_only)
-                    self.health.skip(trouble, forgiven=done.scale_adapts)
+                    skipped = NonFiniteStep(done.nonfinite, minibatch, rows, None, None, kl_coef, critic_only)
+                    self.health.record_skip(skipped, counted=not done.overflow_expected)
                     continue
-                self.health.sound()
+                self.health.record_step()
                 if self.ema is not None and not critic_only:
                     with self.timer("update_actor"):
                         self.ema.ema_update(self.ema_decay)
@@ -142,7 +142,7 @@ class Learner:
             "policy/epochs_run": steps_done / steps_per_epoch,
             "policy/early_stopped": float(steps_done < self.epochs * steps_per_epoch),
         }
-        return experience, metrics.reduced(self.world) | describe_steps(steps) | passes
+        return experience, metrics.reduced(self.world) | step_metrics(steps) | passes
 
     def totals(self, minibatch: Experience) -> tuple[BatchTotals, BatchTotals | None]:
         """Counts the actions and, with a critic, the trained states of one optimizer step.
@@ -255,9 +255,9 @@ class Learner:
         rows = next(rows for rows in first_epoch if row in rows)
         rank = row * self.world.size // len(experience)  # all_gather_rows keeps the order of the ranks
         minibatch = experience.select(rows)
-        self.health.skip(NonFiniteStep((what,), minibatch, rows, row, rank, kl_coef, critic_only))
+        self.health.record_skip(NonFiniteStep((what,), minibatch, rows, row, rank, kl_coef, critic_only))
         unknown = {name: math.nan for name in UNKNOWN if steps[name.partition("/")[0]]}
-        return unknown | describe_steps(steps) | {"policy/epochs_run": 0.0, "policy/early_stopped": 0.0}
+        return unknown | step_metrics(steps) | {"policy/epochs_run": 0.0, "policy/early_stopped": 0.0}
 
     def with_logprobs(self, experience: Experience, logprobs: list[Tensor], plan: list[Tensor]) -> Experience:
         """Adds the log-probs that the update's forward has computed to the experience. A collective.
@@ -280,7 +280,7 @@ def padding(micros: list[Experience], packed: bool) -> Tensor:
     return counts
 
 
-def describe_steps(steps: dict[str, list[StepInfo]]) -> Metrics:
+def step_metrics(steps: dict[str, list[StepInfo]]) -> Metrics:
     """Computes gradient norms, learning rates and counts of skipped steps, the same on every rank.
 
     Gradient norms are measured before clipping and averaged over the optimizer steps (NaN if one was

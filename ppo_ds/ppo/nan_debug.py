@@ -63,14 +63,14 @@ def locate_nonfinite(learner: Learner, minibatch: Experience, kl_coef: float, cr
     return sorted((row for part in world.gather_objects(rows) for row in part), key=lambda row: row.position)
 
 
-def find_origin(learner: Learner, trouble: NonFiniteStep) -> Origin:
+def find_origin(learner: Learner, skipped: NonFiniteStep) -> Origin:
     """Finds the tensor and the row that caused a non-finite step, if a replay reproduces it. A collective."""
-    if trouble.row is not None:
-        return Origin(trouble.what[0], trouble.rank, trouble.rows.tolist().index(trouble.row))
-    for row in locate_nonfinite(learner, trouble.minibatch, trouble.kl_coef, trouble.critic_only):
+    if skipped.row is not None:
+        return Origin(skipped.what[0], skipped.rank, skipped.rows.tolist().index(skipped.row))
+    for row in locate_nonfinite(learner, skipped.minibatch, skipped.kl_coef, skipped.critic_only):
         if row.first is not None:
             return Origin(row.first, row.rank, row.position)
-    what = " and ".join(trouble.what)
+    what = " and ".join(skipped.what)
     return Origin(
         f"{what} (finite when the step was replayed: a fault of the hardware or of a kernel?)", None, None
     )

@@ -132,7 +132,7 @@ class PPOTrainer:
         )
         self.pretraining_metrics = {}
         if self.algo.kl.after_update and experience.logprobs is not None:
-            metrics |= self.make_experience.kl_now(experience)
+            metrics |= self.make_experience.measure_kl(experience)
 
         # 4. KL coefficient; without a reference the KL is NaN and the controller ignores it
         unit = "seq" if self.algo.kl.unit == "sequence" else "token"
@@ -199,4 +199,6 @@ class PPOTrainer:
 
     def dump_failure(self, error: TooManySkips, step: int, run_dir: Path) -> str:
         folder = run_dir / "dumps" / f"step_{step:06d}"
-        return dump_failure(folder, step, error.trouble, self.learn, self.tokenizer, run_dir / "config.yaml")
+        return dump_failure(
+            folder, step, error.last_skip, self.learn, self.tokenizer, run_dir / "config.yaml"
+        )

@@ -11,7 +11,7 @@ from torch import Tensor
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import TemplateFault, Tokenizer, render
 from ppo_ds.rewards.base import RewardError, conversation
-from ppo_ds.types import Row, moved
+from ppo_ds.types import Row, to_device
 
 Template = Literal["chat", "pair", "concat"]
 
@@ -138,8 +138,8 @@ def right_padded(
     if all(text.types is not None for text in texts):
         types = torch.zeros_like(ids)
         types[mask] = torch.tensor([t for text in texts for t in text.types or []])
-        types = moved(types, device)
-    return moved(ids, device), moved(mask, device), types
+        types = to_device(types, device)
+    return to_device(ids, device), to_device(mask, device), types
 
 
 def left_padded(

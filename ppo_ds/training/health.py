@@ -43,9 +43,9 @@ class NonFiniteStep:
 class TooManySkips(Exception):
     """Raised on all ranks at the same point once health.max_skips optimizer steps in a row were skipped."""
 
-    def __init__(self, trouble: NonFiniteStep):
-        super().__init__(" and ".join(trouble.what))
-        self.trouble = trouble
+    def __init__(self, skipped: NonFiniteStep):
+        super().__init__(" and ".join(skipped.what))
+        self.last_skip = skipped
 
 
 @dataclass
@@ -61,23 +61,23 @@ class Health:
     since: int | None = None  # training step of the first of these skips; None if it was before a resume
     reasons: list[str] = field(default_factory=list)  # reasons since the last ``take_reasons``
 
-    def begin_step(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         self.step = step
 
-    def sound(self) -> None:
+    def record_step(self) -> None:
         """Records an optimizer step that was not skipped."""
         self.skips = 0
 
-    def skip(self, trouble: NonFiniteStep, forgiven: bool = False) -> None:
+    def record_skip(self, skipped: NonFiniteStep, counted: bool = True) -> None:
         """Records a skipped optimizer step; raises TooManySkips at the limit.
 
-        ``forgiven`` skips are not counted: overflows while the loss scale is still adapting.
+        Overflows while the loss scale is still adapting are not ``counted``.
         """
-        self.reasons += trouble.what
+        self.reasons += skipped.what
         self.since = self.since if self.skips else self.step
-        self.skips += not forgiven
+        self.skips += counted
         if self.skips >= self.max_skips:
-            raise TooManySkips(trouble)
+            raise TooManySkips(skipped)
 
     def take_reasons(self) -> list[str]:
         """Returns the distinct reasons since the last call, in the order of their first occurrence."""

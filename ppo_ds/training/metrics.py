@@ -40,7 +40,7 @@ class MetricSums:
         total = values.detach().double().masked_fill(~mask, 0.0).sum()
         self.add_parts({name: torch.stack([total, mask.sum()])})
 
-    def add_spread(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+    def add_mean_and_std(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Adds the mean and the population standard deviation of ``values``.
 
         A full name such as "eval/score" gives eval/score_mean and eval/score_std. The name of a group such as

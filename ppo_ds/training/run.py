@@ -117,7 +117,7 @@ class Run:
         self.state.step += 1
         self.state.episodes += result.episodes
         self.state.tokens += result.tokens
-        self.context.health.begin_step(self.state.step + 1)
+        self.context.health.set_step(self.state.step + 1)
 
     # -- evaluation ------------------------------------------------------------------------------------------
 

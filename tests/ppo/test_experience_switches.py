@@ -175,7 +175,7 @@ def test_importance_weights_and_the_kl_are_those_of_the_policy_that_generated(wo
     make = maker(world, actor=actor, lagged=SimpleNamespace(swapped=lagged), **how)
     plain, made = maker(world, **how)(rollout, 0.5)[0], make(rollout, 0.5)[0]
     assert torch.equal(made.weights, plain.weights) and not torch.equal(made.old_logprobs, made.logprobs)
-    assert make.kl_now(made) == pytest.approx({"kl/before_update": 0.2, "kl/after_update": 0.2}, abs=1e-6)
+    assert make.measure_kl(made) == pytest.approx({"kl/before_update": 0.2, "kl/after_update": 0.2}, abs=1e-6)
 
 
 # -- critics -------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_the_kl_after_an_update(on_ranks, ranks):
         make = maker(world, token_budget=8)
         experience, _ = make(answers([lengths[i] for i in share], tokens=[tokens[i] for i in share]), 0.5)
         make.actor = lambda *args: PolicyOutput(2 * Stub()(*args).logprobs, None, None, None)
-        return make.kl_now(experience)
+        return make.measure_kl(experience)
 
     for seen in on_ranks(ranks, work):
         assert seen == pytest.approx({"kl/before_update": 0.2, "kl/after_update": -0.2}, abs=1e-6)

@@ -135,12 +135,12 @@ def test_a_nonfinite_rollout_counts_as_one_skip(on_ranks, rows):
         assert health.skips == 1
         with pytest.raises(TooManySkips, match="log-prob of token 1 under the old policy") as raised:
             learn(bad, 0.0, 3)
-        trouble = raised.value.trouble
+        skipped = raised.value.last_skip
         assert (
-            trouble.rows[find_origin(learn, trouble).position] == 6 == trouble.row
-            and len(trouble.minibatch) == 2
+            skipped.rows[find_origin(learn, skipped).position] == 6 == skipped.row
+            and len(skipped.minibatch) == 2
         )
-        return trouble.rank
+        return skipped.rank
 
     assert on_ranks(4, work) == [3] * 4
 
@@ -161,7 +161,7 @@ def test_running_states_are_not_affected(world):
             controller.update(number, 8)
         assert controller.value == 0.1
     sums = MetricSums()
-    sums.add_spread("x", torch.tensor([1.0, NAN]))
+    sums.add_mean_and_std("x", torch.tensor([1.0, NAN]))
     sums.add_parts({"explained": torch.tensor([2.0, NAN, 1.0, 1.0, 1.0])})
     assert all(math.isnan(value) for value in sums.reduced(world).values())
 
@@ -233,7 +233,7 @@ def test_too_many_consecutive_skips_end_the_update(world, rows, inject):
     health = Health(2)
     with pytest.raises(TooManySkips, match="loss of the critic") as raised:
         learned(world, rows, health=health)
-    assert len(raised.value.trouble.minibatch) == 4 and raised.value.trouble.row is None
+    assert len(raised.value.last_skip.minibatch) == 4 and raised.value.last_skip.row is None
 
 
 @pytest.mark.parametrize(
@@ -242,18 +242,18 @@ def test_too_many_consecutive_skips_end_the_update(world, rows, inject):
 def test_the_error_names_the_step_in_which_skipping_began(
     world, tokenizer, monkeypatch, rows, counted, ended, began
 ):
-    trouble = NonFiniteStep(("loss of the actor",), rows, torch.arange(len(rows)), None, None, 0.1, False)
+    skipped = NonFiniteStep(("loss of the actor",), rows, torch.arange(len(rows)), None, None, 0.1, False)
     health = Health(3, skips=2 if counted is None else 0)  # None: two steps of an earlier start
     for step in [counted, counted, ended] if counted else [ended]:
-        health.begin_step(step)
+        health.set_step(step)
         if health.skips == 2:
             with pytest.raises(TooManySkips) as raised:
-                health.skip(trouble)
+                health.record_skip(skipped)
         elif not health.skips:
-            health.skip(trouble, forgiven=True)  # it is not counted
-            health.skip(trouble)
+            health.record_skip(skipped, counted=False)  # it is not counted
+            health.record_skip(skipped)
         else:
-            health.skip(trouble)
+            health.record_skip(skipped)
     run, _ = stand_ins(world, tokenizer, monkeypatch)()
     run = replace(run, context=replace(run.context, health=health))
     run.state.step = ended - 1
@@ -292,12 +292,12 @@ def test_the_row_and_the_first_tensor_are_found(on_ranks, rows):
         with torch.no_grad():
             actor.module.embed[token] = NAN
         learn = learner(world, actor, critic, value=dict(clip=None))
-        trouble = NonFiniteStep(
+        skipped = NonFiniteStep(
             ("gradient of the actor",), rows, torch.arange(len(rows)) + 100, None, None, 0.0, False
         )
         return (
             locate_nonfinite(learn, rows, 0.0, False),
-            find_origin(learn, trouble),
+            find_origin(learn, skipped),
             actor.steps,
             critic.skipped,
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ppo_ds.engine.trained import StepInfo
-from ppo_ds.ppo.learner import describe_steps
+from ppo_ds.ppo.learner import step_metrics
 from ppo_ds.types import Sequences
 from tests.ppo.learner_cases import (
     ANSWERS,
@@ -176,7 +176,7 @@ def test_describe_steps():
         "policy": [StepInfo(1.0, 0.1, False, 8.0), StepInfo(3.0, 0.2, True, 4.0)],
         "value": [StepInfo(5.0, 0.3, False, 1.0), StepInfo(7.0, 0.4, True, 1.0)],
     }
-    assert describe_steps(infos) == {
+    assert step_metrics(infos) == {
         "policy/grad_norm": 2.0,
         "policy/lr": 0.2,
         "value/grad_norm": 6.0,
@@ -202,7 +202,7 @@ def test_an_answer_without_actions_weighs_nothing(world, experience):
 
 
 def test_describe_steps_of_a_critic_alone():
-    assert describe_steps({"policy": [], "value": [StepInfo(5.0, 0.3, True, 2.0)]}) == {
+    assert step_metrics({"policy": [], "value": [StepInfo(5.0, 0.3, True, 2.0)]}) == {
         "value/grad_norm": 5.0,
         "value/lr": 0.3,
         "health/skipped_steps": 1.0,

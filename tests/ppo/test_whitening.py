@@ -47,25 +47,25 @@ def test_whitening_of_the_experience(world, over, level, unbiased, expected):
     """Values count per token, or at level sequence once per response, whatever its length."""
     raw, mask = columns()
     whitening = Whitening(over, unbiased, level)
-    made = whitening.in_rollout(raw, mask, 2, world.sum)
+    made = whitening.whiten_rollout(raw, mask, 2, world.sum)
     assert flat(made, mask) == pytest.approx(expected(unbiased), abs=1e-5) and made[~mask].abs().max() == 0
-    assert torch.equal(whitening.in_minibatch(raw, mask), raw)
+    assert torch.equal(whitening.whiten_minibatch(raw, mask), raw)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_whitening_by_minibatch_is_left_to_the_learner(world, level):
     raw, mask = columns()
     whitening = Whitening("minibatch", True, level)
-    assert torch.equal(whitening.in_rollout(raw, mask, 2, world.sum), raw)
+    assert torch.equal(whitening.whiten_rollout(raw, mask, 2, world.sum), raw)
     expected = whitened(TOKENS, True) if level == "token" else per_token(whitened(WHOLE, True))
-    assert flat(whitening.in_minibatch(raw, mask), mask) == pytest.approx(expected, abs=1e-5)
+    assert flat(whitening.whiten_minibatch(raw, mask), mask) == pytest.approx(expected, abs=1e-5)
 
 
 def test_no_whitening(world):
     raw, mask = columns()
     plain = Whitening("none", False, "token")
-    assert torch.equal(plain.in_rollout(raw, mask, 2, world.sum), raw) and torch.equal(
-        plain.in_minibatch(raw, mask), raw
+    assert torch.equal(plain.whiten_rollout(raw, mask, 2, world.sum), raw) and torch.equal(
+        plain.whiten_minibatch(raw, mask), raw
     )
 
 
@@ -75,10 +75,13 @@ def test_two_ranks_equal_one(on_ranks, world, over, level):
     """Each rank has a group of its own, at another width."""
     raw, mask = columns()
     whitening = Whitening(over, True, level)
-    whole = flat(whitening.in_rollout(raw, mask, 2, world.sum), mask)
+    whole = flat(whitening.whiten_rollout(raw, mask, 2, world.sum), mask)
     shares = [(raw[:2, :2], mask[:2, :2]), (raw[2:], mask[2:])]
     made = on_ranks(
-        2, lambda world: flat(whitening.in_rollout(*shares[world.rank], 2, world.sum), shares[world.rank][1])
+        2,
+        lambda world: flat(
+            whitening.whiten_rollout(*shares[world.rank], 2, world.sum), shares[world.rank][1]
+        ),
     )
     assert made[0] + made[1] == pytest.approx(whole, abs=1e-6)
 
@@ -91,17 +94,17 @@ def test_answers_without_an_action_do_not_count(world, level):
         torch.cat([mask, torch.zeros(2, 3, dtype=torch.bool)]),
     )
     whitening = Whitening("batch", False, level)
-    assert flat(whitening.in_rollout(more, empty, 2, world.sum), empty) == pytest.approx(
-        flat(whitening.in_rollout(raw, mask, 2, world.sum), mask)
+    assert flat(whitening.whiten_rollout(more, empty, 2, world.sum), empty) == pytest.approx(
+        flat(whitening.whiten_rollout(raw, mask, 2, world.sum), mask)
     )
-    nothing = Whitening("group", True, level).in_rollout(more, empty, 2, world.sum)
+    nothing = Whitening("group", True, level).whiten_rollout(more, empty, 2, world.sum)
     assert torch.isfinite(nothing).all() and nothing[4:].abs().max() == 0
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_equal_advantages_become_zero(world, level):
     """All responses of a group are equal: zero deviation must give no NaN."""
-    made = Whitening("group", True, level).in_rollout(
+    made = Whitening("group", True, level).whiten_rollout(
         torch.full((2, 2), 0.3), torch.ones(2, 2, dtype=torch.bool), 2, world.sum
     )
     assert made.abs().max() < 1e-3

@@ -45,7 +45,7 @@ class Maker:
         self.events.append((self.name, rollout))
         return self.rows, {"seen": kl_coef}
 
-    def kl_now(self, experience):
+    def measure_kl(self, experience):
         assert experience is self.rows
         self.events.append("kl now")
         return {"kl/before_update": 0.5, "kl/after_update": 0.25}

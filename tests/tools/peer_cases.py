@@ -639,7 +639,7 @@ def algorithm(kind, rewards, mask, scores, group_size, gamma=1.0):
 @adapter
 def whitening(advantages, mask, over="batch", unbiased=False, level="token", group_size=1):
     made = estimators.Whitening(over, unbiased, level)
-    return {"advantages": made.in_rollout(advantages, mask, group_size, lambda t: t)}
+    return {"advantages": made.whiten_rollout(advantages, mask, group_size, lambda t: t)}
 
 
 MINIMAL = {

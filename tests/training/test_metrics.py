@@ -28,7 +28,7 @@ def test_means_over_microbatches_and_ranks_are_those_of_all_values(on_ranks):
         sums = MetricSums()
         for part in parts[world.rank]:
             sums.add_mean("mean", part)
-            sums.add_spread("x", part)
+            sums.add_mean_and_std("x", part)
             sums.add_max("max", part.max())
             sums.add_max("top", -part.min() - 1)
         return sums.reduced(world)
@@ -47,14 +47,14 @@ def test_means_over_microbatches_and_ranks_are_those_of_all_values(on_ranks):
 
 def test_a_spread_without_variance_is_zero_and_not_nan(world):
     sums = MetricSums()
-    sums.add_spread("x", torch.full((7,), 0.1))
+    sums.add_mean_and_std("x", torch.full((7,), 0.1))
     assert sums.reduced(world)["x/std"] == pytest.approx(0, abs=1e-8)
 
 
 def test_spread_under_a_mask(world):
     sums = MetricSums()
     for name in ("adv", "eval/score"):
-        sums.add_spread(name, torch.tensor([1.0, 3.0, NAN]), torch.tensor([True, True, False]))
+        sums.add_mean_and_std(name, torch.tensor([1.0, 3.0, NAN]), torch.tensor([True, True, False]))
     assert sums.reduced(world) == {
         "adv/mean": 2.0,
         "adv/std": 1.0,

@@ -72,9 +72,9 @@ class ToyStage:
             "health/skipped_steps": float(bool(result.nonfinite)),
         }
         if result.nonfinite:
-            self.context.health.skip(Failure(result.nonfinite))
+            self.context.health.record_skip(Failure(result.nonfinite))
         else:
-            self.context.health.sound()
+            self.context.health.record_step()
         samples = [{"prompt": f"step {index}", "response": str(rows[0].tolist())}]
         return StepResult(metrics=metrics, episodes=ROWS * self.context.world.size, tokens=0, samples=samples)
 
