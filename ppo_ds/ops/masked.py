@@ -67,9 +67,10 @@ def masked_whiten(
     reduce: Reduce | None = None,
     min_var: float = 0.0,
 ) -> Tensor:
-    """Computes (x - mean) / sqrt(max(var, min_var) + eps) with the statistics of all ranks; 0 where mask = 0; detached.
+    """Computes (x - mean) / sqrt(max(var, min_var) + eps), detached; 0 where mask = 0.
 
-    With fewer than two positions the variance is undefined, and the result is x - mean.
+    The statistics are those of all ranks. With fewer than two positions the variance is undefined, and the
+    result is x - mean.
 
     Args:
         shift_mean: False keeps the mean, as in TRL. A shift of rewards would be a bonus for each token, and

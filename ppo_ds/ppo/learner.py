@@ -166,8 +166,8 @@ class Learner:
         """Accumulates the actor's gradients over the micro-batches of one optimizer step."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
         kl_sums, ratios, logprobs = loss_sum.new_zeros(2), [], []
-        # before PPO's own: ZeRO reduces in the last backward, which must reach every weight, also those of a
-        # value head
+        # before PPO's own losses: ZeRO reduces gradients in the last backward, which must reach every weight,
+        # including those of a value head
         for loss, parts in self.ptx_losses():
             self.actor.backward(loss, last=False)
             loss_sum += loss.detach()
@@ -183,7 +183,7 @@ class Learner:
         return ActorBackward(loss_sum, kl_sums, torch.stack(ratios).max(), logprobs)
 
     def backward_critic(self, micros: list[Experience], totals: BatchTotals, metrics: MetricSums) -> Tensor:
-        """Accumulates the critic's gradients over the micro-batches of one optimizer step; returns its loss."""
+        """Accumulates the critic's gradients of one optimizer step and returns its loss."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for micro in micros:
             loss, parts = self.value_loss(micro, totals)

@@ -65,8 +65,8 @@ class Stateful(Protocol):
 class Stage(Stateful, Protocol):
     """One kind of training. All methods are collectives.
 
-    ``state_dict`` is copied before every step, so that a stop request can undo the step, and it must not use the key
-    "progress", which is the run's own. tests/training/toy_stage.py is a complete small stage.
+    ``state_dict`` is copied before every step, so that a stop request can undo the step. It must not use the
+    key "progress", which the run itself uses. tests/training/toy_stage.py is a complete small stage.
     """
 
     models: Mapping[str, TrainedModel]  # saved in every checkpoint
