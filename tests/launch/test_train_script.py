@@ -103,5 +103,10 @@ def test_help_names_groups_and_keys(tmp_path: Path) -> None:
     process = start(tmp_path, "--help")
     out, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0
-    for text in ("+experiment=NAME", "quickstart, rlhf, rlhf_7b", "optim{lr betas", "max_new_tokens"):
+    for text in ("+experiment=NAME", "quickstart, rlhf, rlhf_7b", "\n  actor ", "\n  sampling "):
+        assert text in out
+    process = start(tmp_path, "--help", "actor.optim")
+    out, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0
+    for text in ("actor.optim.lr\n", "actor.optim.betas\n", "Type: number above 0. Default: 1e-06."):
         assert text in out
