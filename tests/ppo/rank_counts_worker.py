@@ -1,4 +1,6 @@
-"""Learns from one experience on the ranks of test_rank_counts.py; rank 0 saves the weights before and after."""
+"""Learns from one experience on the ranks of test_rank_counts.py; rank 0 saves the weights before and
+after.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of ranks changes nothing: learn() on 1 to 4 real ranks gives the same weights on each ZeRO stage."""
+"""learn() gives the same weights on 1 to 4 real ranks, on each ZeRO stage."""
 
 from __future__ import annotations
 
