@@ -35,8 +35,8 @@ FAST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadsc
 test: $(STAMP)
 	$(FAST) $(ARGS)
 
-# The slow tests start several ranks each and run one at a time: ranks that wait for one another lose far more than half
-# of their speed to a second busy process. Exit status 5 means that ARGS select no test of this kind.
+# The slow tests start several ranks each and run one at a time: ranks that wait for one another lose far more
+# than half of their speed to a second busy process. Exit status 5 means that ARGS select no test of this kind.
 test-all: $(STAMP)
 	$(FAST) $(ARGS) || [ $$? -eq 5 ]
 	$(VENV)/bin/python -m pytest -q -m "slow and not nightly" $(ARGS) || [ $$? -eq 5 ]

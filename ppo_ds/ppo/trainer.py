@@ -8,9 +8,8 @@ One step, as in Ouyang et al. 2022 (InstructGPT) and Schulman et al. 2017:
 
 Departures from the paper:
   - Scores are clipped after the penalty for a missing stop token, the KL is subtracted from the reward of
-  each
-    token, and advantages are whitened over the whole rollout of all ranks (experience.py). The config can
-    switch each of these off.
+    each token, and advantages are whitened over the whole rollout of all ranks (experience.py). The config
+    can switch each of these off.
   - Actor and critic step together or not at all, and only if every loss and gradient is finite (learner.py).
   - The critic may be trained alone at first: on rollouts of the initial policy (algo.value.pretrain_rollouts,
     VC-PPO, Yuan et al. 2025) and in the first steps (algo.value.warmup_steps).

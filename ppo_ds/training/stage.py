@@ -35,9 +35,8 @@ class Evaluation:
     """Result of one held-out evaluation, the same on every rank."""
 
     metrics: Metrics  # eval/*; checkpoint.keep_best compares eval/score_mean
-    rows: list[
-        dict[str, Any]
-    ]  # prompts, responses and scores; the final report shows them by their key "asked"
+    # prompts, responses and scores; the final report shows them by their key "asked"
+    rows: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)

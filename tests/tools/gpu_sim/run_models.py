@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from ppo_ds.config.registry import KL_ESTIMATORS, POLICY_LOSSES, resolve
-from ppo_ds.config.schema import EntropyConfig, PolicyConfig, ValueConfig
-from ppo_ds.models.packed_attention import packs
+from ppo_ds.config.sections.algo import EntropyConfig, PolicyConfig, ValueConfig
+from ppo_ds.models.packed_attention import may_pack
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.value import ScoreModel
 from ppo_ds.ops.losses import batch_totals
@@ -107,8 +107,8 @@ for name, config in configs.items():
                 lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
                 lm.train()
             policy, rows = Policy(lm, 1.0), minibatch()
-            for packed in sorted({False, packs(lm, "auto", CUDA)}):
-                policy.packed = packed
+            for packed in sorted({False, may_pack(lm, "auto", CUDA)}):
+                policy.use_packed_layout(packed)
                 for _ in range(2):  # the first pass finds out how the model uses its head
                     mode.clear()
                     policy_loss(policy, rows).backward()
