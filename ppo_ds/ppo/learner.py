@@ -99,6 +99,7 @@ class Learner:
 
         for _ in range(self.epochs):
             for rows in minibatches(len(experience), self.minibatch_size, shuffle):
+                # approx_kl changes only with an optimizer step, so that the later epochs end here too
                 if self.target_kl is not None and approx_kl > self.target_kl:
                     break
                 minibatch = experience.select(rows)
@@ -136,7 +137,7 @@ class Learner:
                     with self.timer("update_actor"):
                         self.ema.ema_update(self.ema_decay)
 
-        if first_forward:
+        if first_forward:  # of the only optimizer step: rows, plan and actor are still its own
             experience = self.with_logprobs(experience, actor.logprobs, [rows[part] for part in plan])
         passes = {
             "policy/epochs_run": steps_done / steps_per_epoch,
