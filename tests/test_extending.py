@@ -26,11 +26,11 @@ from ppo_ds.config.registry import (
     KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
     POLICY_LOSSES,
-    AdvantageEstimator,
-    DecodeBackend,
-    KLEstimator,
-    LossAggregation,
-    PolicyLoss,
+    AdvantageEstimatorEntry,
+    DecodeBackendEntry,
+    KLEstimatorEntry,
+    LossAggregationEntry,
+    PolicyLossEntry,
 )
 from ppo_ds.config.schema import Config
 from ppo_ds.config.targets import bind
@@ -102,7 +102,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_an_advantage_estimator(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = AdvantageEstimator(f"{__name__}.doubled_scores", "Twice the score.", needs_group=True)
+    entry = AdvantageEstimatorEntry(f"{__name__}.doubled_scores", "Twice the score.", needs_group=True)
     monkeypatch.setitem(ADVANTAGE_ESTIMATORS, "doubled", entry)
     own = "advantage: { estimator: doubled, whiten: none }\nkl: { coef: 0 }\n"
     (folder / "algo" / "mine.yaml").write_text(own + "reward_shaping: { clip: null }\n")
@@ -113,7 +113,7 @@ def test_an_advantage_estimator(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_policy_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        POLICY_LOSSES, "tripled", PolicyLoss(f"{__name__}.tripled_loss", "Three times PPO's.")
+        POLICY_LOSSES, "tripled", PolicyLossEntry(f"{__name__}.tripled_loss", "Three times PPO's.")
     )
     common = "advantage: { estimator: dr_grpo, whiten: none }\nentropy: { coef: 0 }\n"
     (folder / "algo" / "mine.yaml").write_text(common + "policy: { loss: tripled }\n")
@@ -124,7 +124,7 @@ def test_a_policy_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kl_estimator(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = KLEstimator(f"{__name__}.doubled_difference", "Twice k1.")
+    entry = KLEstimatorEntry(f"{__name__}.doubled_difference", "Twice k1.")
     monkeypatch.setitem(KL_ESTIMATORS, "doubled", entry)
     common = "advantage: { estimator: reinforce, whiten: none }\n"
     for name, kl in (("mine", "doubled, coef: 0.1"), ("usual", "k1, coef: 0.2"), ("none", "k1, coef: 0")):
@@ -136,7 +136,7 @@ def test_a_kl_estimator(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loss_aggregation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = LossAggregation(f"{__name__}.doubled_mean", "Twice the mean.")
+    entry = LossAggregationEntry(f"{__name__}.doubled_mean", "Twice the mean.")
     monkeypatch.setitem(LOSS_AGGREGATIONS, "doubled", entry)
     common = "advantage: { estimator: dr_grpo, whiten: none }\n"
     (folder / "algo" / "mine.yaml").write_text(common + "loss: { agg: doubled }\n")
@@ -286,7 +286,7 @@ def test_a_reward_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_decode_backend(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "own_backend.py").write_text(OWN_BACKEND)
     monkeypatch.syspath_prepend(folder)
-    entry = DecodeBackend("own_backend.MyGenerator", "Decodes without a cache.", in_auto=False)
+    entry = DecodeBackendEntry("own_backend.MyGenerator", "Decodes without a cache.", in_auto=False)
     monkeypatch.setitem(DECODE_BACKENDS, "mine", entry)
     rewarded = ("algo=grpo", "reward=function", f"reward.path={folder}/scores.py:lengths")
     (folder / "scores.py").write_text(OWN_REWARDS)

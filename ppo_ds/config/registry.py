@@ -24,7 +24,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class AdvantageEstimator(Entry):
+class AdvantageEstimatorEntry(Entry):
     """Turns rewards into advantages. Its requirements decide how it is called.
 
     Shapes: B responses, S states, R response tokens.
@@ -46,7 +46,7 @@ class AdvantageEstimator(Entry):
 
 
 @dataclass(frozen=True)
-class PolicyLoss(Entry):
+class PolicyLossEntry(Entry):
     """A policy loss with the arguments of `ppo_ds.ops.losses.policy_loss` except ``kind``.
 
     It returns the loss and its metrics.
@@ -60,7 +60,7 @@ class PolicyLoss(Entry):
 
 
 @dataclass(frozen=True)
-class KLEstimator(Entry):
+class KLEstimatorEntry(Entry):
     """An estimator of the KL to the reference, called as (logprobs, ref_logprobs) -> [B,R]."""
 
     in_reward: bool = field(default=True, kw_only=True)  # False: differs from another only in its gradient
@@ -68,7 +68,7 @@ class KLEstimator(Entry):
 
 
 @dataclass(frozen=True)
-class LossAggregation(Entry):
+class LossAggregationEntry(Entry):
     """A mean over the tokens of an optimizer step, called as (loss [B,T], mask [B,T], totals) ->
     ppo_ds.ops.losses.Share.
     """
@@ -77,7 +77,7 @@ class LossAggregation(Entry):
 
 
 @dataclass(frozen=True)
-class DecodeBackend(Entry):
+class DecodeBackendEntry(Entry):
     """A class that generates responses.
 
     `rollout.backend=auto` tries the backends with ``in_auto`` in the order of the table.
@@ -90,7 +90,7 @@ class DecodeBackend(Entry):
 
 
 @dataclass(frozen=True)
-class Stage(Entry):
+class StageEntry(Entry):
     """A kind of training: a function (config, RunContext) that builds the stage for training/run.py."""
 
 
@@ -101,33 +101,33 @@ _POLICY_LOSS = "ppo_ds.ops.losses.policy_loss"
 _KL = "ppo_ds.ops.kl.approx_kl"
 
 ADVANTAGE_ESTIMATORS = {
-    "gae": AdvantageEstimator(
+    "gae": AdvantageEstimatorEntry(
         _GAE,
         "Generalized advantage estimation with a critic (Schulman et al. 2016); at action_level=sequence, "
         "score - V.",
         needs_critic=True,
     ),
-    "reinforce": AdvantageEstimator(_RETURNS, "Discounted sum of future rewards, without a baseline."),
-    "rloo": AdvantageEstimator(
+    "reinforce": AdvantageEstimatorEntry(_RETURNS, "Discounted sum of future rewards, without a baseline."),
+    "rloo": AdvantageEstimatorEntry(
         _GROUP,
         "Score minus the mean score of the other responses to the prompt (Ahmadian et al. 2024).",
         options={"kind": "rloo"},
         needs_group=True,
     ),
-    "grpo": AdvantageEstimator(
+    "grpo": AdvantageEstimatorEntry(
         _GROUP,
         "Score minus the group's mean, divided by its standard deviation (Shao et al. 2024).",
         options={"kind": "grpo"},
         needs_group=True,
         divides_by_std=True,
     ),
-    "dr_grpo": AdvantageEstimator(
+    "dr_grpo": AdvantageEstimatorEntry(
         _GROUP,
         "Score minus the group's mean (Liu et al. 2025).",
         options={"kind": "dr_grpo"},
         needs_group=True,
     ),
-    "opo": AdvantageEstimator(
+    "opo": AdvantageEstimatorEntry(
         _GROUP,
         "Score minus the group's mean weighted by response length (Hao et al. 2025).",
         options={"kind": "opo"},
@@ -136,68 +136,68 @@ ADVANTAGE_ESTIMATORS = {
 }
 
 POLICY_LOSSES = {
-    "ppo": PolicyLoss(
+    "ppo": PolicyLossEntry(
         _POLICY_LOSS,
         "Clipped surrogate (Schulman et al. 2017), with an optional dual clip.",
         options={"kind": "ppo"},
         sums_over_tokens=False,
     ),
-    "gspo": PolicyLoss(
+    "gspo": PolicyLossEntry(
         _POLICY_LOSS,
         "Clipped surrogate with one ratio per response, the geometric mean over tokens (Zheng et al. 2025).",
         options={"kind": "gspo"},
         own_ratio=True,
     ),
-    "cispo": PolicyLoss(
+    "cispo": PolicyLossEntry(
         _POLICY_LOSS,
         "Log-probability weighted by the clipped ratio, which gets no gradient (MiniMax 2025).",
         options={"kind": "cispo"},
     ),
-    "reinforce": PolicyLoss(
+    "reinforce": PolicyLossEntry(
         _POLICY_LOSS, "Advantage times log-probability, without a ratio.", options={"kind": "reinforce"}
     ),
 }
 
 KL_ESTIMATORS = {
-    "k1": KLEstimator(
+    "k1": KLEstimatorEntry(
         _KL,
         "log p - log p_ref: unbiased, signed.",
         options={"estimator": "k1"},
         flaw_as_loss="has no gradient in expectation, so it does not limit the KL (use k2)",
     ),
-    "abs": KLEstimator(
+    "abs": KLEstimatorEntry(
         _KL,
         "|log p - log p_ref|.",
         options={"estimator": "abs"},
         flaw_as_loss="does not have the gradient of any KL (use k2)",
     ),
-    "k2": KLEstimator(
+    "k2": KLEstimatorEntry(
         _KL,
         "(log p - log p_ref)^2 / 2: its gradient is that of the reverse KL in expectation.",
         options={"estimator": "k2"},
     ),
-    "k3": KLEstimator(
+    "k3": KLEstimatorEntry(
         _KL,
         "exp(log p_ref - log p) - 1 + log p - log p_ref: unbiased, never negative.",
         options={"estimator": "k3"},
     ),
-    "k1+": KLEstimator(
+    "k1+": KLEstimatorEntry(
         _KL, "The value of k1 with the gradient of k2.", options={"estimator": "k1+"}, in_reward=False
     ),
-    "k3+": KLEstimator(
+    "k3+": KLEstimatorEntry(
         _KL, "The value of k3 with the gradient of k2.", options={"estimator": "k3+"}, in_reward=False
     ),
 }
 
 LOSS_AGGREGATIONS = {
-    "token_mean": LossAggregation("ppo_ds.ops.losses.token_mean", "Mean over all tokens."),
-    "seq_mean_token_mean": LossAggregation(
+    "token_mean": LossAggregationEntry("ppo_ds.ops.losses.token_mean", "Mean over all tokens."),
+    "seq_mean_token_mean": LossAggregationEntry(
         "ppo_ds.ops.losses.seq_mean_token_mean", "Mean over responses of the mean over their tokens."
     ),
-    "seq_mean_token_sum": LossAggregation(
+    "seq_mean_token_sum": LossAggregationEntry(
         "ppo_ds.ops.losses.seq_mean_token_sum", "Mean over responses of the sum over their tokens."
     ),
-    "token_sum_norm": LossAggregation(
+    "token_sum_norm": LossAggregationEntry(
         "ppo_ds.ops.losses.token_sum_norm",
         "Sum over all tokens, divided by a constant per response.",
         needs_norm=True,
@@ -206,19 +206,19 @@ LOSS_AGGREGATIONS = {
 
 # Fastest first, as measured.
 DECODE_BACKENDS = {
-    "static": DecodeBackend(
+    "static": DecodeBackendEntry(
         "ppo_ds.rollout.static.StaticGenerator",
         "A preallocated key-value cache of fixed shape, with CUDA graphs on a GPU.",
         refusal="ppo_ds.rollout.decoding.can_decode",
         in_auto=True,
     ),
-    "hf": DecodeBackend(
+    "hf": DecodeBackendEntry(
         "ppo_ds.rollout.hf.HFGenerator", "transformers' generate; supports every model.", in_auto=True
     ),
 }
 
 STAGES = {
-    "ppo": Stage(
+    "ppo": StageEntry(
         "ppo_ds.build.trainer.build_trainer",
         "PPO, GRPO and other policy gradient methods: generate, score, update.",
     ),

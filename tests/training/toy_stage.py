@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import launch.train
-from ppo_ds.config.registry import STAGES
-from ppo_ds.config.registry import Stage as Entry
+from ppo_ds.config.registry import STAGES, StageEntry
 from ppo_ds.config.schema import Config
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import seed_everything
@@ -110,5 +109,5 @@ class Failure:
 
 def main(argv: list[str]) -> int:
     """Runs launch/train.py with one more stage."""
-    STAGES["toy"] = Entry("tests.training.toy_stage.ToyStage", "least squares")
+    STAGES["toy"] = StageEntry("tests.training.toy_stage.ToyStage", "least squares")
     return launch.train.main(argv)
