@@ -1,0 +1,145 @@
+"""Writes files and directories that are complete or absent, also after a kill or a loss of power.
+
+Content is written to a draft beside the target, forced to the disk and renamed. A draft has a random name and
+is created exclusively, so that nothing that was placed in the directory before, such as a symbolic link, is
+ever opened. A killed writer leaves its draft, which ``remove_drafts`` deletes at the next start.
+
+Modes are those of the umask: new run directories are closed to other users as a whole, and in a directory
+that its owner has opened to a group, the group can read the files.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+_DRAFT = re.compile(r"\.tmp_.+_[0-9a-f]{16}")
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def write_file(path: Path, data: bytes | str) -> None:
+    """Replaces a file atomically; it is on the disk when this returns.
+
+    A text is written as UTF-8, with ``?`` for lone surrogates.
+    """
+    with draft_file(path) as file:
+        file.write(data.encode(errors="replace") if isinstance(data, str) else data)
+
+
+@contextmanager
+def draft_file(path: Path) -> Iterator[BinaryIO]:
+    """Opens a draft of ``path`` for writing, and replaces ``path`` at the end of the block.
+
+    An exception in the block deletes the draft and leaves ``path`` as it was. A link at ``path`` is itself
+    replaced; its target is not touched.
+    """
+    draft = draft_path(path)
+    try:
+        with os.fdopen(os.open(draft, _CREATE, 0o666), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    fsync(path.parent)
+
+
+@contextmanager
+def draft_directory(path: Path) -> Iterator[Path]:
+    """Creates an empty draft of the directory ``path``, and replaces ``path`` at the end of the block.
+
+    Missing parents are created. An exception in the block deletes the draft and leaves ``path`` as it was.
+    Everything in the draft is forced to the disk first.
+    """
+    draft = create_draft_directory(path)
+    try:
+        yield draft
+        for folder, _, files in os.walk(draft):
+            for name in files:
+                fsync(Path(folder, name))
+            fsync(Path(folder))
+        publish_directory(draft, path)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def create_draft_directory(path: Path) -> Path:
+    """Creates an empty draft of the directory ``path``, and missing parents, and returns the draft.
+
+    For drafts that several processes write: one creates the draft and calls ``publish_directory``.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = draft_path(path)
+    draft.mkdir()
+    return draft
+
+
+def publish_directory(draft: Path, path: Path) -> None:
+    """Renames a draft, whose content is on the disk, to ``path``; what was there is deleted afterwards."""
+    old = None
+    if path.is_dir() and not path.is_symlink():
+        old = path.rename(draft_path(path))
+    draft.rename(path)
+    fsync(path.parent)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def draft_path(path: Path) -> Path:
+    """Returns an unused name beside ``path`` that cannot be guessed; ``remove_drafts`` recognizes it."""
+    return path.with_name(f".tmp_{path.name}_{secrets.token_hex(8)}")
+
+
+def remove_drafts(directory: Path, *, name: str | None = None, older_than: float = 0.0) -> None:
+    """Deletes the drafts that killed writers left in ``directory``.
+
+    No other process may be writing there, unless ``older_than`` is set.
+
+    Args:
+        directory: A directory that need not exist.
+        name: Restricts the deletion to drafts of the target of this name.
+        older_than: The seconds since the last change of a draft, for directories without a single writer.
+    """
+    if not directory.is_dir():
+        return
+    for entry in list(os.scandir(directory)):
+        draft = _DRAFT.fullmatch(entry.name) and (name is None or entry.name[5:-17] == name)
+        if draft and time.time() - entry.stat(follow_symlinks=False).st_mtime >= older_than:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+
+
+def open_for_appending(path: Path) -> TextIO:
+    """Opens a text file at its end, and creates it if it is missing.
+
+    Raises OSError if ``path`` is a symbolic link, or is not a regular file.
+    """
+    descriptor = os.open(path, _APPEND | os.O_NONBLOCK, 0o666)  # opening a pipe does not wait for a reader
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return os.fdopen(descriptor, "a", encoding="utf-8", errors="replace")
+
+
+def fsync(path: Path) -> None:
+    """Forces a file, or the entries of a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
