@@ -53,7 +53,8 @@ def test_a_killed_writer_leaves_the_old_file_and_a_draft_that_is_removed(tmp_pat
     file.write_text("old")
     code = (
         "import os, sys, pathlib\nfrom ppo_ds.storage.drafts import draft_file\n"
-        "with draft_file(pathlib.Path(sys.argv[1])) as f:\n    f.write(b'new'); f.flush(); os.kill(os.getpid(), 9)"
+        "with draft_file(pathlib.Path(sys.argv[1])) as f:\n"
+        "    f.write(b'new'); f.flush(); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(file)], check=False).returncode == -9
     assert file.read_text() == "old" and len(names(tmp_path)) == 2
