@@ -330,7 +330,7 @@ def _print_help(folders: _Folders, options: argparse.Namespace) -> None:
         topic, arguments = "", [topic, *arguments]
     if topic:
         part = topic.partition(".")[0]
-        chosen = {}
+        chosen: dict[str, Any] = {}
         if part in OPEN_PARTS and arguments:
             composed = OmegaConf.to_container(
                 _compose(folders, options.config_name, arguments)[0], resolve=False

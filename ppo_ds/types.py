@@ -20,18 +20,8 @@ from torch.nn.functional import pad
 Row = dict[str, Any]  # one raw row of the data set
 Metrics = dict[str, float]  # metric name -> value, masked and already reduced over ranks
 
-
-def _tensor(width: str) -> Any:
-    """Declares a tensor column of shape [B], [B,P], [B,T], [B,R] or [B,S].
-
-    Trimming and padding read the width.
-    """
-    return field(metadata={"width": width})
-
-
-def _optional_tensor(width: str) -> Any:
-    """Declares a tensor column that is None in runs that do not need it."""
-    return field(default=None, metadata={"width": width})
+# Metadata of a tensor column: its shape is [B], [B,P], [B,T], [B,R] or [B,S]. Trimming and padding read it.
+_B, _P, _T, _R, _S = ({"width": name} for name in "BPTRS")
 
 
 @dataclass(frozen=True)
@@ -73,9 +63,9 @@ class Prompts(_Rows):
     ``metadata`` keeps the raw rows, from which rewards can read a reference answer.
     """
 
-    ids: Tensor = _tensor("P")  # [B,P] long, left-padded
-    mask: Tensor = _tensor("P")  # [B,P] bool
-    limits: Tensor = _tensor("B")  # [B] long: the maximum number of tokens of each response
+    ids: Tensor = field(metadata=_P)  # [B,P] long, left-padded
+    mask: Tensor = field(metadata=_P)  # [B,P] bool
+    limits: Tensor = field(metadata=_B)  # [B] long: the maximum number of tokens of each response
     metadata: tuple[Row, ...]  # B raw rows
 
 
@@ -83,9 +73,11 @@ class Prompts(_Rows):
 class Sequences(_Rows):
     """Prompts and responses in one tensor, with the masks that a forward pass needs."""
 
-    ids: Tensor = _tensor("T")  # [B,T] long
-    attention_mask: Tensor = _tensor("T")  # [B,T] bool
-    response_mask: Tensor = _tensor("R")  # [B,R] bool; 1 = an action of the policy, see algo.train_on_eos
+    ids: Tensor = field(metadata=_T)  # [B,T] long
+    attention_mask: Tensor = field(metadata=_T)  # [B,T] bool
+    response_mask: Tensor = field(
+        metadata=_R
+    )  # [B,R] bool; 1 = an action of the policy, see algo.train_on_eos
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,9 +142,11 @@ def to_device(column: Tensor, device: torch.device) -> Tensor:
 class Rollout(Sequences):
     """Prompts with the responses that the policy generated."""
 
-    finished: Tensor = _tensor("B")  # [B] bool: ended with a stop; False = cut at the length limit
-    limits: Tensor = _tensor("B")  # [B] long: the maximum number of tokens that the response could have
-    logprobs: Tensor = _tensor("R")  # [B,R] float32: as computed by the decode backend, 0 outside the mask
+    finished: Tensor = field(metadata=_B)  # [B] bool: ended with a stop; False = cut at the length limit
+    limits: Tensor = field(metadata=_B)  # [B] long: the maximum number of tokens that the response could have
+    logprobs: Tensor = field(
+        metadata=_R
+    )  # [B,R] float32: as computed by the decode backend, 0 outside the mask
     metadata: tuple[Row, ...]  # B raw rows, those of the prompts
 
 
@@ -185,8 +179,8 @@ class Reward(Protocol):
 class ScoredRollout(Rollout):
     """A rollout with the scores of its responses."""
 
-    scores: Tensor = _tensor("B")  # [B] float32, as the reward returned them
-    token_scores: Tensor = _tensor("R")  # [B,R] float32
+    scores: Tensor = field(metadata=_B)  # [B] float32, as the reward returned them
+    token_scores: Tensor = field(metadata=_R)  # [B,R] float32
     components: tuple[dict[str, float], ...]  # B: the parts of each score by name
 
 
@@ -198,22 +192,28 @@ class Experience(Sequences):
     """
 
     # the rollout
-    finished: Tensor = _tensor("B")  # [B] bool: ended with a stop
-    decode_logprobs: Tensor = _tensor("R")  # [B,R] log pi(a|s) as computed by the decode backend
-    weights: Tensor = _tensor("R")  # [B,R] correct for the decode backend; 1 = no correction
+    finished: Tensor = field(metadata=_B)  # [B] bool: ended with a stop
+    decode_logprobs: Tensor = field(metadata=_R)  # [B,R] log pi(a|s) as computed by the decode backend
+    weights: Tensor = field(metadata=_R)  # [B,R] correct for the decode backend; 1 = no correction
 
     # rewards and advantages
-    scores: Tensor = _tensor("B")  # [B] as the reward returned them
-    rewards: Tensor = _tensor("S")  # [B,S] shaped scores, minus the KL penalty if the reward has one
-    advantages: Tensor = _tensor("R")  # [B,R]
+    scores: Tensor = field(metadata=_B)  # [B] as the reward returned them
+    rewards: Tensor = field(metadata=_S)  # [B,S] shaped scores, minus the KL penalty if the reward has one
+    advantages: Tensor = field(metadata=_R)  # [B,R]
 
     # log-probs by the training engines; the actor's are None if the update itself computes them
-    logprobs: Tensor | None = _optional_tensor("R")  # [B,R] log pi(a|s) of the actor before the update
+    logprobs: Tensor | None = field(
+        default=None, metadata=_R
+    )  # [B,R] log pi(a|s) of the actor before the update
     # [B,R] log pi_old(a|s): equal to ``logprobs``, or those of a lagging copy of the actor
-    old_logprobs: Tensor | None = _optional_tensor("R")
-    ref_logprobs: Tensor | None = _optional_tensor("R")  # [B,R] log pi_ref(a|s); None without a reference
+    old_logprobs: Tensor | None = field(default=None, metadata=_R)
+    ref_logprobs: Tensor | None = field(
+        default=None, metadata=_R
+    )  # [B,R] log pi_ref(a|s); None without a reference
 
     # the critic; None in a run without one
-    values: Tensor | None = _optional_tensor("S")  # [B,S] V(s) before the update
-    returns: Tensor | None = _optional_tensor("S")  # [B,S]
-    value_mask: Tensor | None = _optional_tensor("S")  # [B,S] bool: the states whose value is trained
+    values: Tensor | None = field(default=None, metadata=_S)  # [B,S] V(s) before the update
+    returns: Tensor | None = field(default=None, metadata=_S)  # [B,S]
+    value_mask: Tensor | None = field(
+        default=None, metadata=_S
+    )  # [B,S] bool: the states whose value is trained

@@ -147,10 +147,10 @@ def _roles(config: Config) -> Iterator[str]:
                     f"{name}.deepspeed.{key}={show(raw[key])}: is set by the trainer; use "
                     f"{instead.format(name)} instead"
                 )
-        zero = raw.get("zero_optimization")
-        if isinstance(zero, dict) and "stage" in zero:
+        raw_zero = raw.get("zero_optimization")
+        if isinstance(raw_zero, dict) and "stage" in raw_zero:
             yield (
-                f"{name}.deepspeed.zero_optimization.stage={show(zero['stage'])}: use {name}.zero.stage, "
+                f"{name}.deepspeed.zero_optimization.stage={show(raw_zero['stage'])}: use {name}.zero.stage, "
                 "which also decides how the weights are loaded"
             )
     critic = config.critic

@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Section)
 Problems = dict[str, str]  # full key -> line
 
 _UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
-_STAND_INS = {int: 1, float: 1.0, str: "", dict: {}}
+_STAND_INS: dict[object, Any] = {int: 1, float: 1.0, str: "", dict: {}}
 _SECRET = re.compile(r"(^|_)(key|token|secret|password)$", re.IGNORECASE)
 
 

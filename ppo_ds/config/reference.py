@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -20,6 +20,7 @@ from ppo_ds.config.registry import (
     LOSS_AGGREGATIONS,
     POLICY_LOSSES,
     STAGES,
+    Entry,
     import_target,
 )
 from ppo_ds.config.schema import Config
@@ -28,7 +29,7 @@ from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.config.types import OneOf, Section
 from ppo_ds.errors import UserError
 
-TABLES = {
+TABLES: dict[str, Mapping[str, Entry]] = {
     "stage": STAGES,
     "rollout.backend": DECODE_BACKENDS,
     "algo.advantage.estimator": ADVANTAGE_ESTIMATORS,

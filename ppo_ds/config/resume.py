@@ -137,7 +137,9 @@ def check_resume(before: Settings, now: Settings, checkpoint: Path) -> list[str]
     Raises UserError with a line for each changed key that is immutable and not in run.resume_allow_changes.
     """
     allowed = [str(name) for name in now["run"]["resume_allow_changes"]]
-    refused, permitted, named = [], [], []
+    refused: list[Change] = []
+    permitted: list[Change] = []
+    named: list[Change] = []
     for change in changes(before, now):
         key = change[0]
         is_allowed = any(key == name or key.startswith(f"{name}.") for name in allowed)

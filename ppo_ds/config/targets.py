@@ -124,7 +124,8 @@ def _checked_as(hint: Any) -> Any:
     if origin is Literal:
         return Annotated[Any, OneOf(args)]
     if origin is tuple:
-        return Annotated[tuple[tuple(one if one is ... else _checked_as(one) for one in args)], FROM_LIST]
+        items = tuple(one if one is ... else _checked_as(one) for one in args)
+        return Annotated[origin[items], FROM_LIST]
     if origin in (list, dict):
         return origin[tuple(_checked_as(one) for one in args)]
     if hint in (int, bool, list, dict, type(None)) or (isinstance(hint, type) and issubclass(hint, Section)):

@@ -95,7 +95,8 @@ class PromptSource:
                 if self._add(i, ids, max_prompt_tokens, long_prompts):
                     self._limits.append(min(limits[i] or max_new_tokens, max_new_tokens))
                     self.report["lowered"] += (limits[i] or 0) > max_new_tokens
-                    roles = () if isinstance(prompts[i], str) else tuple(m["role"] for m in prompts[i])
+                    prompt = prompts[i]
+                    roles = () if isinstance(prompt, str) else tuple(m["role"] for m in prompt)
                     self._first_with_roles.setdefault(roles, len(self) - 1)
         self.report["repeated"] = len(self) - len(
             {hash(self._ids[start:end].tobytes()) for start, end in pairwise(self._starts)}
@@ -234,10 +235,12 @@ def collate_prompts(rows: Sequence[tuple[Sequence[int], int, Row]], pad_id: int)
 class Source(Protocol):
     """A set of prompts, or a mixture of several."""
 
-    path: str
     key: str
-    report: dict[str, int]
 
+    @property
+    def path(self) -> str: ...
+    @property
+    def report(self) -> dict[str, int]: ...
     def __len__(self) -> int: ...
     @property
     def longest(self) -> int: ...

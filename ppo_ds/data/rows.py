@@ -51,7 +51,7 @@ class _Part:
         return f"{self.name} row {i + 1}" if self.lines is None else f"{self.name}:{self.lines[i]}"
 
 
-class Rows(Sequence[Row]):
+class Rows:
     """The rows of one or more files in order."""
 
     def __init__(self, parts: list[_Part]):

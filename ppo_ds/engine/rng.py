@@ -31,15 +31,16 @@ class RandomStates:
 
 def get_rng(world: World) -> RandomStates:
     """Returns the current states. Not a collective, like all functions here."""
-    _, keys, position, has_gauss, gauss = np.random.get_state()
+    numpy = np.random.get_state(legacy=False)
     version, words, gauss_next = random.getstate()
     tensors = {
         "torch": torch.get_rng_state(),
-        "numpy": torch.from_numpy(keys.astype(np.int64)),
+        "numpy": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),
         "python": torch.tensor(words, dtype=torch.int64),
     }
     if world.device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(world.device)
+    position, has_gauss, gauss = numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]
     return RandomStates(
         tensors, {"numpy": [int(position), int(has_gauss), float(gauss)], "python": [version, gauss_next]}
     )

@@ -168,6 +168,7 @@ def user_errors(path: str, key: str, *more: type[Exception]) -> Iterator[None]:
     transformers raises OSError, ValueError or ImportError for most problems of a folder, a Hub id or its
     code, and arbitrary exceptions for an invalid config.json: KeyError, AssertionError, ``more``.
     """
+    usual = (OSError, ValueError, ImportError, AssertionError, KeyError, ZeroDivisionError)
     try:
         yield
     except SafetensorError as error:
@@ -179,7 +180,7 @@ def user_errors(path: str, key: str, *more: type[Exception]) -> Iterator[None]:
             f"{key}={path}: {pickled or 'its pytorch_model.bin'} is damaged, or holds more than tensors, and "
             "could run code when it is read (none was run); get the model with weights in .safetensors files"
         ) from error
-    except (OSError, ValueError, ImportError, AssertionError, KeyError, ZeroDivisionError, *more) as error:
+    except usual + more as error:
         reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
         if "trust_remote_code" in reason:
             switch = key.removesuffix("path") + "trust_remote_code"

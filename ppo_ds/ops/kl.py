@@ -38,9 +38,10 @@ def approx_kl(
             limit.
     """
     d = widen(logprobs) - widen(ref_logprobs).detach()
-    if estimator.endswith("+"):
+    if estimator in ("k1+", "k3+"):
         k2 = d.square() / 2
-        return approx_kl(logprobs, ref_logprobs, estimator[:-1], clamp).detach() + (k2 - k2.detach())
+        value: KLEstimator = "k1" if estimator == "k1+" else "k3"
+        return approx_kl(logprobs, ref_logprobs, value, clamp).detach() + (k2 - k2.detach())
     match estimator:
         case "k1":
             kl = d
@@ -86,7 +87,7 @@ class AdaptiveKLController(FixedKLController):
         self,
         init_kl_coef: float = 0.2,
         target: float = 6.0,
-        horizon: int = 10000,
+        horizon: float = 10000,
         min_coef: float = 0.0,
         max_coef: float | None = None,
     ):

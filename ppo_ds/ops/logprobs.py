@@ -64,8 +64,9 @@ def _as_3d(logits: Tensor) -> Tensor:
     return logits if logits.dim() == 3 else logits.reshape(-1, 1, logits.shape[-1])
 
 
-def _blocks(rows: int, width: int, chunk_size: int | None) -> Iterator[tuple[slice, slice]]:
-    """Yields slices that cover [rows, width] in blocks of at most ``chunk_size`` positions."""
+def _blocks(shape: torch.Size, chunk_size: int | None) -> Iterator[tuple[slice, slice]]:
+    """Yields slices that cover [B,T] in blocks of at most ``chunk_size`` positions."""
+    rows, width = shape
     size = chunk_size or max(rows * width, 1)
     step = max(size // max(width, 1), 1)
     for b in range(0, rows, step):
@@ -101,7 +102,7 @@ class _RowStatistics(torch.autograd.Function):
         log_norm = torch.empty(shape, dtype=widen(logits[:0]).dtype, device=logits.device)
         logprobs = None if labels is None else torch.empty_like(log_norm)
         entropy = torch.empty_like(log_norm) if with_entropy else None
-        for block in _blocks(*shape, chunk_size):
+        for block in _blocks(shape, chunk_size):
             z = _shifted(logits[block], temperature)
             exp = z.exp()
             norm = exp.sum(dim=-1)
@@ -128,7 +129,7 @@ class _RowStatistics(torch.autograd.Function):
         if grad_logprobs is None and grad_entropy is None:
             return None, None, None, None, None
         grad = torch.empty_like(logits)
-        for block in _blocks(*logits.shape[:2], ctx.chunk_size):
+        for block in _blocks(logits.shape[:2], ctx.chunk_size):
             log_p = _shifted(logits[block], ctx.temperature).sub_(log_norm[block].unsqueeze(-1))
             p = log_p.exp()
             if grad_entropy is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,7 +135,7 @@ def sequence_scores(total: Tensor, rollout: Rollout) -> Scores:
     return Scores(total.float().to(device), torch.zeros(rollout.response_mask.shape, device=device), {})
 
 
-def is_float32(value: Any) -> TypeGuard[Real]:
+def is_float32(value: Any) -> bool:
     """Tells whether ``value`` is a finite number in the range of float32."""
     return isinstance(value, Real) and abs(value) <= _MAX_SCORE  # False for NaN
 

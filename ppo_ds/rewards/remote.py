@@ -128,12 +128,7 @@ class Judge:
     def requests(self, responses: Responses) -> list[Request]:
         requests = []
         for i, (row, text) in enumerate(zip(responses.rows, responses.texts, strict=True)):
-            values = {"{prompt}": _prompt_for_judge(row), "{response}": text}
-            # in one pass, because a prompt may itself contain {response}
-            content = re.sub(
-                r"\{prompt\}|\{response\}", lambda match, values=values: values[match[0]], self.template
-            )
-            chat = [{"role": "user", "content": content}]
+            chat = [{"role": "user", "content": _filled(self.template, _prompt_for_judge(row), text)}]
             requests.append(Request(i, 1, {"model": self.model, "messages": chat} | self.options))
         return requests
 
@@ -322,6 +317,12 @@ def _make_judge(
             f"{key}.pattern={pattern}: has {compiled.groups} groups; it needs exactly one, around the score"
         )
     return Judge(model, template, compiled, {"temperature": 0} if options is None else options, low, high)
+
+
+def _filled(template: str, prompt: str, response: str) -> str:
+    """Fills in a judge's template in one pass, because a prompt may itself contain {response}."""
+    values = {"{prompt}": prompt, "{response}": response}
+    return re.sub(r"\{prompt\}|\{response\}", lambda match: values[match[0]], template)
 
 
 def _prompt_for_judge(row: Row) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -77,10 +78,11 @@ def plot_curves(
     columns = 2 if len(panels) in (2, 4) else min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(
-        figsize=(4.6 * columns, 3.2 * rows + (0.5 if title else 0)), dpi=130, layout="constrained"
+        figsize=(4.6 * columns, 3.2 * rows + (0.5 if title else 0)),
+        dpi=130,
+        layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
     )
     FigureCanvasAgg(figure)  # draws into memory, without a display
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
     last = max(steps[-1] for steps, _ in curves.values())
     first = min(steps[0] for steps, _ in curves.values())
     margin = max(0.03 * (last - first), 0.5)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import traceback
 from typing import Any, TextIO
@@ -26,8 +25,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    sys.stdin.reconfigure(encoding="utf-8")  # independent of the locale
-    options = json.loads(sys.stdin.readline() or "null")
+    messages = open(0, encoding="utf-8", closefd=False)  # UTF-8 whatever the locale
+    options = json.loads(messages.readline() or "null")
     if options is None:
         return
     try:
@@ -38,7 +37,7 @@ def main() -> None:
         return
     online = options["mode"] == "online"
     _answer(answers, started=run.url if online else f"to upload: wandb sync {run.settings.sync_dir}")
-    finished, refused = _serve(run)
+    finished, refused = _serve(run, messages)
     if finished is None:
         threading.Timer(ORPHAN_TIMEOUT, os._exit, [1]).start()
     run.finish(exit_code=0 if finished else 1)
@@ -58,7 +57,7 @@ def _init(options: dict[str, Any]) -> Any:
     return run
 
 
-def _serve(run: Any) -> tuple[dict[str, Any] | None, int]:
+def _serve(run: Any, messages: TextIO) -> tuple[dict[str, Any] | None, int]:
     """Forwards messages to wandb until the finish message.
 
     Returns the summary (None if the input ended before) and the number of messages that wandb did not accept.
@@ -67,7 +66,7 @@ def _serve(run: Any) -> tuple[dict[str, Any] | None, int]:
     """
     tables: dict[str, Any] = {}
     refused = consecutive = 0
-    for line in sys.stdin:
+    for line in messages:
         message = json.loads(line)
         if "finish" in message:
             run.summary.update({key: value for key, value in message["finish"].items() if value is not None})

@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any
 
 from ppo_ds.config.schema import Config, rollout_size
-from ppo_ds.config.sections.models import ActorConfig, CriticConfig
+from ppo_ds.config.sections.models import ActorConfig, CriticConfig, InheritedModelConfig, ModelConfig
 from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.engine.memory_budget import MemoryBudget, plan_generation
 from ppo_ds.ops.flops import causal_pairs, forward_flops
@@ -348,7 +348,7 @@ def step_flops(config: Config, models: Models, longest_prompt: int | None = None
     def forward(shape: Shape) -> int:
         return forward_flops(shape.size, rows * length, rows * causal_pairs([length]), rows * response)
 
-    trained = [(models.actor, config.actor.model)]
+    trained: list[tuple[Shape, ModelConfig | InheritedModelConfig]] = [(models.actor, config.actor.model)]
     if models.critic is not None:
         trained.append((models.critic, config.critic.model))
     frozen = [model.shape for model in (models.reference, *models.rewards.values()) if model is not None]

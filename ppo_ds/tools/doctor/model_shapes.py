@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from ppo_ds.build.roles import CLASSIFIER, critic_start
@@ -32,13 +33,13 @@ def plan_models(config: Config, tokenizer: Tokenizer | None, report: Report) -> 
             value_head=config.critic.share_trunk,
             key="actor.model.path",
         ),
-        lambda shape: f"{config.actor.model.path}: {_describe(shape)}",
+        lambda shape: _describe(config.actor.model.path, shape),
     )
     critic, initial_reward = _critic(config, tokenizer, report) if has_critic(config) else (None, None)
     reference = report.attempt(
         "reference",
         lambda: _reference(config),
-        lambda model: model and f"{config.reference.model.path}: {_describe(model.shape)}",
+        lambda model: _describe(config.reference.model.path, model.shape) if model else None,
     )
     loaded = {_identity(initial_reward)} if initial_reward and config.critic.lora.rank else set()
     rewards = _rewards(config, report, loaded)
@@ -63,7 +64,7 @@ def _critic(
         lambda: planned_shape(
             start.model, classifier=True, trained=True, lora=config.critic.lora, key=start.key
         ),
-        lambda shape: f"{start.model.path}: {_describe(shape)}",
+        lambda shape: _describe(start.model.path, shape),
     )
     return shape, start.reward
 
@@ -94,8 +95,8 @@ def _rewards(config: Config, report: Report, loaded: set[Any]) -> dict[str, Froz
         else:
             shape = report.attempt(
                 "reward",
-                lambda model=model, key=key: planned_shape(model, classifier=True, trained=False, key=key),
-                lambda shape, path=model.path: f"{path}: {_describe(shape)}",
+                partial(planned_shape, model, classifier=True, trained=False, key=key),
+                partial(_describe, model.path),
             )
             if shape is not None:
                 rewards[key] = FrozenModel(shape, BYTES[model.dtype], zero.stage == 3, zero.offload_params)
@@ -120,7 +121,7 @@ def _identity(model: ModelConfig) -> tuple[Any, ...]:
     return path, model.revision, model.dtype, model.attn_implementation
 
 
-def _describe(shape: Shape) -> str:
+def _describe(path: str, shape: Shape) -> str:
     partly_trained = shape.trained not in (0, shape.parameters)
     trained = f", {shape.trained / 1e6:.1f} M of them trained" if partly_trained else ""
-    return f"{shape.parameters / 1e6:,.1f} M parameters{trained}"
+    return f"{path}: {shape.parameters / 1e6:,.1f} M parameters{trained}"

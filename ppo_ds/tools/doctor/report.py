@@ -178,16 +178,16 @@ def check_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, int 
     held_out = report.attempt(
         "held out",
         lambda: build_held_out(config, tokenizer),
-        lambda s: s and f"{s.path}: {describe_rows(s.report, 'prompts')}",
+        lambda s: f"{s.path}: {describe_rows(s.report, 'prompts')}" if s else None,
     )
     ptx = report.attempt(
         "texts",
         lambda: build_ptx(config, tokenizer),
-        lambda s: s and f"{s.source.path}: {describe_rows(s.source.report, 'texts')}",
+        lambda s: f"{s.source.path}: {describe_rows(s.source.report, 'texts')}" if s else None,
     )
     reward = report.attempt("reward", lambda: bind(config.reward, "reward"), lambda _: None)
     if source is None or reward is None or report.errors > errors:
-        return tokenizer, source and source.longest
+        return tokenizer, source.longest if source else None
     rollout = config.rollout
     stream = report.attempt(
         "data",
