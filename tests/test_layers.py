@@ -159,8 +159,8 @@ def test_ops_needs_torch_and_the_standard_library_only():
         ("ppo_ds/models/policy.py", "from ppo_ds import engine", "models imports engine"),
         ("ppo_ds/rewards/model.py", "def f():\n    from ppo_ds.rollout import hf", "rewards imports rollout"),
         ("ppo_ds/tracking/console.py", "from ppo_ds.ppo.trainer import Trainer", "tracking imports ppo"),
-        ("ppo_ds/ppo/trainer.py", "from ppo_ds.build.trainer import build_trainer", "ppo imports build"),
-        ("ppo_ds/build/trainer.py", "from launch.cli import load_config", "build imports launch"),
+        ("ppo_ds/ppo/trainer.py", "from ppo_ds.build.ppo import build_ppo", "ppo imports build"),
+        ("ppo_ds/build/ppo.py", "from launch.cli import load_config", "build imports launch"),
         ("ppo_ds/ppo/trainer.py", "from ppo_ds.examples import sums", "ppo imports examples"),
         ("ppo_ds/ppo/trainer.py", "import deepspeed", "deepspeed outside"),
         ("ppo_ds/ppo/trainer.py", "import torch.distributed as dist", "torch.distributed outside"),
@@ -176,7 +176,7 @@ def test_ops_needs_torch_and_the_standard_library_only():
             "import importlib\nimportlib.import_module('transformers.generation')",
             "transformers outside",
         ),
-        ("ppo_ds/build/trainer.py", "import wandb", "wandb outside"),
+        ("ppo_ds/build/ppo.py", "import wandb", "wandb outside"),
         ("launch/train.py", "from rich.console import Console", "rich outside"),
         ("ppo_ds/config/schema.py", "from omegaconf import MISSING", "omegaconf outside"),
         ("ppo_ds/mystery/new.py", "", "no place among the layers"),
@@ -210,7 +210,7 @@ def test_the_checker_finds_forbidden_imports(file, source, wrong):
             "launch/train.py",
             (
                 "from hydra import compose\nfrom launch.cli import load_config\nfrom "
-                "ppo_ds.build.trainer import build_trainer"
+                "ppo_ds.build.ppo import build_ppo"
             ),
         ),
     ],

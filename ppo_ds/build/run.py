@@ -115,7 +115,10 @@ def find_start(resume: str, checkpoints: Checkpoints) -> Path | None:
 def start_trackers(config: Config, steps: int, done: int, banner: str) -> Trackers:
     """Prints the banner and starts the trackers of rank 0. ``done`` steps are in the checkpoint."""
     run_dir, wandb = Path(config.run.dir or ""), config.tracker.wandb
-    console, jsonl = ConsoleTracker(steps, first_step=done), JsonlTracker(run_dir, resumed_at=done)
+    console, jsonl = (
+        ConsoleTracker(config.stage, steps, first_step=done),
+        JsonlTracker(run_dir, resumed_at=done),
+    )
     console.banner(banner, title=f"ppo_ds: {config.run.name}")
     chosen: list[Tracker] = [jsonl, console]
     if wandb.mode != "disabled":

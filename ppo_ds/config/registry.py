@@ -219,7 +219,7 @@ DECODE_BACKENDS = {
 
 STAGES = {
     "ppo": StageEntry(
-        "ppo_ds.build.trainer.build_trainer",
+        "ppo_ds.build.ppo.build_ppo",
         "PPO, GRPO and other policy gradient methods: generate, score, update.",
     ),
 }

@@ -29,6 +29,11 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return keep(x, mask).sum(dim=dim)
 
 
+def sum_and_count(x: Tensor, mask: Tensor) -> Tensor:
+    """Returns (sum, count) of the positions with mask = 1, [2], to be added over micro-batches and ranks."""
+    return torch.stack([masked_sum(x.detach(), mask), mask.sum()])
+
+
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None, eps: float = 0.0) -> Tensor:
     """Computes sum / (count + eps) over the positions with mask = 1; 0 if there are none."""
     total = masked_sum(x, mask, dim)

@@ -1,4 +1,4 @@
-"""Distribution of the rows of a rollout over ranks, minibatches and forward passes.
+"""Exchange of the rows of a rollout among ranks, minibatches, and results of forward passes by row.
 
 Each rank computes the experience of the rows that it generated. Then every rank receives all rows, which are
 small compared with a model (a few MB for 512 responses of 1,000 tokens). One seeded permutation of the
@@ -8,15 +8,14 @@ totals and micro-batch counts without communication, and the number of ranks aff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ppo_ds.distributed.world import World
-from ppo_ds.ops.batching import balance_ranks, plan_forwards
 from ppo_ds.types import Sequences
 
 S = TypeVar("S", bound=Sequences)
@@ -46,46 +45,6 @@ def minibatches(n_rows: int, minibatch_size: int, generator: torch.Generator) ->
     """Splits a random permutation of all rows into the row indices of each optimizer step of one epoch."""
     assert n_rows % minibatch_size == 0, f"{n_rows} rows do not make minibatches of {minibatch_size}"
     return torch.randperm(n_rows, generator=generator).split(minibatch_size)
-
-
-def microbatch_rows(
-    minibatch: Sequences, token_budget: int, world: World, packed: bool = False
-) -> list[Tensor]:
-    """Returns the row indices of each forward over this rank's share of a minibatch.
-
-    A forward has at most ``token_budget`` tokens, and every rank runs the same number of forwards. Not a
-    collective, since every rank holds all rows of the minibatch. See ``scoring_plan`` for ``packed``.
-    """
-    lengths = minibatch.attention_mask.sum(1)
-    shares = balance_ranks(lengths, world.size)
-    count = max(len(plan_forwards(lengths[rows], token_budget, packed=packed)) for rows in shares)
-    mine = shares[world.rank]
-    return [mine[rows] for rows in plan_forwards(lengths[mine], token_budget, at_least=count, packed=packed)]
-
-
-def microbatches(minibatch: S, token_budget: int, world: World, packed: bool = False) -> list[S]:
-    """Returns the trimmed rows of each forward over this rank's share of a minibatch."""
-    plan = microbatch_rows(minibatch, token_budget, world, packed)
-    return [minibatch.select(rows).trimmed() for rows in plan]
-
-
-def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: bool = False) -> list[Tensor]:
-    """Returns the row indices of each forward over this rank's own rows. A collective.
-
-    Every rank runs the same number of forwards: ZeRO-3 gathers weights inside a forward, so a rank with fewer
-    forwards would hang the others. ``packed`` states that the models take rows without padding. Such models
-    also accept a plan for padded rows.
-    """
-    lengths = sequences.attention_mask.sum(1)
-    own_count = len(plan_forwards(lengths, token_budget, packed=packed))
-    return plan_forwards(lengths, token_budget, at_least=world.max_int(own_count), packed=packed)
-
-
-@torch.no_grad()
-def forward_rows(model: Callable[..., Any], sequences: Sequences, plan: list[Tensor]) -> list[Any]:
-    """Runs ``model`` on the rows of each entry of ``plan`` and returns its outputs."""
-    micros = (sequences.select(rows).trimmed() for rows in plan)
-    return [model(micro.ids, micro.attention_mask, micro.response_width) for micro in micros]
 
 
 def scatter_tokens(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:

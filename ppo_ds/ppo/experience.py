@@ -21,8 +21,9 @@ from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.ops.losses import rollout_is_weights
 from ppo_ds.ops.masked import masked_sum
 from ppo_ds.ppo.advantages import AdvantageEstimator, ScorePosition, Whitening
-from ppo_ds.ppo.batching import all_gather_rows, forward_rows, scatter_states, scatter_tokens, scoring_plan
+from ppo_ds.ppo.batching import all_gather_rows, scatter_states, scatter_tokens
 from ppo_ds.ppo.reward_shaping import ScoreShaper
+from ppo_ds.training.batching import forward_rows, scoring_plan
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Experience, Metrics, ScoredRollout, Sequences

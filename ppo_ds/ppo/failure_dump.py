@@ -23,10 +23,10 @@ from ppo_ds.engine.checkpoint.state import save_model
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.experience_metrics import sample_rows
+from ppo_ds.ppo.health import NonFiniteStep
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.nan_debug import Origin, find_origin
 from ppo_ds.tracking.tracker import finite
-from ppo_ds.training.health import NonFiniteStep
 from ppo_ds.types import Experience
 
 FORMAT = 1

@@ -19,13 +19,14 @@ from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.lockstep import step_or_skip
 from ppo_ds.engine.trained import StepInfo, TrainedModel
-from ppo_ds.ops.batching import padded_tokens
 from ppo_ds.ops.losses import BatchTotals, batch_totals
 from ppo_ds.ppo.advantages import Whitening
-from ppo_ds.ppo.batching import microbatch_rows, microbatches, minibatches, scatter_rows
+from ppo_ds.ppo.batching import minibatches, scatter_rows
+from ppo_ds.ppo.health import NonFiniteStep, first_nonfinite
 from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective
-from ppo_ds.training.health import Health, NonFiniteStep, first_nonfinite
-from ppo_ds.training.metrics import MetricSums
+from ppo_ds.training.batching import microbatch_rows, microbatches, padding
+from ppo_ds.training.health import Health
+from ppo_ds.training.metrics import MetricSums, step_metrics
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Experience, Metrics, Sequences
 
@@ -269,32 +270,3 @@ class Learner:
         mine = scatter_rows(logprobs, plan, torch.zeros(responses.shape)).masked_fill(~responses, 0.0)
         of_all_ranks = self.world.sum(mine)
         return replace(experience, logprobs=of_all_ranks, old_logprobs=of_all_ranks)
-
-
-def padding(micros: list[Experience], packed: bool) -> Tensor:
-    """Counts the padding tokens, and all tokens, of the forwards over ``micros``: [2] long."""
-    counts = torch.zeros(2, dtype=torch.long)
-    for micro in micros:
-        lengths = micro.attention_mask.sum(1)
-        tokens = padded_tokens(lengths, packed)
-        counts += torch.tensor([tokens - int(lengths.sum()), tokens])
-    return counts
-
-
-def step_metrics(steps: dict[str, list[StepInfo]]) -> Metrics:
-    """Computes gradient norms, learning rates and counts of skipped steps, the same on every rank.
-
-    Gradient norms are measured before clipping and averaged over the optimizer steps (NaN if one was
-    skipped). Learning rates are those of the last step.
-    """
-    numbers: Metrics = {}
-    for role, infos in steps.items():
-        if infos:
-            numbers[f"{role}/grad_norm"] = sum(info.grad_norm for info in infos) / len(infos)
-            numbers[f"{role}/lr"] = infos[-1].lr
-    # actor and critic skip together
-    numbers["health/skipped_steps"] = float(
-        max(sum(info.skipped for info in infos) for infos in steps.values())
-    )
-    numbers["health/loss_scale"] = (steps["policy"] or steps["value"])[-1].loss_scale
-    return numbers

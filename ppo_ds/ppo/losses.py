@@ -20,7 +20,7 @@ from ppo_ds.ops.losses import (
     seq_mean_token_sum,
     value_loss,
 )
-from ppo_ds.ops.masked import masked_sum
+from ppo_ds.ops.masked import sum_and_count
 from ppo_ds.types import Experience, Sequences
 
 Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see ops/losses.py
@@ -76,13 +76,13 @@ class PolicyObjective:
             if kl_coef:  # 0 times a non-finite KL would be NaN
                 kl = kl_loss(logprobs, micro.ref_logprobs, mask, estimator=self.kl, agg=agg, totals=totals)
                 loss = loss + kl_coef * kl
-            parts["policy/kl_loss"] = token_sum(self.kl(logprobs, micro.ref_logprobs), mask)
+            parts["policy/kl_loss"] = sum_and_count(self.kl(logprobs, micro.ref_logprobs), mask)
         if self.aux_coef:
             # ``out.aux`` is a mean over the tokens of this forward; its weight is their share in the step
             tokens = mask.sum()
             loss = loss + self.aux_coef * out.aux * (tokens * (totals.dp_size / max(totals.tokens, 1.0)))
             parts["policy/aux_loss"] = torch.stack([out.aux.detach() * tokens, tokens])
-        parts["policy/entropy"] = token_sum(entropy, mask)
+        parts["policy/entropy"] = sum_and_count(entropy, mask)
         return loss, parts
 
 
@@ -119,9 +119,4 @@ class PtxObjective:
 
     def __call__(self, out: PolicyOutput, micro: Sequences, totals: BatchTotals) -> tuple[Tensor, Parts]:
         loss = aggregate(-out.logprobs, micro.response_mask, totals=totals)
-        return self.coef * loss, {"policy/ptx_loss": token_sum(-out.logprobs, micro.response_mask)}
-
-
-def token_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Returns (sum over tokens, number of tokens), [2], to be added over micro-batches and ranks."""
-    return torch.stack([masked_sum(x.detach(), mask), mask.sum()])
+        return self.coef * loss, {"policy/ptx_loss": sum_and_count(-out.logprobs, micro.response_mask)}

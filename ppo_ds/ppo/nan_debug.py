@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.ppo.batching import microbatch_rows
+from ppo_ds.ppo.health import NonFiniteStep
 from ppo_ds.ppo.learner import Learner
-from ppo_ds.training.health import NonFiniteStep
+from ppo_ds.training.batching import microbatch_rows
 from ppo_ds.types import Experience
 
 # By model: the label of one number of its output, and the function that gets the tensor of these numbers.

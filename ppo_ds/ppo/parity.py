@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 
 from ppo_ds.engine.hybrid import HybridActor
-from ppo_ds.ppo.batching import forward_rows, scatter_tokens, scoring_plan
+from ppo_ds.ppo.batching import scatter_tokens
 from ppo_ds.rollout.base import Generator, SamplingParams
+from ppo_ds.training.batching import forward_rows, scoring_plan
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.types import Prompts
 

@@ -40,10 +40,11 @@ from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.experience_metrics import describe, sample_rows
 from ppo_ds.ppo.failure_dump import dump_failure
+from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.learner import Learner
+from ppo_ds.ppo.performance import Meter
 from ppo_ds.training.export import export_model
-from ppo_ds.training.health import KLMonitor, TooManySkips
-from ppo_ds.training.performance import Meter
+from ppo_ds.training.health import TooManySkips
 from ppo_ds.training.stage import Evaluation, RunContext, Stateful, StepResult
 from ppo_ds.training.state import is_due
 from ppo_ds.types import Metrics, Prompts

@@ -43,13 +43,16 @@ def open_console(stream: TextIO | None = None) -> Console:
 class ConsoleTracker:
     """Prints the progress of a run on standard output."""
 
-    def __init__(self, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None):
-        """Initializes the tracker; ``first_step`` steps were completed before this process started."""
+    def __init__(self, stage: str, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None):
+        """Initializes the tracker of a run of ``stage``.
+
+        ``first_step`` steps were completed before this process started.
+        """
         self.console = open_console(stream)
         self._total = total_steps
         self._plus_minus = "±" if self.console.encoding.lower().startswith("utf") else "+-"
         self._progress = Progress(
-            TextColumn("[bold]PPO"),
+            TextColumn(f"[bold]{stage}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("[dim]elapsed"),
@@ -59,7 +62,7 @@ class ConsoleTracker:
             console=self.console,
             expand=True,
         )
-        self._task = self._progress.add_task("PPO", total=total_steps, completed=first_step)
+        self._task = self._progress.add_task(stage, total=total_steps, completed=first_step)
 
     def banner(self, text: str, *, title: str = "ppo_ds") -> None:
         """Prints the start-up banner."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ppo_ds.distributed.world import World
+from ppo_ds.engine.trained import StepInfo
 from ppo_ds.ops.losses import explained_variance
 from ppo_ds.types import Metrics
 
@@ -86,3 +87,25 @@ def as_number(piece: Tensor) -> float:
         return explained_variance(piece)
     total, count = piece.tolist()
     return total / count if count else 0.0
+
+
+def step_metrics(steps: Mapping[str, list[StepInfo]]) -> Metrics:
+    """Computes gradient norms, learning rates and the count of skipped optimizer steps of each model.
+
+    ``steps`` holds the optimizer steps of all models by the prefix of their metrics; the result is the same
+    on every rank. At least one model has been stepped.
+
+    Gradient norms are measured before clipping and averaged over the optimizer steps (NaN if one was
+    skipped). Learning rates are those of the last step.
+    """
+    numbers: Metrics = {}
+    for role, infos in steps.items():
+        if infos:
+            numbers[f"{role}/grad_norm"] = sum(info.grad_norm for info in infos) / len(infos)
+            numbers[f"{role}/lr"] = infos[-1].lr
+    # all models skip together
+    numbers["health/skipped_steps"] = float(
+        max(sum(info.skipped for info in infos) for infos in steps.values())
+    )
+    numbers["health/loss_scale"] = next(infos[-1].loss_scale for infos in steps.values() if infos)
+    return numbers

@@ -12,7 +12,7 @@ from ppo_ds.build.algorithm import (
     masked_stop_ids,
     pretraining,
 )
-from ppo_ds.build.trainer import build_evaluator, build_sampling
+from ppo_ds.build.ppo import build_evaluator, build_sampling
 from ppo_ds.ops.losses import seq_mean_token_sum
 from ppo_ds.ppo.advantages import estimate_one_step
 from ppo_ds.rollout.base import SamplingParams

@@ -5,16 +5,8 @@ exactly once.
 import pytest
 import torch
 
-from ppo_ds.ppo.batching import (
-    all_gather_rows,
-    concatenate,
-    forward_rows,
-    microbatches,
-    minibatches,
-    scatter_states,
-    scatter_tokens,
-    scoring_plan,
-)
+from ppo_ds.ppo.batching import all_gather_rows, concatenate, minibatches, scatter_states, scatter_tokens
+from ppo_ds.training.batching import forward_rows, microbatches, scoring_plan
 from ppo_ds.types import Sequences
 from tests.ppo.algo_cases import answers
 from tests.ppo.learner_cases import shuffled

@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.engine.trained import StepInfo
-from ppo_ds.ppo.learner import step_metrics
 from ppo_ds.types import Sequences
 from tests.ppo.learner_cases import (
     ANSWERS,
@@ -171,21 +169,6 @@ def test_gradient_norms_are_those_of_the_whole_step_averaged_over_steps(world, r
     assert seen["policy/grad_norm"] == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_describe_steps():
-    infos = {
-        "policy": [StepInfo(1.0, 0.1, False, 8.0), StepInfo(3.0, 0.2, True, 4.0)],
-        "value": [StepInfo(5.0, 0.3, False, 1.0), StepInfo(7.0, 0.4, True, 1.0)],
-    }
-    assert step_metrics(infos) == {
-        "policy/grad_norm": 2.0,
-        "policy/lr": 0.2,
-        "value/grad_norm": 6.0,
-        "value/lr": 0.4,
-        "health/skipped_steps": 1.0,  # of both models at once
-        "health/loss_scale": 4.0,
-    }
-
-
 def test_an_answer_without_actions_weighs_nothing(world, experience):
     """A row with an empty mask still runs through every forward, and changes no gradient."""
     full = experience([2, 2, 2], [3, 1, 2])
@@ -199,12 +182,3 @@ def test_an_answer_without_actions_weighs_nothing(world, experience):
     _, *others = learned(world, full, minibatch_size=3, epochs=1)
     same(engines, [engine.module for engine in others])
     assert all(number == number for number in seen.values())
-
-
-def test_describe_steps_of_a_critic_alone():
-    assert step_metrics({"policy": [], "value": [StepInfo(5.0, 0.3, True, 2.0)]}) == {
-        "value/grad_norm": 5.0,
-        "value/lr": 0.3,
-        "health/skipped_steps": 1.0,
-        "health/loss_scale": 2.0,
-    }

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ppo_ds.build.algorithm import kl_controller
+from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.trainer import PPOTrainer
-from ppo_ds.training.health import KLMonitor
 from ppo_ds.types import Experience
 from tests.ops.golden import assert_no_stale_entries, look_up, outputs
 from tests.ppo.preset_runs import composed

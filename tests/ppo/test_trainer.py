@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from ppo_ds.errors import UserError
-from ppo_ds.training.health import KLMonitor, TooManySkips
+from ppo_ds.ppo.health import KLMonitor
+from ppo_ds.training.health import TooManySkips
 from ppo_ds.training.report import write_report
 from ppo_ds.training.state import EXIT_CODES, TrainState
 from tests.ppo.trainer_cases import named, stand_ins

@@ -10,9 +10,10 @@ import torch
 
 from ppo_ds.config.sections.run import CheckpointConfig
 from ppo_ds.ops.kl import AdaptiveKLController
+from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.tracking.banner import Banner
-from ppo_ds.training.health import Health, KLMonitor
+from ppo_ds.training.health import Health
 from ppo_ds.training.run import Run
 from ppo_ds.training.stage import Evaluation, RunContext
 from ppo_ds.training.timing import PhaseTimer

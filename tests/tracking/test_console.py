@@ -17,7 +17,7 @@ METRICS = {
 
 
 def run(stream):
-    tracker = ConsoleTracker(20, stream=stream)
+    tracker = ConsoleTracker("ppo", 20, stream=stream)
     tracker.banner("batch  8 prompts x 4 samples [per step]")
     tracker.start({})
     tracker.log(3, METRICS)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ppo_ds.training.metrics import MetricSums
+from ppo_ds.engine.trained import StepInfo
+from ppo_ds.training.metrics import MetricSums, step_metrics
 
 NAN = float("nan")
 
@@ -97,3 +98,27 @@ def test_no_gradient_is_kept(world):
     sums.add_mean("x", x)
     sums.add_parts({"y": torch.stack([x.sum(), x.sum()]), "z": x[0]})
     assert not any(part.requires_grad for part in sums._parts.values()) and sums.reduced(world)["y"] == 1.0
+
+
+def test_describe_steps():
+    infos = {
+        "policy": [StepInfo(1.0, 0.1, False, 8.0), StepInfo(3.0, 0.2, True, 4.0)],
+        "value": [StepInfo(5.0, 0.3, False, 1.0), StepInfo(7.0, 0.4, True, 1.0)],
+    }
+    assert step_metrics(infos) == {
+        "policy/grad_norm": 2.0,
+        "policy/lr": 0.2,
+        "value/grad_norm": 6.0,
+        "value/lr": 0.4,
+        "health/skipped_steps": 1.0,  # of both models at once
+        "health/loss_scale": 4.0,
+    }
+
+
+def test_describe_steps_of_a_critic_alone():
+    assert step_metrics({"policy": [], "value": [StepInfo(5.0, 0.3, True, 2.0)]}) == {
+        "value/grad_norm": 5.0,
+        "value/lr": 0.3,
+        "health/skipped_steps": 1.0,
+        "health/loss_scale": 2.0,
+    }

@@ -17,7 +17,7 @@ from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.lockstep import step_or_skip
 from ppo_ds.engine.trained import LRSchedule, TrainedModel
 from ppo_ds.engine.zero import deepspeed_config
-from ppo_ds.training.health import TooManySkips
+from ppo_ds.training.health import SkippedStep, TooManySkips
 from ppo_ds.training.stage import Evaluation, RunContext, StepResult
 
 ROWS = 8  # per rank and step
@@ -71,7 +71,7 @@ class ToyStage:
             "health/skipped_steps": float(bool(result.nonfinite)),
         }
         if result.nonfinite:
-            self.context.health.record_skip(Failure(result.nonfinite))
+            self.context.health.record_skip(SkippedStep(result.nonfinite))
         else:
             self.context.health.record_step()
         samples = [{"prompt": f"step {index}", "response": str(rows[0].tolist())}]
@@ -100,11 +100,6 @@ class ToyStage:
 
     def load_state_dict(self, state: dict) -> None:
         self.offset = state["targets"]["offset"]
-
-
-class Failure:
-    def __init__(self, what: tuple[str, ...]):
-        self.what = what
 
 
 def main(argv: list[str]) -> int:

@@ -42,11 +42,11 @@ from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.ppo.collector import DynamicRolloutCollector, RolloutCollector
 from ppo_ds.ppo.evaluation import Evaluator
+from ppo_ds.ppo.health import KLMonitor
+from ppo_ds.ppo.performance import build_meter
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.rollout.base import Generator, SamplingParams
-from ppo_ds.training.health import KLMonitor
-from ppo_ds.training.performance import build_meter
 from ppo_ds.training.stage import RunContext, Stateful
 from ppo_ds.types import Reward
 
@@ -67,7 +67,7 @@ class Models:
     lagged: WeightCopy | None
 
 
-def build_trainer(config: Config, context: RunContext) -> PPOTrainer:
+def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
     """Loads data and models and wires the PPO stage. May raise UserError. A collective."""
     world, banner, algo = context.world, context.banner, config.algo
 

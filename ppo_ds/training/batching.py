@@ -1,0 +1,69 @@
+"""Division of rows among ranks and forward passes.
+
+A forward has at most a given number of tokens. Every rank runs the same number of forwards, since ZeRO-3
+gathers weights inside a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ppo_ds.distributed.world import World
+from ppo_ds.ops.batching import balance_ranks, padded_tokens, plan_forwards
+from ppo_ds.types import Sequences
+
+S = TypeVar("S", bound=Sequences)
+
+
+def microbatch_rows(
+    minibatch: Sequences, token_budget: int, world: World, packed: bool = False
+) -> list[Tensor]:
+    """Returns the row indices of each forward over this rank's share of a minibatch.
+
+    A forward has at most ``token_budget`` tokens, and every rank runs the same number of forwards. Not a
+    collective, since every rank holds all rows of the minibatch. See ``scoring_plan`` for ``packed``.
+    """
+    lengths = minibatch.attention_mask.sum(1)
+    shares = balance_ranks(lengths, world.size)
+    count = max(len(plan_forwards(lengths[rows], token_budget, packed=packed)) for rows in shares)
+    mine = shares[world.rank]
+    return [mine[rows] for rows in plan_forwards(lengths[mine], token_budget, at_least=count, packed=packed)]
+
+
+def microbatches(minibatch: S, token_budget: int, world: World, packed: bool = False) -> list[S]:
+    """Returns the trimmed rows of each forward over this rank's share of a minibatch."""
+    plan = microbatch_rows(minibatch, token_budget, world, packed)
+    return [minibatch.select(rows).trimmed() for rows in plan]
+
+
+def padding(micros: Iterable[Sequences], packed: bool) -> Tensor:
+    """Counts the padding tokens, and all tokens, of the forwards over ``micros``: [2] long."""
+    counts = torch.zeros(2, dtype=torch.long)
+    for micro in micros:
+        lengths = micro.attention_mask.sum(1)
+        tokens = padded_tokens(lengths, packed)
+        counts += torch.tensor([tokens - int(lengths.sum()), tokens])
+    return counts
+
+
+def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: bool = False) -> list[Tensor]:
+    """Returns the row indices of each forward over this rank's own rows. A collective.
+
+    Every rank runs the same number of forwards: ZeRO-3 gathers weights inside a forward, so a rank with fewer
+    forwards would hang the others. ``packed`` states that the models take rows without padding. Such models
+    also accept a plan for padded rows.
+    """
+    lengths = sequences.attention_mask.sum(1)
+    own_count = len(plan_forwards(lengths, token_budget, packed=packed))
+    return plan_forwards(lengths, token_budget, at_least=world.max_int(own_count), packed=packed)
+
+
+@torch.no_grad()
+def forward_rows(model: Callable[..., Any], sequences: Sequences, plan: list[Tensor]) -> list[Any]:
+    """Runs ``model`` on the rows of each entry of ``plan`` and returns its outputs."""
+    micros = (sequences.select(rows).trimmed() for rows in plan)
+    return [model(micro.ids, micro.attention_mask, micro.response_width) for micro in micros]
