@@ -69,7 +69,7 @@ def test_an_ascii_log_survives_any_text():
 
 def test_a_terminal_shows_a_bar_and_its_cursor_is_restored_after_an_exception():
     script = (
-        "from ppo_ds.tracking.console import ConsoleTracker as C\nt = C(4)\n"
+        "from ppo_ds.tracking.console import ConsoleTracker as C\nt = C('sft', 4)\n"
         "t.start({})\nt.log(1, {})\nprint('a stray line')\n1 / 0"
     )
     mine, theirs = pty.openpty()
@@ -87,7 +87,8 @@ def test_a_terminal_shows_a_bar_and_its_cursor_is_restored_after_an_exception():
     os.close(mine)
     assert child.wait(30) == 1
     assert (
-        b"\xe2\x94\x81" in shown
+        b"sft" in shown
+        and b"\xe2\x94\x81" in shown
         and b"1/4" in shown
         and b"a stray line" in shown
         and b"ZeroDivisionError" in shown
