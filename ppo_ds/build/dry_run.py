@@ -152,9 +152,9 @@ def finish_dry_run(run: Any, config: Config) -> None:
 
     ``config`` is the one that start_dry_run returned.
     """
-    path = run.checkpoints.latest()
+    path = run.saver.checkpoints.latest()
     assert path is not None, "the dry run has left no checkpoint"
-    run.resume(path)
+    run.saver.resume(path)
     if run.world.is_main:
         shown = SHOWN.format(steps=run.state.step, ranks=run.world.size)
         print(f"{shown}; {NOT_SHOWN}", flush=True)

@@ -23,6 +23,7 @@ from ppo_ds.tracking.tracker import Tracker, Trackers
 from ppo_ds.tracking.wandb import WandbTracker
 from ppo_ds.training.health import Health
 from ppo_ds.training.run import Run
+from ppo_ds.training.saver import Saver
 from ppo_ds.training.stage import RunContext
 from ppo_ds.training.stopping import StopRequest
 from ppo_ds.training.timing import PhaseTimer
@@ -70,20 +71,21 @@ def build_run(config: Config, watchdog: Watchdog | None = None) -> Run:
         health=Health(config.health.max_skips),
         banner=banner,
     )
+    stage = resolve(STAGES[config.stage])(config, context)
+    saver = Saver(context=context, stage=stage, checkpoints=checkpoints, config=config.checkpoint)
+    if start is not None:
+        saver.resume(start)
+    saver.check_disk_space()
     run = Run(
         context=context,
-        stage=resolve(STAGES[config.stage])(config, context),
-        checkpoints=checkpoints,
+        stage=stage,
+        saver=saver,
         name=config.run.name,
         stop_at_step=config.run.stop_at_step,
         eval_every=config.eval.every,
-        checkpoint=config.checkpoint,
     )
-    if start is not None:
-        run.resume(start)
-    run.expect_disk_space()
     if world.is_main:
-        steps, done = run.stage.total_steps, run.state.step
+        steps, done = stage.total_steps, saver.state.step
         banner.summarize(*resumed(str(run_dir), done, steps))
         run.track(start_trackers(config, steps, done, banner.render()))
     return run

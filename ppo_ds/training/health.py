@@ -55,6 +55,15 @@ class Health:
         if self.skips >= self.max_skips:
             raise TooManySkips(skipped)
 
+    def limit_reached(self, step: int) -> str:
+        """Returns the text that ends a run in ``step`` because of the limit."""
+        began = (
+            f"; the first of these was in step {self.since}"
+            if self.since is not None and self.since < step
+            else ""
+        )
+        return f"no optimizer step was made {self.max_skips} times in a row (health.max_skips){began}"
+
     def take_reasons(self) -> list[str]:
         """Returns the distinct reasons since the last call, in the order of their first occurrence."""
         taken, self.reasons = list(dict.fromkeys(self.reasons)), []

@@ -1,24 +1,18 @@
-"""Training loop that all stages share: steps, evaluation, logging, checkpoints, rollback and shutdown."""
+"""Training loop that all stages share: steps, evaluation, logging and shutdown."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
-from ppo_ds.config.sections.run import CheckpointConfig
 from ppo_ds.distributed.world import World
-from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
-from ppo_ds.engine.rng import rng_snapshot
 from ppo_ds.errors import UserError
 from ppo_ds.tracking.tracker import Trackers
 from ppo_ds.training.health import TooManySkips
 from ppo_ds.training.report import write_report
+from ppo_ds.training.saver import Saver
 from ppo_ds.training.stage import RunContext, Stage, StepResult
 from ppo_ds.training.state import EXIT_CODES, RESUME_HINTS, ExitReason, TrainState, is_due
 from ppo_ds.training.stopping import Abandoned
@@ -39,28 +33,27 @@ class Run:
     # components
     context: RunContext
     stage: Stage
-    checkpoints: Checkpoints
+    saver: Saver
     tracker: Trackers = field(default_factory=Trackers)  # empty on every rank but rank 0
 
     # settings
     name: str
     stop_at_step: int | None
     eval_every: int | None  # steps
-    checkpoint: CheckpointConfig
-
-    # progress, saved in every checkpoint
-    state: TrainState = field(init=False, default_factory=TrainState)
 
     # this process
     reason: ExitReason = field(init=False, default="done")
     error: str | None = field(init=False, default=None)  # if non-finite numbers or the KL limit end it
-    saved_step: int | None = field(init=False, default=None)
-    last_checkpoint: Path | None = field(init=False, default=None)  # saved or resumed from
-    eval_score: float | None = field(init=False, default=None)  # of the step in progress
+    eval_score: float | None = field(init=False, default=None)  # of the last step
 
     @property
     def world(self) -> World:
         return self.context.world
+
+    @property
+    def state(self) -> TrainState:
+        """The progress of the run, saved in every checkpoint."""
+        return self.saver.state
 
     def track(self, tracker: Trackers) -> None:
         """Sends metrics, samples and the summary to ``tracker`` from now on."""
@@ -73,12 +66,12 @@ class Run:
             self.start()
             for index in self.steps():
                 with self.rollback_on_nonfinite():
-                    with self.undo_if_abandoned():
+                    with self.saver.undo_if_abandoned():
                         result = self.stage.step(index)
                     self.count(result)
                     self.log(result, self.evaluate_if_due())
                     self.warn(result)
-                    self.save_if_due()
+                    self.saver.save_if_due(self.eval_score)
         except Abandoned:
             self.reason = "signal"
         return self.finish()
@@ -142,8 +135,8 @@ class Run:
         if evaluated is not None:
             self.tracker.log(self.state.step, metrics | evaluated)
             self.state.unevaluated, self.eval_score = None, evaluated.get("eval/score_mean")
-            self.saved_step = None  # the checkpoint that was resumed from lacks the evaluation
-            self.save_if_due(last=True)
+            # the checkpoint that was resumed from lacks the evaluation
+            self.saver.save_if_due(self.eval_score, last=True, again=True)
 
     # -- logging ---------------------------------------------------------------------------------------------
 
@@ -189,120 +182,32 @@ class Run:
         try:
             yield
         except TooManySkips as error:
-            if self.state.rollbacks or self.last_checkpoint is None:
-                self.reason, self.error = "nonfinite", self.dump_failure(error)
-                return
-            try:
-                self.roll_back(self.last_checkpoint, error)
-            except UserError as damaged:
-                self.reason = "nonfinite"
-                self.error = f"{self.dump_failure(error)}; the rollback failed: {damaged}"
-
-    def roll_back(self, checkpoint: Path, error: TooManySkips) -> None:
-        health, failed_step, rollbacks = self.context.health, self.state.step + 1, self.state.rollbacks
-        self.resume(checkpoint)
-        self.state.rollbacks = rollbacks + 1
-        health.restore(0, self.state.step + 1)
-        health.take_reasons()
-        self.eval_score = None
-        self.tracker.rewind(self.state.step)
-        self.costs()  # resets the timer for the next step
-        if self.world.is_main:
-            log.warning(
-                "warning: step %d: %d times in a row no optimizer step was made (%s: not finite): "
-                "rolled back to %s; if this happens again, the run ends",
-                failed_step, health.max_skips, error, checkpoint,
-            )  # fmt: skip
+            damage = ""
+            if self.saver.can_roll_back:
+                try:
+                    self.saver.roll_back(error)
+                except UserError as damaged:
+                    damage = f"; the rollback failed: {damaged}"
+                else:
+                    self.eval_score = None
+                    self.tracker.rewind(self.state.step)
+                    self.costs()  # resets the timer for the next step
+                    return
+            self.reason, self.error = "nonfinite", self.dump_failure(error) + damage
 
     def dump_failure(self, error: TooManySkips) -> str:
         """Dumps the last skipped optimizer step and returns the message that ends the run."""
-        step, health = self.state.step + 1, self.context.health
+        step = self.state.step + 1
         line = self.stage.dump_failure(error, step, self.context.run_dir)
-        before = f"after the rollback to {self.last_checkpoint} " if self.state.rollbacks else ""
-        since = health.since
-        began = f"; the first of these was in step {since}" if since is not None and since < step else ""
-        return (
-            f"{line}; {before}no optimizer step was made {health.max_skips} times in a row "
-            f"(health.max_skips){began}"
-        )
-
-    # -- checkpoints -----------------------------------------------------------------------------------------
-
-    def save_if_due(self, last: bool = False) -> None:
-        """Saves a checkpoint if one is due. The ``last`` call saves one unless checkpoint.every is 0.
-
-        No checkpoint while steps are being skipped: a rollback needs a healthy state.
-        """
-        if self.context.health.skips and not last:
-            return
-        step, every = self.state.step, self.checkpoint.every
-        previous_best = -math.inf if self.state.best_score is None else self.state.best_score
-        best = self.checkpoint.keep_best and self.eval_score is not None and self.eval_score > previous_best
-        if best:
-            self.state.best_score = self.eval_score
-        # never before the first step: an interrupted Stage.start is repeated from the beginning
-        due = step > 0 and (is_due(step, every) or (last and every != 0))
-        if (due or best) and self.saved_step != step:
-            with self.context.timer("checkpoint"):
-                self.last_checkpoint = self.checkpoints.save(
-                    step,
-                    self.stage.models,
-                    self.state_dict(),
-                    best=best,
-                    copies=self.stage.weight_copies,
-                )
-            self.saved_step = step
-
-    def resume(self, path: Path) -> None:
-        """Restores weights, optimizers, random states, progress and the state of the stage."""
-        state = self.checkpoints.load(path, self.stage.models, self.stage.weight_copies)
-        saved, kept = set(state) - {"progress"}, set(self.stage.state_dict())
-        if saved != kept:
-            raise UserError(
-                f"run.resume: {path} holds the state of {', '.join(sorted(saved)) or 'nothing'}, "
-                f"this run has {', '.join(sorted(kept))}: keep algo.kl.controller, algo.ptx and the kind of "
-                "reward as they were, or start in another run.dir"
-            )
-        self.load_state_dict(state)
-        self.saved_step, self.last_checkpoint = self.state.step, path
-
-    def expect_disk_space(self) -> None:
-        """Raises UserError if the disk has no room for a checkpoint that is still to be saved."""
-        saves = self.checkpoint.every != 0 or self.checkpoint.keep_best
-        if saves and self.state.step < self.stage.total_steps:
-            self.checkpoints.check_disk_space(self.stage.models, self.stage.weight_copies)
-
-    def state_dict(self) -> dict[str, Any]:
-        progress = asdict(self.state) | {"skips": self.context.health.skips}
-        return {"progress": progress, **self.stage.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        progress = dict(state["progress"])
-        skips = progress.pop("skips")
-        self.state = TrainState(**progress)
-        self.context.health.restore(skips, self.state.step + 1)
-        self.stage.load_state_dict({name: part for name, part in state.items() if name != "progress"})
-
-    @contextmanager
-    def undo_if_abandoned(self) -> Iterator[None]:
-        """Restores state and random states if a stop request interrupts a step before its update.
-
-        An abandoned step has changed no weights, so the next start repeats it exactly.
-        """
-        state, restore_rng = deepcopy(self.state_dict()), rng_snapshot(self.world)
-        try:
-            yield
-        except Abandoned:
-            self.load_state_dict(state)
-            restore_rng()
-            raise
+        before = f"after the rollback to {self.saver.last_checkpoint} " if self.state.rollbacks else ""
+        return f"{line}; {before}{self.context.health.limit_reached(step)}"
 
     # -- shutdown --------------------------------------------------------------------------------------------
 
     def finish(self) -> ExitReason:
         """Saves, exports and reports; returns the reason."""
         if self.reason != "nonfinite":  # that one ends the run in the middle of a step
-            self.save_if_due(last=True)
+            self.saver.save_if_due(self.eval_score, last=True)
         succeeded = EXIT_CODES[self.reason] == 0  # no export after a signal: its sender waits for the exit
         if succeeded:
             self.stage.export(self.context.run_dir)
@@ -310,7 +215,9 @@ class Run:
         self.tracker.finish({"exit_reason": self.reason} | error | self.state.heldout_metrics())
         if self.world.is_main:
             hint = RESUME_HINTS.get(self.reason)
-            checkpoint = f"{self.last_checkpoint}   {hint}" if self.last_checkpoint and hint else None
+            checkpoint = (
+                f"{self.saver.last_checkpoint}   {hint}" if self.saver.last_checkpoint and hint else None
+            )
             write_report(
                 self.context.run_dir, self.name, self.state, exported=succeeded, checkpoint=checkpoint
             )

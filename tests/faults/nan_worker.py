@@ -82,9 +82,11 @@ def updates(root: Path, name: str, stage: int, dtype: str, place: str) -> None:
     run = build_run(validated(tree, 2))
     trainer = run.stage
     experience, _ = trainer.make_experience(trainer.collect(trainer.prompts)[0], 0.1)
-    start = run.checkpoints.save(1, trainer.models, run.state_dict(), copies=trainer.weight_copies)
+    start = run.saver.checkpoints.save(
+        1, trainer.models, run.saver.state_dict(), copies=trainer.weight_copies
+    )
     for variant in ("faulted", "left_out") + (("unguarded",) if name == "zero0" else ()):
-        run.resume(start)
+        run.saver.resume(start)
         with ExitStack() as patches:
             if variant == "left_out":
                 patches.enter_context(patch.object(learner, "minibatches", all_but(BAD)))

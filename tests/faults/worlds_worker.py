@@ -83,7 +83,7 @@ def take_over(root: Path) -> None:
 
     def load(built: Run) -> None:
         """Loads the checkpoint of another ZeRO stage too."""
-        built.checkpoints.load(checkpoint(root / "two" / "zero3"), built.stage.models)
+        built.saver.checkpoints.load(checkpoint(root / "two" / "zero3"), built.stage.models)
         for role, model in built.stage.models.items():
             weights = consolidated(model)
             assert weights is not None
@@ -104,8 +104,7 @@ def checkpoint(run_dir: Path) -> Path:
 
 def save_again(built: Run) -> None:
     assert built.state.step == SAVED
-    built.saved_step = None
-    built.save_if_due(last=True)
+    built.saver.save_if_due(None, last=True, again=True)
 
 
 def run(

@@ -70,10 +70,10 @@ def test_an_abandoned_step_saves_the_state_before_it(loop, name):
     # the last call of the first step
     run.log = lambda *line: (
         log(*line),
-        after_one.append((deepcopy(run.state_dict()), draws_and_back())),
+        after_one.append((deepcopy(run.saver.state_dict()), draws_and_back())),
     )
     assert run.fit() == "signal"
-    assert run.state_dict() == after_one[0][0] and run.stage.prompts.n == 1
+    assert run.saver.state_dict() == after_one[0][0] and run.stage.prompts.n == 1
     assert draws() == after_one[0][1]
     assert len(named(events, "learn")) == 1 and named(events, "log") == [1] and named(events, "save") == [1]
     assert named(events, "finish") == [{"exit_reason": "signal"}] and not named(events, "export")
@@ -132,8 +132,8 @@ def cut_short(loop, **plan):
 
 def resumed(loop, run, **how):
     again, events = loop(eval_every=2, total_steps=4, parts={"counter": Counter()}, **how)
-    again.checkpoints.load = lambda path, models, copies: run.checkpoints.saved[-1]
-    again.resume("somewhere")
+    again.saver.checkpoints.load = lambda path, models, copies: run.saver.checkpoints.saved[-1]
+    again.saver.resume("somewhere")
     return again, events
 
 
@@ -158,7 +158,7 @@ def test_the_next_start_first_repeats_the_evaluation(loop):
     ]
     line = again.tracker.metrics[2]
     assert line["eval/score_mean"] == 0.7 and line["policy/loss"] == 1.0 and line["episodes"] == 4
-    assert again.checkpoints.saved[0]["progress"]["unevaluated"] is None
+    assert again.saver.checkpoints.saved[0]["progress"]["unevaluated"] is None
     assert named(events, "log") == [2, 3, 4] and again.state.best_score == 0.7
 
 
@@ -175,7 +175,7 @@ def test_the_evaluation_after_the_last_step_is_repeated_too(loop):
     leave_in(run, "evaluator", step=2)
     assert run.fit() == "signal"
     again, events = loop(total_steps=2, scores=[0.6], parts={"counter": Counter()})
-    again.checkpoints.load = lambda path, models, copies: run.checkpoints.saved[-1]
-    again.resume("somewhere")
+    again.saver.checkpoints.load = lambda path, models, copies: run.saver.checkpoints.saved[-1]
+    again.saver.resume("somewhere")
     assert again.fit() == "done" and named(events, "log") == [2] and named(events, "export")
     assert named(events, "finish")[0]["heldout_score_mean_after"] == 0.6

@@ -83,7 +83,7 @@ AGAIN = "run/step_1   the same command goes on (run.resume=auto)"
 def test_an_early_end_reports_how_to_resume(loop, monkeypatch, how, exported, checkpoint):
     run, _ = loop(**how)
     told = []
-    run.checkpoints.save = lambda step, *_, **__: Path(f"run/step_{step}")
+    run.saver.checkpoints.save = lambda step, *_, **__: Path(f"run/step_{step}")
     monkeypatch.setattr("ppo_ds.training.run.write_report", lambda *_, **said: told.append(said))
     run.fit()
     assert told == [{"exported": exported, "checkpoint": checkpoint}]
@@ -150,10 +150,10 @@ def test_the_best_checkpoint_has_the_highest_score_so_far(loop, scores, best):
 def test_a_resumed_run_continues_from_the_checkpoint(loop):
     run, _ = loop(scores=[0.1, 0.2], stop_at_step=2)
     run.fit()
-    state = run.state_dict()
+    state = run.saver.state_dict()
     resumed, events = loop(scores=[0.9])
-    resumed.checkpoints.load = lambda path, models, copies: state
-    resumed.resume("somewhere")
+    resumed.saver.checkpoints.load = lambda path, models, copies: state
+    resumed.saver.resume("somewhere")
     assert resumed.stage.kl.value == run.stage.kl.value != 0.1
     assert resumed.fit() == "done" and named(events, "log") == [3] and "prompts 3" in events
     (summary,) = named(events, "finish")
@@ -165,8 +165,8 @@ def test_a_run_resumed_at_its_end_does_nothing(loop):
     run, _ = loop(scores=[0.1, 0.2])
     run.fit()
     resumed, events = loop(scores=[])
-    resumed.checkpoints.load = lambda path, models, copies: run.state_dict()
-    resumed.resume("somewhere")
+    resumed.saver.checkpoints.load = lambda path, models, copies: run.saver.state_dict()
+    resumed.saver.resume("somewhere")
     assert resumed.fit() == "done" and not named(events, "log") and not named(events, "save")
     assert named(events, "finish")[0]["heldout_accuracy_after"] == 0.1
 
@@ -174,7 +174,7 @@ def test_a_run_resumed_at_its_end_does_nothing(loop):
 def test_a_second_failure_after_a_rollback_ends_the_run(loop, monkeypatch):
     """The update of the third step fails each time; the checkpoint is that of the second."""
     run, events = loop(checkpoint_every=1)
-    learn, checkpoints, said = run.stage.learn, run.checkpoints, []
+    learn, checkpoints, said = run.stage.learn, run.saver.checkpoints, []
 
     def gives_up(rows, kl_coef, seed, critic_only):
         if run.state.step == 2:
@@ -210,7 +210,7 @@ def test_without_a_valid_checkpoint_there_is_no_rollback(loop, monkeypatch):
     def damaged(path, models, copies):
         raise UserError("it is damaged")
 
-    run.stage.learn, run.checkpoints.load, run.last_checkpoint = gives_up, damaged, Path("step_7")
+    run.stage.learn, run.saver.checkpoints.load, run.saver.last_checkpoint = gives_up, damaged, Path("step_7")
     assert run.fit() == "nonfinite"
     assert "the rollback failed: it is damaged" in named(events, "finish")[0]["error"]
     assert named(events, "log") == [] == named(events, "save")

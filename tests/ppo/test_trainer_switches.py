@@ -34,8 +34,8 @@ def test_a_resumed_run_continues_its_warm_up(loop):
     run, _ = loop(algo=WARMUP, stop_at_step=1)
     run.fit()
     resumed, events = loop(algo=WARMUP)
-    resumed.checkpoints.saved.append(run.state_dict())
-    resumed.resume("somewhere")
+    resumed.saver.checkpoints.saved.append(run.saver.state_dict())
+    resumed.saver.resume("somewhere")
     resumed.fit()
     assert learning(events) == ["learn critic", "learn"]
 
@@ -83,8 +83,8 @@ def test_a_resumed_run_does_not_pretrain_the_critic_again(loop):
     run, _ = loop(algo=PRETRAINING, stop_at_step=1)
     run.fit()
     resumed, events = loop(algo=PRETRAINING)
-    resumed.checkpoints.saved.append(run.state_dict())
-    resumed.resume("somewhere")
+    resumed.saver.checkpoints.saved.append(run.saver.state_dict())
+    resumed.saver.resume("somewhere")
     resumed.fit()
     assert (
         "prompts 4" in events
@@ -115,22 +115,22 @@ def test_a_checkpoint_contains_the_weight_copies(loop, ema, lagged):
     run, _ = loop(ema=ema, lagged=lagged)
     run.fit()
     resumed, _ = loop(ema=ema, lagged=lagged)
-    resumed.checkpoints.saved.append(run.state_dict())
-    resumed.resume("somewhere")
-    for copies in (*run.checkpoints.kept, *resumed.checkpoints.kept):
+    resumed.saver.checkpoints.saved.append(run.saver.state_dict())
+    resumed.saver.resume("somewhere")
+    for copies in (*run.saver.checkpoints.kept, *resumed.saver.checkpoints.kept):
         assert {name: copy.name for name, copy in copies.items()} == {name: name for name in names}
-    assert len(run.checkpoints.kept) == len(resumed.checkpoints.kept) == 1
+    assert len(run.saver.checkpoints.kept) == len(resumed.saver.checkpoints.kept) == 1
 
 
 def test_every_part_with_a_state_is_saved_and_restored(loop):
     run, _ = loop(parts={"scores": Counter(5), "ptx": Counter(6)})
     run.fit()
-    state = run.state_dict()
+    state = run.saver.state_dict()
     assert {"progress", "kl", "prompts", "scores", "ptx"} == state.keys() and state["scores"] == {"n": 5}
     parts = {"scores": Counter(), "ptx": Counter()}
     resumed, _ = loop(parts=parts)
-    resumed.checkpoints.saved.append(state)
-    resumed.resume("somewhere")
+    resumed.saver.checkpoints.saved.append(state)
+    resumed.saver.resume("somewhere")
     assert (parts["scores"].n, parts["ptx"].n) == (5, 6)
     assert (resumed.stage.kl.value, resumed.stage.prompts.n, resumed.state.step) == (run.stage.kl.value, 3, 3)
 
@@ -193,9 +193,9 @@ def test_a_checkpoint_with_the_state_of_other_parts_is_refused(loop, change):
     run, _ = loop(total_steps=1)
     run.fit()
     resumed, _ = loop()
-    state = run.state_dict() | ({"ptx": {"step": 3}} if change == "more" else {})
+    state = run.saver.state_dict() | ({"ptx": {"step": 3}} if change == "more" else {})
     if change == "fewer":
         del state["prompts"]
-    resumed.checkpoints.load = lambda path, models, copies: state
+    resumed.saver.checkpoints.load = lambda path, models, copies: state
     with pytest.raises(UserError, match="run.resume: somewhere holds the state of .*keep algo.kl.controller"):
-        resumed.resume("somewhere")
+        resumed.saver.resume("somewhere")

@@ -15,6 +15,7 @@ from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.tracking.banner import Banner
 from ppo_ds.training.health import Health
 from ppo_ds.training.run import Run
+from ppo_ds.training.saver import Saver
 from ppo_ds.training.stage import Evaluation, RunContext
 from ppo_ds.training.timing import PhaseTimer
 from tests.ppo.algo_cases import make_experience
@@ -150,12 +151,16 @@ def stand_ins(world, tokenizer, monkeypatch):
         run = Run(
             context=stage.context,
             stage=stage,
-            checkpoints=checkpoints(events),
+            saver=Saver(
+                context=stage.context,
+                stage=stage,
+                checkpoints=checkpoints(events),
+                config=CheckpointConfig(every=checkpoint_every, keep_best=keep_best),
+            ),
             tracker=Log(events),
             name="a run",
             stop_at_step=stop_at_step,
             eval_every=eval_every,
-            checkpoint=CheckpointConfig(every=checkpoint_every, keep_best=keep_best),
         )
         return run, events
 

@@ -1,0 +1,132 @@
+"""Checkpoints of a run and the ways back: resume, rollback, and undoing an abandoned step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.config.sections.run import CheckpointConfig
+from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
+from ppo_ds.engine.rng import rng_snapshot
+from ppo_ds.errors import UserError
+from ppo_ds.training.health import TooManySkips
+from ppo_ds.training.stage import RunContext, Stage
+from ppo_ds.training.state import TrainState, is_due
+from ppo_ds.training.stopping import Abandoned
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Saver:
+    """Saves a run in checkpoints and returns it to an earlier state.
+
+    A checkpoint holds weights, optimizers, random states, the progress of the run and the state of the stage.
+    """
+
+    context: RunContext
+    stage: Stage
+    checkpoints: Checkpoints
+    config: CheckpointConfig
+
+    state: TrainState = field(init=False, default_factory=TrainState)  # progress of the run
+    last_checkpoint: Path | None = field(init=False, default=None)  # saved or resumed from
+    saved_step: int | None = field(init=False, default=None)  # completed steps in the last checkpoint
+
+    def save_if_due(self, eval_score: float | None, last: bool = False, again: bool = False) -> None:
+        """Saves a checkpoint if one is due. The ``last`` call saves one unless checkpoint.every is 0.
+
+        No checkpoint while steps are being skipped: a rollback needs a healthy state.
+
+        Args:
+            eval_score: eval/score_mean of the last step, None without an evaluation.
+            again: Saves the step even if the last checkpoint is of this step.
+        """
+        if self.context.health.skips and not last:
+            return
+        step, every = self.state.step, self.config.every
+        previous_best = -math.inf if self.state.best_score is None else self.state.best_score
+        best = self.config.keep_best and eval_score is not None and eval_score > previous_best
+        if best:
+            self.state.best_score = eval_score
+        # never before the first step: an interrupted Stage.start is repeated from the beginning
+        due = step > 0 and (is_due(step, every) or (last and every != 0))
+        if (due or best) and (again or self.saved_step != step):
+            with self.context.timer("checkpoint"):
+                self.last_checkpoint = self.checkpoints.save(
+                    step,
+                    self.stage.models,
+                    self.state_dict(),
+                    best=best,
+                    copies=self.stage.weight_copies,
+                )
+            self.saved_step = step
+
+    def check_disk_space(self) -> None:
+        """Raises UserError if the disk has no room for a checkpoint that is still to be saved."""
+        saves = self.config.every != 0 or self.config.keep_best
+        if saves and self.state.step < self.stage.total_steps:
+            self.checkpoints.check_disk_space(self.stage.models, self.stage.weight_copies)
+
+    def resume(self, path: Path) -> None:
+        """Restores weights, optimizers, random states, progress and the state of the stage."""
+        state = self.checkpoints.load(path, self.stage.models, self.stage.weight_copies)
+        saved, kept = set(state) - {"progress"}, set(self.stage.state_dict())
+        if saved != kept:
+            raise UserError(
+                f"run.resume: {path} holds the state of {', '.join(sorted(saved)) or 'nothing'}, "
+                f"this run has {', '.join(sorted(kept))}: keep algo.kl.controller, algo.ptx and the kind of "
+                "reward as they were, or start in another run.dir"
+            )
+        self.load_state_dict(state)
+        self.saved_step, self.last_checkpoint = self.state.step, path
+
+    @property
+    def can_roll_back(self) -> bool:
+        """True if there is a checkpoint and the run was not rolled back before."""
+        return self.last_checkpoint is not None and not self.state.rollbacks
+
+    def roll_back(self, error: TooManySkips) -> None:
+        """Returns to the last checkpoint. Raises UserError if it is damaged."""
+        health, failed_step, rollbacks = self.context.health, self.state.step + 1, self.state.rollbacks
+        self.resume(self.last_checkpoint)
+        self.state.rollbacks = rollbacks + 1
+        health.restore(0, self.state.step + 1)
+        health.take_reasons()
+        if self.context.world.is_main:
+            log.warning(
+                "warning: step %d: %d times in a row no optimizer step was made (%s: not finite): "
+                "rolled back to %s; if this happens again, the run ends",
+                failed_step, health.max_skips, error, self.last_checkpoint,
+            )  # fmt: skip
+
+    @contextmanager
+    def undo_if_abandoned(self) -> Iterator[None]:
+        """Restores state and random states if a stop request interrupts a step before its update.
+
+        An abandoned step has changed no weights, so the next start repeats it exactly.
+        """
+        state, restore_rng = deepcopy(self.state_dict()), rng_snapshot(self.context.world)
+        try:
+            yield
+        except Abandoned:
+            self.load_state_dict(state)
+            restore_rng()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        progress = asdict(self.state) | {"skips": self.context.health.skips}
+        return {"progress": progress, **self.stage.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        progress = dict(state["progress"])
+        skips = progress.pop("skips")
+        self.state = TrainState(**progress)
+        self.context.health.restore(skips, self.state.step + 1)
+        self.stage.load_state_dict({name: part for name, part in state.items() if name != "progress"})
