@@ -26,6 +26,7 @@ from ppo_ds.config.renamed import with_current_names
 from ppo_ds.config.schema import Config
 from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.errors import UserError
+from ppo_ds.storage.drafts import remove_drafts, write_file
 
 MUTABLE = (
     *(
@@ -230,9 +231,9 @@ def open_run_directory(run_dir: Path, now: Settings, start: Path | None) -> list
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         elsewhere = start is not None and start.parent.resolve() != (run_dir / "checkpoints").resolve()
         lines = _set_aside(run_dir, now, elsewhere) if start is None or elsewhere else []
-        draft = run_dir / ".config.yaml.tmp"
-        draft.write_text(yaml.safe_dump(now, sort_keys=False, allow_unicode=True), encoding="utf-8")
-        draft.replace(run_dir / "config.yaml")
+        for folder in (run_dir, run_dir / "samples", run_dir / "dumps"):
+            remove_drafts(folder)
+        write_file(run_dir / "config.yaml", yaml.safe_dump(now, sort_keys=False, allow_unicode=True))
     except OSError as error:
         raise UserError(
             f"run.dir={run_dir}: cannot be written: {error.strerror}; choose another run.dir"

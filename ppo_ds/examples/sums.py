@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.storage.drafts import draft_directory, write_file
 from ppo_ds.types import Row
 
 CHARACTERS = "0123456789+="
@@ -80,10 +81,10 @@ def prepare(
             max_steps=max_steps,
         )
     _log.info("sums: the warm start took %d steps; validation accuracy %.0f %%", steps, 100 * accuracy)
-    tiny.save(model, tokenizer, folder / "model")
-    done.write_text(
-        json.dumps({"arguments": arguments, "steps": steps, "validation_accuracy": accuracy}, indent=2) + "\n"
-    )
+    with draft_directory(folder / "model") as draft:
+        tiny.save(model, tokenizer, draft)
+    about = {"arguments": arguments, "steps": steps, "validation_accuracy": accuracy}
+    write_file(done, json.dumps(about, indent=2) + "\n")
 
 
 def _check(
@@ -219,4 +220,4 @@ def _one_thread() -> Iterator[None]:
 
 
 def _write_jsonl(file: Path, rows: list[Row]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_file(file, "".join(json.dumps(row) + "\n" for row in rows))

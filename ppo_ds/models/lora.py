@@ -145,12 +145,11 @@ def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def save_adapter(model: nn.Module, directory: Path, state: dict[str, Tensor]) -> None:
-    """Writes a folder for ``PeftModel.from_pretrained(base, directory)``.
+    """Writes the files for ``PeftModel.from_pretrained(base, directory)``.
 
     ``state`` is a state dict of ``model``.
     """
     config: Any = model.peft_config[ADAPTER]
-    directory.mkdir(parents=True, exist_ok=True)
     adapter = get_peft_model_state_dict(
         model, state_dict=state, adapter_name=ADAPTER, save_embedding_layers=False
     )

@@ -22,6 +22,7 @@ from ppo_ds.models.packable import PackableModel
 from ppo_ds.models.packed_attention import layout_forward
 from ppo_ds.models.value import zeroed_head
 from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
+from ppo_ds.storage.drafts import draft_directory
 
 
 class PolicyOutput(NamedTuple):
@@ -154,7 +155,8 @@ class Policy(PackableModel):
     def save_adapter(self, directory: Path, state_dict: dict[str, Tensor]) -> None:
         """Writes the adapter alone, as peft loads it onto the base; nothing without an adapter."""
         if adapter_layers(self.lm):
-            save_adapter(self.lm, directory, state_dict)
+            with draft_directory(directory) as draft:
+                save_adapter(self.lm, draft, state_dict)
 
 
 def saveable(config: GenerationConfig) -> GenerationConfig:

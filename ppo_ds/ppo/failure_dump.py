@@ -5,7 +5,7 @@
                       config.yaml          the run's config
                       {actor,critic}/      as in a checkpoint; finite, since no non-finite step was applied
 
-Nothing is pickled. update.json is written last, so an incomplete dump has none.
+Nothing is pickled. The folder is complete or absent.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ppo_ds.ppo.experience_metrics import sample_rows
 from ppo_ds.ppo.health import NonFiniteStep
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.nan_debug import Origin, find_origin
+from ppo_ds.storage.drafts import draft_path, publish_directory, write_file
 from ppo_ds.tracking.tracker import finite
 from ppo_ds.types import Experience
 
@@ -81,17 +82,17 @@ def write_dump(
 ) -> None:
     """Writes the dump. Raises CheckpointError, on all ranks, if that fails. A collective."""
     world = learner.world
+    draft = world.gather_objects(draft_path(folder))[0]  # that of rank 0
 
     def write_config() -> None:
         if world.is_main:
-            shutil.rmtree(folder, ignore_errors=True)  # left by an earlier start that ended at this step
-            folder.mkdir(parents=True)
+            draft.mkdir(parents=True)
             if config.exists():
-                shutil.copyfile(config, folder / "config.yaml")
+                write_file(draft / "config.yaml", config.read_bytes())
 
     def write_update() -> None:
         if world.is_main:
-            write_tensors(folder / "update.safetensors", skipped.minibatch.tensors())
+            write_tensors(draft / "update.safetensors", skipped.minibatch.tensors())
             about = {
                 "step": step,
                 "what": origin.what,
@@ -104,13 +105,19 @@ def write_dump(
             about["rows"] = [
                 {"row_of_the_rollout": number, **row} for number, row in zip(numbers, rows, strict=True)
             ]
-            write_json(folder / "update.json", {"format": FORMAT, "world_size": world.size, **about})
+            write_json(draft / "update.json", {"format": FORMAT, "world_size": world.size, **about})
+            publish_directory(draft, folder)  # may replace that of an earlier start that ended at this step
 
-    on_all_ranks(world, write_config)
-    for role, model in {"actor": learner.actor, "critic": learner.critic}.items():
-        if model is not None:
-            save_model(model, folder / role)
-    on_all_ranks(world, write_update)
+    try:
+        on_all_ranks(world, write_config)
+        for role, model in {"actor": learner.actor, "critic": learner.critic}.items():
+            if model is not None:
+                save_model(model, draft / role)
+        on_all_ranks(world, write_update)
+    except CheckpointError:
+        if world.is_main:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
 
 
 def read_dump(folder: Path) -> Dump:

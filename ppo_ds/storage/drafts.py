@@ -63,7 +63,8 @@ def draft_directory(path: Path) -> Iterator[Path]:
     Missing parents are created. An exception in the block deletes the draft and leaves ``path`` as it was.
     Everything in the draft is forced to the disk first.
     """
-    draft = create_draft_directory(path)
+    draft = draft_path(path)
+    draft.mkdir(parents=True)
     try:
         yield draft
         for folder, _, files in os.walk(draft):
@@ -76,26 +77,18 @@ def draft_directory(path: Path) -> Iterator[Path]:
         raise
 
 
-def create_draft_directory(path: Path) -> Path:
-    """Creates an empty draft of the directory ``path``, and missing parents, and returns the draft.
-
-    For drafts that several processes write: one creates the draft and calls ``publish_directory``.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = draft_path(path)
-    draft.mkdir()
-    return draft
-
-
 def publish_directory(draft: Path, path: Path) -> None:
-    """Renames a draft, whose content is on the disk, to ``path``; what was there is deleted afterwards."""
+    """Renames a draft, whose content is on the disk, to ``path``; what was there is deleted afterwards.
+
+    For a draft that several processes write: one creates ``draft_path(path)``, and publishes it.
+    """
     old = None
     if path.is_dir() and not path.is_symlink():
         old = path.rename(draft_path(path))
     draft.rename(path)
     fsync(path.parent)
     if old is not None:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)  # what remains has the name of a draft
 
 
 def draft_path(path: Path) -> Path:

@@ -7,7 +7,6 @@ holds one copy of the model, or two with adapters, since the merged weights are 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,12 @@ from ppo_ds.engine.checkpoint.checkpoints import damage_of
 from ppo_ds.engine.checkpoint.reading import read_weights
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.storage.drafts import draft_directory, remove_drafts
 
 # folder names of the export at the end of a run
 FOLDERS = {"actor": "model", "critic": "critic", "ema": "model_ema"}
+# seconds since its last new file after which a draft is that of an export that was killed
+LEFTOVER_SECONDS = 6 * 3600
 
 
 def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> Path:
@@ -94,18 +96,14 @@ def export(
         read_weights(module, checkpoint, model, weight_copy=copy)
     except FileNotFoundError as error:
         raise UserError(f"{checkpoint}: the run deleted it while it was read; export a newer one") from error
-    temporary = out.with_name(f".tmp_{out.name}")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
-        module.save(temporary)
-        tokenizer.save(temporary)
-        if role == "actor":
-            module.save_adapter(temporary / "adapter", module.lm.state_dict())
-        if out.exists():
-            shutil.rmtree(out)
-        temporary.rename(out)
+        remove_drafts(out.parent, name=out.name, older_than=LEFTOVER_SECONDS)
+        with draft_directory(out) as draft:
+            module.save(draft)
+            tokenizer.save(draft)
+            if role == "actor":
+                module.save_adapter(draft / "adapter", module.lm.state_dict())
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"{out}: cannot be written: {error}") from error
     return out
 

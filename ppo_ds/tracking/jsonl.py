@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ppo_ds.storage.drafts import open_for_appending, write_file
 from ppo_ds.tracking.tracker import Record
 
 
@@ -28,12 +29,12 @@ class JsonlTracker:
     def _truncate_after(self, step: int) -> None:
         """Removes incomplete lines and the records of later steps, and opens the file for appending."""
         kept = [line for line in read_metrics(self.path) if line["step"] <= step] if step > 0 else []
-        _write_atomically(self.path, "".join(_line(record) for record in kept))
+        write_file(self.path, "".join(_line(record) for record in kept))
         for file in self._samples_dir.glob("*step_*.jsonl"):
             if int(re.search(r"step_(\d+)", file.name)[1]) > step:
                 file.unlink()
         self._last: dict[str, Any] = kept[-1] if kept else {"step": step}
-        self._file = self.path.open("a", encoding="utf-8", errors="replace")
+        self._file = open_for_appending(self.path)
 
     @property
     def elapsed(self) -> float:
@@ -49,16 +50,15 @@ class JsonlTracker:
         if replaces_last:
             kept = [record for record in read_metrics(self.path) if record["step"] < step]
             self._file.close()
-            _write_atomically(self.path, "".join(_line(record) for record in kept))
-            self._file = self.path.open("a", encoding="utf-8", errors="replace")
+            write_file(self.path, "".join(_line(record) for record in kept))
+            self._file = open_for_appending(self.path)
         self._file.write(_line(self._last))
         self._file.flush()
 
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
         prefix = "" if split == "train" else f"{split}_"
-        _write_atomically(
-            self._samples_dir / f"{prefix}step_{step:06d}.jsonl", "".join(_line(row) for row in rows)
-        )
+        file = self._samples_dir / f"{prefix}step_{step:06d}.jsonl"
+        write_file(file, "".join(_line(row) for row in rows))
 
     def rewind(self, step: int) -> None:
         self._file.close()
@@ -70,7 +70,7 @@ class JsonlTracker:
         text = json.dumps(
             {**summary, "steps": self._last["step"], **last}, indent=2, ensure_ascii=False, default=str
         )
-        _write_atomically(self.run_dir / "summary.json", text + "\n")
+        write_file(self.run_dir / "summary.json", text + "\n")
         self._file.close()
 
 
@@ -96,10 +96,3 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False, allow_nan=False, default=str) + "\n"
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Writes a file atomically: readers never see a partial file, and a kill never leaves one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8", errors="replace")
-    temporary.replace(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from matplotlib.axes import Axes
@@ -16,6 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from ppo_ds.storage.drafts import draft_file
 from ppo_ds.tracking.console import open_console
 from ppo_ds.tracking.jsonl import read_metrics
 
@@ -92,7 +94,8 @@ def plot_curves(
         axes.set_xlim(first - margin, last + margin)  # the same in all panels
     if title:
         figure.suptitle(title, fontsize=13, fontweight="bold")
-    figure.savefig(png)
+    with draft_file(Path(png)) as file:
+        figure.savefig(file, format="png")
     return True
 
 

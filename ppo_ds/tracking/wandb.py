@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ppo_ds.storage.drafts import open_for_appending, write_file
 from ppo_ds.tracking.tracker import Record
 
 CHILD = Path(__file__).with_name("wandb_child.py")
@@ -73,7 +74,7 @@ class WandbTracker:
                 answer = self._launch(mode, run_id, config)
             if "started" in answer:
                 print(f"wandb: {mode}; {answer['started']}", flush=True)
-                self._id_file.write_text(run_id + "\n")
+                write_file(self._id_file, run_id + "\n")
                 return
             fallback = "offline" if mode == "online" else "without it"
             _warn(f"{mode} failed ({answer['failed']}); continuing {fallback}")
@@ -147,7 +148,7 @@ class _Child:
     """
 
     def __init__(self, options: dict[str, Any], *, log: Path):
-        with log.open("ab") as log_file:
+        with open_for_appending(log) as log_file:
             self._process = subprocess.Popen(
                 # -P keeps the script's folder off sys.path, where wandb.py would hide the wandb package
                 [sys.executable, "-P", str(CHILD)],

@@ -10,6 +10,7 @@ from torch import Tensor
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.storage.drafts import draft_directory
 
 
 def export_model(
@@ -19,19 +20,16 @@ def export_model(
     save: Callable[[Path, dict[str, Tensor]], None],
     tokenizer: Tokenizer,
 ) -> None:
-    """Writes the weights of ``model`` and the tokenizer into ``folder``. A collective.
+    """Writes the weights of ``model`` and the tokenizer to ``folder``, which is replaced. A collective.
 
     ``save`` runs on rank 0 only. It receives the weights whose names start with ``prefix``, with the prefix
     removed.
     """
     weights = consolidated(model)
     if weights is not None:
-        save(
-            folder,
-            {
-                name.removeprefix(prefix): weight
-                for name, weight in weights.items()
-                if name.startswith(prefix)
-            },
-        )
-        tokenizer.save(folder)
+        kept = {
+            name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)
+        }
+        with draft_directory(folder) as draft:
+            save(draft, kept)
+            tokenizer.save(draft)

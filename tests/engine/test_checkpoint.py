@@ -23,6 +23,7 @@ from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.checkpoint.files import CheckpointError, write_json, write_tensors
 from ppo_ds.engine.rng import load_rng, save_rng
 from ppo_ds.errors import UserError
+from ppo_ds.storage.drafts import draft_path
 from tests.support.ranks import RankServer
 
 LIMIT = 100  # elements of a chunk, as in the worker
@@ -211,9 +212,10 @@ def test_a_missing_path_is_an_error(checkpoints: Checkpoints) -> None:
 
 def test_leftovers_of_a_killed_save_are_ignored_and_removed(checkpoints: Checkpoints) -> None:
     checkpoints.save(1, {}, {})
-    (checkpoints.root / ".tmp_step_000002" / "actor").mkdir(parents=True)
-    (checkpoints.root / ".tmp_step_000002" / "actor" / "model.json").write_text("{")
-    (checkpoints.root / ".tmp_latest").write_text("step")
+    left = draft_path(checkpoints.root / "step_000002") / "actor"
+    left.mkdir(parents=True)
+    (left / "model.json").write_text("{")
+    draft_path(checkpoints.root / "latest").write_text("step")
     (checkpoints.root / "step_000002").mkdir()  # empty: not made by a run
     latest = checkpoints.latest()
     assert latest is not None and latest.name == "step_000001"

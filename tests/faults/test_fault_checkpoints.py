@@ -163,7 +163,7 @@ def assert_equal_ends(run: Path, other: Path, step: int = STEPS) -> None:
 
 def names(run: Path) -> list[str]:
     """Returns the checkpoint folders by number, the leftovers of a save, and the targets of the pointers."""
-    found = sorted(path.name for path in (run / "checkpoints").iterdir())
+    found = sorted(re.sub("_[0-9a-f]{16}$", "", path.name) for path in (run / "checkpoints").iterdir())
     pointers = [
         f"{name} -> {int((run / 'checkpoints' / name).read_text()[5:])}"
         for name in ("best", "latest")

@@ -7,9 +7,9 @@
                             manifest.json             size and SHA-256 of every other file
     checkpoints/latest, checkpoints/best              names of folders
 
-A folder is written as ``.tmp_step_000010`` and renamed once every rank has its files on the disk. All ranks
-must see the same file system. Resume takes the newest undamaged folder. ``latest`` and ``best``
-are only for users and other programs; after a kill they may name an older folder.
+A folder is written as a draft (storage/drafts.py) and renamed once every rank has its files on the disk. All
+ranks must see the same file system. Resume takes the newest undamaged folder. ``latest`` and ``best`` are
+only for users and other programs; after a kill they may name an older folder.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.files import (
     CheckpointError,
-    fsync,
     is_inside,
     on_all_ranks,
     on_main_rank,
     sha256,
     write_json,
-    write_pointer,
 )
 from ppo_ds.engine.checkpoint.shards import FORMAT
 from ppo_ds.engine.checkpoint.state import (
@@ -47,9 +45,15 @@ from ppo_ds.engine.rng import load_rng, save_rng
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
+from ppo_ds.storage.drafts import (
+    draft_path,
+    fsync,
+    publish_directory,
+    remove_drafts,
+    write_file,
+)
 
 log = logging.getLogger(__name__)
-DELETED = ".tmp_old_"  # prefix of folders that are being deleted
 # weight copy -> config key that switches it on
 COPY_KEYS = {"ema": "actor.ema.decay", "lagged": "algo.old_policy"}
 NO_COPIES: Mapping[str, WeightCopy] = {}
@@ -87,7 +91,6 @@ class Checkpoints:
         """
         fault("checkpoint.before")
         final = self.root / f"step_{step:06d}"
-        temporary = self.root / f".tmp_{final.name}"
         metadata = {
             "format": FORMAT,
             "step": step,
@@ -97,21 +100,22 @@ class Checkpoints:
             "state": state,
             "settings": self.settings,
         }
+        draft = self.world.gather_objects(draft_path(final))[0]  # that of rank 0
         try:
-            on_main_rank(self.world, lambda: self._prepare(temporary, models, copies))
+            on_main_rank(self.world, lambda: self._prepare(draft, models, copies))
             written: list[Path] = []
             for role, model in models.items():
-                written += save_model(model, temporary / role)
+                written += save_model(model, draft / role)
                 fault(f"checkpoint.after_{role}")
             for name, copy in copies.items():
-                written += save_weight_copy(copy, temporary / name)
-            written.append(on_all_ranks(self.world, lambda: save_rng(temporary, self.world)))
-            on_main_rank(self.world, lambda: write_json(temporary / "state.json", metadata))
-            written += [temporary / "state.json"] if self.world.is_main else []
-            self._commit(temporary, final, written)
+                written += save_weight_copy(copy, draft / name)
+            written.append(on_all_ranks(self.world, lambda: save_rng(draft, self.world)))
+            on_main_rank(self.world, lambda: write_json(draft / "state.json", metadata))
+            written += [draft / "state.json"] if self.world.is_main else []
+            self._commit(draft, final, written)
         except CheckpointError as error:
             if self.world.is_main:
-                shutil.rmtree(temporary, ignore_errors=True)
+                shutil.rmtree(draft, ignore_errors=True)
             raise CheckpointError(
                 f"{final} was not written, older checkpoints are unchanged: {error}"
             ) from error
@@ -223,14 +227,13 @@ class Checkpoints:
         )
 
     def _prepare(
-        self, temporary: Path, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy]
+        self, draft: Path, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy]
     ) -> None:
-        for leftover in self.root.glob(".tmp_*"):  # of a run that was killed while it saved
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        remove_drafts(self.root)  # of a run that was killed while it saved
         shortage = self._shortage(models, copies)
         if shortage:
             raise OSError(shortage)
-        temporary.mkdir(parents=True)
+        draft.mkdir(parents=True)
 
     def _shortage(self, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy]) -> str | None:
         """Returns an error text if the disk has no space for one more checkpoint. Not a collective."""
@@ -245,7 +248,7 @@ class Checkpoints:
             "keep fewer with a smaller checkpoint.keep_last, or choose another run.dir"
         )
 
-    def _commit(self, temporary: Path, final: Path, written: list[Path]) -> None:
+    def _commit(self, draft: Path, final: Path, written: list[Path]) -> None:
         """Writes the manifest and renames the folder, which makes the checkpoint visible.
 
         Each rank hashes the files that it has written itself.
@@ -253,7 +256,7 @@ class Checkpoints:
 
         def hash_files() -> dict[str, Any]:
             return {
-                str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+                str(path.relative_to(draft)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
                 for path in written
             }
 
@@ -262,22 +265,19 @@ class Checkpoints:
         fault("checkpoint.before_rename")
 
         def rename() -> None:
-            write_json(temporary / "manifest.json", {"format": FORMAT, "files": dict(sorted(files.items()))})
-            for folder in [path for path in temporary.iterdir() if path.is_dir()] + [temporary]:
+            write_json(draft / "manifest.json", {"format": FORMAT, "files": dict(sorted(files.items()))})
+            for folder in [path for path in draft.iterdir() if path.is_dir()] + [draft]:
                 fsync(folder)
-            if final.exists():  # saved before, or damaged and skipped
-                _mark_deleted(final)
-            temporary.rename(final)
-            fsync(self.root)
+            publish_directory(draft, final)  # replaces one that was saved before, or was damaged and skipped
 
         on_main_rank(self.world, rename)
         fault("checkpoint.after_rename")
 
     def _update_pointers(self, final: Path, best: bool) -> None:
         """Points ``latest`` (and ``best``) to the new checkpoint, then deletes later and old ones."""
-        write_pointer(self.root / "latest", final.name)
+        write_file(self.root / "latest", f"{final.name}\n")
         if best:
-            write_pointer(self.root / "best", final.name)
+            write_file(self.root / "best", f"{final.name}\n")
         fault("checkpoint.before_prune")
         later = [folder for folder in self._folders() if _step_of(folder) > _step_of(final)]
         if self._best() in [folder.name for folder in later]:
@@ -293,8 +293,7 @@ class Checkpoints:
         for folder in folders[self.keep_last :]:
             if folder.name != best:
                 _mark_deleted(folder)
-        for folder in self.root.glob(f"{DELETED}*"):
-            shutil.rmtree(folder)
+        remove_drafts(self.root)
 
     def _best(self) -> str | None:
         pointer = self.root / "best"
@@ -339,4 +338,4 @@ def _step_of(folder: Path) -> int:
 
 def _mark_deleted(folder: Path) -> None:
     """Renames a folder before its deletion, so that a kill meanwhile leaves no damaged checkpoint."""
-    folder.rename(folder.with_name(f"{DELETED}{folder.name}"))
+    folder.rename(draft_path(folder))

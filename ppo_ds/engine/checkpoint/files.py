@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from ppo_ds.config.text import show
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import World
 from ppo_ds.errors import RunError, UserError
+from ppo_ds.storage.drafts import fsync, write_file
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ def on_main_rank(world: World, work: Callable[[], object]) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Writes a safetensors file, which is on the disk when this returns."""
+    """Writes a safetensors file into a draft directory; it is on the disk when this returns."""
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
         fault("checkpoint.write")
@@ -67,17 +67,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 
 def write_json(path: Path, content: Any) -> None:
     """Writes a JSON file, which is on the disk when this returns."""
-    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    fsync(path)
-
-
-def write_pointer(path: Path, text: str) -> None:
-    """Replaces a small text file atomically: after a crash it has either the old or the new text."""
-    temporary = path.with_name(f".tmp_{path.name}")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    fsync(temporary)
-    os.replace(temporary, path)
-    fsync(path.parent)
+    write_file(path, json.dumps(content, indent=1))
 
 
 def is_inside(name: Any) -> bool:
@@ -97,15 +87,6 @@ def check_inside(names: Iterable[Any], source: Path) -> None:
             raise UserError(
                 f"{source}: names {show(name)}, which is no file of that folder; use another checkpoint"
             )
-
-
-def fsync(path: Path) -> None:
-    """Forces a file, or the entries of a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sha256(path: Path) -> str:
