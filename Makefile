@@ -8,11 +8,13 @@
 # TORCH=...        arguments of pip that install torch, e.g.
 #                  TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 # ARGS=...         more arguments, e.g. make quickstart ARGS="run.seed=1", make test ARGS="tests/ops -x"
+# PORT=29501       the port of the ranks of make quickstart, if another run uses the default, 29500
 # WORKERS=2        number of processes that run the fast tests
 
 PYTHON ?=
 TORCH ?= torch==2.13.0
 ARGS ?=
+PORT ?=
 WORKERS ?= 2
 VENV := .venv
 # Written last. If it is missing, an installation was interrupted, and .venv is created again.
@@ -27,7 +29,7 @@ help:
 # --num_gpus is the number of ranks on any accelerator. No GPU is used, so that the quickstart is the same on
 # every machine.
 quickstart: $(STAMP)
-	CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore $(VENV)/bin/deepspeed -q --num_gpus 2 launch/train.py +experiment=quickstart $(ARGS)
+	CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore $(VENV)/bin/deepspeed -q --num_gpus 2 $(if $(PORT),--master_port $(PORT)) launch/train.py +experiment=quickstart $(ARGS)
 
 # The tests of one file (or of one folder, see tests/conftest.py) run in one process, in the collected order.
 FAST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not nightly"

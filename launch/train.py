@@ -21,9 +21,11 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from launch.cli import load_config  # noqa: E402
-from ppo_ds.distributed.exit import exit_now, run_with_timeout  # noqa: E402
+from ppo_ds.distributed.exit import exit_now, on_exit, run_with_timeout  # noqa: E402
+from ppo_ds.distributed.launcher import check_port, launch_id  # noqa: E402
 from ppo_ds.errors import RunError, UserError  # noqa: E402
 from ppo_ds.secrets import censored  # noqa: E402
+from ppo_ds.storage import run_lock  # noqa: E402
 
 if TYPE_CHECKING:
     from ppo_ds.distributed.watchdog import Watchdog
@@ -50,6 +52,9 @@ CLOSE_SECONDS = 5.0
 def main(argv: list[str]) -> int:
     try:
         config = load_config(argv)
+        lock = None if config.run.dry_run else take_lock(Path(config.run.dir or ""))
+        if os.environ.get("RANK") == "0":
+            check_port(os.environ)
     except UserError as error:
         return complain(error)
     if config.run.dry_run:
@@ -67,7 +72,7 @@ def main(argv: list[str]) -> int:
 
             ranks, is_main = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
             config = start_dry_run(config, ranks, is_main)
-        run = build_run(config, watch)
+        run = build_run(config, watch, mark_ending=lock.mark_ending if lock else lambda: None)
     except UserError as error:
         exit_now(
             watch.fail(problem_lines(error), str(error), 2, own=True) if watch.started else complain(error)
@@ -88,6 +93,27 @@ def main(argv: list[str]) -> int:
     run.world.close()
     # a normal interpreter exit may crash in threads of the libraries although the run succeeded
     exit_now(EXIT_CODES[reason])
+
+
+def take_lock(run_dir: Path) -> run_lock.RunLock | None:
+    """Takes the lock of the run directory on rank 0, until this process ends.
+
+    The other ranks that see rank 0's processes only check that no other run holds it, so that they end with
+    the same exit code. It takes no torch, so a second start is refused within a second or two.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
+        lock = run_lock.acquire(run_dir, launch_id(os.environ), notice=write_line)
+        on_exit(lock.release)
+        lock.start_renewal(on_loss=lambda line: (write_line(f"error: {line}"), exit_now(1)))
+        return lock
+    if os.environ.get("LOCAL_RANK") == rank:  # on the first node, like rank 0
+        run_lock.check_free(run_dir, launch_id(os.environ))
+    return None
+
+
+def write_line(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def report(error: BaseException, watch: Watchdog) -> int:

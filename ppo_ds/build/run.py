@@ -29,11 +29,15 @@ from ppo_ds.training.stopping import StopRequest
 from ppo_ds.training.timing import PhaseTimer
 
 
-def build_run(config: Config, watchdog: Watchdog | None = None) -> Run:
+def build_run(
+    config: Config,
+    watchdog: Watchdog | None = None,
+    mark_ending: Callable[[], None] = lambda: None,
+) -> Run:
     """Connects the ranks, builds the stage of ``config.stage`` and resumes from the last checkpoint.
 
-    A collective. ``watchdog`` is started once the ranks are connected. Raises UserError for mistakes in
-    config, data and models.
+    A collective. ``watchdog`` is started once the ranks are connected. ``mark_ending`` is called when
+    the run begins to end. Raises UserError for mistakes in config, data and models.
     """
     bind(config.reward, "reward")  # only checks the arguments, so that errors come before ranks are connected
     prepare = bind(config.prepare, "prepare") if config.prepare else None
@@ -43,6 +47,7 @@ def build_run(config: Config, watchdog: Watchdog | None = None) -> Run:
     if watchdog is not None:
         watchdog.start(world, store)
         watchdog.add_callback(stop.poll)
+        watchdog.add_callback(lambda: mark_ending() if stop.should_stop() else None)
     if world.device.type == "cpu":
         dtypes = {"actor": config.actor.model.dtype, "critic": config.critic.model.dtype}
         fp16 = [name for name, dtype in dtypes.items() if dtype == "fp16"]
@@ -83,6 +88,7 @@ def build_run(config: Config, watchdog: Watchdog | None = None) -> Run:
         name=config.run.name,
         stop_at_step=config.run.stop_at_step,
         eval_every=config.eval.every,
+        mark_ending=mark_ending,
     )
     if world.is_main:
         steps, done = stage.total_steps, saver.state.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -16,6 +17,24 @@ def run_with_timeout(seconds: float, action: Callable[[], object]) -> None:
     thread.join(seconds)
 
 
+_actions: list[Callable[[], None]] = []
+
+
+def on_exit(action: Callable[[], None]) -> None:
+    """Registers a quick ``action`` that runs before this process ends, by ``exit_now`` or in the usual way.
+
+    It does not run when a signal ends the process. It may run twice, and in any thread.
+    """
+    _actions.append(action)
+    atexit.register(action)
+
+
+def run_exit_actions() -> None:
+    """Runs the actions of ``on_exit``, each for at most a second."""
+    for action in _actions:
+        run_with_timeout(1.0, action)
+
+
 def exit_now(code: int) -> NoReturn:
     """Ends this process with the exit code ``code``.
 
@@ -24,4 +43,5 @@ def exit_now(code: int) -> NoReturn:
     """
     # with a timeout, since the main thread may hold the locks of the streams
     run_with_timeout(1.0, lambda: (sys.stdout.flush(), sys.stderr.flush()))
+    run_exit_actions()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Detection of the launcher that started this rank.
+"""The launcher that started this rank: its process ids, and the port that it chose for the ranks.
 
 A signal to the ``deepspeed`` command ends that command alone: its ranks go on as orphans, hold the port and
 the GPUs, and write into the run directory that the next start uses. A rank therefore watches its launchers'
@@ -7,8 +7,15 @@ process ids.
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
+from collections.abc import Mapping
 from pathlib import Path
+
+from ppo_ds.errors import UserError
+
+DEFAULT_PORT = "29500"  # of deepspeed and torchrun
 
 
 def launcher_pids() -> tuple[int, ...]:
@@ -27,3 +34,51 @@ def launcher_pids() -> tuple[int, ...]:
     except OSError:  # the parent has just ended, or this system has no /proc
         return ()
     return (parent, grandparent) if b"deepspeed.launcher.launch" in command else ()
+
+
+def launch_id(environment: Mapping[str, str]) -> str:
+    """Returns a text that is the same for all ranks of one launch on the machine of rank 0.
+
+    Two launches differ in it, except for two hand-made ones with the same address and port.
+    """
+    return " ".join(
+        [
+            environment.get("MASTER_ADDR", ""),
+            environment.get("MASTER_PORT", ""),
+            *map(str, launcher_pids()[:1]),
+        ]
+    )
+
+
+def check_port(environment: Mapping[str, str]) -> None:
+    """Raises UserError if another process listens on MASTER_PORT, where rank 0 will open the store.
+
+    ``connect`` would find that too, but only after torch is imported. Without a launcher, and under torchrun,
+    which opens the store itself, nothing is checked.
+    """
+    port = environment.get("MASTER_PORT", "")
+    if not port.isdigit() or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    if is_free(int(port)):
+        return
+    first = int(DEFAULT_PORT) + 1
+    other = next((free for free in range(first, first + 100) if is_free(free)), "N")
+    chosen = "the launcher's default port" if port == DEFAULT_PORT else "the port"
+    raise UserError(
+        f"MASTER_PORT={port}: {chosen} is in use on this machine, perhaps by another run; use a free one: "
+        f"deepspeed --master_port {other} launch/train.py ..., or make quickstart PORT={other}"
+    )
+
+
+def is_free(port: int) -> bool:
+    """Returns whether a server could listen on ``port`` now. Tests it as torch's TCPStore does."""
+    for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
+        try:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((address, port))
+                return True
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+    return True  # another error, which the store reports

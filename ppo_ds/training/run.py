@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -35,6 +35,7 @@ class Run:
     stage: Stage
     saver: Saver
     tracker: Trackers = field(default_factory=Trackers)  # empty on every rank but rank 0
+    mark_ending: Callable[[], None] = lambda: None  # marks the lock of the run directory
 
     # settings
     name: str
@@ -206,6 +207,7 @@ class Run:
 
     def finish(self) -> ExitReason:
         """Saves, exports and reports; returns the reason."""
+        self.mark_ending()
         if self.reason != "nonfinite":  # that one ends the run in the middle of a step
             self.saver.save_if_due(self.eval_score, last=True)
         succeeded = EXIT_CODES[self.reason] == 0  # no export after a signal: its sender waits for the exit
@@ -227,4 +229,5 @@ class Run:
 
     def fail(self, error: BaseException) -> None:
         """Closes the trackers of a run that ``error`` has ended. Not a collective."""
+        self.mark_ending()
         self.tracker.finish({"exit_reason": "error", "error": f"{type(error).__name__}: {error}"})

@@ -78,7 +78,7 @@ def run(folder: Path, case: str) -> None:
     """Runs launch/train.py with the loading and the training replaced."""
     minutes = float(os.environ.get("TIMEOUT_MINUTES", "5"))
     wiring = ModuleType("build")
-    wiring.build_run = lambda config, watch: build(folder, case, minutes, watch)  # type: ignore[attr-defined]
+    wiring.build_run = lambda config, watch, mark_ending: build(folder, case, minutes, watch)  # type: ignore[attr-defined]
     sys.modules["ppo_ds.build.run"] = wiring
     train.load_config = lambda argv: SimpleNamespace(
         run=SimpleNamespace(verbose=False, dry_run=False, timeout_minutes=minutes)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from launch import train
+from ppo_ds.distributed.exit import run_exit_actions
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import Responses, RewardError, TextReward
 from ppo_ds.rewards.function import FunctionReward
@@ -25,8 +26,9 @@ class Left(BaseException):
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Returns a function that runs main() with the given fit() or build_run() and returns the exit code."""
+    monkeypatch.chdir(tmp_path)
 
     def exit_now(code: int) -> None:
         raise Left(code)
@@ -35,7 +37,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         world = SimpleNamespace(barrier=lambda: None, close=lambda: closed.append(True))
         wiring = ModuleType("build")
         wiring.build_run = build or (
-            lambda config, watch: SimpleNamespace(fit=fit, fail=lambda error: None, world=world)
+            lambda config, watch, mark_ending: SimpleNamespace(fit=fit, fail=lambda error: None, world=world)
         )  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "ppo_ds.build.run", wiring)
         monkeypatch.setattr(train, "prepare_environment", lambda verbose: None)
@@ -48,6 +50,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
             # a successful run leaves the process group together with the other ranks
             assert closed or code in (1, 2)
             return code
+        finally:
+            run_exit_actions()
 
     return run
 
@@ -60,7 +64,7 @@ def test_the_reason_to_stop_is_the_exit_code(run: Any) -> None:
 def test_the_users_mistake_found_while_building_is_2_and_has_no_traceback(
     run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def build(config: Any, watch: Any) -> None:
+    def build(config: Any, watch: Any, mark_ending: Any) -> None:
         raise UserError("data.path=x: is empty", "reward.path=y: no such function")
 
     assert run(build=build) == 2
@@ -78,7 +82,7 @@ def test_what_goes_wrong_while_training_is_1_with_its_traceback(
         raise kind("no score")
 
     assert run(fit=broken_reward) == 1
-    assert run(build=lambda config, watch: 1 / 0) == 1
+    assert run(build=lambda config, watch, mark_ending: 1 / 0) == 1
     err = capsys.readouterr().err
     assert "in broken_reward" in err and "ZeroDivisionError" in err
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+
+from ppo_ds.distributed import launcher
+from ppo_ds.distributed.launcher import check_port, is_free
+from ppo_ds.errors import UserError
+from tests.config.commands import MINIMAL
+from tests.support.environment import SET_BY_LAUNCHERS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 WRONG = ("+experiment=rlhf", "algo.epoch=3", "data.path=/nowhere/a.jsonl")
@@ -88,6 +98,116 @@ def test_a_wrong_config_is_refused_before_anything_heavy_is_imported(tmp_path: P
         [sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.stdout.split() == ["2", "[]"], done.stderr
+
+
+# -- the lock of the run directory, and the port ---------------------------------------------------
+
+NO_LIBRARIES = f"""
+import runpy, sys
+sys.argv = ["train.py", *sys.argv[1:]]
+try:
+    runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+finally:
+    print(sorted({{"torch", "deepspeed", "transformers"}} & sys.modules.keys()))
+"""
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Holds the lock of the run directory ``run`` in another process."""
+    worker = Path(__file__).parents[1] / "storage" / "lock_worker.py"
+    holder = subprocess.Popen(
+        [sys.executable, str(worker), str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout.readline() == "held\n"
+    yield holder
+    holder.kill()
+    holder.wait()
+
+
+def without_libraries(cwd: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs train.py and appends a line with the heavy libraries that it has imported."""
+    clean = {k: v for k, v in os.environ.items() if k not in SET_BY_LAUNCHERS}
+    return subprocess.run(
+        [sys.executable, "-c", NO_LIBRARIES, *arguments],
+        cwd=cwd,
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param({}, id="plain python"),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, id="rank 0"),
+    ],
+)
+def test_a_second_start_in_a_run_directory_is_refused_before_anything_is_imported_or_touched(
+    tmp_path: Path, held: subprocess.Popen[str], environment: dict[str, str]
+) -> None:
+    done = without_libraries(tmp_path, *MINIMAL, "run.dir=run", **environment)
+    assert (done.returncode, done.stdout) == (2, "[]\n")
+    (line,) = done.stderr.splitlines()
+    assert (
+        line.startswith("error: run.dir=run: is in use by a run on ")
+        and f"process {held.pid}, since " in line
+    )
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+    assert json.loads((tmp_path / "run" / "run.lock").read_text())["pid"] == held.pid
+
+
+def test_the_other_ranks_of_a_refused_start_end_with_the_same_code(
+    tmp_path: Path, held: subprocess.Popen[str]
+) -> None:
+    """Runs rank 1, which no launcher ends, so that it also prints the line after a while."""
+    done = without_libraries(
+        tmp_path, *MINIMAL, "run.dir=run", RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_PORT="1"
+    )
+    assert (done.returncode, done.stdout) == (2, "[]\n")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("rank 1: error: run.dir=run: is in use by ")
+
+
+def test_a_taken_port_is_reported_before_anything_is_imported(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        for extra in ((), ("run.dry_run=true",)):
+            done = without_libraries(tmp_path, *MINIMAL, *extra, "run.dir=run", MASTER_PORT=port, **launched)
+            assert (done.returncode, done.stdout) == (2, "[]\n")
+            (line,) = done.stderr.splitlines()
+            assert line.startswith(f"error: MASTER_PORT={port}: the port is in use on this machine")
+            free = re.search(
+                r"deepspeed --master_port (\d+) launch/train.py ..., or make quickstart PORT=(\d+)$", line
+            )
+            assert free and free[1] == free[2] and is_free(int(free[1]))
+            assert not (tmp_path / "run").exists()
+
+
+def test_a_port_is_checked_only_where_rank_0_opens_it() -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        check_port({"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+        check_port({})
+        with pytest.raises(UserError):
+            check_port({"MASTER_PORT": port})
+    check_port({"MASTER_PORT": port})
+
+
+def test_the_default_port_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "is_free", lambda port: port > 29502)
+    with pytest.raises(UserError, match=r"MASTER_PORT=29500: the launcher's default port is .* PORT=29503"):
+        check_port({"MASTER_PORT": "29500"})
 
 
 def test_cfg_prints_the_resolved_config(tmp_path: Path) -> None:

@@ -1,0 +1,394 @@
+"""Tests that at most one run at a time holds the lock of a run directory, whatever ended the one before."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_ds.errors import UserError
+from ppo_ds.storage import run_lock
+from ppo_ds.storage.run_lock import NAME, RunLock, acquire, check_free, machine_id, process_start, read_holder
+
+WORKER = Path(__file__).with_name("lock_worker.py")
+LIMIT = 60  # seconds; a hang fails
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def start(started: list[subprocess.Popen[str]], run_dir: Path, *more: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, str(WORKER), str(run_dir), *more],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    started.append(process)
+    return process
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    return process.stdout.readline().strip()
+
+
+def tell(process: subprocess.Popen[str], line: str) -> None:
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+
+
+def write_lock(run_dir: Path, *, renewed: float | None = None, **content: Any) -> None:
+    """Writes a lock of this process, as ``content`` changes it, that was last renewed at this time."""
+    run_dir.mkdir(exist_ok=True)
+    lock = RunLock(run_dir / NAME, "", [])
+    (run_dir / NAME).write_text(json.dumps(json.loads((run_dir / NAME).read_text()) | content))
+    os.close(lock._descriptor)
+    if renewed is not None:
+        os.utime(run_dir / NAME, (renewed, renewed))
+
+
+# -- one holder ------------------------------------------------------------------------------------
+
+
+class Racer:
+    """Tries to take a lock in a forked process as soon as ``gate`` closes, and then holds it."""
+
+    def __init__(self, run_dir: Path, gate: tuple[int, int]):
+        (self._answers, answers), (orders, self._orders) = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.close(gate[1])
+                os.close(self._orders)
+                os.read(gate[0], 1)
+                try:
+                    lock = acquire(run_dir)
+                    os.write(answers, b"held")
+                    os.read(orders, 1)
+                    lock.release()
+                except UserError:
+                    os.write(answers, b"refused")
+            finally:
+                os._exit(0)
+        os.close(answers)
+        os.close(orders)
+
+    def answer(self) -> str:
+        return os.read(self._answers, 100).decode()
+
+    def end(self) -> None:
+        os.close(self._orders)
+        os.close(self._answers)
+        os.waitpid(self.pid, 0)
+
+
+@pytest.mark.parametrize("left", ["no directory", "no lock", "a stale lock", "a damaged lock"])
+def test_of_eight_starts_at_once_exactly_one_holds_the_lock(tmp_path: Path, left: str) -> None:
+    for attempt in range(5):
+        run_dir = tmp_path / str(attempt)
+        if left != "no directory":
+            run_dir.mkdir()
+        if left == "a stale lock":
+            write_lock(run_dir, started=1)
+        elif left == "a damaged lock":
+            (run_dir / NAME).write_text("?")
+            os.utime(run_dir / NAME, (time.time() - 100.0,) * 2)
+        gate = os.pipe()
+        racers = [Racer(run_dir, gate) for _ in range(8)]
+        for end in gate:
+            os.close(end)
+        answers = {racer.pid: racer.answer() for racer in racers}
+        holder = read_holder(run_dir / NAME)
+        for racer in racers:
+            racer.end()
+        assert sorted(answers.values()) == ["held"] + ["refused"] * 7
+        assert holder and answers[holder.pid] == "held"
+        assert not run_dir.exists() or not list(run_dir.iterdir())
+
+
+def test_a_second_start_is_refused_within_two_seconds_with_one_line(
+    tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    holder = start(started, tmp_path / "run")
+    assert said(holder) == "held"
+    before = time.monotonic()
+    with pytest.raises(UserError) as refused:
+        acquire(tmp_path / "run")
+    assert time.monotonic() - before < 2
+    (line,) = refused.value.problems
+    since = time.strftime("%Y-%m-%d %H:")
+    assert line.startswith(
+        f"run.dir={tmp_path / 'run'}: is in use by a run on {os.uname().nodename}, process "
+    )
+    assert f"process {holder.pid}, since {since}" in line
+    assert line.endswith("wait until it ends or stop it, or choose another run.dir or run.name")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [NAME]
+
+
+def test_two_names_of_one_directory_have_one_lock(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "other").symlink_to("run")
+    lock = acquire(tmp_path / "run")
+    with pytest.raises(UserError, match=r"other: is in use by"):
+        acquire(tmp_path / "other")
+    lock.release()
+    acquire(tmp_path / "other").release()
+
+
+def test_a_refused_start_touches_nothing(tmp_path: Path) -> None:
+    lock = acquire(tmp_path / "run")
+    before = (tmp_path / "run").stat().st_mtime_ns, (tmp_path / "run" / NAME).read_bytes()
+    with pytest.raises(UserError):
+        acquire(tmp_path / "run")
+    assert ((tmp_path / "run").stat().st_mtime_ns, (tmp_path / "run" / NAME).read_bytes()) == before
+    lock.release()
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "parent is a file"])
+def test_what_is_no_lock_file_is_refused(tmp_path: Path, kind: str) -> None:
+    run_dir, path = tmp_path / "run", tmp_path / "run" / NAME
+    if kind == "parent is a file":
+        run_dir.touch()
+    else:
+        run_dir.mkdir()
+        make = {"link": lambda: path.symlink_to(tmp_path / "target"), "folder": path.mkdir}
+        make.get(kind, lambda: os.mkfifo(path))()
+    with pytest.raises(UserError, match=r"run.dir=.*cannot be written"):
+        acquire(run_dir)
+    assert not (tmp_path / "target").exists()
+
+
+# -- stale locks -----------------------------------------------------------------------------------
+
+
+def test_the_lock_of_a_killed_process_is_taken(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+    holder = start(started, tmp_path)
+    assert said(holder) == "held"
+    os.kill(holder.pid, signal.SIGKILL)
+    acquire(tmp_path).release()  # also before its parent has read its exit code
+    holder.wait()
+    holder = start(started, tmp_path)
+    assert said(holder) == "held"
+    tell(holder, "leave")
+    holder.wait()
+    assert (tmp_path / NAME).exists()
+    acquire(tmp_path).release()
+
+
+def test_another_process_with_the_same_id_is_not_the_holder(tmp_path: Path) -> None:
+    _, born = process_start(os.getpid())
+    write_lock(tmp_path, started=born - 1)
+    lock = acquire(tmp_path)
+    with pytest.raises(UserError):
+        acquire(tmp_path)
+    lock.release()
+
+
+def test_the_start_of_a_process_is_that_of_the_kernel() -> None:
+    child = subprocess.Popen(["sleep", "100"])
+    try:
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        state, ticks = process_start(child.pid)
+        assert state in "SDR" and ticks / os.sysconf("SC_CLK_TCK") == pytest.approx(uptime, abs=5)
+    finally:
+        child.kill()
+        child.wait()
+    assert process_start(child.pid) == ("?", 0)
+
+
+ELSEWHERE = [
+    pytest.param({"machine": f"another-boot {os.readlink('/proc/self/ns/pid')}"}, id="another machine"),
+    pytest.param({"machine": f"{machine_id().split()[0]} pid:[1]"}, id="another container on this machine"),
+]
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_elsewhere_60_seconds_without_renewal_decide(tmp_path: Path, where: dict[str, str]) -> None:
+    """Uses a process id that does not exist here: only the renewal counts."""
+    write_lock(tmp_path, renewed=time.time() - 59.0, pid=2**22 - 1, **where)
+    lines: list[str] = []
+    before = time.monotonic()
+    acquire(tmp_path, notice=lines.append).release()
+    assert 0.9 < time.monotonic() - before < 10
+    assert len(lines) == 1 and "waiting up to 1 s for the end of a run on" in lines[0]
+    write_lock(tmp_path, renewed=time.time() - 61.0, **where)
+    before = time.monotonic()
+    acquire(tmp_path).release()
+    assert time.monotonic() - before < 0.5
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_elsewhere_a_renewal_is_a_sign_of_life(
+    tmp_path: Path, where: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lock(tmp_path, renewed=time.time() - 59.5, **where)
+    polls: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        polls.append(seconds)
+        if len(polls) == 3:
+            os.utime(tmp_path / NAME)
+        wait(seconds)
+
+    wait = time.sleep
+    monkeypatch.setattr(run_lock.time, "sleep", sleep)
+    with pytest.raises(UserError, match="is in use by a run on"):
+        acquire(tmp_path)
+    assert (tmp_path / NAME).exists()
+
+
+def test_the_clock_of_the_file_system_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs on a machine whose clock is an hour ahead of the file system's."""
+    write_lock(tmp_path, renewed=time.time() - 50.0, machine="elsewhere")
+    now = time.time
+    monkeypatch.setattr(run_lock.time, "time", lambda: now() + 3600.0)
+    monkeypatch.setattr(run_lock.time, "sleep", lambda seconds: os.utime(tmp_path / NAME))
+    with pytest.raises(UserError):
+        acquire(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", '{"pid": "x"}', '["a"]', "\0", '{"pid": 1e999}'])
+def test_a_file_that_cannot_be_read_is_a_lock_until_60_seconds_have_passed(
+    tmp_path: Path, content: str
+) -> None:
+    (tmp_path / NAME).write_text(content)
+    os.utime(tmp_path / NAME, (time.time() - 59.5,) * 2)
+    before = time.monotonic()
+    acquire(tmp_path, notice=lambda line: None).release()
+    assert time.monotonic() - before > 0.4
+
+
+# -- a holder that is ending -----------------------------------------------------------------------
+
+
+def test_a_start_waits_for_a_holder_that_is_ending(
+    tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    holder = start(started, tmp_path)
+    assert said(holder) == "held"
+    tell(holder, "ending")
+    assert said(holder) == "marked"
+    next_one = start(started, tmp_path)
+    assert said(next_one).startswith(f"run.dir={tmp_path}: waiting up to 60 s for the end of a run on")
+    tell(holder, "release")
+    assert said(next_one) == "held"
+    assert holder.wait(LIMIT) == 0
+
+
+def test_the_wait_for_a_holder_that_is_ending_has_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = acquire(tmp_path)
+    lock.mark_ending()
+    monkeypatch.setattr(run_lock, "ENDING", 1.5)
+    lines: list[str] = []
+    with pytest.raises(UserError, match=r"is still in use by .*, which has not ended within 2 s; "):
+        acquire(tmp_path, notice=lines.append)
+    assert len(lines) == 1
+    lock.release()
+
+
+def test_a_holder_that_was_told_to_end_just_before_the_start_is_waited_for(
+    tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    holder = start(started, tmp_path)
+    assert said(holder) == "held"
+    next_one = start(started, tmp_path)
+    time.sleep(0.3)
+    tell(holder, "ending")
+    tell(holder, "release")
+    assert said(next_one) == "held"
+
+
+# -- the holder ------------------------------------------------------------------------------------
+
+
+def test_the_holder_renews_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "RENEWAL", 0.05)
+    lock = acquire(tmp_path)
+    lock.start_renewal(pytest.fail)
+    os.utime(tmp_path / NAME, (1.0, 1.0))
+    wait_until(lambda: (tmp_path / NAME).stat().st_mtime > 1.0)
+    (tmp_path / NAME).unlink()  # somebody deletes it
+    wait_until((tmp_path / NAME).exists)
+    lock.release()
+    time.sleep(0.2)
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_holder_learns_that_another_run_has_taken_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Simulates a process that was suspended for more than 60 s: its lock has been replaced."""
+    monkeypatch.setattr(run_lock, "RENEWAL", 0.05)
+    lock, lines = acquire(tmp_path), []
+    (tmp_path / NAME).unlink()
+    other = acquire(tmp_path)
+    lock.start_renewal(lines.append)
+    wait_until(lambda: lines)
+    assert "has been taken by a run on" in lines[0]
+    lock.release()
+    assert (tmp_path / NAME).exists()  # the other's
+    other.release()
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_forked_process_does_not_release_the_lock(tmp_path: Path) -> None:
+    lock = acquire(tmp_path)
+    pid = os.fork()
+    if pid == 0:
+        lock.release()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert (tmp_path / NAME).exists()
+    lock.release()
+
+
+def test_only_the_directories_that_a_lock_has_made_are_removed_with_it(tmp_path: Path) -> None:
+    acquire(tmp_path / "a" / "b").release()
+    assert not (tmp_path / "a").exists()
+    lock = acquire(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "a" / "metrics.jsonl").touch()
+    lock.release()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["metrics.jsonl"]
+    (tmp_path / "empty").mkdir()
+    acquire(tmp_path / "empty").release()
+    assert (tmp_path / "empty").is_dir()
+
+
+# -- the other ranks -------------------------------------------------------------------------------
+
+
+def test_other_ranks_are_refused_by_another_launch_only(tmp_path: Path) -> None:
+    check_free(tmp_path, "mine")
+    lock = acquire(tmp_path, "mine")
+    check_free(tmp_path, "mine")
+    with pytest.raises(UserError, match="is in use by a run on"):
+        check_free(tmp_path, "another")
+    lock.mark_ending()
+    check_free(tmp_path, "another")  # rank 0 waits for its end
+    lock.release()
+    write_lock(tmp_path, started=1, launch="mine")
+    check_free(tmp_path, "another")  # stale
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
