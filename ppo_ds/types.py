@@ -104,9 +104,19 @@ class Sequences(_Rows):
         return self.attention_mask[:, : self.prompt_width].sum(1)
 
     @property
+    def response_ids(self) -> Tensor:
+        """The columns after the prompt, [B,R] long."""
+        return self.ids[:, self.prompt_width :]
+
+    @property
+    def response_attention(self) -> Tensor:
+        """The attended positions after the prompt, [B,R] bool, also of end tokens that are not actions."""
+        return self.attention_mask[:, self.prompt_width :]
+
+    @property
     def response_lengths(self) -> Tensor:
         """Number of attended tokens after the prompt, [B] long."""
-        return self.attention_mask[:, self.prompt_width :].sum(1)
+        return self.response_attention.sum(1)
 
     def to(self, device: torch.device) -> Self:
         """Returns the same rows with all tensors on ``device``."""

@@ -145,6 +145,65 @@ def _rows(mask: Tensor) -> Tensor:
     return mask.bool().any(dim=-1)
 
 
+class TokenLoss(NamedTuple):
+    """Holds a policy loss per token, and masks of the tokens where a clip applies. All are [B,T]."""
+
+    loss: Tensor
+    clipped: Tensor
+    clipped_low: Tensor  # by the dual clip
+
+
+def clipped_objective(
+    r: Tensor, current: Tensor, advantages: Tensor, bounds: tuple[float, float], dual_clip: float | None
+) -> TokenLoss:
+    """Computes PPO's clipped objective."""
+    plain, bounded = -advantages * r, -advantages * r.clamp(*bounds)
+    loss = torch.maximum(plain, bounded)
+    clipped_low = torch.zeros_like(r, dtype=torch.bool)
+    if dual_clip is not None:
+        assert dual_clip > 1, f"dual_clip must be above 1, not {dual_clip}"
+        ceiling = -advantages * dual_clip
+        clipped_low = (advantages < 0) & (loss > ceiling)
+        loss = torch.where(clipped_low, ceiling, loss)
+    return TokenLoss(loss, bounded > plain, clipped_low)
+
+
+def truncated_objective(
+    r: Tensor, current: Tensor, advantages: Tensor, bounds: tuple[float, float], dual_clip: float | None
+) -> TokenLoss:
+    """Computes CISPO's objective: the clipped ratio is a weight of the log-prob and has no gradient."""
+    truncated = r.detach().clamp(*bounds)
+    loss = -advantages * truncated * current
+    return TokenLoss(loss, truncated != r, torch.zeros_like(r, dtype=torch.bool))
+
+
+def plain_objective(
+    r: Tensor, current: Tensor, advantages: Tensor, bounds: tuple[float, float], dual_clip: float | None
+) -> TokenLoss:
+    """Computes REINFORCE's objective, without a ratio."""
+    unclipped = torch.zeros_like(r, dtype=torch.bool)
+    return TokenLoss(-advantages * current, unclipped, unclipped)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A kind of policy loss.
+
+    ``compute`` takes ratios, log-probs and advantages [B,T], the bounds of the ratio and the dual clip.
+    """
+
+    compute: Callable[[Tensor, Tensor, Tensor, tuple[float, float], float | None], TokenLoss]
+    ratio: Ratio | None = None  # the only ratio of this kind; None: that of the caller
+
+
+OBJECTIVES = {
+    "ppo": Objective(clipped_objective),
+    "gspo": Objective(clipped_objective, ratio="sequence_mean"),
+    "cispo": Objective(truncated_objective),
+    "reinforce": Objective(plain_objective),
+}
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -192,25 +251,16 @@ def policy_loss(
             policy/ratio_mean
             policy/ratio_max     0-dim
     """
+    if kind not in OBJECTIVES:
+        raise ValueError(f"unknown policy loss {kind!r}: {', '.join(OBJECTIVES)}")
+    objective = OBJECTIVES[kind]
     current, old = keep(logprobs, mask), keep(old_logprobs.detach(), mask)
     advantages = keep((advantages if advantages.dim() == 2 else advantages[:, None]).detach(), mask)
     differences = current - old
-    log_ratio = clamped_log_ratio(
-        differences, mask, "sequence_mean" if kind == "gspo" else ratio, log_ratio_clamp
-    )
+    log_ratio = clamped_log_ratio(differences, mask, objective.ratio or ratio, log_ratio_clamp)
     r = log_ratio.exp()
     bounds = (1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
-    unclipped = torch.zeros_like(mask, dtype=torch.bool)
-    match kind:
-        case "ppo" | "gspo":
-            loss, clipped, clipped_low = clipped_objective(r, advantages, bounds, dual_clip)
-        case "cispo":
-            truncated = r.detach().clamp(*bounds)
-            loss, clipped, clipped_low = -advantages * truncated * current, truncated != r, unclipped
-        case "reinforce":
-            loss, clipped, clipped_low = -advantages * current, unclipped, unclipped
-        case _:
-            raise ValueError(f"unknown policy loss {kind!r}: ppo, gspo, cispo or reinforce")
+    loss, clipped, clipped_low = objective.compute(r, current, advantages, bounds, dual_clip)
     if is_weights is not None:
         loss = loss * keep(is_weights.detach(), mask)
     # samples come from the old policy, so d = log old - log new
@@ -239,21 +289,6 @@ def clamped_log_ratio(differences: Tensor, mask: Tensor, ratio: Ratio, clamp: fl
         case _:
             raise ValueError(f"unknown ratio {ratio!r}: token, sequence or sequence_mean")
     return log_ratio.clamp(-clamp, clamp).expand_as(differences)
-
-
-def clipped_objective(
-    r: Tensor, advantages: Tensor, bounds: tuple[float, float], dual_clip: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes PPO's clipped objective per token, and masks of the tokens where either clip applies."""
-    plain, bounded = -advantages * r, -advantages * r.clamp(*bounds)
-    loss = torch.maximum(plain, bounded)
-    clipped_low = torch.zeros_like(r, dtype=torch.bool)
-    if dual_clip is not None:
-        assert dual_clip > 1, f"dual_clip must be above 1, not {dual_clip}"
-        ceiling = -advantages * dual_clip
-        clipped_low = (advantages < 0) & (loss > ceiling)
-        loss = torch.where(clipped_low, ceiling, loss)
-    return loss, bounded > plain, clipped_low
 
 
 @torch.no_grad()

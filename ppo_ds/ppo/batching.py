@@ -53,7 +53,7 @@ def scatter_tokens(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]
     Positions beyond the end of a response are 0. A generated token that is not an action (an end token
     outside the mask) keeps its value.
     """
-    responses = sequences.attention_mask[:, sequences.prompt_width :]
+    responses = sequences.response_attention
     return scatter_rows(parts, plan, torch.zeros(responses.shape)).masked_fill(~responses, 0.0)
 
 

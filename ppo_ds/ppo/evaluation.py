@@ -75,7 +75,7 @@ class Evaluator:
 
     def sample_row(self, rollout: Rollout, score: float, i: int) -> dict[str, Any]:
         """Returns row ``i`` of a rollout as text, for the samples file and the report."""
-        response = rollout.ids[i, rollout.prompt_width :][rollout.response_mask[i]].tolist()
+        response = rollout.response_ids[i][rollout.response_mask[i]].tolist()
         return {
             "prompt": rollout.metadata[i]["prompt_text"],
             "asked": last_message(rollout.metadata[i]),

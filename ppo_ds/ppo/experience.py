@@ -175,8 +175,8 @@ def mask_stops(rollout: ScoredRollout, stop_token_ids: tuple[int, ...]) -> Score
 
     zysNLP's code always does this, DeepSpeed-Chat if the pad token ends responses.
     """
-    responses = rollout.ids[:, rollout.prompt_width :]
-    stops = torch.isin(responses, torch.tensor(stop_token_ids, dtype=responses.dtype))
+    ids = rollout.response_ids
+    stops = torch.isin(ids, torch.tensor(stop_token_ids, dtype=ids.dtype))
     last = torch.arange(rollout.response_width) == rollout.response_lengths[:, None] - 1
     ended = stops & last & rollout.finished[:, None]
     return replace(rollout, response_mask=rollout.response_mask & ~ended)

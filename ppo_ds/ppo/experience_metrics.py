@@ -20,8 +20,8 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
     """Computes the metrics reward/*, kl/*, parity/*, value/* and rollout/* of the state before the update."""
     mask = experience.response_mask
     scores, lengths = experience.scores.double(), experience.response_lengths
-    responses = experience.ids[:, experience.prompt_width :].tolist()
-    unique = {tuple(ids[:length]) for ids, length in zip(responses, lengths.tolist(), strict=True)}
+    responses = zip(experience.response_ids.tolist(), lengths.tolist(), strict=True)
+    unique = {tuple(ids[:length]) for ids, length in responses}
     metrics = {
         "reward/score_mean": scores.mean(),
         "reward/score_std": scores.std(unbiased=False),
@@ -78,7 +78,7 @@ def sample_rows(experience: Experience, tokenizer: Tokenizer, limit: int) -> lis
     rows = []
     for i in range(len(experience) if limit < 0 else min(limit, len(experience))):
         prompt = experience.ids[i, :width][experience.attention_mask[i, :width]].tolist()
-        response = experience.ids[i, width:][: experience.response_lengths[i]].tolist()
+        response = experience.response_ids[i, : experience.response_lengths[i]].tolist()
         finished = bool(experience.finished[i])
         rows.append(
             {

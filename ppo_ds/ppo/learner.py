@@ -21,7 +21,7 @@ from ppo_ds.engine.lockstep import step_or_skip
 from ppo_ds.engine.trained import StepInfo, TrainedModel
 from ppo_ds.ops.losses import BatchTotals, batch_totals
 from ppo_ds.ppo.advantages import Whitening
-from ppo_ds.ppo.batching import minibatches, scatter_rows
+from ppo_ds.ppo.batching import minibatches, scatter_tokens
 from ppo_ds.ppo.health import NonFiniteStep, first_nonfinite
 from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective
 from ppo_ds.training.batching import microbatch_rows, microbatches, padding
@@ -95,7 +95,7 @@ class Learner:
         assert not first_forward or self.epochs * steps_per_epoch == 1, (
             "the log-probs of a second optimizer step are no longer those of the old policy"
         )
-        metrics, approx_kl, steps_done = MetricSums(), 0.0, 0
+        models, metrics, approx_kl, steps_done = self.models(critic_only), MetricSums(), 0.0, 0
         steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
 
         for _ in range(self.epochs):
@@ -108,23 +108,18 @@ class Learner:
                 minibatch = replace(minibatch, advantages=advantages)
                 plan = microbatch_rows(minibatch, self.token_budget, self.world, self.packed)
                 micros = [minibatch.select(part).trimmed() for part in plan]
-                totals, value_totals = self.totals(minibatch)
                 metrics.add_parts({"perf/pad_frac_update": padding(micros, self.packed)})
 
-                models, losses, actor = {}, {}, None
-                if not critic_only:
-                    with self.timer("update_actor"):
-                        actor = self.backward_actor(micros, totals, value_totals, kl_coef, metrics)
-                    models["actor"], losses["actor"] = self.actor, actor.loss
-                    if steps_done == 0:
-                        metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
-                if self.critic is not None:
-                    with self.timer("update_critic"):
-                        losses["critic"] = self.backward_critic(micros, value_totals, metrics)
-                    models["critic"] = self.critic
-
+                losses, actor = self.backward(minibatch, micros, kl_coef, critic_only, metrics)
                 kl_sums = None if self.target_kl is None or actor is None else actor.kl_sums
                 done = step_or_skip(models, losses, kl_sums, world=self.world, timer=self.timer)
+
+                if actor is not None and steps_done == 0:
+                    metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
+                if first_forward:  # in this only optimizer step
+                    mine = scatter_tokens(actor.logprobs, experience, [rows[part] for part in plan])
+                    of_all_ranks = self.world.sum(mine)
+                    experience = replace(experience, logprobs=of_all_ranks, old_logprobs=of_all_ranks)
                 approx_kl = 0.0 if kl_sums is None else done.sums[0] / max(done.sums[1], 1.0)
                 steps_done += 1
                 for name, info in done.infos.items():
@@ -138,13 +133,40 @@ class Learner:
                     with self.timer("update_actor"):
                         self.ema.ema_update(self.ema_decay)
 
-        if first_forward:  # of the only optimizer step: rows, plan and actor are still its own
-            experience = self.with_logprobs(experience, actor.logprobs, [rows[part] for part in plan])
         passes = {
             "policy/epochs_run": steps_done / steps_per_epoch,
             "policy/early_stopped": float(steps_done < self.epochs * steps_per_epoch),
         }
         return experience, metrics.reduced(self.world) | step_metrics(steps) | passes
+
+    def models(self, critic_only: bool) -> dict[str, TrainedModel]:
+        """Returns the models that are trained together, by name."""
+        actor = {} if critic_only else {"actor": self.actor}
+        return actor if self.critic is None else actor | {"critic": self.critic}
+
+    def backward(
+        self,
+        minibatch: Experience,
+        micros: list[Experience],
+        kl_coef: float,
+        critic_only: bool,
+        metrics: MetricSums,
+    ) -> tuple[dict[str, Tensor], ActorBackward | None]:
+        """Accumulates the gradients of one optimizer step and returns the losses by model.
+
+        ``micros`` are this rank's micro-batches of ``minibatch``.
+        """
+        totals, value_totals = self.totals(minibatch)
+        losses: dict[str, Tensor] = {}
+        actor = None
+        if not critic_only:
+            with self.timer("update_actor"):
+                actor = self.backward_actor(micros, totals, value_totals, kl_coef, metrics)
+            losses["actor"] = actor.loss
+        if self.critic is not None:
+            with self.timer("update_critic"):
+                losses["critic"] = self.backward_critic(micros, value_totals, metrics)
+        return losses, actor
 
     def totals(self, minibatch: Experience) -> tuple[BatchTotals, BatchTotals | None]:
         """Counts the actions and, with a critic, the trained states of one optimizer step.
@@ -232,9 +254,6 @@ class Learner:
             out = self.actor(micro.ids, micro.attention_mask, micro.response_width, temperature=1.0)
             yield self.ptx(out, micro.to(self.world.device), totals)
 
-    def _models(self) -> dict[str, TrainedModel]:
-        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
-
     def skip_rollout(
         self,
         experience: Experience,
@@ -250,9 +269,8 @@ class Learner:
         """
         count = self.epochs * (len(experience) // self.minibatch_size)
         steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
-        for name, model in self._models().items():
-            if name == "critic" or not critic_only:
-                steps[ROLES[name]] = [model.skipped_step()] * count
+        for name, model in self.models(critic_only).items():
+            steps[ROLES[name]] = [model.skipped_step()] * count
         first_epoch = minibatches(len(experience), self.minibatch_size, shuffle)
         rows = next(rows for rows in first_epoch if row in rows)
         rank = row * self.world.size // len(experience)  # all_gather_rows keeps the order of the ranks
@@ -260,13 +278,3 @@ class Learner:
         self.health.record_skip(NonFiniteStep((what,), minibatch, rows, row, rank, kl_coef, critic_only))
         unknown = {name: math.nan for name in UNKNOWN if steps[name.partition("/")[0]]}
         return unknown | step_metrics(steps) | {"policy/epochs_run": 0.0, "policy/early_stopped": 0.0}
-
-    def with_logprobs(self, experience: Experience, logprobs: list[Tensor], plan: list[Tensor]) -> Experience:
-        """Adds the log-probs that the update's forward has computed to the experience. A collective.
-
-        ``logprobs`` are those of this rank's rows, [b,R'] for each entry of ``plan``.
-        """
-        responses = experience.attention_mask[:, experience.prompt_width :]
-        mine = scatter_rows(logprobs, plan, torch.zeros(responses.shape)).masked_fill(~responses, 0.0)
-        of_all_ranks = self.world.sum(mine)
-        return replace(experience, logprobs=of_all_ranks, old_logprobs=of_all_ranks)

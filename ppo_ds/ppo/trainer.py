@@ -27,8 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
@@ -39,11 +37,11 @@ from ppo_ds.ppo.collector import RolloutCollector
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.experience_metrics import describe, sample_rows
+from ppo_ds.ppo.export import export_models
 from ppo_ds.ppo.failure_dump import dump_failure
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.performance import Meter
-from ppo_ds.training.export import export_model
 from ppo_ds.training.health import TooManySkips
 from ppo_ds.training.stage import Evaluation, RunContext, Stateful, StepResult
 from ppo_ds.training.state import is_due
@@ -183,19 +181,7 @@ class PPOTrainer:
         self.pretraining_metrics = {}
 
     def export(self, run_dir: Path) -> None:
-        """Writes model/, critic/ and model_ema/ in Hugging Face format and adapter/ in that of peft."""
-        policy = self.actor.module
-
-        def save_policy(folder: Path, weights: dict[str, Tensor]) -> None:
-            policy.save(folder, weights)
-            policy.save_adapter(run_dir / "adapter", weights)
-
-        export_model(self.actor, "lm.", run_dir / "model", save_policy, self.tokenizer)
-        if self.critic is not None:
-            export_model(self.critic, "model.", run_dir / "critic", self.critic.module.save, self.tokenizer)
-        if self.ema is not None:
-            with self.ema.swapped():
-                export_model(self.actor, "lm.", run_dir / "model_ema", policy.save, self.tokenizer)
+        export_models(run_dir, self.actor, self.critic, self.ema, self.tokenizer)
 
     def dump_failure(self, error: TooManySkips, step: int, run_dir: Path) -> str:
         folder = run_dir / "dumps" / f"step_{step:06d}"

@@ -46,7 +46,7 @@ class Responses:
     @classmethod
     def of(cls, rollout: Rollout, tokenizer: Tokenizer) -> Responses:
         """Decodes the tokens that the response mask selects; ``tokenizer`` is the actor's."""
-        ids = rollout.ids[:, rollout.prompt_width :]
+        ids = rollout.response_ids
         texts = tuple(
             tokenizer.decode(row[mask].tolist())
             for row, mask in zip(ids, rollout.response_mask.bool(), strict=True)

@@ -18,8 +18,9 @@ from ppo_ds.engine.checkpoint.state import load_model
 from ppo_ds.errors import UserError
 from ppo_ds.ppo.failure_dump import Dump, read_dump
 from ppo_ds.ppo.health import first_nonfinite
-from ppo_ds.ppo.nan_debug import Row, locate_nonfinite
+from ppo_ds.ppo.nan_debug import locate_nonfinite
 from ppo_ds.training.health import Health
+from ppo_ds.training.nan_debug import Row
 from ppo_ds.training.timing import PhaseTimer
 
 
