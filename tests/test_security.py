@@ -113,7 +113,8 @@ def line_of(caught: pytest.ExceptionInfo) -> str:
 def test_the_planted_code_runs_if_it_is_loaded(witness, code):
     for run in (lambda: pickle.loads(pickle.dumps(Planted(witness))).close(), lambda: exec(code, {})):
         run()
-        witness.unlink()  # the witness exists
+        assert witness.exists()
+        witness.unlink()
 
 
 @pytest.mark.parametrize("role", MODELS)
@@ -213,11 +214,12 @@ def test_no_other_reader_runs_the_code(folder, code, sound):
         can_start_critic(section(str(folder)), load_tokenizer(str(sound)))
 
 
-def test_code_of_a_folder_with_a_known_architecture_is_not_run(folder, code):
+def test_code_of_a_folder_with_a_known_architecture_is_not_run(folder, code, witness):
     """transformers has the architecture, so the folder's own version is not used."""
     planted_code(folder, code, "known model")
     for load in MODELS["actor"], MODELS["critic"], load_tokenizer:
         load(str(folder))
+        assert not witness.exists()
 
 
 def test_a_folder_does_not_choose_kernels_from_the_hub(folder, monkeypatch):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from launch.cli import load_config
 from ppo_ds.config.schema import Config
 from ppo_ds.errors import UserError
@@ -25,12 +23,21 @@ def compose(*arguments: str, ranks: int = 1) -> Config:
     return load_config(list(arguments), world_size=ranks)
 
 
+def problems(*arguments: str, ranks: int = 1) -> list[str]:
+    """Returns the error lines of a command line, [] for a valid one."""
+    try:
+        load_config(list(arguments), world_size=ranks)
+    except UserError as error:
+        assert all("\n" not in line for line in error.problems)
+        return error.problems
+    return []
+
+
 def complaints(*arguments: str, ranks: int = 1) -> list[str]:
     """Returns the error lines of an invalid command line."""
-    with pytest.raises(UserError) as error:
-        load_config(list(arguments), world_size=ranks)
-    assert all("\n" not in line for line in error.value.problems)
-    return error.value.problems
+    lines = problems(*arguments, ranks=ranks)
+    assert lines, "the command line is valid"
+    return lines
 
 
 def model_folder(path: Path) -> Path:

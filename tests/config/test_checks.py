@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ppo_ds.config.schema import reference_is_base
-from tests.config.commands import MINIMAL, complaints, compose, model_folder
+from tests.config.commands import MINIMAL, complaints, compose, model_folder, problems
 
 
 def found(*arguments: str, ranks: int = 1) -> str:
@@ -304,12 +304,13 @@ def test_what_an_algorithm_does_not_go_with(arguments: list[str], line: str) -> 
     ids=" ".join,
 )
 def test_what_it_does_go_with(arguments: list[str]) -> None:
-    compose(*MINIMAL, *arguments)
+    assert problems(*MINIMAL, *arguments) == []
 
 
 @pytest.mark.parametrize("backend", ["static", "hf", "auto"])
 def test_layers_go_with_every_backend(backend: str) -> None:
-    compose(*MINIMAL, "actor.zero={stage:3,generation_gather:layers}", f"rollout.backend={backend}")
+    layers = "actor.zero={stage:3,generation_gather:layers}"
+    assert problems(*MINIMAL, layers, f"rollout.backend={backend}") == []
 
 
 def test_states_that_are_on_the_cpu_already_do_not_make_way() -> None:
@@ -323,9 +324,10 @@ def test_states_that_are_on_the_cpu_already_do_not_make_way() -> None:
     )
     for without_critic in ([offloaded], [SHARED], [GRPO, PAIRS]):
         assert found(moved, *without_critic).startswith(line)
-    compose(*MINIMAL, moved)  # the critic's states are offloaded
-    compose(*MINIMAL, "actor.zero={offload_states:auto,offload_optimizer:true}", offloaded)
-    compose(*MINIMAL, "actor.zero.offload_states=always", offloaded)
+    assert problems(*MINIMAL, moved) == []  # the critic's states are offloaded
+    both = "actor.zero={offload_states:auto,offload_optimizer:true}"
+    assert problems(*MINIMAL, both, offloaded) == []
+    assert problems(*MINIMAL, "actor.zero.offload_states=always", offloaded) == []
 
 
 def test_the_ranks_share_the_texts_beside_ppo() -> None:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from launch.cli import CONF, to_yaml
 from ppo_ds.config.schema import resolved
@@ -53,22 +57,40 @@ OPTIONS = sorted(
 )
 
 
+# The sections that the options of a group set; "" is the whole config.
+SECTIONS = {"model": "actor.model", "zero": "", "debug": ""}
+
+
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_of_every_group_composes(option: str) -> None:
+def test_every_option_of_every_group_sets_its_keys(option: str) -> None:
     fill = {
         "reward=model": ["reward.model.path=org/reward"],
         "algo=sums": ["rollout.prompts_per_step=128"],
     }.get(option, [])
     if option.startswith("algo="):
         fill = [*fill, "rollout.samples_per_prompt=4"]
-    choice = option.replace("model=", "model@actor.model=") if option.startswith("model=") else option
-    compose(
-        *MINIMAL[3:],
-        "actor.model.path=org/actor",
-        *([] if option.startswith("reward=") else MINIMAL[1:3]),
-        choice,
+    group, name = option.split("=")
+    config = compose(
+        *(MINIMAL[3:4] if group == "debug" else MINIMAL[3:]),
+        *([] if group == "model" else ["actor.model.path=org/actor"]),
+        *([] if group == "reward" else MINIMAL[1:3]),
+        f"model@actor.model={name}" if group == "model" else option,
         *fill,
     )
+    found = dict(leaves(json.loads(json.dumps(config.model_dump()))))  # tuples as lists
+    wanted = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{name}.yaml"))
+    section = SECTIONS.get(group, group)
+    for key, value in leaves(wanted, f"{section}." if section else ""):
+        assert found[key] == value or value is None, key  # the config fills in some null values
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted key and the value of everything in a tree that is not a non-empty mapping."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def test_rlhf_runs_without_a_network_on_local_models_and_data(tmp_path: Path) -> None:

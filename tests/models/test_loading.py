@@ -81,8 +81,11 @@ def test_dropout_of_nested_configs_is_zero_and_the_rest_is_untouched(tmp_path):
 
 
 def test_a_revision_means_nothing_to_a_folder(folder):
-    load_config(str(folder), revision="no-such-branch")
-    from_folder(folder, revision="no-such-branch")
+    plain = load_config(str(folder)).to_dict()
+    assert load_config(str(folder), revision="no-such-branch").to_dict() == plain
+    expected, found = load(folder).state_dict(), load(folder, revision="no-such-branch").state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "~/nowhere/at/all", "nowhere", "a/b/c"])

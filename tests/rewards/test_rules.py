@@ -23,6 +23,7 @@ from ppo_ds.rewards.rules import (
     RepetitionPenalty,
 )
 from tests.rewards.reward_cases import make_rollout
+from tests.support.cpu import cpu_limit
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 from tests.goldens.golden_io import load  # noqa: E402
@@ -100,9 +101,9 @@ def test_the_patterns_match_what_the_seeds_match(rates):
 
 
 def test_long_repetitive_responses_take_linear_time(rates):
-    """Backtracking patterns would take many minutes."""
     for middle in ("\n</think>\n<answer>\n", "\n</think>\n", "<answer>", "\n"):
-        assert rates(FormatReward, "<think>\n" + middle * 100_000, tag_score=0.0) == [0.0]
+        with cpu_limit(60):  # seconds; backtracking patterns would take many minutes
+            assert rates(FormatReward, "<think>\n" + middle * 100_000, tag_score=0.0) == [0.0]
 
 
 def test_another_format(rates):

@@ -6,8 +6,10 @@ from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.numbers import boxed, reference_number, stated_number
 from ppo_ds.rewards.rules import NumericReward
 from tests.rewards.test_rules import answers
+from tests.support.cpu import cpu_limit
 
 INFINITE = float("inf")
+QUADRATIC = 20  # seconds of CPU; patterns of quadratic time would take many minutes, linear ones take 1 s
 
 
 @pytest.mark.parametrize(
@@ -247,8 +249,11 @@ def test_a_reference_without_a_number_stops_the_run(tokenizer, reference):
     ],
 )
 def test_long_odd_responses_are_parsed_in_linear_time(unit):
-    """Patterns of quadratic time would take many minutes."""
     text = "7 " + unit * (300_000 // len(unit))
-    stated_number(text)
-    reference_number(text)
-    stated_number(f"\\boxed{{{text}}}")
+    for read, given in ((stated_number, text), (reference_number, text), (stated_number, boxes(text))):
+        with cpu_limit(QUADRATIC):
+            read(given)
+
+
+def boxes(text):
+    return f"\\boxed{{{text}}}"
