@@ -121,8 +121,8 @@ def test_an_unreachable_server_costs_a_bounded_time(tmp_path, monkeypatch, capfd
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     spent = run(tmp_path, "online", start_timeout=3)
-    assert sum(spent) < LIMIT and spent[-1] < 60  # no wait until the finish timeout of 60 s
-    assert capfd.readouterr().err.count("warning") == 1
+    assert sum(spent) < LIMIT
+    assert capfd.readouterr().err.count("warning") == 1  # a second one would say that the finish timed out
     assert b"policy/loss" in stored(tmp_path)
 
 
@@ -213,12 +213,15 @@ def test_a_run_that_was_deleted_on_the_server_becomes_a_new_one(tmp_path, server
 @pytest.mark.slow
 def test_a_server_that_is_gone_during_the_run(tmp_path, server, capfd):
     tracker = online(tmp_path, [1], finish_timeout=1)
+    (child,) = (one for one in psutil.Process().children() if "wandb_child" in " ".join(one.cmdline()))
     server.close()
-    begin = time.monotonic()
+    os.killpg(child.pid, signal.SIGSTOP)
     for step in (2, 3):
         tracker.log(step, {"policy/loss": 0.5})
         tracker.samples(step, [ROW])
-    assert time.monotonic() - begin < 30  # wandb repeats a refused request for longer
+    # No call has waited for wandb, which could not answer, nor given it up.
+    assert child.status() == psutil.STATUS_STOPPED and capfd.readouterr().err == ""
+    os.killpg(child.pid, signal.SIGCONT)
     finish_after_the_loss(tracker, capfd)
 
 
