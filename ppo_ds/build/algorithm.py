@@ -178,10 +178,10 @@ def learner(
     world: World,
     actor: TrainedModel,
     critic: TrainedModel | None,
-    ptx_texts: Iterator[Sequences] | None,
-    ema: WeightCopy | None,
     timer: PhaseTimer,
     health: Health,
+    ptx_texts: Iterator[Sequences] | None = None,
+    ema: WeightCopy | None = None,
 ) -> Learner:
     """Builds the Learner of a run."""
     algo, loss = config.algo, POLICY_LOSSES[config.algo.policy.loss]

@@ -44,16 +44,7 @@ def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
     if has_critic(config):
         critic = build_critic(config, critic_start(config, tokenizer), world, needs, 1)
         load_model(critic, folder / "critic")
-    learn = learner(
-        config,
-        world=world,
-        actor=actor,
-        critic=critic,
-        ptx_texts=None,
-        ema=None,
-        timer=timer,
-        health=Health(1),
-    )
+    learn = learner(config, world=world, actor=actor, critic=critic, timer=timer, health=Health(1))
     rows = locate_nonfinite(learn, dump.minibatch, dump.kl_coef, dump.critic_only)
     found = first_nonfinite(dump.minibatch)
     world.close()

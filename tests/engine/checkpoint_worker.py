@@ -29,6 +29,7 @@ from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.engine.master_weights import MasterWeights
 from ppo_ds.engine.trained import LRSchedule, StepInfo, TrainedModel
 from ppo_ds.engine.zero import deepspeed_config
+from tests.engine.rank_results import on_all_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LIMIT = 100  # elements
@@ -352,17 +353,8 @@ def main() -> None:
     world = connect(5)
     allow_fp16_on_cpu()
     shards.SHARD_BYTES = 500  # several shards, even for a tiny model
-    found = []
-    for case in read_references(world, root) if mode == "references" else cases(world, root, mode):
-        others = world.gather_objects(case)
-        found.append(
-            case
-            | {
-                key: all(other[key] for other in others)
-                for key, value in case.items()
-                if isinstance(value, bool)
-            }
-        )
+    given = read_references(world, root) if mode == "references" else cases(world, root, mode)
+    found = [on_all_ranks(world, case) for case in given]
     if world.is_main:
         (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
     world.close()

@@ -29,6 +29,7 @@ from ppo_ds.models.policy import Policy, unsharded_twin
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.types import Prompts, Rollout
+from tests.engine.rank_results import on_all_ranks
 
 V, ROWS, EOS = 23, 4, 2
 HANG = 200  # seconds until a hang prints its stacks and exits
@@ -366,17 +367,7 @@ def main() -> None:
     root, mode = Path(sys.argv[1]), sys.argv[2]
     faulthandler.dump_traceback_later(HANG, exit=True)
     world = connect(5)
-    found = []
-    for case in cases(world):
-        others = world.gather_objects(case)
-        found.append(
-            case
-            | {
-                key: all(other[key] for other in others)
-                for key, value in case.items()
-                if isinstance(value, bool)
-            }
-        )
+    found = [on_all_ranks(world, case) for case in cases(world)]
     if world.is_main:
         (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
     world.close()

@@ -27,6 +27,7 @@ from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.models.policy import Policy, unsharded_twin
 from tests.engine.checkpoint_worker import DTYPES, NOT_PERSISTENT, Case, Tiny, make, same, train
+from tests.engine.rank_results import on_all_ranks
 
 DECAY = 0.75
 IDS = torch.randint(0, 13, (3, 5), generator=torch.Generator().manual_seed(7))
@@ -323,17 +324,8 @@ def main() -> None:
     root, mode = Path(sys.argv[1]), sys.argv[2]
     world = connect(5)
     shards.SHARD_BYTES = 500
-    found = []
-    for case in read_references(world, root, "again") if mode == "references" else cases(world, root):
-        others = world.gather_objects(case)
-        found.append(
-            case
-            | {
-                key: all(other[key] for other in others)
-                for key, value in case.items()
-                if isinstance(value, bool)
-            }
-        )
+    given = read_references(world, root, "again") if mode == "references" else cases(world, root)
+    found = [on_all_ranks(world, case) for case in given]
     if mode != "references" and world.size == 2:
         for stage, dtype in ((0, "fp32"), (2, "bf16"), (3, "bf16")):
             write_reference(world, root, stage, dtype)

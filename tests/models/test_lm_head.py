@@ -23,14 +23,12 @@ from transformers import (
 from ppo_ds.models.lm_head import HeadProbe, LMHead
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, unsharded_twin
+from tests.support.models import SIZES
 
 V, T, R = 50, 9, 5
 SMALL = dict(
     vocab_size=V,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=32,
+    **SIZES,
     initializer_range=0.3,
     pad_token_id=0,
 )

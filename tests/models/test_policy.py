@@ -24,14 +24,12 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.policy import Policy, load_policy, unsharded_twin
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.rollout.hf import generate
+from tests.support.models import SIZES
 
 V = 60
 SMALL = dict(
     vocab_size=V,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=32,
+    **SIZES,
     initializer_range=0.5,
 )
 GROUPED = SMALL | dict(num_key_value_heads=1)

@@ -33,14 +33,12 @@ from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.models.value import can_start_critic, load_critic, load_reward_model
+from tests.support.models import SIZES
 from tests.support.ports import reserved_port
 
 SMALL = dict(
     vocab_size=60,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=32,
+    **SIZES,
     initializer_range=0.5,
 )
 DECODERS = {

@@ -8,6 +8,7 @@ import torch
 
 from ppo_ds.models.tiny import character_tokenizer
 from tests.ppo.algo_cases import make_experience
+from tests.support.threads import run_threads
 
 
 class ThreadWorld:
@@ -56,24 +57,8 @@ class ThreadWorld:
 
 def run_ranks(size, work):
     """Runs work(world) on each rank and returns the results."""
-    barrier, shares = threading.Barrier(size, timeout=20), [None] * size
-    results, errors = [None] * size, []
-
-    def run(rank):
-        try:
-            results[rank] = work(ThreadWorld(rank, size, barrier, shares))
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-    return results
+    barrier, shares = threading.Barrier(size, timeout=300), [None] * size
+    return run_threads(size, lambda rank: work(ThreadWorld(rank, size, barrier, shares)), barrier)
 
 
 @pytest.fixture

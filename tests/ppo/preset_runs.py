@@ -221,16 +221,7 @@ def make_and_learn(config: Config, world, numbers: Numbers, experience: Experien
         # Here the old policy always differs from the one that learns, so its log-probs are computed before
         # the update even for a single optimizer step.
         experience, seen = replace(make, compute_old_logprobs=True)(numbers.rollout(), coef)
-    learn = learner(
-        config,
-        world=world,
-        actor=actor,
-        critic=critic,
-        ptx_texts=None,
-        ema=None,
-        timer=timer,
-        health=Health(1),
-    )
+    learn = learner(config, world=world, actor=actor, critic=critic, timer=timer, health=Health(1))
     experience, learned = learn(experience, coef, seed=3)
     return Run(config, experience, seen, learned, actor, critic)
 

@@ -1,9 +1,7 @@
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 from ppo_ds.models.tokenizer import load_tokenizer
+from tests.ops.ranks import on_ranks as on_thread_ranks
 from tests.rewards.model_cases import Build
 from tests.rewards.reward_cases import save_tokenizer
 
@@ -17,12 +15,7 @@ def tokenizer(tmp_path):
 @pytest.fixture
 def on_ranks():
     """Runs work(rank, reduce) on each of ``size`` ranks, which are threads; see tests/ops/ranks.py."""
-    spec = importlib.util.spec_from_file_location(
-        "thread_ranks", Path(__file__).parent.parent / "ops" / "ranks.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.on_ranks
+    return on_thread_ranks
 
 
 @pytest.fixture

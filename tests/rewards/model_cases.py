@@ -6,13 +6,11 @@ from transformers import AutoModelForSequenceClassification, DebertaV2Config, GP
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.rewards.model import model_reward
 from tests.rewards.reward_cases import VOCAB, Placed, loaded, save_tokenizer
+from tests.support.models import SIZES
 
 TINY = dict(
     vocab_size=VOCAB,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=32,
+    **SIZES,
     initializer_range=0.5,
     num_labels=1,
 )

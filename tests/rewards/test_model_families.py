@@ -25,6 +25,7 @@ from transformers import (
 from ppo_ds.models.tokenizer import load_tokenizer
 from tests.rewards.model_cases import by_hand
 from tests.rewards.reward_cases import make_rollout, save_tokenizer
+from tests.support.models import SIZES
 
 ENDOFTEXT, START, END, ACTOR_USER, ACTOR_BOT = (
     "<|endoftext|>",
@@ -77,10 +78,7 @@ def save_other_tokenizer(folder, *, pad=ENDOFTEXT, template=CHATML, pairs=False,
 
 WIDE = dict(
     vocab_size=VOCAB,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=32,
+    **SIZES,
     initializer_range=0.5,
     num_labels=1,
 )

@@ -6,7 +6,7 @@ python tests/tools/gpu_sim/run_models.py [moe | gemma]
 import sys
 from functools import partial
 
-from simulated_cuda import fake_cuda, show, torch  # isort: skip
+from simulated_cuda import SIZES, fake_cuda, show, torch  # isort: skip
 from torch.nn.functional import pad
 from transformers import (
     AutoModelForCausalLM,
@@ -30,15 +30,6 @@ from ppo_ds.types import Experience
 
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 CUDA = torch.device("cuda")
-SIZES = dict(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-)
 if "moe" in sys.argv:
     experts = dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     configs = {

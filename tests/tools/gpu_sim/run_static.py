@@ -2,7 +2,7 @@
 
 import traceback
 
-from simulated_cuda import fake_cuda, show, torch  # isort: skip
+from simulated_cuda import SIZES, fake_cuda, show, torch  # isort: skip
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -23,15 +23,6 @@ from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Prompts
 
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
-SIZES = dict(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-)
 ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,

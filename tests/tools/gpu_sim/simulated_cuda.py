@@ -31,6 +31,15 @@ ROOT = Path(__file__).resolve().parents[3]
 SOURCE = Path(os.environ.get("GPU_SIM", ROOT.parent / "shared" / "gpu_sim")) / "guard.cpp"
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "TRANSFORMERS_VERBOSITY": "error"}
 sys.path.insert(0, str(ROOT))
+SIZES = dict(  # of the tiny models that the scripts run
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
 
 
 def load_stub() -> None:
