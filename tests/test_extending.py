@@ -198,7 +198,7 @@ class Letters(TextReward):
         super().__init__(tokenizer)
         self.letter = letter
 
-    def judge(self, responses):
+    def score_responses(self, responses):
         return torch.tensor([float(text.count(self.letter)) for text in responses.texts])
 """
 

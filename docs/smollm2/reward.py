@@ -1,4 +1,4 @@
-"""Scores short, complete answers in plain prose from 0 to 1.
+"""Scores short, complete responses in plain prose from 0 to 1.
 
 Use it with reward=function reward.path=docs/smollm2/reward.py:score.
 """
@@ -23,16 +23,16 @@ def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) 
     ]
 
 
-def grade(question: str, answer: str) -> float:
-    """Scores one answer.
+def grade(question: str, response: str) -> float:
+    """Scores one response.
 
     Completeness, brevity and topicality are added. Missing the question, repeating the question or itself,
     and lists reduce the sum by a factor.
     """
-    asked, words = _words(question), _words(answer)
+    asked, words = _words(question), _words(response)
     if len(words) < 5:
-        return 0.0  # not a sentence: an empty answer must not count as brief
-    complete = answer.rstrip().endswith((".", "!", '."', '!"'))
+        return 0.0  # not a sentence: an empty response must not count as brief
+    complete = response.rstrip().endswith((".", "!", '."', '!"'))
     brief = min(1.0, max(0.0, (45 - len(words)) / 25))  # 1 up to 20 words, 0 from 45 words
     topics = {word[:5] for word in asked if word not in COMMON}  # word[:5]: boil, boils and boiled are one
     topical = min(1.0, len(topics & {word[:5] for word in words}) / min(2, len(topics) or 1))
@@ -40,7 +40,7 @@ def grade(question: str, answer: str) -> float:
     fresh = len(set(zip(words, words[1:], strict=False))) / (len(words) - 1)
     # up to half of the words may come from the question
     own = min(1.0, 2 * sum(word not in asked for word in words) / len(words))
-    prose = 1.0 if "\n" not in answer.strip() else 0.5
+    prose = 1.0 if "\n" not in response.strip() else 0.5
     return (0.4 * complete + 0.3 * brief + 0.3 * topical) * (0.5 + 0.5 * topical) * fresh**2 * own * prose
 
 

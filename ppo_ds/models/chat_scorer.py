@@ -20,7 +20,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.loading import config_of, from_pretrained, refuse_missing
 from ppo_ds.models.tokenizer import Message, Tokenizer, load_tokenizer
 
-Chat = list[Message]  # ends with the assistant's answer
+Chat = list[Message]  # ends with the response
 
 _MARKUP = 8  # approximate number of tokens that a template adds to one message
 

@@ -84,9 +84,9 @@ def make_layout(
     device = next(model.parameters()).device if ids.device.type == "cpu" else ids.device
     mask = attention_mask.cpu().bool()
     rows, columns = mask.shape
-    answered = mask[:, columns - response_width :].sum(1)
+    response_lengths = mask[:, columns - response_width :].sum(1)
     lengths, first = mask.sum(1), mask.int().argmax(1)
-    prompts = lengths - answered
+    prompts = lengths - response_lengths
     assert bool((prompts > 0).all()), "a row without a token before its response"
     contiguous = columns - mask.flip(1).int().argmax(1) - first == lengths
     assert bool(contiguous.all()), "padding between the tokens of a row"
@@ -99,8 +99,8 @@ def make_layout(
     else:
         start = torch.arange(rows) * real.shape[1]
     states = (start + prompts - 1)[:, None] + torch.arange(response_width + 1)  # [B,R+1] into [b*t]
-    before = torch.arange(response_width) < answered[:, None]
-    around = torch.arange(response_width + 1) <= answered[:, None]
+    before = torch.arange(response_width) < response_lengths[:, None]
+    around = torch.arange(response_width + 1) <= response_lengths[:, None]
 
     def on_device(tensor: Tensor) -> Tensor:
         return to_device(tensor, device)

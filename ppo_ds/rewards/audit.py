@@ -1,9 +1,9 @@
 """Audits a reward model before training: scores a few fixed dialogues in several ways.
 
 A score must not depend on the other texts of its batch or on the padding, and it must be a finite number that
-differs between texts; violations are failures. Other observations (the effect of the end token, how often a
-fitting answer beats an unrelated one) are remarks for the user. Every rank runs the same forwards on the same
-texts.
+differs between texts; violations are failures. Other observations are remarks for the user: the effect of the
+end token, and how often a fitting response scores above an unrelated one. Every rank runs the same forwards
+on the same texts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _EQUAL = 1e-5  # relative in the same way; scores that differ by less count as e
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A dialogue and an answer that fits it."""
+    """A dialogue and a response that fits it."""
 
     turns: tuple[str, ...]  # alternating, beginning and ending with the user
-    answer: str
+    response: str
 
     def row(self, tokenizer: Tokenizer) -> Row:
         """Builds the row that a data set would give; ``tokenizer`` is the actor's."""
@@ -73,14 +73,14 @@ DIALOGUES = (
 
 @dataclass(frozen=True)
 class Probes:
-    """The dialogues as rows, with a fitting answer and an unrelated one (the next dialogue's) for each."""
+    """The dialogues as rows, with a fitting response and an unrelated one (the next dialogue's) for each."""
 
     rows: tuple[Row, ...]
     fitting: tuple[str, ...]
     unrelated: tuple[str, ...]
 
     def pairs(self) -> list[tuple[Row, str]]:
-        """Returns rows and answers: first all fitting answers, then empty ones, then the unrelated ones."""
+        """Returns rows with responses: all fitting ones first, then empty ones, then the unrelated ones."""
         return [
             *zip(self.rows, self.fitting, strict=True),
             *((row, "") for row in self.rows),
@@ -90,9 +90,9 @@ class Probes:
 
 def probes(tokenizer: Tokenizer) -> Probes:
     """Builds the probes for an actor with this tokenizer."""
-    answers = tuple(dialogue.answer for dialogue in DIALOGUES)
+    responses = tuple(dialogue.response for dialogue in DIALOGUES)
     rows = tuple(dialogue.row(tokenizer) for dialogue in DIALOGUES)
-    return Probes(rows, answers, answers[1:] + answers[:1])
+    return Probes(rows, responses, responses[1:] + responses[:1])
 
 
 @dataclass
@@ -128,13 +128,13 @@ class Findings:
         return False
 
     def remark_plausibility(self, scores: Tensor) -> None:
-        """Records how often a fitting answer wins; ``scores`` are in the order of ``Probes.pairs``."""
+        """Records how often a fitting response wins; ``scores`` are in the order of ``Probes.pairs``."""
         fitting, empty, unrelated = scores.chunk(3)
         wins = " and ".join(
             f"above {name} in {int((fitting > other).sum())} of {len(fitting)}"
             for name, other in (("an empty one", empty), ("an unrelated one", unrelated))
         )
-        self.remarks.append(f"a fitting answer scores {wins} dialogues")
+        self.remarks.append(f"a fitting response scores {wins} dialogues")
 
 
 def audit_classifier(
@@ -153,7 +153,7 @@ def audit_classifier(
     the arguments after it belong to the reward model.
     """
     findings, probe = Findings(), probes(tokenizer)
-    texts = [encode(row, answer, True) for row, answer in probe.pairs()]
+    texts = [encode(row, response, True) for row, response in probe.pairs()]
     fitting = texts[: len(probe.rows)]
     together = score(texts, "right")
     if not findings.check_finite(together, dtype):
@@ -207,7 +207,9 @@ def audit_chat_scorer(
     ``score(chats, batched)`` returns [B] by get_scores or by get_score. ``tokenizer`` is the actor's.
     """
     findings, probe = Findings(batches_agree=has_get_scores), probes(tokenizer)
-    chats = [[*row["messages"], {"role": "assistant", "content": answer}] for row, answer in probe.pairs()]
+    chats = [
+        [*row["messages"], {"role": "assistant", "content": response}] for row, response in probe.pairs()
+    ]
     fitting = chats[: len(probe.rows)]
     scores = score(chats, has_get_scores)
     if not findings.check_finite(scores, dtype):

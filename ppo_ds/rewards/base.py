@@ -71,9 +71,9 @@ class Responses:
 class TextReward(ABC):
     """Base class of rewards that read only text.
 
-    Subclasses define ``judge``; other rewards may also call it on modified texts of the same rows. A reward
-    whose model is sharded over ranks must be called the same number of times on each rank, each time with one
-    text per row.
+    Subclasses define ``score_responses``. Other rewards may also call it, on modified texts of the same rows.
+    If a reward's model is sharded over ranks, every rank must call the reward equally often, each time with
+    one text per row.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -81,7 +81,7 @@ class TextReward(ABC):
         self._tokenizer = tokenizer
 
     def __call__(self, rollout: Rollout) -> Scores:
-        return sequence_scores(self.judge(Responses.of(rollout, self._tokenizer)), rollout)
+        return sequence_scores(self.score_responses(Responses.of(rollout, self._tokenizer)), rollout)
 
     def check_row(self, row: Row) -> None:
         """Raises RewardError if a raw row lacks what the reward needs.
@@ -91,7 +91,7 @@ class TextReward(ABC):
         return
 
     @abstractmethod
-    def judge(self, responses: Responses) -> Tensor:
+    def score_responses(self, responses: Responses) -> Tensor:
         """Returns one finite score for each response, [B]."""
 
 

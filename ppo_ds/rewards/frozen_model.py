@@ -68,7 +68,7 @@ class FrozenModelReward(TextReward):
     def score(self, inputs: Sequence[Any]) -> Tensor:
         """Scores inputs in batches under the token budget, [B]; scores may be non-finite."""
 
-    def judge(self, responses: Responses) -> Tensor:
+    def score_responses(self, responses: Responses) -> Tensor:
         scores = self.score(
             [
                 self.encode(*each)

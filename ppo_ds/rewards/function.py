@@ -37,7 +37,7 @@ class FunctionReward(TextReward):
         self._name = f"{key}.path={path}"
         self._function = load_function(path, f"{key}.path")
 
-    def judge(self, responses: Responses) -> Tensor:
+    def score_responses(self, responses: Responses) -> Tensor:
         prompts = [row["prompt_text"] for row in responses.rows]
         try:
             with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):

@@ -229,7 +229,7 @@ class RemoteReward(TextReward):
         self._parse_retries, self._concurrency = parse_retries, concurrency
         self._should_stop = should_stop
 
-    def judge(self, responses: Responses) -> Tensor:
+    def score_responses(self, responses: Responses) -> Tensor:
         requests, cancelled = self._format.requests(responses), Event()
         payloads = [self._encode(request, responses) for request in requests]
         with self._client.open(self._concurrency) as client:

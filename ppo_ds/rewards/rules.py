@@ -58,7 +58,7 @@ class Rule(TextReward):
         self._inside, self._key = inside, key
         check_tags_decodable(tag_pair(inside), tokenizer, f"{key}.inside={inside}")
 
-    def judge(self, responses: Responses) -> Tensor:
+    def score_responses(self, responses: Responses) -> Tensor:
         if self._inside:
             responses = responses.inside(self._inside)
         scores = [self.rate(text, row) for text, row in zip(responses.texts, responses.rows, strict=True)]

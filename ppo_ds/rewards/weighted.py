@@ -146,7 +146,7 @@ def _score_part(part: Part, rollout: Rollout, responses: Responses) -> Scores:
     """Scores a rollout with one part; a non-finite score is a RewardError, even if its weight is 0."""
     if isinstance(part.reward, TextReward):
         texts = responses.inside(part.inside) if part.inside else responses
-        scores = sequence_scores(part.reward.judge(texts), rollout)
+        scores = sequence_scores(part.reward.score_responses(texts), rollout)
     else:
         scores = part.reward(rollout)
     bad = ~(scores.total.isfinite() & scores.per_token.isfinite().all(1))
@@ -199,9 +199,9 @@ class AnswerMix(TextReward):
     def check_row(self, row: Row) -> None:
         self._reward.check_row(row)
 
-    def judge(self, responses: Responses) -> Tensor:
-        whole = _clip(self._reward.judge(responses), self._clip)
-        answer = _clip(self._reward.judge(responses.inside(self._tag)), self._clip)
+    def score_responses(self, responses: Responses) -> Tensor:
+        whole = _clip(self._reward.score_responses(responses), self._clip)
+        answer = _clip(self._reward.score_responses(responses.inside(self._tag)), self._clip)
         tagged = torch.tensor(
             [text_inside(text, self._tag) is not None for text in responses.texts], dtype=torch.bool
         )

@@ -38,12 +38,12 @@ class Panel:
 
 
 PANELS = (
-    Panel("Reward", "score", {"reward/score_mean": "mean ± std over the answers"}, band="reward/score_std"),
-    Panel("Held-out accuracy", "right answers", {"eval/accuracy": "accuracy"}, percent=True),
+    Panel("Reward", "score", {"reward/score_mean": "mean ± std over the responses"}, band="reward/score_std"),
+    Panel("Held-out accuracy", "share of correct responses", {"eval/accuracy": "accuracy"}, percent=True),
     Panel(
-        "Held-out score", "score", {"eval/score_mean": "mean ± std over the answers"}, band="eval/score_std"
+        "Held-out score", "score", {"eval/score_mean": "mean ± std over the responses"}, band="eval/score_std"
     ),
-    Panel("KL to the reference", "nats per answer", {"kl/ref_seq_mean": "KL", "kl/target": "target"}),
+    Panel("KL to the reference", "nats per response", {"kl/ref_seq_mean": "KL", "kl/target": "target"}),
     Panel("Policy loss", "loss", {"policy/loss": "loss"}),
     Panel("Value loss", "loss", {"value/loss": "loss"}, from_zero=True),
     Panel(
@@ -186,7 +186,7 @@ def _score_table(scores: Mapping[str, tuple[float | None, float | None]]) -> Tab
 
 
 def _sample_table(samples: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="Sample answers", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table = Table(title="Sample responses", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for column in ("prompt", "before", "after"):
         table.add_column(column, overflow="fold")
     table.add_column("score", justify="right", no_wrap=True)

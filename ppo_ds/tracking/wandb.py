@@ -67,20 +67,20 @@ class WandbTracker:
     def _start_or_fall_back(self, config: dict[str, Any]) -> None:
         run_id = read_run_id(self._id_file) or secrets.token_hex(4)
         for mode in ("online", "offline") if self._mode == "online" else ("offline",):
-            answer = self._launch(mode, run_id, config)
-            if DELETED in answer.get("failed", ""):
+            reply = self._launch(mode, run_id, config)
+            if DELETED in reply.get("failed", ""):
                 _warn(f"run {run_id} was deleted on the server; continuing as a new run")
                 run_id = secrets.token_hex(4)
-                answer = self._launch(mode, run_id, config)
-            if "started" in answer:
-                print(f"wandb: {mode}; {answer['started']}", flush=True)
+                reply = self._launch(mode, run_id, config)
+            if "started" in reply:
+                print(f"wandb: {mode}; {reply['started']}", flush=True)
                 write_file(self._id_file, run_id + "\n")
                 return
             fallback = "offline" if mode == "online" else "without it"
-            _warn(f"{mode} failed ({answer['failed']}); continuing {fallback}")
+            _warn(f"{mode} failed ({reply['failed']}); continuing {fallback}")
 
     def _launch(self, mode: str, run_id: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Starts a child and returns its first answer; the child is kept if it has started wandb."""
+        """Starts a child and returns its first reply; the child is kept if it has started wandb."""
         options = {
             **self._options,
             "mode": mode,
@@ -90,12 +90,12 @@ class WandbTracker:
             "config": config,
         }
         child = _Child(options, log=self.run_dir / "wandb.log")
-        answer = child.answer(self._start_timeout + START_MARGIN)
-        if "started" in answer:
+        reply = child.reply(self._start_timeout + START_MARGIN)
+        if "started" in reply:
             self._child = child
         else:
             child.kill()
-        return answer
+        return reply
 
     def log(self, step: int, metrics: Record) -> None:
         self._send({"log": {key: value for key, value in metrics.items() if value is not None}, "step": step})
@@ -110,17 +110,17 @@ class WandbTracker:
         self._send({"finish": summary})
         if self._child is None:
             return
-        answer = self._child.answer(self._finish_timeout)
+        reply = self._child.reply(self._finish_timeout)
         self._stop()
-        if "finished" not in answer:
+        if "finished" not in reply:
             # a killed wandb loses what it buffers, up to a block of 32 KB
             _warn(
-                f"not all data was sent ({answer['failed']}); metrics.jsonl and samples/ have all of it, "
+                f"not all data was sent ({reply['failed']}); metrics.jsonl and samples/ have all of it, "
                 f"{self.run_dir / 'wandb'} has most of it, which wandb sync uploads"
             )
-        elif answer["refused"]:
+        elif reply["refused"]:
             _warn(
-                f"did not accept {answer['refused']} message(s) (see {self.run_dir / 'wandb.log'}); "
+                f"did not accept {reply['refused']} message(s) (see {self.run_dir / 'wandb.log'}); "
                 "metrics.jsonl and samples/ have them"
             )
 
@@ -142,7 +142,7 @@ def read_run_id(file: Path) -> str | None:
 
 
 class _Child:
-    """The process that runs wandb; it reads messages and writes answers as JSON lines.
+    """The process that runs wandb; it reads messages and writes replies as JSON lines.
 
     No method blocks beyond its time limit.
     """
@@ -173,12 +173,12 @@ class _Child:
             return False
         return True
 
-    def answer(self, timeout: float) -> dict[str, Any]:
-        """Returns the next answer, or ``{"failed": reason}`` if none arrives within ``timeout`` seconds."""
+    def reply(self, timeout: float) -> dict[str, Any]:
+        """Returns the next reply, or ``{"failed": reason}`` if none arrives within ``timeout`` seconds."""
         try:
             return self._inbox.get(timeout=timeout)
         except queue.Empty:
-            return {"failed": f"no answer within {timeout:.0f} s"}
+            return {"failed": f"no reply within {timeout:.0f} s"}
 
     def kill(self) -> None:
         """Kills the child and wandb's service process, unless they exit by themselves within a second."""

@@ -1,6 +1,6 @@
 """Runs wandb in the process that ``wandb.py`` starts.
 
-It reads JSON lines from standard input (options, then log, samples and finish messages) and writes answers to
+It reads JSON lines from standard input (options, then log, samples and finish messages) and writes replies to
 standard output. If the input ends without a finish message (the trainer was killed), the run is closed as
 failed. wandb's own output goes to standard error, which is a log file.
 """
@@ -23,7 +23,7 @@ def main() -> None:
     # messages; it exits when its input ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     messages = open(0, encoding="utf-8", closefd=False)  # UTF-8 whatever the locale
     options = json.loads(messages.readline() or "null")
@@ -33,15 +33,15 @@ def main() -> None:
         run = _init(options)
     except Exception as error:  # the trainer continues without wandb, whatever the reason
         lines = str(error).strip().splitlines()
-        _answer(answers, failed=": ".join([type(error).__name__, *lines[:1]]))
+        _send(replies, failed=": ".join([type(error).__name__, *lines[:1]]))
         return
     online = options["mode"] == "online"
-    _answer(answers, started=run.url if online else f"to upload: wandb sync {run.settings.sync_dir}")
+    _send(replies, started=run.url if online else f"to upload: wandb sync {run.settings.sync_dir}")
     finished, refused = _serve(run, messages)
     if finished is None:
         threading.Timer(ORPHAN_TIMEOUT, os._exit, [1]).start()
     run.finish(exit_code=0 if finished else 1)
-    _answer(answers, finished=True, refused=refused)
+    _send(replies, finished=True, refused=refused)
     os._exit(0)  # skips wandb's exit hooks and the timer
 
 
@@ -109,7 +109,7 @@ def _log_samples(
     run.log({f"samples/{split}": tables[split], "step": step})
 
 
-def _answer(stream: TextIO, **content: Any) -> None:
+def _send(stream: TextIO, **content: Any) -> None:
     try:
         print(json.dumps(content), file=stream, flush=True)
     except BrokenPipeError:

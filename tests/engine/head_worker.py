@@ -89,12 +89,12 @@ def step(model: TrainedModel) -> float:
     mask[0, : T - R] = True
     for i, part in enumerate((slice(0, 3), slice(3, 4))):
         out = model(ids[part], mask[part], R, with_entropy=True, entropy_gradient=i == 0)
-        answers = mask[part, T - R :]
-        loss = -(out.logprobs * torch.sin(ids[part, T - R :].float()))[answers].sum()
+        response = mask[part, T - R :]
+        loss = -(out.logprobs * torch.sin(ids[part, T - R :].float()))[response].sum()
         if i == 0:
-            loss = loss + 0.1 * out.entropy[answers].sum()
+            loss = loss + 0.1 * out.entropy[response].sum()
         if out.values is not None:
-            loss = loss + (out.values[:, :-1] - 1)[answers].square().sum()
+            loss = loss + (out.values[:, :-1] - 1)[response].square().sum()
         model.backward(loss / 40, last=i == 1)
         with torch.no_grad():
             model(ids, mask, R)

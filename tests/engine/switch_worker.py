@@ -140,7 +140,7 @@ def prompts(world: World, seed: int) -> Prompts:
     return Prompts(ids.masked_fill(~mask, 0), mask, limits, tuple({} for _ in range(ROWS)))
 
 
-def answered(actor: HybridActor, seed: int, token_budget: int = 30) -> Rollout:
+def decode_rollout(actor: HybridActor, seed: int, token_budget: int = 30) -> Rollout:
     generator = HFGenerator(
         lambda: actor.lm, tokenizer=Ids(), token_budget=token_budget, all_reduce_max=actor.all_reduce_max
     )
@@ -198,23 +198,23 @@ def ways(world: World, kind: str) -> Case:
     """Trains five steps after generation with whole weights, by layers, and without generation."""
     whole, layers, never = (make(world, 3, **KINDS[kind]) for _ in range(3))
     plan(whole, "whole"), plan(layers, "layers")
-    steps, answers, released, ahead, forwards = [], [], True, True, forwards_of(layers)
+    steps, pairs, released, ahead, forwards = [], [], True, True, forwards_of(layers)
     for step in range(5):
-        pair = [answered(actor, step) for actor in (whole, layers)]
+        pair = [decode_rollout(actor, step) for actor in (whole, layers)]
         # the basis of prefetching
         ahead &= layers.engine.optimizer.parameter_offload.get_param_coordinator().is_complete_trace()
         released &= sharded_again(layers)
-        answers.append(pair)
+        pairs.append(pair)
         steps.append([train(actor) for actor in (whole, layers, never)])
     return {
         "case": kind,
         "in step": layers.lockstep and not whole.lockstep,
         "tokens": all(
-            torch.equal(a.ids, b.ids) and torch.equal(a.response_mask, b.response_mask) for a, b in answers
+            torch.equal(a.ids, b.ids) and torch.equal(a.response_mask, b.response_mask) for a, b in pairs
         ),
-        "gap": max(float((a.logprobs - b.logprobs).abs().max()) for a, b in answers),
-        "lengths": world.gather_objects([int(a.response_mask.sum(1).max()) for a, _ in answers]),
-        "moved": not torch.equal(answers[0][0].logprobs[:, 0], answers[-1][0].logprobs[:, 0]),
+        "gap": max(float((a.logprobs - b.logprobs).abs().max()) for a, b in pairs),
+        "lengths": world.gather_objects([int(a.response_mask.sum(1).max()) for a, _ in pairs]),
+        "moved": not torch.equal(pairs[0][0].logprobs[:, 0], pairs[-1][0].logprobs[:, 0]),
         "forwards": world.gather_objects(forwards[0]),
         "ahead": ahead,
         "released": released,
@@ -230,7 +230,7 @@ def borrowed(world: World) -> Case:
     """Generates with a module that uses a parameter of another one, before any forward of the engine."""
     actor = make(world, 3, borrow=True)
     plan(actor, "layers")
-    rollout = answered(actor, 0)
+    rollout = decode_rollout(actor, 0)
     released = sharded_again(actor)
     with torch.no_grad():
         logprobs = actor(rollout.ids, rollout.attention_mask, rollout.response_mask.shape[1]).logprobs
@@ -247,7 +247,8 @@ def uneven_chunks(world: World) -> Case:
     plan(actor, "layers"), plan(alone, "whole")
     forwards, free = forwards_of(actor), forwards_of(alone)
     pairs = [
-        (answered(actor, seed, token_budget=12), answered(alone, seed, token_budget=12)) for seed in range(2)
+        (decode_rollout(actor, seed, token_budget=12), decode_rollout(alone, seed, token_budget=12))
+        for seed in range(2)
     ]
     return {
         "case": "uneven",
@@ -272,12 +273,12 @@ def interrupted(world: World) -> Case:
 
         hook = actor.module.lm.model.layers[1].mlp.register_forward_pre_hook(fail)
         try:
-            answered(actor, step)
+            decode_rollout(actor, step)
             found.append(False)
         except Interrupted:
             found.append(sharded_again(actor))
         hook.remove()
-        a, b = answered(actor, step), answered(calm, step)
+        a, b = decode_rollout(actor, step), decode_rollout(calm, step)
         found += [torch.equal(a.ids, b.ids), torch.equal(a.logprobs, b.logprobs), train(actor) == train(calm)]
     return {"case": "interrupted", "found": all(found), "weights": same(everything(actor), everything(calm))}
 
@@ -304,7 +305,7 @@ def states_offloaded(world: World, stage: int, dtype: torch.dtype) -> Case:
                         for m in (actor, critic)
                         for x in optimizer_shares(m)
                     )
-                answered(actor, step)
+                decode_rollout(actor, step)
                 if step == 2:
                     raise Interrupted
         except Interrupted:
@@ -345,7 +346,7 @@ def alive_after(world: World, generate: str) -> Case:
             else []
         )
         inside = sum(not ref.expired() for ref in weights)
-        answered(actor, 0)
+        decode_rollout(actor, 0)
     alive = sum(not ref.expired() for ref in made + weights)
     gc.enable()
     return {"case": f"alive after {generate}", "inside": inside, "caches": len(made), "alive": alive}

@@ -84,10 +84,10 @@ def test_the_saved_model_has_the_reported_accuracy(folder: Path) -> None:
     scores = []
     for row in _rows(folder / "train.jsonl")[:20]:
         ids = torch.tensor([tokenizer.encode_many([row["prompt"]], special_tokens=True)[0]])
-        answer = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)[
-            0, ids.shape[1] :
-        ]
-        scores += sums.reward([row["prompt"]], [tokenizer.decode(answer.tolist())], [row])
+        response = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4
+        )[0, ids.shape[1] :]
+        scores += sums.reward([row["prompt"]], [tokenizer.decode(response.tolist())], [row])
     assert sum(scores) / 20 == pytest.approx(prepared["validation_accuracy"])
     assert prepared["validation_accuracy"] >= SMALL["target_accuracy"]
 
@@ -142,8 +142,8 @@ def test_encode_puts_the_loss_on_the_answer_and_its_end_only() -> None:
 
 
 def test_reward_is_one_for_the_correct_text_only() -> None:
-    answers = ["46", " 46 ", "46+", "4", "", "046"]
-    assert sums.reward(["12+34="] * 6, answers, [{"prompt": "12+34=", "answer": "46"}] * 6) == [
+    responses = ["46", " 46 ", "46+", "4", "", "046"]
+    assert sums.reward(["12+34="] * 6, responses, [{"prompt": "12+34=", "answer": "46"}] * 6) == [
         1.0,
         1.0,
         0.0,

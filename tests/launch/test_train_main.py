@@ -101,7 +101,7 @@ def error_lines(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
     def error_lines(reward: TextReward) -> list[str]:
         answers = Responses(({"prompt_text": "p"},), ("a",), (True,))
-        assert run(fit=lambda: reward.judge(answers)) == 1
+        assert run(fit=lambda: reward.score_responses(answers)) == 1
         return capsys.readouterr().err.splitlines()
 
     return error_lines

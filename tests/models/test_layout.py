@@ -152,7 +152,7 @@ def test_a_layout_worked_by_hand():
         assert layout.scatter_states(torch.arange(1.0, 6.0)).tolist() == [[1, 2, 0, 0], [3, 4, 5, 0]]
 
 
-def test_what_is_no_row_of_prompt_and_answer():
+def test_what_is_no_row_of_prompt_and_response():
     nothing = torch.nn.Linear(1, 1)
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(AssertionError, match="padding between"):

@@ -77,10 +77,10 @@ def batch():
 def plainly(lm, ids, mask, temperature):
     """Returns the log-probs and the entropy of each unpadded row, from all logits, as lists of [r]."""
     for row, real in zip(ids, mask, strict=True):
-        start, answer = int(real[: T - R].sum()), row[T - R :][real[T - R :]]
+        start, response = int(real[: T - R].sum()), row[T - R :][real[T - R :]]
         logits = lm(input_ids=row[real][None]).logits[0, start - 1 : -1].float() / temperature
         table = logits.log_softmax(-1)
-        yield table.gather(1, answer[:, None])[:, 0], -(table.exp() * table).sum(-1)
+        yield table.gather(1, response[:, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
 def loss_of(logprobs, entropy):
@@ -95,11 +95,11 @@ def test_numbers_and_gradients_are_those_of_the_logits(batch, family, temperatur
     pairs = list(plainly(reference, *batch, temperature))
     expected = [torch.cat(column) for column in zip(*pairs, strict=True)]
     loss_of(*expected).backward()
-    policy, answers = Policy(lm, temperature), batch[1][:, T - R :]
+    policy, responses = Policy(lm, temperature), batch[1][:, T - R :]
     for _ in range(2):  # the first forward detects how the model changes its logits
         lm.zero_grad()
         out = policy(*batch, R, with_entropy=True)
-        found = out.logprobs[answers], out.entropy[answers]
+        found = out.logprobs[responses], out.entropy[responses]
         torch.testing.assert_close(found, tuple(expected), rtol=1e-5, atol=1e-5)
         loss_of(*found).backward()
         for (name, ours), theirs in zip(lm.named_parameters(), reference.parameters(), strict=True):

@@ -105,10 +105,10 @@ def test_logprobs_and_entropy_are_those_of_each_row_without_padding(tmp_path, ba
     policy = load(folder, temperature).eval()
     logprobs, entropy, *_ = policy(*batch, R, with_entropy=True)
     assert logprobs.shape == entropy.shape == (3, R) and logprobs.dtype == entropy.dtype == torch.float32
-    for i, (table, answer) in enumerate(unpadded_log_softmax(reference(folder), *batch, temperature)):
-        expected = table.gather(1, answer[:, None])[:, 0]
-        assert (logprobs[i, : len(answer)] - expected).abs().max() < 1e-5
-        assert (entropy[i, : len(answer)] + (table.exp() * table).sum(1)).abs().max() < 1e-5
+    for i, (table, response) in enumerate(unpadded_log_softmax(reference(folder), *batch, temperature)):
+        expected = table.gather(1, response[:, None])[:, 0]
+        assert (logprobs[i, : len(response)] - expected).abs().max() < 1e-5
+        assert (entropy[i, : len(response)] + (table.exp() * table).sum(1)).abs().max() < 1e-5
     assert policy(*batch, R)[1] is None
 
 
@@ -132,11 +132,11 @@ def test_the_head_runs_on_the_response_places_alone(tmp_path, batch):
     policy.lm.lm_head.register_forward_hook(lambda module, args, output: given.append(args[0].shape))
     policy(*batch, R)
     policy(*batch, R)
-    answers = (sum(r for _, r in LENGTHS), 16)
+    responses = (sum(r for _, r in LENGTHS), 16)
     assert given == [
         (1, 1, 16),
-        answers,
-        answers,
+        responses,
+        responses,
     ]  # the first forward locates the head, at one position
 
 
@@ -221,12 +221,12 @@ def test_the_folders_generation_config_is_not_used_but_saved(tmp_path):
     bare = load(saved(tmp_path / "bare", "qwen2"))
     for lm in (policy.lm.eval(), bare.lm.eval()):
         torch.manual_seed(5)
-        answers, logprobs = generate(lm, prompts, torch.ones_like(prompts, dtype=torch.bool), **drawn)
+        responses, logprobs = generate(lm, prompts, torch.ones_like(prompts, dtype=torch.bool), **drawn)
         if lm is policy.lm:
-            first, first_logprobs = answers, logprobs
+            first, first_logprobs = responses, logprobs
     ended = torch.isin(first, torch.tensor(SHIPPED["eos_token_id"])).cumsum(1) > 1
     assert ended.any() and (first[ended] != 6).any()  # rows continue after the end tokens of the folder
-    assert torch.equal(first, answers) and torch.equal(first_logprobs, logprobs)
+    assert torch.equal(first, responses) and torch.equal(first_logprobs, logprobs)
 
 
 def test_a_generation_config_that_contradicts_itself_can_be_saved(tmp_path):

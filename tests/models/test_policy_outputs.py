@@ -83,7 +83,7 @@ def test_a_dense_model_has_no_balance_loss(batch):
     assert dense.balance_coef is None and dense(*batch, R).aux is None
 
 
-def test_a_value_head_reads_the_states_around_the_answer(batch):
+def test_a_value_head_reads_the_states_around_the_response(batch):
     """Values are zero at first, then the product of the last hidden state and the weight.
 
     They are read at the position before each response token and at the last one.

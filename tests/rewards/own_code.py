@@ -98,11 +98,11 @@ def save_own_code(folder: Path, methods=BOTH, scale=1.0):
     return str(folder)
 
 
-def by_hand(path, messages, answer):
+def by_hand(path, messages, response):
     """Computes the mean over the ids, including InternLM2's extra last token, of embedding times head."""
     weights = load_file(Path(path) / "model.safetensors")
     text = "".join(
-        f"<{m['role']}>{m['content']}<eos>" for m in [*messages, {"role": "assistant", "content": answer}]
+        f"<{m['role']}>{m['content']}<eos>" for m in [*messages, {"role": "assistant", "content": response}]
     )
     ids = [*load_tokenizer(path).encode_many([text], special_tokens=False)[0], REWARD_TOKEN]
     return (weights["embed.weight"] @ weights["v_head.weight"][0])[ids].mean()

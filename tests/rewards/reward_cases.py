@@ -59,15 +59,15 @@ def save_tokenizer(folder, *, pad="<pad>", template=None, cross_encoder=False):
     return str(folder)
 
 
-def make_rollout(tokenizer, answers, rows=None, finished=None):
+def make_rollout(tokenizer, pairs, rows=None, finished=None):
     """Builds a rollout of (prompt, response) texts; a finished one ends with <eos>, which is an action."""
-    finished = [True] * len(answers) if finished is None else finished
-    prompts = [torch.tensor(tokenizer.encode_many([prompt], special_tokens=True)[0]) for prompt, _ in answers]
+    finished = [True] * len(pairs) if finished is None else finished
+    prompts = [torch.tensor(tokenizer.encode_many([prompt], special_tokens=True)[0]) for prompt, _ in pairs]
     responses = [
         torch.tensor(
             tokenizer.encode_many([response], special_tokens=False)[0] + [EOS] * done, dtype=torch.long
         )
-        for (_, response), done in zip(answers, finished, strict=True)
+        for (_, response), done in zip(pairs, finished, strict=True)
     ]
     pad = torch.nn.utils.rnn.pad_sequence
     prompt_ids = pad(prompts, batch_first=True, padding_value=tokenizer.pad_id, padding_side="left")
@@ -79,11 +79,11 @@ def make_rollout(tokenizer, answers, rows=None, finished=None):
         attention_mask=torch.cat([prompt_mask, response_mask], 1),
         response_mask=response_mask,
         finished=torch.tensor(finished),
-        limits=torch.full((len(answers),), response_mask.shape[1]),
+        limits=torch.full((len(pairs),), response_mask.shape[1]),
         logprobs=torch.zeros(response_mask.shape),
         metadata=tuple(
             row | {"prompt_text": prompt}
-            for row, (prompt, _) in zip(rows or [{}] * len(answers), answers, strict=True)
+            for row, (prompt, _) in zip(rows or [{}] * len(pairs), pairs, strict=True)
         ),
     )
 

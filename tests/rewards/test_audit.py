@@ -176,13 +176,13 @@ def test_heads_without_information(tmp_path, build):
 
 
 def test_plausibility_is_reported(tmp_path, build):
-    """The model counts tokens (bytes): every answer beats the empty one, and the longer of two wins."""
+    """The model counts tokens (bytes): every response beats the empty one, and the longer of two wins."""
     build(save_model(tmp_path / "rm", LLAMA), audit="report", broken=length)
-    sizes = [len(dialogue.answer.encode()) for dialogue in DIALOGUES]
+    sizes = [len(dialogue.response.encode()) for dialogue in DIALOGUES]
     longer = sum(a > b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True))
     assert 0 < longer < 6
     assert (
-        f"a fitting answer scores above an empty one in 6 of 6 and above an unrelated one in {longer} of 6 "
+        f"a fitting response scores above an empty one in 6 of 6 and above an unrelated one in {longer} of 6 "
         "dialogues" in remark(build)
     )
 

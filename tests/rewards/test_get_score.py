@@ -26,7 +26,7 @@ ROWS = [
     {"messages": [{"role": "user", "content": "a much longer question than the others are"}]},
     {},
 ]
-ANSWERS = [("rendered for the actor", "yo"), ("plain", "x"), ("rendered", "an answer"), ("b", "")]
+RESPONSES = [("rendered for the actor", "yo"), ("plain", "x"), ("rendered", "an answer"), ("b", "")]
 CPU = SimpleNamespace(device=torch.device("cpu"))
 
 
@@ -71,16 +71,16 @@ def build(tokenizer):
 def expected(path):
     messages = [
         row.get("messages", [{"role": "user", "content": prompt}])
-        for row, (prompt, _) in zip(ROWS, ANSWERS, strict=True)
+        for row, (prompt, _) in zip(ROWS, RESPONSES, strict=True)
     ]
     return torch.stack(
-        [by_hand(path, chat, answer) for chat, (_, answer) in zip(messages, ANSWERS, strict=True)]
+        [by_hand(path, chat, response) for chat, (_, response) in zip(messages, RESPONSES, strict=True)]
     )
 
 
 def test_scores_are_those_of_the_models_own_code(tmp_path, build, tokenizer):
     path = save_own_code(tmp_path / "tiny_rm")
-    rollout = make_rollout(tokenizer, ANSWERS, ROWS)
+    rollout = make_rollout(tokenizer, RESPONSES, ROWS)
     reward = build(path)
     scores = reward(rollout)
     torch.testing.assert_close(scores.total, expected(path), atol=1e-5, rtol=1e-5)
@@ -92,19 +92,19 @@ def test_scores_are_those_of_the_models_own_code(tmp_path, build, tokenizer):
 
 def test_batches_keep_to_the_budget_and_change_nothing(tmp_path, build, tokenizer):
     path = save_own_code(tmp_path / "tiny_rm")
-    rollout = make_rollout(tokenizer, ANSWERS, ROWS)
-    # tokens and 8 for each message: 67 (a question of 42 and an answer of 9), 42 (8, 8 and 2), 22, 17
+    rollout = make_rollout(tokenizer, RESPONSES, ROWS)
+    # tokens and 8 for each message: 67 (a question of 42 and a response of 9), 42 (8, 8 and 2), 22, 17
     for budget, batches in ((1, [1, 1, 1, 1]), (126, [1, 3]), (134, [2, 2]), (67 * 4, [4])):
         reward = build(path, score_tokens=budget)
         torch.testing.assert_close(reward(rollout).total, expected(path), atol=1e-5, rtol=1e-5)
         assert sorted(build.module.model.batches) == batches
 
 
-def test_without_get_scores_answers_are_scored_one_by_one(tmp_path, build, tokenizer):
+def test_without_get_scores_responses_are_scored_one_by_one(tmp_path, build, tokenizer):
     path = save_own_code(tmp_path / "tiny_rm", GET_SCORE)
     reward = build(path)
     torch.testing.assert_close(
-        reward(make_rollout(tokenizer, ANSWERS, ROWS)).total, expected(path), atol=1e-5, rtol=1e-5
+        reward(make_rollout(tokenizer, RESPONSES, ROWS)).total, expected(path), atol=1e-5, rtol=1e-5
     )
     assert build.module.model.batches == ["one"] * 4 and not any(
         note.startswith("warning") for note in build.notes
@@ -116,7 +116,7 @@ NEIGHBOURS = GET_SCORE + GET_SCORES.format(returned="(scores - scores.mean())[:,
 
 def test_get_scores_that_disagrees_with_get_score_is_not_used(tmp_path, build, tokenizer):
     path = save_own_code(tmp_path / "tiny_rm", NEIGHBOURS)
-    rollout = make_rollout(tokenizer, ANSWERS, ROWS)
+    rollout = make_rollout(tokenizer, RESPONSES, ROWS)
     reward = build(path)
     (warning,) = [note for note in build.notes if note.startswith("warning")]
     assert warning.startswith(
@@ -136,7 +136,7 @@ def test_get_scores_that_disagrees_with_get_score_is_not_used(tmp_path, build, t
 def test_ranks_agree_on_how_to_score(tmp_path, build, tokenizer):
     """If get_scores disagrees on another rank, this rank does not use it either."""
     reward = build(save_own_code(tmp_path / "tiny_rm"), all_reduce_max=lambda n: 1)
-    reward(make_rollout(tokenizer, ANSWERS, ROWS))
+    reward(make_rollout(tokenizer, RESPONSES, ROWS))
     assert build.module.model.batches == ["one"] * 4
 
 
@@ -154,7 +154,7 @@ def test_ranks_agree_on_how_to_score(tmp_path, build, tokenizer):
 def test_scores_of_many_shapes(tmp_path, build, tokenizer, returned):
     path = save_own_code(tmp_path / "tiny_rm", GET_SCORE + GET_SCORES.format(returned=returned))
     for budget in (1, 10_000):  # squeeze() makes one score alone a bare number
-        scores = build(path, score_tokens=budget, audit="off")(make_rollout(tokenizer, ANSWERS, ROWS)).total
+        scores = build(path, score_tokens=budget, audit="off")(make_rollout(tokenizer, RESPONSES, ROWS)).total
         torch.testing.assert_close(scores, expected(path), atol=1e-5, rtol=1e-5)
 
 
@@ -163,7 +163,7 @@ def test_scores_of_many_shapes(tmp_path, build, tokenizer, returned):
 )
 def test_half_precision(tmp_path, build, tokenizer, name, dtype, tolerance):
     path = save_own_code(tmp_path / "tiny_rm")
-    scores = build(path, model={"dtype": name})(make_rollout(tokenizer, ANSWERS, ROWS)).total
+    scores = build(path, model={"dtype": name})(make_rollout(tokenizer, RESPONSES, ROWS)).total
     assert {p.dtype for p in build.module.parameters()} == {dtype} and scores.dtype == torch.float32
     torch.testing.assert_close(scores, expected(path), atol=tolerance * 8, rtol=0)
     assert not any(note.startswith("warning") for note in build.notes)
@@ -230,7 +230,7 @@ def test_a_non_finite_score_stops_the_run(tmp_path, build, tokenizer):
     reward = build(save_own_code(tmp_path / "tiny_rm"))
     build.module.model.v_head.weight.data.fill_(float("nan"))
     with pytest.raises(RewardError, match="scored nan for row 0, response 'yo'; try reward.model.dtype=fp32"):
-        reward(make_rollout(tokenizer, ANSWERS, ROWS))
+        reward(make_rollout(tokenizer, RESPONSES, ROWS))
 
 
 def test_too_few_scores_stop_the_run(tmp_path, build):
@@ -241,7 +241,7 @@ def test_too_few_scores_stop_the_run(tmp_path, build):
         audit="off",
     )
     with pytest.raises(RewardError, match="its code returned 1 scores for 2 chats"):
-        reward.judge(Responses(({"prompt_text": "p"},) * 2, ("a", "b"), (True, True)))
+        reward.score_responses(Responses(({"prompt_text": "p"},) * 2, ("a", "b"), (True, True)))
 
 
 RAISES = """
@@ -265,7 +265,7 @@ def test_code_that_returns_no_score(tmp_path, build, tokenizer, code, words):
         build(path)
     assert len(caught.value.problems) == 1 and "\n" not in caught.value.problems[0]
     with pytest.raises(RewardError, match=line):  # while training
-        build(path, audit="off")(make_rollout(tokenizer, ANSWERS, ROWS))
+        build(path, audit="off")(make_rollout(tokenizer, RESPONSES, ROWS))
 
 
 def test_the_prepared_config():

@@ -50,10 +50,10 @@ def ask(tokenizer):
 
     def asked(service, *texts, **settings):
         texts = texts or ("yes", "no")
-        answers = Responses(
+        responses = Responses(
             tuple({"prompt_text": f"p{i}"} for i in range(len(texts))), texts, (True,) * len(texts)
         )
-        return bound(tokenizer, service.url, **QUICK | settings).judge(answers)
+        return bound(tokenizer, service.url, **QUICK | settings).score_responses(responses)
 
     return asked
 
@@ -233,7 +233,7 @@ def test_a_slow_stream_is_cut_off_at_the_time_limit(ask, tokenizer, start):
         f"http://127.0.0.1:{listening.getsockname()[1]}/", timeout_seconds=0.3, retries=0, tokenizer=tokenizer
     )
     with pytest.raises(RewardError, match="no reply within 0.3 s"):
-        reward.judge(Responses(({"prompt_text": "p"},), ("a",), (True,)))
+        reward.score_responses(Responses(({"prompt_text": "p"},), ("a",), (True,)))
     over.set()
     listening.close()
 
@@ -438,7 +438,7 @@ def test_a_row_that_is_not_json(tokenizer):
             r"\(.*set.*\) \(row 0, prompt 'p'\)"
         ),
     ):
-        reward.judge(Responses(({"prompt_text": "p", "image": {1, 2}},), ("a",), (True,)))
+        reward.score_responses(Responses(({"prompt_text": "p", "image": {1, 2}},), ("a",), (True,)))
 
 
 def test_after_an_error_other_requests_are_not_retried(ask):
@@ -471,7 +471,9 @@ def test_a_stopping_run_does_not_wait_for_scores(tokenizer, slow):
         with serving(reply) as service:
             reward = bind(spec | {"url": service.url}, "reward")(tokenizer=tokenizer, should_stop=came.is_set)
             start = time.monotonic()
-            scores = reward.judge(Responses(({"prompt_text": "p"},) * 3, ("a", "b", "c"), (True,) * 3))
+            scores = reward.score_responses(
+                Responses(({"prompt_text": "p"},) * 3, ("a", "b", "c"), (True,) * 3)
+            )
             assert len(scores) == 3 and time.monotonic() - start < 30
             exit_now.set()
     finally:

@@ -36,7 +36,7 @@ SEED = (
 WELL_FORMED = "<think>\na\n</think>\n<answer>\nb\n</answer>"
 
 
-def answers(*texts, rows=None):
+def responses_of(*texts, rows=None):
     rows = [{"prompt_text": "q", **row} for row in rows or [{}] * len(texts)]
     return Responses(tuple(rows), texts, (True,) * len(texts))
 
@@ -48,7 +48,7 @@ def rates(tokenizer):
     def run(kind, *texts, rows=None, **settings):
         return (
             kind(**settings, tokenizer=tokenizer, key="reward.parts.r.reward")
-            .judge(answers(*texts, rows=rows))
+            .score_responses(responses_of(*texts, rows=rows))
             .tolist()
         )
 
@@ -148,7 +148,7 @@ def test_tags_that_decoding_removes_are_refused(tokenizer, tmp_path):
 def test_inside_matches_the_seeds_search(rates, text, inner):
     found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
     assert (found and found[1].strip()) == inner
-    assert answers(text).inside("answer").texts == (inner or "",)
+    assert responses_of(text).inside("answer").texts == (inner or "",)
     assert rates(ExactMatchReward, text, rows=one("4"), inside="answer") == [float(inner == "4")]
 
 

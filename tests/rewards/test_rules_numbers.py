@@ -5,7 +5,7 @@ import pytest
 from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.numbers import boxed, reference_number, stated_number
 from ppo_ds.rewards.rules import NumericReward
-from tests.rewards.test_rules import answers
+from tests.rewards.test_rules import responses_of
 from tests.support.cpu import cpu_limit
 
 INFINITE = float("inf")
@@ -157,7 +157,9 @@ def test_texts_that_are_not_one_number_are_refused(tokenizer, text):
                 "correct it, or name another column$"
             ),
         ):
-            NumericReward(tokenizer=tokenizer).judge(answers("4", rows=[{"answer": reference}]))
+            NumericReward(tokenizer=tokenizer).score_responses(
+                responses_of("4", rows=[{"answer": reference}])
+            )
 
 
 def test_percent():
@@ -207,7 +209,7 @@ def test_boxes_end_at_their_matching_brace():
 )
 def test_numeric(tokenizer, text, reference, settings, score):
     reward = NumericReward(**settings, tokenizer=tokenizer)
-    assert reward.judge(answers(text, rows=[{"answer": reference}])).tolist() == [score]
+    assert reward.score_responses(responses_of(text, rows=[{"answer": reference}])).tolist() == [score]
 
 
 @pytest.mark.parametrize("reference", ["unknown", "1/0", "0^{-1}", "9^{999}", "<answer>none</answer> 4"])
@@ -215,7 +217,7 @@ def test_a_reference_without_a_number_stops_the_run(tokenizer, reference):
     with pytest.raises(
         RewardError, match="^reward.column=answer: the reference .* is not a single finite number"
     ):
-        NumericReward(tokenizer=tokenizer).judge(answers("4", rows=[{"answer": reference}]))
+        NumericReward(tokenizer=tokenizer).score_responses(responses_of("4", rows=[{"answer": reference}]))
 
 
 @pytest.mark.parametrize(

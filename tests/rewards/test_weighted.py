@@ -32,9 +32,9 @@ class Looked(TextReward):
         super().__init__(tokenizer)
         self.table, self.asked = table, []
 
-    def judge(self, answers):
-        self.asked.append(answers)
-        return torch.tensor([self.table[text] for text in answers.texts])
+    def score_responses(self, responses):
+        self.asked.append(responses)
+        return torch.tensor([self.table[text] for text in responses.texts])
 
 
 class ByToken:
@@ -165,7 +165,10 @@ def test_the_seeds_printed_mix(tokenizer):
     table = dict(zip(texts, whole, strict=True)) | {f"a{i}": score for i, score in enumerate(answer)}
     mix = AnswerMix(Looked(table, tokenizer=tokenizer), clip=case["params"]["scale"], tokenizer=tokenizer)
     torch.testing.assert_close(
-        mix.judge(Responses(({},) * 3, tuple(texts), (True,) * 3)), torch.tensor(wanted), atol=1e-6, rtol=0
+        mix.score_responses(Responses(({},) * 3, tuple(texts), (True,) * 3)),
+        torch.tensor(wanted),
+        atol=1e-6,
+        rtol=0,
     )
 
 
@@ -450,13 +453,13 @@ def services(placed, all_reduce_max=lambda n: n, score_tokens=10_000):
 
 
 def test_a_model_as_a_part_scores_as_it_does_alone(build, rolled, model):
-    answers = rolled("yes", "<answer>no</answer>", "a longer answer than that")
+    rollout = rolled("yes", "<answer>no</answer>", "a longer answer than that")
     alone, inner = (
-        build(model, **services([]))(answers).total,
+        build(model, **services([]))(rollout).total,
         build(model, **services([]))(rolled("no")).total,
     )
     parts = {"plain": {"weight": 0.5, "reward": model}, "mix": {"reward": spec(MIX, reward=model)}}
-    scores = build(spec(MIXTURE, parts=parts), **services([]))(answers)
+    scores = build(spec(MIXTURE, parts=parts), **services([]))(rollout)
     torch.testing.assert_close(scores.components["plain"], alone, atol=1e-5, rtol=1e-4)
     mixed = torch.stack([alone[0], 0.4 * alone[1] + 0.6 * inner[0], alone[2]])
     torch.testing.assert_close(scores.components["mix"], mixed, atol=1e-5, rtol=1e-4)

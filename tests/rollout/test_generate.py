@@ -43,14 +43,14 @@ def decoded(lm, batch, n, **changes):
     return generate(lm, batch.ids, batch.mask, limits, replace(neutral, **changes), pad_id=PAD, decode=None)
 
 
-def log_softmax(lm, batch, answers, temperature=1.0):
+def log_softmax(lm, batch, responses, temperature=1.0):
     """Returns [B,n,V] float64 log-probs of each row by itself, without padding, from one plain forward."""
     tables = []
-    for i, answer in enumerate(answers):
-        row = torch.cat([batch.ids[i][batch.mask[i]], answer])
+    for i, response in enumerate(responses):
+        row = torch.cat([batch.ids[i][batch.mask[i]], response])
         with torch.no_grad():
             logits = lm(input_ids=row[None]).logits[0].double()
-        tables.append(torch.log_softmax(logits / temperature, -1)[-len(answer) - 1 : -1])
+        tables.append(torch.log_softmax(logits / temperature, -1)[-len(response) - 1 : -1])
     return torch.stack(tables)
 
 
@@ -73,10 +73,10 @@ def log_softmax(lm, batch, answers, temperature=1.0):
 def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature(batch, family, knobs):
     lm = model(family)
     torch.manual_seed(2)
-    answers, logprobs = decoded(lm, batch, 7, **knobs)
-    assert answers.shape == logprobs.shape == (6, 7) and logprobs.dtype == torch.float32
-    table = log_softmax(lm, batch, answers, knobs.get("temperature", 1.0))
-    expected = table.gather(2, answers[..., None])[..., 0]
+    responses, logprobs = decoded(lm, batch, 7, **knobs)
+    assert responses.shape == logprobs.shape == (6, 7) and logprobs.dtype == torch.float32
+    table = log_softmax(lm, batch, responses, knobs.get("temperature", 1.0))
+    expected = table.gather(2, responses[..., None])[..., 0]
     assert (logprobs - expected).abs().max() < 1e-5
     if top_k := knobs.get("top_k"):
         assert ((table > expected[..., None] + 1e-9).sum(-1) < top_k).all()  # drawn among the likeliest
@@ -94,12 +94,12 @@ def test_logprobs_of_rows_that_end_early(batch, family):
     lengths = set()
     # the tokens of a seed depend on the processor, but eight samples end at three or more different positions
     for _ in range(8):
-        answers, logprobs = decoded(lm, batch, 9, stop_token_ids=stops)
-        for i, answer in enumerate(answers.tolist()):
-            n = next((t + 1 for t, token in enumerate(answer) if token in stops), len(answer))
-            table = log_softmax(lm, batch.select(torch.tensor([i])), answers[i : i + 1, :n])
+        responses, logprobs = decoded(lm, batch, 9, stop_token_ids=stops)
+        for i, response in enumerate(responses.tolist()):
+            n = next((t + 1 for t, token in enumerate(response) if token in stops), len(response))
+            table = log_softmax(lm, batch.select(torch.tensor([i])), responses[i : i + 1, :n])
             assert (
-                logprobs[i, :n] - table.gather(2, answers[i : i + 1, :n, None])[0, :, 0]
+                logprobs[i, :n] - table.gather(2, responses[i : i + 1, :n, None])[0, :, 0]
             ).abs().max() < 1e-5
             lengths.add(n)
     assert len(lengths) > 2
@@ -108,10 +108,10 @@ def test_logprobs_of_rows_that_end_early(batch, family):
 def test_logprobs_are_float32_of_a_bf16_model(batch):
     lm = model("llama").bfloat16()
     torch.manual_seed(4)
-    answers, logprobs = decoded(lm, batch, 3)
+    responses, logprobs = decoded(lm, batch, 3)
     assert (
         logprobs.dtype == torch.float32
-        and (logprobs - log_softmax(lm, batch, answers).gather(2, answers[..., None])[..., 0]).abs().max()
+        and (logprobs - log_softmax(lm, batch, responses).gather(2, responses[..., None])[..., 0]).abs().max()
         < 0.2
     )
 
@@ -132,28 +132,28 @@ def test_a_step_that_was_undone_leaves_no_logprob():
 @EVERY
 def test_greedy_tokens_are_those_of_a_loop_by_hand(batch, family):
     lm = model(family)
-    answers, _ = decoded(lm, batch, 6, top_k=1, temperature=0.3)
+    responses, _ = decoded(lm, batch, 6, top_k=1, temperature=0.3)
     for i in range(len(batch)):
         row = batch.ids[i][batch.mask[i]]
         for _ in range(6):
             with torch.no_grad():
                 row = torch.cat([row, lm(input_ids=row[None]).logits[0, -1].argmax()[None]])
-        assert answers[i].tolist() == row[-6:].tolist()
+        assert responses[i].tolist() == row[-6:].tolist()
         by_hand = lm.generate(
             batch.ids[i][batch.mask[i]][None],
             attention_mask=torch.ones(1, LENGTHS[i]),
             do_sample=False,
             max_new_tokens=6,
         )
-        assert answers[i].tolist() == by_hand[0, -6:].tolist()
+        assert responses[i].tolist() == by_hand[0, -6:].tolist()
 
 
 def test_greedy_draws_nothing_where_two_tokens_tie(chain, prompts):
     """bf16 logits tie often, and sampling among tied tokens would make ranks and runs differ."""
     table = torch.zeros(8, 8)
     table[:, [4, 6]] = 5.0
-    answers, _ = decoded(chain(table), prompts(*[[3]] * 50), 2, top_k=1)
-    assert answers.unique().tolist() == [4]
+    responses, _ = decoded(chain(table), prompts(*[[3]] * 50), 2, top_k=1)
+    assert responses.unique().tolist() == [4]
 
 
 def chi_square(draws, probabilities):
@@ -184,12 +184,12 @@ def test_draws_follow_the_distribution(chain, prompts, knobs, kept):
     lm = chain(logits.repeat(8, 1))
     torch.manual_seed(5)
     batch = prompts(*[[3]] * 3000)
-    answers, logprobs = decoded(lm, batch, 1, **knobs)
+    responses, logprobs = decoded(lm, batch, 1, **knobs)
     whole = torch.softmax(logits.double() / knobs.get("temperature", 1.0), 0)
     narrowed = torch.where(torch.arange(8) < kept, whole, 0.0)
-    assert chi_square(answers[:, 0], narrowed / narrowed.sum()) < 24.3
-    assert (logprobs[:, 0].double().exp() - whole[answers[:, 0]]).abs().max() < 1e-5
-    assert chi_square(answers[:, 0], torch.softmax(logits.double() / 5, 0)) > 100
+    assert chi_square(responses[:, 0], narrowed / narrowed.sum()) < 24.3
+    assert (logprobs[:, 0].double().exp() - whole[responses[:, 0]]).abs().max() < 1e-5
+    assert chi_square(responses[:, 0], torch.softmax(logits.double() / 5, 0)) > 100
 
 
 def test_two_seeds_draw_differently_and_one_alike(batch):
@@ -205,7 +205,7 @@ def test_two_seeds_draw_differently_and_one_alike(batch):
 
 
 @pytest.fixture
-def answer(tokenizer, prompts, sampling):
+def decode_rows(tokenizer, prompts, sampling):
     """Decodes prompts with HFGenerator; characters are tokens 3, 4, ..."""
 
     def run(lm, rows, n, texts="abcdefg", token_budget=10_000, **knobs):
@@ -215,52 +215,52 @@ def answer(tokenizer, prompts, sampling):
     return run
 
 
-def answers_of(rollout):
+def responses_of(rollout):
     return [
         ids[mask].tolist()
         for ids, mask in zip(rollout.ids[:, rollout.prompt_width :], rollout.response_mask, strict=True)
     ]
 
 
-def test_every_stop_id_ends_a_row_and_an_empty_list_none(successor, answer):
+def test_every_stop_id_ends_a_row_and_an_empty_list_none(successor, decode_rows):
     lm = successor({3: 4, 4: EOS, EOS: EOS, 5: 6, 6: 7, 7: 3}, 10)
     rows = [[3], [5], [9]]
-    rollout = answer(lm, rows, 5, stop_token_ids=(EOS, 7))
-    assert answers_of(rollout) == [[4, EOS], [6, 7], [9] * 5] and rollout.finished.tolist() == [
+    rollout = decode_rows(lm, rows, 5, stop_token_ids=(EOS, 7))
+    assert responses_of(rollout) == [[4, EOS], [6, 7], [9] * 5] and rollout.finished.tolist() == [
         True,
         True,
         False,
     ]
-    never = answer(lm, rows, 5)
+    never = decode_rows(lm, rows, 5)
     assert (
-        answers_of(never) == [[4, EOS, EOS, EOS, EOS], [6, 7, 3, 4, EOS], [9] * 5]
+        responses_of(never) == [[4, EOS, EOS, EOS, EOS], [6, 7, 3, 4, EOS], [9] * 5]
         and not never.finished.any()
     )
 
 
-def test_decoding_ends_when_every_row_has_met_some_stop_id(successor, answer):
+def test_decoding_ends_when_every_row_has_met_some_stop_id(successor, decode_rows):
     lm, steps = successor({3: EOS, 4: 7, 5: 4}, 10), []
     lm.lm_head.register_forward_hook(lambda *_: steps.append(1))
     assert (
-        answers_of(answer(lm, [[3], [4], [5]], 50, stop_token_ids=(EOS, 7))) == [[EOS], [7], [4, 7]]
+        responses_of(decode_rows(lm, [[3], [4], [5]], 50, stop_token_ids=(EOS, 7))) == [[EOS], [7], [4, 7]]
         and len(steps) == 2
     )
 
 
-def test_a_models_own_end_token_does_not_stop_where_none_is_asked_for(successor, answer):
+def test_a_models_own_end_token_does_not_stop_where_none_is_asked_for(successor, decode_rows):
     lm = successor({3: EOS, EOS: 4}, 10)
     lm.config.eos_token_id = lm.generation_config.eos_token_id = None
     lm.config.eos_token_id = EOS
-    assert answers_of(answer(lm, [[3]], 4)) == [[EOS, 4, 4, 4]]
+    assert responses_of(decode_rows(lm, [[3]], 4)) == [[EOS, 4, 4, 4]]
 
 
-def test_one_token_answers(successor, answer):
-    rollout = answer(successor({3: EOS, 4: EOS}, 10), [[3, 4], [4, 3], [3]], 6, stop_token_ids=(EOS,))
-    assert answers_of(rollout) == [[EOS]] * 3 and rollout.response_width == 1 and rollout.finished.all()
+def test_one_token_responses(successor, decode_rows):
+    rollout = decode_rows(successor({3: EOS, 4: EOS}, 10), [[3, 4], [4, 3], [3]], 6, stop_token_ids=(EOS,))
+    assert responses_of(rollout) == [[EOS]] * 3 and rollout.response_width == 1 and rollout.finished.all()
     assert rollout.logprobs.abs().max() < 1e-5
 
 
-def test_min_new_tokens_keeps_stop_ids_away(chain, answer):
+def test_min_new_tokens_keeps_stop_ids_away(chain, decode_rows):
     """The masked end token does not change the log-probs, which stay those of the whole distribution.
 
     After 3 the end token is far likelier than 4, and after 4 it is far likelier than 4.
@@ -268,14 +268,14 @@ def test_min_new_tokens_keeps_stop_ids_away(chain, answer):
     table = torch.full((10, 10), -20.0)
     table[3:5, EOS], table[3:5, 4] = 3.0, 0.0
     for minimum in (1, 2, 3):
-        rollout = answer(
+        rollout = decode_rows(
             chain(table), [[3], [3, 3]], 5, stop_token_ids=(EOS, 8), min_new_tokens=minimum, top_k=1
         )
-        assert answers_of(rollout) == [[4] * minimum + [EOS]] * 2
+        assert responses_of(rollout) == [[4] * minimum + [EOS]] * 2
         assert rollout.logprobs[0].tolist() == pytest.approx(
             [-3.0486] * minimum + [-0.0486], abs=1e-4
         )  # -log(1 + e^3), less 3
-    assert answers_of(answer(chain(table), [[3]], 5, stop_token_ids=(EOS, 8), top_k=1)) == [[EOS]]
+    assert responses_of(decode_rows(chain(table), [[3]], 5, stop_token_ids=(EOS, 8), top_k=1)) == [[EOS]]
 
 
 def test_pad_is_eos(successor, prompts, sampling, tokenizer):
@@ -283,7 +283,7 @@ def test_pad_is_eos(successor, prompts, sampling, tokenizer):
     same.pad_id = EOS
     generator = HFGenerator(lambda: successor({3: 4, 4: EOS}, 10), tokenizer=same, token_budget=10_000)
     rollout = generator(prompts([EOS, 3], [9], [4], pad=EOS), sampling(4, stop_token_ids=(EOS,)))
-    assert answers_of(rollout) == [[4, EOS], [9] * 4, [EOS]] and rollout.finished.tolist() == [
+    assert responses_of(rollout) == [[4, EOS], [9] * 4, [EOS]] and rollout.finished.tolist() == [
         True,
         False,
         True,
@@ -294,26 +294,26 @@ def test_pad_is_eos(successor, prompts, sampling, tokenizer):
 # -- stop strings ----------------------------------------------------------------------------------
 
 
-def test_stop_strings_across_tokens(successor, answer):
+def test_stop_strings_across_tokens(successor, decode_rows):
     """The tokens are a b c d ...: "cd" is complete with the token d; other rows continue to their own end."""
     lm = successor({3: 4, 4: 5, 5: 6, 6: 7, 8: 9, 9: EOS}, 10)
-    rollout = answer(lm, [[3], [8], [5]], 7, stop_token_ids=(EOS,), stop_strings=("cd",))
-    assert answers_of(rollout) == [[4, 5, 6], [9, EOS], [6, 7, 7, 7, 7, 7, 7]]
+    rollout = decode_rows(lm, [[3], [8], [5]], 7, stop_token_ids=(EOS,), stop_strings=("cd",))
+    assert responses_of(rollout) == [[4, 5, 6], [9, EOS], [6, 7, 7, 7, 7, 7, 7]]
     assert rollout.finished.tolist() == [True, True, False]
 
 
-def test_stop_strings_inside_a_token(successor, answer):
+def test_stop_strings_inside_a_token(successor, decode_rows):
     """Token 5 is "xaby": it ends the response although text follows the stop string in it."""
     lm = successor({3: 4, 4: 5, 5: 6}, 8)
-    rollout = answer(lm, [[3]], 5, texts=["a", "b", "xaby", "z", "w"], stop_strings=("ab",))
-    assert answers_of(rollout) == [[4, 5]] and rollout.finished.tolist() == [True]
+    rollout = decode_rows(lm, [[3]], 5, texts=["a", "b", "xaby", "z", "w"], stop_strings=("ab",))
+    assert responses_of(rollout) == [[4, 5]] and rollout.finished.tolist() == [True]
 
 
-def test_decoding_ends_with_the_last_stop_string(successor, answer):
+def test_decoding_ends_with_the_last_stop_string(successor, decode_rows):
     lm = successor({3: 4, 4: 5, 5: 6}, 10)
     steps = []
     lm.lm_head.register_forward_hook(lambda *_: steps.append(1))
-    assert answers_of(answer(lm, [[3], [4]], 50, stop_strings=("c",))) == [[4, 5], [5]]
+    assert responses_of(decode_rows(lm, [[3], [4]], 50, stop_strings=("c",))) == [[4, 5], [5]]
     assert len(steps) == 2
 
 
@@ -338,19 +338,19 @@ def test_long_stop_strings_end_decoding_too(chain, prompts, sampling):
     assert rollout.response_mask.sum() == len(steps) == 60 and rollout.finished.all()
 
 
-def test_a_stop_string_begins_in_the_answer_not_in_the_prompt(successor, answer):
+def test_a_stop_string_begins_in_the_response_not_in_the_prompt(successor, decode_rows):
     """A stop string must lie within the response.
 
     The prompt ends with "b" and the response starts with "c", so that "bc" does not count.
     """
-    rollout = answer(successor({3: 4, 4: 5, 5: 6, 6: 7}, 10), [[3, 4]], 4, stop_strings=("bc",))
-    assert answers_of(rollout) == [[5, 6, 7, 7]] and rollout.finished.tolist() == [False]
+    rollout = decode_rows(successor({3: 4, 4: 5, 5: 6, 6: 7}, 10), [[3, 4]], 4, stop_strings=("bc",))
+    assert responses_of(rollout) == [[5, 6, 7, 7]] and rollout.finished.tolist() == [False]
     assert rollout.logprobs.abs().max() < 1e-5
 
 
-def test_special_tokens_can_be_stop_strings(successor, answer):
-    rollout = answer(successor({3: 4, 4: EOS, EOS: 5}, 10), [[3], [4]], 6, stop_strings=("<eos>",))
-    assert answers_of(rollout) == [[4, EOS], [EOS]] and rollout.finished.all()
+def test_special_tokens_can_be_stop_strings(successor, decode_rows):
+    rollout = decode_rows(successor({3: 4, 4: EOS, EOS: 5}, 10), [[3], [4]], 6, stop_strings=("<eos>",))
+    assert responses_of(rollout) == [[4, EOS], [EOS]] and rollout.finished.all()
 
 
 # -- limits of single rows -------------------------------------------------------------------------
@@ -358,15 +358,15 @@ def test_special_tokens_can_be_stop_strings(successor, answer):
 
 @EVERY
 @pytest.mark.parametrize("token_budget", [1, 24, 10_000])
-def test_a_greedy_answer_with_a_limit_is_the_start_of_that_without(
+def test_a_greedy_response_with_a_limit_is_the_start_of_that_without(
     batch, family, sampling, tokenizer, token_budget
 ):
     lm, texts = model(family), tokenizer([chr(97 + i) for i in range(V - 3)])
     greedy, limits = sampling(6, stop_token_ids=(5, 6, 7, 8, 9, 10, 11)).as_greedy(), [1, 6, 3, 2, 50, 4]
     generator = HFGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget)
     whole, cut = generator(batch, greedy), generator(replace(batch, limits=torch.tensor(limits)), greedy)
-    free, ends = answers_of(whole), [len(answer) for answer in answers_of(whole)]
-    assert answers_of(cut) == [answer[:n] for answer, n in zip(free, limits, strict=True)]
+    free, ends = responses_of(whole), [len(response) for response in responses_of(whole)]
+    assert responses_of(cut) == [response[:n] for response, n in zip(free, limits, strict=True)]
     assert cut.finished.tolist() == [
         done and n <= limit for done, n, limit in zip(whole.finished.tolist(), ends, limits, strict=True)
     ]
@@ -378,7 +378,7 @@ def test_a_greedy_answer_with_a_limit_is_the_start_of_that_without(
     assert not cut.logprobs[~cut.response_mask].any()
 
 
-def test_drawn_answers_with_limits_have_their_logprobs(batch, sampling, tokenizer):
+def test_drawn_responses_with_limits_have_their_logprobs(batch, sampling, tokenizer):
     lm, limits = model("llama"), [1, 6, 3, 2, 5, 4]
     generator = HFGenerator(
         lambda: lm, tokenizer=tokenizer([chr(97 + i) for i in range(V - 3)]), token_budget=10_000
@@ -387,9 +387,9 @@ def test_drawn_answers_with_limits_have_their_logprobs(batch, sampling, tokenize
     rollout = generator(replace(batch, limits=torch.tensor(limits)), sampling(6, temperature=0.8))
     assert rollout.response_mask.sum(1).tolist() == limits and not rollout.finished.any()
     for i, n in enumerate(limits):
-        answer = rollout.ids[i : i + 1, rollout.prompt_width :][:, :n]
-        table = log_softmax(lm, batch.select(torch.tensor([i])), answer, 0.8)
-        assert (rollout.logprobs[i, :n] - table.gather(2, answer[..., None])[0, :, 0]).abs().max() < 1e-5
+        response = rollout.ids[i : i + 1, rollout.prompt_width :][:, :n]
+        table = log_softmax(lm, batch.select(torch.tensor([i])), response, 0.8)
+        assert (rollout.logprobs[i, :n] - table.gather(2, response[..., None])[0, :, 0]).abs().max() < 1e-5
 
 
 def test_decoding_ends_with_the_last_row_that_may_go_on(successor, prompts, sampling, tokenizer):
@@ -406,7 +406,7 @@ def test_decoding_ends_with_the_last_row_that_may_go_on(successor, prompts, samp
         rollout = HFGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=token_budget)(
             rows, sampling(50, stop_token_ids=(EOS,))
         )
-        assert answers_of(rollout) == [[3, 3, 3], [4], [6, EOS]] and rollout.finished.tolist() == [
+        assert responses_of(rollout) == [[3, 3, 3], [4], [6, EOS]] and rollout.finished.tolist() == [
             False,
             False,
             True,
@@ -429,7 +429,7 @@ def test_a_stop_that_is_whole_at_the_limit(successor, prompts, sampling, tokeniz
         prompts([3], [3], [8], [8], limits=[3, 2, 2, 1]),
         sampling(8, stop_token_ids=(EOS,), stop_strings=("cd",)),
     )
-    assert answers_of(rollout) == [[4, 5, 6], [4, 5], [9, EOS], [9]] and rollout.finished.tolist() == [
+    assert responses_of(rollout) == [[4, 5, 6], [4, 5], [9, EOS], [9]] and rollout.finished.tolist() == [
         True,
         False,
         True,
@@ -476,7 +476,7 @@ def test_rows_are_grouped_by_what_they_may_cost(batch, sampling, tokenizer):
 
 @EVERY
 @pytest.mark.parametrize("token_budget", [1, 17, 24, 40])
-def test_chunks_change_no_greedy_answer(batch, family, token_budget, sampling, tokenizer):
+def test_chunks_change_no_greedy_response(batch, family, token_budget, sampling, tokenizer):
     lm, texts = model(family), tokenizer([chr(97 + i) for i in range(V - 3)])
     greedy = sampling(6, top_k=1, stop_token_ids=(5, 6, 7, 8))
     whole = HFGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, greedy)
@@ -495,7 +495,7 @@ def test_chunks_change_no_greedy_answer(batch, family, token_budget, sampling, t
 
 
 @pytest.mark.parametrize("token_budget", [1, 20, 10_000])
-def test_answers_stay_with_their_prompts(successor, prompts, sampling, tokenizer, token_budget):
+def test_responses_stay_with_their_prompts(successor, prompts, sampling, tokenizer, token_budget):
     """The longest prompts are decoded first, but rows and their metadata return in the original order."""
     lm = successor({token: token + 10 for token in range(10)}, 24)
     rows = [[3], [9, 9, 4], [5], [9, 6], [9, 9, 9, 9, 7], [8, 3]]
@@ -503,7 +503,7 @@ def test_answers_stay_with_their_prompts(successor, prompts, sampling, tokenizer
         lambda: lm, tokenizer=tokenizer("abcdefghijklmnopqrstu"), token_budget=token_budget
     )
     rollout = generator(prompts(*rows), sampling(2, top_k=1))
-    assert answers_of(rollout) == [[row[-1] + 10] * 2 for row in rows]
+    assert responses_of(rollout) == [[row[-1] + 10] * 2 for row in rows]
     width = rollout.prompt_width
     assert [
         ids[:width][mask[:width]].tolist()
@@ -527,7 +527,7 @@ def test_the_model_is_asked_for_at_each_call(chain, prompts, sampling, tokenizer
     assert len(asked) == 2
 
 
-def test_a_rollout_is_cut_to_its_longest_answer_and_prompt(successor, prompts, sampling, tokenizer):
+def test_a_rollout_is_cut_to_its_longest_response_and_prompt(successor, prompts, sampling, tokenizer):
     batch = prompts([3], [4], [8, 8, 8, 8]).select(torch.tensor([0, 1]))  # wider than its own rows
     generator = HFGenerator(
         lambda: successor({3: EOS, 4: 3}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000

@@ -70,7 +70,7 @@ def model(family, **more):
 
 @pytest.fixture
 def batch(prompts):
-    """Seven rows with limits of their own; the second to the fourth answer the same prompt."""
+    """Seven rows with limits of their own; the second to the fourth have the same prompt."""
     torch.manual_seed(1)
     rows = [torch.randint(2, V, (n,)).tolist() for n in LENGTHS]
     return prompts(*rows[:2], rows[1], rows[1], *rows[4:], limits=LIMITS)
@@ -90,7 +90,7 @@ def forwards_of(lm):
     return shapes
 
 
-def answers_of(rollout):
+def responses_of(rollout):
     return [
         ids[mask].tolist()
         for ids, mask in zip(rollout.ids[:, rollout.prompt_width :], rollout.response_mask, strict=True)
@@ -116,7 +116,7 @@ def same(one, other):
 
 
 @EVERY
-def test_greedy_answers_are_those_of_generate(batch, family, sampling, texts):
+def test_greedy_responses_are_those_of_generate(batch, family, sampling, texts):
     """The responses are the same with all slots, two slots and one slot.
 
     They are also the same when ended rows are detected after every step or every fourth.
@@ -135,7 +135,7 @@ def test_greedy_answers_are_those_of_generate(batch, family, sampling, texts):
 
 
 @EVERY
-def test_logprobs_of_drawn_answers_are_those_of_a_plain_forward(batch, family, sampling, texts):
+def test_logprobs_of_drawn_responses_are_those_of_a_plain_forward(batch, family, sampling, texts):
     lm = model(family)
     for seed, knobs in enumerate(
         (dict(temperature=0.8), dict(top_k=5), dict(top_p=0.7, temperature=1.2), dict(min_new_tokens=4))
@@ -168,7 +168,7 @@ def test_bf16(batch, sampling, texts):
     check_logprobs(lm, rollout, 1.0, tolerance=0.3)
 
 
-def test_drawn_answers_depend_on_no_schedule(batch, sampling, texts):
+def test_drawn_responses_depend_on_no_schedule(batch, sampling, texts):
     """Random numbers belong to rows and positions, so that the number of slots does not change a response.
 
     Another seed gives other responses.
@@ -183,12 +183,12 @@ def test_drawn_answers_depend_on_no_schedule(batch, sampling, texts):
         )
     same(drawn[0], drawn[1])
     same(drawn[0], drawn[2])
-    assert answers_of(drawn[0]) != answers_of(drawn[3])
-    second, third = (answers_of(drawn[0])[i] for i in (1, 3))
-    assert second != third  # two answers to the same prompt
+    assert responses_of(drawn[0]) != responses_of(drawn[3])
+    second, third = (responses_of(drawn[0])[i] for i in (1, 3))
+    assert second != third  # two responses to the same prompt
 
 
-def test_answers_follow_the_joint_distribution(sampling, prompts, texts):
+def test_responses_follow_the_joint_distribution(sampling, prompts, texts):
     """4,000 responses of two tokens follow the joint distribution of all 36 pairs from plain forwards.
 
     The vocabulary has six tokens. Chi-square with 35 degrees of freedom is below 66.6 in 99.9% of the
@@ -208,9 +208,9 @@ def test_answers_follow_the_joint_distribution(sampling, prompts, texts):
     rollout = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=4 * 1500)(
         rows, sampling(2, temperature=0.7)
     )
-    answers = rollout.ids[:, -2:]
+    responses = rollout.ids[:, -2:]
     expected = 4000 * table.flatten()
-    counts = torch.bincount(answers[:, 0] * 6 + answers[:, 1], minlength=36).double()
+    counts = torch.bincount(responses[:, 0] * 6 + responses[:, 1], minlength=36).double()
     often = expected >= 5
     chi = float(((counts - expected)[often] ** 2 / expected[often]).sum())
     assert often.sum() > 10 and chi < 66.6
@@ -229,7 +229,7 @@ def test_stops_of_every_kind(successor, prompts, sampling, tokenizer, check_ever
         lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000, check_every=check_every
     )
     rollout = generator(rows, sampling(8, stop_token_ids=(EOS,), stop_strings=("cd",)))
-    assert answers_of(rollout) == [[4, 5, 6], [4, 5], [9, EOS], [9], [5, 6]]
+    assert responses_of(rollout) == [[4, 5, 6], [4, 5], [9, EOS], [9], [5, 6]]
     assert rollout.finished.tolist() == [True, False, True, False, True]
 
 
@@ -237,8 +237,8 @@ def test_decoding_ends_with_the_last_stop_string(successor, prompts, sampling, t
     lm = successor({3: 4, 4: 5, 5: 6}, 10)
     shapes = forwards_of(lm)
     generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000)
-    assert answers_of(generator(prompts([3], [4]), sampling(50, stop_strings=("c",)))) == [[4, 5], [5]]
-    assert shapes == [(2, 1), (2, 1), (1, 1)]  # the prompts, both answers, the longer one
+    assert responses_of(generator(prompts([3], [4]), sampling(50, stop_strings=("c",)))) == [[4, 5], [5]]
+    assert shapes == [(2, 1), (2, 1), (1, 1)]  # the prompts, both responses, the longer one
 
 
 def test_a_least_number_of_tokens_yields_to_a_limit(successor, prompts, sampling, tokenizer):
@@ -251,13 +251,13 @@ def test_a_least_number_of_tokens_yields_to_a_limit(successor, prompts, sampling
     )
     lengths = rollout.response_mask.sum(1).tolist()
     assert lengths[0] == 2 and lengths[1] > 4 and not rollout.finished[0]
-    assert EOS not in answers_of(rollout)[1][:4]
+    assert EOS not in responses_of(rollout)[1][:4]
 
 
 # -- slots -----------------------------------------------------------------------------------------
 
 
-def test_a_prompt_is_read_once_for_all_its_answers(successor, prompts, sampling, tokenizer):
+def test_a_prompt_is_read_once_for_all_its_responses(successor, prompts, sampling, tokenizer):
     """One forward prefills each distinct prompt once for all its responses.
 
     The prompts have 4 and 3 tokens and three responses each; the forward reads two rows of three tokens
@@ -269,7 +269,7 @@ def test_a_prompt_is_read_once_for_all_its_answers(successor, prompts, sampling,
     rollout = generator(
         prompts([3, 4, 5, 6], [3, 4, 5, 6], [3, 4, 5, 6], [7, 8, 9], [7, 8, 9], [7, 8, 9]), sampling(2)
     )
-    assert answers_of(rollout) == [[6, 6]] * 3 + [[9, 9]] * 3
+    assert responses_of(rollout) == [[6, 6]] * 3 + [[9, 9]] * 3
     assert shapes == [(2, 3), (6, 1), (6, 1)]
 
 
@@ -282,12 +282,12 @@ def test_freed_slots_are_taken_and_the_batch_shrinks(successor, prompts, samplin
     shapes = forwards_of(lm)
     generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=2 * 7)
     rollout = generator(prompts([3, 3], [4, 4], [5, 5], [6, 6], limits=[5, 1, 2, 1]), sampling(9))
-    assert answers_of(rollout) == [[3] * 5, [4], [5, 5], [6]]
+    assert responses_of(rollout) == [[3] * 5, [4], [5, 5], [6]]
     one, two, read_one, read_two = (1, 1), (2, 1), (1, 1), (2, 1)
     assert shapes == [read_two, two, read_one, two, two, read_one, two, one]
 
 
-def test_a_prompt_whose_answers_begin_at_different_times_is_still_read_once(
+def test_a_prompt_whose_responses_begin_at_different_times_is_still_read_once(
     successor, prompts, sampling, tokenizer
 ):
     """A later response reuses the cached prefill of its prompt.
@@ -301,7 +301,7 @@ def test_a_prompt_whose_answers_begin_at_different_times_is_still_read_once(
     rollout = generator(
         prompts([3, 4, 5, 6], [3, 4, 5, 6], [3, 4, 5, 6], [7, 8], limits=[6, 1, 2, 1]), sampling(6)
     )
-    assert answers_of(rollout) == [[6] * 6, [6], [6, 6], [8]]
+    assert responses_of(rollout) == [[6] * 6, [6], [6, 6], [8]]
     assert [shape for shape in shapes if shape[1] == 3] == [(1, 3)]
     assert len(shapes) == 2 + 6
 
@@ -316,11 +316,11 @@ def test_nothing_is_left_of_who_had_the_slot_before(family, prompts, sampling, t
     together = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=1)(
         prompts(*rows, limits=limits), greedy
     )
-    for row, limit, answer in zip(rows, limits, answers_of(together), strict=True):
+    for row, limit, response in zip(rows, limits, responses_of(together), strict=True):
         alone = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=1)(
             prompts(row, limits=[limit]), greedy
         )
-        assert answers_of(alone) == [answer]
+        assert responses_of(alone) == [response]
 
 
 def test_metadata_and_prompts_stay_in_their_rows(batch, sampling, texts):
@@ -417,7 +417,7 @@ def test_what_cannot_be_recorded_runs_plainly_after_one_warning(caplog):
     assert ran == [1, 2, 3]
 
 
-def test_answers_by_graphs_are_the_same(batch, sampling, texts, monkeypatch):
+def test_responses_by_graphs_are_the_same(batch, sampling, texts, monkeypatch):
     """A graph needs repeating shapes and a step that reads and writes the same tensors each time."""
     lm, greedy = model("llama"), sampling(12, top_k=1, stop_token_ids=(5, 6, 7))
     wanted = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, greedy)
@@ -504,13 +504,13 @@ def test_one_long_prompt_does_not_take_the_room_of_short_ones(successor, prompts
     shapes = forwards_of(lm)
     generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=8 * 6)
     rollout = generator(prompts(*[[4, 3]] * 8, [2] * 40), sampling(4))
-    assert answers_of(rollout) == [[3] * 4] * 8 + [[2] * 4]
+    assert responses_of(rollout) == [[3] * 4] * 8 + [[2] * 4]
     assert [shape for shape in shapes if shape[1] == 1 and shape[0] == 8] == [
         (8, 1)
     ] * 4  # the short ones, side by side
 
 
-def test_an_answer_of_nan_is_made_of_tokens_and_says_nan(batch, sampling, texts):
+def test_a_response_of_nan_is_made_of_tokens_and_says_nan(batch, sampling, texts):
     """Decoding reports NaN log-probs; the update then handles them on all ranks at once."""
     lm = model("llama")
     with torch.no_grad():
@@ -525,5 +525,5 @@ def test_equal_prompts_are_read_once_wherever_they_are(successor, prompts, sampl
     shapes = forwards_of(lm)
     generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000)
     rollout = generator(prompts([2, 3, 4], [2, 2, 5], [2, 3, 4]), sampling(2))
-    assert answers_of(rollout) == [[4, 4], [5, 5], [4, 4]]
+    assert responses_of(rollout) == [[4, 4], [5, 5], [4, 4]]
     assert shapes[0] == (2, 2)

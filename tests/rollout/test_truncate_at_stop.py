@@ -17,11 +17,11 @@ def decode(ids):
 def cut(prompts, sampling):
     """Returns (ids, mask, finished, log-probs) of each raw response; log-probs are given as -1, -2, ..."""
 
-    def run(*answers, prompt=(9, 9), stop=(EOS,), strings=(), pad=PAD):
-        responses = torch.tensor(answers)
-        logprobs = -torch.arange(1.0, responses.shape[1] + 1).repeat(len(answers), 1)
+    def run(*responses, prompt=(9, 9), stop=(EOS,), strings=(), pad=PAD):
+        responses = torch.tensor(responses)
+        logprobs = -torch.arange(1.0, responses.shape[1] + 1).repeat(len(responses), 1)
         rollout = truncate_at_stop(
-            prompts(*[prompt] * len(answers)), responses, logprobs, pad_id=pad, decode=decode,
+            prompts(*[prompt] * len(responses)), responses, logprobs, pad_id=pad, decode=decode,
             sampling=sampling(responses.shape[1], stop_token_ids=stop, stop_strings=strings),
         )  # fmt: skip
         assert rollout.attention_mask[:, len(prompt) :].equal(rollout.response_mask)
@@ -34,7 +34,7 @@ def lengths(rollout):
     return rollout.response_mask.sum(1).tolist()
 
 
-def test_the_stop_token_is_part_of_the_answer(cut):
+def test_the_stop_token_is_part_of_the_response(cut):
     rollout = cut([2, EOS, 3, 4], [2, 3, 4, EOS], [2, 3, 4, 2], [EOS, 2, 3, 4])
     assert lengths(rollout) == [2, 4, 4, 1]
     assert rollout.finished.tolist() == [
@@ -89,7 +89,7 @@ def test_prompt_padding_stays_out_of_the_masks(prompts, sampling):
     assert rollout.metadata == ({"row": 0}, {"row": 1})
 
 
-def test_pad_inside_an_answer_is_an_action(cut):
+def test_pad_inside_a_response_is_an_action(cut):
     """A policy can sample the pad token; only stop positions end a response."""
     rollout = cut([PAD, 2, EOS, 3])
     assert lengths(rollout) == [3] and rollout.ids[0, 2:].tolist() == [PAD, 2, EOS, PAD]
@@ -100,7 +100,7 @@ def test_the_first_of_several_stop_ids_wins(cut):
     assert lengths(rollout) == [2, 2, 4] and rollout.finished.all()
 
 
-def test_without_stops_every_answer_is_cut_at_the_limit(cut):
+def test_without_stops_every_response_is_cut_at_the_limit(cut):
     rollout = cut([EOS, PAD, EOS], stop=())
     assert lengths(rollout) == [3] and not rollout.finished.any()
 
@@ -128,13 +128,13 @@ def test_stop_strings_without_stop_ids(cut):
     assert lengths(rollout) == [3, 4] and rollout.finished.tolist() == [True, False]
 
 
-def limited(prompts, sampling, limits, answers, **knobs):
+def limited(prompts, sampling, limits, responses, **knobs):
     """Cuts raw responses at the limits of their rows; the sampling parameters allow 4 tokens."""
-    rows = prompts(*[[9]] * len(answers), limits=limits)
+    rows = prompts(*[[9]] * len(responses), limits=limits)
     return truncate_at_stop(
         rows,
-        torch.tensor(answers),
-        torch.full((len(answers), len(answers[0])), -1.0),
+        torch.tensor(responses),
+        torch.full((len(responses), len(responses[0])), -1.0),
         sampling=sampling(4, **knobs),
         pad_id=PAD,
         decode=decode,
@@ -157,7 +157,7 @@ def test_each_row_is_cut_at_its_own_limit(prompts, sampling):
     assert rollout.logprobs[0].tolist() == [-1, 0, 0, 0]
 
 
-def test_a_stop_in_the_last_place_allowed_is_a_stop_and_a_later_one_was_never_answered(prompts, sampling):
+def test_a_stop_in_the_last_place_allowed_is_a_stop_and_a_later_one_was_never_generated(prompts, sampling):
     rows = [
         [EOS, 2, 3, 4],
         [2, EOS, 3, 4],
@@ -177,7 +177,7 @@ def test_a_stop_in_the_last_place_allowed_is_a_stop_and_a_later_one_was_never_an
     assert rollout.finished.tolist() == [True, True, False, True, False, True, True, False]
 
 
-def test_answers_narrower_than_the_limits(prompts, sampling):
+def test_responses_narrower_than_the_limits(prompts, sampling):
     """Decoding that ends at the last stop, before the limit, is not reported as reaching the limit."""
     rollout = limited(
         prompts, sampling, [4, 1, 4], [[2, EOS], [2, 2], [2, 3]], stop_token_ids=(EOS,), stop_strings=("ab",)

@@ -1,4 +1,4 @@
-"""Tests that a run continues whatever fails in wandb: no key, no server, no answer, no process."""
+"""Tests that a run continues whatever fails in wandb: no key, no server, no reply, no process."""
 
 import json
 import os
@@ -127,7 +127,7 @@ def test_an_unreachable_server_costs_a_bounded_time(tmp_path, monkeypatch, capfd
 
 
 @pytest.mark.slow
-def test_a_server_that_accepts_and_never_answers(tmp_path, monkeypatch, capfd):
+def test_a_server_that_accepts_and_never_replies(tmp_path, monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
