@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -21,8 +20,8 @@ from ppo_ds.data.messages import (
     remove_final_answer,
 )
 from ppo_ds.data.order import Passes
-from ppo_ds.data.prompts import encode_texts, num_characters, tokenizer_chunks
 from ppo_ds.data.rows import load_rows, map_rows
+from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters, tokenizer_chunks
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.types import Row, Sequences
@@ -103,40 +102,41 @@ class DemonstrationSource:
         self._rows = load_rows(path, split=split, key=key)
         format = prompt_format(tokenizer, "prompt", apply_chat_template, system, key)
         demonstrations = map_rows(self._rows, lambda row: parse_demonstration(row, format))
-        self._ids = array("I")  # of all kept rows, concatenated
-        self._starts = array("L", [0])  # where each kept row's ids begin; the last entry is their end
+        self._ids = TokenRows()  # of the kept rows
         self._prompt_lengths = array("I")  # the number of first tokens of each kept row that are not learned
         self.report = {"rows": len(demonstrations), "truncated": 0, "dropped": 0}
-        sizes = [len(answer) + num_characters(prompt or "") for prompt, answer in demonstrations]
-        for part in tokenizer_chunks(sizes):
-            for prompt_length, ids in self._encode(demonstrations[part], part.start):
-                self._add(prompt_length, ids, max_tokens)
+        for prompt_length, ids in self._tokenize(demonstrations):
+            if prompt_length >= min(len(ids), max_tokens):
+                self.report["dropped"] += 1
+                continue
+            self.report["truncated"] += len(ids) > max_tokens
+            self._ids.append(ids[:max_tokens])
+            self._prompt_lengths.append(prompt_length)
         if not len(self):
-            limit = f"{key.replace('path', 'max_tokens')}={max_tokens}"
             raise UserError(
                 f"{key}={path}: all {len(demonstrations)} rows are dropped: their answers begin after "
-                f"{limit} tokens; raise it"
+                f"data.ptx_max_tokens={max_tokens} tokens; raise it"
             )
 
-    def _encode(self, chunk: list[Demonstration], start: int) -> list[tuple[int, list[int]]]:
-        """Returns each row's number of prompt tokens and its ids.
+    def _tokenize(self, demonstrations: Sequence[Demonstration]) -> Iterator[tuple[int, list[int]]]:
+        """Yields each row's number of prompt tokens and its ids, which end with one stop token.
 
         The first token of a bare text counts as prompt, because nothing precedes it.
         """
-        texts = [self._render(*each, start + i) for i, each in enumerate(chunk)]
-        heads = encode_texts(
-            self._tokenizer, [head for head, _ in texts], [isinstance(prompt, str) for prompt, _ in chunk]
-        )
-        tails = encode_texts(
-            self._tokenizer, [tail for _, tail in texts], [prompt is None for prompt, _ in chunk]
-        )
-        encoded = []
-        for i, ((prompt, _), head, tail) in enumerate(zip(chunk, heads, tails, strict=True)):
-            if prompt is not None and not head:
-                raise UserError(f"{self._rows.location(start + i)}: the prompt has no tokens")
-            answer = self._end_with_stop(tail, rendered=isinstance(prompt, list))
-            encoded.append((max(len(head), 1), head + answer))
-        return encoded
+        sizes = [len(answer) + num_characters(prompt or "") for prompt, answer in demonstrations]
+        for part in tokenizer_chunks(sizes):
+            chunk = demonstrations[part]
+            texts = [self._render(*each, row) for row, each in enumerate(chunk, start=part.start)]
+            heads = encode_texts(
+                self._tokenizer, [head for head, _ in texts], [isinstance(prompt, str) for prompt, _ in chunk]
+            )
+            tails = encode_texts(
+                self._tokenizer, [tail for _, tail in texts], [prompt is None for prompt, _ in chunk]
+            )
+            for i, ((prompt, _), head, tail) in enumerate(zip(chunk, heads, tails, strict=True)):
+                if prompt is not None and not head:
+                    raise UserError(f"{self._rows.location(part.start + i)}: the prompt has no tokens")
+                yield max(len(head), 1), head + self._end_with_stop(tail, rendered=isinstance(prompt, list))
 
     def _render(self, prompt: Prompt | None, answer: str, row: int) -> tuple[str, str]:
         """Returns the text of the prompt and the text to learn."""
@@ -163,22 +163,13 @@ class DemonstrationSource:
             return ids[: ends[-1] + 1]
         return ids + list(stops[:1])
 
-    def _add(self, prompt_length: int, ids: list[int], limit: int) -> None:
-        if prompt_length >= min(len(ids), limit):
-            self.report["dropped"] += 1
-            return
-        self.report["truncated"] += len(ids) > limit
-        self._ids.extend(ids[:limit])
-        self._starts.append(len(self._ids))
-        self._prompt_lengths.append(prompt_length)
-
     def __len__(self) -> int:
         return len(self._prompt_lengths)
 
     @property
     def longest(self) -> int:
         """The number of tokens of the longest row."""
-        return max(end - start for start, end in pairwise(self._starts))
+        return self._ids.longest
 
     def batch(self, indices: Sequence[int]) -> Sequences:
         """Returns the rows at ``indices``, right-padded.
@@ -186,7 +177,7 @@ class DemonstrationSource:
         The Sequences have a prompt of one token, so R = T - 1. ``response_mask`` marks the tokens that get a
         loss; the model attends to the other tokens of a row too.
         """
-        rows = [self._ids[self._starts[i] : self._starts[i + 1]] for i in indices]
+        rows = [self._ids[i] for i in indices]
         lengths = torch.tensor([len(row) for row in rows])[:, None]
         prompt_lengths = torch.tensor([self._prompt_lengths[i] for i in indices])[:, None]
         positions = torch.arange(int(lengths.max()))

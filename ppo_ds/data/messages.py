@@ -57,13 +57,24 @@ def prompt_format(
 
 def parse_prompt(row: Row, format: PromptFormat) -> Prompt:
     """Returns the row's prompt; errors do not name the row's location, which the caller adds."""
-    name = _prompt_column(row, format)
+    name, key = format.column, format.column_key
+    if name is None:
+        present = [column for column in PROMPT_COLUMNS if column in row]
+        if not present:
+            raise UserError(
+                f"none of the columns {', '.join(PROMPT_COLUMNS)}; set {key} to one that the row has: "
+                f"{column_names(row)}"
+            )
+        # in a file format with fixed columns, a column that a row lacks is null
+        name = next((column for column in present if row[column] is not None), present[0])
+    elif name not in row:
+        raise UserError(f"{key}={name}: no such column; the row has: {column_names(row)}")
     value = row[name]
     if isinstance(value, str):
         if name in CHAT_COLUMNS and format.column is None:
             raise UserError(
                 f'column "{name}" must be a list of messages, not a text (CSV has no lists: use JSONL or '
-                f"Parquet, or set {format.column_key})"
+                f"Parquet, or set {key})"
             )
         text = check_text(value, f'column "{name}"')
         if format.apply_chat_template:
@@ -107,22 +118,6 @@ def parse_max_new_tokens(row: Row) -> int | None:
     if not number >= 1 or number % 1 != 0:
         raise UserError(f'column "{LIMIT_COLUMN}" must be a whole number of at least 1, not {show(value)!r}')
     return int(number)
-
-
-def _prompt_column(row: Row, format: PromptFormat) -> str:
-    column, key = format.column, format.column_key
-    if column is not None:
-        if column not in row:
-            raise UserError(f"{key}={column}: no such column; the row has: {column_names(row)}")
-        return column
-    present = [name for name in PROMPT_COLUMNS if name in row]
-    if not present:
-        raise UserError(
-            f"none of the columns {', '.join(PROMPT_COLUMNS)}; set {key} to one that the row has: "
-            f"{column_names(row)}"
-        )
-    # in a file format with fixed columns, a column that a row lacks is null
-    return next((name for name in present if row[name] is not None), present[0])
 
 
 def parse_chat(messages: list, name: str) -> list[Message]:

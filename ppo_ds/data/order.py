@@ -61,24 +61,19 @@ class WeightedRoundRobin:
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         period, i = divmod(position, self._period)
-        while len(self._members) <= i:
-            self._append_next()
+        total, m = self._period, max(2 * len(self._weights) - 2, 1)
+        for n in range(len(self._members) + 1, i + 2):
+            # how far each member is behind at its n-th position, in turns times the period
+            behind = [
+                weight * n - total * taken for weight, taken in zip(self._weights, self._taken, strict=True)
+            ]
+            late = [k for k, turns in enumerate(behind) if m * turns >= total]
+            member = min(late, key=lambda k: (total * (m - 1) - m * behind[k]) / self._weights[k])
+            self._members.append(member)
+            self._turns.append(self._taken[member])
+            self._taken[member] += 1
         member = self._members[i]
         return member, period * self._weights[member] + self._turns[i]
-
-    def _append_next(self) -> None:
-        n, total, m = len(self._members) + 1, self._period, max(2 * len(self._weights) - 2, 1)
-        # how far each member is behind, in turns times the period
-        behind = [
-            weight * n - total * taken for weight, taken in zip(self._weights, self._taken, strict=True)
-        ]
-        member = min(
-            (i for i, late in enumerate(behind) if m * late >= total),
-            key=lambda i: (total * (m - 1) - m * behind[i]) / self._weights[i],
-        )
-        self._members.append(member)
-        self._turns.append(self._taken[member])
-        self._taken[member] += 1
 
 
 class Interleaved:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -13,14 +13,20 @@ from torch import Tensor
 from ppo_ds.data.messages import Prompt, parse_max_new_tokens, parse_prompt, prompt_format
 from ppo_ds.data.order import Order, Passes
 from ppo_ds.data.rows import load_rows, map_rows
+from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters, tokenizer_chunks
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.types import Prompts, Row
 
-# Limits of one call of the tokenizer: it returns Python ints, which take much more memory than the array in
-# which ids are stored.
-CHUNK_ROWS, CHUNK_CHARACTERS = 1000, 1_000_000
 ID_COLUMN = "id"
+# the keys of ``PromptSource.report``
+COUNTED = ("rows", "truncated", "dropped", "lowered", "repeated", "same_id")
+
+
+class _ParsedRow(NamedTuple):
+    prompt: Prompt
+    limit: int | None  # of response tokens
+    name: str | None  # in the column "id"
 
 
 class PromptSource:
@@ -33,7 +39,22 @@ class PromptSource:
 
     ``report`` counts rows: {"rows": read, "truncated": truncated on the left, "dropped": left out, "lowered":
     asked for longer responses than the run allows, "repeated": kept with the same ids as an earlier one,
-    "same_id": kept with the "id" of an earlier one}; ``len(source)`` is rows - dropped.
+    "same_id": with the "id" of an earlier one}; ``len(source)`` is rows - dropped.
+
+    Args:
+        path: A local file or folder, or a Hub data set.
+        tokenizer: The actor's tokenizer.
+        max_new_tokens: The run's limit of response tokens.
+        split: The split of a Hub data set.
+        revision: The revision of a Hub data set.
+        prompt_column: The column of the prompt; None: the first of PROMPT_COLUMNS that a row has.
+        apply_chat_template: Whether a text prompt becomes a user's message; None: if the tokenizer has a
+            chat template.
+        system: A system message for chats without one.
+        max_samples: The number of first rows to read; None: all.
+        max_prompt_tokens: The limit of prompt tokens.
+        long_prompts: truncate_left or drop.
+        key: The path's key in the config, for errors.
     """
 
     def __init__(
@@ -52,93 +73,62 @@ class PromptSource:
         long_prompts: str = "truncate_left",
         key: str = "data.path",
     ):
-        """Reads and tokenizes the data set.
-
-        Args:
-            path: A local file or folder, or a Hub data set.
-            tokenizer: The actor's tokenizer.
-            max_new_tokens: The run's limit of response tokens.
-            split: The split of a Hub data set.
-            revision: The revision of a Hub data set.
-            prompt_column: The column of the prompt; None: the first of PROMPT_COLUMNS that a row has.
-            apply_chat_template: Whether a text prompt becomes a user's message; None: if the tokenizer has a
-                chat template.
-            system: A system message for chats without one.
-            max_samples: The number of first rows to read; None: all.
-            max_prompt_tokens: The limit of prompt tokens.
-            long_prompts: truncate_left or drop.
-            key: The path's key in the config, for errors.
-        """
         self.path, self.key = path, key
         self.pad_id, self._tokenizer = tokenizer.pad_id, tokenizer
         self._format = prompt_format(tokenizer, prompt_column, apply_chat_template, system, key)
         self._rows = load_rows(path, split=split, revision=revision, max_rows=max_samples, key=key)
-        parsed = map_rows(self._rows, self._parse)
-        prompts, limits = [prompt for prompt, _, _ in parsed], [limit for _, limit, _ in parsed]
-        names = [name for _, _, name in parsed if name is not None]
         self._kept = array("I")  # the index of each kept prompt's row
-        self._starts = array("L", [0])  # where each kept prompt's ids begin; the last entry is their end
-        self._ids = array("I")  # of all kept prompts, concatenated
+        self._ids = TokenRows()  # of the kept prompts
         self._limits = array("L")  # the limit of response tokens of each kept prompt
         # the roles of a chat, () for a text -> the first kept prompt with these roles
         self._first_with_roles: dict[tuple[str, ...], int] = {}
-        self.report = {
-            "rows": len(prompts),
-            "truncated": 0,
-            "dropped": 0,
-            "lowered": 0,
-            "repeated": 0,
-            "same_id": len(names) - len(set(names)),
-        }
-        for part in tokenizer_chunks([num_characters(prompt) for prompt in prompts]):
-            for i, ids in enumerate(self._encode(prompts[part], part.start), start=part.start):
-                if self._add(i, ids, max_prompt_tokens, long_prompts):
-                    self._limits.append(min(limits[i] or max_new_tokens, max_new_tokens))
-                    self.report["lowered"] += (limits[i] or 0) > max_new_tokens
-                    prompt = prompts[i]
-                    roles = () if isinstance(prompt, str) else tuple(m["role"] for m in prompt)
-                    self._first_with_roles.setdefault(roles, len(self) - 1)
-        self.report["repeated"] = len(self) - len(
-            {hash(self._ids[start:end].tobytes()) for start, end in pairwise(self._starts)}
-        )
+        parsed = map_rows(self._rows, self._parse)
+        names = [row.name for row in parsed if row.name is not None]
+        counts = Counter(rows=len(parsed), same_id=len(names) - len(set(names)))
+        for i, ids in self._tokenize([row.prompt for row in parsed]):
+            if len(ids) > max_prompt_tokens:
+                if long_prompts == "drop":
+                    counts["dropped"] += 1
+                    continue
+                counts["truncated"] += 1
+                ids = ids[-max_prompt_tokens:]
+            prompt, limit, _ = parsed[i]
+            self._first_with_roles.setdefault(roles_of(prompt), len(self))
+            self._kept.append(i)
+            self._ids.append(ids)
+            self._limits.append(min(limit or max_new_tokens, max_new_tokens))
+            counts["lowered"] += (limit or 0) > max_new_tokens
+        counts["repeated"] = len(self) - len({hash(ids.tobytes()) for ids in self._ids})
+        self.report = {name: counts[name] for name in COUNTED}
         if not len(self):
             raise UserError(
-                f"{key}={path}: all {len(prompts)} prompts are dropped: they have more than "
+                f"{key}={path}: all {len(parsed)} prompts are dropped: they have more than "
                 f"data.max_prompt_tokens={max_prompt_tokens} tokens; raise it, or set "
                 "data.long_prompts=truncate_left"
             )
 
-    def _parse(self, row: Row) -> tuple[Prompt, int | None, str | None]:
-        """Returns the row's prompt, its limit of response tokens, and its id."""
+    def _parse(self, row: Row) -> _ParsedRow:
         prompt = parse_prompt(row, self._format)
         if not isinstance(prompt, str) and not self._tokenizer.has_chat_template:
             self._tokenizer.render_chat(prompt)  # raises the UserError for a chat without a template
-        return prompt, parse_max_new_tokens(row), None if row.get(ID_COLUMN) is None else str(row[ID_COLUMN])
+        name = None if row.get(ID_COLUMN) is None else str(row[ID_COLUMN])
+        return _ParsedRow(prompt, parse_max_new_tokens(row), name)
 
-    def _encode(self, chunk: list[Prompt], start: int) -> list[list[int]]:
-        texts = []
-        for i, prompt in enumerate(chunk, start=start):
-            try:
-                texts.append(prompt if isinstance(prompt, str) else self._tokenizer.render_chat(prompt))
-            except UserError as error:
-                raise UserError(f"{self._rows.location(i)}: {error}") from error
-        # a chat template writes the special tokens itself
-        return encode_texts(self._tokenizer, texts, [isinstance(prompt, str) for prompt in chunk])
-
-    def _add(self, row: int, ids: list[int], limit: int, long_prompts: str) -> bool:
-        """Stores the row's prompt; returns False if it is dropped."""
-        if not ids:
-            raise UserError(f"{self._rows.location(row)}: the prompt has no tokens")
-        if len(ids) > limit:
-            if long_prompts == "drop":
-                self.report["dropped"] += 1
-                return False
-            self.report["truncated"] += 1
-            ids = ids[-limit:]
-        self._kept.append(row)
-        self._ids.extend(ids)
-        self._starts.append(len(self._ids))
-        return True
+    def _tokenize(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, list[int]]]:
+        """Yields the index and the token ids of each prompt; chats are rendered chunk by chunk."""
+        for part in tokenizer_chunks([num_characters(prompt) for prompt in prompts]):
+            texts = []
+            for i, prompt in enumerate(prompts[part], start=part.start):
+                try:
+                    texts.append(prompt if isinstance(prompt, str) else self._tokenizer.render_chat(prompt))
+                except UserError as error:
+                    raise UserError(f"{self._rows.location(i)}: {error}") from error
+            # a chat template writes the special tokens itself
+            special = [isinstance(prompt, str) for prompt in prompts[part]]
+            for i, ids in enumerate(encode_texts(self._tokenizer, texts, special), start=part.start):
+                if not ids:
+                    raise UserError(f"{self._rows.location(i)}: the prompt has no tokens")
+                yield i, ids
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -146,7 +136,7 @@ class PromptSource:
     @property
     def longest(self) -> int:
         """The number of tokens of the longest prompt."""
-        return max(end - start for start, end in pairwise(self._starts))
+        return self._ids.longest
 
     def order(self, seed: int, shuffle: bool) -> Order:
         """Returns the endless order of the prompts, pass after pass."""
@@ -181,40 +171,16 @@ class PromptSource:
 
     def row(self, i: int) -> tuple[Sequence[int], int, Row]:
         """Returns ids, limit of response tokens and metadata of a prompt."""
-        return self._ids[self._starts[i] : self._starts[i + 1]], self._limits[i], self._metadata(i)
+        return self._ids[i], self._limits[i], self._metadata(i)
 
     def batch(self, indices: Sequence[int]) -> Prompts:
         """Returns the prompts at ``indices``, left-padded to the longest of them."""
         return collate_prompts([self.row(i) for i in indices], self.pad_id)
 
 
-def num_characters(prompt: Prompt) -> int:
-    """Returns the number of characters of a prompt, without those of a chat template."""
-    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
-
-
-def tokenizer_chunks(sizes: Sequence[int]) -> Iterator[slice]:
-    """Splits texts of ``sizes`` characters into chunks to tokenize together, of at least one text each."""
-    start = total = 0
-    for i, size in enumerate(sizes):
-        if i > start and (i - start == CHUNK_ROWS or total + size > CHUNK_CHARACTERS):
-            yield slice(start, i)
-            start, total = i, 0
-        total += size
-    yield slice(start, len(sizes))
-
-
-def encode_texts(
-    tokenizer: Tokenizer, texts: Sequence[str], special_tokens: Sequence[bool]
-) -> list[list[int]]:
-    """Encodes each text, with or without the special tokens that the tokenizer adds."""
-    ids: list[list[int]] = [[]] * len(texts)
-    for special in (True, False):
-        indices = [i for i, wanted in enumerate(special_tokens) if wanted == special]
-        encoded = tokenizer.encode_many([texts[i] for i in indices], special_tokens=special)
-        for i, text_ids in zip(indices, encoded, strict=True):
-            ids[i] = text_ids
-    return ids
+def roles_of(prompt: Prompt) -> tuple[str, ...]:
+    """Returns the roles of a chat in order, or () for a text."""
+    return () if isinstance(prompt, str) else tuple(message["role"] for message in prompt)
 
 
 def collate_prompts(rows: Sequence[tuple[Sequence[int], int, Row]], pad_id: int) -> Prompts:

@@ -9,7 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from ppo_ds.data.prompts import PromptSource, PromptStream, tokenizer_chunks
+from ppo_ds.data.prompts import PromptSource, PromptStream
+from ppo_ds.data.token_rows import tokenizer_chunks
 from ppo_ds.errors import UserError
 
 USER = {"role": "user", "content": "hi"}

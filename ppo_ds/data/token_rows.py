@@ -1,0 +1,68 @@
+"""Token ids of the rows of a data set, and their tokenization in chunks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from ppo_ds.data.messages import Prompt
+from ppo_ds.models.tokenizer import Tokenizer
+
+# Limits of one call of the tokenizer: it returns Python ints, which take much more memory than the array in
+# which ids are stored.
+CHUNK_ROWS, CHUNK_CHARACTERS = 1000, 1_000_000
+
+
+class TokenRows:
+    """Token ids of many rows of different lengths, concatenated in one array."""
+
+    def __init__(self) -> None:
+        self._ids = array("I")
+        self._starts = array("L", [0])  # where each row begins; the last entry is the end of the last row
+
+    def append(self, ids: Sequence[int]) -> None:
+        self._ids.extend(ids)
+        self._starts.append(len(self._ids))
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, i: int) -> array:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        return self._ids[self._starts[i] : self._starts[i + 1]]
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest row."""
+        return max(end - start for start, end in pairwise(self._starts))
+
+
+def num_characters(prompt: Prompt) -> int:
+    """Returns the number of characters of a prompt, without those of a chat template."""
+    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
+
+
+def tokenizer_chunks(sizes: Sequence[int]) -> Iterator[slice]:
+    """Splits texts of ``sizes`` characters into chunks to tokenize together, of at least one text each."""
+    start = total = 0
+    for i, size in enumerate(sizes):
+        if i > start and (i - start == CHUNK_ROWS or total + size > CHUNK_CHARACTERS):
+            yield slice(start, i)
+            start, total = i, 0
+        total += size
+    yield slice(start, len(sizes))
+
+
+def encode_texts(
+    tokenizer: Tokenizer, texts: Sequence[str], special_tokens: Sequence[bool]
+) -> list[list[int]]:
+    """Encodes each text, with or without the special tokens that the tokenizer adds."""
+    ids: list[list[int]] = [[]] * len(texts)
+    for special in (True, False):
+        indices = [i for i, wanted in enumerate(special_tokens) if wanted == special]
+        encoded = tokenizer.encode_many([texts[i] for i in indices], special_tokens=special)
+        for i, text_ids in zip(indices, encoded, strict=True):
+            ids[i] = text_ids
+    return ids
