@@ -28,7 +28,7 @@ class OptimizerOffload:
 
     def __init__(self, model: TrainedModel):
         self._model = model
-        self._buffers: list[Tensor] = []  # on the CPU
+        self._buffers: list[Tensor] = []  # on the CPU, one for each storage of ``_states``
 
     @property
     def bytes(self) -> int:
@@ -52,7 +52,13 @@ class OptimizerOffload:
         buckets = [(storage, storage.nbytes()) for storage in self._buckets()]
         try:
             for i, storage in enumerate(self._states()):
-                copy = self._buffer(i, storage)
+                size = storage.nbytes()
+                if i == len(self._buffers):
+                    self._buffers.append(torch.empty(0, dtype=torch.uint8))
+                if len(self._buffers[i]) != size:
+                    pinned = storage.device.type == "cuda"
+                    self._buffers[i] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+                copy = self._buffers[i]
                 copy.copy_(_as_bytes(storage), non_blocking=True)
                 copies.append((storage, copy))
                 storage.resize_(0)  # after the copy, since both are on the same stream
@@ -68,15 +74,6 @@ class OptimizerOffload:
             for storage, size in buckets:
                 storage.resize_(size)
             get_accelerator().synchronize()  # gradients are reduced on another stream
-
-    def _buffer(self, i: int, storage: UntypedStorage) -> Tensor:
-        """Returns the CPU buffer of the ``i``-th storage, allocated again only if the size has changed."""
-        size, pinned = storage.nbytes(), storage.device.type == "cuda"
-        if i == len(self._buffers):
-            self._buffers.append(torch.empty(0, dtype=torch.uint8))
-        if len(self._buffers[i]) != size:
-            self._buffers[i] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        return self._buffers[i]
 
     def _states(self) -> list[UntypedStorage]:
         """Returns storages that forwards do not need: without ZeRO, the optimizer steps the weights."""

@@ -53,20 +53,23 @@ class GetScoreReward(FrozenModelReward):
         batched = self._batched if batched is None else batched
         lengths = torch.tensor([self._num_tokens(chat) for chat in inputs])
         batches = plan_microbatches(lengths, torch.zeros_like(lengths), self._token_budget)
-        return self._score_in_batches(inputs, batches, partial(self._forward, batched=batched))
 
-    def _forward(self, chats: list[Chat], batched: bool) -> Tensor:
-        try:
-            scores = self._scorer(chats, batched)
-        except torch.OutOfMemoryError:  # its own message names the remedy
-            raise
-        except Exception as error:  # code from the model's folder may raise anything
-            function = "get_scores" if batched else "get_score"
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise RewardError(f"{self._name}: its {function} fails: {reason}") from error
-        if len(scores) != len(chats):
-            raise RewardError(f"{self._name}: its code returned {len(scores)} scores for {len(chats)} chats")
-        return scores
+        def forward(chats: list[Chat]) -> Tensor:
+            try:
+                scores = self._scorer(chats, batched)
+            except torch.OutOfMemoryError:  # its own message names the remedy
+                raise
+            except Exception as error:  # code from the model's folder may raise anything
+                function = "get_scores" if batched else "get_score"
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                raise RewardError(f"{self._name}: its {function} fails: {reason}") from error
+            if len(scores) != len(chats):
+                raise RewardError(
+                    f"{self._name}: its code returned {len(scores)} scores for {len(chats)} chats"
+                )
+            return scores
+
+        return self._score_in_batches(inputs, batches, forward)
 
 
 def get_score_reward(

@@ -40,12 +40,14 @@ def _is_regex(pattern: str) -> bool:
     return True
 
 
-def _is_tag_name(name: str) -> bool:
-    return re.fullmatch(r"[\w.:-]+", name) is not None
-
-
 Regex = Annotated[str, Must(_is_regex, "a regular expression of Python's re module")]
-Tag = Annotated[str, Must(_is_tag_name, "the name of a tag without its brackets, such as answer")]
+Tag = Annotated[
+    str,
+    Must(
+        lambda name: re.fullmatch(r"[\w.:-]+", name) is not None,
+        "the name of a tag without its brackets, such as answer",
+    ),
+]
 Penalty = Annotated[float, Le(0)]
 
 

@@ -90,9 +90,11 @@ class WeightedReward:
         return self._combine(rollout, training=True)
 
     def evaluate(self, rollout: Rollout) -> Scores:
-        """Scores held-out responses without normalization, so that evaluations are comparable.
+        """Scores held-out responses, with the scores of normalized parts as they are.
 
-        The running moments are not updated.
+        The moments change during training, so normalized scores of two evaluations could not be compared. The
+        bound of ``clip`` on such a part refers to normalized scores and does not apply either. The moments
+        are not updated.
         """
         return self._combine(rollout, training=False)
 
@@ -124,7 +126,12 @@ class WeightedReward:
         for name, part in self._parts.items():
             with _name_in_errors(f"{self._key}.{name}"):
                 raw = _score_part(part, rollout, responses)
-            score = self._transform(name, part, raw.total, training)
+            score = raw.total
+            if name not in self._moments:
+                score = _clip(score, part.clip)
+            elif training:
+                self._moments[name].update(score, self._reduce)
+                score = _clip(self._moments[name].normalize(score), part.clip)
             total = total + part.weight * score
             per_token = per_token + part.weight * raw.per_token
             components[name] = score
@@ -132,14 +139,6 @@ class WeightedReward:
                 components[f"{name}_raw"] = raw.total
             components |= {f"{name}/{inner}": column for inner, column in raw.components.items()}
         return Scores(total, per_token, components)
-
-    def _transform(self, name: str, part: Part, score: Tensor, training: bool) -> Tensor:
-        if name in self._moments:
-            if not training:
-                return score
-            self._moments[name].update(score, self._reduce)
-            score = self._moments[name].normalize(score)
-        return _clip(score, part.clip)
 
 
 def _score_part(part: Part, rollout: Rollout, responses: Responses) -> Scores:

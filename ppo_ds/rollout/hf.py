@@ -95,12 +95,11 @@ def generate(
     synced: bool = False,
     should_stop: Callable[[], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Calls transformers' ``generate`` with every option set and returns responses [B,R] long with their
-    log-probs [B,R] fp32.
+    """Calls transformers' ``generate`` and returns responses [B,R] long and their log-probs [B,R] fp32.
 
     ids and mask [B,P] are left-padded. R is at most limits.max(); positions after the end of a response hold
-    arbitrary tokens. Log-probs are those of the whole distribution at the temperature, also with top_k or
-    top_p.
+    arbitrary tokens. Log-probs are those of the whole distribution at the temperature, whatever top_k and
+    top_p are.
 
     Args:
         limits: Maximum number of new tokens of each row [B]. It takes precedence over ``min_new_tokens``.
@@ -117,18 +116,6 @@ def generate(
         processors.append(
             MinNewTokensLengthLogitsProcessor(width, sampling.min_new_tokens, stop_ids, device=ids.device)
         )
-    greedy = sampling.top_k == 1
-    warpers = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    config = GenerationConfig(
-        do_sample=not greedy,
-        max_new_tokens=int(limits.max()),
-        eos_token_id=stop_ids or None,
-        pad_token_id=pad_id,
-        repetition_penalty=1.0,
-        num_beams=1,
-        use_cache=True,
-        **({} if greedy else warpers),
-    )
     criteria: list[StoppingCriteria] = []
     if limits.min() < limits.max():
         criteria.append(_RowLimits(width, limits.to(ids.device)))
@@ -139,13 +126,29 @@ def generate(
     sequences = lm.generate(
         input_ids=ids,
         attention_mask=mask.long(),
-        generation_config=config,
+        generation_config=generation_config(sampling, int(limits.max()), pad_id),
         logits_processor=processors,
         stopping_criteria=StoppingCriteriaList(criteria),
         synced_gpus=synced,
     )
     responses = sequences[:, width:]
     return responses, recorder.stacked(responses)
+
+
+def generation_config(sampling: SamplingParams, max_new_tokens: int, pad_id: int) -> GenerationConfig:
+    """Sets every option that changes the responses, so that no default of transformers applies."""
+    greedy = sampling.top_k == 1
+    warpers = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    return GenerationConfig(
+        do_sample=not greedy,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(sampling.stop_token_ids) or None,
+        pad_token_id=pad_id,
+        repetition_penalty=1.0,
+        num_beams=1,
+        use_cache=True,
+        **({} if greedy else warpers),
+    )
 
 
 class LogprobRecorder(LogitsProcessor):

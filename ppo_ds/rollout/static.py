@@ -1,38 +1,19 @@
-"""Decode backend with a preallocated cache of slots, continuous batching and one prefill per prompt.
-
-Responses are decoded side by side, each in a slot of the cache. A prompt is prefilled once for all of its
-responses. A response that has ended frees its slot for the next one in the queue; once the queue is empty,
-the batch shrinks. Slots in use are always the first ones, so that a forward takes no others.
-"""
+"""Decode backend with a preallocated cache of slots, continuous batching and one prefill per prompt."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ppo_ds.distributed.faults import fault
-from ppo_ds.distributed.heartbeat import beat
-from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
-from ppo_ds.rollout.cache import Prefix
-from ppo_ds.rollout.decoding import Decoder, explicit_mask_attention
+from ppo_ds.rollout.base import SamplingParams, max_new_tokens, truncate_at_stop
+from ppo_ds.rollout.continuous_batch import ContinuousBatch
+from ppo_ds.rollout.decoding import explicit_mask_attention
 from ppo_ds.rollout.graphs import Graphs, Recorder, recorder_for
-from ppo_ds.rollout.slots import Slots
 from ppo_ds.types import Prompts, Rollout
-
-# The columns of the cache in use are a multiple of COLUMNS, since kernels are faster on whole vectors, or of
-# GRAPH_COLUMNS with CUDA graphs, where each shape is recorded.
-COLUMNS = 8
-GRAPH_COLUMNS = 64
-# Enough to keep a GPU busy; the keys and values of prompts that are prefilled together are in memory twice
-# for a moment.
-PREFILL_TOKENS = 8192
 
 
 class StaticGenerator:
@@ -79,7 +60,7 @@ class StaticGenerator:
             bands = length_bands(prompts.mask.sum(1) + limits, self.token_budget)
         with explicit_mask_attention(lm):
             for rows in bands:
-                batch = _Batch(
+                batch = ContinuousBatch(
                     lm,
                     prompts.select(rows),
                     sampling,
@@ -113,260 +94,3 @@ def length_bands(totals: Tensor, token_budget: int) -> list[Tensor]:
     # within a band no row is four times as long as another
     sizes = (longest / totals).log2().div(2).floor()
     return [(sizes == size).nonzero()[:, 0] for size in sizes.unique()]
-
-
-class _Vote(IntEnum):
-    """Vote of a rank on the next forward; the largest of the ranks' votes decides."""
-
-    NONE = 0
-    CONTINUE = 1
-    STOP = 2
-
-
-@dataclass
-class _PromptGroup:
-    """A prompt and the rows whose responses to it have not started."""
-
-    ids: Tensor  # [P] long, unpadded
-    rows: deque[int]
-
-
-@dataclass
-class _Response:
-    """A response in progress."""
-
-    row: int
-    start: int  # position of its prompt's last token
-    end: int  # start + its limit
-    position: int  # of its next token; beyond ``end`` until the next check if it has ended
-
-
-def group_prompts(prompts: Prompts) -> list[_PromptGroup]:
-    """Groups rows with equal prompts, the longest prompts first, so that those prefilled together have
-    similar lengths.
-    """
-    groups: dict[tuple[int, ...], _PromptGroup] = {}
-    for row, (ids, mask) in enumerate(zip(prompts.ids, prompts.mask, strict=True)):
-        prompt = ids[mask]
-        groups.setdefault(tuple(prompt.tolist()), _PromptGroup(prompt, deque())).rows.append(row)
-    return sorted(groups.values(), key=lambda group: -len(group.ids))
-
-
-def fast_batch_size(n: int) -> int:
-    """Returns the number of rows to multiply for n rows: 16 for 7 to 15, else n.
-
-    MKL reads float32 weights once for every three rows up to 15 rows, and once for all from 16 on.
-    """
-    return 16 if 6 < n < 16 else n
-
-
-class _Batch:
-    """Responses that are decoded together, and the slot of each."""
-
-    def __init__(
-        self,
-        lm: nn.Module,
-        prompts: Prompts,
-        sampling: SamplingParams,
-        uniforms: Tensor,
-        *,
-        token_budget: int,
-        decode: Callable[[Sequence[int]], str],
-        all_reduce_max: Callable[[int], int] | None,
-        check_every: int | None,
-        should_stop: Callable[[], bool],
-        graphs: Graphs,
-    ):
-        self.limits = max_new_tokens(prompts, sampling)
-        longest = int((prompts.mask.sum(1) + self.limits).max())
-        self.total = max(1, min(token_budget // longest, fast_batch_size(len(prompts))))
-        self.decoder = Decoder(lm, slots=self.total, length=_rounded(longest, COLUMNS))
-        self.device = self.decoder.device
-        self.slots = Slots(self.total, self.limits, uniforms, sampling)
-        self.live: list[_Response] = []  # those in the first slots
-        self.queue = deque(group_prompts(prompts))
-        self.not_started = len(prompts)
-        # keys and values of the first prompt of the queue, once some of its responses have started
-        self.kept_prefix: Prefix | None = None
-        self.prefill_tokens = min(token_budget, PREFILL_TOKENS)
-
-        on_gpu = self.device.type == "cuda"
-        self.synced = all_reduce_max is not None
-        self.all_reduce_max = all_reduce_max or int
-        self.should_stop = should_stop
-        self.graphs = graphs
-        self.check_every = check_every or (16 if on_gpu else 1)
-        # tokens whose computation takes about as long as reading the weights once more
-        self.padding = 512 if on_gpu else 64
-        self.stops = StopStrings(sampling.stop_strings, decode) if sampling.stop_strings else None
-
-    def decode_all(self) -> None:
-        """Decodes all responses.
-
-        Synced ranks vote before each kind of forward; those without work run it on a dummy.
-        """
-        while True:
-            while (vote := self.vote(self.wants_prompts())) is _Vote.CONTINUE:
-                self.prefill()
-            if vote is _Vote.STOP or self.vote(bool(self.live)) is not _Vote.CONTINUE:
-                return
-            fault("generate.step")
-            beat()
-            self.advance()
-            self.compact()
-
-    def vote(self, more: bool) -> _Vote:
-        """Returns whether any rank has more work, or has to stop.
-
-        Both take one vote, since each vote costs a collective.
-        """
-        own = _Vote.CONTINUE if more else _Vote.NONE
-        return _Vote(self.all_reduce_max(_Vote.STOP if self.should_stop() else own))
-
-    # -- prompts ----------------------------------------------------------------------------------------
-
-    def wants_prompts(self) -> bool:
-        """Returns whether enough slots are free: a forward for each single free slot would cost more than it
-        gains.
-        """
-        return self.not_started > 0 and self.total - len(self.live) >= min(
-            self.not_started, max(1, self.total // 8)
-        )
-
-    def prefill(self) -> None:
-        """Fills free slots with at most one forward, and with exactly one where ranks are synced."""
-        if self.kept_prefix is not None:
-            self.start(self.kept_prefix, [self.queue[0]])
-        chunk = self.next_prompts() if self.wants_prompts() else []
-        if chunk or self.synced:
-            # All but the last token, which is the input of the first step. A prompt of one token is prefilled
-            # like the others.
-            ids = [group.ids[: max(1, len(group.ids) - 1)] for group in chunk]
-            ids = ids or [torch.zeros(1, dtype=torch.long)]
-            prefix = self.decoder.prefill(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True))
-            self.start(prefix, chunk)
-
-    def next_prompts(self) -> list[_PromptGroup]:
-        """Returns the next prompts of the queue, as many as free slots and the tokens of a forward allow.
-
-        Fewer where another forward costs less than their padding.
-        """
-        chunk: list[_PromptGroup] = []
-        free, width, tokens = self.total - len(self.live), len(self.queue[0].ids), 0
-        for group in self.queue:
-            padded, tokens = width * (len(chunk) + 1), tokens + len(group.ids)
-            if free <= 0 or (chunk and (padded > self.prefill_tokens or padded - tokens > self.padding)):
-                break
-            chunk.append(group)
-            free -= len(group.rows)
-        return chunk
-
-    def start(self, prefix: Prefix, groups: Sequence[_PromptGroup]) -> None:
-        """Starts responses to the first prompts of the queue, whose keys and values are ``prefix``, in the
-        free slots.
-
-        What does not fit stays at the front of the queue.
-        """
-        new: list[_Response] = []
-        sources: list[int] = []
-        tokens: list[int] = []
-        first = len(self.live)
-        if groups:
-            self.kept_prefix = None
-        for source, group in enumerate(groups):
-            n = min(len(group.rows), self.total - first - len(new))
-            start = len(group.ids) - 1
-            for row in (group.rows.popleft() for _ in range(n)):
-                new.append(_Response(row, start, start + int(self.limits[row]), start))
-            sources += [source] * n
-            tokens += [int(group.ids[-1])] * n
-            if group.rows:
-                self.kept_prefix = [
-                    (keys[source : source + 1].clone(), values[source : source + 1].clone())
-                    for keys, values in prefix
-                ]
-            else:
-                self.queue.popleft()
-        if new:
-            slots = self.tensor(range(first, first + len(new)))
-            self.decoder.cache.fill(prefix, self.tensor(sources), slots)
-            rows, starts = [r.row for r in new], [r.start for r in new]
-            self.slots.put(slots, self.tensor(rows), self.tensor(tokens), self.tensor(starts))
-        self.live += new
-        self.not_started -= len(new)
-
-    # -- tokens -----------------------------------------------------------------------------------------
-
-    def advance(self) -> None:
-        """Runs the steps up to the next check; unless ranks are synced, only those that a response needs."""
-        left = max((response.end - response.position for response in self.live), default=0)
-        steps = self.check_every if self.synced else min(self.check_every, left)
-        assert steps > 0, "a response continues beyond its limit"
-        n = self.forward_width(max(1, len(self.live)))
-        used = max((response.position for response in self.live), default=0) + steps
-        self.columns = min(
-            _rounded(used, GRAPH_COLUMNS if self.graphs.recorder else COLUMNS), self.decoder.cache.length
-        )
-        step = partial(self.slots.step, n, partial(self.decoder.logits, columns=self.columns))
-        for _ in range(steps):
-            self.graphs.run((n, self.columns), step)
-        for response in self.live:
-            response.position += steps
-
-    def forward_width(self, live: int) -> int:
-        """Returns the number of slots that a forward takes: those in use or a few more.
-
-        With CUDA graphs it is all slots, half of them, a quarter and so on, so that there are few shapes.
-        """
-        if self.graphs.recorder is None:
-            return min(fast_batch_size(live), self.total)
-        width = self.total
-        while width // 2 >= live:
-            width //= 2
-        return width
-
-    def compact(self) -> None:
-        """Removes responses that have ended; the last ones in progress move to their slots."""
-        alive = self.slots.alive[: len(self.live)].tolist()
-        if self.stops is not None:
-            ended = self.stopped_by_string(self.stops, alive)
-            self.slots.end(self.tensor(ended))
-            for slot in ended:
-                alive[slot] = False
-        n = sum(alive)
-        sources = [slot for slot in range(n, len(alive)) if alive[slot]]
-        targets = [slot for slot in range(n) if not alive[slot]]
-        if sources:
-            self.slots.move(self.tensor(sources), self.tensor(targets))
-            self.decoder.cache.move(self.tensor(sources), self.tensor(targets), self.columns)
-        for source, target in zip(sources, targets, strict=True):
-            self.live[target] = self.live[source]
-        del self.live[n:]
-
-    def tensor(self, numbers: Sequence[int]) -> Tensor:
-        """Returns the numbers as a long tensor on the device."""
-        return torch.tensor(list(numbers), dtype=torch.long, device=self.device)
-
-    def stopped_by_string(self, stops: StopStrings, alive: Sequence[bool]) -> list[int]:
-        """Returns the slots of the responses, among those still alive, that contain a stop string.
-
-        It costs one copy to the host.
-        """
-        slots = [slot for slot, is_alive in enumerate(alive) if is_alive]
-        if not slots:
-            return []
-        counts = torch.tensor([self.live[slot].position - self.live[slot].start for slot in slots])
-        # the string may have been complete for some steps
-        back = torch.arange(stops.window + self.check_every, 0, -1)
-        columns = (counts[:, None] - back).clamp(min=0).to(self.device)
-        rows = self.tensor([self.live[slot].row for slot in slots])
-        tails = self.slots.responses[rows[:, None], columns].tolist()
-        return [
-            slot
-            for slot, tail, count in zip(slots, tails, counts.tolist(), strict=True)
-            if stops.found_in(tail[-count:])
-        ]
-
-
-def _rounded(columns: int, step: int) -> int:
-    return -(-columns // step) * step

@@ -135,14 +135,11 @@ def _curve(axes: Axes, points: Points, colour: str, label: str, *, dashed: bool)
     elif len(values) < 60:
         axes.plot(steps, values, color=colour, linewidth=1.6, marker="o", markersize=2.5, label=label)
     else:
+        reach = len(values) // 30  # neighbours on each side, fewer at the ends
+        windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+        means = [sum(window) / len(window) for window in windows]
         axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
-        axes.plot(steps, _moving_mean(values, len(values) // 30), color=colour, linewidth=1.8, label=label)
-
-
-def _moving_mean(values: list[float], reach: int) -> list[float]:
-    """Computes the mean over up to ``reach`` neighbours on each side, fewer at the ends."""
-    windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
+        axes.plot(steps, means, color=colour, linewidth=1.8, label=label)
 
 
 def before_after(

@@ -58,26 +58,24 @@ class WandbTracker:
         self._child: _Child | None = None
 
     def start(self, config: dict[str, Any]) -> None:
+        """Starts wandb; falls back from online to offline, and from offline to no wandb."""
         try:
-            self._start_or_fall_back(config)
+            run_id = read_run_id(self._id_file) or secrets.token_hex(4)
+            for mode in ("online", "offline") if self._mode == "online" else ("offline",):
+                reply = self._launch(mode, run_id, config)
+                if DELETED in reply.get("failed", ""):
+                    _warn(f"run {run_id} was deleted on the server; continuing as a new run")
+                    run_id = secrets.token_hex(4)
+                    reply = self._launch(mode, run_id, config)
+                if "started" in reply:
+                    print(f"wandb: {mode}; {reply['started']}", flush=True)
+                    write_file(self._id_file, run_id + "\n")
+                    return
+                fallback = "offline" if mode == "online" else "without it"
+                _warn(f"{mode} failed ({reply['failed']}); continuing {fallback}")
         except OSError as error:  # the disk is full, or no process can be created
             self._stop()
             _warn(f"cannot be started ({error}); continuing without it")
-
-    def _start_or_fall_back(self, config: dict[str, Any]) -> None:
-        run_id = read_run_id(self._id_file) or secrets.token_hex(4)
-        for mode in ("online", "offline") if self._mode == "online" else ("offline",):
-            reply = self._launch(mode, run_id, config)
-            if DELETED in reply.get("failed", ""):
-                _warn(f"run {run_id} was deleted on the server; continuing as a new run")
-                run_id = secrets.token_hex(4)
-                reply = self._launch(mode, run_id, config)
-            if "started" in reply:
-                print(f"wandb: {mode}; {reply['started']}", flush=True)
-                write_file(self._id_file, run_id + "\n")
-                return
-            fallback = "offline" if mode == "online" else "without it"
-            _warn(f"{mode} failed ({reply['failed']}); continuing {fallback}")
 
     def _launch(self, mode: str, run_id: str, config: dict[str, Any]) -> dict[str, Any]:
         """Starts a child and returns its first reply; the child is kept if it has started wandb."""

@@ -3,6 +3,7 @@ scorer.
 """
 
 from contextlib import contextmanager
+from threading import Lock
 
 import torch
 from tokenizers import Tokenizer as Backend
@@ -14,6 +15,7 @@ from ppo_ds.types import Rollout
 SPECIAL = ["<bos>", "<eos>", "<pad>", "[CLS]", "[SEP]"]
 BOS, EOS, PAD, CLS, SEP = range(5)
 VOCAB = len(SPECIAL) + 256
+LOADING = Lock()
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% "
     "endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -89,8 +91,13 @@ def make_rollout(tokenizer, pairs, rows=None, finished=None):
 
 
 def loaded(load, model, key):
-    """Calls a loader of a frozen model."""
-    return load(model, key=key)
+    """Calls a loader of a frozen model.
+
+    One thread at a time: transformers replaces functions of its classes while it loads a model. Two threads
+    at once could leave PreTrainedModel.tie_weights without effect in all later tests of the process.
+    """
+    with LOADING:
+        return load(model, key=key)
 
 
 class Placed:

@@ -32,7 +32,7 @@ from ppo_ds.ops.memory import (
     static_decode_bytes,
     trained_engine,
 )
-from ppo_ds.rollout.static import COLUMNS, PREFILL_TOKENS, fast_batch_size
+from ppo_ds.rollout.continuous_batch import COLUMNS, PREFILL_TOKENS, fast_batch_size
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Memory beside tensors: the CUDA context, NCCL, kernels. It was not measured: it is a guess for H100s with
