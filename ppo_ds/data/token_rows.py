@@ -28,10 +28,11 @@ class TokenRows:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def __getitem__(self, i: int) -> array:
-        if not 0 <= i < len(self):
-            raise IndexError(i)
+    def __getitem__(self, i: int) -> array[int]:
         return self._ids[self._starts[i] : self._starts[i + 1]]
+
+    def __iter__(self) -> Iterator[array[int]]:
+        return (self[i] for i in range(len(self)))
 
     @property
     def longest(self) -> int:
