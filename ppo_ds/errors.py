@@ -12,7 +12,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, *problems: str):
-        self.problems = [_single_line(problem) for problem in problems]
+        self.problems = [single_line(problem) for problem in problems]
         super().__init__("\n".join(self.problems))
 
 
@@ -23,7 +23,8 @@ class RunError(RuntimeError):
     """
 
 
-def _single_line(text: str) -> str:
+def single_line(text: str) -> str:
+    """Shortens a text in the middle and replaces line breaks and control characters by escapes."""
     if len(text) > _MAX_CHARACTERS:  # the key is at the beginning and the remedy at the end: cut the middle
         text = f"{text[: _MAX_CHARACTERS // 2]} ... {text[-_MAX_CHARACTERS // 2 :]}"
     if text.isprintable():

@@ -42,9 +42,14 @@ class RankStore:
             store.set(PREFIX + key, value)
 
     def get(self, key: str) -> str | None:
-        """Returns the value that a rank put last, or None without one. Never waits for a value."""
+        """Returns the value that a rank put last, or None without one. Never waits for a value.
+
+        On several machines, anyone who reaches the store's port can put a value: callers check what they get.
+        """
         with self._connection() as store:
-            return store.get(PREFIX + key).decode() if store.check([PREFIX + key]) else None
+            if not store.check([PREFIX + key]):
+                return None
+            return store.get(PREFIX + key).decode(errors="replace")
 
     def add(self, key: str, amount: int = 1) -> int:
         """Adds ``amount`` to a shared counter that starts at 0 and returns the sum.

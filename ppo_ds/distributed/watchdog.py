@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import select
 import sys
@@ -20,12 +19,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, Literal, NoReturn
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from ppo_ds.distributed import heartbeat
 from ppo_ds.distributed.exit import exit_now, run_with_timeout
 from ppo_ds.distributed.store import RankStore, StoreUnavailable
 from ppo_ds.distributed.world import World
+from ppo_ds.errors import single_line
 
 # seconds
 POLL = 0.5  # between two checks
@@ -38,6 +40,18 @@ HARD_EXIT_MARGIN = 5.0  # beyond the limit; then the process ends even if no Pyt
 
 # keys of the store
 FAILURE, FAILURE_CLAIMS, FAILURE_ACKS, STALLED = "failure", "failure_claims", "failure_acks", "stalled"
+
+
+class Failure(BaseModel):
+    """Failure of a rank as it is written into the store."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    rank: NonNegativeInt
+    reason: Annotated[str, AfterValidator(single_line)]
+    code: Literal[1, 2, 130]  # the exit code of all ranks: never 0
+    stuck: bool
+    quiet: bool  # the failed rank's output is complete, so the other ranks print nothing
 
 
 def write_stderr(text: str) -> None:
@@ -156,7 +170,7 @@ class Watchdog:
         """Looks for failures of other ranks and a hang of this one. The thread calls it twice a second."""
         failure = None
         try:
-            failure = self._store.get(FAILURE)
+            failure = self._read_failure()
         except StoreUnavailable:
             # If the launcher held the store, the ranks are now orphans, which save and end by themselves
             # (training/stopping.py). Otherwise rank 0 held it.
@@ -167,7 +181,7 @@ class Watchdog:
                     1,
                 )
         if failure is not None:
-            self._handle_failure(**json.loads(failure))
+            self._handle_failure(failure)
         for callback in self._callbacks:
             callback()
         if self._limit is not None:
@@ -181,37 +195,50 @@ class Watchdog:
         rank = self._peers[ended[0]]
         reason = "its process died without an error message; possibly killed by the kernel for lack of memory"
         with contextlib.suppress(StoreUnavailable):
-            if (failure := self._store.get(FAILURE)) is not None:  # it wrote one before it ended
-                self._handle_failure(**json.loads(failure))
+            if (failure := self._read_failure()) is not None:  # it wrote one before it ended
+                self._handle_failure(failure)
             self._store.add(FAILURE_CLAIMS)
             self._publish(reason, 1, rank)
             self._store.add(FAILURE_ACKS)
         self._exit(f"stopped because rank {rank} failed ({reason})", 1, acks=self._size - 1)
 
-    def _handle_failure(self, rank: int, reason: str, code: int, stuck: bool, quiet: bool) -> None:
-        """Exits because of the published failure of ``rank``, which prints its own error.
+    def _read_failure(self) -> Failure | None:
+        """Returns the failure that is in the store, or None.
+
+        An invalid one comes from outside of the run, and ends it with an error.
+        """
+        text = self._store.get(FAILURE)
+        if text is None:
+            return None
+        try:
+            failure = Failure.model_validate_json(text)
+        except ValidationError:
+            failure = None
+        if failure is None or failure.rank >= self._size:
+            reason = "the store that all ranks share holds a failure that none of them wrote"
+            self._exit(f"stopped because {reason}: {single_line(text)}", 1)
+        return failure
+
+    def _handle_failure(self, failure: Failure) -> None:
+        """Exits because of the published failure of a rank, which prints its own error.
 
         The other ranks print one line, or in a hang their phase and stack.
         """
-        if rank == self._rank and not stuck:
-            self._stopped.set()
-            return
+        if failure.rank == self._rank and not failure.stuck and self._stopped.is_set():
+            return  # this rank's own, which ``fail`` is reporting
         with contextlib.suppress(StoreUnavailable):
             self._store.add(FAILURE_ACKS)
-        line = self._describe_hang(reason) if stuck else f"stopped because rank {rank} failed ({reason})"
-        self._exit(line, code, acks=self._size, quiet=quiet)
+        line = f"stopped because rank {failure.rank} failed ({failure.reason})"
+        if failure.stuck:
+            line = self._describe_hang(failure.reason)
+        self._exit(line, failure.code, acks=self._size, quiet=failure.quiet)
 
     def _publish(
         self, reason: str, code: int, rank: int | None = None, stuck: bool = False, quiet: bool = False
     ) -> None:
-        failure = {
-            "rank": self._rank if rank is None else rank,
-            "reason": reason,
-            "code": code,
-            "stuck": stuck,
-            "quiet": quiet,
-        }
-        self._store.put(FAILURE, json.dumps(failure))
+        rank = self._rank if rank is None else rank
+        failure = Failure(rank=rank, reason=reason, code=code, stuck=stuck, quiet=quiet)
+        self._store.put(FAILURE, failure.model_dump_json())
 
     def _await_acks(self, acks: int) -> None:
         deadline = self._process.clock() + ACK_TIMEOUT

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import random
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
@@ -26,6 +27,7 @@ from ppo_ds.errors import UserError
 T = TypeVar("T")
 # minutes by which the timeout of collectives exceeds that of the watchdog, whose report is more informative
 COLLECTIVE_MARGIN = 1.0
+LOOPBACK = "127.0.0.1"
 
 
 class Waiting:
@@ -129,8 +131,71 @@ def single_process_environment(environment: Mapping[str, str]) -> dict[str, str]
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
     }
+
+
+def is_on_one_machine(environment: Mapping[str, str]) -> bool:
+    """Returns whether all ranks of a launch run on this machine."""
+    local = environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE"))  # of torchrun, of deepspeed
+    address = environment["MASTER_ADDR"]
+    return local == environment["WORLD_SIZE"] or address == "localhost" or address.startswith("127.")
+
+
+def open_local_store(timeout: timedelta) -> dist.TCPStore | None:
+    """Opens the store of a launch on one machine so that other machines cannot reach it.
+
+    torch opens it on all interfaces, and a store has no passwords: a stranger who writes into it could end
+    the run or take part in collectives, which carry pickles. Here rank 0 opens it on the loopback interface
+    before torch does, which then finds it by its port. The store of torchrun's agent stays as it is, and the
+    ranks read nothing from it but the port of their own.
+
+    Returns the store on rank 0, which must keep it until the process group exists.
+    """
+    store, agent = None, None
+    port = int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        agent = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout)
+        port_key, port = f"ppo_ds/port/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 0
+    if os.environ["RANK"] == "0":
+        listener = socket.create_server((LOOPBACK, port))
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            LOOPBACK,
+            port,
+            int(os.environ["WORLD_SIZE"]),
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,  # shared with the store that torch opens at this port
+            master_listen_fd=listener.detach(),
+        )
+        if agent is not None:
+            agent.set(port_key, str(port))
+    elif agent is not None:
+        port = int(agent.get(port_key))
+    os.environ |= {
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    return store
+
+
+def join_process_group(on_gpu: bool, timeout: timedelta) -> None:
+    """Creates the process group; its ports are closed to other machines if all ranks run on this one."""
+    store = None
+    if is_on_one_machine(os.environ):
+        for _, interface in socket.if_nameindex():
+            if interface in ("lo", "lo0"):  # on Linux, on macOS
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if os.environ["WORLD_SIZE"] == "1":
+        backend = "nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif is_on_one_machine(os.environ):
+        store = open_local_store(timeout)
+    deepspeed.init_distributed(timeout=timeout, verbose=False)
+    del store  # from here on the process group holds it
 
 
 def connect(timeout_minutes: float, verbose: bool = False, threads: int | None = None) -> World:
@@ -145,8 +210,7 @@ def connect(timeout_minutes: float, verbose: bool = False, threads: int | None =
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    single = single_process_environment(os.environ)
-    os.environ.update(single)
+    os.environ.update(single_process_environment(os.environ))
     local_rank = int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
@@ -155,15 +219,10 @@ def connect(timeout_minutes: float, verbose: bool = False, threads: int | None =
     else:
         keep_freed_memory()
     timeout = timedelta(minutes=timeout_minutes + COLLECTIVE_MARGIN)
-    if single:  # on any free port, so that two runs on one machine do not collide
-        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
-        os.environ["MASTER_PORT"] = str(store.port)
-        backend = "nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     try:
-        deepspeed.init_distributed(timeout=timeout, verbose=False)
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
+        join_process_group(on_gpu, timeout)
+    except (OSError, dist.DistNetworkError) as error:
+        if "address already in use" not in str(error).lower():
             raise
         raise UserError(
             f"MASTER_PORT={os.environ['MASTER_PORT']}: the port is in use by another run on this machine; "

@@ -13,6 +13,7 @@ from typing import Literal
 from ppo_ds.distributed.launcher import launcher_pids
 from ppo_ds.distributed.store import RankStore, StoreUnavailable
 from ppo_ds.distributed.world import World
+from ppo_ds.errors import single_line
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,8 @@ class StopRequest:
         # The store is unavailable once the process that holds it has ended. Then the launcher ends too, or
         # the next collective fails.
         with suppress(StoreUnavailable):
-            return self.store.get(STORE_KEY)
+            request = self.store.get(STORE_KEY)
+            return None if request is None else single_line(request)
         return None
 
     def handle(self, number: int, frame: FrameType | None) -> None:

@@ -162,12 +162,12 @@ def test_the_loss_of_a_launchers_store_leaves_the_rank_running_until_the_timeout
 def test_a_failure_of_another_rank_ends_this_one_with_its_code_and_closes_the_record(rank):
     closed = []
     rank.watchdog.set_timeout(0.1, closed.append)
-    published = {"rank": 0, "reason": "ValueError: x", "code": 3, "stuck": False, "quiet": False}
+    published = {"rank": 0, "reason": "ValueError: x", "code": 2, "stuck": False, "quiet": False}
     rank.store.put("failure", json.dumps(published))
     rank.store.add("failure_acks")  # of rank 0
     with pytest.raises(Exited) as exited:
         rank.watchdog.check()
-    assert exited.value.args == (3,)
+    assert exited.value.args == (2,)
     assert rank.process.written == ["rank 1: stopped because rank 0 failed (ValueError: x)"]
     assert closed == ["stopped because rank 0 failed (ValueError: x)"]
     assert rank.store.counts["failure_acks"] == 2
