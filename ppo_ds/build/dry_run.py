@@ -40,7 +40,7 @@ def dry_run_config(config: Config, ranks: int) -> Config:
     folder = dry_run_dir(config)
     # the config's own ``prepare`` must create its files in the dry run's folder instead of run.dir
     tree = _moved(resolved(config), str(config.run.dir), str(folder))
-    models = _models(tree)
+    models = distinct_models(tree)
     tiny = {model: str(folder / "models" / f"{i}") for i, model in enumerate(models)}
     tree = _with_tiny_models(tree, tiny)
 
@@ -82,7 +82,7 @@ def dry_run_config(config: Config, ranks: int) -> Config:
     return changed
 
 
-def _models(tree: dict[str, Any]) -> dict[Model, dict[str, Any]]:
+def distinct_models(tree: dict[str, Any]) -> dict[Model, dict[str, Any]]:
     """Returns each model of the run once, with the arguments of save_shrunk.
 
     Errors name the first key that refers to the model.

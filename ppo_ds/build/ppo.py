@@ -17,20 +17,14 @@ from ppo_ds.build.algorithm import (
 )
 from ppo_ds.build.banner import summary
 from ppo_ds.build.data import Inputs, read_inputs, stop_ids
+from ppo_ds.build.engines import Needs
 from ppo_ds.build.generator import build_generator
+from ppo_ds.build.layouts import adapter_notes, choose_layouts, plan_generation
 from ppo_ds.build.preflight import preflight
-from ppo_ds.build.roles import (
-    Needs,
-    RewardModels,
-    adapter_notes,
-    build_actor,
-    build_critic,
-    build_reference,
-    choose_layouts,
-    critic_start,
-    plan_generation,
-)
+from ppo_ds.build.reward_models import RewardModels
+from ppo_ds.build.roles import build_actor, build_critic, build_reference, critic_start
 from ppo_ds.config.schema import Config, has_critic, rollout_size, uses_reference
+from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.targets import bind
 from ppo_ds.config.warnings import slow_bf16, warnings
 from ppo_ds.data.prompts import eval_batches
@@ -40,10 +34,12 @@ from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.processor import computes_bf16
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.ops.kl import FixedKLController
 from ppo_ds.ppo.collector import DynamicRolloutCollector, RolloutCollector
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.performance import build_meter
+from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.rollout.base import Generator, SamplingParams
@@ -71,17 +67,9 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
     """Loads data and models and wires the PPO stage. May raise UserError. A collective."""
     world, banner, algo = context.world, context.banner, config.algo
 
-    # data
-    inputs = read_inputs(config, world)
+    # data and models
+    inputs, stops = read_data(config, context)
     length = horizon(config, len(inputs.source))
-    stops = stop_ids(config, inputs.tokenizer)
-    preflight(config, inputs)
-    hides_stops = bool(masked_stop_ids(algo.train_on_eos, stops, inputs.tokenizer.pad_id))
-    banner.note(*inputs.notes(), *warnings(config, hides_stops=hides_stops))
-    if world.device.type == "cpu":
-        banner.note(*slow_bf16(config, computes_bf16()))
-
-    # models
     models = load_models(config, context, inputs, length)
     sampling = build_sampling(config, stops, models.actor.module.temperature)
     generator, gap = build_generator(
@@ -115,15 +103,6 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
         health=context.health,
     )
     kl = kl_controller(config)
-    stateful: dict[str, Stateful | None] = {
-        # the coefficient of a fixed controller is read from the config, also after a resume
-        "kl": kl if algo.kl.controller != "fixed" else None,
-        "prompts": inputs.prompts,
-        "scores": make_experience.shaper,
-        # a user's own reward may have a state
-        "reward": models.reward if isinstance(models.reward, Stateful) else None,
-        "ptx": inputs.ptx,
-    }
     return PPOTrainer(
         context=context,
         algo=algo,
@@ -143,13 +122,44 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
         else None,
         learn=learn,
         kl=kl,
-        stateful={name: component for name, component in stateful.items() if component is not None},
+        stateful=stateful_components(algo, inputs, models.reward, kl, make_experience.shaper),
         evaluator=build_evaluator(config, context, inputs, models, generator, sampling),
         eval_weights=eval_weights(models.ema, config.actor.ema.evaluate),
         tokenizer=inputs.tokenizer,
         meter=build_meter(world, models.actor, models.critic),
         kl_monitor=KLMonitor(config.health.max_kl, stops=config.health.kl_action == "stop"),
     )
+
+
+def read_data(config: Config, context: RunContext) -> tuple[Inputs, tuple[int, ...]]:
+    """Reads the data, and checks models and rewards by it; returns it with the end tokens.
+
+    Notes descriptions and warnings for the start-up banner. May raise UserError.
+    """
+    inputs, note = read_inputs(config, context.world), context.banner.note
+    stops = stop_ids(config, inputs.tokenizer)
+    preflight(config, inputs)
+    hides_stops = bool(masked_stop_ids(config.algo.train_on_eos, stops, inputs.tokenizer.pad_id))
+    note(*inputs.notes(), *warnings(config, hides_stops=hides_stops))
+    if context.world.device.type == "cpu":
+        note(*slow_bf16(config, computes_bf16()))
+    return inputs, stops
+
+
+def stateful_components(
+    algo: AlgoConfig, inputs: Inputs, reward: Reward, kl: FixedKLController, shaper: ScoreShaper
+) -> dict[str, Stateful]:
+    """Returns the components whose state a checkpoint saves, by name."""
+    components: dict[str, Stateful | None] = {
+        # the coefficient of a fixed controller is read from the config, also after a resume
+        "kl": kl if algo.kl.controller != "fixed" else None,
+        "prompts": inputs.prompts,
+        "scores": shaper,
+        # a user's own reward may have a state
+        "reward": reward if isinstance(reward, Stateful) else None,
+        "ptx": inputs.ptx,
+    }
+    return {name: component for name, component in components.items() if component is not None}
 
 
 def build_sampling(config: Config, stops: tuple[int, ...], temperature: float) -> SamplingParams:

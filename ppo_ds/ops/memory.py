@@ -93,6 +93,29 @@ def trained_engine(
         bucket: reduce_bucket_size in elements.
         separate_host: CPU memory is separate from device memory (GPUs); otherwise offloading moves nothing.
     """
+    share = -(-shape.trained // ranks)
+    engine = engine_on_device(shape, stage=stage, each=each, scaled=scaled, ranks=ranks, bucket=bucket)
+    if not separate_host or (stage == 0 and each == FP32):  # without ZeRO nothing can be offloaded
+        return engine
+    if offload_optimizer:  # the states and this rank's gradients; a backward needs the rest on the device
+        engine = replace(
+            engine,
+            masters=0,
+            moments=0,
+            buffers=engine.buffers - FP32 * share if stage == 3 else each * shape.largest_trained,
+            gradients=0 if stage > 1 else engine.gradients,
+            step=0,
+            host=engine.masters + engine.moments + (FP32 + each) * share,
+        )
+    if offload_params:
+        engine = replace(engine, weights=0, host=engine.host + engine.weights)
+    return engine
+
+
+def engine_on_device(
+    shape: Shape, *, stage: int, each: int, scaled: bool, ranks: int, bucket: int
+) -> EngineMemory:
+    """Computes the memory of an engine that offloads nothing; ``trained_engine`` documents the arguments."""
     trained, share = shape.trained, -(-shape.trained // ranks)
     flat = min(trained, bucket)  # elements that ZeRO copies in order to reduce them
     weights = each * shape.parameters
@@ -107,15 +130,15 @@ def trained_engine(
     masters, moments = FP32 * share, 2 * FP32 * share
     # gradients accumulate in a persistent fp32 buffer for all of them
     if stage < 2 and each < FP32 and not scaled:
-        engine = EngineMemory(
+        return EngineMemory(
             weights,
             masters,
             moments,
             buffers=FP32 * trained,
             reduction=each * trained + FP32 * min(trained, BUCKET),
         )
-    elif stage < 2:
-        engine = EngineMemory(
+    if stage < 2:
+        return EngineMemory(
             weights,
             masters,
             moments,
@@ -124,8 +147,8 @@ def trained_engine(
             reduction=FP32 * (flat + share),
             step=FP32 * share,
         )
-    elif stage == 2:
-        engine = EngineMemory(
+    if stage == 2:
+        return EngineMemory(
             weights,
             masters,
             moments,
@@ -134,30 +157,15 @@ def trained_engine(
             reduction=each * (flat + share),
             step=FP32 * share,
         )
-    else:
-        engine = EngineMemory(
-            each * -(-shape.parameters // ranks),
-            masters,
-            moments,
-            buffers=FP32 * share + each * bucket,
-            reduction=each * flat,
-            step=FP32 * share,
-            gathered=each * min(shape.parameters, REUSE // 2 + PREFETCH + shape.largest_tensor),
-        )
-    # offloads the states and this rank's gradients; a backward needs the rest on the device
-    if separate_host and offload_optimizer:
-        engine = replace(
-            engine,
-            masters=0,
-            moments=0,
-            buffers=engine.buffers - FP32 * share if stage == 3 else each * shape.largest_trained,
-            gradients=0 if stage > 1 else engine.gradients,
-            step=0,
-            host=masters + moments + (FP32 + each) * share,
-        )
-    if separate_host and offload_params:
-        engine = replace(engine, weights=0, host=engine.host + engine.weights)
-    return engine
+    return EngineMemory(
+        each * -(-shape.parameters // ranks),
+        masters,
+        moments,
+        buffers=FP32 * share + each * bucket,
+        reduction=each * flat,
+        step=FP32 * share,
+        gathered=each * min(shape.parameters, REUSE // 2 + PREFETCH + shape.largest_tensor),
+    )
 
 
 def activation_bytes(shape: Shape, tokens: int, length: int, each: int, checkpointing: bool) -> int:

@@ -10,7 +10,8 @@ import yaml
 
 from ppo_ds.build.algorithm import learner
 from ppo_ds.build.data import build_tokenizer
-from ppo_ds.build.roles import Needs, build_actor, build_critic, critic_start
+from ppo_ds.build.engines import Needs
+from ppo_ds.build.roles import build_actor, build_critic, critic_start
 from ppo_ds.config.renamed import with_current_names
 from ppo_ds.config.schema import Config, from_tree, has_critic, inherit
 from ppo_ds.distributed.world import connect

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
-from ppo_ds.build.roles import Needs
+from ppo_ds.build.engines import Needs
 from ppo_ds.errors import UserError
 from ppo_ds.models.policy import Policy
 

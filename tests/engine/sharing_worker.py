@@ -13,15 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from ppo_ds.build.roles import (
-    CLASSIFIER,
-    CriticStart,
-    Needs,
-    RewardModels,
-    build_actor,
-    build_critic,
-    build_reference,
-)
+from ppo_ds.build.engines import Needs
+from ppo_ds.build.reward_models import RewardModels
+from ppo_ds.build.roles import CLASSIFIER, CriticStart, build_actor, build_critic, build_reference
 from ppo_ds.config.schema import Config, from_tree, inherit
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.distributed.world import World, connect

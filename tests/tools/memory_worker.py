@@ -24,7 +24,7 @@ from ppo_ds.distributed.exit import exit_now  # noqa: E402
 config = load_config(json.loads((folder / "arguments.json").read_text()))
 prepare_environment(verbose=False)
 
-from ppo_ds.build import trainer as build  # noqa: E402
+from ppo_ds.build import ppo as build  # noqa: E402
 from ppo_ds.build.run import build_run  # noqa: E402
 from ppo_ds.distributed import world  # noqa: E402
 from ppo_ds.training.timing import PhaseTimer  # noqa: E402

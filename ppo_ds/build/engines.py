@@ -1,0 +1,136 @@
+"""Builds the engine of a role from its config section: trained by DeepSpeed, or frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ppo_ds.config.sections.models import ActorConfig, CriticConfig, FrozenZeroConfig, LoraConfig
+from ppo_ds.distributed.world import World
+from ppo_ds.engine.frozen import FrozenModel, freeze
+from ppo_ds.engine.trained import LRSchedule
+from ppo_ds.engine.zero import deepspeed_config
+from ppo_ds.errors import UserError
+from ppo_ds.models.lora import adapter_parameters, add_adapters
+from ppo_ds.models.policy import sharded_loading
+from ppo_ds.models.rope import rope_length_limit
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Requirements of the data on a model that reads the actor's ids."""
+
+    vocabulary: int  # upper bound (exclusive) of the ids of the actor's tokenizer
+    positions: int  # tokens of the longest prompt and the longest response together
+
+    def check(self, module: Any, path: str, key: str) -> None:
+        """Raises UserError, which names ``key``, if the model cannot read the data.
+
+        Without this check an index out of range on a GPU would end the run without naming its cause.
+        """
+        if self.vocabulary > module.vocab_size:
+            raise UserError(
+                f"{key}={path}: the actor's tokenizer has ids up to {self.vocabulary - 1}, this model's "
+                f"embedding only {module.vocab_size} rows; they do not belong together"
+            )
+        rope = rope_length_limit(module.trunk.config)
+        if rope is not None and self.positions > rope[1]:
+            kind, limit = rope
+            raise UserError(
+                f"{key}={path}: RoPE of type {kind} changes all rows of a batch that has one longer than "
+                f"{limit} tokens; the longest prompt and sampling.max_new_tokens together (or a text of "
+                f"data.ptx_path) may have {self.positions}: lower data.max_prompt_tokens, "
+                f"sampling.max_new_tokens or data.ptx_max_tokens to stay within {limit}"
+            )
+        if module.max_tokens is not None and self.positions > module.max_tokens:
+            raise UserError(
+                f"{key}={path}: has {module.max_tokens} positions; the longest prompt and "
+                "sampling.max_new_tokens together (or a text of data.ptx_path) "
+                f"need {self.positions}: lower data.max_prompt_tokens, sampling.max_new_tokens or "
+                "data.ptx_max_tokens"
+            )
+
+
+def trained_engine(
+    load: Callable[[], nn.Module],
+    make: Callable[..., T],
+    role: ActorConfig | CriticConfig,
+    name: str,
+    world: World,
+    optimizer_steps: int,
+) -> T:
+    """Loads the module of a role and calls ``make`` with it and the arguments of its engine.
+
+    With adapters the schedule, and so the metric ``lr``, is that of the adapters; a value head beside them
+    keeps optim.lr. Raises UserError if DeepSpeed rejects the user's own JSON.
+    """
+    optim, zero = role.optim, role.zero
+    engine_config = deepspeed_config(
+        stage=zero.stage,
+        dtype=role.model.dtype,
+        offload_optimizer=zero.offload_optimizer,
+        offload_params=zero.offload_params,
+        grad_clip=optim.grad_clip,
+        raw=role.deepspeed,
+    )
+    module = load_module(load, engine_config)
+    adapters, lr, settings = set(adapter_parameters(module)), optim.lr, {}
+    if adapters:
+        lr = role.lora.lr or optim.lr
+        settings = {f"{name}.lora.rank": role.lora.rank, f"{name}.lora.alpha": adapter_alpha(role.lora)}
+    schedule = LRSchedule(lr, optim.schedule, optim.warmup_ratio, optim.min_lr_ratio, optimizer_steps)
+    try:
+        return make(
+            module,
+            world=world,
+            deepspeed_config=engine_config,
+            schedule=schedule,
+            lr_factors={p: optim.lr / lr for p in module.parameters() if p not in adapters},
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            settings=settings,
+        )
+    except (ValueError, AssertionError) as error:
+        if not role.deepspeed:
+            raise
+        raise UserError(
+            f"{name}.deepspeed={role.deepspeed}: DeepSpeed refuses it: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def frozen_engine(
+    load: Callable[[], nn.Module], zero: FrozenZeroConfig, dtype: str, world: World
+) -> tuple[Any, FrozenModel]:
+    """Loads a module and returns it with the FrozenModel that runs it."""
+    engine_config = None
+    if zero.stage == 3:
+        engine_config = deepspeed_config(stage=3, dtype=dtype, offload_params=zero.offload_params, raw={})
+    module = load_module(load, engine_config)
+    return module, freeze(module, world=world, offload=zero.offload_params, deepspeed_config=engine_config)
+
+
+def load_module(load: Callable[[], nn.Module], engine_config: dict[str, Any] | None) -> Any:
+    """Calls ``load``; under ZeRO-3 each weight is sharded as it is read, so that no rank holds all of it."""
+    if engine_config is None or engine_config["zero_optimization"]["stage"] < 3:
+        return load()
+    with sharded_loading(engine_config):
+        return load()
+
+
+def add_lora(module: Any, lora: LoraConfig, seed: int, key: str) -> None:
+    """Adds adapters to ``module`` if LoRA is on."""
+    if lora.rank:
+        add_adapters(
+            module, rank=lora.rank, alpha=adapter_alpha(lora), targets=lora.targets, seed=seed, key=key
+        )
+
+
+def adapter_alpha(lora: LoraConfig) -> float:
+    """Returns lora.alpha, by default twice the rank."""
+    return lora.alpha or 2 * lora.rank

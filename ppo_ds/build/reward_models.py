@@ -1,0 +1,74 @@
+"""Loads the models that rewards score with, each once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import nn
+
+from ppo_ds.build.engines import frozen_engine
+from ppo_ds.build.roles import CriticStart
+from ppo_ds.config.schema import Config
+from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
+from ppo_ds.distributed.world import World
+from ppo_ds.engine.frozen import FrozenBase, FrozenModel
+from ppo_ds.engine.gather import gathered
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.models.value import ScoreHead, as_kept, load_reward_model
+
+
+class RewardModels:
+    """Loads the models that rewards score with.
+
+    Rewards with the same model, loaded and placed with the same options, share one copy in memory.
+    """
+
+    def __init__(self, world: World, note: Callable[[str], None]):
+        """Initializes without models; ``note`` receives a banner line for each model that is shared."""
+        self._world, self._note = world, note
+        # the key, the module and the FrozenModel of each copy
+        self._loaded: dict[Hashable, tuple[str, Any, FrozenModel]] = {}
+        self._base: tuple[Hashable, TrainedModel] | None = None
+
+    def offer(self, critic: TrainedModel, start: CriticStart, config: Config) -> None:
+        """Shares the base of a critic with adapters that started from the reward model.
+
+        A collective, before any training.
+        """
+        head = getattr(critic.module.model, "score", None)
+        if start.reward is not None and config.critic.lora.rank and isinstance(head, ScoreHead):
+            with gathered(critic, head):
+                head.keep()
+            self._base = _identity(load_reward_model, start.model), critic
+
+    def __call__(
+        self, load: Callable[..., nn.Module], model: ModelConfig, zero: FrozenZeroConfig, key: str
+    ) -> tuple[Any, FrozenModel]:
+        """Returns ``load(model, key=key)`` and the FrozenModel that runs it, or those of a shared copy.
+
+        ``key`` is the config key that errors name.
+        """
+        identity = _identity(load, model)
+        if self._base is not None and self._base[0] == identity:
+            critic = self._base[1]
+            self._note(
+                f"sharing    {key}: the critic without its adapters, with its first head; "
+                "no weights of its own"
+            )
+            return critic.module, FrozenBase(critic, base_weights=as_kept)
+        placement = identity, zero.stage, zero.offload_params
+        if placement in self._loaded:
+            first, module, scorer = self._loaded[placement]
+            self._note(f"sharing    {key}: the same as {first}, in memory once")
+            return module, scorer
+        module, scorer = frozen_engine(lambda: load(model, key=key), zero, model.dtype, self._world)
+        self._loaded[placement] = key, module, scorer
+        return module, scorer
+
+
+def _identity(load: Callable[..., nn.Module], model: ModelConfig) -> Hashable:
+    """Returns what identifies a model: its loader, its folder and the options it is loaded with."""
+    path = os.path.realpath(model.path) if os.path.isdir(model.path) else model.path
+    return load, path, model.revision, model.dtype, model.trust_remote_code, model.attn_implementation
