@@ -132,6 +132,7 @@ class HybridActor(TrainedModel):
 
     @contextmanager
     def _switched(self) -> Iterator[None]:
+        """Switches to generation and back; ``generation_mode`` adds the nesting."""
         self.restore_weights()
         self.module.eval()
         switch = ExitStack()

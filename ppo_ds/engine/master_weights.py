@@ -51,7 +51,19 @@ class MasterWeights:
             self._whole = {name: master[id(parameter)] for name, parameter in self.parameters.items()}
         elif model.zero_stage == 0:
             self._whole = dict(self.parameters)
-        self._create_moments()
+        # torch creates the moments in the first step that is not skipped; they are needed before
+        fused = self._adamw.defaults["fused"]
+        for flat in optimizer_shares(model):
+            state = self._adamw.state[flat]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device if fused else "cpu")
+                state["exp_avg"] = torch.zeros_like(flat, requires_grad=False)
+                state["exp_avg_sq"] = torch.zeros_like(flat, requires_grad=False)
+        if hasattr(self._wrapper, "_lazy_init_hp_params_optimizer_state"):
+            # DeepSpeed links them once, after the step of the first parameter group, and so misses the other
+            # groups
+            self._wrapper._hp_optimizer_states_linked = False
+            self._wrapper._lazy_init_hp_params_optimizer_state()
 
     def shape(self, name: str) -> list[int]:
         """Returns the shape of the whole parameter."""
@@ -139,21 +151,6 @@ class MasterWeights:
         assert self._whole is not None
         master = self._whole[name]
         return master.detach() if part == WEIGHT else self._adamw.state[master][part]
-
-    def _create_moments(self) -> None:
-        """Creates missing moments. torch creates them in the first step that is not skipped."""
-        fused = self._adamw.defaults["fused"]
-        for flat in optimizer_shares(self._model):
-            state = self._adamw.state[flat]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device if fused else "cpu")
-                state["exp_avg"] = torch.zeros_like(flat, requires_grad=False)
-                state["exp_avg_sq"] = torch.zeros_like(flat, requires_grad=False)
-        if hasattr(self._wrapper, "_lazy_init_hp_params_optimizer_state"):
-            # DeepSpeed links them once, after the step of the first parameter group, and so misses the other
-            # groups
-            self._wrapper._hp_optimizer_states_linked = False
-            self._wrapper._lazy_init_hp_params_optimizer_state()
 
 
 def optimizer_shares(model: TrainedModel) -> list[Tensor]:

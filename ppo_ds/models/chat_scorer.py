@@ -1,6 +1,4 @@
-"""Reward models that score chats by Python code of their own: ``get_score(tokenizer, chat)``.
-
-InternLM2's are an example.
+"""Reward models with scoring code of their own, ``get_score(tokenizer, chat)``, such as InternLM2's.
 
 Code that also has ``get_scores(tokenizer, chats)`` can score a batch. Templates, special tokens, padding and
 the position of the score are left to that code.

@@ -38,10 +38,10 @@ class LMHead(nn.Linear):
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Returns the logits [...,V] of hidden [...,H], or with labels [K] of hidden [K,H]: log-probs [K] and
-        entropy [K] or None.
+        """Returns the logits [...,V] of hidden [...,H].
 
-        Log-probs and entropy are those of softmax(logits / temperature), in nats and fp32.
+        With labels [K] it returns the log-probs [K] and the entropy ([K] or None) of hidden [K,H] instead.
+        They are those of softmax(logits / temperature), in nats and fp32.
         """
         if labels is None:
             return super().forward(hidden)
@@ -63,7 +63,7 @@ def install_head(lm: PreTrainedModel) -> None:
 
 
 class HeadProbe(NamedTuple):
-    """The place of the head in a causal LM's forward."""
+    """Facts about the LM head's position in a causal LM's forward."""
 
     makes_logits: bool  # the model returns the output of an ``LMHead`` as its logits, unchanged
     reads_trunk: bool  # the input of the head is the last hidden state of ``lm.base_model``, unchanged
@@ -72,12 +72,12 @@ class HeadProbe(NamedTuple):
 def probe_head(lm: PreTrainedModel, arguments: dict[str, Any]) -> tuple[HeadProbe, Tensor, ModelOutput]:
     """Runs the model's own forward with the output of its ``LMHead`` replaced by a constant.
 
-    Returns what that shows, the states [b*t,H] that the head was given, and the model's output.
+    Returns the probe, the states [b*t,H] that the head was given, and the model's output.
     """
     seen: dict[str, Tensor] = {}
 
     def keep_states(module: nn.Module, inputs: Any, out: Any) -> None:
-        if module is not lm:  # a model without a base model is its own
+        if module is not lm:  # base_model is the model itself in classes without a base model
             seen["trunk"] = out.last_hidden_state.detach().flatten(0, -2).clone()
 
     def mark(module: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
@@ -104,8 +104,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def forward_at(
     lm: PreTrainedModel, positions: Tensor, arguments: dict[str, Any]
 ) -> tuple[Tensor, ModelOutput]:
-    """Runs the model's own forward with its head applied to ``positions`` [K] of the flattened states [b*t]
-    only.
+    """Runs the model's own forward, with its head applied to ``positions`` [K] of the flattened states only.
 
     Returns the states [b*t,H] that the head was given and the model's output, with logits [1,K,V].
     """
@@ -115,7 +114,7 @@ def forward_at(
         given.append(inputs[0].flatten(0, -2))
         return given[0][positions].unsqueeze(0)
 
-    # before the hooks of ZeRO-3, so that the states are not inputs of the head to them
+    # runs before the hooks of ZeRO-3, so that they see only the picked states as the head's input
     hook = lm.get_output_embeddings().register_forward_pre_hook(pick, prepend=True)
     try:
         out = lm(**arguments)

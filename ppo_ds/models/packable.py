@@ -30,11 +30,15 @@ class LayoutChoice:
 
 
 class PackableModel(nn.Module):
-    """Model with a transformers trunk whose forwards take padded or packed rows."""
+    """Model with a transformers trunk whose forwards take padded or packed rows.
+
+    ``packed`` tells whether a forward packs its rows into one. ``choose_layout`` sets it, since not every
+    model supports packed rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._packed = False
+        self.packed = False
 
     @property
     def trunk(self) -> PreTrainedModel:
@@ -46,15 +50,6 @@ class PackableModel(nn.Module):
         """The number of rows of the embedding, which token ids must be below."""
         raise NotImplementedError
 
-    @property
-    def packed(self) -> bool:
-        """True if a forward packs its rows into one."""
-        return self._packed
-
-    def use_packed_layout(self, packed: bool) -> None:
-        """Sets whether forwards pack their rows. Not every model supports it: see ``choose_layout``."""
-        self._packed = packed
-
     def choose_layout(
         self, layout: str, device: torch.device, forward: Callable[[Tensor, Tensor, int], Any]
     ) -> LayoutChoice:
@@ -64,12 +59,12 @@ class PackableModel(nn.Module):
         of the sequences. ``forward`` calls this model through its engine: two forwards, a collective under
         ZeRO-3.
         """
-        self._packed = False
+        self.packed = False
         if not may_pack(self.trunk, layout, device):
             return LayoutChoice(False, why_not_packed(self.trunk) if layout == "packed" else None)
         fault, kernel = self._try_packed(forward)
-        self._packed = fault is None and (kernel or layout == "packed")
-        return LayoutChoice(self._packed, fault, kernel)
+        self.packed = fault is None and (kernel or layout == "packed")
+        return LayoutChoice(self.packed, fault, kernel)
 
     def _try_packed(self, forward: Callable[[Tensor, Tensor, int], Any]) -> tuple[str | None, bool]:
         """Compares the hidden states of two short rows, padded and packed.
@@ -88,12 +83,12 @@ class PackableModel(nn.Module):
         try:
             with torch.no_grad():
                 forward(ids, mask, 1)
-                self._packed = True
+                self.packed = True
                 with record_attention_calls() as calls:
                     forward(ids, mask, 1)
         finally:
             hook.remove()
-            self._packed = False
+            self.packed = False
         if uses_attention_interface(self.trunk) and calls.fault is not None:
             return calls.fault, False
         padded, packed = states

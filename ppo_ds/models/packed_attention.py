@@ -53,9 +53,8 @@ class AttentionCalls:
         return None if self.kernel else "it never calls the attention function of ppo_ds"
 
 
-_calls: ContextVar[AttentionCalls | None] = ContextVar(
-    "_calls", default=None
-)  # of the running packed forward
+# of the running packed forward
+_calls: ContextVar[AttentionCalls | None] = ContextVar("_calls", default=None)
 # True in a forward of a Layout, where the sequences of each row are known
 _layout_known: ContextVar[bool] = ContextVar("_layout_known", default=False)
 _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices

@@ -41,9 +41,7 @@ class Policy(PackableModel):
     """
 
     def __init__(self, lm: PreTrainedModel, temperature: float, value_head: bool = False):
-        """With ``value_head`` the critic shares the trunk; the head is initialized to zero, and so are the
-        values.
-        """
+        """Wraps ``lm``. With ``value_head`` the critic shares its trunk; the head starts at zero."""
         super().__init__()
         self.lm = lm
         install_head(lm)
@@ -70,8 +68,7 @@ class Policy(PackableModel):
         temperature: float | None = None,
         entropy_gradient: bool = True,
     ) -> PolicyOutput:
-        """Returns the log-probs of the last ``response_width`` tokens of ids [B,T], 0 after the end of a
-        response.
+        """Returns the log-probs of the last ``response_width`` tokens of ids [B,T], 0 after each response.
 
         ``with_entropy`` and ``with_aux`` add the other outputs. ``temperature`` replaces that of sampling.
         ``entropy_gradient=False`` detaches the entropy, which makes the backward cheaper.
@@ -185,9 +182,9 @@ def load_policy(model: ModelConfig, *, temperature: float, key: str, value_head:
 
 @contextmanager
 def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
-    """Makes ``from_pretrained`` shard each weight over the ranks as it is read (ZeRO-3), so that no rank
-    holds a whole model.
+    """Makes ``from_pretrained`` shard each weight over the ranks as it is read (ZeRO-3).
 
+    No rank ever holds a whole model.
     transformers shards as long as an HfDeepSpeedConfig exists; it is deleted at the end so that later models
     are not sharded.
     """
@@ -199,8 +196,7 @@ def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
 
 
 def unsharded_twin(lm: nn.Module, device: torch.device) -> nn.Module:
-    """Makes a copy of the architecture with empty parameters (0 elements) and copied buffers, to be filled
-    for generation.
+    """Copies the architecture and the buffers of ``lm``; the parameters are empty, to be filled later.
 
     ``lm`` may be sharded; its buffers (RoPE's inverse frequencies) never are. Parameters tied in ``lm`` are
     tied in the copy, which has no adapters: it is filled with the ``plain_weights`` of ``lm``.

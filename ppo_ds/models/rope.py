@@ -8,8 +8,9 @@ from transformers import PreTrainedConfig
 
 
 def rope_length_limit(config: PreTrainedConfig) -> tuple[str, int] | None:
-    """Returns the type of RoPE and the row length up to which its frequencies are constant, or None if they
-    always are.
+    """Returns the type of RoPE and the row length up to which its frequencies are constant.
+
+    Returns None if they are constant for all lengths.
 
     For a longer row "longrope" switches to its other set of frequencies and "dynamic" scales them, for the
     whole batch at once. The log-probs of a row would then depend on the other rows of its batch, and those of

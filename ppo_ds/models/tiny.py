@@ -131,7 +131,11 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
         if isinstance(given := getattr(text, name, None), int) and not isinstance(given, bool):
             setattr(text, name, min(given, most))
     _fewer_layers(text)
-    _shorter_rope(text)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        for name in ("short_factor", "long_factor"):  # LongRoPE: one for each pair of a head's dimensions
+            if isinstance(part.get(name), list):
+                part[name] = part[name][: int(HEAD * part.get("partial_rotary_factor", 1.0)) // 2]
     return small
 
 
@@ -147,15 +151,6 @@ def _fewer_layers(config: Any) -> None:
     for name in _LAYERS:
         if getattr(config, name, None) is not None:
             setattr(config, name, min(getattr(config, name), len(kept)))
-
-
-def _shorter_rope(config: Any) -> None:
-    """Shortens the factors of LongRoPE, of which there is one for each pair of a head's dimensions."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        for name in ("short_factor", "long_factor"):
-            if isinstance(part.get(name), list):
-                part[name] = part[name][: int(HEAD * part.get("partial_rotary_factor", 1.0)) // 2]
 
 
 def save_shrunk(

@@ -32,7 +32,7 @@ class Tokenizer:
         chat_template_kwargs: dict[str, Any] | None = None,
         key: str = "model.path",
     ):
-        """Raises UserError, which names ``key``, without a pad and an end token.
+        """Wraps ``hf``; raises UserError, which names ``key``, if it has neither a pad nor an end token.
 
         ``end_ids`` are end tokens of the model's generation config, in addition to the tokenizer's own.
         """
@@ -145,8 +145,17 @@ def load_tokenizer(
         raise UserError(f"{key}={path}: {_remedy(error, key)}") from error
     if len(hf) <= len(hf.get_added_vocab()):  # transformers makes tokenizers of some families without files
         raise UserError(f"{key}={path}: the tokenizer has no vocabulary; {NEEDED}")
+    if chat_template is not None and "{{" not in chat_template and "{%" not in chat_template:
+        try:
+            chat_template = Path(os.path.expanduser(chat_template)).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UserError(
+                f"data.chat_template={chat_template}: neither a Jinja template nor a file that can be read "
+                f"({reason})"
+            ) from error
     if chat_template is not None:
-        hf.chat_template = _template(chat_template)
+        hf.chat_template = chat_template
     return Tokenizer(hf, _generation_end_ids(path, revision, key), chat_template_kwargs, key)
 
 
@@ -162,19 +171,6 @@ def _remedy(error: Exception, key: str) -> str:
         remedy = "give a local folder, or a Hub name that exists and is reachable or cached"
         return f"cannot be loaded: {text[:300]} ({remedy})"
     return f"no tokenizer could be loaded ({type(error).__name__}: {text[:300]}); {NEEDED}"
-
-
-def _template(given: str) -> str:
-    """Returns the template that data.chat_template holds or names."""
-    if "{{" in given or "{%" in given:
-        return given
-    try:
-        return Path(os.path.expanduser(given)).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"data.chat_template={given}: neither a Jinja template nor a file that can be read ({reason})"
-        ) from error
 
 
 def _generation_end_ids(path: str, revision: str | None, key: str) -> tuple[int, ...]:

@@ -78,8 +78,8 @@ class ScoreModel(PackableModel):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
-        # an encoder-decoder reads the last token of its own decoder and an encoder the first token, both only
-        # in their own forward
+        # Other classifiers are run by their own forward: an encoder reads its first token, an encoder-decoder
+        # the last token of its decoder.
         self.is_decoder = _is_decoder(model)
         self._positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
         self._types = "token_type_ids" in inspect.signature(model.forward).parameters

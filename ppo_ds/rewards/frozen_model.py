@@ -62,7 +62,7 @@ class FrozenModelReward(TextReward):
 
     @abstractmethod
     def encode(self, row: Row, response: str, finished: bool) -> Any:
-        """Builds the model's input for one response."""
+        """Encodes one response with its row as input of the model."""
 
     @abstractmethod
     def score(self, inputs: Sequence[Any]) -> Tensor:

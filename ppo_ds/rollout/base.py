@@ -58,10 +58,10 @@ class Generator(Protocol):
 
 
 def max_new_tokens(prompts: Prompts, sampling: SamplingParams) -> Tensor:
-    """Returns the maximum number of new tokens of each row [B]: the row's own limit or the sampler's,
-    whichever is lower.
+    """Returns the maximum number of new tokens of each row [B].
 
-    It takes precedence over ``min_new_tokens``.
+    It is the lower one of the row's own limit and that of ``sampling``, and takes precedence over
+    ``min_new_tokens``.
     """
     return prompts.limits.clamp(max=sampling.max_new_tokens)
 
@@ -72,9 +72,9 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]):
         self.strings = strings
         self.decode = decode
-        # The last tokens that can hold a stop string that is just complete: a token is at least one byte, and
-        # some tokenizers drop a space where a text begins, hence 4 more. A stop string that this misses is
-        # found by ``prefix_length``.
+        # The number of last tokens to search during decoding. A token has at least one byte, so a stop string
+        # that has just become complete has at most as many tokens as bytes. 4 more, since some tokenizers
+        # drop a space where a text begins. ``prefix_length`` finds stop strings that this window misses.
         self.window = max((len(string.encode()) for string in strings), default=0) + 4
 
     def found_in(self, ids: Sequence[int]) -> bool:
@@ -83,10 +83,9 @@ class StopStrings:
         return any(string in text for string in self.strings)
 
     def prefix_length(self, ids: Sequence[int]) -> int:
-        """Returns the length of the shortest prefix that contains a stop string, or len(ids) + 1 if none
-        does.
+        """Returns the length of the shortest prefix with a stop string, or len(ids) + 1 without one.
 
-        A longer prefix never loses a stop string, so the length is found by bisection.
+        A prefix with a stop string has it in all longer prefixes too, so the length is found by bisection.
         """
         if not self.found_in(ids):
             return len(ids) + 1
@@ -110,8 +109,7 @@ def truncate_at_stop(
 
     responses [B,R] long and logprobs [B,R] fp32 may hold anything after the end of a response. Masks come
     from stop positions, never from ``ids != pad``: an end token inside a chat prompt, or one that is also the
-    pad token, stays as it is. A stop at the last position within the limit counts as a stop; a later one was
-    never generated.
+    pad token, stays as it is. A stop at the last position within the limit counts; later ones do not.
     """
     limits = max_new_tokens(prompts, sampling)
     ends = limits.clamp(max=responses.shape[1]).to(responses.device)

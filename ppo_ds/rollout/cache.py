@@ -1,8 +1,8 @@
 """Preallocated KV cache of slots: each sequence has a slot, and each slot its own position.
 
 transformers' StaticCache writes all rows of a batch at one position. Here the key and value of a row go to
-the position of that row, and a forward sees only the rows and columns in use, as views, so that it costs
-nothing for free slots and positions.
+the position of that row. A forward gets views of the rows and columns in use, so that free slots and
+positions cost nothing.
 """
 
 from __future__ import annotations

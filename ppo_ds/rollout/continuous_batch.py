@@ -115,14 +115,14 @@ class ContinuousBatch:
         self.should_stop = should_stop
         self.graphs = graphs
         self.check_every = check_every or (16 if on_gpu else 1)
-        # tokens whose computation takes about as long as reading the weights once more
+        # the number of padding tokens that cost about as much as another forward's reading of the weights
         self.padding = 512 if on_gpu else 64
         self.stops = StopStrings(sampling.stop_strings, decode) if sampling.stop_strings else None
 
     def decode_all(self) -> None:
         """Decodes all responses.
 
-        Synced ranks vote before each kind of forward; those without work run it on a dummy.
+        Synced ranks vote before each kind of forward; ranks without work run it on a dummy input.
         """
         while True:
             while (vote := self.vote(self.wants_prompts())) is _Vote.CONTINUE:
@@ -168,7 +168,7 @@ class ContinuousBatch:
     def next_prompts(self) -> list[_PromptGroup]:
         """Returns the next prompts of the queue, as many as free slots and the tokens of a forward allow.
 
-        Fewer where another forward costs less than their padding.
+        It stops earlier if the padding of the next prompt would cost more than another forward.
         """
         chunk: list[_PromptGroup] = []
         free, width, tokens = self.total - len(self.live), len(self.queue[0].ids), 0
@@ -181,10 +181,10 @@ class ContinuousBatch:
         return chunk
 
     def start(self, prefix: Prefix, groups: Sequence[_PromptGroup]) -> None:
-        """Starts responses to the first prompts of the queue, whose keys and values are ``prefix``, in the
-        free slots.
+        """Starts responses to the first prompts of the queue in the free slots.
 
-        What does not fit stays at the front of the queue.
+        ``prefix`` holds the keys and values of these prompts, ``groups``. Rows without a free slot stay at
+        the front of the queue.
         """
         new: list[_Response] = []
         sources: list[int] = []

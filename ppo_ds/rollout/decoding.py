@@ -33,7 +33,8 @@ class Decoder:
 
         With causal attention no token sees the padding after it.
         """
-        cache = DynamicCache()  # without the config, so that windows longer than any sequence are not cut
+        # made without the config, with which it would keep only the window of layers with a sliding one
+        cache = DynamicCache()
         positions = torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1)
         self.lm(input_ids=ids.to(self.device), position_ids=positions, past_key_values=cache, **self._extra)
         return [(layer.keys, layer.values) for layer in cache.layers]
@@ -44,7 +45,7 @@ class Decoder:
         above every position.
         """
         self.cache.at(positions, columns)
-        # With four dimensions transformers adds the mask to the attention scores as it is. It has the dtype
+        # transformers adds a mask of four dimensions to the attention scores unchanged. It has the dtype
         # of the scores, since a boolean mask would be converted in every layer.
         hidden = self._columns[:columns] > positions[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.lm.dtype, device=self.device).masked_fill_(
@@ -75,9 +76,9 @@ def explicit_mask_attention(lm: nn.Module) -> Iterator[None]:
 def can_decode(lm: nn.Module, longest: int | None = None) -> str | None:
     """Returns why ``Decoder`` cannot decode this model, in a few words, or None if it can.
 
-    A sliding window is supported if no sequence, of at most ``longest`` tokens, exceeds it. Where the weights
-    are loaded, a few tokens are decoded and compared with a plain forward: two forwards, the same on all
-    ranks.
+    A sliding window is supported if no sequence exceeds it; ``longest`` is the number of tokens of the
+    longest sequence. If the weights are loaded, a few tokens are decoded and compared with plain forwards,
+    the same ones on all ranks.
     """
     config = lm.config.get_text_config(decoder=True)
     if lm.config.is_encoder_decoder:

@@ -32,7 +32,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs in one memory pool: they run one after the other and share nothing in it."""
+    """Records CUDA graphs that share one memory pool, since only one of them runs at a time."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
@@ -67,8 +67,9 @@ def recorder_for(device: torch.device) -> Recorder | None:
 
 
 class Graphs:
-    """Runs the first step of each shape as it is and later ones as a graph; after a failure, with a warning,
-    all as they are.
+    """Runs the first step of each shape plainly, records the second one and replays it from then on.
+
+    If a recording fails, a warning is logged and all steps are run plainly from then on.
     """
 
     def __init__(self, recorder: Recorder | None):

@@ -1,6 +1,4 @@
-"""State of the cache slots on the device, and one decode step of all of them, which never waits for the
-device.
-"""
+"""State of the cache slots on the device, and their decode step, which never waits for the device."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ class Slots:
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
         self.limits = torch.cat([limits, limits.new_ones(1)]).to(device)
         self.uniforms = torch.cat([uniforms, uniforms.new_zeros(1, width)])
-        # the last row takes the tokens of slots without a response
+        # tokens of slots without a response are written to the last row
         self.responses = torch.zeros(rows + 1, width, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows + 1, width, dtype=torch.float32, device=device)
         # the next input token and its position, the number of tokens drawn, the row (B: none)

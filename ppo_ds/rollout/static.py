@@ -17,8 +17,9 @@ from ppo_ds.types import Prompts, Rollout
 
 
 class StaticGenerator:
-    """Decodes with as many slots as ``token_budget`` tokens make: slots x (longest prompt + its limit), at
-    least one.
+    """Decodes with as many cache slots as ``token_budget`` allows, at least one.
+
+    A slot takes as many tokens as the longest prompt and its limit.
 
     The arguments are those of ``Generator``. ``check_every`` is the number of steps between two checks of the
     host for responses that have ended; each waits for the device. The default is 1 on a CPU, where a check
@@ -41,8 +42,8 @@ class StaticGenerator:
         self.all_reduce_max = all_reduce_max
         self.check_every = check_every
         self.should_stop = should_stop
-        # Weights that are gathered for each forward have no fixed addresses to record. What failed once is
-        # not tried again.
+        # Weights that are gathered for each forward have no fixed addresses to record. After one failed
+        # recording no other is tried.
         self.graphs_work = all_reduce_max is None
         self._recorder: Recorder | None = None
 
@@ -82,8 +83,9 @@ class StaticGenerator:
 
 
 def length_bands(totals: Tensor, token_budget: int) -> list[Tensor]:
-    """Groups rows of total lengths [B] (prompt and limit) that are decoded together: all rows if they fit,
-    else rows of similar length.
+    """Groups rows that are decoded together: all rows if they fit, else rows of similar length.
+
+    ``totals`` [B] are the lengths of the rows, prompt and limit together.
 
     Slots are as long as the longest row of their band needs, so one long prompt must not take the memory of
     many short ones.

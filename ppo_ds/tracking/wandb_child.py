@@ -30,7 +30,14 @@ def main() -> None:
     if options is None:
         return
     try:
-        run = _init(options)
+        import wandb
+
+        settings = wandb.Settings(init_timeout=options.pop("init_timeout"), console="off", silent=True)
+        run = wandb.init(**options, resume="allow", settings=settings)
+        # A resumed or rolled-back run repeats steps. wandb's own step counter cannot go back, and wandb drops
+        # what is logged below it, so the metric "step" is the axis instead.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
     except Exception as error:  # the trainer continues without wandb, whatever the reason
         lines = str(error).strip().splitlines()
         _send(replies, failed=": ".join([type(error).__name__, *lines[:1]]))
@@ -43,18 +50,6 @@ def main() -> None:
     run.finish(exit_code=0 if finished else 1)
     _send(replies, finished=True, refused=refused)
     os._exit(0)  # skips wandb's exit hooks and the timer
-
-
-def _init(options: dict[str, Any]) -> Any:
-    import wandb
-
-    settings = wandb.Settings(init_timeout=options.pop("init_timeout"), console="off", silent=True)
-    run = wandb.init(**options, resume="allow", settings=settings)
-    # A resumed or rolled-back run repeats steps. wandb's own step counter cannot go back, and wandb drops
-    # what is logged below it, so the metric "step" is the axis instead.
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run
 
 
 def _serve(run: Any, messages: TextIO) -> tuple[dict[str, Any] | None, int]:

@@ -105,7 +105,7 @@ def model(family, auto=AutoModelForCausalLM, **changes):
 
 def policy(family, packed, value_head=False, dtype=torch.float32):
     made = Policy(model(family).to(dtype), 0.7, value_head)
-    made.use_packed_layout(packed)
+    made.packed = packed
     if value_head:
         torch.nn.init.normal_(made.value_head.weight)
     return made.eval()
@@ -210,7 +210,7 @@ def test_values_and_scores_are_those_of_each_row_alone(batch, family, packed):
     torch.nn.init.normal_(trunk.score.weight, generator=torch.Generator().manual_seed(3))
     reference.score.weight.data.copy_(trunk.score.weight)
     scorer = ScoreModel(trunk)
-    scorer.use_packed_layout(packed)
+    scorer.packed = packed
     values, scores = scorer(ids, mask, R), scorer(ids, mask)
     for i, (p, r) in enumerate(LENGTHS):
         states = reference.score(
@@ -249,7 +249,7 @@ def test_the_experts_balance_is_that_of_the_real_tokens(batch, family, packed):
     wider = torch.where(wide, torch.nn.functional.pad(ids, (3, 5)), 9)
     aux = made(ids, mask, R, with_aux=True).aux
     torch.testing.assert_close(made(wider, wide, R + 5, with_aux=True).aux, aux)
-    made.use_packed_layout(not packed)
+    made.packed = not packed
     torch.testing.assert_close(made(ids, mask, R, with_aux=True).aux, aux, rtol=0, atol=1e-5)
 
 

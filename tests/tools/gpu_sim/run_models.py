@@ -99,7 +99,7 @@ for name, config in configs.items():
                 lm.train()
             policy, rows = Policy(lm, 1.0), minibatch()
             for packed in sorted({False, may_pack(lm, "auto", CUDA)}):
-                policy.use_packed_layout(packed)
+                policy.packed = packed
                 for _ in range(2):  # the first pass finds out how the model uses its head
                     mode.clear()
                     policy_loss(policy, rows).backward()
