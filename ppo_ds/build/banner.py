@@ -8,6 +8,7 @@ import torch
 
 from ppo_ds.build.data import describe_rows
 from ppo_ds.config.schema import Config, reference_is_base, rollout_size, uses_reference
+from ppo_ds.config.sections.run import CheckpointConfig
 from ppo_ds.config.text import show
 from ppo_ds.data.prompts import Source
 from ppo_ds.distributed.world import World
@@ -59,6 +60,19 @@ def summary(
         f"parity     log-probs of generation and training differ by {gap[0]:.2g} on average, "
         f"at most {gap[1]:.2g}",
     ]
+
+
+def checkpoint_times(checkpoint: CheckpointConfig) -> str:
+    """Returns the line on when checkpoints are written."""
+    every, minutes = checkpoint.every, checkpoint.minutes
+    if every == 0:
+        best = (
+            "only the one with the best evaluation (checkpoint.keep_best); " if checkpoint.keep_best else ""
+        )
+        return f"checkpoint {best or 'none; '}checkpoint.every=0, so an interrupted run starts again"
+    times = [f"every {'step' if every == 1 else f'{every} steps'}"] if every else []
+    times += [f"every {minutes:g} minutes"] if minutes is not None else []
+    return f"checkpoint {', '.join([*times, 'at the end and at a stop signal'])}"
 
 
 def resumed(run_dir: str, done: int, steps: int) -> list[str]:

@@ -69,7 +69,7 @@ def dry_run_config(config: Config, ranks: int) -> Config:
     dynamic["max_rounds"] = min(dynamic["max_rounds"], STEPS)
     if algo["ptx"]["batch_size"]:
         algo["ptx"]["batch_size"] = prompts
-    tree["checkpoint"] |= {"every": STEPS, "keep_last": 1}
+    tree["checkpoint"] |= {"every": STEPS, "minutes": None, "keep_last": 1}
     tree["tracker"]["wandb"]["mode"] = "disabled"
     tree["eval"] |= {"every": config.eval.every and 1, "max_prompts": MAX_EVAL_PROMPTS}
     tree["prepare"] = {

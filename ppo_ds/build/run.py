@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ppo_ds.build.banner import resumed
+from ppo_ds.build.banner import checkpoint_times, resumed
 from ppo_ds.config.registry import STAGES, resolve
 from ppo_ds.config.resume import check_resume, open_run_directory, ranks_line
 from ppo_ds.config.schema import Config, resolved
@@ -92,7 +92,7 @@ def build_run(
     )
     if world.is_main:
         steps, done = stage.total_steps, saver.state.step
-        banner.summarize(*resumed(str(run_dir), done, steps))
+        banner.summarize(checkpoint_times(config.checkpoint), *resumed(str(run_dir), done, steps))
         run.track(start_trackers(config, steps, done, banner.render()))
     return run
 

@@ -16,7 +16,7 @@ from ppo_ds.training.saver import Saver
 from ppo_ds.training.stage import RunContext, Stage, StepResult
 from ppo_ds.training.state import EXIT_CODES, RESUME_HINTS, ExitReason, TrainState, is_due
 from ppo_ds.training.stopping import Abandoned
-from ppo_ds.training.timing import rank_time_spread
+from ppo_ds.training.timing import compare_times
 from ppo_ds.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class Run:
     reason: ExitReason = field(init=False, default="done")
     error: str | None = field(init=False, default=None)  # if non-finite numbers or the KL limit end it
     eval_score: float | None = field(init=False, default=None)  # of the last step
+    clock: float = field(init=False, default=0.0)  # seconds; that of rank 0 at the end of the last step
 
     @property
     def world(self) -> World:
@@ -72,7 +73,7 @@ class Run:
                     self.count(result)
                     self.log(result, self.evaluate_if_due())
                     self.warn(result)
-                    self.saver.save_if_due(self.eval_score)
+                    self.saver.save_if_due(self.eval_score, self.clock)
         except Abandoned:
             self.reason = "signal"
         return self.finish()
@@ -90,6 +91,7 @@ class Run:
             with self.rollback_on_nonfinite():
                 self.stage.start()
         self.costs()  # resets the timer for the first step
+        self.saver.start_interval(self.clock)
 
     def steps(self) -> Iterator[int]:
         """Yields the indices of the remaining steps until all ranks agree on a reason to end."""
@@ -137,7 +139,7 @@ class Run:
             self.tracker.log(self.state.step, metrics | evaluated)
             self.state.unevaluated, self.eval_score = None, evaluated.get("eval/score_mean")
             # the checkpoint that was resumed from lacks the evaluation
-            self.saver.save_if_due(self.eval_score, last=True, again=True)
+            self.saver.save_if_due(self.eval_score, self.clock, last=True, again=True)
 
     # -- logging ---------------------------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ class Run:
     def costs(self) -> Metrics:
         """Returns the seconds (time/*) and the counters of the stage since the last call. A collective."""
         times = self.context.timer.take()
-        spread = rank_time_spread(self.world, times["time/step"])
+        spread, self.clock = compare_times(self.world, times["time/step"])
         return times | spread | {name: take() for name, take in self.stage.counters.items()}
 
     def warn(self, result: StepResult) -> None:
@@ -209,7 +211,7 @@ class Run:
         """Saves, exports and reports; returns the reason."""
         self.mark_ending()
         if self.reason != "nonfinite":  # that one ends the run in the middle of a step
-            self.saver.save_if_due(self.eval_score, last=True)
+            self.saver.save_if_due(self.eval_score, self.clock, last=True)
         succeeded = EXIT_CODES[self.reason] == 0  # no export after a signal: its sender waits for the exit
         if succeeded:
             self.stage.export(self.context.run_dir)

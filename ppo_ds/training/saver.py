@@ -37,26 +37,35 @@ class Saver:
 
     state: TrainState = field(init=False, default_factory=TrainState)  # progress of the run
     last_checkpoint: Path | None = field(init=False, default=None)  # saved or resumed from
+    interval_start: float = field(init=False, default=0.0)  # clock from which checkpoint.minutes counts
     saved_step: int | None = field(init=False, default=None)  # completed steps in the last checkpoint
 
-    def save_if_due(self, eval_score: float | None, last: bool = False, again: bool = False) -> None:
+    def start_interval(self, clock: float) -> None:
+        """Makes the next checkpoint due checkpoint.minutes after ``clock``."""
+        self.interval_start = clock
+
+    def save_if_due(
+        self, eval_score: float | None, clock: float, last: bool = False, again: bool = False
+    ) -> None:
         """Saves a checkpoint if one is due. The ``last`` call saves one unless checkpoint.every is 0.
 
         No checkpoint while steps are being skipped: a rollback needs a healthy state.
 
         Args:
             eval_score: eval/score_mean of the last step, None without an evaluation.
+            clock: Seconds, the same on all ranks.
             again: Saves the step even if the last checkpoint is of this step.
         """
         if self.context.health.skips and not last:
             return
-        step, every = self.state.step, self.config.every
+        step, every, minutes = self.state.step, self.config.every, self.config.minutes
         previous_best = -math.inf if self.state.best_score is None else self.state.best_score
         best = self.config.keep_best and eval_score is not None and eval_score > previous_best
         if best:
             self.state.best_score = eval_score
         # never before the first step: an interrupted Stage.start is repeated from the beginning
-        due = step > 0 and (is_due(step, every) or (last and every != 0))
+        by_time = minutes is not None and clock - self.interval_start >= 60 * minutes
+        due = step > 0 and every != 0 and (last or by_time or is_due(step, every))
         if (due or best) and (again or self.saved_step != step):
             with self.context.timer("checkpoint"):
                 self.last_checkpoint = self.checkpoints.save(
@@ -67,6 +76,7 @@ class Saver:
                     copies=self.stage.weight_copies,
                 )
             self.saved_step = step
+            self.start_interval(clock)
 
     def check_disk_space(self) -> None:
         """Raises UserError if the disk has no room for a checkpoint that is still to be saved."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -82,13 +83,14 @@ class PhaseTimer:
         return seconds | {"time/other": total - sum(seconds.values()), "time/step": total}
 
 
-def rank_time_spread(world: World, step_seconds: float) -> Metrics:
-    """Returns health/rank_time_spread_s: the longest busy time of a rank minus the shortest. A collective.
+def compare_times(world: World, step_seconds: float) -> tuple[Metrics, float]:
+    """Returns health/rank_time_spread_s, and the clock of rank 0 in seconds. A collective.
 
-    Busy time is the time of the step minus the waiting in collectives of World. Waiting in ZeRO's own
-    collectives (updates, all forwards of stage 3) counts as busy. A permanently large difference indicates a
-    straggler.
+    The spread is the longest busy time of a rank minus the shortest. Busy time is the time of the step minus
+    the waiting in collectives of World. Waiting in ZeRO's own collectives (updates, all forwards of stage 3)
+    counts as busy. A permanently large spread indicates a straggler.
     """
     busy = step_seconds - world.waiting.take()
-    most, least = world.max(torch.tensor([busy, -busy], dtype=torch.float64)).tolist()
-    return {"health/rank_time_spread_s": most + least}
+    clock = time.monotonic() if world.is_main else -math.inf
+    most, least, now = world.max(torch.tensor([busy, -busy, clock], dtype=torch.float64)).tolist()
+    return {"health/rank_time_spread_s": most + least}, now

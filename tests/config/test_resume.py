@@ -172,6 +172,7 @@ def test_what_changes_no_number_changes_silently() -> None:
             "memory.train_tokens=99",
             "memory.layout=padded",
             "checkpoint.every=3",
+            "checkpoint.minutes=0.5",
             "checkpoint.keep_last=1",
             "health.max_skips=1",
             "eval.greedy=false",

@@ -29,9 +29,9 @@ PHASES = ("generate", "reward", "update")
 
 class Loop:
     def __init__(self, world: Any, folder: Path, case: str):
-        from ppo_ds.training.timing import PhaseTimer, rank_time_spread
+        from ppo_ds.training.timing import PhaseTimer, compare_times
 
-        self.spread = rank_time_spread
+        self.compare_times = compare_times
         self.world, self.folder, self.case = world, folder, case
         self.timer = PhaseTimer(world.device)
 
@@ -42,10 +42,8 @@ class Loop:
                     self._work(phase)
                 self.world.max_int(step)
             with (self.folder / f"spread{self.world.rank}").open("a") as file:
-                file.write(
-                    f"{self.spread(self.world, self.timer.take()['time/step'])['health/rank_time_spread_s']}"
-                    "\n"
-                )
+                metrics, _ = self.compare_times(self.world, self.timer.take()["time/step"])
+                file.write(f"{metrics['health/rank_time_spread_s']}\n")
         return "done"
 
     def _work(self, phase: str) -> None:

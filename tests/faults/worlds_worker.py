@@ -104,7 +104,7 @@ def checkpoint(run_dir: Path) -> Path:
 
 def save_again(built: Run) -> None:
     assert built.state.step == SAVED
-    built.saver.save_if_due(None, last=True, again=True)
+    built.saver.save_if_due(None, 0.0, last=True, again=True)
 
 
 def run(

@@ -1,6 +1,7 @@
 """Tests the loop with stand-ins: the order of actions, the end, and the contents of a checkpoint."""
 
 from copy import deepcopy
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,6 +106,27 @@ def test_an_aborted_run_shows_no_old_evaluation(tmp_path, capsys, exported):
 @pytest.mark.parametrize(("every", "steps"), [(None, [3]), (0, []), (1, [1, 2, 3]), (2, [2, 3]), (3, [3])])
 def test_checkpoints_are_saved_when_due_and_once(loop, every, steps):
     run, events = loop(checkpoint_every=every)
+    run.fit()
+    assert named(events, "save") == steps
+
+
+@pytest.mark.parametrize(
+    ("minutes", "every", "steps"),
+    [
+        (2, None, [2, 4, 6, 7]),  # the end counts from the last checkpoint, whatever wrote it
+        (2.5, None, [3, 6, 7]),  # the first step that ends after the time
+        (0.5, None, [1, 2, 3, 4, 5, 6, 7]),
+        (2, 3, [2, 3, 5, 6, 7]),
+        (1e9, None, [7]),
+        (None, None, [7]),
+        (0.5, 0, []),  # checkpoint.every=0 switches both off
+    ],
+)
+def test_checkpoints_are_saved_by_time_at_the_ends_of_steps(loop, monkeypatch, minutes, every, steps):
+    """Each step takes a minute of rank 0's clock."""
+    clock = count(1000.0, 60.0)
+    monkeypatch.setattr("ppo_ds.training.timing.time.monotonic", lambda: next(clock))
+    run, events = loop(checkpoint_minutes=minutes, checkpoint_every=every, total_steps=7)
     run.fit()
     assert named(events, "save") == steps
 

@@ -127,6 +127,7 @@ def stand_ins(world, tokenizer, monkeypatch):
         stop_at_step=None,
         eval_every=None,
         checkpoint_every=None,
+        checkpoint_minutes=None,
         keep_best=False,
     ):
         monkeypatch.setattr("ppo_ds.training.run.write_report", lambda *_, **__: events.append("report"))
@@ -155,7 +156,9 @@ def stand_ins(world, tokenizer, monkeypatch):
                 context=stage.context,
                 stage=stage,
                 checkpoints=checkpoints(events),
-                config=CheckpointConfig(every=checkpoint_every, keep_best=keep_best),
+                config=CheckpointConfig(
+                    every=checkpoint_every, minutes=checkpoint_minutes, keep_best=keep_best
+                ),
             ),
             tracker=Log(events),
             name="a run",

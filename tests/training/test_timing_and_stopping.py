@@ -12,7 +12,7 @@ import torch
 
 from ppo_ds.distributed.store import StoreUnavailable
 from ppo_ds.training.stopping import Abandoned, StopRequest
-from ppo_ds.training.timing import PhaseTimer
+from ppo_ds.training.timing import PhaseTimer, compare_times
 
 CPU = torch.device("cpu")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -387,6 +387,18 @@ def test_one_rank_stops_all(on_ranks, world, flags, late, reason):
         return found, "goes on"
 
     assert on_ranks(2, work) == [(reason, "abandoned" if any(flags) else "goes on")] * 2
+
+
+def test_the_clock_of_rank_0_is_that_of_all_ranks(on_ranks, monkeypatch):
+    """Gives each rank, which is a thread here, a clock of its own."""
+    clocks = {}
+    monkeypatch.setattr("ppo_ds.training.timing.time.monotonic", lambda: clocks[threading.get_ident()])
+
+    def work(world):
+        clocks[threading.get_ident()] = (100.25, 9e9)[world.rank]
+        return compare_times(world, (2.0, 5.0)[world.rank])
+
+    assert on_ranks(2, work) == [({"health/rank_time_spread_s": 3.0}, 100.25)] * 2
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once_unless_a_launcher_forwarded_it(listening, monkeypatch):

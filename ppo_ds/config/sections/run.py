@@ -79,7 +79,13 @@ class CheckpointConfig(Section):
     """Frequency of checkpoints, and the number of checkpoints to keep."""
 
     every: Natural | None = Field(
-        None, description="Steps between two checkpoints; null: only at the end; 0: no checkpoints."
+        None,
+        description="Steps between two checkpoints; null: by time and at the end only; 0: no checkpoints.",
+    )
+    minutes: Positive | None = Field(
+        15.0,
+        description="Minutes after which the next step ends with a checkpoint, also between those of "
+        "checkpoint.every; null: by steps only.",
     )
     keep_last: Count = Field(2, description="Number of most recent checkpoints to keep.")
     keep_best: bool = Field(False, description="Also keeps the checkpoint with the best eval/score_mean.")
