@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from launch.cli import Parser  # noqa: E402
-from launch.train import complain, prepare_environment  # noqa: E402
+from launch.train import complain, prepare_environment, warn_about  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
 
 
@@ -59,6 +59,8 @@ def main(argv: list[str]) -> int:
         from ppo_ds.tools.export import export, find_checkpoint  # imports torch and transformers: seconds
 
         checkpoint = find_checkpoint(options.source, options.step, options.best)
+        if checkpoint.parent.name == "checkpoints":
+            warn_about(checkpoint.parent.parent)
         out = export(
             checkpoint,
             options.role,

@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from launch.cli import Parser  # noqa: E402
-from launch.train import complain, prepare_environment  # noqa: E402
+from launch.train import complain, prepare_environment, warn_about  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def main(argv: list[str]) -> int:
         prepare_environment(verbose=False)
         from ppo_ds.tools.replay import replay  # imports torch, deepspeed and transformers: seconds
 
+        if options.dump.absolute().parent.name == "dumps":
+            warn_about(options.dump.absolute().parent.parent)
         result = replay(options.dump, trust_remote_code=options.trust_remote_code)
     except UserError as error:
         return complain(error)

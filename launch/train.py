@@ -26,6 +26,7 @@ from ppo_ds.distributed.launcher import check_port, launch_id  # noqa: E402
 from ppo_ds.errors import RunError, UserError  # noqa: E402
 from ppo_ds.secrets import censored  # noqa: E402
 from ppo_ds.storage import run_lock  # noqa: E402
+from ppo_ds.storage.run_directory import check_run_directory, find_problems  # noqa: E402
 
 if TYPE_CHECKING:
     from ppo_ds.distributed.watchdog import Watchdog
@@ -96,13 +97,14 @@ def main(argv: list[str]) -> int:
 
 
 def take_lock(run_dir: Path) -> run_lock.RunLock | None:
-    """Takes the lock of the run directory on rank 0, until this process ends.
+    """Checks the run directory on rank 0 and takes its lock, until this process ends.
 
     The other ranks that see rank 0's processes only check that no other run holds it, so that they end with
     the same exit code. It takes no torch, so a second start is refused within a second or two.
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
+        check_run_directory(run_dir)
         lock = run_lock.acquire(run_dir, launch_id(os.environ), notice=write_line)
         on_exit(lock.release)
         lock.start_renewal(on_loss=lambda line: (write_line(f"error: {line}"), exit_now(1)))
@@ -142,6 +144,12 @@ def complain(error: UserError) -> int:
     return 2
 
 
+def warn_about(run_dir: Path) -> None:
+    """Prints a warning for each reason why a run would refuse the run directory; only reads it."""
+    for problem in find_problems(run_dir):
+        print(censored(str(UserError(f"warning: {run_dir}: {problem}"))), file=sys.stderr, flush=True)
+
+
 def problem_lines(error: UserError, prefix: str = "") -> str:
     return "\n".join(f"{prefix}error: {censored(line)}" for line in error.problems)
 
@@ -149,8 +157,10 @@ def problem_lines(error: UserError, prefix: str = "") -> str:
 def prepare_environment(verbose: bool) -> None:
     """Sets environment variables that torch, deepspeed and transformers read at import.
 
-    Variables that the user has set stay. ``verbose`` leaves the log levels of the libraries alone.
+    Variables that the user has set stay. ``verbose`` leaves the log levels of the libraries alone. New files
+    are never writable for every user, since a later start would refuse them.
     """
+    os.umask(os.umask(0o077) | 0o002)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not verbose:
         for name, value in QUIET.items():

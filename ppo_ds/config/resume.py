@@ -27,6 +27,7 @@ from ppo_ds.config.schema import Config
 from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.errors import UserError
 from ppo_ds.storage.drafts import remove_drafts, write_file
+from ppo_ds.storage.run_directory import check_run_directory
 
 MUTABLE = (
     *(
@@ -222,6 +223,8 @@ def open_run_directory(run_dir: Path, now: Settings, start: Path | None) -> list
     The steps of an earlier run in the directory are kept where they are if this run repeats them. Otherwise
     their files are moved to a new folder in it, earlier_1, earlier_2, ...
 
+    The lines include the warnings of ``check_run_directory``, which may raise UserError.
+
     Args:
         run_dir: The run directory; a new one is accessible only to its owner, an old one keeps its mode.
         now: The resolved settings of this run.
@@ -230,7 +233,8 @@ def open_run_directory(run_dir: Path, now: Settings, start: Path | None) -> list
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         elsewhere = start is not None and start.parent.resolve() != (run_dir / "checkpoints").resolve()
-        lines = _set_aside(run_dir, now, elsewhere) if start is None or elsewhere else []
+        lines = check_run_directory(run_dir)
+        lines += _set_aside(run_dir, now, elsewhere) if start is None or elsewhere else []
         for folder in (run_dir, run_dir / "samples", run_dir / "dumps"):
             remove_drafts(folder)
         write_file(run_dir / "config.yaml", yaml.safe_dump(now, sort_keys=False, allow_unicode=True))

@@ -7,6 +7,7 @@ holds one copy of the model, or two with adapters, since the merged weights are 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,12 @@ def export(
     Returns:
         The folder.
     """
-    out = (out or checkpoint.parent.parent / "exports" / checkpoint.name / FOLDERS[role]).resolve()
+    if out is None:
+        out = checkpoint.parent.parent / "exports" / checkpoint.name / FOLDERS[role]
+        for path in (out.parent.parent, out.parent, out):
+            if path.is_symlink():
+                raise UserError(f"{path}: is a symbolic link to {os.readlink(path)}; remove it, or give OUT")
+    out = out.resolve()
     if out.exists() and not force:
         raise UserError(f"{out}: exists; choose another folder, or replace it with --force")
     if out.exists() and not (out / "config.json").is_file():
