@@ -7,8 +7,6 @@ and its keyword arguments, which targets.py checks against the callable's signat
 they mean the same with any number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,19 +39,19 @@ class Config(Section):
     """Every setting of a run."""
 
     stage: Annotated[str, OneOf(STAGES)] = Field("ppo", description="Kind of training.")
-    run: RunConfig = RunConfig()
+    run: RunConfig
     actor: ActorConfig
-    critic: CriticConfig = CriticConfig()
-    reference: ReferenceConfig = ReferenceConfig()
+    critic: CriticConfig
+    reference: ReferenceConfig
     rollout: RolloutConfig
     sampling: SamplingConfig
-    data: DataConfig = DataConfig()
-    algo: AlgoConfig = AlgoConfig()
-    memory: MemoryConfig = MemoryConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    health: HealthConfig = HealthConfig()
-    tracker: TrackerConfig = TrackerConfig()
-    eval: EvalConfig = EvalConfig()
+    data: DataConfig
+    algo: AlgoConfig
+    memory: MemoryConfig
+    checkpoint: CheckpointConfig
+    health: HealthConfig
+    tracker: TrackerConfig
+    eval: EvalConfig
     reward: dict[Any, Any] = Field(
         description="The reward: reward=model reward.model.path=..., or reward=function "
         "reward.path=pkg.mod:fn."

@@ -23,6 +23,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(
         frozen=True,
+        defer_build=True,
         extra="forbid",
         strict=True,
         arbitrary_types_allowed=True,

@@ -3,8 +3,6 @@
 A preset in conf/algo/ sets the keys in which it differs from the defaults.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -185,17 +183,17 @@ class PtxConfig(Section):
 class AlgoConfig(Section):
     """Options of the algorithm; the presets in conf/algo/ (algo=NAME) set them."""
 
-    kl: KLConfig = KLConfig()
-    gae: GAEConfig = GAEConfig()
-    advantage: AdvantageConfig = AdvantageConfig()
-    policy: PolicyConfig = PolicyConfig()
-    value: ValueConfig = ValueConfig()
-    entropy: EntropyConfig = EntropyConfig()
-    loss: LossConfig = LossConfig()
-    reward_shaping: RewardShapingConfig = RewardShapingConfig()
-    rollout_is: RolloutISConfig = RolloutISConfig()
-    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    ptx: PtxConfig = PtxConfig()
+    kl: KLConfig
+    gae: GAEConfig
+    advantage: AdvantageConfig
+    policy: PolicyConfig
+    value: ValueConfig
+    entropy: EntropyConfig
+    loss: LossConfig
+    reward_shaping: RewardShapingConfig
+    rollout_is: RolloutISConfig
+    dynamic_sampling: DynamicSamplingConfig
+    ptx: PtxConfig
     action_level: Literal["token", "sequence"] = Field(
         "token",
         description="Unit of an action: a token, or a whole response with one ratio and one advantage.",

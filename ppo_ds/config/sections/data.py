@@ -1,7 +1,5 @@
 """Defines the sections of data and generation: prompts, rollouts and sampling."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Defines the sections of the models: weights, ZeRO, optimizer, adapters and averaged weights."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -135,20 +133,20 @@ class ActorConfig(Section):
     """The policy that is trained."""
 
     model: ModelConfig
-    zero: ActorZeroConfig = ActorZeroConfig()
-    optim: OptimConfig = OptimConfig()
-    lora: LoraConfig = LoraConfig()
-    ema: EmaConfig = EmaConfig()
+    zero: ActorZeroConfig
+    optim: OptimConfig
+    lora: LoraConfig
+    ema: EmaConfig
     deepspeed: dict[Any, Any] = Field({}, description="Raw DeepSpeed settings, merged last.")
 
 
 class CriticConfig(Section):
     """The value model."""
 
-    model: InheritedModelConfig = InheritedModelConfig()
-    zero: ZeroConfig = ZeroConfig()
-    optim: CriticOptimConfig = CriticOptimConfig()
-    lora: LoraConfig = LoraConfig()
+    model: InheritedModelConfig
+    zero: ZeroConfig
+    optim: CriticOptimConfig
+    lora: LoraConfig
     init: Literal["auto", "reward", "actor", "path"] = Field(
         "auto",
         description="Initial weights: of the reward model, of the actor, or of critic.model.path; auto: the "
@@ -167,5 +165,5 @@ class CriticConfig(Section):
 class ReferenceConfig(Section):
     """The frozen policy that the KL is measured against; by default the actor's initial weights."""
 
-    model: InheritedModelConfig = InheritedModelConfig()
-    zero: FrozenZeroConfig = FrozenZeroConfig()
+    model: InheritedModelConfig
+    zero: FrozenZeroConfig

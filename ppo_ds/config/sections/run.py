@@ -1,7 +1,5 @@
 """Defines the sections of every stage: the run, memory, checkpoints, health, tracking and evaluation."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
@@ -127,7 +125,7 @@ class WandbConfig(Section):
 class TrackerConfig(Section):
     """Outputs besides the console and metrics.jsonl, which are always written."""
 
-    wandb: WandbConfig = WandbConfig()
+    wandb: WandbConfig
     samples: int = Field(8, description="Rows of samples/ written per step; -1: all rows.")
 
 
