@@ -6,6 +6,7 @@ Exit code 0: done; 2: the config, the data or a model folder is wrong (one rank 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -20,6 +21,8 @@ HERE = Path(__file__).resolve().parent
 # Makes the repository importable, and keeps launch/ itself off the path: its modules would shadow others.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
+if __name__ == "__main__":
+    gc.disable()  # until the config is read: its objects all stay, and an error is reported sooner
 from launch.cli import load_config  # noqa: E402
 from ppo_ds.distributed.exit import exit_now, on_exit, run_with_timeout  # noqa: E402
 from ppo_ds.distributed.launcher import check_port, launch_id  # noqa: E402
@@ -58,6 +61,7 @@ def main(argv: list[str]) -> int:
             check_port(os.environ)
     except UserError as error:
         return complain(error)
+    gc.enable()
     if config.run.dry_run:
         os.environ |= CPU_ONLY
     prepare_environment(config.run.verbose)
@@ -174,4 +178,4 @@ def prepare_environment(verbose: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_now(main(sys.argv[1:]))  # the destructors of the libraries take longer than checking a config

@@ -9,7 +9,7 @@ from typing import Any
 from ppo_ds.build.banner import checkpoint_times, resumed
 from ppo_ds.config.registry import STAGES, resolve
 from ppo_ds.config.resume import check_resume, open_run_directory, ranks_line
-from ppo_ds.config.schema import Config, resolved
+from ppo_ds.config.schema import OPEN_PARTS, Config, resolved, trained_models
 from ppo_ds.config.targets import bind
 from ppo_ds.distributed.store import RankStore
 from ppo_ds.distributed.watchdog import Watchdog
@@ -39,8 +39,9 @@ def build_run(
     A collective. ``watchdog`` is started once the ranks are connected. ``mark_ending`` is called when
     the run begins to end. Raises UserError for mistakes in config, data and models.
     """
-    bind(config.reward, "reward")  # only checks the arguments, so that errors come before ranks are connected
-    prepare = bind(config.prepare, "prepare") if config.prepare else None
+    settings = resolved(config)
+    # only checks the arguments, so that errors come before ranks are connected
+    parts = {name: bind(settings[name], name) for name in OPEN_PARTS if settings.get(name) is not None}
     world = connect(config.run.timeout_minutes, config.run.verbose, config.run.threads)
     store = RankStore()
     stop = StopRequest(world, config.run.max_minutes, store)
@@ -49,12 +50,11 @@ def build_run(
         watchdog.add_callback(stop.poll)
         watchdog.add_callback(lambda: mark_ending() if stop.should_stop() else None)
     if world.device.type == "cpu":
-        dtypes = {"actor": config.actor.model.dtype, "critic": config.critic.model.dtype}
-        fp16 = [name for name, dtype in dtypes.items() if dtype == "fp16"]
+        fp16 = [name for name, section in trained_models(config).items() if section.model.dtype == "fp16"]
         if fp16:
             raise UserError(*[f"{name}.model.dtype=fp16: needs a GPU; use bf16 or fp32" for name in fp16])
 
-    run_dir, settings, banner = Path(config.run.dir or ""), resolved(config), Banner()
+    run_dir, banner = Path(config.run.dir or ""), Banner()
     checkpoints = Checkpoints(
         run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last, settings=settings
     )
@@ -64,8 +64,8 @@ def build_run(
         banner.note(*(check_resume(before, settings, start) if before else []))
         banner.note(*ranks_line(checkpoints.world_size_of(start), world.size))
     on_main(world, lambda: banner.note(*open_run_directory(run_dir, settings, start)))
-    if prepare:
-        on_main(world, prepare)
+    if "prepare" in parts:
+        on_main(world, parts["prepare"])
 
     seed_everything(config.run.seed)
     context = RunContext(

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ppo_ds.config.renamed import old_spellings
+from ppo_ds.config.renamed import current_name, leaves
 from ppo_ds.config.text import show
 from ppo_ds.config.types import RANGE, Section
 
@@ -21,7 +21,7 @@ Problems = dict[str, str]  # full key -> line
 
 _UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
 _STAND_INS: dict[object, Any] = {int: 1, float: 1.0, str: "", dict: {}}
-_SECRET = re.compile(r"(^|_)(key|token|secret|password)$", re.IGNORECASE)
+_SECRET = re.compile(r"(^|[_.])(key|token|secret|password)$", re.IGNORECASE)
 
 
 def read(section: type[T], tree: Any, key: str = "") -> tuple[T, Problems]:
@@ -109,8 +109,9 @@ def problems(error: ValidationError, section: type[Section], key: str = "") -> P
     places = [(_place(section, key, wrong, items), wrong) for wrong in error.errors(include_url=False)]
     for place, wrong in sorted(places, key=lambda pair: pair[0].order):
         kind, value = wrong["type"], wrong["input"]
-        if kind in _UNKNOWN_KEY:
-            lines = old_spellings(place.key, value) or {place.key: _unknown_key(place, value, known)}
+        if kind in _UNKNOWN_KEY:  # each key below an unknown section has a line of its own
+            below = {".".join((place.key, *map(str, path))): item for path, item in leaves(value)}
+            lines = {leaf: _unknown_key(place, leaf, item, known) for leaf, item in below.items()}
         elif kind == "whole_line":
             text = wrong["msg"].replace("$KEY", place.key).replace("$SECTION", place.key.rpartition(".")[0])
             lines = {f"{place.key}#{i}": line for i, line in enumerate(text.split("\n"))}
@@ -119,8 +120,7 @@ def problems(error: ValidationError, section: type[Section], key: str = "") -> P
             how = f": {text[0].lower()}{text[1:].rstrip('.')}" if text else ""
             lines = {place.key: f"{place.key} is missing{how}"}
         else:
-            shown = show(list(value) if isinstance(value, tuple) else value)
-            lines = {place.key: f"{place.key}={shown}: {_remedy(wrong, place)}"}
+            lines = {place.key: f"{place.key}={show(value)}: {_remedy(wrong, place)}"}
         found |= {name: line for name, line in lines.items() if name not in found}
     return found
 
@@ -178,35 +178,28 @@ def unwrapped(hint: Any) -> tuple[Any, list[Any], bool]:
 
 
 def _remedy(wrong: Mapping[str, Any], place: _Place) -> str:
-    if wrong["type"] == "model_type":
-        names, value = place.hint.model_fields, wrong["input"]
-        hint = (
-            f"; did you mean {place.key}.path={show(value)}?"
-            if isinstance(value, str) and "path" in names
-            else ""
-        )
+    kind, value, args = wrong["type"], wrong["input"], get_args(place.hint)
+    if kind == "model_type":
+        names = place.hint.model_fields
+        is_path = isinstance(value, str) and "path" in names
+        hint = f"; did you mean {place.key}.path={show(value)}?" if is_path else ""
         return f"must be a section with keys {', '.join(names)}{hint}"
-    if wrong["type"] == "refused":
+    if kind == "refused":
         text = wrong["msg"]
+    elif get_origin(place.hint) in (Union, types.UnionType):
+        text = f"must be {' or '.join(_in_words(one) for one in args)}"
+    elif kind in ("list_type", "tuple_type"):
+        text = f"must be a list, as in {place.key}=[{show(value).strip('[]')}]"
+    elif kind == "dict_type":
+        text = f"must be a mapping ({place.key}.<name>=<value>)"
+    elif kind in ("missing", "too_long"):
+        text = f"must be a list of {len(args)}"
+    elif kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        text = f"must be {bounds(place.metadata)}"
     else:
-        text = f"must be {_type_in_words(wrong, place)}"
+        text = f"must be {_in_words(place.hint)}"
     wanted, mark, hint = text.partition("; ")
     return f"{wanted} or null{mark}{hint}" if place.nullable and text.startswith("must be ") else text
-
-
-def _type_in_words(wrong: Mapping[str, Any], place: _Place) -> str:
-    kind, args = wrong["type"], get_args(place.hint)
-    if get_origin(place.hint) in (Union, types.UnionType):
-        return " or ".join(_in_words(one) for one in args)
-    if kind in ("list_type", "tuple_type"):
-        return f"a list, as in {place.key}=[{show(wrong['input']).strip('[]')}]"
-    if kind == "dict_type":
-        return f"a mapping ({place.key}.<name>=<value>)"
-    if kind in ("missing", "too_long"):
-        return f"a list of {len(args)}"
-    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        return bounds(place.metadata)
-    return _in_words(place.hint)
 
 
 def _in_words(hint: Any) -> str:
@@ -234,14 +227,17 @@ def bounds(metadata: list[Any]) -> str:
     return " and ".join(f"{RANGE[attribute]} {limit:g}" for attribute, limit in limits)
 
 
-def _unknown_key(place: _Place, value: Any, known: list[str]) -> str:
-    """Returns the line of an unknown key.
+def _unknown_key(place: _Place, leaf: str, value: Any, known: list[str]) -> str:
+    """Returns the line of the key ``leaf`` at or below an unknown key.
 
-    It suggests the same name further inside, a similar name beside it, or the same name elsewhere.
+    It names the new name of a renamed key, or suggests the same name further inside, a similar name beside
+    it, or the same name elsewhere.
     """
+    shown = "..." if _SECRET.search(leaf) else show(value)
+    if new := current_name(leaf):
+        return f"{leaf}={shown}: is called {new} now"
     name, siblings = place.name, place.holder.model_fields
     section = place.key.removesuffix(name)  # with its dot
-    shown = "..." if _SECRET.search(name) else show(value)
     elsewhere = [k for k in known if k.rsplit(".", 1)[-1] == name] or [
         k for k in known if k.replace(".", "_").endswith(f"_{name}")
     ]
@@ -249,7 +245,9 @@ def _unknown_key(place: _Place, value: Any, known: list[str]) -> str:
     near = [section + sibling for sibling in get_close_matches(name, list(siblings), n=1, cutoff=0.6)]
     exact = [k for k in known if k.startswith(section) and k[len(section) :].replace(".", "_") == name]
     best = exact or inside or (not section and elsewhere) or near or elsewhere
+    if below := leaf.removeprefix(place.key):
+        best = [key for k in best for key in get_close_matches(k + below, known, n=1)] or best
     if best:
-        return f"{place.key}={shown}: no such key; did you mean {' or '.join(best[:3])}?"
+        return f"{leaf}={shown}: no such key; did you mean {' or '.join(best[:3])}?"
     holder = section.rstrip(".") or "the config"
-    return f"{place.key}={shown}: no such key; the keys of {holder} are {', '.join(siblings)}"
+    return f"{leaf}={shown}: no such key; the keys of {holder} are {', '.join(siblings)}"

@@ -23,6 +23,7 @@ from ppo_ds.config.registry import (
     Entry,
     import_target,
 )
+from ppo_ds.config.renamed import current_name
 from ppo_ds.config.schema import Config
 from ppo_ds.config.targets import arguments_of
 from ppo_ds.config.text import did_you_mean, show
@@ -37,7 +38,7 @@ TABLES: dict[str, Mapping[str, Entry]] = {
     "algo.kl.estimator": KL_ESTIMATORS,
     "algo.loss.agg": LOSS_AGGREGATIONS,
 }
-OPEN_PARTS = ("reward", "prepare")  # Keys of Config that hold a `_target_` and its arguments.
+
 _HEAD = """\
 # Configuration reference
 
@@ -118,6 +119,8 @@ def help_on(topic: str) -> str:
                 f"    {name:12}{entry.description}\n" for name, entry in TABLES.get(topic, {}).items()
             )
             return _entry(key) + table
+    if new := current_name(topic):
+        raise UserError(f"--help {topic}: is called {new} now")
     known = dotted_keys(Config)
     hint = (
         did_you_mean(topic, known)

@@ -91,7 +91,15 @@ class DecodeBackendEntry(Entry):
 
 @dataclass(frozen=True)
 class StageEntry(Entry):
-    """A kind of training: a function (config, RunContext) that builds the stage for training/run.py."""
+    """A kind of training: a function (config, RunContext) that builds the stage for training/run.py.
+
+    The config has the sections in ``sections`` besides those of every stage (schema.SHARED); other sections
+    are refused, and the checks that read them are skipped. ``critic`` and ``reference`` need ``actor``,
+    whose model they inherit; ``algo`` needs ``rollout``.
+    """
+
+    sections: tuple[str, ...] = field(default=(), kw_only=True)
+    has_dry_run: bool = field(default=False, kw_only=True)  # build/dry_run.py can shrink its config
 
 
 _GAE = "ppo_ds.ops.advantages.compute_gae"
@@ -221,6 +229,18 @@ STAGES = {
     "ppo": StageEntry(
         "ppo_ds.build.ppo.build_ppo",
         "PPO, GRPO and other policy gradient methods: generate, score, update.",
+        sections=(
+            "actor",
+            "critic",
+            "reference",
+            "rollout",
+            "sampling",
+            "data",
+            "algo",
+            "memory",
+            "reward",
+        ),
+        has_dry_run=True,
     ),
 }
 

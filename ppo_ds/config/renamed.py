@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ppo_ds.config.text import show
-
 # Old key -> new key; what stands below a section moves with it. The more specific names come first.
 RENAMED = {
     "algo.reward.place": "algo.reward_shaping.score_position",
@@ -34,25 +32,10 @@ def current_name(key: str) -> str | None:
     return None
 
 
-def old_spellings(key: str, value: Any) -> dict[str, str]:
-    """Maps each old key at or below ``key`` to the line that names the new one; empty if nothing there
-    was renamed.
-    """
-    below = value if isinstance(value, dict) else {}
-    lines = {
-        name: line
-        for inner, item in below.items()
-        for name, line in old_spellings(f"{key}.{inner}", item).items()
-    }
-    if not below and (new := current_name(key)):
-        lines[key] = f"{key}={show(value)}: is called {new} now"
-    return lines
-
-
 def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Copies a nested dict of stored settings with every renamed key under its current name."""
     current: dict[str, Any] = {}
-    for path, value in _leaves(settings):
+    for path, value in leaves(settings):
         new = current_name(".".join(path))
         *sections, name = new.split(".") if new else path
         section = current
@@ -62,9 +45,10 @@ def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     return current
 
 
-def _leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, (*path, name))
-        else:
-            yield (*path, name), value
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields the path and the value of every key at or below ``path``; an empty mapping is a value."""
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from leaves(item, (*path, name))
+    else:
+        yield path, value

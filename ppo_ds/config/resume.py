@@ -23,7 +23,7 @@ import yaml
 
 from ppo_ds.config.reading import defaults, dotted_keys
 from ppo_ds.config.renamed import with_current_names
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import Config, config_class
 from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.errors import UserError
 from ppo_ds.storage.drafts import remove_drafts, write_file
@@ -168,7 +168,7 @@ def changes(before: Settings, now: Settings) -> list[Change]:
     compared under their current names.
     """
     before = with_current_names(before)
-    old, new = _leaves(defaults(Config)) | _leaves(before), _leaves(now)
+    old, new = _leaves(defaults(config_class(now["stage"]))) | _leaves(before), _leaves(now)
     return [
         (key, old.get(key), new.get(key))
         for key in dict.fromkeys([*new, *old])
@@ -211,7 +211,7 @@ def unusable_start(config: Config) -> Iterator[str]:
 
 def unknown_names(config: Config) -> Iterator[str]:
     """Yields a line for each name in run.resume_allow_changes that is neither a key nor a section."""
-    known = dotted_keys(Config)
+    known = dotted_keys(type(config))
     for name in config.run.resume_allow_changes:
         if name not in known and not name.startswith(tuple(f"{section}." for section in OPEN_SECTIONS)):
             yield f"run.resume_allow_changes={show(name)}: no such key{did_you_mean(name, known)}"

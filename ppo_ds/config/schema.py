@@ -9,9 +9,9 @@ they mean the same with any number of ranks.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from ppo_ds.config.reading import read
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, STAGES
@@ -62,12 +62,40 @@ class Config(Section):
     )
 
 
+# The keys of Config that every stage has. Each stage names the others that it uses (registry.STAGES).
+SHARED = ("stage", "run", "checkpoint", "health", "tracker", "eval", "prepare")
+OPEN_PARTS = ("reward", "prepare")  # Keys of Config that hold a `_target_` and its arguments.
+
+
+def config_class(stage: Any) -> type[Config]:
+    """Returns Config with only the sections that a stage uses. An unknown stage has all sections."""
+    if str(stage) not in STAGES:
+        return Config
+    used = {*SHARED, *STAGES[str(stage)].sections}
+    if used == Config.model_fields.keys():
+        return Config
+    fields: dict[str, Any] = {
+        name: (field.annotation, field) for name, field in Config.model_fields.items() if name in used
+    }
+    return cast(type[Config], create_model("Config", __base__=Section, **fields))
+
+
 def from_tree(tree: Any) -> tuple[Config, dict[str, str]]:
     """Makes a Config from a plain nested dict; the second value maps the keys that are wrong to lines.
 
-    With problems, the Config has stand-ins for the wrong values, so that other checks can go on.
+    The Config has only the sections of its stage. With problems, it has stand-ins for the wrong values, so
+    that other checks can go on.
     """
-    return read(Config, tree)
+    stage = tree.get("stage", "ppo")
+    own = config_class(stage)
+    foreign = Config.model_fields.keys() - own.model_fields.keys()
+    config, wrong = read(own, {name: value for name, value in tree.items() if name not in foreign})
+    sections = ", ".join(name for name in own.model_fields if name != "stage")
+    return config, wrong | {
+        name: f"{name}: stage={stage} does not use this section; remove its keys (it uses {sections})"
+        for name, value in tree.items()
+        if name in foreign and value  # a group such as algo=standard may leave an empty section
+    }
 
 
 def default_dir(name: str) -> str:
@@ -77,28 +105,26 @@ def default_dir(name: str) -> str:
 
 def inherit(config: Config) -> Config:
     """Fills in every key whose value follows from other keys."""
-    run, data, wandb = config.run, config.data, config.tracker.wandb
-    actor = replace(config.actor.model, path=_expand(config.actor.model.path))
-    mix = [
-        replace(
-            part,
-            path=_expand(part.path),
-            split=part.split or data.split,
-            prompt_column=part.prompt_column or data.prompt_column,
-        )
-        for part in data.mix
-    ]
-    paths = {name: _expand(getattr(data, name)) for name in ("path", "eval_path", "ptx_path")}
-    return replace(
-        config,
-        run=replace(run, dir=_expand(run.dir or default_dir(run.name)), resume=_expand(run.resume)),
-        actor=replace(config.actor, model=actor),
-        critic=replace(config.critic, model=_inherited(config.critic.model, actor, path=None)),
-        reference=replace(config.reference, model=_inherited(config.reference.model, actor, path=actor.path)),
-        data=replace(data, mix=mix, **paths),
-        algo=replace(config.algo, minibatch_size=config.algo.minibatch_size or rollout_size(config)),
-        tracker=replace(config.tracker, wandb=replace(wandb, name=wandb.name or run.name)),
-    )
+    sections, run, wandb = type(config).model_fields, config.run, config.tracker.wandb
+    filled: dict[str, Any] = {
+        "run": replace(run, dir=_expand(run.dir or default_dir(run.name)), resume=_expand(run.resume)),
+        "tracker": replace(config.tracker, wandb=replace(wandb, name=wandb.name or run.name)),
+    }
+    if "actor" in sections:
+        actor = replace(config.actor.model, path=_expand(config.actor.model.path))
+        filled["actor"] = replace(config.actor, model=actor)
+    if "critic" in sections:
+        critic = _inherited(config.critic.model, actor, path=None)
+        filled["critic"] = replace(config.critic, model=critic)
+    if "reference" in sections:
+        reference = _inherited(config.reference.model, actor, path=actor.path)
+        filled["reference"] = replace(config.reference, model=reference)
+    if "data" in sections:
+        filled["data"] = _inherited_data(config.data)
+    if "algo" in sections:
+        minibatch_size = config.algo.minibatch_size or rollout_size(config)
+        filled["algo"] = replace(config.algo, minibatch_size=minibatch_size)
+    return replace(config, **filled)
 
 
 def _inherited(model: InheritedModelConfig, actor: ModelConfig, path: str | None) -> InheritedModelConfig:
@@ -110,6 +136,21 @@ def _inherited(model: InheritedModelConfig, actor: ModelConfig, path: str | None
         same |= {"path": _expand(model.path), "revision": None, "trust_remote_code": False}
     own = {name: value for name, value in model if value is not None and name != "path"}
     return InheritedModelConfig.model_construct(**same | own)
+
+
+def _inherited_data(data: DataConfig) -> DataConfig:
+    """Expands the paths, and fills the null keys of the parts of a mixture with those of the section."""
+    mix = [
+        replace(
+            part,
+            path=_expand(part.path),
+            split=part.split or data.split,
+            prompt_column=part.prompt_column or data.prompt_column,
+        )
+        for part in data.mix
+    ]
+    paths = {name: _expand(getattr(data, name)) for name in ("path", "eval_path", "ptx_path")}
+    return replace(data, mix=mix, **paths)
 
 
 def _expand(path: str | None) -> str | None:
@@ -135,6 +176,12 @@ def _plain(value: Any) -> Any:
 def rollout_size(config: Config) -> int:
     """Returns the samples of one PPO step, over all ranks."""
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+
+
+def trained_models(config: Config) -> dict[str, ActorConfig | CriticConfig]:
+    """Returns the sections of the models that the stage can train, by their names."""
+    sections = type(config).model_fields
+    return {name: getattr(config, name) for name in ("actor", "critic") if name in sections}
 
 
 def uses_reference(config: Config) -> bool:

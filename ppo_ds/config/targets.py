@@ -91,14 +91,18 @@ def _bound(spec: dict[str, Any], key: str) -> Part:
         ) from error
     if not callable(target):
         raise UserError(f"{key}._target_={path}: is not callable; choose a function or a class")
-    given = {name: value for name, value in spec.items() if name != "_target_"}
-    section = arguments_of(target)
-    try:
-        arguments = section.model_validate(given | complete(section, given))  # null is allowed
-    except ValidationError as error:
-        raise UserError(*problems(error, section, key).values()) from None
+    arguments = read_arguments(arguments_of(target), spec, key)
     # Arguments that are not given keep the default of the signature.
     return Part(target, {name: getattr(arguments, name) for name in arguments.model_fields_set})
+
+
+def read_arguments(section: type[Section], spec: dict[str, Any], key: str) -> Section:
+    """Reads the arguments beside `_target_`. Raises UserError with every problem in them."""
+    given = {name: value for name, value in spec.items() if name != "_target_"}
+    try:
+        return section.model_validate(given | complete(section, given))  # null is allowed
+    except ValidationError as error:
+        raise UserError(*problems(error, section, key).values()) from None
 
 
 def arguments_of(target: Callable[..., Any]) -> type[Section]:
@@ -108,26 +112,26 @@ def arguments_of(target: Callable[..., Any]) -> type[Section]:
     for name, parameter in inspect.signature(target).parameters.items():
         if parameter.kind is _KEY:
             default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-            fields[name] = (_checked_as(hints.get(name, Any)), default)
+            fields[name] = (checked_as(hints.get(name, Any)), default)
     with warnings.catch_warnings():  # An argument may have the name of a pydantic method.
         warnings.simplefilter("ignore", UserWarning)
         return create_model(getattr(target, "__name__", "arguments"), __base__=Section, **fields)
 
 
-def _checked_as(hint: Any) -> Any:
+def checked_as(hint: Any) -> Any:
     """Translates the annotation of an argument for values from YAML; unknown classes accept any value."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return Annotated[_checked_as(args[0]), *args[1:]]
+        return Annotated[checked_as(args[0]), *args[1:]]
     if origin in (Union, types.UnionType):
-        return Union[tuple(_checked_as(one) for one in args)]  # noqa: UP007
+        return Union[tuple(checked_as(one) for one in args)]  # noqa: UP007
     if origin is Literal:
         return Annotated[Any, OneOf(args)]
     if origin is tuple:
-        items = tuple(one if one is ... else _checked_as(one) for one in args)
+        items = tuple(one if one is ... else checked_as(one) for one in args)
         return Annotated[origin[items], FROM_LIST]
     if origin in (list, dict):
-        return origin[tuple(_checked_as(one) for one in args)]
+        return origin[tuple(checked_as(one) for one in args)]
     if hint in (int, bool, list, dict, type(None)) or (isinstance(hint, type) and issubclass(hint, Section)):
         return hint
     return {float: Number, str: Text}.get(hint, Any)

@@ -11,10 +11,18 @@ _LONGEST = 200  # characters of a value that a message shows
 
 def show(value: Any) -> str:
     """Formats a value as it would be typed on the command line, on one line."""
+    text = " ".join(_typed(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _typed(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = " ".join(str(value).split())
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{_typed(item)}' for name, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(_typed(item) or repr(item) for item in value)}]"
+    return str(value)
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

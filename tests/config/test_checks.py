@@ -87,7 +87,7 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(
         ("critic.lora.lr=1e-4", "critic.lora.lr=0.0001: only used with critic.lora.rank above 0"),
         (
             "actor.lora.targets=[q_proj]",
-            "actor.lora.targets=['q_proj']: only used with actor.lora.rank above 0",
+            "actor.lora.targets=[q_proj]: only used with actor.lora.rank above 0",
         ),
         ("actor.lora.rank=-1", "actor.lora.rank=-1: must be at least 0"),
         ("critic.init=path", "critic.model.path is missing: critic.init=path loads the critic from it"),
@@ -98,7 +98,7 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(
         ("critic.init=reward", "critic.init=reward: needs a reward model, but reward._target_="),
         (
             "+actor.deepspeed.optimizer={type:Adam}",
-            "actor.deepspeed.optimizer={'type': 'Adam'}: is set by the trainer; use actor.optim",
+            "actor.deepspeed.optimizer={type:Adam}: is set by the trainer; use actor.optim",
         ),
         (
             "+critic.deepspeed.train_batch_size=7",
@@ -186,7 +186,7 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             "in the reward use k3",
         ),
         (["algo.policy.dual_clip=1"], "algo.policy.dual_clip=1: must be above 1"),
-        (["algo.policy.clip_low=1"], "algo.policy.clip_low=1: must be below 1"),
+        (["algo.policy.clip_low=1"], "algo.policy.clip_low=1: must be above 0 and below 1"),
         (
             ["algo.policy.loss=gspo", SEQUENCE],
             "algo.policy.loss=gspo: has a ratio of its own for whole responses, so algo.action_level must be",
@@ -201,7 +201,7 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             "algo.rollout_is.kind=tis: weights tokens, so algo.action_level must be token",
         ),
         ([ADAPTIVE, "algo.kl.horizon=0.1"], "algo.kl.horizon=0.1: one step of"),
-        (["actor.ema.decay=1"], "actor.ema.decay=1: the average would never change"),
+        (["actor.ema.decay=1"], "actor.ema.decay=1: must be at least 0 and below 1"),
         (["algo.ptx.batch_size=2"], "algo.ptx.batch_size=2: only used with algo.ptx.coef above 0"),
         (
             ["algo.advantage.estimator=reinforce", "critic.lora.rank=2"],
@@ -375,10 +375,14 @@ def test_a_misplaced_key_does_not_hide_that_the_right_one_is_missing() -> None:
 @pytest.mark.parametrize("path", ["/nowhere/model", "./model", "../model", "~/no-such-model", "a/b/c"])
 def test_a_model_that_looks_local_must_be_there(path: str) -> None:
     assert ": no such folder" in found(f"actor.model.path={path}")
-    assert (
-        found(f"reward.parts.q.reward.model.path={path}")
-        == f"reward.parts.q.reward.model.path={path}: no such folder"
+    part = "reward.parts.q.reward"
+    lines = complaints(
+        *(argument for argument in MINIMAL if not argument.startswith("reward")),
+        "reward=weighted",
+        f"{part}._target_=ppo_ds.rewards.model.model_reward",
+        f"{part}.model.path={path}",
     )
+    assert lines == [f"{part}.model.path={path}: no such folder"]
 
 
 @pytest.mark.parametrize("path", ["gpt2", "org/name"])

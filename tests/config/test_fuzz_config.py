@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from launch.cli import load_config, to_yaml
-from ppo_ds.config.checks import validated
 from ppo_ds.config.reading import dotted_keys
 from ppo_ds.config.schema import Config, resolved
 from ppo_ds.config.targets import bind
+from ppo_ds.config.validation import validated
 from ppo_ds.errors import UserError
 from tests.config.commands import MINIMAL
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ppo_ds.build.run import build_run
-from ppo_ds.config.checks import validated
+from ppo_ds.config.validation import validated
 from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.checkpoint import shards
 from ppo_ds.engine.checkpoint.files import on_all_ranks, write_json

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from ppo_ds.build.run import build_run
-from ppo_ds.config.checks import validated
+from ppo_ds.config.validation import validated
 from ppo_ds.engine.checkpoint import shards
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.training import report

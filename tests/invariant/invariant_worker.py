@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ppo_ds.build.run import build_run
-from ppo_ds.config.checks import validated
+from ppo_ds.config.validation import validated
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.ppo.trainer import PPOTrainer

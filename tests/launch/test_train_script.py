@@ -89,7 +89,7 @@ def test_other_ranks_print_the_problems_where_nobody_ends_them(waiting_rank: sub
 
 def test_a_wrong_config_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     lines = [
-        f"import sys, runpy; sys.argv = ['train.py', *{WRONG!r}]",
+        f"import os, sys, runpy; sys.argv = ['train.py', *{WRONG!r}]; os._exit = sys.exit",
         f"try: runpy.run_path({str(SCRIPT)!r}, run_name='__main__')",
         "except SystemExit as end: print(end.code)",
         "print(sorted({'torch', 'deepspeed', 'transformers', 'datasets', 'wandb'} & sys.modules.keys()))",

@@ -658,7 +658,7 @@ RENAMED = {"algo.correction": "algo.rollout_is", "algo.policy.kind": "algo.polic
 @adapter
 def config(keys):
     """Returns whether a run may have these keys; errors about other keys are ignored."""
-    from ppo_ds.config.checks import validated
+    from ppo_ds.config.validation import validated
     from ppo_ds.errors import UserError
 
     for old, new in RENAMED.items():

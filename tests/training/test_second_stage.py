@@ -22,10 +22,7 @@ STEPS = 6
 ARGUMENTS = [
     "stage=toy", f"run.steps={STEPS}", "run.threads=1", "run.timeout_minutes=2", "actor.optim.lr=0.1",
     "eval.every=2", "checkpoint.every=2", "checkpoint.keep_last=9", "health.max_skips=2",
-    # required, but not used by this stage
-    "actor.model.path=org/actor", "data.path=org/prompts", "data.eval_path=org/heldout", "reward=function",
-    "reward.path=pkg.mod:score", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=1",
-    "sampling.max_new_tokens=1",
+    "actor.model.path=org/actor",  # required with the section of the optimizer, but not loaded
 ]  # fmt: skip
 
 

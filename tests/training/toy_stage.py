@@ -104,5 +104,5 @@ class ToyStage:
 
 def main(argv: list[str]) -> int:
     """Runs launch/train.py with one more stage."""
-    STAGES["toy"] = StageEntry("tests.training.toy_stage.ToyStage", "least squares")
+    STAGES["toy"] = StageEntry("tests.training.toy_stage.ToyStage", "Least squares.", sections=("actor",))
     return launch.train.main(argv)

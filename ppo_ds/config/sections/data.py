@@ -2,10 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
+from annotated_types import Gt, Le
 from pydantic import Field
 
 from ppo_ds.config.registry import DECODE_BACKENDS
-from ppo_ds.config.types import Count, Fraction, Natural, OneOf, Positive, Section, Text
+from ppo_ds.config.types import Count, Natural, Number, OneOf, Positive, Section, Text
 
 
 class RolloutConfig(Section):
@@ -27,7 +28,7 @@ class SamplingConfig(Section):
     temperature: Positive = Field(
         1.0, description="Sampling temperature; log-probs are computed at the same temperature."
     )
-    top_p: Fraction = Field(
+    top_p: Annotated[Number, Gt(0), Le(1)] = Field(
         1.0, description="Samples from the smallest set of tokens with this probability; 1: off."
     )
     top_k: Natural = Field(0, description="Samples from the k most probable tokens; 0: off; 1: greedy.")

@@ -2,9 +2,20 @@
 
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Lt
 from pydantic import Field
 
-from ppo_ds.config.types import FROM_LIST, Fraction, Natural, NonNegative, OneOf, Positive, Section, Text
+from ppo_ds.config.types import (
+    FROM_LIST,
+    Fraction,
+    Natural,
+    NonNegative,
+    Number,
+    OneOf,
+    Positive,
+    Section,
+    Text,
+)
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 
@@ -121,8 +132,10 @@ class LoraConfig(Section):
 class EmaConfig(Section):
     """Exponential moving average of the weights in fp32, updated after each optimizer step."""
 
-    decay: Fraction | None = Field(
-        None, description="Decay of the average, which is also written to model_ema/; null: no average."
+    decay: Annotated[Number, Ge(0), Lt(1)] | None = Field(
+        None,
+        description="Decay of the average, which is also written to model_ema/; 1 would never change it; "
+        "null: no average.",
     )
     evaluate: bool = Field(
         False, description="Evaluates the averaged weights, which then also decide the best checkpoint."

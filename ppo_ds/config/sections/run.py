@@ -1,7 +1,8 @@
-"""Defines the sections of every stage: the run, memory, checkpoints, health, tracking and evaluation."""
+"""Defines the sections of the run, memory, checkpoints, health, tracking and evaluation."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Ge
 from pydantic import Field
 
 from ppo_ds.config.types import Count, Natural, Number, Positive, Section, Text
@@ -126,7 +127,7 @@ class TrackerConfig(Section):
     """Outputs besides the console and metrics.jsonl, which are always written."""
 
     wandb: WandbConfig
-    samples: int = Field(8, description="Rows of samples/ written per step; -1: all rows.")
+    samples: Annotated[int, Ge(-1)] = Field(8, description="Rows of samples/ written per step; -1: all rows.")
 
 
 class EvalConfig(Section):

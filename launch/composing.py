@@ -1,0 +1,203 @@
+"""Composes the groups in conf/ and the arguments of the command line with Hydra.
+
+Only Hydra's compose API is used, not its application decorator, so Hydra sets up no logging, working
+directory or flags. It parses and composes; ppo_ds checks types, unknown keys and everything else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ppo_ds.config.reading import defaults
+from ppo_ds.config.schema import config_class, default_dir
+from ppo_ds.config.text import did_you_mean
+from ppo_ds.errors import UserError
+
+# Advice that Hydra appends to its errors; it is wrong here, since keys need no plus sign.
+HYDRAS_ADVICE = re.compile(
+    r"\s*(?:To append|To override|Use \+|You may|Did you mean to override|Either remove|full_key:|object_type"
+    r"|Available)"
+)
+
+
+@dataclass(frozen=True)
+class Folders:
+    """The folders that configs are read from, the folder of the primary config first."""
+
+    paths: tuple[Path, ...]
+
+    def options(self, group: str) -> list[str]:
+        return sorted({file.stem for path in self.paths for file in (path / group).glob("*.yaml")})
+
+    def groups(self) -> list[str]:
+        return sorted(
+            {
+                folder.name
+                for path in self.paths
+                for folder in path.iterdir()
+                if folder.is_dir() and any(folder.glob("*.yaml"))
+            }
+        )
+
+
+def compose_config(folders: Folders, name: str, arguments: list[str]) -> tuple[DictConfig, list[str]]:
+    """Composes the primary config and the arguments.
+
+    Also returns a line for each argument that cannot be used, without which the rest was composed. Raises
+    UserError if nothing can be composed.
+    """
+    overrides, problems = _parse(arguments)
+    chosen = _in_order(overrides, folders, _default_groups(folders.paths[0] / f"{name}.yaml"), problems)
+    if folders.paths[1:]:
+        quoted = ",".join(f"'file://{path}'" for path in folders.paths[1:])
+        chosen.insert(0, f"hydra.searchpath=[{quoted}]")
+    while True:
+        try:
+            with initialize_config_dir(str(folders.paths[0]), version_base="1.3", job_name="ppo_ds"):
+                return compose(name, chosen), problems
+        except yaml.YAMLError as error:
+            raise UserError(*problems, f"not valid YAML: {' '.join(str(error).split())}") from None
+        except (HydraException, OmegaConfBaseException, OSError) as error:  # OSError: too long for a file
+            text = " ".join(str(getattr(error, "strerror", None) or error).split())
+        failed = [one for one in chosen if one[0] == "~" and f"'{one[1:].partition('=')[0]}'" in text]
+        if not failed:
+            reason = HYDRAS_ADVICE.split(text)[0].rstrip(". ")
+            raise UserError(*problems, f"{reason} (in: {' '.join(arguments) or 'no arguments'})")
+        # The rest is composed without it, so that all problems are found.
+        chosen.remove(failed[0])
+        has_value = " or another value" if "=" in failed[0] else ""
+        problems.append(
+            f"{failed[0]}: nothing to reset; the key has its default already{has_value} or does not exist"
+        )
+
+
+def _parse(arguments: list[str]) -> tuple[list[tuple[str, Override]], list[str]]:
+    """Parses the arguments, each also as text that Hydra accepts; returns a line for each it cannot parse.
+
+    A value that Hydra cannot parse, or reads as a sweep, is quoted as text, since paths contain commas and
+    brackets.
+    """
+    parser = OverridesParser.create()
+    parsed: list[tuple[str, Override]] = []
+    problems: list[str] = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        quoted = value.replace("'", "\\'")
+        for text in (argument, f"{key}='{quoted}'") if equals else (argument,):
+            try:
+                override = parser.parse_override(text)
+            except HydraException:
+                continue
+            if override.key_or_group and not override.is_sweep_override():
+                break
+        else:
+            problems.append(
+                f"{argument}: not understood; write KEY=VALUE, GROUP=OPTION, +experiment=NAME or ~KEY"
+            )
+            continue
+        if re.match(r"hydra\b", override.key_or_group):
+            problems.append(
+                f"{argument}: Hydra only composes the config and has no settings here; the run "
+                "directory is run.dir"
+            )
+        else:
+            parsed.append((text, override))
+    return parsed, problems
+
+
+def _default_groups(file: Path) -> set[str]:
+    """Returns the groups in the defaults list of the primary config, with their packages.
+
+    Hydra replaces the options of these groups; options of other groups are added with a plus sign.
+    """
+    try:
+        entries = (yaml.safe_load(file.read_text()) or {}).get("defaults", [])
+    except yaml.YAMLError as error:
+        raise UserError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
+    return {str(key).split()[-1].lstrip("/") for entry in entries if isinstance(entry, dict) for key in entry}
+
+
+def _in_order(
+    parsed: list[tuple[str, Override]], folders: Folders, in_list: set[str], problems: list[str]
+) -> list[str]:
+    """Returns the arguments for Hydra: experiments first, since others override them, then groups and keys.
+
+    Groups get or lose the plus sign as Hydra requires. Keys are always forced, since ppo_ds reports unknown
+    keys.
+    """
+    chosen: dict[str, str] = {}
+    keys: list[str] = []
+    wrong: list[str] = []
+    for argument, override in parsed:
+        group, bare = override.key_or_group, argument.lstrip("+")
+        place = group if override.package is None else f"{group}@{override.package}"
+        deletes = override.type is OverrideType.DEL
+        if group not in folders.groups() and override.package is None:
+            keys.append(argument if deletes else f"++{bare}")
+        elif group not in folders.groups():
+            wrong.append(
+                f"{argument}: no such group; the groups are "
+                f"{', '.join(folders.groups())}{did_you_mean(group, folders.groups())}"
+            )
+        elif place == "experiment" and place in chosen:
+            wrong.append(f"{argument}: a second experiment; to combine two, write +experiment=[a,b]")
+        else:
+            chosen[place] = bare if place in in_list or deletes else f"+{bare}"
+            options, value = folders.options(group), override.value()
+            for name in () if deletes else value if isinstance(value, list) else [value]:
+                if str(name).removesuffix(".yaml") not in options:
+                    wrong.append(
+                        f"{argument}: no such {group}; available: "
+                        f"{', '.join(options)}{did_you_mean(str(name), options)}"
+                    )
+    if wrong:  # Without the right groups, other problems would be misleading.
+        raise UserError(*problems, *wrong)
+    return [*sorted(chosen.values(), key=lambda text: not text.startswith("+experiment=")), *keys]
+
+
+def resolve_config(composed: DictConfig) -> dict[str, Any]:
+    """Merges a composed config over the defaults and resolves it; interpolations may use every key."""
+    given: Any = OmegaConf.to_container(composed, resolve=False)
+    base = defaults(config_class(given.get("stage", "ppo")))
+    tree = OmegaConf.create(_merged(base, given))
+    if isinstance(tree.get("run"), DictConfig) and tree.run.get("dir") is None:
+        tree.run.dir = default_dir("${run.name}")
+    problems = list(_broken_interpolations(tree))
+    if problems:
+        raise UserError(*problems)
+    plain: Any = OmegaConf.to_container(tree, resolve=True)
+    return plain
+
+
+def _merged(base: Any, given: Any) -> Any:
+    """Merges two nested mappings; the second has priority."""
+    if not isinstance(base, dict) or not isinstance(given, dict):
+        return given
+    return base | {name: _merged(base.get(name), value) for name, value in given.items()}
+
+
+def _broken_interpolations(node: Any, prefix: str = "") -> Iterator[str]:
+    """Yields a line for each interpolation that cannot be resolved."""
+    names = node.keys() if isinstance(node, DictConfig) else range(len(node))
+    for name in names:
+        key = f"{prefix}{name}" if isinstance(node, DictConfig) else f"{prefix.rstrip('.')}[{name}]"
+        try:
+            child = node[name] if not OmegaConf.is_missing(node, name) else None
+        except OmegaConfBaseException as error:
+            raw = OmegaConf.to_container(node, resolve=False)[name]
+            yield f"{key}={raw}: {str(error).splitlines()[0]}"
+            continue
+        if OmegaConf.is_config(child):
+            yield from _broken_interpolations(child, f"{key}.")

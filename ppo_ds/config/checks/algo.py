@@ -1,0 +1,198 @@
+"""Checks of the algo section and of the keys that it depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES
+from ppo_ds.config.schema import Config, has_critic, learns_values, rollout_size, uses_reference
+
+
+def check_batches(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line for each batch size that the ranks or the optimizer steps cannot divide evenly."""
+    prompts, samples, minibatch = (
+        config.rollout.prompts_per_step,
+        config.rollout.samples_per_prompt,
+        config.algo.minibatch_size,
+    )
+    rollout = rollout_size(config)
+    if prompts % ranks:
+        below = prompts - prompts % ranks
+        fits = " or ".join(str(n) for n in (below, below + ranks) if n)
+        yield (
+            f"rollout.prompts_per_step={prompts}: must be divisible by the number of ranks, {ranks}; "
+            f"nearest that fit: {fits}"
+        )
+        ranks = 1  # Then the minibatch is compared with the rollout only.
+    if minibatch is not None and (rollout % minibatch or minibatch % ranks):
+        fitting = [n for n in range(ranks, rollout + 1, ranks) if rollout % n == 0]
+        nearest = [
+            max((n for n in fitting if n < minibatch), default=None),
+            min((n for n in fitting if n > minibatch), default=None),
+        ]
+        divisor = f" and be divisible by the number of ranks, {ranks}" if ranks > 1 else ""
+        yield (
+            f"algo.minibatch_size={minibatch}: must divide the rollout of {rollout} samples "
+            f"(rollout.prompts_per_step={prompts} x "
+            f"rollout.samples_per_prompt={samples}){divisor}; nearest that fit: "
+            f"{' or '.join(str(n) for n in nearest if n)}"
+        )
+
+
+def check_kl(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line for each conflict of the KL penalty and its controller."""
+    kl = config.algo.kl
+    if kl.controller == "threshold" and (kl.min_coef == 0 or kl.max_coef is None):
+        yield (
+            "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef (for "
+            "example 1e-4 and 10), or repeated halving takes the coefficient to 0"
+        )
+    if kl.controller != "fixed" and kl.coef == 0:
+        yield f"algo.kl.coef=0: must be above 0, since algo.kl.controller={kl.controller} multiplies it"
+    if kl.controller != "fixed" and kl.max_coef is not None and not kl.min_coef <= kl.coef <= kl.max_coef:
+        yield (
+            f"algo.kl.coef={kl.coef:g}: must lie between algo.kl.min_coef={kl.min_coef:g} and "
+            f"algo.kl.max_coef={kl.max_coef:g}"
+        )
+    if kl.controller != "fixed" and kl.max_coef is None and kl.coef < kl.min_coef:
+        yield f"algo.kl.coef={kl.coef:g}: must be at least algo.kl.min_coef={kl.min_coef:g}"
+    if kl.controller == "adaptive" and kl.horizon <= 0.2 * rollout_size(config):
+        yield (
+            f"algo.kl.horizon={kl.horizon:g}: one step of {rollout_size(config)} samples could take "
+            f"algo.kl.coef to 0; must be above {0.2 * rollout_size(config):g} (usual: 10000)"
+        )
+    if kl.controller != "fixed" and kl.place == "none":
+        yield (
+            f"algo.kl.controller={kl.controller}: changes a coefficient that algo.kl.place=none does not "
+            "use; set algo.kl.place to reward or loss"
+        )
+    if kl.place == "reward" and not KL_ESTIMATORS[kl.estimator].in_reward:
+        yield (
+            f"algo.kl.estimator={kl.estimator}: differs from {kl.estimator[:-1]} only in its gradient, so "
+            f"it needs algo.kl.place=loss; in the reward use {kl.estimator[:-1]}"
+        )
+    if config.health.max_kl and not uses_reference(config):
+        yield (
+            f"health.max_kl={config.health.max_kl:g}: without a reference no KL is measured; set "
+            "algo.kl.place to reward or loss, or health.max_kl to null"
+        )
+
+
+def check_loss(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line for each option of the losses and the reward shaping that another key rules out."""
+    algo, limit = config.algo, config.sampling.max_new_tokens
+    if POLICY_LOSSES[algo.policy.loss].own_ratio and algo.action_level == "sequence":
+        yield (
+            f"algo.policy.loss={algo.policy.loss}: has a ratio of its own for whole responses, so "
+            "algo.action_level must be token"
+        )
+    if algo.loss.norm is not None and not LOSS_AGGREGATIONS[algo.loss.agg].needs_norm:
+        yield (
+            f"algo.loss.norm={algo.loss.norm}: only used with algo.loss.agg=token_sum_norm "
+            f"(it is {algo.loss.agg})"
+        )
+    if algo.rollout_is.kind != "none" and algo.action_level == "sequence":
+        yield (
+            f"algo.rollout_is.kind={algo.rollout_is.kind}: weights tokens, so algo.action_level must be token"
+        )
+    if algo.rollout_is.low > algo.rollout_is.high:
+        yield (
+            f"algo.rollout_is.low={algo.rollout_is.low:g}: must be at most "
+            f"algo.rollout_is.high={algo.rollout_is.high:g}"
+        )
+    if algo.reward_shaping.overlong_buffer is not None and algo.reward_shaping.overlong_buffer > limit:
+        yield (
+            f"algo.reward_shaping.overlong_buffer={algo.reward_shaping.overlong_buffer:g}: must be at most "
+            f"sampling.max_new_tokens={limit}"
+        )
+
+
+def check_values(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line for each option of values that the action level or the estimator does not support."""
+    algo, estimator = config.algo, config.algo.advantage.estimator
+    no_values = not learns_values(config)
+    position = algo.value.position
+    if position is not None and (position == "token") != (algo.action_level == "token"):
+        fits = "token" if algo.action_level == "token" else "prompt_last or response_last"
+        yield f"algo.value.position={position}: with algo.action_level={algo.action_level} it must be {fits}"
+    if config.critic.lora.rank and not has_critic(config):
+        yield (
+            f"critic.lora.rank={config.critic.lora.rank}: there is no separate critic to adapt "
+            "(see algo.advantage.estimator and critic.share_trunk)"
+        )
+    if config.critic.init == "path" and no_values:
+        yield f"critic.init=path: algo.advantage.estimator={estimator} has no critic to initialize"
+    for key, is_set in (
+        ("bootstrap_truncated=true", algo.gae.bootstrap_truncated),
+        (f"lam_critic={algo.gae.lam_critic}", algo.gae.lam_critic is not None),
+    ):
+        if is_set and (algo.action_level == "sequence" or no_values):
+            yield f"algo.gae.{key}: only used with algo.action_level=token and algo.advantage.estimator=gae"
+    if algo.action_level not in ADVANTAGE_ESTIMATORS[estimator].action_levels:
+        yield (
+            f"algo.advantage.estimator={estimator}: gives each token its own return, so "
+            "algo.action_level must be token"
+        )
+    if config.critic.share_trunk and no_values:
+        yield (
+            f"critic.share_trunk=true: algo.advantage.estimator={estimator} learns no values; set it to false"
+        )
+
+
+def check_critic_training(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line for each phase that would train a critic that the run does not have."""
+    value, estimator = config.algo.value, config.algo.advantage.estimator
+    for key, steps in (
+        ("warmup_steps", value.warmup_steps),
+        ("pretrain_rollouts", value.pretrain_rollouts),
+    ):
+        if steps and not learns_values(config):
+            yield (
+                f"algo.value.{key}={steps}: algo.advantage.estimator={estimator} has no critic to train; "
+                "set it to 0"
+            )
+        if steps and config.critic.share_trunk:
+            yield (
+                f"algo.value.{key}={steps}: trains only the critic, and critic.share_trunk=true has no "
+                "separate critic; set it to 0"
+            )
+    if value.warmup_steps and config.run.steps is not None and value.warmup_steps >= config.run.steps:
+        yield (
+            f"algo.value.warmup_steps={value.warmup_steps}: leaves no step that trains the actor; "
+            f"must be below run.steps={config.run.steps}"
+        )
+
+
+def check_groups(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line for each option that compares the responses to a prompt if each prompt has only one."""
+    algo, n = config.algo, config.rollout.samples_per_prompt
+    if n > 1:
+        return
+    for key, value, needs in (
+        (
+            "algo.advantage.estimator",
+            algo.advantage.estimator,
+            ADVANTAGE_ESTIMATORS[algo.advantage.estimator].needs_group,
+        ),
+        ("algo.advantage.whiten", "group", algo.advantage.whiten == "group"),
+        ("algo.dynamic_sampling.enabled", "true", algo.dynamic_sampling.enabled),
+    ):
+        if needs:
+            yield (
+                f"{key}={value}: compares the responses to one prompt; set rollout.samples_per_prompt "
+                f"(it is {n}) to 2 or more, often 8"
+            )
+
+
+def check_ptx(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line for each conflict between the PTX loss and its texts."""
+    data, ptx = config.data, config.algo.ptx
+    if ptx.coef and data.ptx_path is None:
+        yield f"algo.ptx.coef={ptx.coef:g}: needs texts in data.ptx_path"
+    if ptx.batch_size is not None and not ptx.coef:
+        yield f"algo.ptx.batch_size={ptx.batch_size}: only used with algo.ptx.coef above 0"
+    if data.ptx_path is not None and not ptx.coef:
+        yield f"data.ptx_path={data.ptx_path}: only used with algo.ptx.coef above 0 (InstructGPT: 27.8)"
+    texts = ptx.batch_size or config.algo.minibatch_size or rollout_size(config)
+    if ptx.coef and texts % ranks:
+        yield f"algo.ptx.batch_size={texts}: must be divisible by the number of ranks, {ranks}"

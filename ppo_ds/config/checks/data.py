@@ -1,0 +1,102 @@
+"""Checks of sampling and data, and of the model folders and data files on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ppo_ds.config.schema import Config, reward_models, trained_models, uses_reference
+from ppo_ds.config.text import show
+
+FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
+MODEL_FILES = ("config.json", "adapter_config.json")
+
+
+def check_sampling(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line for each conflict between the ends of responses."""
+    sampling = config.sampling
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        yield (
+            f"sampling.min_new_tokens={sampling.min_new_tokens}: must be at most "
+            f"sampling.max_new_tokens={sampling.max_new_tokens}"
+        )
+    if sampling.min_new_tokens and sampling.stop:
+        yield (
+            f"sampling.min_new_tokens={sampling.min_new_tokens}: delays end tokens, but not the strings of "
+            "sampling.stop; set only one of the two"
+        )
+    if "" in sampling.stop:
+        yield f"sampling.stop={show(sampling.stop)}: must not contain an empty string"
+
+
+def check_prompts(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line if the prompts of training or evaluation are missing or given twice."""
+    data = config.data
+    if data.path is None and not data.mix:
+        yield (
+            "data.path is missing: a Hub data set or a JSONL, JSON, Parquet or CSV file of prompts (or "
+            "data.mix: several of them)"
+        )
+    if data.path is not None and data.mix:
+        yield (
+            f"data.path={data.path}: data.mix is set too; add this data set to data.mix, or set data.path "
+            "to null"
+        )
+    if config.eval.every and not data.eval_path:
+        yield f"eval.every={config.eval.every}: needs held-out prompts in data.eval_path"
+
+
+def check_model_folders(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line for each local model of actor and critic that is not there."""
+    for name, model in trained_models(config).items():
+        yield from _missing_model(f"{name}.model.path", model.model.path, config)
+
+
+def check_reference_folder(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line if the run loads a local reference that is not there."""
+    path = config.reference.model.path
+    if uses_reference(config) and path != config.actor.model.path:
+        yield from _missing_model("reference.model.path", path, config)
+
+
+def check_reward_folders(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line for each local reward model that is not there."""
+    for key, model in reward_models(config.reward):
+        yield from _missing_model(f"{key}.path", model["path"], config)
+
+
+def _missing_model(key: str, path: str | None, config: Config) -> Iterator[str]:
+    if path and looks_local(path) and not _is_prepared(path, config):
+        folder = Path(path).expanduser()
+        if not folder.exists():
+            yield f"{key}={path}: no such folder"
+        elif not any((folder / name).is_file() for name in MODEL_FILES):
+            yield f"{key}={path}: not a model folder (no config.json in it)"
+
+
+def check_data_files(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line for each data file that is not there."""
+    data = config.data
+    files = {"data.path": data.path, "data.eval_path": data.eval_path, "data.ptx_path": data.ptx_path}
+    files |= {f"data.mix[{i}].path": part.path for i, part in enumerate(data.mix)}
+    for key, path in files.items():
+        if path and looks_local(path) and not _is_prepared(path, config) and not Path(path).exists():
+            yield f"{key}={path}: no such file"
+
+
+def looks_local(path: str) -> bool:
+    """Returns whether a path is on this machine; a missing `name` or `org/name` is a Hub id."""
+    return (
+        path.startswith(("/", ".", "~"))
+        or path.count("/") > 1
+        or path.endswith(FILE_ENDINGS)
+        or Path(path).exists()
+    )
+
+
+def _is_prepared(path: str, config: Config) -> bool:
+    """Returns whether `prepare` creates a path: any path, or only those in its `dir` if it has that key."""
+    made = (config.prepare or {}).get("dir")
+    return config.prepare is not None and (
+        not made or Path(path).absolute().is_relative_to(Path(made).absolute())
+    )

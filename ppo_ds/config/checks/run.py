@@ -1,0 +1,56 @@
+"""Checks of the sections that every stage has: length, run directory, checkpoints and dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ppo_ds.config.registry import STAGES
+from ppo_ds.config.resume import unknown_names, unusable_start
+from ppo_ds.config.schema import Config
+from ppo_ds.config.text import show
+
+
+def check_length(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line unless exactly one of run.steps and run.epochs is set."""
+    run = config.run
+    if run.steps is None and run.epochs is None:
+        yield "run.steps is missing: the number of PPO steps (or run.epochs: passes over the prompts)"
+    if run.steps is not None and run.epochs is not None:
+        yield f"run.steps={run.steps} and run.epochs={run.epochs:g} are both set; set one of them to null"
+
+
+def check_best_checkpoint(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line if no evaluation decides which checkpoint is the best."""
+    if config.checkpoint.keep_best and not config.eval.every:
+        yield (
+            "checkpoint.keep_best=true: the best checkpoint is chosen by evaluation; set eval.every and, for "
+            "stage=ppo, data.eval_path"
+        )
+
+
+def check_dry_run(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line if the stage has no dry run."""
+    if config.run.dry_run and not STAGES[config.stage].has_dry_run:
+        yield f"run.dry_run=true: stage={config.stage} has no dry run; set it to false"
+
+
+def check_run_directory(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line for each problem of the run's name, its directory and the start from a checkpoint."""
+    folder, name = Path(config.run.dir), config.run.name
+    if name in ("", ".", "..") or "/" in name or not name.isprintable():
+        yield (
+            f"run.name={show(name)}: must be a single name without /, since it names a folder in outputs/; "
+            "to write the run elsewhere, set run.dir"
+        )
+    if folder.exists() and not folder.is_dir():
+        yield f"run.dir={config.run.dir}: is a file; choose a directory"
+    elif config.run.resume == "never" and any(
+        (folder / used).exists() for used in ("metrics.jsonl", "checkpoints")
+    ):
+        yield (
+            f"run.dir={config.run.dir}: has been used already, and run.resume=never; choose another run.dir "
+            "or run.name, or run.resume=auto"
+        )
+    yield from unknown_names(config)
+    yield from unusable_start(config)

@@ -1,0 +1,85 @@
+"""Checks the arguments of ppo_ds's own targets by the signatures in their source files.
+
+Importing a reward imports torch, which takes seconds. Reading its source does not, so that a mistake in the
+arguments is reported with all others, before anything is imported. Other targets are checked when they are
+imported (targets.py), as is every value whose annotation cannot be understood here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import create_model
+
+from ppo_ds.config.registry import import_target
+from ppo_ds.config.targets import checked_as, read_arguments
+from ppo_ds.config.types import Section
+from ppo_ds.errors import UserError
+
+OWN = "ppo_ds."
+TORCH_FREE = "ppo_ds.config."  # annotations from these modules are imported
+
+
+def misused_targets(section: dict[str, Any], key: str) -> Iterator[str]:
+    """Yields a line for each unknown, missing or mistyped argument of ppo_ds's own targets, at any depth."""
+    target = str(section.get("_target_"))
+    if target.startswith(OWN):
+        try:
+            read_arguments(declared_arguments(target), section, key)
+        except UserError as error:
+            yield from error.problems
+        except (ImportError, AttributeError, ValueError) as error:
+            yield f"{key}._target_={target}: cannot be imported ({error}); must be package.module.name"
+    for name, inner in section.items():
+        if isinstance(inner, dict):
+            yield from misused_targets(inner, f"{key}.{name}")
+
+
+def declared_arguments(target: str) -> type[Section]:
+    """Makes a section whose keys are the positional parameters of a function or class of ppo_ds.
+
+    Raises ImportError or AttributeError if the module does not define it.
+    """
+    module, _, name = target.rpartition(".")
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"No module named {module!r}")
+    source = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    defined = {one.name: one for one in source.body if isinstance(one, ast.FunctionDef | ast.ClassDef)}
+    if name not in defined:
+        raise AttributeError(f"module {module!r} has no function or class {name!r}")
+    called = [one for one in ast.walk(defined[name]) if isinstance(one, ast.FunctionDef)]
+    if isinstance(defined[name], ast.ClassDef):
+        called = [one for one in called if one.name == "__init__"]
+    if not called:
+        raise AttributeError(f"{name} has no __init__ of its own")
+    names: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
+    for node in source.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(TORCH_FREE):
+            names |= {one.name: import_target(f"{node.module}.{one.name}") for one in node.names}
+    parameters = [one for one in called[0].args.args if one.arg != "self"]
+    required = len(parameters) - len(called[0].args.defaults)
+    fields: dict[str, Any] = {
+        one.arg: (checked_as(_type(one.annotation, names)), ... if i < required else None)
+        for i, one in enumerate(parameters)
+    }
+    return create_model(name, __base__=Section, **fields)
+
+
+def _type(annotation: ast.expr | None, names: dict[str, Any]) -> Any:
+    """Returns the type that an annotation means, given the types of some names; Any if it is not certain."""
+    match annotation:
+        case ast.Name(id=name):
+            return names.get(name, Any)
+        case ast.Constant(value=None):
+            return type(None)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _type(left, names) | _type(right, names)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
+            return Literal[ast.literal_eval(choices)]
+        case _:
+            return Any

@@ -1,0 +1,70 @@
+"""Checks a whole config: types, rules between keys, and files on this machine, before anything is loaded.
+
+All problems are reported together. The rules are in checks/, one function for each subject.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ppo_ds.config.checks import algo, data, models, reward, run
+from ppo_ds.config.reading import dotted_keys
+from ppo_ds.config.schema import Config, from_tree, inherit
+from ppo_ds.errors import UserError
+from ppo_ds.secrets import secrets_in
+
+# Yields a line for every problem of a config for a number of ranks; the line names all keys involved.
+Check = Callable[[Config, int], Iterator[str]]
+
+# Check -> the sections that it reads besides those of every stage. It applies to stages with all of them.
+CHECKS: dict[Check, tuple[str, ...]] = {
+    run.check_length: (),
+    data.check_sampling: ("sampling",),
+    algo.check_batches: ("rollout", "algo"),
+    models.check_zero: (),
+    models.check_generation: ("actor", "critic", "rollout", "algo"),
+    models.check_adapters: ("actor",),
+    models.check_raw_deepspeed: (),
+    models.check_initial_critic: ("actor", "critic"),
+    models.check_critic_from_reward: ("critic", "reward"),
+    reward.check_reward: ("reward",),
+    reward.check_prepare: (),
+    algo.check_kl: ("rollout", "algo"),
+    algo.check_loss: ("sampling", "algo"),
+    algo.check_values: ("critic", "algo"),
+    algo.check_critic_training: ("critic", "algo"),
+    algo.check_groups: ("rollout", "algo"),
+    data.check_prompts: ("data",),
+    algo.check_ptx: ("rollout", "data", "algo"),
+    run.check_best_checkpoint: (),
+    data.check_model_folders: (),
+    data.check_reference_folder: ("actor", "reference", "algo"),
+    data.check_reward_folders: ("reward",),
+    data.check_data_files: ("data",),
+    run.check_run_directory: (),
+    run.check_dry_run: (),
+}
+
+
+def validated(tree: dict[str, Any], ranks: int) -> Config:
+    """Returns the complete Config of a plain nested dict. Raises UserError with every problem in it."""
+    if secrets := list(secrets_in(tree)):  # Reported alone, since other lines would print them.
+        raise UserError(*secrets)
+    config, wrong = from_tree(tree)
+    config = inherit(config)
+    # A rule that reads a key with a wrong value would report a second, misleading problem.
+    known = {re.split(r"[#\[]", key)[0] for key in wrong} & set(dotted_keys(type(config)))
+    named = re.compile("|".join(rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in known) or r"(?!)")
+    follow_ups = [line for line in problems(config, ranks) if not named.search(line)]
+    if wrong or follow_ups:
+        raise UserError(*wrong.values(), *follow_ups)
+    return config
+
+
+def problems(config: Config, ranks: int) -> Iterator[str]:
+    """Yields a line for every problem between keys or with the file system."""
+    for check, sections in CHECKS.items():
+        if type(config).model_fields.keys() >= set(sections):
+            yield from check(config, ranks)
