@@ -60,13 +60,15 @@ class _Rows:
 class Prompts(_Rows):
     """Prompts to generate responses for.
 
-    ``metadata`` keeps the raw rows, from which rewards can read a reference answer.
+    ``metadata`` keeps the rows of the data set, from which rewards can read a reference answer, with the
+    reserved keys of data/prompts.py. Their prompt_text is the prompt before truncation, ``ids`` are what the
+    policy reads.
     """
 
     ids: Tensor = field(metadata=_P)  # [B,P] long, left-padded
     mask: Tensor = field(metadata=_P)  # [B,P] bool
     limits: Tensor = field(metadata=_B)  # [B] long: the maximum number of tokens of each response
-    metadata: tuple[Row, ...]  # B raw rows
+    metadata: tuple[Row, ...]  # B rows
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,8 @@ class Sequences(_Rows):
 
     ids: Tensor = field(metadata=_T)  # [B,T] long
     attention_mask: Tensor = field(metadata=_T)  # [B,T] bool
-    response_mask: Tensor = field(
-        metadata=_R
-    )  # [B,R] bool; 1 = an action of the policy, see algo.train_on_eos
+    # [B,R] bool; 1 = an action of the policy, see algo.train_on_eos
+    response_mask: Tensor = field(metadata=_R)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,10 +155,10 @@ class Rollout(Sequences):
 
     finished: Tensor = field(metadata=_B)  # [B] bool: ended with a stop; False = cut at the length limit
     limits: Tensor = field(metadata=_B)  # [B] long: the maximum number of tokens that the response could have
-    logprobs: Tensor = field(
-        metadata=_R
-    )  # [B,R] float32: as computed by the decode backend, 0 outside the mask
-    metadata: tuple[Row, ...]  # B raw rows, those of the prompts
+    # [B,R] float32: as computed by the decode backend, 0 outside the mask. They serve the parity check,
+    # parity/* and algo.rollout_is; old log-probs come from the training engine.
+    logprobs: Tensor = field(metadata=_R)
+    metadata: tuple[Row, ...]  # B rows, those of the prompts
 
 
 @dataclass(frozen=True)
@@ -212,18 +213,15 @@ class Experience(Sequences):
     advantages: Tensor = field(metadata=_R)  # [B,R]
 
     # log-probs by the training engines; the actor's are None if the update itself computes them
-    logprobs: Tensor | None = field(
-        default=None, metadata=_R
-    )  # [B,R] log pi(a|s) of the actor before the update
+    # [B,R] log pi(a|s) of the actor before the update
+    logprobs: Tensor | None = field(default=None, metadata=_R)
     # [B,R] log pi_old(a|s): equal to ``logprobs``, or those of a lagging copy of the actor
     old_logprobs: Tensor | None = field(default=None, metadata=_R)
-    ref_logprobs: Tensor | None = field(
-        default=None, metadata=_R
-    )  # [B,R] log pi_ref(a|s); None without a reference
+    # [B,R] log pi_ref(a|s); None without a reference
+    ref_logprobs: Tensor | None = field(default=None, metadata=_R)
 
     # the critic; None in a run without one
     values: Tensor | None = field(default=None, metadata=_S)  # [B,S] V(s) before the update
     returns: Tensor | None = field(default=None, metadata=_S)  # [B,S]
-    value_mask: Tensor | None = field(
-        default=None, metadata=_S
-    )  # [B,S] bool: the states whose value is trained
+    # [B,S] bool: the states whose value is trained
+    value_mask: Tensor | None = field(default=None, metadata=_S)

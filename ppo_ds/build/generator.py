@@ -11,7 +11,7 @@ from ppo_ds.config.schema import Config
 from ppo_ds.distributed.world import World, seed_everything
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.errors import UserError
-from ppo_ds.ppo.parity import GATE_PROMPTS, Gap, ParityError, disagreement, parity_gap
+from ppo_ds.ppo.parity import PARITY_ROWS, Gap, ParityError, disagreement, parity_gap
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.tracking.banner import titled
 
@@ -25,17 +25,17 @@ def build_generator(
     should_stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> tuple[Generator, Gap]:
-    """Returns the decode backend, which ends early once ``should_stop`` returns true, and its gap in the
-    parity gate.
+    """Returns the decode backend and its gap in the parity check.
 
-    Notes which backend it is and why. A collective; draws random numbers.
+    The backend ends early once ``should_stop`` returns true. Notes which backend it is and why. A collective;
+    draws random numbers.
     """
     asked, made = config.rollout.backend, {}
     auto = [name for name, entry in DECODE_BACKENDS.items() if entry.in_auto]
-    # each prompt twice in a row if a step has several responses to it: a backend may prefill the prompt of
-    # such rows once
-    each = min(config.rollout.samples_per_prompt, 2)
-    few = inputs.source.batch([(world.rank + i // each) % len(inputs.source) for i in range(GATE_PROMPTS)])
+    # A backend may prefill a prompt once for several rows. The check covers this only if a prompt is
+    # repeated, as it is in a step.
+    repeats, n = min(config.rollout.samples_per_prompt, 2), len(inputs.source)
+    prompts = inputs.source.batch([(world.rank + i // repeats) % n for i in range(PARITY_ROWS)])
 
     def refusal(name: str) -> str | None:
         target = DECODE_BACKENDS[name].refusal
@@ -56,7 +56,11 @@ def build_generator(
         # the same tokens at each start, whatever was drawn before
         seed_everything(config.run.seed + world.rank)
         return parity_gap(
-            few, actor=actor, generator=made[name], sampling=sampling, token_budget=config.memory.score_tokens
+            prompts,
+            actor=actor,
+            generator=made[name],
+            sampling=sampling,
+            token_budget=config.memory.score_tokens,
         )
 
     choice = choose_backend(
@@ -78,7 +82,7 @@ class BackendChoice:
     """The chosen decode backend, and why those before it were not chosen."""
 
     backend: str
-    gap: Gap  # in the parity gate
+    gap: Gap  # in the parity check
     incapable: tuple[str, ...]  # those that cannot decode this model, each with its reason
     disagreeing: tuple[str, ...]  # those whose log-probs differ from training's, each with its gap
 
@@ -97,7 +101,7 @@ def choose_backend(
 
     Args:
         refusal: Returns the reason why a backend cannot decode the model, or None. The same on every rank.
-        gap_of: Returns the gap of a backend in the parity gate. The same on every rank; may be a collective.
+        gap_of: Returns the gap of a backend in the parity check. The same on every rank; may be a collective.
     """
     incapable: list[str] = []
     disagreeing: list[str] = []
@@ -113,6 +117,9 @@ def choose_backend(
         if wrong is None:
             return BackendChoice(name, gap, tuple(incapable), tuple(disagreeing))
         if last:
-            raise ParityError(f"{wrong}; rollout.backend={name} does not decode with the model that trains")
+            raise ParityError(
+                f"{wrong}; rollout.backend={name} does not give the log-probs of the trained model: "
+                "try another rollout.backend or actor.model.dtype=fp32, and report the model"
+            )
         disagreeing.append(f"{name}: {wrong}")
     raise AssertionError("no candidates")

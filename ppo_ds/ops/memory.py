@@ -239,9 +239,11 @@ def static_decode_bytes(
     A decode step holds the logits once in the dtype of the weights and, for sampling, three times in fp32.
 
     Args:
-        tokens: Cached positions, prompts included, in ``rows`` rows of ``length``. prefill: Prompt positions
-        of one forward; their keys and values are then copied to the cache. The first
-            prefill runs before the cache is allocated.
+        tokens: Cached positions, prompts included.
+        length: Cached positions of one row.
+        rows: Rows that are decoded at the same time.
+        prefill: Prompt positions of one forward; their keys and values are then copied to the cache. The
+            first prefill runs before the cache is allocated.
         waiting: True if more prompts are prefilled after the cache is allocated.
     """
     slots, prompt_cache = kv_cache_bytes(shape, tokens, each), kv_cache_bytes(shape, prefill, each)

@@ -1,4 +1,4 @@
-"""Start-up check that the decode backend and the training engine compute the same log-probs.
+"""Parity check at start-up: the decode backend and the training engine compute the same log-probs.
 
 Wrong position ids, wrong masks, a cache in another dtype or an inference copy with stale weights make the
 log-probs of generation differ from those of the training engine. Training then fails slowly, as with bad
@@ -12,13 +12,14 @@ from dataclasses import replace
 import torch
 
 from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.errors import UserError
 from ppo_ds.ppo.batching import scatter_tokens
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.batching import forward_rows, scoring_plan
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.types import Prompts
 
-GATE_PROMPTS, GATE_TOKENS = 8, 16
+PARITY_ROWS, PARITY_TOKENS = 8, 16  # per rank, and new tokens of each row
 
 # Largest allowed mean |difference| per token, in nats. Rounding errors of the dtype are well below, real
 # errors far above (left padding without position ids changes GPT-2's log-probs by 0.1 and more).
@@ -28,8 +29,8 @@ BOUNDS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
 Gap = tuple[float, float]  # mean and max |log-prob difference| per token, nats
 
 
-class ParityError(RuntimeError):
-    """Raised if decoding and training disagree on the log-probs of the same tokens."""
+class ParityError(UserError):
+    """Raised, on all ranks, if decoding and training disagree on the log-probs of the same tokens."""
 
 
 @torch.no_grad()
@@ -40,8 +41,8 @@ def parity_gap(
 
     A collective.
     """
-    few = prompts.select(torch.arange(min(GATE_PROMPTS, len(prompts))))
-    short = replace(sampling, max_new_tokens=min(GATE_TOKENS, sampling.max_new_tokens), min_new_tokens=0)
+    few = prompts.select(torch.arange(min(PARITY_ROWS, len(prompts))))
+    short = replace(sampling, max_new_tokens=min(PARITY_TOKENS, sampling.max_new_tokens), min_new_tokens=0)
     with actor.generation_mode():
         rollout = generator(few, short)
     plan = scoring_plan(rollout, token_budget, actor.world)

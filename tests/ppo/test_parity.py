@@ -1,4 +1,4 @@
-"""Tests the start-up gate, which compares decoding and training on a few tokens."""
+"""Tests the parity check at start-up, which compares decoding and training on a few tokens."""
 
 import re
 from contextlib import contextmanager
