@@ -241,6 +241,17 @@ def test_decoding_ends_with_the_last_stop_string(successor, prompts, sampling, t
     assert shapes == [(2, 1), (2, 1), (1, 1)]  # the prompts, both responses, the longer one
 
 
+def test_a_stop_string_long_before_a_check_ends_decoding(successor, prompts, sampling, tokenizer):
+    """The tokens are b c d e e e ...: at the first check 14 tokens follow the stop string "c"."""
+    lm = successor({3: 4, 4: 5, 5: 6, 6: 7, 7: 7}, 10)
+    shapes = forwards_of(lm)
+    generator = StaticGenerator(
+        lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000, check_every=16
+    )
+    assert responses_of(generator(prompts([3]), sampling(50, stop_strings=("c",)))) == [[4, 5]]
+    assert len(shapes) == 1 + 16  # the prompt and one round of steps; without the check it would be 1 + 50
+
+
 def test_a_least_number_of_tokens_yields_to_a_limit(successor, prompts, sampling, tokenizer):
     generator = StaticGenerator(
         lambda: successor({3: EOS}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000
