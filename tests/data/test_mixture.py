@@ -107,6 +107,14 @@ def test_each_set_is_repeated_in_passes_of_its_own(mixed):
     assert seen != sum(take(PromptStream(source, prompts_per_step=8, seed=4), 12), [])
 
 
+def test_no_pass_of_a_set_has_the_order_of_a_pass_of_another_set(mixed):
+    stream = PromptStream(mixed([12, 12], [1, 1]), prompts_per_step=24, seed=3)
+    orders = [
+        tuple(text[1:] for text in step if text[0] == name) for step in take(stream, 4) for name in "ab"
+    ]
+    assert len(set(orders)) == 8 and all(len(set(order)) == 12 for order in orders)
+
+
 def test_one_epoch_is_the_number_of_all_prompts(mixed):
     stream = PromptStream(mixed([9, 3], [1, 1]), prompts_per_step=4, shuffle=False)
     assert stream.steps_per_epoch == 3.0

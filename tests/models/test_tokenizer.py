@@ -46,6 +46,12 @@ def test_pad_and_stop_ids(tmp_path):
     assert (tokenizer.pad_id, tokenizer.stop_ids, tokenizer.vocab_size) == (2, (1,), 259)
 
 
+@pytest.mark.parametrize("text", ["a , b .", "do n't ?", " a  b ", "\n<answer> 4 </answer>"])
+def test_decoding_keeps_all_spaces(tmp_path, text):
+    tokenizer = load_tokenizer(saved(tmp_path))
+    assert tokenizer.decode(tokenizer.encode_many([text], special_tokens=True)[0]) == text
+
+
 def test_without_a_pad_token_eos_pads_and_the_tokenizer_stays_as_it_was(tmp_path):
     tokenizer = load_tokenizer(saved(tmp_path / "a", pad=None))
     assert tokenizer.pad_id == 1

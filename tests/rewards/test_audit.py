@@ -6,7 +6,7 @@ from transformers import GPT2Config, LlamaConfig, RobertaConfig
 
 from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
-from ppo_ds.rewards.audit import DIALOGUES, probes
+from ppo_ds.rewards.audit import DIALOGUES, Findings, probes
 from tests.rewards.model_cases import DEBERTA, GPT2, LLAMA, TINY, save_model
 from tests.rewards.reward_cases import CHAT_TEMPLATE, EOS, VOCAB
 
@@ -185,6 +185,16 @@ def test_plausibility_is_reported(tmp_path, build):
         f"a fitting response scores above an empty one in 6 of 6 and above an unrelated one in {longer} of 6 "
         "dialogues" in remark(build)
     )
+
+
+def test_an_equal_score_is_no_win():
+    """Three fitting, three empty and three unrelated responses: 1 > 0 and 2 > 1 are the only wins."""
+    findings = Findings()
+    findings.remark_plausibility(torch.tensor([2.0, 1.0, 3.0, 2.0, 0.0, 3.0, 1.0, 1.0, 4.0]))
+    assert findings.remarks == [
+        "a fitting response scores above an empty one in 1 of 3 and above an unrelated one in 1 of 3 "
+        "dialogues"
+    ]
 
 
 def test_all_ranks_stop_if_one_found_a_failure(tmp_path, build):

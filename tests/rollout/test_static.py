@@ -265,6 +265,13 @@ def test_a_least_number_of_tokens_yields_to_a_limit(successor, prompts, sampling
     assert EOS not in responses_of(rollout)[1][:4]
 
 
+def test_rows_are_split_into_bands_only_if_they_do_not_fit_together():
+    """Four slots of 8 tokens fit into 32. Otherwise a band has the rows of more than 2 tokens, a quarter."""
+    totals = torch.tensor([8, 2, 1, 3])
+    assert [band.tolist() for band in static.length_bands(totals, 32)] == [[0, 1, 2, 3]]
+    assert [band.tolist() for band in static.length_bands(totals, 31)] == [[0, 3], [1, 2]]
+
+
 # -- slots -----------------------------------------------------------------------------------------
 
 

@@ -63,6 +63,20 @@ def test_the_curve_follows_the_numbers(tmp_path):
     assert np.corrcoef(rows, columns)[0, 1] < -0.99  # rising to the right; row 0 is the top
 
 
+def test_the_values_before_the_run_are_step_0(tmp_path):
+    """A rising line with the value before the run, one dot without it."""
+    source, png = tmp_path / "metrics.jsonl", tmp_path / "curves.png"
+    source.write_text('{"step": 30, "policy/loss": 30.0}\n')
+    widths = []
+    for before in ({"policy/loss": 0.0}, None):
+        assert plot_curves(source, png, before=before)
+        rows, columns = np.nonzero(np.abs(matplotlib.image.imread(png)[..., :3] - BLUE).max(-1) < 0.05)
+        widths.append(columns.max() - columns.min())
+        if before is not None:
+            assert np.corrcoef(rows, columns)[0, 1] < -0.99  # row 0 is the top
+    assert widths[0] > 300 and widths[1] < 20
+
+
 @pytest.mark.parametrize("records", [[], [{"step": 1}], [{"step": 1, "policy/loss": None}]])
 def test_no_data_no_image(tmp_path, records):
     drawn, png = picture(tmp_path, records)
