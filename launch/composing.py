@@ -171,7 +171,10 @@ def resolve_config(composed: DictConfig) -> dict[str, Any]:
     """Merges a composed config over the defaults and resolves it; interpolations may use every key."""
     given: Any = OmegaConf.to_container(composed, resolve=False)
     base = defaults(config_class(given.get("stage", "ppo")))
-    tree = OmegaConf.create(_merged(base, given))
+    merged = _merged(base, given)
+    if "${" not in str(merged):
+        return merged
+    tree = OmegaConf.create(merged)
     if isinstance(tree.get("run"), DictConfig) and tree.run.get("dir") is None:
         tree.run.dir = default_dir("${run.name}")
     problems = list(_broken_interpolations(tree))

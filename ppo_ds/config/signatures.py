@@ -49,25 +49,28 @@ def declared_arguments(target: str) -> type[Section]:
     if spec is None or spec.origin is None:
         raise ImportError(f"No module named {module!r}")
     source = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    defined = {one.name: one for one in source.body if isinstance(one, ast.FunctionDef | ast.ClassDef)}
-    if name not in defined:
+    definition = _named(source.body, name)
+    if isinstance(definition, ast.ClassDef):
+        definition = _named(definition.body, "__init__")
+    if not isinstance(definition, ast.FunctionDef):
         raise AttributeError(f"module {module!r} has no function or class {name!r}")
-    called = [one for one in ast.walk(defined[name]) if isinstance(one, ast.FunctionDef)]
-    if isinstance(defined[name], ast.ClassDef):
-        called = [one for one in called if one.name == "__init__"]
-    if not called:
-        raise AttributeError(f"{name} has no __init__ of its own")
+    parameters = [one for one in definition.args.args if one.arg != "self"]
+    required = len(parameters) - len(definition.args.defaults)
     names: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
     for node in source.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(TORCH_FREE):
             names |= {one.name: import_target(f"{node.module}.{one.name}") for one in node.names}
-    parameters = [one for one in called[0].args.args if one.arg != "self"]
-    required = len(parameters) - len(called[0].args.defaults)
     fields: dict[str, Any] = {
         one.arg: (checked_as(_type(one.annotation, names)), ... if i < required else None)
         for i, one in enumerate(parameters)
     }
     return create_model(name, __base__=Section, **fields)
+
+
+def _named(body: list[ast.stmt], name: str) -> ast.FunctionDef | ast.ClassDef | None:
+    """Returns the function or class of this name among statements."""
+    definitions = [one for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef)]
+    return next((one for one in definitions if one.name == name), None)
 
 
 def _type(annotation: ast.expr | None, names: dict[str, Any]) -> Any:

@@ -140,6 +140,8 @@ def _read_config(checkpoint: Path, role: str) -> Config:
     config, problems = from_tree(with_current_names(settings))
     if problems:
         raise UserError(*(f"{checkpoint / 'state.json'}: {line}" for line in problems.values()))
+    if config.stage != "ppo":
+        raise UserError(f"{checkpoint}: made with stage={config.stage}; only stage=ppo can be exported")
     return inherit(config)
 
 
