@@ -208,3 +208,17 @@ def make_experience(prompts, responses, vocabulary=12, seed=0, finished=None):
         value_mask=states,
         scores=torch.randn(n, generator=g),
     )
+
+
+def real(rows):
+    """Returns the values under the masks of each row as plain lists."""
+    out = []
+    for i in range(len(rows)):
+        mask = rows.response_mask[i]
+        under = (
+            rows.ids[i][rows.attention_mask[i]],
+            rows.advantages[i][mask],
+            rows.returns[i][rows.value_mask[i]],
+        )
+        out.append([*(column.tolist() for column in under), float(rows.scores[i]), bool(rows.finished[i])])
+    return out

@@ -1,31 +1,15 @@
-"""Tests the distribution of rows: ranks gather all of them, and minibatches and micro-batches cover each
-exactly once.
-"""
+"""Tests the exchange of rows: ranks gather all of them, and minibatches cover each exactly once."""
 
 import pytest
 import torch
 
 from ppo_ds.ppo.batching import all_gather_rows, concatenate, minibatches, scatter_states, scatter_tokens
-from ppo_ds.training.batching import forward_rows, microbatches, scoring_plan
+from ppo_ds.training.batching import forward_rows, scoring_plan
 from ppo_ds.types import Sequences
-from tests.ppo.algo_cases import answers
+from tests.ppo.algo_cases import answers, real
 from tests.ppo.learner_cases import shuffled
 
 PROMPTS, ANSWERS = [3, 7, 1, 5, 2, 2, 9, 4], [6, 1, 2, 8, 3, 3, 1, 5]
-
-
-def real(rows):
-    """Returns the values under the masks of each row as plain lists."""
-    out = []
-    for i in range(len(rows)):
-        mask = rows.response_mask[i]
-        under = (
-            rows.ids[i][rows.attention_mask[i]],
-            rows.advantages[i][mask],
-            rows.returns[i][rows.value_mask[i]],
-        )
-        out.append([*(column.tolist() for column in under), float(rows.scores[i]), bool(rows.finished[i])])
-    return out
 
 
 def test_all_gather_rows_keeps_the_order_of_the_ranks(on_ranks, experience):
@@ -93,36 +77,6 @@ def test_minibatches_cover_all_rows_once_an_epoch():
 def test_minibatches_must_fit():
     with pytest.raises(AssertionError, match="12 rows do not make minibatches of 5"):
         minibatches(12, 5, torch.Generator())
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("budget", [1, 16, 25, 40, 10_000])
-def test_microbatches_cover_the_minibatch_once_over_all_ranks(on_ranks, experience, ranks, budget):
-    rows = experience(PROMPTS, ANSWERS)
-    dealt = on_ranks(ranks, lambda world: microbatches(rows, budget, world))
-    assert len({len(micros) for micros in dealt}) == 1  # equally many forwards on each rank
-    assert {sum(len(micro) for micro in micros) for micros in dealt} == {8 // ranks}
-    assert sorted(row for micros in dealt for micro in micros for row in real(micro)) == sorted(real(rows))
-    for micro in (micro for micros in dealt for micro in micros):
-        assert len(micro) * micro.attention_mask.sum(1).max() <= budget or len(micro) == 1
-        assert (
-            micro.prompt_width == micro.prompt_lengths.max()
-            and micro.response_width == micro.response_lengths.max()
-        )
-
-
-def test_ranks_have_the_same_number_of_microbatches(on_ranks, experience):
-    """Rank 0 has 10 + 8 tokens, too many for one forward; rank 1 has 9 + 8, which would fit."""
-    rows = experience([5, 5, 4, 4], [5, 4, 4, 4])
-    dealt = on_ranks(2, lambda world: microbatches(rows, 18, world))
-    assert [[len(micro) for micro in micros] for micros in dealt] == [[1, 1], [1, 1]]
-
-
-def test_scoring_plans_agree_over_ranks(on_ranks, experience):
-    shares = [experience([1, 1, 1], [1, 1, 1]), experience([9, 9, 9], [9, 9, 9])]
-    plans = on_ranks(2, lambda world: scoring_plan(shares[world.rank], 20, world))
-    assert [len(plan) for plan in plans] == [3, 3]
-    assert len(scoring_plan(shares[0], 20, on_ranks(1, lambda world: world)[0])) == 1
 
 
 def on_rows(forward):
