@@ -1,193 +1,295 @@
-"""Tests that every switch reaches its component: non-default values from the command line to their use."""
+"""Tests that every switch has its effect: from the command line to the numbers of one PPO step.
 
+The step runs without weights, on models that return given numbers; see tests/ppo/preset_runs.py.
+"""
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ppo_ds.build.algorithm import (
     eval_weights,
     experience_maker,
     kl_controller,
-    learner,
     masked_stop_ids,
     pretraining,
 )
 from ppo_ds.build.ppo import build_evaluator, build_sampling
-from ppo_ds.ops.losses import seq_mean_token_sum
-from ppo_ds.ppo.advantages import estimate_one_step
 from ppo_ds.rollout.base import SamplingParams
-from ppo_ds.training.health import Health
 from ppo_ds.training.timing import PhaseTimer
-from tests.ppo.preset_runs import composed
+from ppo_ds.types import Sequences
+from tests.ppo.preset_runs import (
+    EOS,
+    WIDTH,
+    Numbers,
+    Told,
+    ToldActor,
+    ToldCritic,
+    ToldReference,
+    close,
+    composed,
+    make_and_learn,
+)
 
-CRITIC = SimpleNamespace(module=SimpleNamespace(packed=True))
-ACTOR = SimpleNamespace(module=SimpleNamespace(packed=True, balance_coef=0.25))
+
+@dataclass(frozen=True, kw_only=True)
+class Drifted(Numbers):
+    """Adds log-probs of the decode backend that differ from those of training."""
+
+    decoded: torch.Tensor
+
+    def rollout(self):
+        return replace(super().rollout(), logprobs=self.decoded.masked_fill(~self.mask.bool(), 0.0))
 
 
-def made(world, *overrides, critic=CRITIC, ema=None, ptx_texts=None):
-    config = composed("standard", *overrides)
-    timer = PhaseTimer(world.device)
-    maker = experience_maker(
-        config,
-        world=world,
-        actor=ACTOR,
-        reference=None,
-        critic=critic,
-        lagged=None,
-        stop_token_ids=(2, 3),
-        pad_id=3,
-        timer=timer,
+def numbers(**changes):
+    """Makes six responses: two are truncated, and some scores, ratios and values lie beyond every clip."""
+    draw = torch.Generator().manual_seed(5)
+    mask = torch.arange(WIDTH) < torch.tensor([10, 7, 4, 10, 5, 8])[:, None]
+    old = -1 - torch.rand(6, WIDTH, generator=draw)
+    old_values = torch.randn(6, WIDTH + 1, generator=draw)
+    given = dict(
+        mask=mask,
+        scores=torch.tensor([9.0, -1.0, 0.5, 2.0, -9.0, 1.0]),
+        old=old,
+        ref=old + 0.5 * torch.randn(6, WIDTH, generator=draw),
+        now=old + 0.8 * torch.randn(6, WIDTH, generator=draw),
+        old_values=old_values,
+        values=old_values + 0.6 * torch.randn(6, WIDTH + 1, generator=draw),
+        finished=torch.tensor([False, True, True, False, True, True]),
+        decoded=old + 0.6 * torch.randn(6, WIDTH, generator=draw),
+        aux=0.5,
     )
-    return maker, learner(
-        config,
-        world=world,
-        actor=ACTOR,
-        critic=critic,
-        ptx_texts=ptx_texts,
-        ema=ema,
-        timer=timer,
-        health=Health(1),
+    return Drifted(**given | changes)
+
+
+def outcome(world, *overrides, **changes):
+    """Returns the numbers of one step, in the order in which they are computed."""
+    run = make_and_learn(composed("standard", "algo.minibatch_size=3", *overrides), world, numbers(**changes))
+    columns = ("response_mask", "weights", "rewards", "advantages", "returns")
+    return {name: getattr(run.experience, name).float() for name in columns} | {
+        "actor": updates(run.actor),
+        "critic": updates(run.critic),
+        "scored": torch.tensor(run.actor.forwards[False] + run.critic.forwards[False]).float(),
+        "trained": torch.tensor(run.actor.forwards[True] + run.critic.forwards[True]).float(),
+    }
+
+
+def updates(model):
+    """Returns the loss and the gradient of each optimizer step, [steps, 1 + parameters]."""
+    return torch.stack(
+        [torch.cat([torch.tensor([loss]), gradient.flatten()]) for loss, gradient in model.steps]
     )
 
 
-def at(owner, path):
-    for name in path.split("."):
-        owner = owner[name] if isinstance(owner, dict) else getattr(owner, name)
-    return owner
+def equal(one, other):
+    """Allows for the rounding of sums over other micro-batches."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def changed(world, before, after):
+    plain, other = outcome(world, *before), outcome(world, *before, *after)
+    return {name for name in plain if not equal(plain[name], other[name])}
+
+
+LEARNED = {"actor", "critic"}
+ADVANTAGES = {"advantages", "returns"} | LEARNED
+REWARDS = {"rewards"} | ADVANTAGES
+IN_LOSS = "algo.kl.place=loss"
+NEXT_TOKEN = "algo.reward_shaping.score_position=next_token"
+NORMALIZED = "algo.reward_shaping.normalize=first"
+SUBTRACTED = "algo.reward_shaping.missing_eos=subtract"
+SCALED = "algo.reward_shaping.missing_eos=scale"
+BUFFER = "algo.reward_shaping.overlong_buffer=4"
+ICEPOP = "algo.rollout_is.kind=icepop"
+SAMPLE = "algo.entropy.kind=sample"
+ENTROPY = "algo.entropy.coef=0.3"
+SEQUENCE = "algo.action_level=sequence"
+NORM = "algo.loss.agg=token_sum_norm"
 
 
 @pytest.mark.parametrize(
-    ("override", "where", "value"),
+    ("override", "before", "what"),
     [
-        ("algo.kl.place=loss", "charged_kl", None),
-        ("algo.kl.estimator=k2", "charged_kl.keywords.estimator", "k2"),
-        ("algo.train_on_eos=false", "masked_stop_ids", (2, 3)),
-        ("algo.train_on_eos=null", "masked_stop_ids", (3,)),
-        ("algo.gae.gamma=0.5", "estimate_advantages.keywords.gae.gamma", 0.5),
-        ("algo.gae.lam=0.5", "estimate_advantages.keywords.gae.lam", 0.5),
-        ("algo.gae.lam_critic=0.5", "estimate_advantages.keywords.gae.lam_critic", 0.5),
-        ("algo.gae.bootstrap_truncated=true", "estimate_advantages.keywords.gae.bootstrap_truncated", True),
-        ("algo.action_level=sequence", "estimate_advantages.func", estimate_one_step),
-        ("algo.action_level=sequence", "whitening.level", "sequence"),
-        ("algo.advantage.whiten=minibatch", "whitening.over", "minibatch"),
-        ("algo.advantage.unbiased=true", "whitening.unbiased", True),
-        ("algo.reward_shaping.score_position=next_token", "score_position.position", "next_token"),
-        (
-            "algo.value.next_state=untrained",
-            "estimate_advantages.keywords.score_position.next_state",
-            "untrained",
-        ),
-        ("algo.reward_shaping.clip=7", "shaper.shaping.clip", 7.0),
-        ("algo.reward_shaping.normalize=first", "shaper.shaping.normalize", "first"),
-        ("algo.reward_shaping.normalize_std=false", "shaper.shaping.normalize_std", False),
-        ("algo.reward_shaping.missing_eos=scale", "shaper.shaping.missing_eos", "scale"),
-        ("algo.reward_shaping.missing_eos_value=0.3", "shaper.shaping.missing_eos_value", 0.3),
-        ("algo.reward_shaping.overlong_buffer=4", "shaper.shaping.overlong_buffer", 4.0),
-        ("algo.reward_shaping.overlong_factor=0.3", "shaper.shaping.overlong_factor", 0.3),
-        ("algo.reward_shaping.length_penalty=0.3", "shaper.shaping.length_penalty", 0.3),
-        ("algo.rollout_is.kind=icepop", "rollout_is.kind", "icepop"),
-        ("algo.rollout_is.low=0.3", "rollout_is.low", 0.3),
-        ("algo.rollout_is.high=3", "rollout_is.high", 3.0),
-        ("memory.score_tokens=77", "token_budget", 77),
+        (IN_LOSS, [], REWARDS),
+        ("algo.kl.estimator=k2", [], REWARDS),
+        ("algo.kl.estimator=k2", [IN_LOSS], {"actor"}),
+        ("algo.kl.coef=0.3", [], REWARDS),
+        ("algo.kl.coef=0.3", [IN_LOSS], {"actor"}),
+        ("algo.train_on_eos=false", [], {"response_mask"} | REWARDS),
+        ("algo.gae.gamma=0.5", [], ADVANTAGES),
+        ("algo.gae.lam=0.5", [], ADVANTAGES),
+        ("algo.gae.lam_critic=0.5", [], {"returns", "critic"}),
+        ("algo.gae.bootstrap_truncated=true", [], ADVANTAGES),
+        ("algo.advantage.whiten=minibatch", [], {"advantages", "actor"}),
+        ("algo.advantage.unbiased=true", [], {"advantages", "actor"}),
+        ("algo.advantage.unbiased=true", ["algo.advantage.whiten=minibatch"], {"actor"}),
+        (NEXT_TOKEN, [], REWARDS),
+        ("algo.value.next_state=untrained", [NEXT_TOKEN], {"critic"}),
+        ("algo.value.next_state=ignored", [NEXT_TOKEN], ADVANTAGES),
+        ("algo.reward_shaping.clip=7", [], REWARDS),
+        (NORMALIZED, [], REWARDS),
+        ("algo.reward_shaping.normalize_std=false", [NORMALIZED], REWARDS),
+        (SUBTRACTED, [], REWARDS),
+        (SCALED, [SUBTRACTED], REWARDS),
+        ("algo.reward_shaping.missing_eos_value=0.3", [SCALED], REWARDS),
+        (BUFFER, [], REWARDS),
+        ("algo.reward_shaping.overlong_factor=0.3", [BUFFER], REWARDS),
+        ("algo.reward_shaping.length_penalty=0.3", [], REWARDS),
+        (ICEPOP, [], {"weights", "actor"}),
+        ("algo.rollout_is.low=0.3", [ICEPOP], {"weights", "actor"}),
+        ("algo.rollout_is.high=3", [ICEPOP], {"weights", "actor"}),
+        (SEQUENCE, [], ADVANTAGES),
+        ("algo.value.position=response_last", [SEQUENCE], ADVANTAGES),
+        ("memory.score_tokens=77", [], {"scored"}),
+        ("memory.train_tokens=77", [], {"trained"}),
+        ("algo.epochs=3", [], LEARNED | {"trained"}),
+        ("algo.minibatch_size=2", [], LEARNED | {"trained"}),
+        ("algo.target_kl=0.1", [], LEARNED | {"trained"}),
+        ("algo.policy.loss=cispo", [], {"actor"}),
+        ("algo.policy.clip_low=0.3", [], {"actor"}),
+        ("algo.policy.clip_high=0.3", [], {"actor"}),
+        ("algo.policy.dual_clip=3", [], {"actor"}),
+        ("algo.loss.agg=seq_mean_token_sum", [], LEARNED),
+        ("algo.loss.norm=33", [NORM], LEARNED),
+        ("algo.loss.norm=10", [NORM], set()),  # the default: sampling.max_new_tokens
+        (ENTROPY, [SAMPLE], {"actor"}),
+        (SAMPLE, [ENTROPY], {"actor"}),
+        ("algo.aux_coef=0.3", [], {"actor"}),
+        ("algo.value.clip=0.3", [], {"critic"}),
+        ("algo.value.half=false", [], {"critic"}),
+        ("algo.value.coef=0.3", [], {"critic"}),
     ],
 )
-def test_switches_reach_the_experience_maker(world, override, where, value):
-    plain, changed = made(world)[0], made(world, override)[0]
-    assert at(changed, where) == value and at(plain, where) != value
+def test_a_switch_changes_what_it_should_and_nothing_else(world, override, before, what):
+    assert changed(world, before, [override]) == what
 
 
-@pytest.mark.parametrize(
-    ("override", "where", "value"),
-    [
-        ("algo.epochs=3", "epochs", 3),
-        ("algo.minibatch_size=2", "minibatch_size", 2),
-        ("algo.target_kl=0.3", "target_kl", 0.3),
-        ("algo.advantage.whiten=minibatch", "whitening.over", "minibatch"),
-        ("algo.action_level=sequence", "policy.level", "sequence"),
-        ("algo.policy.loss=cispo", "policy.loss.keywords.kind", "cispo"),
-        ("algo.policy.clip_low=0.3", "policy.clip.clip_low", 0.3),
-        ("algo.policy.clip_high=0.3", "policy.clip.clip_high", 0.3),
-        ("algo.policy.dual_clip=3", "policy.clip.dual_clip", 3.0),
-        ("algo.loss.agg=seq_mean_token_sum", "policy.agg", seq_mean_token_sum),
-        ("algo.loss.agg=seq_mean_token_sum", "value.agg", seq_mean_token_sum),
-        ("algo.entropy.coef=0.3", "policy.entropy.coef", 0.3),
-        ("algo.entropy.kind=sample", "policy.entropy.kind", "sample"),
-        ("algo.aux_coef=0.3", "policy.aux_coef", 0.3),
-        ("algo.aux_coef=null", "policy.aux_coef", 0.25),
-        ("algo.value.clip=0.3", "value.value.clip", 0.3),
-        ("algo.value.half=false", "value.value.half", False),
-        ("algo.value.coef=0.3", "value.value.coef", 0.3),
-        ("memory.train_tokens=77", "token_budget", 77),
-    ],
-)
-def test_switches_reach_the_learner(world, override, where, value):
-    plain, changed = made(world)[1], made(world, override)[1]
-    assert at(changed, where) == value and at(plain, where) != value
+def test_end_tokens_that_are_padding_are_masked_on_request(world):
+    assert masked_stop_ids(True, (2, 3), 3) == () and masked_stop_ids(None, (2, 3), 7) == ()
+    everything, none = "algo.train_on_eos=true", "algo.train_on_eos=false"
+    if_padding = "algo.train_on_eos=null"
+    for same_as, changes in ((everything, {}), (none, {"pad_id": EOS})):
+        found, expected = outcome(world, if_padding, **changes), outcome(world, same_as, **changes)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_values_that_depend_on_two_keys(world):
-    in_loss = "algo.kl.place=loss"
-    assert made(world)[1].policy.kl is None and made(world, in_loss)[0].charged_kl is None
-    assert made(world, in_loss)[1].policy.kl.keywords == {"estimator": "k1"}
-    assert made(world, in_loss, "algo.kl.estimator=k2")[1].policy.kl.keywords == {"estimator": "k2"}
-    one_step = made(world, "algo.action_level=sequence")[0].estimate_advantages
-    assert one_step.keywords["value_position"] == "prompt_last"
-    at_end = made(world, "algo.action_level=sequence", "algo.value.position=response_last")[0]
-    assert at_end.estimate_advantages.keywords["value_position"] == "response_last"
-    norm = made(world, "algo.loss.agg=token_sum_norm", "algo.loss.norm=33")[1].norm
-    assert norm == 33 and made(world)[1].norm == composed("standard").sampling.max_new_tokens
-    average = object()
-    with_average = made(world, "actor.ema.decay=0.7", ema=average)[1]
-    assert with_average.ema is average and with_average.ema_decay == 0.7
-    texts = iter(())
-    assert made(world, "algo.ptx.coef=0.3", "data.ptx_path=org/texts", ptx_texts=texts)[1].ptx.coef == 0.3
-    assert made(world)[1].ptx is None
+def test_the_balance_loss_has_its_coefficient_or_the_models(world):
+    def losses(*overrides):
+        return outcome(world, *overrides)["actor"][:, 0]
+
+    # the balance loss is 0.5, the model's own coefficient 1; each step has three micro-batches of one row
+    plain = losses("memory.train_tokens=13")
+    for override, coef in (("algo.aux_coef=0.3", 0.3), ("algo.aux_coef=null", 1.0)):
+        close(losses(override, "memory.train_tokens=13") - plain, torch.full((len(plain),), coef * 0.5))
+
+
+def test_the_average_follows_each_step_with_its_decay(world):
+    decays = []
+    average = SimpleNamespace(ema_update=decays.append)
+    config = composed("standard", "actor.ema.decay=0.7", "algo.minibatch_size=3", "algo.epochs=1")
+    make_and_learn(config, world, numbers(), ema=average)
+    assert decays == [0.7, 0.7]
+
+
+def test_texts_add_their_loss_with_its_coefficient(world):
+    """One text whose ids name row 1: its loss is the mean of -log p over that row's tokens."""
+    given = numbers()
+    rollout = given.rollout()
+    text = Sequences(rollout.ids[1:2], rollout.attention_mask[1:2], rollout.response_mask[1:2])
+    expected = -given.now[1][given.mask[1]].mean()
+
+    def first_loss(*overrides, **parts):
+        config = composed("standard", "algo.epochs=1", *overrides)
+        return make_and_learn(config, world, given, **parts).actor.steps[0][0]
+
+    plain = first_loss()
+    for coef in (0.3, 0.6):
+        switches = (f"algo.ptx.coef={coef}", "data.ptx_path=org/texts")
+        close(first_loss(*switches, ptx_texts=iter([text])) - plain, coef * expected)
 
 
 def test_critic_pretraining_uses_rewards_to_go(world):
     switches = ("algo.gae.gamma=0.5", "algo.gae.lam_critic=0.5", "algo.gae.bootstrap_truncated=true")
-    found = pretraining(composed("standard", *switches), made(world, *switches)[0])
-    gae = found.estimate_advantages.keywords["gae"]
-    assert (gae.gamma, gae.lam, gae.lam_critic, gae.bootstrap_truncated) == (0.5, 1.0, None, False)
+    config, given = composed("standard", *switches), numbers()
+    actor, critic = ToldActor(given, False), ToldCritic(given.old_values, given.values)
+    reference = ToldReference(given.ref, given.ref)
+    maker = experience_maker(
+        config,
+        world=world,
+        actor=actor,
+        reference=reference,
+        critic=critic,
+        lagged=None,
+        stop_token_ids=(EOS,),
+        pad_id=given.pad_id,
+        timer=PhaseTimer(world.device),
+    )
+    found, _ = pretraining(config, maker)(given.rollout(), 0.05)
+    for row, length in enumerate(given.mask.sum(1).tolist()):
+        rewards = found.rewards[row].tolist()
+        to_go = [sum(0.5 ** (t - s) * rewards[t] for t in range(s, length)) for s in range(length)]
+        close(found.returns[row, :length], to_go)
 
 
-def test_kl_controllers_are_built():
-    bounds = ("algo.kl.target=3", "algo.kl.min_coef=0.01", "algo.kl.max_coef=0.9")
-    adaptive = kl_controller(
-        composed("standard", "algo.kl.controller=adaptive", "algo.kl.horizon=999", *bounds)
-    )
-    assert (adaptive.value, adaptive.target, adaptive.horizon, adaptive.min_coef, adaptive.max_coef) == (
-        0.05,
-        3.0,
-        999.0,
-        0.01,
-        0.9,
-    )
-    threshold = kl_controller(composed("standard", "algo.kl.controller=threshold", *bounds))
-    assert (threshold.value, threshold.target, threshold.min_coef, threshold.max_coef) == (
-        0.05,
-        3.0,
-        0.01,
-        0.9,
-    )
+BOUNDS = ("algo.kl.target=3", "algo.kl.min_coef=0.01", "algo.kl.max_coef=0.9")
+
+
+@pytest.mark.parametrize(
+    ("switches", "up", "down"),
+    [
+        # an error of at most 0.2 in proportion to 100 sequences of 999
+        (["algo.kl.controller=adaptive", "algo.kl.horizon=999"], 1 + 20 / 999, 1 - 20 / 999),
+        (["algo.kl.controller=threshold"], 1.5, 0.5),
+    ],
+)
+def test_controllers_change_the_coefficient_within_its_bounds(switches, up, down):
+    """The coefficient starts at 0.05; a KL of 7 is more than twice the target, one of 1 less than half."""
+    for current, factor, bound in ((7.0, up, 0.9), (1.0, down, 0.01)):
+        controller = kl_controller(composed("standard", *switches, *BOUNDS))
+        controller.update(current, 100)
+        assert controller.value == pytest.approx(0.05 * factor)
+        for _ in range(500):
+            controller.update(current, 100)
+        assert controller.value == bound
+    controller = kl_controller(composed("standard", *switches, *BOUNDS))
+    controller.update(3.0, 100)
+    assert controller.value == 0.05
 
 
 def test_evaluation_uses_the_average_on_request():
-    swapped = object()
+    entered = []
+
+    @contextmanager
+    def swapped():
+        entered.append("average")
+        yield
+
     ema = SimpleNamespace(swapped=swapped)
-    assert eval_weights(ema, wanted=True) is swapped and eval_weights(ema, wanted=False) is not swapped
-    with eval_weights(None, wanted=True)():
-        pass
+    for average, wanted in ((ema, False), (None, True), (ema, True)):
+        assert entered == []
+        with eval_weights(average, wanted=wanted)():
+            pass
+    assert entered == ["average"]
 
 
-def test_masked_stop_ids():
-    assert masked_stop_ids(True, (2, 3), 3) == () and masked_stop_ids(None, (2, 3), 7) == ()
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_forwards_are_planned_without_padding_if_all_models_are_packed(world, packed):
-    critic = SimpleNamespace(module=SimpleNamespace(packed=packed))
-    assert [part.packed for part in made(world, critic=critic)] == [packed, packed]
+@pytest.mark.parametrize(
+    ("unpacked", "together"), [(None, True), (ToldCritic, False), (ToldActor, False)], ids=str
+)
+def test_forwards_are_planned_without_padding_if_all_models_are_packed(
+    world, monkeypatch, unpacked, together
+):
+    """77 tokens are enough for all six rows (63 tokens) without padding, but not for 6 x 13."""
+    monkeypatch.setattr(Told, "module", SimpleNamespace(packed=True))
+    if unpacked:
+        monkeypatch.setattr(unpacked, "module", SimpleNamespace(packed=False))
+    sizes = ("memory.score_tokens=77", "memory.train_tokens=77", "algo.minibatch_size=6", "algo.epochs=1")
+    found = outcome(world, *sizes)
+    assert (set(found["scored"].tolist()) == {6}) == together
+    assert (set(found["trained"].tolist()) == {6}) == together
 
 
 def test_the_temperature_of_sampling_is_the_policys():
@@ -198,10 +300,27 @@ def test_the_temperature_of_sampling_is_the_policys():
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_evaluation_is_greedy_on_request(world, greedy):
-    sampling = SamplingParams(5, 0, 0.7, 1.0, 0, (2,), ())
+    sampling, used = SamplingParams(5, 0, 0.7, 1.0, 0, (2,), ()), []
     config = composed("standard", f"eval.greedy={str(greedy).lower()}")
-    context = SimpleNamespace(world=world, stop=SimpleNamespace(raise_if_stopped=None))
-    models = SimpleNamespace(actor=ACTOR, reward=None)
-    inputs = SimpleNamespace(held_out=[], tokenizer=None)
-    found = build_evaluator(config, context, inputs, models, None, sampling)
-    assert found.sampling == (sampling.as_greedy() if greedy else sampling)
+    context = SimpleNamespace(world=world, stop=SimpleNamespace(raise_if_stopped=lambda: None))
+    models = SimpleNamespace(actor=SimpleNamespace(generation_mode=nullcontext), reward=None)
+    evaluator = build_evaluator(
+        config,
+        context,
+        SimpleNamespace(held_out=OnePrompt(), tokenizer=None),
+        models,
+        lambda _, params: used.append(params),
+        sampling,
+    )
+    evaluator.generate_all()
+    assert used == [sampling.as_greedy() if greedy else sampling]
+
+
+class OnePrompt:
+    """Stands in for held-out data."""
+
+    def __len__(self):
+        return 1
+
+    def batch(self, indices):
+        return list(indices)

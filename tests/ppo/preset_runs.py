@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +108,8 @@ class Numbers:
 class Told:
     """Stands in for a trained model that returns ``old`` and ``now``.
 
-    It records the loss and its gradient for each optimizer step.
+    It records the loss and its gradient for each optimizer step, and the rows of each forward, by whether the
+    forward has gradients.
     """
 
     module = SimpleNamespace(packed=False)
@@ -115,8 +117,10 @@ class Told:
     def __init__(self, old: Tensor, now: Tensor):
         self.old, self.now = old.float(), now.float().requires_grad_()
         self.loss, self.steps, self.ended = 0.0, [], True
+        self.forwards: dict[bool, list[int]] = {False: [], True: []}
 
     def said(self, ids: Tensor, response_width: int, columns: int) -> Tensor:
+        self.forwards[torch.is_grad_enabled()].append(len(ids))
         return self.speaks_now()[ids[:, -response_width - 1], :columns]
 
     def speaks_now(self) -> Tensor:
@@ -148,7 +152,8 @@ class ToldActor(Told):
             numbers.old.float().masked_fill(unattended, NAN), numbers.now.float().masked_fill(unattended, NAN)
         )
         self.lagging, self.aux = lagging, numbers.aux
-        self.module = SimpleNamespace(packed=False, balance_coef=None if numbers.aux is None else 1.0)
+        balance_coef = None if numbers.aux is None else 1.0
+        self.module = SimpleNamespace(packed=self.module.packed, balance_coef=balance_coef)
 
     @contextmanager
     def swapped(self):
@@ -160,7 +165,14 @@ class ToldActor(Told):
         return self.now if self.lagging else super().speaks_now()
 
     def __call__(
-        self, ids, attention_mask, response_width, with_entropy=False, with_aux=False, entropy_gradient=True
+        self,
+        ids,
+        attention_mask,
+        response_width,
+        with_entropy=False,
+        with_aux=False,
+        entropy_gradient=True,
+        temperature=1.0,
     ):
         logprobs = self.said(ids, response_width, response_width)
         return PolicyOutput(
@@ -195,8 +207,13 @@ class Run:
     critic: Told | None
 
 
-def make_and_learn(config: Config, world, numbers: Numbers, experience: Experience | None = None) -> Run:
-    """Runs one PPO step without weights; with ``experience`` only the update."""
+def make_and_learn(
+    config: Config, world, numbers: Numbers, experience: Experience | None = None, **parts: Any
+) -> Run:
+    """Runs one PPO step without weights; with ``experience`` only the update.
+
+    ``parts`` are further arguments of the learner.
+    """
     timer, lagged = PhaseTimer(world.device), config.algo.old_policy == "lagged"
     actor = ToldActor(numbers, lagged)
     critic = (
@@ -221,7 +238,7 @@ def make_and_learn(config: Config, world, numbers: Numbers, experience: Experien
         # Here the old policy always differs from the one that learns, so its log-probs are computed before
         # the update even for a single optimizer step.
         experience, seen = replace(make, compute_old_logprobs=True)(numbers.rollout(), coef)
-    learn = learner(config, world=world, actor=actor, critic=critic, timer=timer, health=Health(1))
+    learn = learner(config, world=world, actor=actor, critic=critic, timer=timer, health=Health(1), **parts)
     experience, learned = learn(experience, coef, seed=3)
     return Run(config, experience, seen, learned, actor, critic)
 
