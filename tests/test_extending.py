@@ -96,9 +96,30 @@ def one_rank() -> ThreadWorld:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for group in ("algo", "reward"):
+    for group in ("algo", "model", "reward"):
         (tmp_path / group).mkdir()
     return tmp_path
+
+
+def test_a_model(folder: Path) -> None:
+    (folder / "model" / "mine.yaml").write_text("path: org/mine\ndtype: fp32\n")
+    rewarded = ("reward=function", "reward.path=pkg.mod:score")
+    made = load_config(
+        ["--config-dir", str(folder), "model@actor.model=mine", "data.path=org/prompts", *rewarded]
+        + ["rollout.prompts_per_step=2", "sampling.max_new_tokens=4", "run.steps=2"]
+    )
+    assert (made.actor.model.path, made.actor.model.dtype) == ("org/mine", "fp32")
+
+
+def test_an_algorithm_of_existing_parts(folder: Path) -> None:
+    (folder / "algo" / "mine.yaml").write_text(
+        "advantage: { estimator: dr_grpo, whiten: none }\nkl: { coef: 0 }\nreward_shaping: { clip: null }\n"
+    )
+    experience = run(folder, "mine").experience
+    baseline = experience.scores.view(-1, 2).mean(1).repeat_interleave(2)  # two responses per prompt
+    expected = (experience.scores - baseline)[:, None] * experience.response_mask
+    assert expected.any()
+    torch.testing.assert_close(experience.advantages, expected)
 
 
 def test_an_advantage_estimator(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

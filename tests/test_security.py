@@ -647,7 +647,7 @@ def test_an_error_line_does_not_repeat_the_command_lines_key(keys):
         "+experiment=rlhf",
         "https://me:passed@host/score",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2 and "error: " in done.stderr and "passed" not in done.stderr, done.stderr
 
 

@@ -142,7 +142,7 @@ class Watchdog:
         if self._size > 1:
             # the thread meanwhile exits if the first error belongs to another rank
             self._process.sleep(0.0 if own else FIRST_ERROR_WAIT)
-            with contextlib.suppress(StoreUnavailable):
+            with contextlib.suppress(StoreUnavailable):  # then the other ranks notice its loss themselves
                 if self._store.add(FAILURE_CLAIMS) > 1:
                     self._process.sleep(2 * ACK_TIMEOUT)
                     self._process.exit(code)

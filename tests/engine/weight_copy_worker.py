@@ -216,7 +216,7 @@ def interrupted(world: World, root: Path, stage: int, dtype: str) -> Case:
 
 
 def wait_for(file: Path) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     return file.exists()

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from threading import Event
+from threading import Barrier, Event
 
 import psutil
 import pytest
@@ -114,18 +114,18 @@ def test_scores_keep_their_order_when_the_first_reply_comes_last(ask):
 
 
 def test_concurrency_limits_the_simultaneous_requests(ask):
-    open_now, most = [], []
+    open_now, most, pair = [], [], Barrier(2)
 
     def reply(number, body):
         open_now.append(number)
         most.append(len(open_now))
-        time.sleep(0.01)
+        pair.wait(300)  # for the second request that is open at the same time
         open_now.remove(number)
         return lengths(number, body)
 
     with serving(reply) as service:
         ask(service, *"abcdefgh", batch_size=1, concurrency=2)
-    assert len(service.bodies) == 8 and max(most) <= 2
+    assert len(service.bodies) == 8 and max(most) == 2
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 429])

@@ -367,9 +367,9 @@ def test_ranks_in_step_run_the_same_forwards(prompts, sampling, texts):
 
         def agree(number):
             said[index] = int(number)
-            barrier.wait(timeout=30)
+            barrier.wait(timeout=300)
             largest = max(said.values())
-            barrier.wait(timeout=30)
+            barrier.wait(timeout=300)
             return largest
 
         generator = StaticGenerator(

@@ -66,7 +66,7 @@ def on_two_ranks(make, stops, batches, sampling):
 
     ``make`` takes a model and the arguments of a generator, and returns a generator.
     """
-    barrier, said, lms = Barrier(2, timeout=30), {}, [model(), model()]
+    barrier, said, lms = Barrier(2, timeout=300), {}, [model(), model()]
 
     def rank(index):
         forwards = forwards_of(lms[index])

@@ -108,6 +108,23 @@ def test_a_directory_is_replaced_as_a_whole(tmp_path):
     assert names(target / "sub") == ["new"] and names(target.parent) == ["model"]
 
 
+def test_everything_in_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    fsync, synced, target = os.fsync, set(), tmp_path / "model"
+
+    def recorded(descriptor):
+        synced.add((os.fstat(descriptor).st_ino, target.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    with draft_directory(target) as draft:
+        (draft / "sub").mkdir()
+        for file in (draft / "a", draft / "sub" / "b"):
+            file.write_text("content")
+    inside = {path.stat().st_ino for path in (target, *target.rglob("*"))}
+    assert len(inside) == 4
+    assert synced == {(inode, False) for inode in inside} | {(tmp_path.stat().st_ino, True)}
+
+
 def test_modes_are_those_of_the_umask(tmp_path):
     before = os.umask(0o027)
     try:

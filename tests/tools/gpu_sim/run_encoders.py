@@ -1,8 +1,8 @@
 """Scores with encoder reward models on a simulated GPU: python tests/tools/gpu_sim/run_encoders.py"""
 
-import traceback
+import sys
 
-from simulated_cuda import fake_cuda, show, torch  # isort: skip
+from simulated_cuda import failed, fake_cuda, reported, show, torch  # isort: skip
 from transformers import AutoModelForSequenceClassification, DebertaV2Config, RobertaConfig
 
 from ppo_ds.models.value import ScoreModel
@@ -29,21 +29,17 @@ CONFIGS = {
 }
 
 for name, config in CONFIGS.items():
-    try:
-        with fake_cuda() as mode:
-            with torch.device("cuda"):
-                model = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16).eval()
-            score_model = ScoreModel(model)
-            mode.clear()
-            ids = torch.randint(5, 500, (3, 40))
-            mask = torch.ones_like(ids).bool()
-            mask[0, 30:] = False
-            with torch.no_grad():
-                out = score_model(ids, mask, token_type_ids=torch.zeros_like(ids))
-            print(name, out.device, tuple(out.shape))
-            show(mode)
-    except Exception as error:
-        places = [
-            f"{f.filename.split('/')[-1]}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)
-        ]
-        print(name, "FAILED", type(error).__name__, str(error)[:200], places[-6:])
+    with reported(name), fake_cuda() as mode:
+        with torch.device("cuda"):
+            model = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16).eval()
+        score_model = ScoreModel(model)
+        mode.clear()
+        ids = torch.randint(5, 500, (3, 40))
+        mask = torch.ones_like(ids).bool()
+        mask[0, 30:] = False
+        with torch.no_grad():
+            out = score_model(ids, mask, token_type_ids=torch.zeros_like(ids))
+        print(name, out.device, tuple(out.shape))
+        show(mode)
+
+sys.exit(bool(failed))

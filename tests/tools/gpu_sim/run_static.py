@@ -1,8 +1,8 @@
 """Decodes with the static backend on a simulated GPU: python tests/tools/gpu_sim/run_static.py"""
 
-import traceback
+import sys
 
-from simulated_cuda import SIZES, fake_cuda, show, torch  # isort: skip
+from simulated_cuda import SIZES, failed, fake_cuda, reported, show, torch  # isort: skip
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -90,27 +90,21 @@ def mostly_unfinished():
 
 
 for name, config in CONFIGS.items():
-    try:
-        with fake_cuda(mostly_unfinished()) as mode:
-            with torch.device("cuda"):
-                lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-            mode.clear()
-            recorder = SimulatedRecorder(mode)
-            static.recorder_for = lambda device, recorder=recorder: recorder
-            generator = static.StaticGenerator(
-                lambda lm=lm: lm, tokenizer=IdTokenizer(), token_budget=4 * 150
-            )
-            prompts = Prompts(
-                ids=torch.randint(1, 500, (6, 10)),
-                mask=torch.ones(6, 10, dtype=torch.bool),
-                limits=torch.full((6,), 128),
-                metadata=({},) * 6,
-            )
-            out = generator(prompts, SamplingParams(128, 4, 0.8, 0.95, 40, (2,), ("7 7 7",)))
-            print(name, tuple(out.ids.shape), f"recorded {recorder.recorded}, warmed up {recorder.warmed_up}")
-            show(mode)
-    except Exception as error:
-        places = [
-            f"{f.filename.split('/')[-1]}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)
-        ]
-        print(name, "FAILED", type(error).__name__, str(error)[:300], places[-8:])
+    with reported(name), fake_cuda(mostly_unfinished()) as mode:
+        with torch.device("cuda"):
+            lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        mode.clear()
+        recorder = SimulatedRecorder(mode)
+        static.recorder_for = lambda device, recorder=recorder: recorder
+        generator = static.StaticGenerator(lambda lm=lm: lm, tokenizer=IdTokenizer(), token_budget=4 * 150)
+        prompts = Prompts(
+            ids=torch.randint(1, 500, (6, 10)),
+            mask=torch.ones(6, 10, dtype=torch.bool),
+            limits=torch.full((6,), 128),
+            metadata=({},) * 6,
+        )
+        out = generator(prompts, SamplingParams(128, 4, 0.8, 0.95, 40, (2,), ("7 7 7",)))
+        print(name, tuple(out.ids.shape), f"recorded {recorder.recorded}, warmed up {recorder.warmed_up}")
+        show(mode)
+
+sys.exit(bool(failed))

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import traceback
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -179,6 +180,20 @@ def fake_cuda(answer=None):
             yield mode
     finally:
         torch.Tensor.pin_memory, torch.tensor = pin, make
+
+
+failed: list[str] = []  # the cases that ``reported`` has seen fail
+
+
+@contextlib.contextmanager
+def reported(case: str) -> Iterator[None]:
+    """Prints the error of a case, so that the script continues with the others; see ``failed``."""
+    try:
+        yield
+    except Exception as error:
+        failed.append(case)
+        places = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
+        print(case, "FAILED", type(error).__name__, str(error)[:300], places[-8:])
 
 
 def show(mode):

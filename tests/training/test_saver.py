@@ -1,0 +1,67 @@
+"""Tests which steps of a run get a checkpoint, with checkpoints that only note their step."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ppo_ds.config.sections.run import CheckpointConfig
+from ppo_ds.training.health import Health
+from ppo_ds.training.saver import Saver
+from ppo_ds.training.state import TrainState
+
+RUN = 6  # steps
+
+
+class Notes:
+    """Stands in for the checkpoints of a run."""
+
+    def __init__(self):
+        self.steps, self.best = [], []
+
+    def save(self, step, models, state, *, best, copies):
+        self.steps.append(step)
+        self.best += [step] if best else []
+        return Path(f"step_{step}")
+
+
+def saved(skips=(), scores=(), seconds=1.0, **settings):
+    """Runs six steps; ``skips`` are those without an optimizer step, ``scores`` those of evaluations."""
+    health, notes = Health(max_skips=100), Notes()
+    stage = SimpleNamespace(models={}, weight_copies={}, state_dict=dict)
+    context = SimpleNamespace(health=health, timer=lambda phase: nullcontext())
+    config = CheckpointConfig(**{"every": 0, "minutes": None, "keep_best": False} | settings)
+    saver = Saver(context=context, stage=stage, checkpoints=notes, config=config)
+    for step in range(1, RUN + 1):
+        health.skips = 1 if step in skips else 0
+        saver.state = TrainState(step=step, best_score=saver.state.best_score)
+        saver.save_if_due(dict(scores).get(step), step * seconds)
+    saver.save_if_due(None, RUN * seconds, last=True)
+    return notes
+
+
+def test_every_second_step_and_the_last():
+    assert saved(every=2).steps == [2, 4, 6]
+    assert saved(every=4).steps == [4, 6]
+    assert saved().steps == []
+
+
+def test_no_checkpoint_while_steps_are_skipped_but_the_last():
+    """A rollback needs a healthy state."""
+    assert saved(skips=[2, 3, 4], every=1).steps == [1, 5, 6]
+    assert saved(skips=[2], scores=[(1, 0.1), (2, 0.9)], keep_best=True).steps == [1]
+    assert saved(skips=[5, 6], every=6).steps == [6]
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(29.0, [3, 6]), (61.0, [1, 2, 3, 4, 5, 6])])
+def test_minutes_count_from_the_last_checkpoint(seconds, steps):
+    assert saved(seconds=seconds, every=100, minutes=1).steps == steps
+
+
+def test_each_better_evaluation():
+    scores = [(1, 0.3), (2, 0.2), (3, 0.4), (5, 0.4)]
+    found = saved(scores=scores, keep_best=True)
+    assert found.steps == found.best == [1, 3]
+    found = saved(scores=scores, keep_best=True, every=3)
+    assert found.steps == [1, 3, 6] and found.best == [1, 3]
