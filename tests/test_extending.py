@@ -43,6 +43,7 @@ from ppo_ds.types import Prompts, Rollout, ScoredRollout
 from tests.ppo.conftest import ThreadWorld
 from tests.ppo.preset_runs import WIDTH, Run, gradient_of, make_and_learn
 from tests.ppo.test_preset_goldens import OFFERED, dialogue
+from tests.rollout.plain_backend import PlainGenerator
 
 # -- parts of an algorithm
 
@@ -172,37 +173,6 @@ def test_a_loss_aggregation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 TOKENIZER = character_tokenizer("abcdefgh")
 SAMPLING = SamplingParams(WIDTH, 0, 1.0, 1.0, 0, stop_token_ids=(1,), stop_strings=())
 
-OWN_BACKEND = """
-import torch
-from ppo_ds.rollout.base import truncate_at_stop
-
-
-class MyGenerator:
-    '''Decodes without a cache: a forward over everything for each token.'''
-
-    rollouts = []
-
-    def __init__(self, lm, *, tokenizer, token_budget, all_reduce_max, should_stop):
-        self.lm, self.tokenizer = lm, tokenizer
-
-    @torch.no_grad()
-    def __call__(self, prompts, sampling):
-        ids, mask, logprobs = prompts.ids, prompts.mask, []
-        for _ in range(sampling.max_new_tokens):
-            places = (mask.cumsum(1) - 1).clamp(min=0)
-            logits = self.lm()(input_ids=ids, attention_mask=mask, position_ids=places).logits[:, -1]
-            table = (logits.float() / sampling.temperature).log_softmax(-1)
-            token = torch.multinomial(table.exp(), 1)
-            logprobs.append(table.gather(1, token))
-            ids, mask = torch.cat([ids, token], 1), torch.cat([mask, torch.ones_like(token).bool()], 1)
-        rollout = truncate_at_stop(
-            prompts, ids[:, prompts.ids.shape[1]:], torch.cat(logprobs, 1), sampling=sampling,
-            pad_id=self.tokenizer.pad_id, decode=self.tokenizer.decode,
-        ).trimmed()
-        self.rollouts.append(rollout)
-        return rollout
-"""
-
 OWN_REWARDS = """
 from ppo_ds.rewards.base import TextReward
 import torch
@@ -227,7 +197,7 @@ class Letters(TextReward):
 class Actor:
     """A tiny Llama that gives its causal LM inside generation mode only."""
 
-    all_reduce_max = None
+    lockstep_max = None
 
     def __init__(self, world: ThreadWorld):
         torch.manual_seed(0)
@@ -305,16 +275,20 @@ def test_a_reward_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_decode_backend(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "own_backend.py").write_text(OWN_BACKEND)
-    monkeypatch.syspath_prepend(folder)
-    entry = DecodeBackendEntry("own_backend.MyGenerator", "Decodes without a cache.", in_auto=False)
+    rollouts = []
+
+    class Recording(PlainGenerator):
+        def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
+            rollouts.append(super().__call__(prompts, sampling))
+            return rollouts[-1]
+
+    monkeypatch.setattr("tests.rollout.plain_backend.PlainGenerator", Recording)
+    entry = DecodeBackendEntry("tests.rollout.plain_backend.PlainGenerator", "Decodes without a cache.")
     monkeypatch.setitem(DECODE_BACKENDS, "mine", entry)
     rewarded = ("algo=grpo", "reward=function", f"reward.path={folder}/scores.py:lengths")
     (folder / "scores.py").write_text(OWN_REWARDS)
     rollout, notes = collected(config(folder, *rewarded, "rollout.backend=mine"))
     assert notes == ["decode     mine: rollout.backend=mine"]
-    from own_backend import MyGenerator
-
-    gate, own = MyGenerator.rollouts  # the gate's, and that of the step
+    checked, own = rollouts  # in the parity check, and in the step
     assert torch.equal(rollout.ids, own.ids) and torch.equal(rollout.logprobs, own.logprobs)
-    assert len(set(texts(rollout))) > 1 and len(gate) == 8
+    assert len(set(texts(rollout))) > 1 and len(checked) == 8

@@ -50,7 +50,7 @@ def build_generator(
             lm=lambda: actor.lm,
             tokenizer=inputs.tokenizer,
             token_budget=config.memory.rollout_tokens,
-            all_reduce_max=actor.all_reduce_max,
+            lockstep_max=actor.lockstep_max,
             should_stop=should_stop,
         )
         # the same tokens at each start, whatever was drawn before

@@ -217,7 +217,7 @@ DECODE_BACKENDS = {
     "static": DecodeBackendEntry(
         "ppo_ds.rollout.static.StaticGenerator",
         "A preallocated key-value cache of fixed shape, with CUDA graphs on a GPU.",
-        refusal="ppo_ds.rollout.decoding.can_decode",
+        refusal="ppo_ds.rollout.decoding.refusal",
         in_auto=True,
     ),
     "hf": DecodeBackendEntry(

@@ -99,8 +99,8 @@ class HybridActor(TrainedModel):
         return self.zero_stage == 3 and self._copy is None
 
     @property
-    def all_reduce_max(self) -> Callable[[int], int] | None:
-        """A collective that returns the maximum over ranks, or None unless ranks decode in ``lockstep``."""
+    def lockstep_max(self) -> Callable[[int], int] | None:
+        """None, or with ``lockstep`` a collective that returns the maximum of a number over all ranks."""
         return (lambda number: self.world.max_int(int(number))) if self.lockstep else None
 
     @property

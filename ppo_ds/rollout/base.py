@@ -1,10 +1,10 @@
-"""Interface of the decode backends, and where responses end: limits, stop tokens and stop strings."""
+"""Interface of the decode backends, and the end of responses: limits, stop tokens and stop strings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,27 +33,32 @@ class SamplingParams:
 class Generator(Protocol):
     """Decode backend: continues prompts with the current policy, inside the actor's generation mode.
 
-    A backend of the table DECODE_BACKENDS is made with the keyword arguments
+    A class of the table DECODE_BACKENDS is constructed with these keyword arguments:
 
-    lm              returns the model to decode with, called inside generation mode only: a transformers model
-        that holds the current weights, adapters included. With ZeRO-3 it is an inference copy, or the sharded
-        model itself, whose layers are gathered in each forward (engine/hybrid.py)
-    tokenizer       gives pad_id and decode(ids, skip_special_tokens=)
-    token_budget    maximum number of tokens (prompts and responses, padding counted) decoded at a time
-    all_reduce_max  returns the largest of the ranks' numbers, or None. With it the ranks hold the model
-        together, and every rank must run the same number of forwards
-    should_stop     returns whether the responses are no longer needed. Once it does, the backend ends within
+    lm            returns the transformers model to decode with, as it is at that moment. Each call of the
+        backend calls it once. The model's weights must not be read or saved: they may be sharded, and LoRA
+        adapters are merged into them or separate layers (engine/hybrid.py). training/export.py writes weights
+    tokenizer     has pad_id and decode(ids, skip_special_tokens=)
+    token_budget  maximum number of tokens (prompts and responses, padding counted) decoded at a time
+    lockstep_max  None, or a collective that returns the maximum of a number over all ranks. It is given if
+        all ranks must run the same number of forwards of the model (ZeRO-3 layer by layer)
+    should_stop   returns whether the responses are no longer needed. Once it does, the backend ends within
         a few tokens and returns a Rollout with arbitrary tokens, which the caller discards. It does not
         raise, since other ranks may already have all of their responses
+
+    The weights are new at every call: the parity check calls the backend before a checkpoint is loaded, each
+    round of collection calls it with the weights of the last step, and an evaluation may call it with
+    averaged weights (actor.ema.evaluate).
     """
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         """Returns one response per prompt, in the order of the prompts, all tensors on the CPU.
 
-        ``truncate_at_stop`` turns raw tokens [B,R] and their log-probs [B,R] into the Rollout: it applies the
-        limits, stop tokens and stop strings. The log-probs are those of the whole distribution at
-        ``sampling.temperature``, whatever top_k and top_p are. Every rank calls the backend equally often,
-        each with its own prompts. A long call counts its progress with ``distributed.heartbeat.beat``.
+        ``truncate_at_stop`` turns generated tokens [B,R] and their log-probs [B,R] into the Rollout: it
+        applies the limits, stop tokens and stop strings. The log-probs are those of the whole distribution at
+        ``sampling.temperature``, whatever top_k and top_p are. All ranks call the backend the same number of
+        times, each with its own prompts. The main thread calls ``distributed.heartbeat.beat`` whenever some
+        tokens are done; calling it while nothing progresses would hide a hang from the watchdog.
         """
 
 
@@ -69,9 +74,9 @@ def max_new_tokens(prompts: Prompts, sampling: SamplingParams) -> Tensor:
 class StopStrings:
     """Finds stop strings in the decoded text of token ids."""
 
-    def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]):
+    def __init__(self, strings: Sequence[str], tokenizer: Any):
         self.strings = strings
-        self.decode = decode
+        self.tokenizer = tokenizer
         # The number of last tokens to search during decoding. A token has at least one byte, so a stop string
         # that has just become complete has at most as many tokens as bytes. 4 more, since some tokenizers
         # drop a space where a text begins. ``prefix_length`` finds stop strings that this window misses.
@@ -79,7 +84,7 @@ class StopStrings:
 
     def found_in(self, ids: Sequence[int]) -> bool:
         """Returns whether the text of ``ids`` contains a stop string."""
-        text = self.decode(ids)
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)  # a stop string may be a special token
         return any(string in text for string in self.strings)
 
     def prefix_length(self, ids: Sequence[int]) -> int:
@@ -102,25 +107,38 @@ def truncate_at_stop(
     logprobs: Tensor,
     *,
     sampling: SamplingParams,
-    pad_id: int,
-    decode: Callable[[Sequence[int]], str],
+    tokenizer: Any,
+    lengths: Tensor | None = None,
 ) -> Rollout:
-    """Truncates raw continuations at their first stop or at their limit.
+    """Truncates generated tokens at their first stop, their limit or their length, and makes the Rollout.
 
-    responses [B,R] long and logprobs [B,R] fp32 may hold anything after the end of a response. Masks come
-    from stop positions, never from ``ids != pad``: an end token inside a chat prompt, or one that is also the
-    pad token, stays as it is. A stop at the last position within the limit counts; later ones do not.
+    Masks come from these ends, never from ``ids != pad``: an end token inside a chat prompt, or one that is
+    also the pad token, stays as it is. A stop at the last position within the limit counts; later ones do
+    not.
+
+    Args:
+        responses: Generated tokens [B,R] long, with the stop tokens and the tokens of stop strings. Positions
+            after the end of a row may hold anything.
+        logprobs: Their log-probs [B,R] fp32; anything after the end of a row.
+        lengths: Number of generated tokens of each row [B] long, at least 1. A row that is shorter than its
+            limit and contains no stop (a server reached the end of its context) is truncated there, as not
+            ``finished``. None if every row holds generated tokens up to its first stop or its limit: without
+            lengths, padding that precedes both would be trained as response tokens.
     """
     limits = max_new_tokens(prompts, sampling)
     ends = limits.clamp(max=responses.shape[1]).to(responses.device)
+    if lengths is not None:
+        assert int(lengths.min()) >= 1, "a response has at least one token"
+        ends = torch.minimum(ends, lengths.to(ends.device))
     complete = torch.zeros_like(ends, dtype=torch.bool)
     if sampling.stop_strings:
-        find = StopStrings(sampling.stop_strings, decode).prefix_length
-        stops = torch.tensor([find(row.tolist()) for row in responses], device=ends.device)
+        find = StopStrings(sampling.stop_strings, tokenizer).prefix_length
+        rows = zip(responses.tolist(), ends.tolist(), strict=True)
+        stops = torch.tensor([find(row[:end]) for row, end in rows], device=ends.device)
         complete, ends = stops <= ends, torch.minimum(stops, ends)
     mask, _, finished = response_mask(responses, sampling.stop_token_ids, lengths=ends)
     return Rollout(
-        ids=torch.cat([prompts.ids, responses.masked_fill(~mask, pad_id)], dim=1),
+        ids=torch.cat([prompts.ids, responses.masked_fill(~mask, tokenizer.pad_id)], dim=1),
         attention_mask=torch.cat([prompts.mask, mask], dim=1),
         response_mask=mask,
         finished=finished | complete,

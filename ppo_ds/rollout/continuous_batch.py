@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +91,8 @@ class ContinuousBatch:
         uniforms: Tensor,
         *,
         token_budget: int,
-        decode: Callable[[Sequence[int]], str],
-        all_reduce_max: Callable[[int], int] | None,
+        tokenizer: Any,
+        lockstep_max: Callable[[int], int] | None,
         check_every: int | None,
         should_stop: Callable[[], bool],
         graphs: Graphs,
@@ -110,19 +111,19 @@ class ContinuousBatch:
         self.prefill_tokens = min(token_budget, PREFILL_TOKENS)
 
         on_gpu = self.device.type == "cuda"
-        self.synced = all_reduce_max is not None
-        self.all_reduce_max = all_reduce_max or int
+        self.lockstep = lockstep_max is not None
+        self.max_over_ranks = lockstep_max or int
         self.should_stop = should_stop
         self.graphs = graphs
         self.check_every = check_every or (16 if on_gpu else 1)
         # the number of padding tokens that cost about as much as another forward's reading of the weights
         self.padding = 512 if on_gpu else 64
-        self.stops = StopStrings(sampling.stop_strings, decode) if sampling.stop_strings else None
+        self.stops = StopStrings(sampling.stop_strings, tokenizer) if sampling.stop_strings else None
 
     def decode_all(self) -> None:
         """Decodes all responses.
 
-        Synced ranks vote before each kind of forward; ranks without work run it on a dummy input.
+        Ranks in lockstep vote before each kind of forward; ranks without work run it on a dummy input.
         """
         while True:
             while (vote := self.vote(self.wants_prompts())) is _Vote.CONTINUE:
@@ -140,7 +141,7 @@ class ContinuousBatch:
         Both take one vote, since each vote costs a collective.
         """
         own = _Vote.CONTINUE if more else _Vote.NONE
-        return _Vote(self.all_reduce_max(_Vote.STOP if self.should_stop() else own))
+        return _Vote(self.max_over_ranks(_Vote.STOP if self.should_stop() else own))
 
     # -- prompts ----------------------------------------------------------------------------------------
 
@@ -153,11 +154,11 @@ class ContinuousBatch:
         )
 
     def prefill(self) -> None:
-        """Fills free slots with at most one forward, and with exactly one where ranks are synced."""
+        """Fills free slots with at most one forward, and with exactly one in lockstep."""
         if self.kept_prefix is not None:
             self.start(self.kept_prefix, [self.queue[0]])
         chunk = self.next_prompts() if self.wants_prompts() else []
-        if chunk or self.synced:
+        if chunk or self.lockstep:
             # All but the last token, which is the input of the first step. A prompt of one token is prefilled
             # like the others.
             ids = [group.ids[: max(1, len(group.ids) - 1)] for group in chunk]
@@ -217,9 +218,9 @@ class ContinuousBatch:
     # -- tokens -----------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Runs the steps up to the next check; unless ranks are synced, only those that a response needs."""
+        """Runs the steps up to the next check; except in lockstep, only those that a response needs."""
         left = max((response.end - response.position for response in self.live), default=0)
-        steps = self.check_every if self.synced else min(self.check_every, left)
+        steps = self.check_every if self.lockstep else min(self.check_every, left)
         assert steps > 0, "a response continues beyond its limit"
         n = self.forward_width(max(1, len(self.live)))
         used = max((response.position for response in self.live), default=0) + steps

@@ -73,7 +73,7 @@ def explicit_mask_attention(lm: nn.Module) -> Iterator[None]:
         lm.config._attn_implementation = before
 
 
-def can_decode(lm: nn.Module, longest: int | None = None) -> str | None:
+def refusal(lm: nn.Module, longest: int | None = None) -> str | None:
     """Returns why ``Decoder`` cannot decode this model, in a few words, or None if it can.
 
     A sliding window is supported if no sequence exceeds it; ``longest`` is the number of tokens of the

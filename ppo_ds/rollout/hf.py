@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,30 +37,29 @@ class HFGenerator:
         *,
         tokenizer: Any,
         token_budget: int,
-        all_reduce_max: Callable[[int], int] | None = None,
+        lockstep_max: Callable[[int], int] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ):
         self.lm = lm
         self.tokenizer = tokenizer
         self.token_budget = token_budget
-        self.all_reduce_max = all_reduce_max
+        self.lockstep_max = lockstep_max
         self.should_stop = should_stop
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
-        lm, pad_id = self.lm(), self.tokenizer.pad_id
+        lm = self.lm()
         device = next(lm.parameters()).device
-        # the text of a special token can be a stop string too
-        decode = partial(self.tokenizer.decode, skip_special_tokens=False)
         lengths, limits = prompts.mask.sum(1), max_new_tokens(prompts, sampling)
         shape = (len(prompts), int(limits.max()))
-        responses, logprobs = torch.full(shape, pad_id), torch.zeros(shape)
+        responses, logprobs = torch.full(shape, self.tokenizer.pad_id), torch.zeros(shape)
         # the longest first, so that rows of similar length share a chunk
         chunks = plan_microbatches(lengths, limits, self.token_budget)
-        if self.all_reduce_max is not None:
-            most = self.all_reduce_max(len(chunks))
+        if self.lockstep_max is not None:
+            most = self.lockstep_max(len(chunks))
             chunks = plan_microbatches(lengths, limits, self.token_budget, at_least=most)
         for rows in chunks:
-            if (self.all_reduce_max or int)(self.should_stop()):
+            # ranks in lockstep stop together, as soon as one of them has to stop
+            if (self.lockstep_max or int)(self.should_stop()):
                 break
             chunk, longest = prompts.select(rows), int(lengths[rows].max())
             new, new_logprobs = generate(
@@ -70,15 +68,14 @@ class HFGenerator:
                 chunk.mask[:, -longest:].to(device),
                 limits[rows],
                 sampling,
-                pad_id=pad_id,
-                decode=decode,
-                synced=self.all_reduce_max is not None,
+                tokenizer=self.tokenizer,
+                lockstep=self.lockstep_max is not None,
                 should_stop=self.should_stop,
             )
             responses[rows, : new.shape[1]] = new.cpu()
             logprobs[rows, : new.shape[1]] = new_logprobs.cpu()
         return truncate_at_stop(
-            prompts, responses, logprobs, sampling=sampling, pad_id=pad_id, decode=decode
+            prompts, responses, logprobs, sampling=sampling, tokenizer=self.tokenizer
         ).trimmed()
 
 
@@ -90,9 +87,8 @@ def generate(
     limits: Tensor,
     sampling: SamplingParams,
     *,
-    pad_id: int,
-    decode: Callable[[Sequence[int]], str],
-    synced: bool = False,
+    tokenizer: Any,
+    lockstep: bool = False,
     should_stop: Callable[[], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Calls transformers' ``generate`` and returns responses [B,R] long and their log-probs [B,R] fp32.
@@ -103,9 +99,8 @@ def generate(
 
     Args:
         limits: Maximum number of new tokens of each row [B]. It takes precedence over ``min_new_tokens``.
-        decode: Turns ids into the text in which stop strings are found.
-        synced: Runs forwards until the last rank is done, for a model that the ranks hold together.
-        should_stop: Ends with the next token once it returns true (with ``synced``: once it does on all
+        lockstep: Runs forwards until the last rank is done, for a sharded model.
+        should_stop: Ends with the next token once it returns true (with ``lockstep``: once it does on all
             ranks), whatever the responses are by then.
     """
     width = ids.shape[1]
@@ -122,14 +117,14 @@ def generate(
     if should_stop is not None:
         criteria.append(_ShouldStop(should_stop))
     if sampling.stop_strings:
-        criteria.append(_StopStringCriteria(width, StopStrings(sampling.stop_strings, decode)))
+        criteria.append(_StopStringCriteria(width, StopStrings(sampling.stop_strings, tokenizer)))
     sequences = lm.generate(
         input_ids=ids,
         attention_mask=mask.long(),
-        generation_config=generation_config(sampling, int(limits.max()), pad_id),
+        generation_config=generation_config(sampling, int(limits.max()), tokenizer.pad_id),
         logits_processor=processors,
         stopping_criteria=StoppingCriteriaList(criteria),
-        synced_gpus=synced,
+        synced_gpus=lockstep,
     )
     responses = sequences[:, width:]
     return responses, recorder.stacked(responses)

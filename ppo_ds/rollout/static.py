@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,19 +31,19 @@ class StaticGenerator:
         *,
         tokenizer: Any,
         token_budget: int,
-        all_reduce_max: Callable[[int], int] | None = None,
+        lockstep_max: Callable[[int], int] | None = None,
         check_every: int | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ):
         self.lm = lm
         self.tokenizer = tokenizer
         self.token_budget = token_budget
-        self.all_reduce_max = all_reduce_max
+        self.lockstep_max = lockstep_max
         self.check_every = check_every
         self.should_stop = should_stop
         # Weights that are gathered for each forward have no fixed addresses to record. After one failed
         # recording no other is tried.
-        self.graphs_work = all_reduce_max is None
+        self.graphs_work = lockstep_max is None
         self._recorder: Recorder | None = None
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
@@ -52,12 +51,10 @@ class StaticGenerator:
         device, limits = next(lm.parameters()).device, max_new_tokens(prompts, sampling)
         if self._recorder is None:
             self._recorder = recorder_for(device)
-        # the text of a special token can be a stop string too
-        decode = partial(self.tokenizer.decode, skip_special_tokens=False)
         uniforms = torch.rand(len(prompts), int(limits.max()), dtype=torch.float64, device=device)
         responses, logprobs = torch.zeros(uniforms.shape, dtype=torch.long), torch.zeros(uniforms.shape)
         bands = [torch.arange(len(prompts))]
-        if self.all_reduce_max is None:
+        if self.lockstep_max is None:
             bands = length_bands(prompts.mask.sum(1) + limits, self.token_budget)
         with explicit_mask_attention(lm):
             for rows in bands:
@@ -67,8 +64,8 @@ class StaticGenerator:
                     sampling,
                     uniforms[rows.to(device), : int(limits[rows].max())],
                     token_budget=self.token_budget,
-                    decode=decode,
-                    all_reduce_max=self.all_reduce_max,
+                    tokenizer=self.tokenizer,
+                    lockstep_max=self.lockstep_max,
                     check_every=self.check_every,
                     should_stop=self.should_stop,
                     graphs=Graphs(self._recorder if self.graphs_work else None),
@@ -78,7 +75,7 @@ class StaticGenerator:
                 new, new_logprobs = batch.slots.responses[:-1].cpu(), batch.slots.logprobs[:-1].cpu()
                 responses[rows, : new.shape[1]], logprobs[rows, : new.shape[1]] = new, new_logprobs
         return truncate_at_stop(
-            prompts, responses, logprobs, sampling=sampling, pad_id=self.tokenizer.pad_id, decode=decode
+            prompts, responses, logprobs, sampling=sampling, tokenizer=self.tokenizer
         ).trimmed()
 
 

@@ -26,7 +26,7 @@ class Actor:
     """Provides its model inside generation mode only."""
 
     def __init__(self):
-        self.all_reduce_max, self.inside = None, False
+        self.lockstep_max, self.inside = None, False
 
     @contextmanager
     def generation_mode(self):
@@ -109,7 +109,7 @@ def test_auto_warns_if_static_disagrees(built):
 
 def test_auto_reports_why_static_is_unavailable(built, monkeypatch):
     monkeypatch.setattr(
-        "ppo_ds.rollout.decoding.can_decode",
+        "ppo_ds.rollout.decoding.refusal",
         lambda lm, longest: f"a window shorter than {longest} tokens" if lm is LM else None,
     )
     backend, notes, tried = built()

@@ -142,7 +142,7 @@ def prompts(world: World, seed: int) -> Prompts:
 
 def decode_rollout(actor: HybridActor, seed: int, token_budget: int = 30) -> Rollout:
     generator = HFGenerator(
-        lambda: actor.lm, tokenizer=Ids(), token_budget=token_budget, all_reduce_max=actor.all_reduce_max
+        lambda: actor.lm, tokenizer=Ids(), token_budget=token_budget, lockstep_max=actor.lockstep_max
     )
     with actor.generation_mode():
         return generator(prompts(actor.world, seed), GREEDY)

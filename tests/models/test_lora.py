@@ -5,6 +5,7 @@ is saved.
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -375,8 +376,7 @@ def test_decoding_with_adapters_is_decoding_with_the_merged_model(tmp_path):
     how = dict(
         limits=torch.full((3,), 6),
         sampling=SamplingParams(6, 0, 1.0, 1.0, 1, stop_token_ids=(), stop_strings=()),
-        pad_id=0,
-        decode=None,
+        tokenizer=SimpleNamespace(pad_id=0),
     )
     found = [
         generate(lm.eval(), IDS, torch.ones_like(IDS, dtype=torch.bool), **how)

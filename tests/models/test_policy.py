@@ -4,6 +4,7 @@ The independent reference is the forward of transformers on one unpadded row at 
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -215,8 +216,7 @@ def test_the_folders_generation_config_is_not_used_but_saved(tmp_path):
     drawn = dict(
         limits=torch.full((64,), 12),
         sampling=SamplingParams(12, 0, 1.0, 1.0, 0, stop_token_ids=(), stop_strings=()),
-        pad_id=6,
-        decode=None,
+        tokenizer=SimpleNamespace(pad_id=6),
     )
     bare = load(saved(tmp_path / "bare", "qwen2"))
     for lm in (policy.lm.eval(), bare.lm.eval()):

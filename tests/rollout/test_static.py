@@ -27,7 +27,7 @@ from transformers import (
 
 from ppo_ds.rollout import static
 from ppo_ds.rollout.cache import SlotCache
-from ppo_ds.rollout.decoding import can_decode
+from ppo_ds.rollout.decoding import refusal
 from ppo_ds.rollout.graphs import Graphs
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.rollout.static import StaticGenerator
@@ -122,7 +122,7 @@ def test_greedy_responses_are_those_of_generate(batch, family, sampling, texts):
     They are also the same when ended rows are detected after every step or every fourth.
     """
     lm = model(family)
-    assert can_decode(lm, longest=18) is None
+    assert refusal(lm, longest=18) is None
     greedy = sampling(12, top_k=1, temperature=0.7, stop_token_ids=(5, 6, 7))
     wanted = HFGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, greedy)
     assert len(set(wanted.response_mask.sum(1).tolist())) > 2
@@ -161,7 +161,7 @@ def test_masks_are_taken_as_given_by_both_attentions(batch, sampling, texts, att
 
 def test_bf16(batch, sampling, texts):
     lm = model("llama").bfloat16()
-    assert can_decode(lm, longest=18) is None
+    assert refusal(lm, longest=18) is None
     torch.manual_seed(3)
     rollout = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=60)(batch, sampling(12))
     assert rollout.logprobs.dtype == torch.float32
@@ -373,7 +373,7 @@ def test_ranks_in_step_run_the_same_forwards(prompts, sampling, texts):
             return largest
 
         generator = StaticGenerator(
-            lambda: lm, tokenizer=texts, token_budget=12, all_reduce_max=agree, check_every=2
+            lambda: lm, tokenizer=texts, token_budget=12, lockstep_max=agree, check_every=2
         )
         return generator(batches[index], sampling(11, top_k=1)), shapes
 
@@ -465,7 +465,7 @@ def test_responses_by_graphs_are_the_same(batch, sampling, texts, monkeypatch):
 )  # fmt: skip
 def test_what_cannot_be_decoded_is_refused(config, longest, reason):
     torch.manual_seed(0)
-    assert reason in can_decode(AutoModelForCausalLM.from_config(config).eval(), longest)
+    assert reason in refusal(AutoModelForCausalLM.from_config(config).eval(), longest)
 
 
 def test_windows_that_hold_every_sequence_are_no_hindrance(batch, sampling, texts):
@@ -473,7 +473,7 @@ def test_windows_that_hold_every_sequence_are_no_hindrance(batch, sampling, text
     lm = AutoModelForCausalLM.from_config(
         MistralConfig(num_key_value_heads=2, sliding_window=18, **SIZES)
     ).eval()
-    assert can_decode(lm, longest=18) is None
+    assert refusal(lm, longest=18) is None
     check_logprobs(
         lm, StaticGenerator(lambda: lm, tokenizer=texts, token_budget=60)(batch, sampling(12)), 1.0
     )
@@ -483,7 +483,7 @@ def test_an_encoder_decoder_is_refused():
     lm = T5ForConditionalGeneration(
         T5Config(vocab_size=V, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     ).eval()
-    assert can_decode(lm, 18) == "the model is an encoder-decoder"
+    assert refusal(lm, 18) == "the model is an encoder-decoder"
 
 
 def test_a_model_that_ignores_the_cache_is_refused():
@@ -492,7 +492,7 @@ def test_a_model_that_ignores_the_cache_is_refused():
     lm.forward = (lambda input_ids=None, position_ids=None, attention_mask=None, past_key_values=None, **more:
                   forward(input_ids=input_ids, position_ids=position_ids, **more | dict(use_cache=False))
     )  # fmt: skip
-    assert can_decode(lm, 18) == "0 of 2 layers use the cache that is passed to forward()"
+    assert refusal(lm, 18) == "0 of 2 layers use the cache that is passed to forward()"
 
 
 def test_the_cache_can_be_longer_than_a_row_of_its_columns(batch, sampling, texts):

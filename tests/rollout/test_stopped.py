@@ -1,6 +1,6 @@
-"""Tests that every backend stops within a few tokens of a stop request.
+"""Tests that ranks in lockstep stop together if one of them receives a stop request.
 
-A stopped backend returns tensors of the usual shapes and can be used again.
+A backend without other ranks is tested in test_backends.py.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.rollout.static import StaticGenerator
+from tests.rollout.test_backends import Stop
 
 V, LONG = 40, 200
 CONFIG = LlamaConfig(
@@ -32,33 +33,9 @@ def forwards_of(lm):
     return count
 
 
-class Stop:
-    """A stop condition that becomes true at the n-th call."""
-
-    def __init__(self, after):
-        self.looks, self.after = 0, after
-
-    def __call__(self):
-        self.looks += 1
-        return self.looks > self.after
-
-
 @pytest.fixture
 def texts(tokenizer):
     return tokenizer([chr(97 + i) for i in range(V - 3)])
-
-
-@pytest.mark.parametrize("after", [0, 5])
-@pytest.mark.parametrize("kind", [StaticGenerator, HFGenerator])
-@pytest.mark.parametrize("token_budget", [10_000, 300])  # all rows at once, one after the other
-def test_it_ends_within_a_few_tokens(prompts, sampling, texts, kind, after, token_budget):
-    lm, rows = model(), prompts([3, 4, 5], [4], [5, 6])
-    forwards = forwards_of(lm)
-    rollout = kind(lambda: lm, tokenizer=texts, token_budget=token_budget, should_stop=Stop(after))(
-        rows, sampling(LONG)
-    )
-    assert len(forwards) <= after + 2 and len(rollout) == 3
-    assert rollout.logprobs.isfinite().all() and rollout.metadata == rows.metadata
 
 
 def on_two_ranks(make, stops, batches, sampling):
@@ -78,7 +55,7 @@ def on_two_ranks(make, stops, batches, sampling):
             barrier.wait()
             return largest
 
-        generator = make(lms[index], all_reduce_max=agree, should_stop=stops[index])
+        generator = make(lms[index], lockstep_max=agree, should_stop=stops[index])
         return len(generator(batches[index], sampling(LONG))), len(forwards)
 
     with ThreadPoolExecutor(2) as pool:

@@ -9,19 +9,27 @@ PAD, EOS = 0, 1
 TEXTS = {0: "<pad>", 1: "", 2: "a", 3: "b", 4: "c", 5: "ab", 6: "cab", 7: "\n"}
 
 
-def decode(ids):
-    return "".join(TEXTS[i] for i in ids)
+class Texts:
+    """A tokenizer that decodes ids with TEXTS."""
+
+    def __init__(self, pad_id=PAD):
+        self.pad_id = pad_id
+
+    def decode(self, ids, *, skip_special_tokens):
+        assert not skip_special_tokens  # the text of a special token can be a stop string
+        return "".join(TEXTS[i] for i in ids)
 
 
 @pytest.fixture
 def cut(prompts, sampling):
     """Returns (ids, mask, finished, log-probs) of each raw response; log-probs are given as -1, -2, ..."""
 
-    def run(*responses, prompt=(9, 9), stop=(EOS,), strings=(), pad=PAD):
+    def run(*responses, prompt=(9, 9), stop=(EOS,), strings=(), pad=PAD, lengths=None):
         responses = torch.tensor(responses)
+        lengths = None if lengths is None else torch.tensor(lengths)
         logprobs = -torch.arange(1.0, responses.shape[1] + 1).repeat(len(responses), 1)
         rollout = truncate_at_stop(
-            prompts(*[prompt] * len(responses)), responses, logprobs, pad_id=pad, decode=decode,
+            prompts(*[prompt] * len(responses)), responses, logprobs, tokenizer=Texts(pad), lengths=lengths,
             sampling=sampling(responses.shape[1], stop_token_ids=stop, stop_strings=strings),
         )  # fmt: skip
         assert rollout.attention_mask[:, len(prompt) :].equal(rollout.response_mask)
@@ -64,8 +72,7 @@ def test_nan_logprobs_after_the_end_are_replaced(prompts, sampling):
         torch.tensor([[EOS, 2, 3]]),
         logprobs,
         sampling=sampling(3, stop_token_ids=(EOS,)),
-        pad_id=PAD,
-        decode=decode,
+        tokenizer=Texts(),
     )
     assert rollout.logprobs.tolist() == [[-1.0, 0.0, 0.0]]
 
@@ -83,7 +90,7 @@ def test_pad_is_eos(cut):
 def test_prompt_padding_stays_out_of_the_masks(prompts, sampling):
     rollout = truncate_at_stop(
         prompts([EOS, 5], [7], pad=EOS), torch.tensor([[2, EOS], [3, 4]]), torch.zeros(2, 2),
-        sampling=sampling(2, stop_token_ids=(EOS,)), pad_id=EOS, decode=decode,
+        sampling=sampling(2, stop_token_ids=(EOS,)), tokenizer=Texts(EOS),
     )  # fmt: skip
     assert rollout.attention_mask.tolist() == [[True, True, True, True], [False, True, True, True]]
     assert rollout.metadata == ({"row": 0}, {"row": 1})
@@ -136,8 +143,7 @@ def limited(prompts, sampling, limits, responses, **knobs):
         torch.tensor(responses),
         torch.full((len(responses), len(responses[0])), -1.0),
         sampling=sampling(4, **knobs),
-        pad_id=PAD,
-        decode=decode,
+        tokenizer=Texts(),
     )
 
 
@@ -191,5 +197,39 @@ def test_responses_narrower_than_the_limits(prompts, sampling):
 
 def test_the_prefix_length_is_that_of_the_shortest_prefix_with_a_stop_string():
     for ids in ([2], [5], [2, 3], [4, 4, 2, 3, 5, 5], [6, 6], [2, 2, 2], [4] * 9 + [2, 3] + [4] * 7):
-        holding = [n for n in range(len(ids) + 1) if "ab" in decode(ids[:n])]
-        assert StopStrings(("ab",), decode).prefix_length(ids) == (holding[0] if holding else len(ids) + 1)
+        holding = [n for n in range(len(ids) + 1) if "ab" in "".join(TEXTS[i] for i in ids[:n])]
+        assert StopStrings(("ab",), Texts()).prefix_length(ids) == (holding[0] if holding else len(ids) + 1)
+
+
+def test_rows_that_the_backend_ended_before_a_stop_and_before_their_limit(cut):
+    """``lengths`` ends a row that holds no stop, and nothing after it is read; -1 is not in the vocabulary.
+
+    A stop before the length still ends a row. A stop token or a stop string that only tokens after the length
+    complete was not generated.
+    """
+    rollout = cut(
+        [4, 4, -1, -1], [4, EOS, 4, -1], [4, 4, EOS, -1], [4, 2, 3, -1], [4, 2, 3, -1], [4, 4, 4, 4],
+        lengths=[2, 3, 2, 2, 3, 9], strings=("ab",),
+    )  # fmt: skip
+    assert lengths(rollout) == [2, 2, 2, 2, 3, 4]
+    assert rollout.finished.tolist() == [False, True, False, False, True, False]
+    assert rollout.limits.tolist() == [4] * 6
+    assert rollout.ids[0].tolist() == [9, 9, 4, 4, PAD, PAD]
+    assert rollout.logprobs[0].tolist() == [-1, -2, 0, 0]
+
+
+def test_a_limit_ends_a_row_before_its_length(prompts, sampling):
+    rollout = truncate_at_stop(
+        prompts([9], [9], limits=[1, 3]),
+        torch.tensor([[4, 4, 4], [4, 4, 4]]),
+        torch.full((2, 3), -1.0),
+        sampling=sampling(3),
+        tokenizer=Texts(),
+        lengths=torch.tensor([2, 2]),
+    )
+    assert lengths(rollout) == [1, 2] and not rollout.finished.any()
+
+
+def test_a_response_without_tokens_is_an_error(cut):
+    with pytest.raises(AssertionError, match="at least one token"):
+        cut([4, 4], [4, 4], lengths=[2, 0])

@@ -1,6 +1,7 @@
 """Tests decoding with transformers: the sampled tokens, their log-probs, and where rows end."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,7 +41,9 @@ def batch(prompts):
 def decoded(lm, batch, n, **changes):
     neutral = SamplingParams(n, 0, 1.0, 1.0, 0, stop_token_ids=(), stop_strings=())
     limits = torch.full((len(batch),), n)
-    return generate(lm, batch.ids, batch.mask, limits, replace(neutral, **changes), pad_id=PAD, decode=None)
+    return generate(
+        lm, batch.ids, batch.mask, limits, replace(neutral, **changes), tokenizer=SimpleNamespace(pad_id=PAD)
+    )
 
 
 def log_softmax(lm, batch, responses, temperature=1.0):
