@@ -23,8 +23,8 @@ _URL_QUERY = re.compile(
 # the token formats of OpenAI, Hugging Face, GitHub, wandb, Slack and AWS, and bearer headers
 _TOKEN = re.compile(r"\b(sk-|hf_|gh[pousr]_|wandb_v1_|xox[abp]-|AKIA)[\w-]{16,}|\bBearer\s+[\w.~+/=-]{8,}")
 _REMEDY = (
-    "the config is written to files and shown; put it into an environment variable (a remote reward's: "
-    "key_env) and leave it out here"
+    "the config is written to files and shown; put it into an environment variable and leave it out here (a "
+    "remote reward reads the variable that its key_env names)"
 )
 
 

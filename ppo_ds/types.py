@@ -153,7 +153,9 @@ def to_device(column: Tensor, device: torch.device) -> Tensor:
 class Rollout(Sequences):
     """Prompts with the responses that the policy generated."""
 
-    finished: Tensor = field(metadata=_B)  # [B] bool: ended with a stop; False = cut at the length limit
+    finished: Tensor = field(
+        metadata=_B
+    )  # [B] bool: ended with a stop; False = at its limit, or cut by the backend
     limits: Tensor = field(metadata=_B)  # [B] long: the maximum number of tokens that the response could have
     # [B,R] float32: as computed by the decode backend, 0 outside the mask. They serve the parity check,
     # parity/* and algo.rollout_is; old log-probs come from the training engine.

@@ -78,13 +78,13 @@ class LossAggregationEntry(Entry):
 
 @dataclass(frozen=True)
 class DecodeBackendEntry(Entry):
-    """A class that generates responses.
+    """A class with the interface `ppo_ds.rollout.base.Generator`, which documents how it is made and called.
 
     `rollout.backend=auto` tries the backends with ``in_auto`` in the order of the table.
     """
 
-    # Dotted name of a function (model, longest sequence) that returns the reason why the backend cannot
-    # decode the model, or None. Without a function the backend decodes every model.
+    # Dotted name of a function (model, number of tokens of the longest sequence) that returns the reason why
+    # the backend cannot decode the model, or None. Without a function the backend decodes every model.
     refusal: str | None = field(default=None, kw_only=True)
     in_auto: bool = field(default=False, kw_only=True)  # True once measured to be faster than those below
 

@@ -242,6 +242,8 @@ class RemoteReward(TextReward):
                 scores = [score for part in _results(parts, self._should_stop) for score in part]
             finally:
                 cancelled.set()  # after an error no other request is retried
+                # A request in flight cannot be cancelled. After a stop request its scores are not needed, and
+                # its thread uses nothing but the network, so that nothing has to wait for it.
                 pool.shutdown(wait=not self._should_stop(), cancel_futures=True)
         return torch.tensor(scores, dtype=torch.float32) if scores else torch.zeros(len(responses.texts))
 

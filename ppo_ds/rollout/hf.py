@@ -1,4 +1,4 @@
-"""Decode backend on transformers' ``generate``, which decodes every model."""
+"""Decode backend on transformers' ``generate``, which supports every causal LM."""
 
 from __future__ import annotations
 

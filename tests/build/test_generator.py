@@ -1,4 +1,4 @@
-"""Tests the generator that `rollout.backend` selects, its start-up comparison and its banner lines."""
+"""Tests the generator that `rollout.backend` selects, its parity check and its banner lines."""
 
 from contextlib import contextmanager
 from functools import cache
@@ -51,7 +51,7 @@ class Source:
 
 @pytest.fixture
 def built(monkeypatch):
-    """Builds a generator and returns (backend, banner lines, calls of the comparison).
+    """Builds a generator and returns (backend, banner lines, calls of the parity check).
 
     A call is recorded as (backend, prompts, a random number drawn in it); ``gaps`` are its simulated results.
     """
@@ -137,13 +137,13 @@ def test_a_named_backend(built, backend):
     ("samples", "prompts"),
     [(1, [1, 2, 3, 4, 0, 1, 2, 3]), (2, [1, 1, 2, 2, 3, 3, 4, 4]), (8, [1, 1, 2, 2, 3, 3, 4, 4])],
 )
-def test_the_gate_samples_a_prompt_as_often_as_steps_do(built, samples, prompts):
+def test_the_parity_check_samples_a_prompt_as_often_as_steps_do(built, samples, prompts):
     """Rank 1 starts with prompt 1."""
     ((_, few, _),) = built(f"rollout.samples_per_prompt={samples}")[2]
     assert few == prompts
 
 
-def test_the_gate_draws_the_same_numbers_at_each_start(built):
+def test_the_parity_check_draws_the_same_numbers_at_each_start(built):
     """The numbers do not depend on earlier draws (such as a new critic's head), so a resumed run chooses
     alike.
     """

@@ -21,7 +21,7 @@ LENGTHS = [1, 3, 2, 4, 4, 1, 2, 3]
 
 
 def measured(world, errors=(0.0,), n=10, sampling=SAMPLING, seen=None):
-    """Runs the gate with decoder log-probs that are off by ``errors``, repeated over tokens.
+    """Runs the parity check with decoder log-probs that are off by ``errors``, repeated over tokens.
 
     Outside the mask they are 1000.
     """
@@ -71,7 +71,7 @@ def test_equal_log_probs_pass(world):
     assert n == 8 and (sampling.max_new_tokens, sampling.min_new_tokens, sampling.temperature) == (16, 0, 0.7)
 
 
-def test_the_gate_accepts_fewer_prompts_and_shorter_responses(world):
+def test_the_parity_check_accepts_fewer_prompts_and_shorter_responses(world):
     seen = []
     measured(world, n=3, sampling=SamplingParams(2, 0, 1.0, 1.0, 0, (), ()), seen=seen)
     assert [(n, sampling.max_new_tokens) for n, sampling in seen] == [(3, 2)]
