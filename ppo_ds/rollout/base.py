@@ -35,9 +35,9 @@ class Generator(Protocol):
 
     A class of the table DECODE_BACKENDS is constructed with these keyword arguments:
 
-    lm            returns the transformers model to decode with, as it is at that moment. Each call of the
-        backend calls it once. The model's weights must not be read or saved: they may be sharded, and LoRA
-        adapters are merged into them or separate layers (engine/hybrid.py). training/export.py writes weights
+    lm            returns the transformers model to decode with. Each call of the backend calls it. The model
+        can be called, but its weights cannot be read or saved: they may be sharded, and LoRA adapters are
+        merged into them or separate layers (engine/hybrid.py). training/export.py writes weights
     tokenizer     has pad_id and decode(ids, skip_special_tokens=)
     token_budget  maximum number of tokens (prompts and responses, padding counted) decoded at a time
     lockstep_max  None, or a collective that returns the maximum of a number over all ranks. It is given if
@@ -46,7 +46,7 @@ class Generator(Protocol):
         a few tokens and returns a Rollout with arbitrary tokens, which the caller discards. It does not
         raise, since other ranks may already have all of their responses
 
-    The weights are new at every call: the parity check calls the backend before a checkpoint is loaded, each
+    The weights may differ from call to call: the parity check calls the backend before a checkpoint is loaded, each
     round of collection calls it with the weights of the last step, and an evaluation may call it with
     averaged weights (actor.ema.evaluate).
     """
