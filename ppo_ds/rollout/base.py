@@ -46,8 +46,8 @@ class Generator(Protocol):
         a few tokens and returns a Rollout with arbitrary tokens, which the caller discards. It does not
         raise, since other ranks may already have all of their responses
 
-    The weights may differ from call to call: the parity check calls the backend before a checkpoint is loaded, each
-    round of collection calls it with the weights of the last step, and an evaluation may call it with
+    The weights may differ from call to call: the parity check calls the backend before a checkpoint is
+    loaded, each round of collection with the weights of the last step, and an evaluation may do so with
     averaged weights (actor.ema.evaluate).
     """
 
