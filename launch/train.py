@@ -32,7 +32,7 @@ from ppo_ds.storage import run_lock  # noqa: E402
 from ppo_ds.storage.run_directory import check_run_directory, find_problems  # noqa: E402
 
 if TYPE_CHECKING:
-    from ppo_ds.distributed.watchdog import Watchdog
+    from ppo_ds.distributed.watchdog import ExitCode, Watchdog
 
 QUIET = {
     "PYTHONWARNINGS": "ignore",  # of subprocesses
@@ -111,7 +111,7 @@ def take_lock(run_dir: Path) -> run_lock.RunLock | None:
         check_run_directory(run_dir)
         lock = run_lock.acquire(run_dir, launch_id(os.environ), notice=write_line)
         on_exit(lock.release)
-        lock.start_renewal(on_loss=lambda line: (write_line(f"error: {line}"), exit_now(1)))
+        lock.start_renewal(on_loss=end_run)
         return lock
     if os.environ.get("LOCAL_RANK") == rank:  # on the first node, like rank 0
         run_lock.check_free(run_dir, launch_id(os.environ))
@@ -122,10 +122,15 @@ def write_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def end_run(error: str) -> None:
+    write_line(f"error: {error}")
+    exit_now(1)
+
+
 def report(error: BaseException, watch: Watchdog) -> int:
     """Prints the error, unless another rank has failed before, and returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    code: ExitCode = 130 if isinstance(error, KeyboardInterrupt) else 1
     explained = isinstance(error, RunError)  # its message is complete without a traceback
     line = "; ".join((f"error: {error}", *getattr(error, "__notes__", ())))
     text = censored(line if explained else "".join(traceback.format_exception(error)))

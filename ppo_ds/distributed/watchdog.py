@@ -42,6 +42,9 @@ HARD_EXIT_MARGIN = 5.0  # beyond the limit; then the process ends even if no Pyt
 FAILURE, FAILURE_CLAIMS, FAILURE_ACKS, STALLED = "failure", "failure_claims", "failure_acks", "stalled"
 
 
+ExitCode = Literal[1, 2, 130]  # of a failure: never 0
+
+
 class Failure(BaseModel):
     """Failure of a rank as it is written into the store."""
 
@@ -49,7 +52,7 @@ class Failure(BaseModel):
 
     rank: NonNegativeInt
     reason: Annotated[str, AfterValidator(single_line)]
-    code: Literal[1, 2, 130]  # the exit code of all ranks: never 0
+    code: ExitCode  # of all ranks
     stuck: bool
     quiet: bool  # the failed rank's output is complete, so the other ranks print nothing
 
@@ -131,7 +134,7 @@ class Watchdog:
         for descriptor in self._peers:
             os.close(descriptor)
 
-    def fail(self, text: str, reason: str, code: int, *, own: bool = False) -> int:
+    def fail(self, text: str, reason: str, code: ExitCode, *, own: bool = False) -> ExitCode:
         """Reports an error of this rank: prints ``text``, notifies the other ranks and returns ``code``.
 
         The caller must then exit with that code, as the other ranks do. If another rank has failed before,
@@ -234,7 +237,7 @@ class Watchdog:
         self._exit(line, failure.code, acks=self._size, quiet=failure.quiet)
 
     def _publish(
-        self, reason: str, code: int, rank: int | None = None, stuck: bool = False, quiet: bool = False
+        self, reason: str, code: ExitCode, rank: int | None = None, stuck: bool = False, quiet: bool = False
     ) -> None:
         rank = self._rank if rank is None else rank
         failure = Failure(rank=rank, reason=reason, code=code, stuck=stuck, quiet=quiet)

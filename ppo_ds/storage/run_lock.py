@@ -27,6 +27,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +176,7 @@ def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = pri
                 age = 0.0 if holder.is_local else _now(path) - holder.renewed
             waited, silent = time.monotonic() - seen, holder.renewed == first.renewed
             if _is_stale(holder, age + waited if silent else 0.0):
-                _delete(path, lambda found, stale=holder: found == stale)
+                _delete(path, partial(eq, holder))
                 continue
         except OSError as error:
             raise UserError(

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,9 +75,9 @@ def build(folder: Path, case: str, minutes: float, watch: Any) -> Loop:
 def run(folder: Path, case: str) -> None:
     """Runs launch/train.py with the loading and the training replaced."""
     minutes = float(os.environ.get("TIMEOUT_MINUTES", "5"))
-    wiring = ModuleType("build")
-    wiring.build_run = lambda config, watch, mark_ending: build(folder, case, minutes, watch)  # type: ignore[attr-defined]
-    sys.modules["ppo_ds.build.run"] = wiring
+    sys.modules["ppo_ds.build.run"] = SimpleNamespace(
+        build_run=lambda config, watch, mark_ending: build(folder, case, minutes, watch)
+    )
     train.load_config = lambda argv: SimpleNamespace(
         run=SimpleNamespace(verbose=False, dry_run=False, timeout_minutes=minutes)
     )
