@@ -38,7 +38,7 @@ from ppo_ds.ops.kl import FixedKLController
 from ppo_ds.ppo.collector import DynamicRolloutCollector, RolloutCollector
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.health import KLMonitor
-from ppo_ds.ppo.performance import build_meter
+from ppo_ds.ppo.meter import build_meter
 from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.rewards.weighted import WeightedReward

@@ -10,7 +10,7 @@ from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.training.export import export_model
+from ppo_ds.training.save_model import save_model
 
 
 def export_models(
@@ -30,9 +30,9 @@ def export_models(
         policy.save(folder, weights)
         policy.save_adapter(run_dir / "adapter", weights)
 
-    export_model(actor, "lm.", run_dir / "model", save_policy, tokenizer)
+    save_model(actor, "lm.", run_dir / "model", save_policy, tokenizer)
     if critic is not None:
-        export_model(critic, "model.", run_dir / "critic", critic.module.save, tokenizer)
+        save_model(critic, "model.", run_dir / "critic", critic.module.save, tokenizer)
     if ema is not None:
         with ema.swapped():
-            export_model(actor, "lm.", run_dir / "model_ema", policy.save, tokenizer)
+            save_model(actor, "lm.", run_dir / "model_ema", policy.save, tokenizer)

@@ -41,7 +41,7 @@ from ppo_ds.ppo.export import export_models
 from ppo_ds.ppo.failure_dump import dump_failure
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.learner import Learner
-from ppo_ds.ppo.performance import Meter
+from ppo_ds.ppo.meter import Meter
 from ppo_ds.training.health import TooManySkips
 from ppo_ds.training.stage import Evaluation, RunContext, Stateful, StepResult
 from ppo_ds.training.state import is_due

@@ -1,4 +1,4 @@
-"""Export of trained models in Hugging Face format."""
+"""Writes a trained model in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.storage.drafts import draft_directory
 
 
-def export_model(
+def save_model(
     model: TrainedModel,
     prefix: str,
     folder: Path,
