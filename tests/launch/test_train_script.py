@@ -103,7 +103,8 @@ def test_a_wrong_config_is_refused_before_anything_heavy_is_imported(tmp_path: P
 # -- the lock of the run directory, and the port ---------------------------------------------------
 
 NO_LIBRARIES = f"""
-import runpy, sys
+import os, runpy, sys
+os._exit = sys.exit
 sys.argv = ["train.py", *sys.argv[1:]]
 try:
     runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
