@@ -1,6 +1,7 @@
 """Trains a model: deepspeed launch/train.py +experiment=rlhf. Also starts with torchrun and plain python.
 
-Exit code 0: done; 2: the config, the data or a model folder is wrong (one rank prints one line per problem);
+Exit code 0: done; 2: the config, the data or a model folder is wrong, or another run uses the run directory
+or the port (one rank prints one line per problem);
 143: a signal stopped the run after a checkpoint was saved; 130: interrupted; 1: any other error.
 """
 

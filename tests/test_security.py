@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from launch.cli import load_config
-from ppo_ds.config.resume import open_run_directory
+from ppo_ds.config.run_record import open_run_directory
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.data.rows import load_rows
 from ppo_ds.engine.checkpoint.checkpoints import damage_of

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ppo_ds.build.data import Inputs
+from ppo_ds.build.data import Inputs, read_inputs
 from ppo_ds.build.roles import CLASSIFIER
 from ppo_ds.config.schema import Config, reward_models, uses_reference
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.targets import bind
+from ppo_ds.distributed.world import World
 from ppo_ds.errors import UserError
 from ppo_ds.models.chat_scorer import expect_trusted
 from ppo_ds.models.loading import load_config
@@ -24,6 +25,14 @@ from ppo_ds.types import Row
 
 CHAT_SCORER = "ppo_ds.rewards.get_score.get_score_reward"
 OWN = "ppo_ds.rewards."  # these are cheap to build for a check; a reward of another package may load a model
+
+
+def check_inputs(config: Config, world: World) -> None:
+    """Raises UserError for mistakes in data and rewards, for a start that may yet be refused.
+
+    The data is read for this check alone. All ranks read the same files; it is not a collective.
+    """
+    preflight(config, read_inputs(config, world))
 
 
 def preflight(config: Config, inputs: Inputs) -> None:

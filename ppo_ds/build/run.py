@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ppo_ds.build.banner import checkpoint_times, resumed
+from ppo_ds.build.start import on_main, open_start
 from ppo_ds.config.registry import STAGES, resolve
-from ppo_ds.config.resume import check_resume, open_run_directory, ranks_line
 from ppo_ds.config.schema import OPEN_PARTS, Config, resolved, trained_models
 from ppo_ds.config.targets import bind
 from ppo_ds.distributed.store import RankStore
 from ppo_ds.distributed.watchdog import Watchdog
-from ppo_ds.distributed.world import World, connect, seed_everything
+from ppo_ds.distributed.world import connect, seed_everything
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.errors import UserError
 from ppo_ds.tracking.banner import Banner
@@ -58,12 +57,7 @@ def build_run(
     checkpoints = Checkpoints(
         run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last, settings=settings
     )
-    start = find_start(config.run.resume, checkpoints)
-    if start is not None:
-        before = checkpoints.settings_of(start)
-        banner.note(*(check_resume(before, settings, start) if before else []))
-        banner.note(*ranks_line(checkpoints.world_size_of(start), world.size))
-    on_main(world, lambda: banner.note(*open_run_directory(run_dir, settings, start)))
+    start = open_start(config, settings, world, checkpoints, banner)
     if "prepare" in parts:
         on_main(world, parts["prepare"])
 
@@ -95,29 +89,6 @@ def build_run(
         banner.summarize(checkpoint_times(config.checkpoint), *resumed(str(run_dir), done, steps))
         run.track(start_trackers(config, steps, done, banner.render()))
     return run
-
-
-def on_main(world: World, action: Callable[[], Any]) -> None:
-    """Runs ``action`` on rank 0 alone; its UserError is raised on every rank. A collective."""
-    problems: list[str] = []
-    if world.is_main:
-        try:
-            action()
-        except UserError as error:
-            problems = error.problems
-    problems = world.gather_objects(problems)[0]
-    if problems:
-        raise UserError(*problems)
-
-
-def find_start(resume: str, checkpoints: Checkpoints) -> Path | None:
-    """Returns the verified checkpoint that ``run.resume`` names, or None to start from the beginning."""
-    if resume == "never":
-        return None
-    if resume == "auto":
-        return checkpoints.latest()
-    checkpoints.verify(Path(resume))
-    return Path(resume)
 
 
 def start_trackers(config: Config, steps: int, done: int, banner: str) -> Trackers:

@@ -101,6 +101,9 @@ class StageEntry(Entry):
     sections: tuple[str, ...] = field(default=(), kw_only=True)
     has_dry_run: bool = field(default=False, kw_only=True)  # build/dry_run.py can shrink its config
 
+    # A function (config, World) that raises UserError for mistakes in data and rewards; it loads no weights.
+    check: str | None = field(default=None, kw_only=True)
+
 
 _GAE = "ppo_ds.ops.advantages.compute_gae"
 _RETURNS = "ppo_ds.ops.advantages.discounted_returns"
@@ -241,6 +244,7 @@ STAGES = {
             "reward",
         ),
         has_dry_run=True,
+        check="ppo_ds.build.preflight.check_inputs",
     ),
 }
 

@@ -15,19 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from itertools import count
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from ppo_ds.config.reading import defaults, dotted_keys
 from ppo_ds.config.renamed import with_current_names
 from ppo_ds.config.schema import Config, config_class
 from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.errors import UserError
-from ppo_ds.storage.drafts import remove_drafts, write_file
-from ppo_ds.storage.run_directory import check_run_directory
 
 MUTABLE = (
     *(
@@ -115,20 +110,6 @@ OPEN_SECTIONS = (
     "critic.deepspeed",
     "data.chat_template_kwargs",
 )
-# Files and folders of a run directory that belong to the steps done so far.
-RECORD = (
-    "config.yaml",
-    "metrics.jsonl",
-    "samples",
-    "summary.json",
-    "curves.png",
-    "model",
-    "model_ema",
-    "adapter",
-    "critic",
-    "wandb.id",
-)
-
 Settings = Mapping[str, Any]  # The result of schema.resolved, possibly read back from JSON or YAML.
 Change = tuple[str, Any, Any]  # key, before, now
 
@@ -150,14 +131,14 @@ def check_resume(before: Settings, now: Settings, checkpoint: Path) -> list[str]
         raise UserError(
             *[
                 f"{key}={show(value)}: {checkpoint} was made with {show(old)}; restore that value, choose "
-                "another run.dir, or allow the change with "
+                "another run.dir, begin anew with run.resume=restart, or allow the change with "
                 f"run.resume_allow_changes=[{','.join([*allowed, key])}]"
                 for key, old, value in refused
             ]
         )
-    lines = [f"changed    since the checkpoint: {_in_words(named)}"] if named else []
+    lines = [f"changed    since the checkpoint: {in_words(named)}"] if named else []
     if permitted:
-        lines.append(f"changed    allowed by run.resume_allow_changes: {_in_words(permitted)}")
+        lines.append(f"changed    allowed by run.resume_allow_changes: {in_words(permitted)}")
     return lines
 
 
@@ -189,7 +170,7 @@ def unusable_start(config: Config) -> Iterator[str]:
 
     Damaged checkpoints are found later, when they are read.
     """
-    if config.run.resume in ("auto", "never"):
+    if config.run.resume in ("auto", "never", "restart"):
         return
     path = Path(config.run.resume)
     nearby = path if path.is_dir() else path.parent
@@ -201,7 +182,7 @@ def unusable_start(config: Config) -> Iterator[str]:
         known = (
             f"{there[0].parent} has {names}"
             if there
-            else "must be auto, never or a path like RUN_DIR/checkpoints/step_000010"
+            else "must be auto, never, restart or a path like RUN_DIR/checkpoints/step_000010"
         )
         yield f"run.resume={path}: no such checkpoint folder; {known}"
     elif there and not (path / "manifest.json").exists():
@@ -217,65 +198,8 @@ def unknown_names(config: Config) -> Iterator[str]:
             yield f"run.resume_allow_changes={show(name)}: no such key{did_you_mean(name, known)}"
 
 
-def open_run_directory(run_dir: Path, now: Settings, start: Path | None) -> list[str]:
-    """Creates a run directory, writes config.yaml to it and returns lines for the start-up banner.
-
-    The steps of an earlier run in the directory are kept where they are if this run repeats them. Otherwise
-    their files are moved to a new folder in it, earlier_1, earlier_2, ...
-
-    The lines include the warnings of ``check_run_directory``, which may raise UserError.
-
-    Args:
-        run_dir: The run directory; a new one is accessible only to its owner, an old one keeps its mode.
-        now: The resolved settings of this run.
-        start: The checkpoint that the run continues from.
-    """
-    try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        elsewhere = start is not None and start.parent.resolve() != (run_dir / "checkpoints").resolve()
-        lines = check_run_directory(run_dir)
-        lines += _set_aside(run_dir, now, elsewhere) if start is None or elsewhere else []
-        for folder in (run_dir, run_dir / "samples", run_dir / "dumps"):
-            remove_drafts(folder)
-        write_file(run_dir / "config.yaml", yaml.safe_dump(now, sort_keys=False, allow_unicode=True))
-    except OSError as error:
-        raise UserError(
-            f"run.dir={run_dir}: cannot be written: {error.strerror}; choose another run.dir"
-        ) from error
-    return lines
-
-
-def _set_aside(run_dir: Path, now: Settings, elsewhere: bool) -> list[str]:
-    """Moves the files of an earlier run in ``run_dir`` away, unless this run repeats the same steps.
-
-    ``elsewhere``: this run continues from a checkpoint of another run, so its steps are different.
-    """
-    metrics = run_dir / "metrics.jsonl"
-    steps = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
-    if not steps:
-        return []
-    before: Settings | None = None
-    try:
-        found = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        before = found if isinstance(found["run"], dict) else None
-    except (OSError, ValueError, TypeError, LookupError, yaml.YAMLError):
-        pass  # The settings of the earlier run are unknown.
-    changed = changes(before, now) if before else []
-    if before and not changed and not elsewhere:
-        return [f"restart    {run_dir} had {steps} steps and no checkpoint; they are run again"]
-    kept = next(path for i in count(1) if not (path := run_dir / f"earlier_{i}").exists())
-    kept.mkdir(mode=0o700)
-    for name in RECORD:
-        if (run_dir / name).exists():
-            (run_dir / name).rename(kept / name)
-    settings = f"; changed settings: {_in_words(changed)}" if changed else ""
-    return [
-        f"restart    {run_dir} had {steps} steps that this run does not continue; their files are now in "
-        f"{kept}{settings}"
-    ]
-
-
-def _in_words(changed: list[Change]) -> str:
+def in_words(changed: list[Change]) -> str:
+    """Formats changed settings as ``key old -> new``."""
     return "; ".join(f"{key} {show(old)} -> {show(value)}" for key, old, value in changed)
 
 

@@ -18,9 +18,15 @@ from ppo_ds.config.resume import (
     MUTABLE,
     changes,
     check_resume,
-    open_run_directory,
     ranks_line,
     unknown_names,
+)
+from ppo_ds.config.run_record import (
+    UNFINISHED,
+    begins_anew,
+    finish_move,
+    names_to_move,
+    open_run_directory,
 )
 from ppo_ds.config.schema import Config, resolved
 from ppo_ds.errors import UserError
@@ -330,3 +336,127 @@ def test_who_goes_on_from_another_runs_checkpoint_does_not(tmp_path: Path) -> No
     used(tmp_path)
     assert "earlier_1" in opened(tmp_path, start=tmp_path.parent / "other" / "checkpoints" / "step_000002")[0]
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+# -- run.resume=restart ----------------------------------------------------------------------------
+
+
+def checkpointed(run_dir: Path, *arguments: str, reason: str | None = "signal") -> None:
+    """Fills the run directory like a run of three steps with all that a run can write."""
+    used(run_dir, *arguments)
+    for folder in ("checkpoints/step_000002", "dumps/step_000003", "exports", "wandb", "model", "start"):
+        (run_dir / folder).mkdir(parents=True)
+        (run_dir / folder / "file").touch()
+    (run_dir / "wandb.log").touch()
+    (run_dir / "run.lock").touch()
+    if reason is not None:
+        (run_dir / "summary.json").write_text(json.dumps({"exit_reason": reason}))
+
+
+def restarted(run_dir: Path, *arguments: str) -> list[str]:
+    """Opens the directory as a start with run.resume=restart does."""
+    now = settings(f"run.dir={run_dir}", "run.resume=restart", *arguments)
+    restart = begins_anew(run_dir, now)
+    return [str(restart), *open_run_directory(run_dir, now, None, restart)]
+
+
+def test_restart_moves_all_that_a_run_has_written_and_nothing_else(tmp_path: Path) -> None:
+    checkpointed(tmp_path, "actor.optim.lr=1.0e-6")
+    anew, line = restarted(tmp_path, "actor.optim.lr=2.0e-6")
+    assert anew == "True"
+    assert "had 3 steps" in line and "earlier_1; changed settings: actor.optim.lr 1e-06 -> 2e-06" in line
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["config.yaml", "earlier_1", "run.lock", "start"]
+    moved = sorted(path.name for path in (tmp_path / "earlier_1").iterdir())
+    assert moved == ["checkpoints", "config.yaml", "dumps", "exports", "metrics.jsonl", "model", "samples",
+                     "summary.json", "wandb", "wandb.id", "wandb.log"]  # fmt: skip
+    before = yaml.safe_load((tmp_path / "earlier_1" / "config.yaml").read_text())
+    assert before["actor"]["optim"]["lr"] == 1e-6
+    checkpointed(tmp_path / "other", "actor.optim.lr=1.0e-6")
+    assert (
+        restarted(tmp_path / "other", "actor.optim.lr=1.0e-6")[0] == "True"
+    )  # the same settings, begun by auto
+
+
+def test_restart_in_an_unused_directory_only_starts(tmp_path: Path) -> None:
+    assert restarted(tmp_path / "new") == ["True"]
+    used(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert restarted(tmp_path) == ["True"] and not (tmp_path / "earlier_1").exists()
+
+
+def test_a_restart_that_is_killed_and_started_again_goes_on(tmp_path: Path) -> None:
+    """Otherwise a job that a scheduler requeues with the same command line would begin anew each time."""
+    checkpointed(tmp_path, "actor.optim.lr=1.0e-6")
+    for start, reason in enumerate((None, "signal", "time_limit", "error", "stop_at_step")):
+        anew, *lines = restarted(tmp_path, "actor.optim.lr=2.0e-6", f"run.max_minutes={start + 1}")
+        assert (anew, len(lines)) == (str(start == 0), 1), reason
+        (tmp_path / "metrics.jsonl").write_text("{}\n")
+        (tmp_path / "summary.json").write_text(json.dumps({"exit_reason": reason}) if reason else "")
+    assert not (tmp_path / "earlier_2").exists()
+
+
+def test_restart_begins_anew_once_its_run_is_done_or_the_settings_differ(tmp_path: Path) -> None:
+    checkpointed(tmp_path, "run.resume=restart", reason="done")
+    assert restarted(tmp_path)[0] == "True"
+    checkpointed(tmp_path / "b", "run.resume=restart")
+    assert restarted(tmp_path / "b", "actor.optim.lr=2.0e-6")[0] == "True"
+    checkpointed(tmp_path / "c", "run.resume=auto")  # someone has continued it since
+    assert restarted(tmp_path / "c")[0] == "True"
+    checkpointed(tmp_path / "d", "run.resume=restart")
+    (tmp_path / "d" / "config.yaml").unlink()
+    assert restarted(tmp_path / "d")[0] == "True"
+
+
+class Killed(BaseException):
+    """Stands for a kill -9."""
+
+
+@pytest.mark.parametrize("renames", range(12))
+def test_a_move_that_a_kill_has_interrupted_is_completed_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    checkpointed(tmp_path, "actor.optim.lr=1.0e-6")
+    rename, done = Path.rename, []
+
+    def kill(path: Path, target: Path) -> Path:
+        if len(done) == renames:
+            raise Killed
+        done.append(path)
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", kill)
+        try:
+            restarted(tmp_path, "actor.optim.lr=2.0e-6")
+        except Killed:
+            assert [path.name for path in tmp_path.glob("earlier_*")] == ["earlier_1" + UNFINISHED]
+    lines = finish_move(tmp_path)
+    assert bool(lines) == (len(done) == renames and renames < 12)
+    assert sorted(path.name for path in (tmp_path / "earlier_1").iterdir()) == [
+        "checkpoints", "config.yaml", "dumps", "exports", "metrics.jsonl", "model", "samples",
+        "summary.json", "wandb", "wandb.id", "wandb.log",
+    ]  # fmt: skip
+    assert finish_move(tmp_path) == []
+    assert len(restarted(tmp_path, "actor.optim.lr=2.0e-6")) == 1  # nothing is left to move
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.yaml",
+        "earlier_1",
+        "run.lock",
+        "start",
+    ]
+
+
+def test_restart_moves_the_prepared_folder_if_it_was_made_in_another_way(tmp_path: Path) -> None:
+    made = [f"prepare={{_target_: a.b, dir: {tmp_path}/start/deep, seed: 1}}"]
+    checkpointed(tmp_path, *made)
+    assert "start" not in names_to_move(tmp_path, settings(f"run.dir={tmp_path}", *made), None, True)
+    other = settings(f"run.dir={tmp_path}", made[0].replace("seed: 1", "seed: 2"))
+    assert "start" in names_to_move(tmp_path, other, None, True)
+    elsewhere = settings(f"run.dir={tmp_path}", "prepare={_target_: a.b, dir: /data, seed: 2}")
+    assert "start" in names_to_move(tmp_path, elsewhere, None, True)
+
+
+def test_the_refusal_of_a_changed_run_names_restart() -> None:
+    with pytest.raises(UserError, match=r"begin anew with run.resume=restart, or allow the change with"):
+        check_resume(settings(), settings("run.seed=9"), CHECKPOINT)

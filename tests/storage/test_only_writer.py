@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 ALLOWED = {
     ("ppo_ds/build/dry_run.py", "touch"): "marks the new directory of a dry run",
-    ("ppo_ds/config/resume.py", "rename"): "moves the files of an earlier run within the run directory",
+    ("ppo_ds/config/run_record.py", "rename"): "moves the files of an earlier run within the run directory",
     ("ppo_ds/engine/checkpoint/checkpoints.py", "rename"): "gives a checkpoint the name of a draft",
     ("ppo_ds/engine/checkpoint/files.py", "save_file"): "into a draft directory",
     ("ppo_ds/models/lora.py", "save_file"): "into a draft directory",

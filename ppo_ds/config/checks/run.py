@@ -50,7 +50,7 @@ def check_run_directory(config: Config, ranks: int) -> Iterator[str]:
     ):
         yield (
             f"run.dir={config.run.dir}: has been used already, and run.resume=never; choose another run.dir "
-            "or run.name, or run.resume=auto"
+            "or run.name, or set run.resume=auto or run.resume=restart"
         )
     yield from unknown_names(config)
     yield from unusable_start(config)

@@ -28,8 +28,8 @@ class RunConfig(Section):
     resume: Text = Field(
         "auto",
         description="auto: continue from the newest checkpoint, or start; never: refuse a used run "
-        "directory; or the "
-        "path of a checkpoint folder.",
+        "directory; restart: move the earlier run in the directory to earlier_N/ and begin anew; or the path "
+        "of a checkpoint folder.",
     )
     resume_allow_changes: list[Text] = Field(
         [],

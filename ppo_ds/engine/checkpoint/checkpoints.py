@@ -148,7 +148,7 @@ class Checkpoints:
             listed = ", ".join(f"{path.name} ({reason})" for path, reason in damaged.items())
             raise UserError(
                 f"run.resume=auto: all checkpoints in {self.root} are damaged: {listed}; "
-                "start in another run.dir, or delete them to start from the beginning"
+                "start in another run.dir, or begin anew with run.resume=restart"
             )
         return None
 

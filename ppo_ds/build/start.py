@@ -1,0 +1,94 @@
+"""Decides where a run starts, and opens its directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.config.registry import STAGES, import_target
+from ppo_ds.config.resume import Settings, changes, check_resume, ranks_line
+from ppo_ds.config.run_record import (
+    begins_anew,
+    finish_move,
+    names_to_move,
+    open_run_directory,
+    recorded_settings,
+)
+from ppo_ds.config.schema import Config
+from ppo_ds.distributed.world import World
+from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
+from ppo_ds.errors import UserError
+from ppo_ds.tracking.banner import Banner
+
+
+def open_start(
+    config: Config, settings: Settings, world: World, checkpoints: Checkpoints, banner: Banner
+) -> Path | None:
+    """Opens the run directory and returns the checkpoint to continue from, or None to begin. A collective.
+
+    Raises UserError if the run cannot continue from the checkpoint with these ``settings``. If it cannot, or
+    if the record of an earlier run is to be moved, mistakes in data and rewards are reported first, and
+    nothing is moved.
+    """
+    run_dir, resume = Path(config.run.dir or ""), config.run.resume
+    on_main(world, lambda: banner.note(*finish_move(run_dir)))
+    restart = resume == "restart" and on_main(world, lambda: begins_anew(run_dir, settings))
+    start = None if restart else find_start(resume, checkpoints)
+    before, refusal = None, None
+    if start is not None:
+        before = checkpoints.settings_of(start)
+        try:
+            banner.note(*(check_resume(before, settings, start) if before else []))
+        except UserError as error:
+            refusal = error
+    if refusal or on_main(world, lambda: names_to_move(run_dir, settings, start, restart)):
+        before = before or on_main(world, lambda: recorded_settings(run_dir))
+        check_new_inputs(config, before, settings, world)
+    if refusal:
+        raise refusal
+    if start is not None:
+        banner.note(*ranks_line(checkpoints.world_size_of(start), world.size))
+        if resume == "restart":
+            banner.note(
+                f"restart    run.resume=restart has begun the run in {run_dir} with the same settings; that "
+                "run goes on; to begin anew, choose another run.dir"
+            )
+    on_main(world, lambda: banner.note(*open_run_directory(run_dir, settings, start, restart)))
+    return start
+
+
+def check_new_inputs(config: Config, before: Settings | None, settings: Settings, world: World) -> None:
+    """Raises UserError for mistakes in data and rewards, as far as `prepare` need not create them first."""
+    check = STAGES[config.stage].check
+    if check is None:
+        return
+    changed = [key for key, _, _ in changes(before, settings)] if before else ["prepare."]
+    outdated = config.prepare is not None and any(key.startswith("prepare.") for key in changed)
+    missing = config.prepare is not None and not Path(config.actor.model.path).exists()
+    if not outdated and not missing:
+        import_target(check)(config, world)
+
+
+def on_main(world: World, action: Callable[[], Any]) -> Any:
+    """Runs ``action`` on rank 0 alone; every rank gets its result or its UserError. A collective."""
+    result, problems = None, []
+    if world.is_main:
+        try:
+            result = action()
+        except UserError as error:
+            problems = error.problems
+    result, problems = world.gather_objects((result, problems))[0]
+    if problems:
+        raise UserError(*problems)
+    return result
+
+
+def find_start(resume: str, checkpoints: Checkpoints) -> Path | None:
+    """Returns the verified checkpoint that ``run.resume`` names, or None to start from the beginning."""
+    if resume == "never":
+        return None
+    if resume in ("auto", "restart"):
+        return checkpoints.latest()
+    checkpoints.verify(Path(resume))
+    return Path(resume)

@@ -1,0 +1,165 @@
+"""The record of an earlier run in a run directory: whether a new run keeps it in place or moves it away.
+
+A record that the new run does not continue is moved to a new folder in the run directory, earlier_1,
+earlier_2, ... Until the move is complete, the name of that folder ends in ``.unfinished``; ``finish_move``
+completes a move that a kill has interrupted, before anything else reads the directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import yaml
+
+from ppo_ds.config.resume import Settings, changes, in_words
+from ppo_ds.errors import UserError
+from ppo_ds.storage.drafts import fsync, remove_drafts, write_file
+from ppo_ds.storage.run_directory import check_run_directory
+
+# Files and folders that belong to the steps done so far.
+RECORD = (
+    "config.yaml",
+    "metrics.jsonl",
+    "samples",
+    "summary.json",
+    "curves.png",
+    "model",
+    "model_ema",
+    "adapter",
+    "critic",
+    "wandb.id",
+)
+# What run.resume=restart moves too.
+WHOLE_RECORD = (*RECORD, "checkpoints", "dumps", "exports", "wandb", "wandb.log")
+UNFINISHED = ".unfinished"
+
+
+def begins_anew(run_dir: Path, now: Settings) -> bool:
+    """Returns whether run.resume=restart moves the record in ``run_dir`` away.
+
+    It continues an unfinished run that it has begun itself, with the same settings. Otherwise a job that a
+    scheduler stops and starts again would begin anew each time and never reach its end.
+    """
+    before = recorded_settings(run_dir)
+    if before is None or before["run"].get("resume") != "restart" or changes(before, now):
+        return True
+    try:
+        return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["exit_reason"] == "done"
+    except (OSError, ValueError, TypeError, LookupError):  # killed
+        return False
+
+
+def recorded_settings(run_dir: Path) -> Settings | None:
+    """Returns the settings of the last run in ``run_dir``, or None if they are unknown."""
+    try:
+        found = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        return found if isinstance(found["run"], dict) else None
+    except (OSError, ValueError, TypeError, LookupError, yaml.YAMLError):
+        return None
+
+
+def names_to_move(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
+    """Returns the files and folders of an earlier run that this run does not continue.
+
+    They stay if this run repeats the same steps. Arguments are those of ``open_run_directory``.
+    """
+    before, steps = recorded_settings(run_dir), recorded_steps(run_dir)
+    if restart:
+        used = steps or any((run_dir / "checkpoints").glob("step_*"))
+        names = [*WHOLE_RECORD, *outdated_preparation(before, now)] if used else []
+    elif not steps or (start is not None and not _is_elsewhere(run_dir, start)):
+        names = []
+    elif start is None and before is not None and not changes(before, now):
+        names = []
+    else:
+        names = [*RECORD]
+    return [name for name in names if (run_dir / name).exists()]
+
+
+def recorded_steps(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    return len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
+
+
+def outdated_preparation(before: Settings | None, now: Settings) -> list[str]:
+    """Returns the folder in the run directory that `prepare` made with other arguments than it has now."""
+    made = ((before or {}).get("prepare") or {}).get("dir")
+    if before is None or not isinstance(made, str):
+        return []
+    home = f"{before['run'].get('dir')}/"
+    changed = any(key.startswith("prepare.") for key, _, _ in changes(before, now))
+    return [made.removeprefix(home).split("/")[0]] if changed and made.startswith(home) else []
+
+
+def open_run_directory(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
+    """Creates a run directory, writes config.yaml to it and returns lines for the start-up banner.
+
+    Moves the record of an earlier run that this run does not continue. The lines include the warnings of
+    ``check_run_directory``, which may raise UserError.
+
+    Args:
+        run_dir: The run directory; a new one is accessible only to its owner, an old one keeps its mode.
+        now: The resolved settings of this run.
+        start: The checkpoint that the run continues from.
+        restart: Begins anew whatever the directory holds.
+    """
+    with _os_errors(run_dir):
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lines = check_run_directory(run_dir)
+        steps, before = recorded_steps(run_dir), recorded_settings(run_dir)
+        if names := names_to_move(run_dir, now, start, restart):
+            kept = next(path for i in count(1) if not (path := run_dir / f"earlier_{i}").exists())
+            _move(run_dir, names, kept)
+            changed = changes(before, now) if before else []
+            lines.append(
+                f"restart    {run_dir} had {steps} steps that this run does not continue; their files are "
+                f"now in {kept}{f'; changed settings: {in_words(changed)}' if changed else ''}"
+            )
+        elif start is None and steps:
+            lines.append(f"restart    {run_dir} had {steps} steps and no checkpoint; they are run again")
+        for folder in (run_dir, run_dir / "samples", run_dir / "dumps"):
+            remove_drafts(folder)
+        write_file(run_dir / "config.yaml", yaml.safe_dump(now, sort_keys=False, allow_unicode=True))
+    return lines
+
+
+@contextmanager
+def _os_errors(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"run.dir={run_dir}: cannot be written: {error.strerror}; choose another run.dir"
+        ) from error
+
+
+def finish_move(run_dir: Path) -> list[str]:
+    """Completes a move that was interrupted by a kill; returns lines for the start-up banner."""
+    lines = []
+    for unfinished in run_dir.glob(f"earlier_*{UNFINISHED}"):
+        kept = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
+        with _os_errors(run_dir):
+            _move(run_dir, [name for name in WHOLE_RECORD if (run_dir / name).exists()], kept)
+        lines.append(f"restart    the move of an earlier run to {kept}, which was interrupted, is complete")
+    return lines
+
+
+def _move(run_dir: Path, names: list[str], kept: Path) -> None:
+    """Moves files and folders of the run directory to the folder ``kept`` in it."""
+    unfinished = kept.with_name(kept.name + UNFINISHED)
+    unfinished.mkdir(mode=0o700, exist_ok=True)
+    fsync(run_dir)  # the marker is on the disk before anything is moved
+    for name in names:
+        (run_dir / name).rename(unfinished / name)
+    fsync(unfinished)
+    unfinished.rename(kept)
+    fsync(run_dir)
+
+
+def _is_elsewhere(run_dir: Path, start: Path) -> bool:
+    """Returns whether the checkpoint ``start`` belongs to another run, whose steps are different."""
+    return start.parent.resolve() != (run_dir / "checkpoints").resolve()
