@@ -28,8 +28,9 @@ help:
 
 # --num_gpus is the number of ranks on any accelerator. No GPU is used, so that the quickstart is the same on
 # every machine.
+# The launcher ignores Ctrl-C, so that it prints no traceback; its ranks save and end.
 quickstart: $(STAMP)
-	CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore $(VENV)/bin/deepspeed -q --num_gpus 2 $(if $(PORT),--master_port $(PORT)) launch/train.py +experiment=quickstart $(ARGS)
+	trap '' INT; CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore $(VENV)/bin/deepspeed -q --num_gpus 2 $(if $(PORT),--master_port $(PORT)) launch/train.py +experiment=quickstart $(ARGS)
 
 # The tests of one file (or of one folder, see tests/conftest.py) run in one process, in the collected order.
 FAST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not nightly"
