@@ -233,3 +233,16 @@ def test_a_limit_ends_a_row_before_its_length(prompts, sampling):
 def test_a_response_without_tokens_is_an_error(cut):
     with pytest.raises(AssertionError, match="at least one token"):
         cut([4, 4], [4, 4], lengths=[2, 0])
+
+
+class FirstSpaceDropped(Texts):
+    """A tokenizer that drops a space where a text begins, as some do."""
+
+    def decode(self, ids, *, skip_special_tokens):
+        return "".join({0: "x", 1: " ", 2: "b"}[i] for i in ids).removeprefix(" ")
+
+
+def test_the_window_holds_a_stop_string_whose_first_space_is_dropped():
+    """The last two tokens alone would be decoded as "b", not " b"."""
+    stops = StopStrings((" b",), FirstSpaceDropped())
+    assert stops.found_in(([0] * 9 + [1, 2])[-stops.window :])

@@ -180,8 +180,11 @@ def test_a_resumed_or_rolled_back_run_continues_the_same_wandb_run(tmp_path, ser
         (4, 3, 3),
         (5, 4, 4),
     ]
-    # an axis of its own
-    assert {"1": "step", "6": [3], "7": []} in server.configs[run_id]["_wandb"]["value"]["m"]
+    # the metric "step" is the axis of all metrics (5: the number of the entry that is the axis)
+    assert server.configs[run_id]["_wandb"]["value"]["m"] == [
+        {"1": "step", "6": [3], "7": []},
+        {"2": "*", "5": 1, "6": [1], "7": []},
+    ]
     assert capfd.readouterr().err == ""
     assert any("wandb_child" in line for line in lines) and any("wandb-core" in line for line in lines), lines
     written = (
