@@ -41,6 +41,11 @@ def test_a_replica_stays_on_the_device():
     assert module.moves == [GPU]
 
 
+def test_a_frozen_model_is_in_evaluation_mode_without_gradients():
+    module = frozen(Moving().train(), offload=False).module
+    assert not module.training and not any(parameter.requires_grad for parameter in module.parameters())
+
+
 def test_an_offloaded_replica_is_on_the_device_while_it_is_used():
     module = Moving()
     model = frozen(module, offload=True)

@@ -1,7 +1,6 @@
 """Tests schedules, DeepSpeed's JSON, parameter groups and the environment of a single process."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from ppo_ds.distributed.world import single_process_environment
-from ppo_ds.engine.frozen import freeze
 from ppo_ds.engine.trained import LRSchedule, parameter_counts, parameter_groups
 from ppo_ds.engine.zero import deepspeed_config, merged
 
@@ -201,53 +199,3 @@ def test_plain_python_is_a_single_rank():
         "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
     }  # fmt: skip
     assert alone["MASTER_ADDR"] == "127.0.0.1"
-
-
-# -- frozen models -------------------------------------------------------------------------------------
-
-
-class Movable(nn.Linear):
-    """A layer that lists the devices it is moved to, and stays on the CPU."""
-
-    def __init__(self):
-        super().__init__(1, 1)
-        self.moves = []
-
-    def to(self, device):
-        self.moves.append(str(device))
-        return self
-
-
-def test_a_frozen_model_is_in_evaluation_mode_without_gradients():
-    layer = Movable().train()
-    frozen = freeze(
-        layer, world=SimpleNamespace(device=torch.device("cpu")), offload=True, deepspeed_config=None
-    )
-    assert not layer.training and not any(p.requires_grad for p in layer.parameters())
-    with frozen.resident():
-        assert not frozen(torch.ones(1)).requires_grad
-    assert layer.moves == ["cpu"]  # offloading has no effect on a CPU
-
-
-def test_an_offloaded_model_is_on_the_device_in_the_outermost_block_only():
-    layer = Movable()
-    frozen = freeze(
-        layer, world=SimpleNamespace(device=torch.device("cuda")), offload=True, deepspeed_config=None
-    )
-    assert layer.moves == []
-    with frozen.resident(), frozen.resident():
-        assert layer.moves == ["cuda"]
-    assert layer.moves == ["cuda", "cpu"]
-    with pytest.raises(RuntimeError, match="in the block"), frozen.resident():
-        raise RuntimeError("in the block")
-    assert layer.moves == ["cuda", "cpu"] * 2
-
-
-def test_a_replica_stays_on_its_device():
-    layer = Movable()
-    frozen = freeze(
-        layer, world=SimpleNamespace(device=torch.device("cuda")), offload=False, deepspeed_config=None
-    )
-    with frozen.resident():
-        pass
-    assert layer.moves == ["cuda"]

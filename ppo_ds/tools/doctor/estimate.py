@@ -12,10 +12,9 @@ from math import ceil
 from typing import Any
 
 from ppo_ds.config.schema import Config, rollout_size
-from ppo_ds.config.sections.models import ActorConfig, CriticConfig, InheritedModelConfig, ModelConfig
+from ppo_ds.config.sections.models import ActorConfig, CriticConfig
 from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.engine.memory_budget import MemoryBudget, plan_generation
-from ppo_ds.ops.flops import causal_pairs, forward_flops
 from ppo_ds.ops.linear_logprobs import CPU_BLOCK, GPU_BLOCK, KEPT
 from ppo_ds.ops.memory import (
     BUCKET,
@@ -334,25 +333,3 @@ def _gathered(shape: Shape, each: int, prefetch: bool) -> int:
     too.
     """
     return each * min(2 * shape.parameters, (2 * PREFETCH if prefetch else 0) + 2 * shape.largest_tensor)
-
-
-def step_flops(config: Config, models: Models, longest_prompt: int | None = None) -> int:
-    """Computes the FLOPs of one PPO step over all ranks, with prompts and responses of maximum length.
-
-    A backward counts as two forwards, three with gradient checkpointing.
-    """
-    prompt = longest_prompt or config.data.max_prompt_tokens
-    rows, response = rollout_size(config), config.sampling.max_new_tokens
-    length = prompt + response
-
-    def forward(shape: Shape) -> int:
-        return forward_flops(shape.size, rows * length, rows * causal_pairs([length]), rows * response)
-
-    trained: list[tuple[Shape, ModelConfig | InheritedModelConfig]] = [(models.actor, config.actor.model)]
-    if models.critic is not None:
-        trained.append((models.critic, config.critic.model))
-    frozen = [model.shape for model in (models.reference, *models.rewards.values()) if model is not None]
-    generation = forward(models.actor)
-    scoring = sum(forward(shape) for shape in (*(shape for shape, _ in trained), *frozen))
-    epoch = sum(forward(shape) * (4 if model.gradient_checkpointing else 3) for shape, model in trained)
-    return generation + scoring + config.algo.epochs * epoch
