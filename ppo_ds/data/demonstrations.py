@@ -133,10 +133,17 @@ class DemonstrationSource:
             tails = encode_texts(
                 self._tokenizer, [tail for _, tail in texts], [prompt is None for prompt, _ in chunk]
             )
+            stops = self._tokenizer.stop_ids
             for i, ((prompt, _), head, tail) in enumerate(zip(chunk, heads, tails, strict=True)):
                 if prompt is not None and not head:
                     raise UserError(f"{self._rows.location(part.start + i)}: the prompt has no tokens")
-                yield max(len(head), 1), head + self._end_with_stop(tail, rendered=isinstance(prompt, list))
+                ends = [k for k, token in enumerate(tail) if token in stops]
+                # a chat template may write more text after its own end token
+                if ends and (isinstance(prompt, list) or ends[-1] == len(tail) - 1):
+                    tail = tail[: ends[-1] + 1]
+                else:
+                    tail = tail + list(stops[:1])
+                yield max(len(head), 1), head + tail
 
     def _render(self, prompt: Prompt | None, answer: str, row: int) -> tuple[str, str]:
         """Returns the text of the prompt and the text to learn."""
@@ -154,14 +161,6 @@ class DemonstrationSource:
         except UserError as error:
             raise UserError(f"{self._rows.location(row)}: {error}") from error
         return head, whole[len(head) :]
-
-    def _end_with_stop(self, ids: list[int], rendered: bool) -> list[int]:
-        """Ends the ids with one stop token; a template's output (``rendered``) may continue after its own."""
-        stops = self._tokenizer.stop_ids
-        ends = [i for i, token in enumerate(ids) if token in stops]
-        if ends and (rendered or ends[-1] == len(ids) - 1):
-            return ids[: ends[-1] + 1]
-        return ids + list(stops[:1])
 
     def __len__(self) -> int:
         return len(self._prompt_lengths)

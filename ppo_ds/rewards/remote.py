@@ -156,7 +156,31 @@ class Judge:
 
 
 class RemoteReward(TextReward):
-    """Scores responses over HTTP; on several ranks each rank requests the scores of its own rows."""
+    """Scores responses over HTTP; on several ranks each rank requests the scores of its own rows.
+
+    Args:
+        url: The service's URL.
+        protocol: json for a scoring service, openai for a language model as judge.
+        model: The judge's name (openai only).
+        template: The judge's instruction, with {prompt} and {response} (openai only).
+        pattern: A regular expression with one group, whose last match is the score (openai only).
+        options: Further fields of the request; None: temperature 0 (openai only).
+        lowest: The lowest valid score; None: no bound (openai only).
+        highest: The highest valid score; None: no bound (openai only).
+        parse_retries: Further requests if the judge gives no valid score (openai only).
+        batch_size: Responses in one request (json only).
+        send_rows: Whether the raw rows are sent (json only).
+        concurrency: Simultaneous requests on each rank.
+        timeout_seconds: The limit of one attempt.
+        retries: Further attempts after no connection, a timeout, status 429 or 5xx.
+        backoff_seconds: The pause before the first retry; it doubles each time.
+        max_response_mb: The limit of a reply's size.
+        key_env: The environment variable with the service's key, which is sent as a bearer token.
+        tokenizer: The actor's tokenizer.
+        should_stop: Returns whether the scores are no longer needed. The reward then returns at once, and
+            its result must not be used.
+        key: The reward's section in the config, for errors.
+    """
 
     def __init__(
         self,
@@ -182,31 +206,6 @@ class RemoteReward(TextReward):
         should_stop: Callable[[], bool] = lambda: False,
         key: str = "reward",
     ):
-        """Initializes the reward.
-
-        Args:
-            url: The service's URL.
-            protocol: json for a scoring service, openai for a language model as judge.
-            model: The judge's name (openai only).
-            template: The judge's instruction, with {prompt} and {response} (openai only).
-            pattern: A regular expression with one group, whose last match is the score (openai only).
-            options: Further fields of the request; None: temperature 0 (openai only).
-            lowest: The lowest valid score; None: no bound (openai only).
-            highest: The highest valid score; None: no bound (openai only).
-            parse_retries: Further requests if the judge gives no valid score (openai only).
-            batch_size: Responses in one request (json only).
-            send_rows: Whether the raw rows are sent (json only).
-            concurrency: Simultaneous requests on each rank.
-            timeout_seconds: The limit of one attempt.
-            retries: Further attempts after no connection, a timeout, status 429 or 5xx.
-            backoff_seconds: The pause before the first retry; it doubles each time.
-            max_response_mb: The limit of a reply's size.
-            key_env: The environment variable with the service's key, which is sent as a bearer token.
-            tokenizer: The actor's tokenizer.
-            should_stop: Returns whether the scores are no longer needed. The reward then returns at once, and
-                its result must not be used.
-            key: The reward's section in the config, for errors.
-        """
         super().__init__(tokenizer)
         if protocol == "json":
             if model is not None:

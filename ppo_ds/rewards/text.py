@@ -71,7 +71,15 @@ class TextEncoder:
 
     def __call__(self, row: Row, response: str, finished: bool) -> EncodedText:
         if self.template == "pair":
-            return self._encode_pair(prompt_content(row), response)
+            response_ids = self._hf(response, add_special_tokens=False, verbose=False)["input_ids"]
+            needed = len(response_ids) + self._hf.num_special_tokens_to_add(pair=True)
+            leaves_room = self._max_tokens is None or needed < self._max_tokens
+            truncation = self._truncation("only_first" if leaves_room else "longest_first")
+            # passed as lists: for an empty response outside a list the tokenizer would build a text of one
+            # segment
+            encoded = self._hf([prompt_content(row)], [response], **truncation)
+            types = encoded.get("token_type_ids")
+            return EncodedText(encoded["input_ids"][0], None if types is None else types[0])
         if self.template == "chat":
             chat = [*conversation(row), {"role": "assistant", "content": response}]
             try:
@@ -98,18 +106,6 @@ class TextEncoder:
         if end and eos is not None and ids[-1:] != [eos]:
             ids, types = [*ids, eos], None if types is None else [*types, types[-1] if types else 0]
         return EncodedText(ids, types)
-
-    def _encode_pair(self, prompt: str, response: str) -> EncodedText:
-        response_ids = self._hf(response, add_special_tokens=False, verbose=False)["input_ids"]
-        needed = len(response_ids) + self._hf.num_special_tokens_to_add(pair=True)
-        leaves_room = self._max_tokens is None or needed < self._max_tokens
-        # Passed as lists: for an empty response outside a list the tokenizer would build a single-segment
-        # text.
-        encoded = self._hf(
-            [prompt], [response], **self._truncation("only_first" if leaves_room else "longest_first")
-        )
-        types = encoded.get("token_type_ids")
-        return EncodedText(encoded["input_ids"][0], None if types is None else types[0])
 
     def _truncation(self, strategy: str, reserved: int = 0) -> dict[str, Any]:
         if self._max_tokens is None:

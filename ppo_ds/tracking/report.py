@@ -23,6 +23,7 @@ from ppo_ds.tracking.jsonl import read_metrics
 
 Points = tuple[list[int], list[float]]  # steps, values
 COLOURS = ("#2f6fb0", "#d9792b")
+MAX_CELL = 240  # characters in a cell of the table of samples
 
 
 @dataclass(frozen=True)
@@ -188,18 +189,14 @@ def _sample_table(samples: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(column, overflow="fold")
     table.add_column("score", justify="right", no_wrap=True)
     for sample in samples:
-        texts = (Text(_short(str(sample.get(key, "")))) for key in ("prompt", "before", "after"))
-        table.add_row(*texts, _score(sample.get("score"), percent=False))
+        cells = []
+        for key in ("prompt", "before", "after"):
+            text = str(sample.get(key, "")).strip()
+            text = "".join(c if c.isprintable() or c == "\n" else " " for c in text)  # no control characters
+            cells.append(Text(text if len(text) <= MAX_CELL else text[: MAX_CELL - 1] + "…"))
+        table.add_row(*cells, _score(sample.get("score"), percent=False))
     return table
 
 
 def _score(value: float | None, percent: bool) -> str:
     return "-" if value is None else f"{value:.1%}" if percent else f"{value:.3f}"
-
-
-def _short(text: str, limit: int = 240) -> str:
-    """Prepares a text for a table cell: shortened, without control characters."""
-    text = "".join(
-        character if character.isprintable() or character == "\n" else " " for character in text.strip()
-    )
-    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -7,16 +7,15 @@ from pathlib import Path
 
 from ppo_ds.build.banner import batch_equation
 from ppo_ds.config.schema import Config
+from ppo_ds.engine.memory_budget import GIB, format_bytes
 from ppo_ds.tools.doctor.estimate import CONTEXT, Estimate, Hardware, Models, estimate
 from ppo_ds.tools.doctor.flops import step_flops
 from ppo_ds.tools.doctor.model_shapes import plan_models
 from ppo_ds.tools.doctor.report import (
-    GIB,
     Report,
     check_disk,
     check_host,
     check_inputs,
-    format_bytes,
     free_disk,
     host_memory,
     versions,

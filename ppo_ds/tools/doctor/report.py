@@ -26,12 +26,12 @@ from ppo_ds.build.preflight import preflight
 from ppo_ds.config.schema import Config
 from ppo_ds.config.targets import bind
 from ppo_ds.data.prompts import PromptStream
+from ppo_ds.engine.memory_budget import GIB, format_bytes
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.tools.doctor.estimate import BYTES, Models
 
 T = TypeVar("T")
-GIB = 2**30
 STATE_BYTES = 12  # in a checkpoint, of each trained parameter: fp32 weight and two moments
 MIN_SHM = GIB  # NCCL and data loaders of several GPUs need more than the 64 MiB default of docker
 
@@ -144,10 +144,6 @@ def check_host(offloaded: int, per_node: int, on_gpu: bool, report: Report) -> N
             f"{format_bytes(offloaded)} per rank for offloading, {format_bytes(offloaded * per_node)} per "
             f"node; this machine has {format_bytes(host_memory())}",
         )
-
-
-def format_bytes(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
 # -- the inputs --------------------------------------------------------------------------------------------
