@@ -1,7 +1,7 @@
 """PPO stage: trains a policy from scores of whole responses.
 
 One step, as in Ouyang et al. 2022 (InstructGPT) and Schulman et al. 2017:
-  1. collect           the actor answers a batch of prompts, the reward scores the answers
+  1. collect           the actor responds to a batch of prompts, the reward scores the responses
   2. make_experience   log-probs, KL to the reference, rewards per token, values, advantages (GAE), returns
   3. learn             several epochs of clipped policy and value updates over shuffled minibatches
   4. kl.update         the controller adjusts the KL coefficient
@@ -14,7 +14,7 @@ Departures from the paper:
   - The critic may be trained alone at first: on rollouts of the initial policy (algo.value.pretrain_rollouts,
     VC-PPO, Yuan et al. 2025) and in the first steps (algo.value.warmup_steps).
   - The old policy may lag several steps behind the actor (algo.old_policy=lagged, algo.lag).
-  - Prompts whose answers all score alike may be replaced (algo.dynamic_sampling, DAPO, Yu et al. 2025).
+  - Prompts whose responses all score alike may be replaced (algo.dynamic_sampling, DAPO, Yu et al. 2025).
   - Critic-free estimators may replace GAE (algo.advantage.estimator).
 """
 
@@ -61,7 +61,7 @@ class PPOTrainer:
     seed: int
     total_steps: int
     samples_per_prompt: int
-    sample_rows: int  # answers logged per step
+    sample_rows: int  # responses logged per step
 
     # models
     actor: HybridActor
@@ -103,7 +103,7 @@ class PPOTrainer:
             }
 
     def step(self, index: int) -> StepResult:
-        # 1. answers and scores
+        # 1. responses and scores
         rollout, collected = self.collect(self.prompts)
 
         # 2. log-probs, KL, values, advantages

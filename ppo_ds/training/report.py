@@ -1,4 +1,4 @@
-"""Final report of a run: learning curves, held-out metrics and sample answers."""
+"""Final report of a run: learning curves, held-out metrics and sample responses."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ def write_report(
     """Draws curves.png and prints the results and the saved files of a run. Only rank 0 calls it.
 
     A run that was not ``exported`` was interrupted, so its last evaluation is older than its weights. The
-    held-out table and the sample answers are omitted then. ``checkpoint`` is the last checkpoint, with a hint
-    on how to resume.
+    held-out table and the sample responses are omitted then. ``checkpoint`` is the last checkpoint, with a
+    hint on how to resume.
     """
     before, after = state.first_eval, state.last_eval
     drawn = plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", title=title, before=before)
     names = ("accuracy", "score_mean", "resp_len_mean")
     measured = [name for name in names if exported and before and after and f"eval/{name}" in before]
     scores = {name: (before.get(f"eval/{name}"), after.get(f"eval/{name}")) for name in measured}
-    answers = {row["prompt"]: row for row in state.last_rows}
+    last_rows = {row["prompt"]: row for row in state.last_rows}
     samples = [
         {"prompt": row["asked"], "before": row["response"], "after": now["response"], "score": now["score"]}
         for row in state.first_rows
-        if exported and (now := answers.get(row["prompt"]))
+        if exported and (now := last_rows.get(row["prompt"]))
     ]
     saved: dict[str, Path | str] = {"model": run_dir / "model"} if exported else {}
     if drawn:

@@ -20,7 +20,7 @@ from ppo_ds.training.timing import compare_times
 from ppo_ds.types import Metrics
 
 log = logging.getLogger(__name__)
-REPORTED_ANSWERS = 8  # held-out answers of the first and the last evaluation that the final report compares
+REPORTED_RESPONSES = 8  # of the first and the last evaluation, which the final report compares
 
 
 @dataclass(kw_only=True)
@@ -86,7 +86,7 @@ class Run:
             evaluation = self.stage.evaluate()
             if evaluation is not None:
                 self.state.first_eval = evaluation.metrics
-                self.state.first_rows = evaluation.rows[:REPORTED_ANSWERS]
+                self.state.first_rows = evaluation.rows[:REPORTED_RESPONSES]
                 self.tracker.samples(0, evaluation.rows, split="eval")
             with self.rollback_on_nonfinite():
                 self.stage.start()
@@ -128,7 +128,7 @@ class Run:
             return None
         if evaluation is None:
             return {}
-        self.state.last_eval, self.state.last_rows = evaluation.metrics, evaluation.rows[:REPORTED_ANSWERS]
+        self.state.last_eval, self.state.last_rows = evaluation.metrics, evaluation.rows[:REPORTED_RESPONSES]
         self.tracker.samples(step, evaluation.rows, split="eval")
         return evaluation.metrics
 
