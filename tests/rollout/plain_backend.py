@@ -30,8 +30,10 @@ class PlainGenerator:
 
     @torch.no_grad()
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
-        lm, ids, mask = self.lm(), prompts.ids, prompts.mask
-        logprobs = torch.zeros(len(prompts), 0)
+        lm = self.lm()
+        device = next(lm.parameters()).device
+        ids, mask = prompts.ids.to(device), prompts.mask.to(device)
+        logprobs = torch.zeros(len(prompts), 0, device=device)
         for _ in range(sampling.max_new_tokens):  # as many forwards on every rank
             positions = (mask.cumsum(1) - 1).clamp(min=0)
             logits = lm(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -1].float()
@@ -42,7 +44,7 @@ class PlainGenerator:
             beat()
             if (self.lockstep_max or int)(self.should_stop()):
                 break
-        responses = ids[:, prompts.ids.shape[1] :]
+        responses = ids[:, prompts.ids.shape[1] :].cpu()
         return truncate_at_stop(
-            prompts, responses, logprobs, sampling=sampling, tokenizer=self.tokenizer
+            prompts, responses, logprobs.cpu(), sampling=sampling, tokenizer=self.tokenizer
         ).trimmed()
