@@ -183,7 +183,12 @@ def open_local_store(timeout: timedelta) -> dist.TCPStore | None:
 
 
 def join_process_group(on_gpu: bool, timeout: timedelta) -> None:
-    """Creates the process group; its ports are closed to other machines if all ranks run on this one."""
+    """Creates the process group; its ports are closed to other machines if all ranks run on this one.
+
+    A second run in one process uses the group that exists.
+    """
+    if dist.is_initialized():
+        return
     store = None
     if is_on_one_machine(os.environ):
         for _, interface in socket.if_nameindex():

@@ -79,7 +79,7 @@ def run(folder: Path, case: str) -> None:
         build_run=lambda config, watch, mark_ending: build(folder, case, minutes, watch)
     )
     train.load_config = lambda argv: SimpleNamespace(
-        run=SimpleNamespace(verbose=False, dry_run=False, timeout_minutes=minutes)
+        run=SimpleNamespace(dir=str(folder), verbose=False, dry_run=False, timeout_minutes=minutes)
     )
     train.main([])
 

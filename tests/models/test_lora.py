@@ -153,10 +153,10 @@ def test_named_layers_alone(tmp_path):
 @pytest.mark.parametrize(
     "targets, said",
     [
-        (["nope"], r"actor.lora.targets=\['nope'\]: no linear layer is called nope; "),
+        (["nope"], r"actor.lora.targets=\[nope\]: no linear layer is called nope; "),
         (
             ["q_proj", "lm_head", "mlp"],
-            r"actor.lora.targets=\['q_proj', 'lm_head', 'mlp'\]: no linear layer is called lm_head or mlp; ",
+            r"actor.lora.targets=\[q_proj,lm_head,mlp\]: no linear layer is called lm_head or mlp; ",
         ),
         ([], r"actor.lora.targets=\[\]: names no layer; "),
     ],
