@@ -84,7 +84,7 @@ class Sequences(_Rows):
         super().__post_init__()
         width = self.response_mask.shape[1]
         widths = {"T": self.ids.shape[1], "R": width, "S": width + 1}
-        declared = {f.name: widths.get(f.metadata.get("width")) for f in fields(self)}
+        declared = {f.name: widths.get(f.metadata.get("width", "")) for f in fields(self)}
         for name, column in self.tensors().items():
             expected = (len(self), declared[name])
             assert declared[name] is None or tuple(column.shape) == expected, (
@@ -131,7 +131,7 @@ class Sequences(_Rows):
         """Returns the same rows with prompts padded or cut on the left and responses on the right."""
         left, right = prompt_width - self.prompt_width, response_width - self.response_width
         pads = {"T": (left, right), "R": (0, right), "S": (0, right)}
-        tensors, widths = self.tensors(), {f.name: f.metadata.get("width") for f in fields(self)}
+        tensors, widths = self.tensors(), {f.name: f.metadata.get("width", "") for f in fields(self)}
         changed = {
             name: pad(column, pads[widths[name]]) for name, column in tensors.items() if widths[name] in pads
         }

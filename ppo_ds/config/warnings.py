@@ -40,7 +40,7 @@ def warnings(config: Config, hides_stops: bool) -> list[str]:
 
 def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
     """Returns a warning if a model runs in bf16 on a processor that emulates it; see engine/processor.py."""
-    dtypes = {"actor.model": config.actor.model.dtype}
+    dtypes: dict[str, str | None] = {"actor.model": config.actor.model.dtype}
     if has_critic(config):
         dtypes["critic.model"] = config.critic.model.dtype
     if uses_reference(config) and not reference_is_base(config):

@@ -31,7 +31,8 @@ class JsonlTracker:
         kept = [line for line in read_metrics(self.path) if line["step"] <= step] if step > 0 else []
         write_file(self.path, "".join(_line(record) for record in kept))
         for file in self._samples_dir.glob("*step_*.jsonl"):
-            if int(re.search(r"step_(\d+)", file.name)[1]) > step:
+            number = re.search(r"step_(\d+)", file.name)
+            if number and int(number[1]) > step:
                 file.unlink()
         self._last: dict[str, Any] = kept[-1] if kept else {"step": step}
         self._file = open_for_appending(self.path)

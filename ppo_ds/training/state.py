@@ -58,4 +58,4 @@ class TrainState:
 
 def is_due(step: int, every: int | None) -> bool:
     """Returns whether ``step`` is a multiple of ``every``; never for None and 0."""
-    return bool(every) and step % every == 0
+    return every is not None and every > 0 and step % every == 0
