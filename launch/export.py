@@ -17,7 +17,8 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 
 from launch.cli import Parser  # noqa: E402
 from launch.train import complain, prepare_environment, warn_about  # noqa: E402
-from ppo_ds.errors import UserError  # noqa: E402
+from ppo_ds.config.chat_template import template_text  # noqa: E402
+from ppo_ds.errors import UserError, printable  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -53,6 +54,11 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="run the Python code of models that the run's config trusts",
     )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="use this Jinja template; needed for checkpoints of older versions whose config names a file",
+    )
     try:
         options = parser.parse_args(argv)
         prepare_environment(verbose=False)
@@ -67,10 +73,11 @@ def main(argv: list[str]) -> int:
             options.out,
             force=options.force,
             trust_remote_code=options.trust_remote_code,
+            chat_template=options.chat_template and template_text(options.chat_template),
         )
     except UserError as error:
         return complain(error)
-    print(f"{checkpoint.name}, {options.role}: {out}")
+    print(printable(f"{checkpoint.name}, {options.role}: {out}"))
     return 0
 
 

@@ -19,7 +19,7 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 
 from launch.cli import Parser  # noqa: E402
 from launch.train import complain, prepare_environment, warn_about  # noqa: E402
-from ppo_ds.errors import UserError  # noqa: E402
+from ppo_ds.errors import UserError, printable  # noqa: E402
 
 if TYPE_CHECKING:
     from ppo_ds.tools.replay import Replay
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         result = replay(options.dump, trust_remote_code=options.trust_remote_code)
     except UserError as error:
         return complain(error)
-    print("\n".join(report_lines(result)))
+    print("\n".join(map(printable, report_lines(result))))
     return 0
 
 

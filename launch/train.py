@@ -27,7 +27,7 @@ if __name__ == "__main__":
 from launch.cli import load_config  # noqa: E402
 from ppo_ds.distributed.exit import exit_now, on_exit, run_with_timeout  # noqa: E402
 from ppo_ds.distributed.launcher import check_port, launch_id  # noqa: E402
-from ppo_ds.errors import RunError, UserError  # noqa: E402
+from ppo_ds.errors import RunError, UserError, printable  # noqa: E402
 from ppo_ds.secrets import censored  # noqa: E402
 from ppo_ds.storage import run_lock  # noqa: E402
 from ppo_ds.storage.run_directory import check_run_directory, find_problems  # noqa: E402
@@ -134,7 +134,8 @@ def report(error: BaseException, watch: Watchdog) -> int:
     code: ExitCode = 130 if isinstance(error, KeyboardInterrupt) else 1
     explained = isinstance(error, RunError)  # its message is complete without a traceback
     line = "; ".join((f"error: {error}", *getattr(error, "__notes__", ())))
-    text = censored(line if explained else "".join(traceback.format_exception(error)))
+    text = line if explained else "".join(traceback.format_exception(error))
+    text = censored("\n".join(map(printable, text.split("\n"))))
     if watch.started:
         summary = censored(f"{type(error).__name__}: {error}".partition("\n")[0])
         return watch.fail(text, summary, code, own=explained)
@@ -157,7 +158,7 @@ def complain(error: UserError) -> int:
 def warn_about(run_dir: Path) -> None:
     """Prints a warning for each reason why a run would refuse the run directory; only reads it."""
     for problem in find_problems(run_dir):
-        print(censored(str(UserError(f"warning: {run_dir}: {problem}"))), file=sys.stderr, flush=True)
+        write_line(printable(censored(f"warning: {run_dir}: {problem}")))
 
 
 def problem_lines(error: UserError, prefix: str = "") -> str:

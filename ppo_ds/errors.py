@@ -27,6 +27,14 @@ def single_line(text: str) -> str:
     """Shortens a text in the middle and replaces line breaks and control characters by escapes."""
     if len(text) > _MAX_CHARACTERS:  # the key is at the beginning and the remedy at the end: cut the middle
         text = f"{text[: _MAX_CHARACTERS // 2]} ... {text[-_MAX_CHARACTERS // 2 :]}"
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """Returns a line of text with escapes for line breaks, terminal codes and other unprintable characters.
+
+    Texts of files that may come from someone else pass through it before they are printed or logged.
+    """
     if text.isprintable():
         return text
     return "".join(

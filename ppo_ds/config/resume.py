@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ppo_ds.config.chat_template import settings_with_template_text
 from ppo_ds.config.reading import defaults, dotted_keys
 from ppo_ds.config.renamed import with_current_names
 from ppo_ds.config.schema import Config, config_class
@@ -146,9 +147,9 @@ def changes(before: Settings, now: Settings) -> list[Change]:
     """Returns every key that differs and is not mutable.
 
     A key that ``before`` lacks, because it was added to the config later, had its default. Renamed keys are
-    compared under their current names.
+    compared under their current names, and a chat template by its text.
     """
-    before = with_current_names(before)
+    before = settings_with_template_text(with_current_names(before))
     old, new = _leaves(defaults(config_class(now["stage"]))) | _leaves(before), _leaves(now)
     return [
         (key, old.get(key), new.get(key))

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ppo_ds.config.chat_template import with_template_text
 from ppo_ds.config.checks import algo, data, models, reward, run
 from ppo_ds.config.reading import dotted_keys
 from ppo_ds.config.schema import Config, from_tree, inherit
@@ -54,6 +55,10 @@ def validated(tree: dict[str, Any], ranks: int) -> Config:
         raise UserError(*secrets)
     config, wrong = from_tree(tree)
     config = inherit(config)
+    try:
+        config = with_template_text(config)
+    except UserError as error:
+        wrong = wrong | {"data.chat_template": str(error)}
     # A rule that reads a key with a wrong value would report a second, misleading problem.
     known = {re.split(r"[#\[]", key)[0] for key in wrong} & set(dotted_keys(type(config)))
     named = re.compile("|".join(rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in known) or r"(?!)")

@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ppo_ds.distributed.world import World, seed_everything
 from ppo_ds.engine.checkpoint.files import sha256, write_tensors
+
+MT19937_WORDS = 624  # of the state of numpy's generator
 
 
 @dataclass(frozen=True)
@@ -85,16 +88,35 @@ def save_rng(directory: Path, world: World, states: RandomStates | None = None) 
 def load_rng(directory: Path, world: World) -> None:
     """Restores this rank's states.
 
-    A rank that the saved run did not have is seeded from rank 0's file and its own rank number.
+    A rank that the saved run did not have is seeded from rank 0's file and its own rank number. Raises
+    OSError for a file that holds no valid states: numpy does not check them, and a later draw would crash.
     """
     path = rng_file(directory, world.rank)
     if not path.exists():
         text = f"{sha256(rng_file(directory, 0))} {world.rank}"
         seed_everything(int(hashlib.sha256(text.encode()).hexdigest()[:8], 16))
         return
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
-        set_rng(RandomStates(tensors, json.loads(file.metadata()["rest"])), world)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            states = RandomStates(tensors, json.loads(file.metadata()["rest"]))
+        check_rng(states)
+        set_rng(states, world)
+    except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
+        raise OSError(f"{path}: is damaged: {error}; use another checkpoint") from error
+
+
+def check_rng(states: RandomStates) -> None:
+    """Raises ValueError or TypeError for states that numpy or python would take although they are invalid."""
+    position, has_gauss, gauss = states.rest["numpy"]
+    words = states.tensors["numpy"]
+    gauss_next = states.rest["python"][1]
+    if words.shape != (MT19937_WORDS,) or not 0 <= words.min() <= words.max() < 2**32:
+        raise ValueError(f"the state of numpy's generator is not {MT19937_WORDS} words of 32 bits")
+    if type(position) is not int or not 0 <= position <= MT19937_WORDS:
+        raise ValueError(f"the position of numpy's generator is not an integer from 0 to {MT19937_WORDS}")
+    if has_gauss not in (0, 1) or not all(isfinite(x) for x in (gauss, gauss_next or 0.0)):
+        raise ValueError("a normal number in the states of the generators is not finite")
 
 
 def rng_snapshot(world: World) -> Callable[[], None]:

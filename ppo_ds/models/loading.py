@@ -23,6 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
+from ppo_ds.storage.links import links_that_leave
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NOT_REACHED = "couldn't connect"  # in an error message of transformers without a network
@@ -30,6 +31,8 @@ UNREACHABLE = (
     "no folder of that name, not in the local Hub cache, and the Hub cannot be reached; "
     "give a local folder or download the model first"
 )
+# the attention implementations of transformers itself
+ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 # attention_dropout, resid_pdrop, encoder_layerdrop, classifier_dropout_prob, ...
 _DROPOUT = re.compile(r"dropout|pdrop|layerdrop")
 
@@ -73,15 +76,14 @@ def from_pretrained(
 
     Missing weights are left to the caller: see ``refuse_missing``.
     """
-    path = _checked(model.path, key)
+    path, implementation = _checked(model.path, key), attention(model, key)
     with user_errors(path, key):
         return auto_class.from_pretrained(
             path,
             config=config,
             dtype=torch_dtype(model.dtype),
             trust_remote_code=model.trust_remote_code,
-            # None selects sdpa, or eager in families without sdpa (DeBERTa), where naming sdpa is an error
-            attn_implementation=None if model.attn_implementation == "sdpa" else model.attn_implementation,
+            attn_implementation=implementation,
             ignore_mismatched_sizes=True,  # reported by refuse_missing, with names and shapes
             output_loading_info=True,
             **_hub_only(path, model.revision),
@@ -148,12 +150,41 @@ def _checked(path: str, key: str) -> str:
     """
     path = os.path.expanduser(path)
     if os.path.isdir(path):
+        refuse_links(path, key)
         return path
     if os.path.exists(path):
         raise UserError(f"{key}={path}: is a file; give the folder with config.json and the weights")
     if path.startswith((".", os.sep)) or path.count("/") != 1:
         raise UserError(f"{key}={path}: no such folder, and a Hub id has the form owner/name")
     return path
+
+
+def refuse_links(folder: str, key: str) -> None:
+    """Raises UserError if a model folder has a symbolic link to a file outside of it.
+
+    The content of that file would be saved with the trained model, for example as its chat template.
+    """
+    for name in links_that_leave(Path(folder)):
+        raise UserError(
+            f"{key}={folder}: {name} is a symbolic link to a file outside of the folder; copy the file there"
+        )
+
+
+def attention(model: ModelConfig, key: str) -> str | None:
+    """Returns the attention implementation of a model section for transformers, None for its default.
+
+    The default is sdpa, or eager in families without sdpa (DeBERTa), where naming sdpa is an error. Raises
+    UserError for a name that is not built in, which transformers may take from the Hub as code, unless the
+    section trusts such code.
+    """
+    name = model.attn_implementation
+    if name not in ATTENTION and not model.trust_remote_code:
+        section = key.removesuffix("path")
+        raise UserError(
+            f"{section}attn_implementation={name}: must be one of {', '.join(ATTENTION)}; any other is code "
+            f"from the Hub and needs {section}trust_remote_code=true"
+        )
+    return None if name == "sdpa" else name
 
 
 def _hub_only(path: str, revision: str | None) -> dict[str, str]:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ppo_ds.config.sections.models import LoraConfig, ModelConfig
 from ppo_ds.errors import UserError
-from ppo_ds.models.loading import config_of
+from ppo_ds.models.loading import attention, config_of
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.ops.flops import Size
 from ppo_ds.ops.memory import Shape, decode_bytes_bound
@@ -112,16 +112,16 @@ def planned_shape(
     ``classifier`` makes a sequence classifier with one label, such as a critic or a reward model, instead of
     a language model. UserError names ``key``.
     """
-    config = config_of(section, key)
-    # see loading.from_pretrained
-    attention = None if section.attn_implementation == "sdpa" else section.attn_implementation
+    config, implementation = config_of(section, key), attention(section, key)
     if classifier:
         config.num_labels = 1
     auto_class = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     try:
         with torch.device("meta"):
             model = auto_class.from_config(
-                config, trust_remote_code=section.trust_remote_code, attn_implementation=attention
+                config,
+                trust_remote_code=section.trust_remote_code,
+                attn_implementation=implementation,
             )
             if lora is not None and lora.rank:
                 add_adapters(model, rank=lora.rank, alpha=1.0, targets=lora.targets, seed=0, key=key)

@@ -16,7 +16,8 @@ import jinja2
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.loading import NOT_REACHED, UNREACHABLE
+from ppo_ds.models.loading import NOT_REACHED, UNREACHABLE, refuse_links
+from ppo_ds.models.template_limits import CHARACTERS, rendering_limits
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 NEEDED = "the folder needs tokenizer.json and tokenizer_config.json"
@@ -108,7 +109,11 @@ class TemplateFault(ValueError):
 def render(hf: PreTrainedTokenizerBase, messages: list[Message], **options: Any) -> str:
     """Renders a chat as text; raises TemplateFault."""
     try:
-        return hf.apply_chat_template(messages, tokenize=False, **options)
+        with rendering_limits():
+            text = hf.apply_chat_template(messages, tokenize=False, **options)
+        if len(text) > CHARACTERS:
+            raise ValueError(f"renders {len(text)} characters, more than {CHARACTERS}")
+        return text
     except Exception as error:  # a template is a program and may raise any exception, not only Jinja's
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if isinstance(error, jinja2.TemplateSyntaxError):
@@ -128,12 +133,13 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Loads the tokenizer of a local folder or a Hub model; ``revision`` applies to the Hub only.
 
-    ``chat_template`` (a Jinja template, or a file that holds one) replaces the tokenizer's own. Errors name
-    ``key``, the config key of ``path``.
+    ``chat_template``, a Jinja template, replaces the tokenizer's own. Errors name ``key``, the config key of
+    ``path``.
     """
     folder = Path(os.path.expanduser(path))
     if folder.is_dir():  # a local folder takes precedence over a Hub name
         path, revision = str(folder), None
+        refuse_links(path, key)
     elif path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
         raise UserError(
             f"{key}={path}: no such folder; "
@@ -145,15 +151,6 @@ def load_tokenizer(
         raise UserError(f"{key}={path}: {_remedy(error, key)}") from error
     if len(hf) <= len(hf.get_added_vocab()):  # transformers makes tokenizers of some families without files
         raise UserError(f"{key}={path}: the tokenizer has no vocabulary; {NEEDED}")
-    if chat_template is not None and "{{" not in chat_template and "{%" not in chat_template:
-        try:
-            chat_template = Path(os.path.expanduser(chat_template)).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
-            reason = getattr(error, "strerror", None) or str(error)
-            raise UserError(
-                f"data.chat_template={chat_template}: neither a Jinja template nor a file that can be read "
-                f"({reason})"
-            ) from error
     if chat_template is not None:
         hf.chat_template = chat_template
     return Tokenizer(hf, _generation_end_ids(path, revision, key), chat_template_kwargs, key)

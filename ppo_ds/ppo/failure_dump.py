@@ -135,4 +135,7 @@ def read_dump(folder: Path) -> Dump:
             "use the version that wrote it"
         )
     names = {f.name for f in fields(Dump)} - {"minibatch"}
-    return Dump(**{name: about[name] for name in names}, minibatch=Experience(**columns))
+    try:
+        return Dump(**{name: about[name] for name in names}, minibatch=Experience(**columns))
+    except (LookupError, TypeError) as error:
+        raise UserError(f"{folder}: its update.json or update.safetensors lacks {error}") from error

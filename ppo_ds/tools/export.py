@@ -15,13 +15,13 @@ from safetensors import SafetensorError
 
 from ppo_ds.build.data import build_tokenizer
 from ppo_ds.build.roles import actor_module, critic_module, critic_start
-from ppo_ds.config.renamed import with_current_names
-from ppo_ds.config.schema import Config, from_tree, inherit, resolved, reward_models
+from ppo_ds.config.schema import Config
 from ppo_ds.engine.checkpoint.checkpoints import damage_of
 from ppo_ds.engine.checkpoint.reading import read_weights
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.storage.drafts import draft_directory, remove_drafts
+from ppo_ds.tools.settings import config_of_settings, refuse_links
 
 # folder names of the export at the end of a run
 FOLDERS = {"actor": "model", "critic": "critic", "ema": "model_ema"}
@@ -68,6 +68,7 @@ def export(
     *,
     force: bool = False,
     trust_remote_code: bool = False,
+    chat_template: str | None = None,
 ) -> Path:
     """Writes ``role``, a key of FOLDERS, to ``out`` and its adapter to ``out/adapter``.
 
@@ -76,6 +77,7 @@ def export(
     Args:
         force: Replaces ``out`` if it is a model folder.
         trust_remote_code: Runs the Python code of models that the checkpoint's config trusts.
+        chat_template: A Jinja template that replaces that of the checkpoint's config.
 
     Returns:
         The folder.
@@ -93,9 +95,7 @@ def export(
             f"{out}: exists and is not a model folder (it has no config.json); --force replaces only model "
             "folders"
         )
-    config = _read_config(checkpoint, role)
-    if not trust_remote_code:
-        _refuse_remote_code(config, checkpoint)
+    config = _read_config(checkpoint, role, trust_remote_code, chat_template)
     tokenizer, module = _initial_model(config, role, checkpoint)
     model, copy = ("actor", "ema") if role == "ema" else (role, None)
     try:
@@ -114,11 +114,13 @@ def export(
     return out
 
 
-def _read_config(checkpoint: Path, role: str) -> Config:
+def _read_config(checkpoint: Path, role: str, trust_remote_code: bool, chat_template: str | None) -> Config:
     """Returns the config of the checkpoint's run.
 
-    Raises UserError if a file of the checkpoint is damaged, or if it has no weights of ``role``.
+    Raises UserError if a file of the checkpoint is damaged or elsewhere, if it has no weights of ``role``, or
+    if its settings are refused.
     """
+    refuse_links(checkpoint)
     if damage := damage_of(checkpoint):
         raise UserError(
             f"{checkpoint}: is damaged, or was deleted by its run: {'; '.join(damage[:3])}; "
@@ -136,13 +138,16 @@ def _read_config(checkpoint: Path, role: str) -> Config:
             "its next checkpoint"
         )
     # the run directory may have been moved since
-    settings = _moved(settings, f"{settings['run']['dir']}/", f"{checkpoint.parent.parent}/")
-    config, problems = from_tree(with_current_names(settings))
-    if problems:
-        raise UserError(*(f"{checkpoint / 'state.json'}: {line}" for line in problems.values()))
-    if config.stage != "ppo":
-        raise UserError(f"{checkpoint}: made with stage={config.stage}; only stage=ppo can be exported")
-    return inherit(config)
+    try:
+        settings = _moved(settings, f"{settings['run']['dir']}/", f"{checkpoint.parent.parent}/")
+    except (LookupError, TypeError) as error:
+        raise UserError(f"{checkpoint}: its settings have no run.dir; export another checkpoint") from error
+    return config_of_settings(
+        settings,
+        checkpoint / "state.json",
+        trust_remote_code=trust_remote_code,
+        chat_template=chat_template,
+    )
 
 
 def _moved(value: Any, old: str, new: str) -> Any:
@@ -150,22 +155,6 @@ def _moved(value: Any, old: str, new: str) -> Any:
     if isinstance(value, dict):
         return {name: _moved(item, old, new) for name, item in value.items()}
     return new + value.removeprefix(old) if isinstance(value, str) and value.startswith(old) else value
-
-
-def _refuse_remote_code(config: Config, checkpoint: Path) -> None:
-    """Raises UserError if a model runs code of its own.
-
-    The checkpoint may come from someone else. Its settings may trust the code, but the current user must
-    decide that again.
-    """
-    tree = resolved(config)
-    roles = [(f"{role}.model", tree[role]["model"]) for role in ("actor", "critic")]
-    for key, model in [*roles, *reward_models(config.reward)]:
-        if model.get("trust_remote_code"):
-            raise UserError(
-                f"{checkpoint}: {key}.trust_remote_code=true runs Python code of {key}.path; read that code, "
-                "then repeat with --trust-remote-code"
-            )
 
 
 def _initial_model(config: Config, role: str, checkpoint: Path) -> tuple[Tokenizer, Any]:

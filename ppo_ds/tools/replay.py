@@ -12,17 +12,20 @@ from ppo_ds.build.algorithm import learner
 from ppo_ds.build.data import build_tokenizer
 from ppo_ds.build.engines import Needs
 from ppo_ds.build.roles import build_actor, build_critic, critic_start
-from ppo_ds.config.renamed import with_current_names
-from ppo_ds.config.schema import Config, from_tree, has_critic, inherit
+from ppo_ds.config.schema import Config, has_critic
+from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import connect
 from ppo_ds.engine.checkpoint.state import load_model
 from ppo_ds.errors import UserError
 from ppo_ds.ppo.failure_dump import Dump, read_dump
 from ppo_ds.ppo.health import first_nonfinite
 from ppo_ds.ppo.nan_debug import locate_nonfinite
+from ppo_ds.tools.settings import config_of_settings, refuse_links
 from ppo_ds.training.health import Health
 from ppo_ds.training.nan_debug import Row
 from ppo_ds.training.timing import PhaseTimer
+
+ONE_RANK: dict[str, Any] = {"stage": 0, "offload_optimizer": False, "offload_params": False}
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Replay:
 
 def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
     """Repeats the dumped optimizer step; the run's initial models must still exist."""
+    refuse_links(folder)
     dump, config = read_dump(folder), _read_config(folder, trust_remote_code)
     world = connect(config.run.timeout_minutes)
     timer, tokenizer = PhaseTimer(world.device), build_tokenizer(config)
@@ -54,22 +58,19 @@ def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> Config:
-    """Returns the run's config, adapted to one rank: without ZeRO, offloading and DeepSpeed settings."""
+    """Returns the run's config, adapted to one rank: without ZeRO, offloading and DeepSpeed settings.
+
+    The chat template is left out, since the dump holds ids.
+    """
     file = folder / "config.yaml"
     try:
-        tree: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{folder}: its config.yaml cannot be read: {error}") from error
-    tree = with_current_names(tree)
-    for role in (tree.get("actor", {}), tree.get("critic", {})):
-        role["zero"] = role.get("zero", {}) | {
-            "stage": 0,
-            "offload_optimizer": False,
-            "offload_params": False,
-        }
-        role["deepspeed"] = {}
-        role["model"] = role.get("model", {}) | {"trust_remote_code": trust_remote_code}
-    config, problems = from_tree(tree)
-    if problems:
-        raise UserError(*(f"{file}: {line}" for line in problems.values()))
-    return inherit(config)
+    config = config_of_settings(tree, file, trust_remote_code=trust_remote_code, chat_template="")
+    return replace(
+        config,
+        data=replace(config.data, chat_template=None),
+        actor=replace(config.actor, zero=replace(config.actor.zero, **ONE_RANK), deepspeed={}),
+        critic=replace(config.critic, zero=replace(config.critic.zero, **ONE_RANK), deepspeed={}),
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ppo_ds.errors import printable
+
 
 class Banner:
     """Collects the lines of the start-up banner while a run is built.
@@ -28,7 +30,9 @@ class Banner:
         self.note(titled("warning", text))
 
     def render(self) -> str:
-        return "\n".join([*self._summary, *self._notes])
+        return "\n".join(
+            printable(line) for text in (*self._summary, *self._notes) for line in text.split("\n")
+        )
 
 
 def titled(title: str, text: str) -> str:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ppo_ds.errors import printable
 from ppo_ds.storage.drafts import open_for_appending, write_file
 from ppo_ds.tracking.tracker import Record
 
@@ -68,7 +69,7 @@ class WandbTracker:
                     run_id = secrets.token_hex(4)
                     reply = self._launch(mode, run_id, config)
                 if "started" in reply:
-                    print(f"wandb: {mode}; {reply['started']}", flush=True)
+                    print(printable(f"wandb: {mode}; {reply['started']}"), flush=True)
                     write_file(self._id_file, run_id + "\n")
                     return
                 fallback = "offline" if mode == "online" else "without it"
@@ -203,4 +204,4 @@ class _Child:
 
 
 def _warn(text: str) -> None:
-    print(f"warning: wandb {text}", file=sys.stderr, flush=True)
+    print(printable(f"warning: wandb {text}"), file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from ppo_ds.config.chat_template import template_text
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.models.tokenizer import load_tokenizer
@@ -103,7 +104,7 @@ def test_template_from_a_file_with_arguments(tmp_path):
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     tokenizer = load_tokenizer(
         saved(tmp_path / "t"),
-        chat_template=str(tmp_path / "chat.jinja"),
+        chat_template=template_text(str(tmp_path / "chat.jinja")),
         chat_template_kwargs={"no_think": True},
     )
     assert tokenizer.has_chat_template
@@ -133,7 +134,7 @@ def test_template_that_is_no_file(tmp_path, name, reason):
         UserError,
         match=f"^data.chat_template=.*neither a Jinja template nor a file that can be read .*{reason}",
     ):
-        load_tokenizer(saved(tmp_path), chat_template=str(tmp_path / name))
+        template_text(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,8 @@ class DataConfig(Section):
         512, description="Longest PTX text, in tokens; longer ones are cut on the right."
     )
     chat_template: Text | None = Field(
-        None, description="Jinja chat template, as a file or as text; null: the tokenizer's."
+        None,
+        description="Jinja chat template, as a file or as text; null: the tokenizer's. "
+        "The run keeps its text.",
     )
     chat_template_kwargs: dict[Any, Any] = Field({}, description="Keyword arguments of the chat template.")

@@ -44,7 +44,7 @@ from ppo_ds.engine.checkpoint.state import (
 from ppo_ds.engine.rng import load_rng, save_rng
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
-from ppo_ds.errors import UserError
+from ppo_ds.errors import UserError, printable
 from ppo_ds.storage.drafts import (
     draft_path,
     fsync,
@@ -329,7 +329,7 @@ def damage_of(path: Path, rank: int = 0, size: int = 1) -> list[str]:
             problems.append(f"{name} is missing")
         except OSError as error:
             problems.append(f"{name} cannot be read: {error}")
-    return problems
+    return list(map(printable, problems))
 
 
 def _step_of(folder: Path) -> int:

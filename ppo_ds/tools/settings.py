@@ -1,0 +1,70 @@
+"""Reads the settings of a checkpoint or a dump, which may come from someone else.
+
+They name models, whose code must be trusted anew on this machine, and nothing else that is read: data and
+rewards are not loaded, and a chat template is a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.config.chat_template import is_template
+from ppo_ds.config.renamed import with_current_names
+from ppo_ds.config.schema import Config, from_tree, inherit, resolved
+from ppo_ds.config.types import replace
+from ppo_ds.errors import UserError
+from ppo_ds.storage.links import links_that_leave
+
+
+def config_of_settings(
+    settings: Any, file: Path, *, trust_remote_code: bool, chat_template: str | None = None
+) -> Config:
+    """Returns the config of settings that were read from ``file``.
+
+    Raises UserError for settings with mistakes, for a chat template that is the path of a file, and for a
+    model, also one of the reward, that runs Python code of its own unless ``trust_remote_code``.
+    ``chat_template`` replaces that of the settings.
+    """
+    if not isinstance(settings, dict):
+        raise UserError(f"{file}: holds no settings")
+    config, problems = from_tree(with_current_names(settings))
+    if problems:
+        raise UserError(*(f"{file}: {line}" for line in problems.values()))
+    if config.stage != "ppo":
+        raise UserError(f"{file}: made with stage={config.stage}; this tool needs stage=ppo")
+    config = inherit(config)
+    if not trust_remote_code:
+        for key in trusting_keys(resolved(config)):
+            raise UserError(
+                f"{file}: {key}=true runs Python code of {key.rpartition('.')[0]}.path; read that code, then "
+                "repeat with --trust-remote-code"
+            )
+    if chat_template is not None:
+        return replace(config, data=replace(config.data, chat_template=chat_template))
+    if config.data.chat_template is not None and not is_template(config.data.chat_template):
+        raise UserError(
+            f"{file}: data.chat_template={config.data.chat_template}: names a file, as older versions wrote "
+            "it, but a checkpoint may not choose files of this machine; read that file, then repeat with "
+            "--chat-template FILE"
+        )
+    return config
+
+
+def trusting_keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yields the keys, at any depth, that trust the code of a model."""
+    for name, value in tree.items():
+        if name == "trust_remote_code" and value:
+            yield f"{prefix}{name}"
+        for i, inner in enumerate(value) if isinstance(value, list | tuple) else ():
+            if isinstance(inner, dict):
+                yield from trusting_keys(inner, f"{prefix}{name}[{i}].")
+        if isinstance(value, dict):
+            yield from trusting_keys(value, f"{prefix}{name}.")
+
+
+def refuse_links(folder: Path) -> None:
+    """Raises UserError if a checkpoint or a dump has a symbolic link to a file outside of it."""
+    for name in links_that_leave(folder):
+        raise UserError(f"{folder}: {name} is a symbolic link to a file elsewhere; remove it")
