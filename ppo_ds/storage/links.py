@@ -17,5 +17,7 @@ def links_that_leave(folder: Path) -> Iterator[str]:
     inside = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
     for directory, folders, files in os.walk(root):
         for path in (Path(directory, name) for name in sorted([*folders, *files])):
-            if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in inside):
+            if path.is_symlink() and not any(
+                Path(os.path.realpath(path)).is_relative_to(place) for place in inside
+            ):
                 yield str(path.relative_to(root))
