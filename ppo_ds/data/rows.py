@@ -30,6 +30,11 @@ from ppo_ds.types import Row
 
 _MAX_PROBLEMS = 5  # distinct problems in one error
 
+# Limits of a Parquet file, of which a few KB can expand to terabytes. Bytes in memory:
+_MAX_BYTES = 2**33  # of all rows
+_MAX_ROW_BYTES = 2**26
+_BATCH_BYTES = 2**26  # of the rows that are decoded at once
+
 T = TypeVar("T")
 
 
@@ -162,8 +167,11 @@ def _data_files(local: Path, path: str, key: str) -> list[Path] | None:
 
 
 def _load_from_hub(path: str, split: str, revision: str | None, key: str) -> _Part:
+    """Loads a split without its features, so that no image or sound is decoded or fetched."""
     try:
-        return _Part(f"{path}[{split}]", datasets.load_dataset(path, split=split, revision=revision))
+        dataset = datasets.load_dataset(path, split=split, revision=revision)
+        table = dataset.data.table.replace_schema_metadata(None)
+        return _Part(f"{path}[{split}]", datasets.Dataset(datasets.table.InMemoryTable(table)))
     except ValueError as error:
         # an unknown split, or a data set with several configurations: the message lists the valid names
         raise UserError(
@@ -242,13 +250,57 @@ def _csv_rows(file: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _read_parquet(file: Path, n: int | None) -> _Part:
+    """Reads the first ``n`` rows, batch by batch and within the limits of memory.
+
+    The file's own metadata are dropped: they can declare columns as images or sounds, which ``datasets``
+    would decode, and fetch from an address in the row.
+    """
     try:
-        table = pyarrow.parquet.read_table(file)
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            for field in parquet.schema_arrow:
+                _refuse_extension(field.type, f"{file}: column {field.name}")
+            batches = list(_parquet_batches(parquet, n, file))
+            table = pyarrow.Table.from_batches(batches, parquet.schema_arrow).replace_schema_metadata(None)
         table.validate(full=True)  # otherwise invalid UTF-8 fails later, when its row is read
         return _Part(str(file), datasets.Dataset(table))
     except (pyarrow.ArrowException, ValueError, NotImplementedError) as error:
+        if isinstance(error, UserError):
+            raise
         # ValueError: two columns with the same name
         raise UserError(f"{file}: cannot be read as Parquet: {_one_line(error)}") from error
+
+
+def _parquet_batches(
+    parquet: pyarrow.parquet.ParquetFile, n: int | None, file: Path
+) -> Iterator[pyarrow.RecordBatch]:
+    """Yields batches of at least the first ``n`` rows. Raises UserError beyond the limits of memory.
+
+    A value is at most as large as the decoded pages of its column, but each row of a batch may repeat it.
+    """
+    groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
+    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    largest = max((column.total_uncompressed_size for column in columns), default=1)
+    batch_size = min(1024, max(1, _BATCH_BYTES // max(1, largest)))
+    rows = size = 0
+    for batch in parquet.iter_batches(batch_size=batch_size if n is None else min(n, batch_size)):
+        rows, size = rows + batch.num_rows, size + batch.nbytes
+        if batch.nbytes > _MAX_ROW_BYTES * batch.num_rows:
+            raise UserError(f"{file}: row {rows} or one before it takes more than {_MAX_ROW_BYTES >> 20} MB")
+        if size > _MAX_BYTES:
+            raise UserError(
+                f"{file}: its rows take more than {_MAX_BYTES >> 20} MB; set max_rows or split it"
+            )
+        yield batch
+        if n is not None and rows >= n:
+            return
+
+
+def _refuse_extension(kind: pyarrow.DataType, location: str) -> None:
+    """Raises UserError if a type, or one inside it, is an extension type, which runs code of its library."""
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        raise UserError(f"{location} has the type {_one_line(kind)}, which is not read; remove the column")
+    for i in range(kind.num_fields):
+        _refuse_extension(kind.field(i).type, location)
 
 
 _READERS: dict[str, Callable[[Path, int | None], _Part]] = {
@@ -276,5 +328,5 @@ def _check_row(row: object, location: str) -> Row:
     return row
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: object) -> str:
     return " ".join(str(error).split())[:300]
