@@ -1,7 +1,7 @@
 # A GPU node that runs `deepspeed launch/train.py "$@"`.
 #
 #   docker build -t ppo_ds .
-#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --stop-timeout 300 \
+#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --stop-timeout 300 --user "$(id -u):$(id -g)" \
 #       -v ppo_ds_cache:/cache -v "$PWD/outputs":/workspace/outputs -e WANDB_API_KEY \
 #       ppo_ds +experiment=rlhf run.name=first
 #
@@ -10,7 +10,8 @@
 # --stop-timeout: seconds that the run has to save and end after `docker stop`.
 
 # The image's own torch (2.11, CUDA 12.8) is kept, because setup.cfg allows it. For another version of CUDA:
-# --build-arg BASE=pytorch/pytorch:...
+# --build-arg BASE=pytorch/pytorch:... A tag can change: for an image that cannot, look up its digest and give
+# --build-arg BASE=pytorch/pytorch@sha256:...
 ARG BASE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel
 FROM ${BASE}
 
@@ -26,13 +27,22 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
 WORKDIR /workspace
 
 # The dependencies are installed first, with an empty package, so that a change of the code does not repeat
-# this layer.
-COPY setup.cfg pyproject.toml constraints.txt LICENSE ./
+# this layer. Only files whose hashes are in requirements.lock are installed; torch is that of the image.
+COPY setup.cfg pyproject.toml requirements.lock LICENSE ./
 RUN mkdir ppo_ds && touch ppo_ds/__init__.py \
-    && grep -v '^torch==' constraints.txt > /tmp/constraints.txt \
-    && python -m pip install -c /tmp/constraints.txt -e .
+    && python -m pip install --require-hashes --no-deps -r requirements.lock \
+    && python -m pip install --no-deps --no-build-isolation -e .
 
 COPY . .
+
+# The run has no rights of root. With --user it has those of the owner of outputs/, who has no name and no home
+# in the image, and needs a cache that any user may write to.
+RUN useradd --uid 10001 --no-create-home ppo_ds \
+    && mkdir -p /cache /workspace/outputs \
+    && chmod 1777 /cache \
+    && chown ppo_ds /workspace/outputs
+ENV HOME=/cache USER=ppo_ds
+USER ppo_ds
 
 VOLUME ["/cache", "/workspace/outputs"]
 ENTRYPOINT ["/workspace/launch/docker-entrypoint.sh"]

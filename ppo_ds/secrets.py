@@ -13,15 +13,34 @@ from collections.abc import Iterator
 from typing import Any
 
 # HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, ...
-_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$")
+_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)$|(^|_)(PASS|PAT)$")
 _MIN_CHARACTERS = 8  # shorter values of such variables may occur in any text by chance
-_SECRET_KEY = re.compile(r"(^|_)(api_?key|access_key|secret|passwd|password|authorization)$", re.IGNORECASE)
-_URL_USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # https://me:password@host
-_URL_QUERY = re.compile(
-    r"([?&](?:\w*(?:key|token|secret|passw\w*|signature)|sig|auth|code)=)[^&\s]+", re.IGNORECASE
+# names of config keys, in lower case with underscores; eos_token, stop_token and the like hold no secret
+_SECRET_KEY = re.compile(
+    r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|secret_?keys?|passwd|passwords?|passphrase"
+    r"|authorization|credentials?|cookie"
+    r"|(api|auth|access|bearer|refresh|session|security|hf|hub|github|gitlab|slack|wandb)_?tokens?)$"
+    r"|^tokens?$"
 )
-# the token formats of OpenAI, Hugging Face, GitHub, wandb, Slack and AWS, and bearer headers
-_TOKEN = re.compile(r"\b(sk-|hf_|gh[pousr]_|wandb_v1_|xox[abp]-|AKIA)[\w-]{16,}|\bBearer\s+[\w.~+/=-]{8,}")
+_URL_USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # https://me:password@host
+_URL_QUERY = re.compile(r"([?&](\w+)=)[^&\s]+")
+_SECRET_PARAMETER = re.compile(r"(key|token|secret|signature)$|passw|^(sig|auth|code)$", re.IGNORECASE)
+_TOKEN = re.compile(
+    r"\b(?:"
+    r"sk-(?=[\w-]{0,200}\d)[\w-]{16,}"  # OpenAI, Anthropic and others; "sk-learn-..." has no digit
+    r"|hf_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"|(?:gh[pousr]_|github_pat_)\w{16,}"  # GitHub
+    r"|glpat-[\w-]{16,}"  # GitLab
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}"  # AWS
+    r"|AIza[\w-]{30,}|ya29\.[\w-]{16,}"  # Google
+    r"|(?:gsk|r8|npm)_[A-Za-z0-9]{20,}"  # Groq, Replicate, npm
+    r"|(?:nvapi|pplx|xai|pypi)-[\w-]{20,}"  # NVIDIA, Perplexity, xAI, PyPI
+    r"|wandb_v1_[\w-]{16,}"
+    r"|xox[abeprs]-[\w-]{16,}"  # Slack
+    r"|eyJ[\w-]{8,2000}+\.eyJ[\w-]{8,}\.[\w-]*"  # JSON web token
+    r"|Bearer\s+[\w.~+/=-]{8,}"
+    r")|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
 _REMEDY = (
     "the config is written to files and shown; put it into an environment variable and leave it out here (a "
     "remote reward reads the variable that its key_env names)"
@@ -43,8 +62,8 @@ def secrets_in(tree: Any, key: str = "") -> Iterator[str]:
         elif (
             _TOKEN.search(tree)
             or _URL_USER.search(tree)
-            or ("://" in tree and _URL_QUERY.search(tree))
-            or (tree and _SECRET_KEY.search(key.rpartition(".")[2]))
+            or ("://" in tree and any(_SECRET_PARAMETER.search(name) for _, name in _URL_QUERY.findall(tree)))
+            or (tree and _is_secret_key(key))
         ):
             yield f"{key}: holds what looks like a password or a key; {_REMEDY}"
 
@@ -53,7 +72,24 @@ def censored(text: str) -> str:
     """Returns the text with everything that looks like a secret replaced by ``***``."""
     for _, value in _secret_variables():
         text = text.replace(value, "***")
-    return _URL_QUERY.sub(r"\1***", _URL_USER.sub("***", _TOKEN.sub("***", text)))
+    text = _URL_USER.sub("***", _TOKEN.sub("***", text))
+    return _URL_QUERY.sub(lambda m: m[1] + "***" if _SECRET_PARAMETER.search(m[2]) else m[0], text)
+
+
+def censored_tree(tree: Any) -> Any:
+    """Returns a copy of nested dicts and lists with every text censored."""
+    if isinstance(tree, dict):
+        return {name: censored_tree(item) for name, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [censored_tree(item) for item in tree]
+    return censored(tree) if isinstance(tree, str) else tree
+
+
+def _is_secret_key(key: str) -> bool:
+    """Returns whether the last part of a config key names a secret: ``x-api-key``, ``apiKey``, ``token``."""
+    name = re.sub(r"\[\d+\]$", "", key.rpartition(".")[2])
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return _SECRET_KEY.search(re.sub(r"\W+", "_", name).lower()) is not None
 
 
 def _secret_variables() -> list[tuple[str, str]]:

@@ -430,6 +430,21 @@ ALLOWED = {
     ("ppo_ds/rewards/function.py", "spec_from_file_location"): "the same",
     ("ppo_ds/rewards/function.py", "exec_module"): "the same",
     ("ppo_ds/tracking/wandb.py", "subprocess"): "wandb's child: a list of arguments, no shell",
+    # a permission of the user's command line or config, passed on
+    ("launch/export.py", "trust_remote_code=options.trust_remote_code"): "the command's own option",
+    ("launch/replay.py", "trust_remote_code=options.trust_remote_code"): "the command's own option",
+    ("ppo_ds/tools/replay.py", "trust_remote_code=trust_remote_code"): "the same, over the dump's config",
+    (
+        "ppo_ds/build/dry_run.py",
+        "trust_remote_code=bool(model.get('trust_remote_code'))",
+    ): "of the same model",
+    ("ppo_ds/build/preflight.py", "trust_remote_code=model.trust_remote_code"): "of the same model",
+    ("ppo_ds/models/loading.py", "trust_remote_code=model.trust_remote_code"): "of the same model",
+    ("ppo_ds/models/loading.py", "trust_remote_code=trust_remote_code"): "of the same model",
+    ("ppo_ds/models/size.py", "trust_remote_code=section.trust_remote_code"): "of the same model",
+    ("ppo_ds/models/tiny.py", "trust_remote_code=trust_remote_code"): "of the same model",
+    ("ppo_ds/models/tokenizer.py", "trust_remote_code=trust_remote_code"): "of the same model",
+    ("ppo_ds/models/value.py", "trust_remote_code=section.trust_remote_code"): "of the same model",
 }
 MODULES = {
     "pickle",
@@ -481,12 +496,13 @@ ATTRIBUTES = {
 }
 TAILS = {name.rpartition(".")[2] for name in ATTRIBUTES}
 CALLS = {"eval", "exec", "compile", "__import__"}
+# Arguments that permit code, and their only harmless value. Any other expression must be in ALLOWED.
 SWITCHES = {
-    ("trust_remote_code", True),
-    ("weights_only", False),
-    ("allow_pickle", True),
-    ("shell", True),
-    ("allow_all_kernels", True),
+    "trust_remote_code": False,
+    "weights_only": True,
+    "allow_pickle": False,
+    "shell": False,
+    "allow_all_kernels": False,
 }
 
 
@@ -501,16 +517,20 @@ def dangers(source: str) -> set[str]:
                 alias.name for alias in node.names
             } & ATTRIBUTES
             found |= {f"{node.module}.{alias.name}" for alias in node.names} & ATTRIBUTES
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in SWITCHES:
+            found.add(f"{ast.unparse(node)} = ...")
         elif isinstance(node, ast.Attribute) and node.attr in TAILS:
             found |= {node.attr, ast.unparse(node)} & ATTRIBUTES
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             found |= {node.id} & CALLS
-        elif (
-            isinstance(node, ast.keyword)
-            and isinstance(node.value, ast.Constant)
-            and (node.arg, node.value.value) in SWITCHES
-        ):
-            found.add(f"{node.arg}={node.value.value}")
+        elif isinstance(node, ast.keyword) and node.arg in SWITCHES:
+            if not (isinstance(node.value, ast.Constant) and node.value.value is SWITCHES[node.arg]):
+                found.add(f"{node.arg}={ast.unparse(node.value)}")
+        elif isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value in SWITCHES:
+                    if not (isinstance(value, ast.Constant) and value.value is SWITCHES[key.value]):
+                        found.add(f"{key.value}={ast.unparse(value)}")
     return found
 
 
@@ -534,6 +554,11 @@ def test_every_use_of_code_execution_is_listed():
         *(
             "np.load(x, allow_pickle=True)",
             "f(trust_remote_code=True)",
+            "f(trust_remote_code=given)",
+            "f(trust_remote_code=not False)",
+            "f(**{'trust_remote_code': bool(1)})",
+            "f(weights_only=0)",
+            "model.trust_remote_code = True",
             "f(shell=True)",
             "eval(x)",
             "g = exec",

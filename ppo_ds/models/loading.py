@@ -52,6 +52,8 @@ def load_config(
     Errors name ``key``, the config key of ``path``.
     """
     path = _checked(path, key)
+    if trust_remote_code:
+        refuse_code_of_others(path, revision, key)
     with user_errors(path, key, Exception):
         config = AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, **_hub_only(path, revision)
@@ -67,6 +69,38 @@ def config_of(model: ModelConfig, key: str) -> PreTrainedConfig:
     return load_config(
         model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=key
     )
+
+
+def refuse_code_of_others(path: str, revision: str | None, key: str) -> None:
+    """Raises UserError if a model whose code may run names code of another repository.
+
+    transformers would download and run that code, although only the code of this model is trusted.
+    """
+    for name in ("config.json", "tokenizer_config.json"):
+        try:
+            file = cached_file(path, name, **_hub_only(path, revision))
+            settings = json.loads(Path(file).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue  # absent or damaged, which loading reports
+        for code in _code_references(settings):
+            repository, separator, _ = code.rpartition("--")
+            if separator and repository != path:
+                raise UserError(
+                    f"{key}={path}: its {name} runs code of another repository ({repository}), for which "
+                    f"trust_remote_code does not hold; read that code, copy it into the model's folder, and "
+                    f"delete {repository}-- from auto_map"
+                )
+
+
+def _code_references(settings: Any) -> Iterator[str]:
+    """Yields the entries of every ``auto_map`` in a model's JSON file, such as ``module.Class``."""
+    if isinstance(settings, dict):
+        mapped = settings.get("auto_map", {})
+        for entry in mapped.values() if isinstance(mapped, dict) else (mapped,):
+            yield from (str(code) for code in (entry if isinstance(entry, list) else [entry]))
+        settings = list(settings.values())
+    for part in settings if isinstance(settings, list) else ():
+        yield from _code_references(part)
 
 
 def from_pretrained(

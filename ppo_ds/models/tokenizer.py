@@ -16,7 +16,7 @@ import jinja2
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.loading import NOT_REACHED, UNREACHABLE, refuse_links
+from ppo_ds.models.loading import NOT_REACHED, UNREACHABLE, refuse_code_of_others, refuse_links
 from ppo_ds.models.template_limits import CHARACTERS, rendering_limits
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
@@ -145,6 +145,8 @@ def load_tokenizer(
             f"{key}={path}: no such folder; "
             "give a folder with a Hugging Face model and its tokenizer, or a Hub name"
         )
+    if trust_remote_code:
+        refuse_code_of_others(path, revision, key)
     try:
         hf = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # the libraries raise anything from OSError to a bare Exception

@@ -26,6 +26,7 @@ from ppo_ds.ppo.experience_metrics import sample_rows
 from ppo_ds.ppo.health import NonFiniteStep
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.nan_debug import Origin, find_origin
+from ppo_ds.secrets import censored_tree
 from ppo_ds.storage.drafts import draft_path, publish_directory, write_file
 from ppo_ds.tracking.tracker import finite
 from ppo_ds.types import Experience
@@ -105,7 +106,8 @@ def write_dump(
             about["rows"] = [
                 {"row_of_the_rollout": number, **row} for number, row in zip(numbers, rows, strict=True)
             ]
-            write_json(draft / "update.json", {"format": FORMAT, "world_size": world.size, **about})
+            about = {"format": FORMAT, "world_size": world.size, **about}
+            write_json(draft / "update.json", censored_tree(about))
             publish_directory(draft, folder)  # may replace that of an earlier start that ended at this step
 
     try:

@@ -13,12 +13,12 @@ import os
 import random
 import re
 import socket
+from base64 import b64encode
 from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from threading import Event, Lock, Timer
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import httpx
 from pydantic import PlainValidator
@@ -28,6 +28,7 @@ from ppo_ds.config.types import refuse
 _MAX_PAUSE = 60.0  # seconds; also limits Retry-After, because the other ranks wait
 _MIN_KEY_LENGTH = 8  # shorter keys are placeholders ("EMPTY"), and are not removed from replies
 _MAX_QUOTED = 200  # characters of a reply in an error
+_URL_SAFE = str.maketrans("+/", "-_")  # base64 in URLs
 _SECRET = re.compile(r"key|token|secret|passw|signature|^(sig|auth|code)$", re.IGNORECASE)
 
 
@@ -141,6 +142,7 @@ class JsonClient:
         retries: int,
         backoff_seconds: float,
         max_response_mb: float,
+        proxy: str | None = None,
     ):
         """Initializes the client.
 
@@ -151,18 +153,14 @@ class JsonClient:
             retries: The number of attempts after the first.
             backoff_seconds: The pause before the first retry.
             max_response_mb: The limit of a reply's size.
+            proxy: The URL of a proxy, which sees what goes to the service.
         """
-        self._url = httpx.URL(url)
+        self._url, self._proxy = httpx.URL(url), proxy
         self._key = os.environ[key_env].strip() if key_env else None
         self._timeout, self._retries, self._backoff = timeout_seconds, retries, backoff_seconds
         self._max_bytes = int(max_response_mb * 2**20)
         self._jitter = random.Random()  # its own generator, so that retries do not change the run
-        encodings = set()  # the key as a reply may spell it: in JSON or a URL, with escaped slashes
-        if self._key:
-            in_json = json.dumps(self._key)[1:-1]
-            for text in (self._key, in_json, quote(self._key), quote(self._key, safe="")):
-                encodings |= {text, text.replace("/", "\\/")}
-        self._key_encodings = sorted(encodings, key=len, reverse=True)
+        self._key_pattern = _spellings(self._key) if self._key else None
 
     @property
     def shown(self) -> str:
@@ -182,7 +180,16 @@ class JsonClient:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)  # see _Deadline
-        return httpx.Client(headers=headers, timeout=self._timeout, limits=limits, follow_redirects=False)
+        return httpx.Client(
+            headers=headers,
+            timeout=self._timeout,
+            limits=limits,
+            follow_redirects=False,
+            # no proxy and no password of the environment, which would get the key; SSL_CERT_FILE still counts
+            trust_env=False,
+            verify=httpx.create_ssl_context(),
+            proxy=self._proxy,
+        )
 
     def post(self, client: httpx.Client, payload: bytes, cancelled: Event) -> Any:
         """Returns the reply's JSON.
@@ -226,14 +233,12 @@ class JsonClient:
             raise _FailedAttempt(f"the reply exceeds {self._max_bytes / 2**20:g} MB")
         try:
             reply = json.loads(body)
+            if self._key is None or len(self._key) < _MIN_KEY_LENGTH:
+                return reply
+            return self._without_key_in(reply)  # errors quote parts of it
         except (ValueError, RecursionError):
             text = body.decode("utf-8", "replace")
             raise _FailedAttempt(self._excerpt(f"the reply is not JSON: {text}")) from None
-        if self._key is None or len(self._key) < _MIN_KEY_LENGTH:
-            return reply
-        # Errors quote parts of a reply, so the key is removed from it. The reply is encoded again first,
-        # because the service may have escaped any character of the key.
-        return json.loads(self._without_key(json.dumps(reply, ensure_ascii=False)))
 
     def _read_body(self, response: httpx.Response) -> bytes:
         """Reads the body, and stops after the size limit."""
@@ -272,14 +277,39 @@ class JsonClient:
         return self._excerpt(f"another host, {target.scheme}://{target.host}")
 
     def _without_key(self, text: str) -> str:
-        for encoding in self._key_encodings:
-            text = text.replace(encoding, "***")
-        return text
+        return text if self._key_pattern is None else self._key_pattern.sub("***", text)
+
+    def _without_key_in(self, reply: Any) -> Any:
+        """Returns a JSON value with the key removed from all of its texts."""
+        if isinstance(reply, dict):
+            return {self._without_key(name): self._without_key_in(item) for name, item in reply.items()}
+        if isinstance(reply, list):
+            return [self._without_key_in(item) for item in reply]
+        return self._without_key(reply) if isinstance(reply, str) else reply
 
     def _excerpt(self, text: str) -> str:
         """Prepares text from a service for an error: one line, shortened, without the key."""
         text = self._without_key("".join(c if c.isprintable() else "?" for c in " ".join(text.split())))
         return text if len(text) <= _MAX_QUOTED else text[: _MAX_QUOTED - 3] + "..."
+
+
+def _spellings(key: str) -> re.Pattern[str]:
+    """Returns a pattern of the ways in which a reply may spell the key.
+
+    Each character may be escaped as in JSON, a URL or HTML, and the key may be part of a base64 text.
+    """
+    characters = []
+    for c in key:
+        code = f"{ord(c):x}"
+        in_json = rf"\\{{1,8}}(?:u0*{code}|{re.escape(c)})"  # \u0073, \/ and their repeated escapes
+        characters.append(rf"(?:{re.escape(c)}|(?i:{in_json}|%(?:25)*{code}|&#(?:0*{ord(c)}|x0*{code});))")
+    texts = ["".join(characters)]
+    for shift in range(3) if len(key) >= _MIN_KEY_LENGTH else ():
+        # ``shift`` bytes before the key; letters that depend on the neighbours of the key, too, are left out
+        letters = b64encode(bytes(shift) + key.encode()).decode().rstrip("=")
+        letters = letters[-(-8 * shift // 6) : 8 * (shift + len(key)) // 6]
+        texts += [re.escape(letters), re.escape(letters.translate(_URL_SAFE))]
+    return re.compile("|".join(texts))
 
 
 def _parse_retry_after(value: str) -> float:

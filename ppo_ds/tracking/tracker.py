@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ppo_ds.secrets import censored_tree
 from ppo_ds.types import Metrics
 
 Record = dict[str, float | None]  # metrics as written: None for values that were not finite
@@ -66,7 +67,8 @@ class Trackers:
             tracker.log(step, record)
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]], split: str = "train") -> None:
-        kept = [finite(row) for row in (rows if self._max_samples < 0 else rows[: self._max_samples])]
+        kept = rows if self._max_samples < 0 else rows[: self._max_samples]
+        kept = [censored_tree(finite(row)) for row in kept]
         for tracker in self._trackers if kept else ():
             tracker.samples(step, kept, split)
 
@@ -75,8 +77,11 @@ class Trackers:
             tracker.rewind(step)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Ends the run; adds ``wall_s``, its seconds including those before a resume, to ``summary``."""
-        summary = finite({**summary, "wall_s": self._seconds()})
+        """Ends the run; adds ``wall_s``, its seconds including those before a resume, to ``summary``.
+
+        Secrets are removed here for all trackers: an error quotes whatever text its exception had.
+        """
+        summary = censored_tree(finite({**summary, "wall_s": self._seconds()}))
         for tracker in self._trackers:
             tracker.finish(summary)
 

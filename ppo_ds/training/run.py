@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ppo_ds.distributed.world import World
 from ppo_ds.errors import UserError
+from ppo_ds.secrets import censored
 from ppo_ds.tracking.tracker import Trackers
 from ppo_ds.training.health import TooManySkips
 from ppo_ds.training.report import write_report
@@ -226,7 +227,7 @@ class Run:
                 self.context.run_dir, self.name, self.state, exported=succeeded, checkpoint=checkpoint
             )
             if self.error:
-                log.error("error: %s", self.error)
+                log.error("error: %s", censored(self.error))
         return self.reason
 
     def fail(self, error: BaseException) -> None:

@@ -1,0 +1,44 @@
+"""Tests what the Docker image is made of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PIN = re.compile(r"([a-z0-9-]+)==(\S+?)(?: ;.*)?$")
+
+
+def pins(text: str) -> dict[str, str]:
+    """Returns the versions by package of lines of the form name==version."""
+    lines = [line.strip() for line in text.splitlines() if line and not line.startswith(("#", " "))]
+    return {m[1]: m[2] for m in map(PIN.match, (line.removesuffix("\\").strip() for line in lines)) if m}
+
+
+def test_every_line_of_the_lock_has_hashes_and_the_version_of_the_constraints():
+    lock, constraints = (ROOT / "requirements.lock").read_text(), (ROOT / "constraints.txt").read_text()
+    requirements = [
+        entry for entry in re.sub(r"\\\n *", "", lock).splitlines() if entry and not entry.startswith("#")
+    ]
+    assert len(requirements) > 50
+    for requirement in requirements:
+        assert re.search(r"^\S+==\S+( ;.*?)?( ?--hash=sha256:[0-9a-f]{64})+$", requirement), requirement[:200]
+    tested = pins(constraints)
+    assert len(pins(lock)) == len(requirements) and "torch" not in pins(lock)
+    for name, version in pins(lock).items():
+        assert tested[name] == version, name
+
+
+def test_the_lock_has_every_package_that_the_project_needs():
+    listed = (ROOT / "setup.cfg").read_text().split("install_requires =")[1].split("\n\n")[0].lower()
+    needed = set(re.findall(r"^ +([a-z0-9-]+)", listed, re.MULTILINE)) - {"torch"}
+    assert len(needed) > 10 and needed <= set(pins((ROOT / "requirements.lock").read_text()))
+
+
+def test_the_image_installs_hashed_files_only_and_has_no_rights_of_root():
+    steps = (ROOT / "Dockerfile").read_text()
+    installs = [line for line in re.sub(r"\\\n *", "", steps).split("&&") if "pip install" in line]
+    assert installs and all("--require-hashes" in line or "--no-deps" in line for line in installs)
+    assert "--require-hashes --no-deps -r requirements.lock" in steps
+    users = re.findall(r"^USER (\S+)", steps, re.MULTILINE)
+    assert users and users[-1] not in ("root", "0") and steps.index("USER ") < steps.index("ENTRYPOINT")

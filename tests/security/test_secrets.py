@@ -1,0 +1,129 @@
+"""Tests that keys do not reach the files of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppo_ds.secrets import censored, secrets_in
+from ppo_ds.tracking.jsonl import JsonlTracker
+from ppo_ds.tracking.tracker import Trackers
+
+ROOT = Path(__file__).parents[2]
+KEY = "not-a-real-key-0123456789"
+
+
+class Recorder:
+    """Keeps what a tracker such as wandb's would be told."""
+
+    def __init__(self):
+        self.told = []
+
+    def __getattr__(self, name):
+        return lambda *given, **named: self.told.append((name, given, named))
+
+
+def test_an_error_that_quotes_a_key_is_censored_in_every_record(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_SERVICE_KEY", KEY)
+    recorder = Recorder()
+    trackers = Trackers([JsonlTracker(tmp_path), recorder])
+    row = {"prompt": f"p {KEY}", "response": "r", "score": 1.0, "kl": 0.0, "length": 1, "finish": "eos"}
+    trackers.samples(1, [row])
+    trackers.finish({"exit_reason": "error", "error": f"ValueError: 401 for {KEY}", "more": [{"x": KEY}]})
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {file.name for file in files} >= {"summary.json", "step_000001.jsonl"}
+    assert not [file.name for file in files if KEY in file.read_text()] and KEY not in str(recorder.told)
+    assert json.loads((tmp_path / "summary.json").read_text())["error"] == "ValueError: 401 for ***"
+
+
+SECRETS = {
+    "x-api-key": "abc",
+    "X-Api-Key": "abc",
+    "apiKey": "abc",
+    "token": "abc",
+    "auth_token": "abc",
+    "hf-token": "abc",
+    "passphrase": "abc",
+    "private_key": "abc",
+    "Authorization": "abc",
+    "client_secret": "abc",
+    "Cookie": "abc",
+    "github": "github_pat_11ABCDEFG0abcdefghijkl_mnopqrstuv",
+    "google": "AIzaSyA1234567890abcdefghijklmnopqrstuv",
+    "groq": "gsk_abcdefghij0123456789ABCDEFGHIJ",
+    "nvidia": "nvapi-abcdefghij0123456789ABCDEFGHIJ",
+    "gitlab": "glpat-abcdefghij0123456789",
+    "jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTYifQ.c2lnbmF0dXJl",
+    "slack": "xoxb-123456789012-abcdefghijkl",
+    "aws": "AKIAIOSFODNN7EXAMPLE",
+    "hub": "hf_abcdefghijklmnopqrstuvwxyz",
+    "openai": "sk-proj-abcdefghij0123456789",
+    "replicate": "r8_abcdefghij0123456789abcdef",
+    "pem": "-----BEGIN RSA PRIVATE KEY-----",
+}
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_common_keys_in_a_config_are_found(name):
+    (line,) = secrets_in({"reward": {"options": {name: SECRETS[name]}}})
+    assert line.startswith(f"reward.options.{name}: holds what looks like a password") and "abc" not in line
+
+
+INNOCENT = {
+    "stop_token_ids": [1, 2],
+    "eos_token": "<|im_end|>",
+    "pad_token": "<pad>",
+    "stop_token": "</s>",
+    "max_tokens": 512,
+    "token_budget": "auto",
+    "tokenizer": "meta-llama/Llama-3-8B",
+    "tokenizer_path": "/data/tokenizers/sk-learn-classification-tokens",
+    "key_env": "JUDGE_KEY",
+    "column": "answer_key",
+    "key": "answer",
+    "monkey": "abc",
+    "secretary": "abc",
+    "path": "/data/hf_cache_of_the_whole_group/x",
+    "name": "task-force-of-the-year-2024-sk",
+    "revision": "0123456789abcdef0123456789abcdef01234567",
+    "url": "https://host/a?page=2&keys=1&monkey=banana",
+    "pattern": r"(?i)score[ \t]*[:=]\s*(\d+)",
+    "template": "You are a bearer of good news. Rate {prompt} and {response}; the token counts.",
+    "password": "",
+    "author": "someone",
+    "pass": "first",
+    "spat": "hf_small",
+    "dtype": "bf16",
+}
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_ordinary_values_are_not_taken_for_keys(name):
+    assert list(secrets_in({"reward": {"options": {name: INNOCENT[name]}}})) == []
+
+
+def test_censoring_a_long_text_takes_linear_time():
+    """A stranger chooses the text of an error; quadratic time would be minutes."""
+    for text in (
+        "?passw" * 200_000,
+        "?" + "passw" * 200_000,
+        "://" + "a" * 10**6,
+        "Bearer" + " " * 10**6,
+        "eyJ" * 10**5,
+    ):
+        assert censored(text) == text
+
+
+def test_files_with_keys_are_neither_committed_nor_copied_into_an_image():
+    for name in (".gitignore", ".dockerignore"):
+        lines = (ROOT / name).read_text().splitlines()
+        assert {".env", ".deepspeed_env"} <= {line.removeprefix("**/") for line in lines}, name
+
+
+def test_no_page_advises_to_put_a_key_into_deepspeed_env():
+    """The launcher logs the content of that file, and pdsh shows it in the list of processes."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    said = [line for page in pages for line in page.read_text().splitlines() if ".deepspeed_env" in line]
+    assert said and all("no key" in line.lower() or "neither committed" in line for line in said), said
