@@ -24,7 +24,9 @@ _SECRET_KEY = re.compile(
 )
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # https://me:password@host
 _URL_QUERY = re.compile(r"([?&](\w+)=)[^&\s]+")
-_SECRET_PARAMETER = re.compile(r"(key|token|secret|signature)$|passw|^(sig|auth|code)$", re.IGNORECASE)
+_SECRET_PARAMETER = re.compile(
+    r"(^|_|api|access)key$|(token|secret|signature)$|passw|^(sig|auth|code)$", re.IGNORECASE
+)
 _TOKEN = re.compile(
     r"\b(?:"
     r"sk-(?=[\w-]{0,200}\d)[\w-]{16,}"  # OpenAI, Anthropic and others; "sk-learn-..." has no digit

@@ -12,10 +12,11 @@ import pytest
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.remote import SCORE
+from tests.rewards.conftest import tokenizer
 from tests.rewards.service import lengths, says, serving
 from tests.rewards.test_remote import JUDGE_SETTINGS, SECRET, ask, bound, environment, refused
 
-__all__ = ["ask", "environment"]  # fixtures
+__all__ = ["ask", "environment", "tokenizer"]  # fixtures
 
 BLANKS = 450_000  # quadratic time would be a quarter of an hour
 
