@@ -62,6 +62,7 @@ def main(argv: list[str]) -> int:
             check_port(os.environ)
     except UserError as error:
         return complain(error)
+    mark_ending = lock.mark_ending if lock else lambda: None
     gc.enable()
     if config.run.dry_run:
         os.environ |= CPU_ONLY
@@ -78,12 +79,14 @@ def main(argv: list[str]) -> int:
 
             ranks, is_main = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
             config = start_dry_run(config, ranks, is_main)
-        run = build_run(config, watch, mark_ending=lock.mark_ending if lock else lambda: None)
+        run = build_run(config, watch, mark_ending=mark_ending)
     except UserError as error:
+        mark_ending()
         exit_now(
             watch.fail(problem_lines(error), str(error), 2, own=True) if watch.started else complain(error)
         )
     except BaseException as error:  # KeyboardInterrupt too, and sys.exit() in user code
+        mark_ending()
         exit_now(report(error, watch))
     watch.set_timeout(config.run.timeout_minutes, lambda why: run.fail(RuntimeError(why)))
     try:
@@ -92,6 +95,7 @@ def main(argv: list[str]) -> int:
             finish_dry_run(run, config)
         run.world.barrier()  # the watchdog must watch until all ranks are done
     except BaseException as error:
+        mark_ending()
         code = report(error, watch)
         run_with_timeout(CLOSE_SECONDS, partial(run.fail, error))
         exit_now(code)

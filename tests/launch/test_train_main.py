@@ -18,6 +18,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import Responses, RewardError, TextReward
 from ppo_ds.rewards.function import FunctionReward
 from ppo_ds.rewards.remote import RemoteReward
+from ppo_ds.storage.run_lock import RunLock
 from tests.config.commands import MINIMAL
 
 
@@ -85,6 +86,24 @@ def test_what_goes_wrong_while_training_is_1_with_its_traceback(
     assert run(build=lambda config, watch, mark_ending: 1 / 0) == 1
     err = capsys.readouterr().err
     assert "in broken_reward" in err and "ZeroDivisionError" in err
+
+
+def test_a_run_that_fails_marks_its_lock_so_that_the_next_start_waits(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked: list[str] = []
+    monkeypatch.setattr(RunLock, "mark_ending", lambda lock: marked.append(str(lock.path)))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UserError("wrong")
+
+    assert run(fit=fail) == 1 and len(marked) == 1
+    assert run(build=fail) == 1 and len(marked) == 2
+    assert run(build=refuse) == 2 and len(marked) == 3
+    assert run(fit=lambda: "done") == 0 and len(marked) == 3  # Run.finish marks it
 
 
 FUNCTIONS = """

@@ -131,6 +131,15 @@ def test_checkpoints_are_saved_by_time_at_the_ends_of_steps(loop, monkeypatch, m
     assert named(events, "save") == steps
 
 
+def test_the_lock_is_marked_before_the_last_save_and_after_an_error(loop):
+    run, events = loop()
+    run.mark_ending = lambda: events.append("ending")
+    run.fit()
+    assert events.count("ending") == 1 and events.index("ending") < events.index(("save", 3, False))
+    run.fail(RuntimeError("later"))
+    assert events.count("ending") == 2
+
+
 def test_evaluation_before_during_and_after_training(loop):
     run, events = loop(scores=[0.2, 0.4, 0.6], eval_every=2)
     run.fit()
