@@ -70,7 +70,7 @@ def _serve(run: Any, messages: TextIO) -> tuple[dict[str, Any] | None, int]:
             if "log" in message:
                 run.log(message["log"] | {"step": message["step"]})
             else:
-                _log_samples(run, tables, **message)
+                log_samples(run, tables, **message)
             consecutive = 0
         except Exception:
             traceback.print_exc()
@@ -80,7 +80,7 @@ def _serve(run: Any, messages: TextIO) -> tuple[dict[str, Any] | None, int]:
     return None, refused
 
 
-def _log_samples(
+def log_samples(
     run: Any, tables: dict[str, Any], samples: list[dict[str, Any]], split: str, step: int
 ) -> None:
     """Appends rows to the table of a split; the mode INCREMENTAL uploads only the new rows each time."""
@@ -92,15 +92,13 @@ def _log_samples(
         )
     for row in samples:
         cells = [row.get(column) for column in tables[split].columns[1:]]
-        tables[split].add_data(
-            step,
-            *(
-                cell
-                if cell is None or isinstance(cell, str | int | float)
-                else json.dumps(cell, ensure_ascii=False)
-                for cell in cells
-            ),
-        )
+        texts = [
+            cell
+            if cell is None or isinstance(cell, str | int | float)
+            else json.dumps(cell, ensure_ascii=False)
+            for cell in cells
+        ]
+        tables[split].add_data(step, *texts)
     run.log({f"samples/{split}": tables[split], "step": step})
 
 

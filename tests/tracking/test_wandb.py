@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from ppo_ds.tracking.tracker import Trackers
 from ppo_ds.tracking.wandb import WandbTracker, read_run_id
+from ppo_ds.tracking.wandb_child import log_samples
 from tests.tracking.wandb_server import wandb_server
 
 ROW = {
@@ -450,3 +452,30 @@ def test_disabled_never_imports_wandb():
         text=True,
     )
     assert shown.stdout.strip() == "False"
+
+
+class Table:
+    """A table of wandb that keeps its rows."""
+
+    def __init__(self, columns, **options):
+        self.columns, self.rows = columns, []
+
+    def add_data(self, *cells):
+        self.rows.append(cells)
+
+
+def test_samples_are_rows_of_one_table_per_split_at_their_step(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Table=Table))
+    logged, tables = [], {}
+    run = SimpleNamespace(log=logged.append)
+    for step, split in ((1, "train"), (1, "eval"), (2, "train")):
+        log_samples(run, tables, [{"prompt": "p", "score": 0.5, "components": {"a": 1}}], split, step)
+    assert [entry["step"] for entry in logged] == [1, 1, 2]
+    assert [sorted(entry) for entry in logged] == [
+        ["samples/train", "step"],
+        ["samples/eval", "step"],
+        ["samples/train", "step"],
+    ]
+    assert tables["train"].columns == ["step", "prompt", "score", "components"]
+    assert tables["train"].rows == [(1, "p", 0.5, '{"a": 1}'), (2, "p", 0.5, '{"a": 1}')]
+    assert tables["eval"].rows == [(1, "p", 0.5, '{"a": 1}')]
