@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -191,6 +192,29 @@ def test_a_taken_port_is_reported_before_anything_is_imported(tmp_path: Path) ->
             )
             assert free and free[1] == free[2] and is_free(int(free[1]))
             assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_takes_no_lock(tmp_path: Path, held: subprocess.Popen[str]) -> None:
+    """Shows it by the port, which is checked after the lock."""
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        for extra, refused in (
+            ((), "run.dir=run: is in use"),
+            (("run.dry_run=true",), f"MASTER_PORT={port}: "),
+        ):
+            done = without_libraries(tmp_path, *MINIMAL, *extra, "run.dir=run", MASTER_PORT=port, **launched)
+            assert done.returncode == 2 and done.stderr.startswith(f"error: {refused}")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(("arguments", "port"), [((), ""), (("PORT=29501",), "--master_port 29501")])
+def test_make_quickstart_passes_the_port_on(arguments: tuple[str, ...], port: str) -> None:
+    command = ["make", "-n", "-o", ".venv/.installed", "quickstart", *arguments]
+    shown = subprocess.run(command, cwd=SCRIPT.parents[1], capture_output=True, text=True, check=True).stdout
+    assert f"--num_gpus 2 {port} launch/train.py +experiment=quickstart" in shown
 
 
 def test_a_port_is_checked_only_where_rank_0_opens_it() -> None:
