@@ -56,7 +56,9 @@ def test_names_in_a_manifest_are_escaped(tmp_path, capsys, caplog, kind):
     assert is_safe(capsys.readouterr().err)
 
     checkpoints = Checkpoints(run / "checkpoints", world=OneRank(), keep_last=9)
+    damaged = (run / STEP).rename(tmp_path / "kept")
     checkpoints.save(1, {}, {})
+    damaged.rename(run / "checkpoints" / "step_000009")
     with caplog.at_level(logging.WARNING):
         assert checkpoints.latest() == run / "checkpoints" / "step_000001"
     assert "damaged and skipped" in caplog.text and is_safe(caplog.text)
