@@ -433,6 +433,10 @@ ALLOWED = {
     # a permission of the user's command line or config, passed on
     ("launch/export.py", "trust_remote_code=options.trust_remote_code"): "the command's own option",
     ("launch/replay.py", "trust_remote_code=options.trust_remote_code"): "the command's own option",
+    (
+        "ppo_ds/tools/export.py",
+        "trust_remote_code=trust_remote_code",
+    ): "the same, over the checkpoint's config",
     ("ppo_ds/tools/replay.py", "trust_remote_code=trust_remote_code"): "the same, over the dump's config",
     (
         "ppo_ds/build/dry_run.py",
