@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,8 @@ class Racer:
         return os.read(self._answers, 100).decode()
 
     def end(self) -> None:
+        with suppress(BrokenPipeError):  # it was refused and has ended
+            os.write(self._orders, b"end")
         os.close(self._orders)
         os.close(self._answers)
         os.waitpid(self.pid, 0)
