@@ -52,7 +52,7 @@ class Generator(Protocol):
     """
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
-        """Returns one response per prompt, in the order of the prompts, all tensors on the CPU.
+        """Returns one response per prompt, in the order of the prompts, trimmed and on the CPU.
 
         ``truncate_at_stop`` turns generated tokens [B,R] and their log-probs [B,R] into the Rollout: it
         applies the limits, stop tokens and stop strings. The log-probs are those of the whole distribution at

@@ -103,9 +103,7 @@ def test_torchs_random_state_determines_the_draws(entry, decode, lm, batch, samp
     assert drawn[0][1][:4] != drawn[0][2]  # two responses to the same prompt
 
 
-def test_a_rollout_is_on_the_cpu_trimmed_and_empty_outside_its_masks(
-    entry, decode, lm, batch, prompts, sampling
-):
+def test_a_rollout_is_on_the_cpu_and_empty_outside_its_masks(entry, decode, lm, batch, prompts, sampling):
     rows = prompts(
         *[row[mask].tolist() for row, mask in zip(batch.ids, batch.mask, strict=True)], limits=LIMITS
     )
@@ -138,12 +136,14 @@ def test_stop_tokens_stop_strings_and_limits(entry, decode, successor, prompts, 
     assert responses_of(rollout) == wanted and rollout.finished.tolist() == finished
 
 
-def test_decoding_ends_with_the_last_row(entry, decode, successor, prompts, sampling):
+def test_decoding_ends_with_the_last_row_and_padding_is_trimmed(entry, decode, successor, prompts, sampling):
+    """The prompts are padded to three tokens; the fourth row, which is not decoded, needs them."""
     most = 50 if entry is EXAMPLE else 4  # the example always runs max_new_tokens forwards
     lm, forwards = successor({3: 4, 4: EOS}, V), []
     lm.register_forward_pre_hook(lambda *_: forwards.append(1))
-    rows = prompts([3], [4], [5], limits=[50, 50, 3])
+    rows = prompts([3], [4], [5], [6, 7, 8], limits=[50, 50, 3, 50]).select(torch.arange(3))
     rollout = decode(entry, lm, rows, sampling(50, stop_token_ids=(EOS,)))
+    assert (rollout.prompt_width, rollout.response_width) == (1, 3)
     assert responses_of(rollout) == [[4, EOS], [EOS], [5, 5, 5]] and len(forwards) <= most
 
 
