@@ -238,6 +238,12 @@ ELSEWHERE = [
 ]
 
 
+def test_a_container_with_process_ids_of_its_own_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = machine_id()
+    monkeypatch.setattr(run_lock.os, "readlink", lambda path: {"/proc/self/ns/pid": "pid:[1]"}[path])
+    assert machine_id() != here
+
+
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_elsewhere_60_seconds_without_renewal_decide(
     tmp_path: Path, where: dict[str, str], clock: Clock
