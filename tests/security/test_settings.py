@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import save_file
+from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 from launch import export, replay
 from ppo_ds.config.resume import check_resume
@@ -157,23 +158,23 @@ def test_kernels_of_the_hub_need_trust(tmp_path, witness):
     """The package ``kernels``, which would load and run the code, is a stub here."""
     stub = tmp_path / "stub"
     (stub / "kernels").mkdir(parents=True)
-    info = stub / "kernels-0.13.0.dist-info"
+    info = stub / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.13.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
     (info / "RECORD").write_text("kernels/__init__.py,,\n")
     (stub / "kernels" / "__init__.py").write_text(
-        "class Anything:\n"
+        "class Names(type):\n"
+        "    def __getattr__(cls, name):\n"
+        "        if name.startswith('__'): raise AttributeError(name)\n"
+        "        return 1\n"
+        "class Anything(metaclass=Names):\n"
         "    def __init__(self, *a, **k): pass\n"
         "    def __call__(self, *a, **k): return a[0] if a else None\n"
         "    def __enter__(self): return self\n"
         "    def __exit__(self, *a): pass\n"
-        "Device = LayerRepository = LocalLayerRepository = FuncRepository = LocalFuncRepository = Anything\n"
-        "Mode = type('Mode', (), {'INFERENCE': 1, 'TRAINING': 2, 'TORCH_COMPILE': 4})\n"
-        "def register_kernel_mapping(*a, **k): pass\n"
-        "replace_kernel_forward_from_hub = use_kernel_forward_from_hub = kernelize = Anything()\n"
-        "use_kernel_func_from_hub = Anything()\n"
-        "def use_kernel_mapping(*a, **k): return Anything()\n"
-        "def use_kernelized_func(*a, **k): return lambda f: f\n"
+        "def __getattr__(name):\n"
+        "    if name.startswith('__'): raise AttributeError(name)\n"
+        "    return Anything\n"
         f"def get_kernel(*a, **k):\n    open({str(witness)!r}, 'w').close()\n    raise OSError('stub')\n"
     )
     run = write_run(tmp_path / "run", attn_implementation="nobody/attention")
