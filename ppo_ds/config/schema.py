@@ -8,6 +8,7 @@ they mean the same with any number of ranks.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -36,7 +37,7 @@ from ppo_ds.config.types import OneOf, Section, replace
 
 
 class Config(Section):
-    """Every setting of a run."""
+    """Every setting of every stage. The config of a run is of the class that config_class returns."""
 
     stage: Annotated[str, OneOf(STAGES)] = Field("ppo", description="Kind of training.")
     run: RunConfig
@@ -71,11 +72,15 @@ def config_class(stage: Any) -> type[Config]:
     """Returns Config with only the sections that a stage uses. An unknown stage has all sections."""
     if str(stage) not in STAGES:
         return Config
-    used = {*SHARED, *STAGES[str(stage)].sections}
-    if used == Config.model_fields.keys():
+    return _class_with(frozenset({*SHARED, *STAGES[str(stage)].sections}))
+
+
+@cache  # so that equal configs of a stage are of one class and compare equal
+def _class_with(sections: frozenset[str]) -> type[Config]:
+    if sections == Config.model_fields.keys():
         return Config
     fields: dict[str, Any] = {
-        name: (field.annotation, field) for name, field in Config.model_fields.items() if name in used
+        name: (field.annotation, field) for name, field in Config.model_fields.items() if name in sections
     }
     return cast(type[Config], create_model("Config", __base__=Section, **fields))
 

@@ -12,7 +12,7 @@ from ppo_ds.config.registry import STAGES, StageEntry
 from ppo_ds.config.resume import check_resume
 from ppo_ds.config.schema import SHARED, Config, config_class, resolved
 from ppo_ds.config.validation import CHECKS
-from tests.config.commands import complaints, compose
+from tests.config.commands import MINIMAL, complaints, compose
 
 FIT = ("stage=fit", "run.steps=3", "actor.model.path=org/actor")
 
@@ -25,9 +25,16 @@ def fit_stage() -> Iterator[None]:
     del STAGES["fit"]
 
 
-def test_ppo_uses_every_section() -> None:
-    assert config_class("ppo") is Config
-    assert {*SHARED, *STAGES["ppo"].sections} == set(Config.model_fields)
+def test_config_has_the_sections_of_all_stages() -> None:
+    used = {name for entry in STAGES.values() for name in entry.sections}
+    assert {*SHARED, *used} == set(Config.model_fields)
+    assert set(config_class("ppo").model_fields) == {*SHARED, *STAGES["ppo"].sections}
+
+
+@pytest.mark.parametrize("stage", ["fit", "ppo"])
+def test_equal_configs_of_a_stage_compare_equal(stage: str) -> None:
+    arguments = FIT if stage == "fit" else MINIMAL
+    assert compose(*arguments) == compose(*arguments) != compose(*arguments, "run.seed=1")
 
 
 def test_the_config_has_the_sections_of_its_stage_only() -> None:
@@ -62,8 +69,9 @@ def test_the_checks_of_its_own_sections_apply() -> None:
     assert complaints("stage=fit")[0].startswith("actor.model.path is missing")
 
 
-def test_every_check_names_sections_that_exist() -> None:
-    assert {name for sections in CHECKS.values() for name in sections} <= set(STAGES["ppo"].sections)
+def test_every_check_applies_to_a_stage() -> None:
+    for check, sections in CHECKS.items():
+        assert any(set(sections) <= set(entry.sections) for entry in STAGES.values()), check
 
 
 def test_its_settings_are_compared_on_resume() -> None:
