@@ -26,7 +26,9 @@ class Needs:
     """Requirements of the data on a model that reads the actor's ids."""
 
     vocabulary: int  # upper bound (exclusive) of the ids of the actor's tokenizer
-    positions: int  # tokens of the longest prompt and the longest response together
+    positions: int  # tokens of the longest row
+    longest: str  # what the longest row is, for errors
+    remedy: str  # the keys to lower if it is too long, for errors
 
     def check(self, module: Any, path: str, key: str) -> None:
         """Raises UserError, which names ``key``, if the model cannot read the data.
@@ -43,16 +45,13 @@ class Needs:
             kind, limit = rope
             raise UserError(
                 f"{key}={path}: RoPE of type {kind} changes all rows of a batch that has one longer than "
-                f"{limit} tokens; the longest prompt and sampling.max_new_tokens together (or a text of "
-                f"data.ptx_path) may have {self.positions}: lower data.max_prompt_tokens, "
-                f"sampling.max_new_tokens or data.ptx_max_tokens to stay within {limit}"
+                f"{limit} tokens; {self.longest} may have {self.positions}: lower {self.remedy} to stay "
+                f"within {limit}"
             )
         if module.max_tokens is not None and self.positions > module.max_tokens:
             raise UserError(
-                f"{key}={path}: has {module.max_tokens} positions; the longest prompt and "
-                "sampling.max_new_tokens together (or a text of data.ptx_path) "
-                f"need {self.positions}: lower data.max_prompt_tokens, sampling.max_new_tokens or "
-                "data.ptx_max_tokens"
+                f"{key}={path}: has {module.max_tokens} positions; {self.longest} need {self.positions}: "
+                f"lower {self.remedy}"
             )
 
 

@@ -17,12 +17,11 @@ from ppo_ds.build.algorithm import (
 )
 from ppo_ds.build.banner import summary
 from ppo_ds.build.data import Inputs, read_inputs, stop_ids
-from ppo_ds.build.engines import Needs
 from ppo_ds.build.generator import build_generator
 from ppo_ds.build.layouts import adapter_notes, choose_layouts, plan_generation
 from ppo_ds.build.preflight import preflight
 from ppo_ds.build.reward_models import RewardModels
-from ppo_ds.build.roles import build_actor, build_critic, build_reference, critic_start
+from ppo_ds.build.roles import build_actor, build_critic, build_reference, critic_start, ppo_needs
 from ppo_ds.config.schema import Config, has_critic, rollout_size, uses_reference
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.targets import bind
@@ -179,7 +178,7 @@ def build_sampling(config: Config, stops: tuple[int, ...], temperature: float) -
 def load_models(config: Config, context: RunContext, inputs: Inputs, length: Horizon) -> Models:
     """Loads the models, the reward last because it may share the critic's weights. A collective."""
     world, banner = context.world, context.banner
-    needs = Needs(
+    needs = ppo_needs(
         inputs.tokenizer.id_bound,
         max(inputs.longest_prompt + config.sampling.max_new_tokens, inputs.longest_text),
     )

@@ -1,4 +1,8 @@
-"""Builds the roles of PPO that the config describes: actor, critic and reference."""
+"""Builds the models that the config describes: actor, critic and reference.
+
+Functions that take the whole config are PPO's: they read its sections `algo`, `sampling`, `critic` and
+`reference`. A stage without these makes its actor with ``actor_module`` and ``engines.trained_engine``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from functools import partial
 
 from ppo_ds.build.engines import Needs, add_lora, frozen_engine, trained_engine
 from ppo_ds.config.schema import Config, reference_is_base
-from ppo_ds.config.sections.models import ModelConfig
+from ppo_ds.config.sections.models import ActorConfig, ModelConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
@@ -23,22 +27,47 @@ from ppo_ds.models.value import ScoreModel, can_start_critic, load_critic
 CLASSIFIER = "ppo_ds.rewards.model.model_reward"
 
 
-def actor_module(config: Config) -> Policy:
-    """Loads the actor's policy with its adapters and value head."""
-    role = config.actor
-    policy = load_policy(
-        role.model,
-        temperature=config.sampling.temperature,
-        key="actor.model.path",
-        value_head=config.critic.share_trunk,
+def ppo_needs(vocabulary: int, positions: int) -> Needs:
+    """Returns the requirements of PPO's data on its models."""
+    return Needs(
+        vocabulary,
+        positions,
+        longest="the longest prompt and sampling.max_new_tokens together (or a text of data.ptx_path)",
+        remedy="data.max_prompt_tokens, sampling.max_new_tokens or data.ptx_max_tokens",
     )
-    if config.algo.aux_coef and policy.balance_coef is None:
+
+
+def actor_module(
+    role: ActorConfig,
+    seed: int,
+    *,
+    temperature: float = 1.0,
+    value_head: bool = False,
+    aux_coef: float | None = None,
+) -> Policy:
+    """Loads a policy with its adapters, initialized with ``seed``, and an optional value head.
+
+    Raises UserError if ``aux_coef`` (algo.aux_coef) is set and the model is no mixture of experts.
+    """
+    policy = load_policy(role.model, temperature=temperature, key="actor.model.path", value_head=value_head)
+    if aux_coef and policy.balance_coef is None:
         raise UserError(
-            f"algo.aux_coef={config.algo.aux_coef:g}: {role.model.path} is no mixture of experts and has no "
-            "loss to balance them"
+            f"algo.aux_coef={aux_coef:g}: {role.model.path} is no mixture of experts and has no loss to "
+            "balance them"
         )
-    add_lora(policy.lm, role.lora, config.run.seed, "actor.lora")
+    add_lora(policy.lm, role.lora, seed, "actor.lora")
     return policy
+
+
+def ppo_actor_module(config: Config) -> Policy:
+    """Loads the policy of a PPO run with its adapters and value head."""
+    return actor_module(
+        config.actor,
+        config.run.seed,
+        temperature=config.sampling.temperature,
+        value_head=config.critic.share_trunk,
+        aux_coef=config.algo.aux_coef,
+    )
 
 
 def build_actor(
@@ -48,10 +77,10 @@ def build_actor(
     optimizer_steps: int,
     timed: Callable[[str], AbstractContextManager[None]],
 ) -> HybridActor:
-    """Builds the actor's engine. A collective."""
+    """Builds the engine of PPO's actor, which also generates. A collective."""
 
     def load() -> Policy:
-        policy = actor_module(config)
+        policy = ppo_actor_module(config)
         needs.check(policy, config.actor.model.path, "actor.model.path")
         return policy
 

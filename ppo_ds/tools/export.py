@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ppo_ds.build.data import build_tokenizer
-from ppo_ds.build.roles import actor_module, critic_module, critic_start
+from ppo_ds.build.roles import critic_module, critic_start, ppo_actor_module
 from ppo_ds.config.schema import Config
 from ppo_ds.engine.checkpoint.checkpoints import damage_of
 from ppo_ds.engine.checkpoint.reading import read_weights
@@ -163,6 +163,6 @@ def _initial_model(config: Config, role: str, checkpoint: Path) -> tuple[Tokeniz
         tokenizer = build_tokenizer(config)
         if role == "critic":
             return tokenizer, critic_module(config, critic_start(config, tokenizer))
-        return tokenizer, actor_module(config)
+        return tokenizer, ppo_actor_module(config)
     except UserError as error:
         raise UserError(*(f"{checkpoint}: {line}" for line in error.problems)) from error

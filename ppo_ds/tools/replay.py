@@ -10,8 +10,7 @@ import yaml
 
 from ppo_ds.build.algorithm import learner
 from ppo_ds.build.data import build_tokenizer
-from ppo_ds.build.engines import Needs
-from ppo_ds.build.roles import build_actor, build_critic, critic_start
+from ppo_ds.build.roles import build_actor, build_critic, critic_start, ppo_needs
 from ppo_ds.config.schema import Config, has_critic
 from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import connect
@@ -43,7 +42,7 @@ def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
     dump, config = read_dump(folder), _read_config(folder, trust_remote_code)
     world = connect(config.run.timeout_minutes)
     timer, tokenizer = PhaseTimer(world.device), build_tokenizer(config)
-    needs = Needs(tokenizer.id_bound, dump.minibatch.ids.shape[1])
+    needs = ppo_needs(tokenizer.id_bound, dump.minibatch.ids.shape[1])
     actor, critic = build_actor(config, world, needs, 1, timer), None
     load_model(actor, folder / "actor")
     if has_critic(config):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
-from ppo_ds.build.engines import Needs
+from ppo_ds.build.roles import ppo_needs
 from ppo_ds.errors import UserError
 from ppo_ds.models.policy import Policy
 
@@ -49,7 +49,7 @@ def policy(rope):
 @pytest.mark.parametrize("rope", ["longrope", "dynamic"])
 def test_rope_that_depends_on_the_longest_row_is_limited(rope):
     made = policy(rope)
-    Needs(20, 16).check(made, "models/it", "actor.model.path")
+    ppo_needs(20, 16).check(made, "models/it", "actor.model.path")
     with pytest.raises(
         UserError,
         match=(
@@ -57,7 +57,7 @@ def test_rope_that_depends_on_the_longest_row_is_limited(rope):
             r"have 17: lower .* within 16$"
         ),
     ):
-        Needs(20, 17).check(made, "models/it", "actor.model.path")
+        ppo_needs(20, 17).check(made, "models/it", "actor.model.path")
     ids = torch.arange(32).view(2, 16) % 20
     for longest, same in (
         (16, True),
@@ -76,6 +76,6 @@ def test_rope_that_depends_on_the_longest_row_is_limited(rope):
 
 def test_rope_that_does_not_depend_on_it_is_not_limited():
     made = policy("linear")
-    Needs(20, 64).check(made, "models/it", "actor.model.path")
+    ppo_needs(20, 64).check(made, "models/it", "actor.model.path")
     with pytest.raises(UserError, match="has 64 positions"):
-        Needs(20, 65).check(made, "models/it", "actor.model.path")
+        ppo_needs(20, 65).check(made, "models/it", "actor.model.path")

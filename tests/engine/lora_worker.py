@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ppo_ds.build.engines import Needs
-from ppo_ds.build.roles import CriticStart, build_actor, build_critic, build_reference
+from ppo_ds.build.roles import CriticStart, build_actor, build_critic, build_reference, ppo_needs
 from ppo_ds.config.schema import Config, from_tree, inherit
 from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import World, connect
@@ -31,7 +30,7 @@ from ppo_ds.engine.trained import StepInfo, TrainedModel, parameter_counts
 from ppo_ds.errors import UserError
 
 V, P, R, ROWS = 19, 3, 5, 8
-NEEDS = Needs(V, P + R)
+NEEDS = ppo_needs(V, P + R)
 LR, LORA_LR, STEPS = 1e-3, 1e-2, 10
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Case = dict[str, Any]

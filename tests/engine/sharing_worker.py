@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from ppo_ds.build.engines import Needs
 from ppo_ds.build.reward_models import RewardModels
-from ppo_ds.build.roles import CLASSIFIER, CriticStart, build_actor, build_critic, build_reference
+from ppo_ds.build.roles import CLASSIFIER, CriticStart, build_actor, build_critic, build_reference, ppo_needs
 from ppo_ds.config.schema import Config, from_tree, inherit
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.distributed.world import World, connect
@@ -25,7 +24,7 @@ from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.models.value import load_reward_model
 
 V, T, R, ROWS = 19, 8, 5, 8
-NEEDS = Needs(V, T)
+NEEDS = ppo_needs(V, T)
 Case = dict[str, Any]
 
 
