@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ppo_ds.config.registry import STAGES, import_target
 from ppo_ds.config.schema import Config, from_tree, resolved, reward_models
 from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
@@ -36,7 +37,7 @@ def dry_run_dir(config: Config) -> Path:
 
 
 def dry_run_config(config: Config, ranks: int) -> Config:
-    """Returns the config of the dry run of ``config``."""
+    """Returns the config of the dry run of ``config``, which is PPO's."""
     folder = dry_run_dir(config)
     # the config's own ``prepare`` must create its files in the dry run's folder instead of run.dir
     tree = _moved(resolved(config), str(config.run.dir), str(folder))
@@ -136,7 +137,8 @@ def start_dry_run(config: Config, ranks: int, is_main: bool) -> Config:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / MARKER).touch()
-    return dry_run_config(config, ranks)
+    shrink = import_target(STAGES[config.stage].dry_run or "")  # checks/run.py refuses stages without one
+    return shrink(config, ranks)
 
 
 def prepare(models: list[dict[str, Any]], first: dict[str, Any] | None) -> None:

@@ -91,7 +91,7 @@ class DecodeBackendEntry(Entry):
 
 @dataclass(frozen=True)
 class StageEntry(Entry):
-    """A kind of training: a function (config, RunContext) that builds the stage for training/run.py.
+    """A kind of training: a callable (config, RunContext) that builds the stage for training/run.py.
 
     The config has the sections in ``sections`` besides those of every stage (schema.SHARED); other sections
     are refused, and the checks that read them are skipped. ``critic`` and ``reference`` need ``actor``,
@@ -99,7 +99,9 @@ class StageEntry(Entry):
     """
 
     sections: tuple[str, ...] = field(default=(), kw_only=True)
-    has_dry_run: bool = field(default=False, kw_only=True)  # build/dry_run.py can shrink its config
+    # A function (config, ranks) that returns the config of a dry run, two steps with tiny random models. That
+    # of PPO reads PPO's sections. None: run.dry_run is refused.
+    dry_run: str | None = field(default=None, kw_only=True)
 
     # A function (config, World) that raises UserError for mistakes in data and rewards; it loads no weights.
     check: str | None = field(default=None, kw_only=True)
@@ -243,7 +245,7 @@ STAGES = {
             "memory",
             "reward",
         ),
-        has_dry_run=True,
+        dry_run="ppo_ds.build.dry_run.dry_run_config",
         check="ppo_ds.build.preflight.check_inputs",
     ),
 }

@@ -15,7 +15,7 @@ def check_length(config: Config, ranks: int) -> Iterator[str]:
     """Yields a line unless exactly one of run.steps and run.epochs is set."""
     run = config.run
     if run.steps is None and run.epochs is None:
-        yield "run.steps is missing: the number of PPO steps (or run.epochs: passes over the prompts)"
+        yield "run.steps is missing: the number of training steps (or run.epochs: passes over the data)"
     if run.steps is not None and run.epochs is not None:
         yield f"run.steps={run.steps} and run.epochs={run.epochs:g} are both set; set one of them to null"
 
@@ -23,15 +23,13 @@ def check_length(config: Config, ranks: int) -> Iterator[str]:
 def check_best_checkpoint(config: Config, ranks: int) -> Iterator[str]:
     """Yields a line if no evaluation decides which checkpoint is the best."""
     if config.checkpoint.keep_best and not config.eval.every:
-        yield (
-            "checkpoint.keep_best=true: the best checkpoint is chosen by evaluation; set eval.every and, for "
-            "stage=ppo, data.eval_path"
-        )
+        wanted = "eval.every and data.eval_path" if "data" in type(config).model_fields else "eval.every"
+        yield f"checkpoint.keep_best=true: the best checkpoint is chosen by evaluation; set {wanted}"
 
 
 def check_dry_run(config: Config, ranks: int) -> Iterator[str]:
     """Yields a line if the stage has no dry run."""
-    if config.run.dry_run and not STAGES[config.stage].has_dry_run:
+    if config.run.dry_run and STAGES[config.stage].dry_run is None:
         yield f"run.dry_run=true: stage={config.stage} has no dry run; set it to false"
 
 
