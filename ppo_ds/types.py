@@ -77,7 +77,7 @@ class Sequences(_Rows):
 
     ids: Tensor = field(metadata=_T)  # [B,T] long
     attention_mask: Tensor = field(metadata=_T)  # [B,T] bool
-    # [B,R] bool; 1 = an action of the policy, see algo.train_on_eos
+    # [B,R] bool; 1 = has a loss: an action of the policy (see algo.train_on_eos), or a learned token of text
     response_mask: Tensor = field(metadata=_R)
 
     def __post_init__(self) -> None:

@@ -5,8 +5,8 @@ Settings are of three kinds:
 - IMMUTABLE keys determine the weights, the data or the numbers stored in a checkpoint. A change is an error
   unless run.resume_allow_changes names the key.
 - MUTABLE keys do not affect the numbers of the training. They change silently.
-- All other keys, such as learning rates, KL coefficients, run.steps and the arguments of the reward, may
-  change, and the start-up banner lists the changes.
+- All other keys, such as run.steps, learning rates, and PPO's KL coefficients and arguments of the reward,
+  may change, and the start-up banner lists the changes.
 
 The patterns are those of fnmatch: * matches any text, including dots.
 """
@@ -163,7 +163,9 @@ def ranks_line(before: int, now: int) -> list[str]:
     """Returns a line for the start-up banner if a checkpoint was made with another number of ranks."""
     if before == now:
         return []
-    return [f"changed    ranks {before} -> {now}: responses are sampled differently from here on"]
+    return [
+        f"changed    ranks {before} -> {now}: random numbers, such as those of sampling, differ from here on"
+    ]
 
 
 def unusable_start(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Texts and demonstrations for a language-modelling loss beside PPO's (InstructGPT's PTX)."""
+"""Tokenised texts and demonstrations for a language-modelling loss, such as PTX beside PPO (InstructGPT)."""
 
 from __future__ import annotations
 
@@ -91,11 +91,12 @@ class DemonstrationSource:
         system: str | None = None,
         max_tokens: int = 512,
         key: str = "data.ptx_path",
+        max_tokens_key: str = "data.ptx_max_tokens",
     ):
         """Reads and encodes the data set.
 
-        ``apply_chat_template`` and ``system`` are those of PromptSource; ``key`` is the path's key, for
-        errors.
+        ``apply_chat_template`` and ``system`` are those of PromptSource. ``key`` and ``max_tokens_key`` are
+        the keys of ``path`` and ``max_tokens`` that errors name.
         """
         self.path, self.key = path, key
         self._tokenizer = tokenizer
@@ -115,7 +116,7 @@ class DemonstrationSource:
         if not len(self):
             raise UserError(
                 f"{key}={path}: all {len(demonstrations)} rows are dropped: their answers begin after "
-                f"data.ptx_max_tokens={max_tokens} tokens; raise it"
+                f"{max_tokens_key}={max_tokens} tokens; raise it"
             )
 
     def _tokenize(self, demonstrations: Sequence[Demonstration]) -> Iterator[tuple[int, list[int]]]:
@@ -173,8 +174,9 @@ class DemonstrationSource:
     def batch(self, indices: Sequence[int]) -> Sequences:
         """Returns the rows at ``indices``, right-padded.
 
-        The Sequences have a prompt of one token, so R = T - 1. ``response_mask`` marks the tokens that get a
-        loss; the model attends to the other tokens of a row too.
+        The first token is the prompt, so R = T - 1. ``response_mask`` marks the tokens that have a loss;
+        ``response_lengths`` also counts the other tokens of a demonstration's prompt, to which the model
+        attends.
         """
         rows = [self._ids[i] for i in indices]
         lengths = torch.tensor([len(row) for row in rows])[:, None]
@@ -189,16 +191,23 @@ class DemonstrationSource:
 class DemonstrationStream:
     """Yields batches of ``batch_size`` rows without end.
 
-    Every rank gets the whole batch, and the learner splits it. Each pass over the source is shuffled with the
+    Every rank gets the whole batch; ``microbatches`` divides it among the ranks. ``key`` is the key of
+    ``batch_size`` that errors name. Each pass over the source is shuffled with the
     seed ``seed`` + pass. Rows that do not fill a batch at the end of a pass begin the next batch.
     """
 
-    def __init__(self, source: DemonstrationSource, *, batch_size: int, seed: int = 0):
+    def __init__(
+        self,
+        source: DemonstrationSource,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        key: str = "algo.ptx.batch_size",
+    ):
         if len(source) < batch_size:
             raise UserError(
                 f"{source.key}={source.path}: {len(source)} texts are fewer than one optimizer step takes "
-                f"(algo.ptx.batch_size={batch_size}); set algo.ptx.batch_size to at most {len(source)}, or "
-                "add texts"
+                f"({key}={batch_size}); set {key} to at most {len(source)}, or add texts"
             )
         self.source, self._batch_size = source, batch_size
         self._order = Passes(len(source), seed)

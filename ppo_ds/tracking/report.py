@@ -170,7 +170,7 @@ def before_after(
 
 
 def _score_table(scores: Mapping[str, tuple[float | None, float | None]]) -> Table:
-    table = Table(title="Held-out prompts", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table = Table(title="Held-out data", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.add_column("")
     for column in ("before", "after", "change"):
         table.add_column(column, justify="right")

@@ -28,7 +28,8 @@ class Tracker(Protocol):
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
         """Records sample rows of one step; ``split`` is train or eval.
 
-        A row has the keys prompt, response, score, kl, length and finish.
+        A row has the keys prompt and response. PPO's rows also have score, length and finish; those of its
+        training steps have kl too.
         """
 
     def rewind(self, step: int) -> None:

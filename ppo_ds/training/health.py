@@ -28,7 +28,8 @@ class TooManySkips(Exception):
 class Health:
     """Counts consecutive skipped optimizer steps.
 
-    A rollout that is skipped as a whole counts once, regardless of its number of optimizer steps.
+    A stage may record several optimizer steps that it skips together as one: PPO counts a rollout that is
+    skipped as a whole once.
     """
 
     max_skips: int

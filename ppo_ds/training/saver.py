@@ -91,8 +91,9 @@ class Saver:
         if saved != kept:
             raise UserError(
                 f"run.resume: {path} holds the state of {', '.join(sorted(saved)) or 'nothing'}, "
-                f"this run has {', '.join(sorted(kept))}: keep algo.kl.controller, algo.ptx and the kind of "
-                "reward as they were, or start in another run.dir"
+                f"this run has {', '.join(sorted(kept)) or 'nothing'}: keep the settings that decide on "
+                "them as they were (stage=ppo: algo.kl.controller, algo.ptx and the kind of reward), or "
+                "start in another run.dir"
             )
         self.load_state_dict(state)
         self.saved_step, self.last_checkpoint = self.state.step, path

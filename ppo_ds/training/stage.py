@@ -34,18 +34,21 @@ class RunContext:
 class Evaluation:
     """Result of one held-out evaluation, the same on every rank."""
 
-    metrics: Metrics  # eval/*; checkpoint.keep_best compares eval/score_mean
-    # prompts, responses and scores; the final report shows them by their key "asked"
+    # eval/*. The console, the curves and the final report show score_mean and accuracy, and keep_best keeps
+    # the highest score_mean (a stage with a loss gives its negative). Others are only logged.
+    metrics: Metrics
+    # One row per response, maybe none: "prompt" (unique; the report compares the rows of two evaluations by
+    # it), "asked" (what the report shows of the prompt), "response" and "score".
     rows: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Result of one training step."""
+    """Result of one training step: what run.steps counts. It may have several optimizer steps."""
 
-    metrics: Metrics  # the same on every rank; includes health/skipped_steps
+    metrics: Metrics  # the same on every rank; includes health/skipped_steps, see metrics.step_metrics
     episodes: int  # samples of all ranks
-    tokens: int  # response tokens of all ranks
+    tokens: int  # tokens of all ranks that are trained on; PPO: those of the responses
     samples: list[dict[str, Any]] = field(default_factory=list)  # logged by rank 0
     performance: Callable[[Metrics], Metrics] = lambda costs: {}  # time/* -> perf/* and mem/*; a collective
     warnings: tuple[str, ...] = ()
@@ -65,7 +68,8 @@ class Stage(Stateful, Protocol):
     """One kind of training. All methods are collectives.
 
     ``state_dict`` is copied before every step, so that a stop request can undo the step. It must not use the
-    key "progress", which the run itself uses. tests/training/toy_stage.py is a complete small stage.
+    key "progress", which the run itself uses. tests/training/toy_stage.py is a minimal stage, without data,
+    tokenizer and export of a language model.
     """
 
     models: Mapping[str, TrainedModel]  # saved in every checkpoint

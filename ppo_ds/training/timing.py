@@ -16,9 +16,9 @@ from ppo_ds.distributed.world import World
 from ppo_ds.types import Metrics
 
 _LOWER = "; lower memory.{} (it changes memory and speed, not the result)"
-REMEDIES = {
+REMEDIES = {  # phase -> advice after it has run out of memory; a stage's other phases have none
     "generate": _LOWER.format("rollout_tokens"),
-    "eval": _LOWER.format("rollout_tokens"),
+    "eval": _LOWER.format("rollout_tokens or memory.score_tokens"),
     "switch": "; set actor.zero.generation_gather=layers or actor.zero.offload_states=always",
     **dict.fromkeys(("old_logprobs", "ref_logprobs", "values", "reward"), _LOWER.format("score_tokens")),
     **dict.fromkeys(("update_actor", "update_critic"), _LOWER.format("train_tokens")),

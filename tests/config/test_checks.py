@@ -102,7 +102,8 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(
         ),
         (
             "+critic.deepspeed.train_batch_size=7",
-            "critic.deepspeed.train_batch_size=7: is set by the trainer; use rollout.prompts_per_step",
+            "critic.deepspeed.train_batch_size=7: is set by the trainer; use the stage's batch sizes "
+            "(stage=ppo: rollout.prompts_per_step",
         ),
         (
             "+actor.deepspeed.zero_optimization.stage=3",
@@ -111,7 +112,8 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(
         ("eval.every=5", "eval.every=5: needs held-out prompts in data.eval_path"),
         (
             "checkpoint.keep_best=true",
-            "checkpoint.keep_best=true: the best checkpoint is chosen by evaluation; set eval.every",
+            "checkpoint.keep_best=true: the best checkpoint is chosen by evaluation; set eval.every and "
+            "data.eval_path",
         ),
         ("sampling.min_new_tokens=9", "sampling.min_new_tokens=9: must be at most sampling.max_new_tokens=8"),
         (

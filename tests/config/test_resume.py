@@ -64,8 +64,12 @@ def test_the_same_settings_are_nothing_to_speak_of() -> None:
 
 def test_another_number_of_ranks_is_named_in_both_directions() -> None:
     assert ranks_line(2, 2) == []
-    assert ranks_line(2, 1) == ["changed    ranks 2 -> 1: responses are sampled differently from here on"]
-    assert ranks_line(1, 2) == ["changed    ranks 1 -> 2: responses are sampled differently from here on"]
+    assert ranks_line(2, 1) == [
+        "changed    ranks 2 -> 1: random numbers, such as those of sampling, differ from here on"
+    ]
+    assert ranks_line(1, 2) == [
+        "changed    ranks 1 -> 2: random numbers, such as those of sampling, differ from here on"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_it_continues_where_it_stopped_and_may_change_the_number_of_ranks(tmp_pa
     )
     second = launch("python", *SMALL, "run.steps=4", cwd=tmp_path)
     assert second.returncode == 0, second.stdout + second.stderr
-    assert second.stdout.count("ranks 2 -> 1: responses are sampled differently") == 1
+    assert second.stdout.count("ranks 2 -> 1: random numbers, such as those of sampling, differ") == 1
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[2]["kl/ref_seq_mean"] != 0  # the actor is not the reference any more

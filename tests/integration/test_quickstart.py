@@ -77,6 +77,6 @@ def test_what_is_left_behind(run):
     sample = json.loads((folder / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
     assert {"prompt", "response", "score", "kl", "length", "finish"} <= sample.keys()
     assert (folder / "checkpoints" / "latest").read_text().strip().startswith("step_")
-    for shown in ("Held-out prompts", "Sample responses", "curves.png", "optimizer steps"):
+    for shown in ("Held-out data", "Sample responses", "curves.png", "optimizer steps"):
         assert shown in output
     assert "Traceback" not in output and "\x1b" not in output  # no terminal: no colours

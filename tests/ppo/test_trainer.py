@@ -99,7 +99,7 @@ def test_an_aborted_run_shows_no_old_evaluation(tmp_path, capsys, exported):
     )
     write_report(tmp_path, "a run", state, exported=exported, checkpoint="run/step_1   goes on")
     shown = capsys.readouterr().out
-    assert ("Held-out prompts" in shown) == ("Sample responses" in shown) == exported
+    assert ("Held-out data" in shown) == ("Sample responses" in shown) == exported
     assert "checkpoint  run/step_1   goes on" in shown
 
 

@@ -17,13 +17,12 @@ class RunConfig(Section):
     )
     seed: Natural = Field(0, description="Seed of all random number generators.")
     steps: Count | None = Field(
-        None, description="Number of PPO steps; each collects and trains on one rollout."
+        None, description="Number of training steps; with stage=ppo, each collects and trains on one rollout."
     )
     epochs: Positive | None = Field(
         None,
-        description="Passes over the prompts, instead of run.steps. One pass over a mixture has as many "
-        "prompts as "
-        "its data sets together.",
+        description="Passes over the training data (with stage=ppo: the prompts), instead of run.steps. "
+        "One pass over a mixture has as many prompts as its data sets together.",
     )
     resume: Text = Field(
         "auto",
@@ -63,7 +62,8 @@ class MemoryConfig(Section):
     rollout_tokens: Count = Field(32768, description="Most tokens in one batch of generation on one rank.")
     score_tokens: Count = Field(
         16384,
-        description="Most tokens in one forward without gradients on one rank (log-probs, values, rewards).",
+        description="Most tokens in one forward without gradients on one rank, such as for log-probs, values "
+        "and rewards.",
     )
     train_tokens: Count = Field(8192, description="Most tokens in one micro-batch of training on one rank.")
     layout: Literal["auto", "packed", "padded"] = Field(
@@ -91,16 +91,16 @@ class CheckpointConfig(Section):
 
 
 class HealthConfig(Section):
-    """Reactions to non-finite numbers and to a policy that moves too far.
+    """Reactions to non-finite numbers and, with stage=ppo, to a policy that moves too far.
 
-    Optimizer steps with a non-finite loss, gradient, score or log-prob are always skipped, on all ranks.
+    Optimizer steps with a non-finite loss, gradient, score or log-prob are always skipped, on all ranks. Only
+    stage=ppo uses max_kl and kl_action.
     """
 
     max_skips: Count = Field(
         5,
         description="Optimizer steps skipped in a row before the run goes back to its last checkpoint, and "
-        "the next "
-        "time stops; a rollout that is left out counts once.",
+        "the next time stops; with stage=ppo, a rollout that is left out counts once.",
     )
     max_kl: Positive | None = Field(
         None, description="Upper limit of kl/k3_token_mean, in nats per token; null: no limit."
@@ -131,7 +131,11 @@ class TrackerConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation on the held-out prompts of data.eval_path."""
+    """Evaluation on held-out data.
+
+    With stage=ppo, the policy responds to the prompts of data.eval_path, and the responses are scored. Only
+    stage=ppo uses max_prompts, greedy and correct_above.
+    """
 
     every: Count | None = Field(
         None,
