@@ -195,7 +195,8 @@ def set_stop_probability(model: Any, probability: float, stop_id: int, never_ids
     import torch
 
     width, vocabulary = model.config.hidden_size, model.config.vocab_size
-    constant = 100.0 * math.sqrt(width)  # sqrt(width) after a norm, which divides the others by 100
+    # a norm scales this channel to about sqrt(width), and the others to a hundredth of their size
+    constant = 100.0 * math.sqrt(width)
     with torch.no_grad():
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         embedding[:, 0], embedding[:, 1:] = constant, torch.randn_like(embedding[:, 1:])

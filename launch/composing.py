@@ -84,10 +84,10 @@ def compose_config(folders: Folders, name: str, arguments: list[str]) -> tuple[D
 
 
 def _parse(arguments: list[str]) -> tuple[list[tuple[str, Override]], list[str]]:
-    """Parses the arguments, each also as text that Hydra accepts; returns a line for each it cannot parse.
+    """Returns (text, override) of each argument that Hydra can parse, and an error line for each other one.
 
-    A value that Hydra cannot parse, or reads as a sweep, is quoted as text, since paths contain commas and
-    brackets.
+    The text is the argument; its value is quoted if Hydra cannot parse it or reads it as a sweep, since paths
+    contain commas and brackets.
     """
     parser = OverridesParser.create()
     parsed: list[tuple[str, Override]] = []

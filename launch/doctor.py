@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
             raise UserError(f"stage={config.stage}: launch/doctor.py only estimates stage=ppo")
     except UserError as error:
         return complain(error)
-    # imports deepspeed and transformers, which takes seconds
+    # imported only here, because it imports deepspeed and transformers, which takes seconds
     from ppo_ds.tools.doctor.diagnose import diagnose
 
     if options.gpus is not None or options.gpu_mem is not None:

@@ -336,7 +336,7 @@ def test_a_manifest_that_names_files_elsewhere(checkpoint, name):
     listed(checkpoint, **{name: {"bytes": 0, "sha256": empty}})
     (problem,) = damage_of(checkpoint)
     assert problem.startswith("manifest.json names ") and problem.endswith(
-        "which is no file of the checkpoint"
+        "which is not a file of the checkpoint"
     )
 
 

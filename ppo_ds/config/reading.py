@@ -132,7 +132,7 @@ class _Place:
     key: str
     holder: type[Section]  # the innermost section around it
     name: str  # of the key in the holder
-    hint: Any  # without Annotated, and without None where the value may be null
+    hint: Any  # type of the value, stripped of Annotated and of "| None"
     metadata: list[Any]
     nullable: bool
     order: list[int]  # positions of its keys among those of their sections; -1: an unknown key

@@ -137,7 +137,7 @@ def help_on_part(name: str, target: str | None) -> str:
             f"+experiment=quickstart --help {name}" if name == "prepare" else "--help reward reward=numeric"
         )
         return (
-            f"{_entry(key)}\nIts keys are the arguments of its _target_, and none is chosen. To list them:\n"
+            f"{_entry(key)}\nIts keys are the arguments of its _target_, which is not set. To list them:\n"
             f"  python launch/train.py {example}\n"
         )
     try:

@@ -63,7 +63,8 @@ class PolicyLossEntry(Entry):
 class KLEstimatorEntry(Entry):
     """An estimator of the KL to the reference, called as (logprobs, ref_logprobs) -> [B,R]."""
 
-    in_reward: bool = field(default=True, kw_only=True)  # False: differs from another only in its gradient
+    # False if its value is that of another estimator and only the gradient differs
+    in_reward: bool = field(default=True, kw_only=True)
     flaw_as_loss: str | None = field(default=None, kw_only=True)  # why it should not be a loss
 
 

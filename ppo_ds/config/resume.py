@@ -169,7 +169,7 @@ def ranks_line(before: int, now: int) -> list[str]:
 
 
 def unusable_start(config: Config) -> Iterator[str]:
-    """Yields a line if run.resume is not a checkpoint folder; the line names the checkpoints nearby.
+    """Yields an error line if run.resume is not a checkpoint folder; the line names the checkpoints nearby.
 
     Damaged checkpoints are found later, when they are read.
     """
@@ -194,7 +194,7 @@ def unusable_start(config: Config) -> Iterator[str]:
 
 
 def unknown_names(config: Config) -> Iterator[str]:
-    """Yields a line for each name in run.resume_allow_changes that is neither a key nor a section."""
+    """Yields an error line for each name in run.resume_allow_changes that is neither a key nor a section."""
     known = dotted_keys(type(config))
     for name in config.run.resume_allow_changes:
         if name not in known and not name.startswith(tuple(f"{section}." for section in OPEN_SECTIONS)):

@@ -63,9 +63,10 @@ def recorded_settings(run_dir: Path) -> Settings | None:
 
 
 def names_to_move(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
-    """Returns the files and folders of an earlier run that this run does not continue.
+    """Returns the names of the files and folders of an earlier run that must be moved away.
 
-    They stay if this run repeats the same steps. Arguments are those of ``open_run_directory``.
+    There are none if this run continues the earlier one or repeats its steps. The arguments are those of
+    ``open_run_directory``.
     """
     before, steps = recorded_settings(run_dir), recorded_steps(run_dir)
     if restart:

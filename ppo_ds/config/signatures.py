@@ -1,8 +1,8 @@
 """Checks the arguments of ppo_ds's own targets by the signatures in their source files.
 
-Importing a reward imports torch, which takes seconds. Reading its source does not, so that a mistake in the
-arguments is reported with all others, before anything is imported. Other targets are checked when they are
-imported (targets.py), as is every value whose annotation cannot be understood here.
+Importing a reward imports torch, which takes seconds. Its source is parsed instead, so that a mistake in the
+arguments is reported together with all others and before anything is imported. Other targets are checked when
+they are imported (targets.py), as is every value whose annotation cannot be understood here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TORCH_FREE = "ppo_ds.config."  # annotations from these modules are imported
 
 
 def misused_targets(section: dict[str, Any], key: str) -> Iterator[str]:
-    """Yields a line for each unknown, missing or mistyped argument of ppo_ds's own targets, at any depth."""
+    """Yields an error line for each unknown, missing or mistyped argument of ppo_ds targets, at any depth."""
     target = str(section.get("_target_"))
     if target.startswith(OWN):
         try:

@@ -16,7 +16,7 @@ from ppo_ds.config.schema import Config, from_tree, inherit
 from ppo_ds.errors import UserError
 from ppo_ds.secrets import secrets_in
 
-# Yields a line for every problem of a config for a number of ranks; the line names all keys involved.
+# Yields an error line for every problem of a config for a number of ranks; the line names all keys involved.
 Check = Callable[[Config, int], Iterator[str]]
 
 # Check -> the sections that it reads besides those of every stage. It applies to stages with all of them.
@@ -69,7 +69,7 @@ def validated(tree: dict[str, Any], ranks: int) -> Config:
 
 
 def problems(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for every problem between keys or with the file system."""
+    """Yields an error line for every problem between keys or with the file system."""
     for check, sections in CHECKS.items():
         if type(config).model_fields.keys() >= set(sections):
             yield from check(config, ranks)

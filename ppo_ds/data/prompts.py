@@ -54,7 +54,7 @@ class PromptSource:
         max_samples: The number of first rows to read; None: all.
         max_prompt_tokens: The limit of prompt tokens.
         long_prompts: truncate_left or drop.
-        key: The path's key in the config, for errors.
+        key: The path's key in the config, for error messages.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class Cores:
 
 @dataclass(frozen=True)
 class Threads:
-    """Threads of one rank, and the cores that they share."""
+    """Number of threads of this rank, and the cores that the ranks on its machine share."""
 
     each: int  # threads of this rank
     cores: int  # usable by all ranks on its machine together

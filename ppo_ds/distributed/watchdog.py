@@ -198,7 +198,8 @@ class Watchdog:
         rank = self._peers[ended[0]]
         reason = "its process died without an error message; possibly killed by the kernel for lack of memory"
         with contextlib.suppress(StoreUnavailable):
-            if (failure := self._read_failure()) is not None:  # it wrote one before it ended
+            # a failure that the rank published before it ended
+            if (failure := self._read_failure()) is not None:
                 self._handle_failure(failure)
             self._store.add(FAILURE_CLAIMS)
             self._publish(reason, 1, rank)
@@ -305,9 +306,9 @@ def _no_progress(who: str, limit: float) -> str:
 
 
 def local_peers(world: World) -> dict[int, int]:
-    """Returns the other ranks on this machine by the file descriptors of their processes. A collective.
+    """Maps the pidfds of the other ranks' processes on this machine to the ranks. A collective.
 
-    A descriptor becomes readable once its process has ended. A machine is identified by the boot id of its
+    A pidfd becomes readable once its process has ended. A machine is identified by the boot id of its
     kernel and its namespace of process ids, so containers count as machines.
     """
     machine = None

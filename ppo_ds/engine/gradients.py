@@ -1,9 +1,9 @@
 """Gradient norm and skipped optimizer steps of a DeepSpeed engine, for every ZeRO stage.
 
 DeepSpeed 0.19 skips a step with non-finite gradients by itself with ZeRO 1 to 3 and in 16 bits, but not in
-fp32 without ZeRO. It has no call that skips a step with finite gradients, so ``skip_step`` fills those with
-NaN. ``skip_step`` also clears the accumulation buffers. With offloaded optimizers of ZeRO 1 and 2 in 16 bits,
-DeepSpeed leaves the NaN in them, so that every later step would be skipped too.
+fp32 without ZeRO. It cannot be asked to skip a step with finite gradients, so ``skip_step`` fills the
+gradients with NaN. ``skip_step`` also clears the accumulation buffers. With offloaded optimizers of ZeRO 1
+and 2 in 16 bits, DeepSpeed leaves the NaN in them, so that every later step would be skipped too.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class HybridActor(TrainedModel):
 
     @contextmanager
     def generation_mode(self) -> Iterator[None]:
-        """Switches to generation for the length of the block. A collective: all ranks enter together.
+        """Switches to generation for the duration of the block. A collective: all ranks enter together.
 
         A nested block has no effect. An exception in the block restores training like a normal exit.
         """

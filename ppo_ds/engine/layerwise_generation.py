@@ -24,7 +24,8 @@ def layer_by_layer(engine: Any, lm: nn.Module, on_forward: Callable[[], None]) -
 
     def set_in_forward(value: bool) -> None:
         for module in lm.modules():
-            module._parameters._in_forward = value  # DeepSpeed then notices parameters of other modules
+            # DeepSpeed then gathers parameters that a module uses and another one owns
+            module._parameters._in_forward = value
 
     def before_forward(*_: Any) -> None:
         optimizer.parameter_offload.get_param_coordinator().reset_step()

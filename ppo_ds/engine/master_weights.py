@@ -154,7 +154,7 @@ class MasterWeights:
 
 
 def optimizer_shares(model: TrainedModel) -> list[Tensor]:
-    """Returns this rank's share of the fp32 weights as the optimizer steps it.
+    """Returns this rank's share of the fp32 weights: the tensors that the optimizer updates.
 
     These are flat partitions, padding included, or whole parameters without ZeRO.
     """

@@ -44,7 +44,7 @@ class ChatScorer(nn.Module):
         return torch.tensor(_numbers(scores), dtype=torch.float32)
 
     def length(self, chat: Chat) -> int:
-        """Returns the approximate number of tokens, since only the model's code knows the template."""
+        """Returns the number of tokens, estimated because the template is in the model's code."""
         texts = self._tokenizer.encode_many([message["content"] for message in chat], special_tokens=False)
         return sum(len(text) + _MARKUP for text in texts)
 

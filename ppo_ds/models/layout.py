@@ -68,7 +68,7 @@ class Layout:
         return zeros.index_copy(0, self.label_indices, values).view(self.rows, self.width)
 
     def scatter_states(self, values: Tensor) -> Tensor:
-        """Scatters [K+B] to [B,R+1], 0 beyond the state after each response's last token."""
+        """Scatters values [K+B] of states to [B,R+1]; columns beyond a row's final state are 0."""
         zeros = values.new_zeros(self.rows * (self.width + 1))
         return zeros.index_copy(0, self.state_indices, values).view(self.rows, self.width + 1)
 

@@ -42,7 +42,7 @@ class PackableModel(nn.Module):
 
     @property
     def trunk(self) -> PreTrainedModel:
-        """The model of transformers."""
+        """The transformers model that computes the hidden states."""
         raise NotImplementedError
 
     @property

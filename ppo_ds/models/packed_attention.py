@@ -178,7 +178,7 @@ def mask_unless_packed(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-    """Returns the sequence of each token, detected by transformers, or None in a forward of a Layout."""
+    """Returns the sequence index of each token as transformers finds it; None if a Layout defines it."""
     return None if _layout_known.get() else _find_packed_sequence_indices(position_ids)
 
 
@@ -196,7 +196,7 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     if not getattr(model, "_supports_attention_backend", False) or not replaceable:
         return f"the attention of {name} ({implementation}) cannot be replaced"
     kinds = getattr(config, "layer_types", None)
-    if kinds is None and getattr(config, "sliding_window", None):  # then all layers have the window
+    if kinds is None and getattr(config, "sliding_window", None):  # every layer has the window
         kinds = ["sliding_attention"]
     others = sorted(set(kinds or []) - {"full_attention"})
     if others or getattr(model, "_is_stateful", False):

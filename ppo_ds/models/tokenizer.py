@@ -175,7 +175,7 @@ def _remedy(error: Exception, key: str) -> str:
 def _generation_end_ids(path: str, revision: str | None, key: str) -> tuple[int, ...]:
     """Returns the end tokens in generation_config.json.
 
-    Chat models often end turns with another token than the tokenizer's EOS; the file then lists both.
+    Chat models often end turns with a token other than the tokenizer's EOS; the file then lists both.
     """
     try:
         ids = GenerationConfig.from_pretrained(path, revision=revision).eos_token_id

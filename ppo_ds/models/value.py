@@ -99,8 +99,9 @@ class ScoreModel(PackableModel):
     ) -> Tensor:
         """Returns values [B,R+1] or scores [B] in fp32 for ids and attention_mask [B,T].
 
-        Column t of the values is that of the state before response token t, the last one that of the final
-        state; columns beyond a row's final state are 0. Without ``response_width`` the result is the scores.
+        Column t holds the value of the state before response token t. The column after a row's last token
+        holds the value of its final state, and all later columns are 0. Without ``response_width`` the result
+        is the scores.
         """
         if response_width is None:
             return self.scores(ids, attention_mask, token_type_ids)

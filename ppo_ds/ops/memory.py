@@ -256,7 +256,7 @@ def static_decode_bytes(
 
 
 def decode_bytes_bound(shape: Shape, tokens: int, rows: int, each: int) -> int:
-    """Computes an upper bound of the decode memory of any backend, by which the generation plan is chosen.
+    """Computes an upper bound of the decode memory of any backend, used to choose the generation plan.
 
     It holds the KV cache, the activations of one layer if all tokens are prefilled at once (four hidden
     states, three of the MLP), and one row of logits per sequence, as in static_decode_bytes.

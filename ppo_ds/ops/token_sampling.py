@@ -66,8 +66,9 @@ def filter_logits(scores: Tensor, top_k: int, top_p: float) -> Tensor:
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Returns the token of each row [n] at which the running sum of the weights exceeds u x total.
 
-    A float32 running sum over 150k tokens would be off by more than its smallest terms. Sums of blocks are
-    therefore accumulated in float64, then the tokens of the selected block.
+    A float32 running sum over 150k tokens would be off by more than its smallest terms. The weights are
+    therefore summed in blocks. A float64 running sum of the block sums selects a block, and one of the
+    weights in this block selects the token.
 
     Args:
         weights: [n,V] >= 0, of any positive sum.

@@ -149,8 +149,8 @@ def audit_classifier(
 ) -> Findings:
     """Audits a sequence classifier.
 
-    ``score(texts, padding_side)`` plans batches and returns [B]. ``tokenizer`` is the actor's, ``eos_id`` and
-    the arguments after it belong to the reward model.
+    ``score(texts, padding_side)`` plans batches and returns [B]. ``tokenizer`` is the actor's; ``eos_id``,
+    ``max_tokens``, ``is_decoder`` and ``dtype`` are those of the reward model.
     """
     findings, probe = Findings(), probes(tokenizer)
     texts = [encode(row, response, True) for row, response in probe.pairs()]

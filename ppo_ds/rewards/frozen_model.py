@@ -53,8 +53,8 @@ class FrozenModelReward(TextReward):
             scorer: The model as the engine runs it.
             tokenizer: The actor's tokenizer.
             token_budget: Maximum number of tokens of one forward, padding included.
-            key: The reward's section in the config, for errors.
-            name: The model's key and path, for errors.
+            key: The reward's section in the config, for error messages.
+            name: The model's key and path, for error messages.
         """
         super().__init__(tokenizer)
         self._scorer, self._token_budget = scorer, token_budget

@@ -112,7 +112,7 @@ def model_reward(
         all_reduce_max: Returns the maximum of a number over all ranks.
         score_tokens: Maximum number of tokens of one forward, padding included.
         note: Receives the audit's lines for the start-up banner.
-        key: The reward's section in the config, for errors.
+        key: The reward's section in the config, for error messages.
     """
     path = model.path
     own_tokenizer = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")

@@ -42,10 +42,10 @@ class Part(Section):
 class WeightedReward:
     """Computes total = sum of weight x clip(normalize(score of the part)).
 
-    ``Scores.components`` holds each part's score before the weight under the part's name, so that the
-    weighted components add up to the total. A normalized part also has ``<name>_raw``, its score before
-    normalization. A part's own components follow as ``<name>/<component>``. Per-token scores of a part are
-    weighted, but neither normalized nor clipped.
+    ``Scores.components`` maps the name of each part to its score before weighting; the weighted components
+    add up to the total. A normalized part also has ``<name>_raw``, its score before normalization. A part's
+    own components follow as ``<name>/<component>``. Per-token scores of a part are weighted, but neither
+    normalized nor clipped.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class WeightedReward:
         if state["moments"].keys() != self._moments.keys():
             before, now = (", ".join(sorted(names)) or "none" for names in (state["moments"], self._moments))
             raise UserError(
-                f"{self._key}: the parts with normalize=running are {now}, in the checkpoint {before}; "
-                "resume with the same ones"
+                f"{self._key}: the parts with normalize=running are {now}, but {before} in "
+                "the checkpoint; resume with those of the checkpoint"
             )
         for name, moments in self._moments.items():
             moments.load_state_dict(state["moments"][name])

@@ -47,7 +47,7 @@ class Saver:
     def save_if_due(
         self, eval_score: float | None, clock: float, last: bool = False, again: bool = False
     ) -> None:
-        """Saves a checkpoint if one is due. The ``last`` call saves one unless checkpoint.every is 0.
+        """Saves a checkpoint if one is due. With ``last`` it saves one unless checkpoint.every is 0.
 
         No checkpoint while steps are being skipped: a rollback needs a healthy state.
 

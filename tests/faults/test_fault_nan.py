@@ -284,7 +284,7 @@ def overflowing(root: Path) -> Path:
 
 @pytest.mark.slow
 def test_data_that_break_the_model_are_named_and_replayed(root: Path, ranks: Ranks) -> None:
-    """Plants no fault: the gradient of one row is not finite on any machine."""
+    """Injects no fault: the data gives one row a non-finite gradient, on every machine."""
     prompts = [*invariant_assets.PROMPTS[:7], "kid#nap"]
     (root / "broken.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     more = (

@@ -370,7 +370,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("family", FAMILIES | OTHERS)
 def test_only_decoders_with_the_actors_vocabulary_can_start_its_critic(tmp_path, family):
-    """transformers lists BERT and RoBERTa under causal language models too."""
+    """transformers also registers BERT and RoBERTa as causal language models."""
     (FAMILIES | OTHERS)[family]().save_pretrained(tmp_path / "rm")
     own = saved_tokenizer(tmp_path / "rm", "a", "b")
     rm = ModelConfig(path=str(tmp_path / "rm"))

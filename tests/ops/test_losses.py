@@ -355,7 +355,7 @@ def test_ppo_clip_worked_by_hand():
     """Ratios 1.5, 0.5, 1 with A = 1, 1, -2 give min(1.5, 1.2), min(0.5, 0.8), -2."""
     loss, grad, metrics = loss_and_grad(logs(1.5, 0.5, 1.0), [1.0, 1.0, -2.0])
     assert loss == pytest.approx(-(1.2 + 0.5 - 2) / 3)
-    assert grad == pytest.approx([0.0, -0.5 / 3, 2 / 3])  # r A within the clip range, nothing beyond it
+    assert grad == pytest.approx([0.0, -0.5 / 3, 2 / 3])  # gradient of -r A / 3; 0 if clipped
     assert metrics["policy/clipfrac"] == pytest.approx(1 / 3)
     assert metrics["policy/ratio_mean"] == pytest.approx(1.0) and metrics[
         "policy/ratio_max"

@@ -265,7 +265,7 @@ def experience_with(numbers: Numbers, advantages: Tensor) -> Experience:
 def states(columns: Tensor, mask: Tensor) -> Tensor:
     """Turns values [B,R] of the states before each position into [B,S].
 
-    Positions after the end state, which must not be read, get arbitrary values.
+    Positions after the end state are NaN, so that reading them is noticed.
     """
     beyond = torch.arange(WIDTH + 1) > mask.sum(1, keepdim=True)
     return pad(columns, (0, 1), value=NAN).masked_fill(beyond, NAN)

@@ -67,7 +67,7 @@ def test_an_abandoned_step_saves_the_state_before_it(loop, name):
     run, events = loop(checkpoint_every=2, parts={"counter": Moments()})
     leave_in(run, name, step=2)
     after_one, log = [], run.log
-    # the last call of the first step
+    # the last call of each step is run.log
     run.log = lambda *line: (
         log(*line),
         after_one.append((deepcopy(run.saver.state_dict()), draws_and_back())),

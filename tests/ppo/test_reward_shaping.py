@@ -124,9 +124,7 @@ def test_overlong_penalty_uses_the_limit_of_each_response(world):
 
 
 def test_overlong_ramp_as_a_share_of_the_limit(world):
-    """The ramp is 0.2 of the limit: of 10 two tokens, of 5 one, of 4 one (rounded up), of 12 three (rounded
-    up).
-    """
+    """The ramp is 0.2 of the limit, rounded up: 1 token for limits 4 and 5, 2 for 10, and 3 for 12."""
     lengths, limits = [9, 10, 4, 5, 4, 10, 11], [10, 10, 5, 5, 4, 12, 12]
     found = penalised(
         world, answers(lengths, [0.0] * 7, limits=limits), overlong_buffer=0.2, overlong_factor=1.0

@@ -284,7 +284,7 @@ def test_the_state_is_plain_and_can_be_loaded(build, rolled):
     assert plain.state_dict() == {"moments": {}}
     plain.load_state_dict({"moments": {}})
     with pytest.raises(
-        UserError, match="^reward.parts: the parts with normalize=running are none, in the checkpoint a"
+        UserError, match="^reward.parts: the parts with normalize=running are none, but a in the checkpoint"
     ):
         plain.load_state_dict(reward.state_dict())
 

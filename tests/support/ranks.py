@@ -92,7 +92,7 @@ class RankServer:
         return RankGroup(pids, log)
 
     def wait(self, group: RankGroup, *, limit: float = LIMIT, grace: float | None = 15.0) -> list[int]:
-        """Returns the exit codes by rank; a rank that a signal has ended has minus its number.
+        """Returns the exit codes by rank; for a rank ended by a signal, minus the signal's number.
 
         Args:
             limit: the seconds after which all ranks are killed.

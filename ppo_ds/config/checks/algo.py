@@ -9,7 +9,7 @@ from ppo_ds.config.schema import Config, has_critic, learns_values, rollout_size
 
 
 def check_batches(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each batch size that the ranks or the optimizer steps cannot divide evenly."""
+    """Yields an error line for each batch size that the ranks or the optimizer steps cannot divide evenly."""
     prompts, samples, minibatch = (
         config.rollout.prompts_per_step,
         config.rollout.samples_per_prompt,
@@ -40,7 +40,7 @@ def check_batches(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_kl(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each conflict of the KL penalty and its controller."""
+    """Yields an error line for each conflict of the KL penalty and its controller."""
     kl = config.algo.kl
     if kl.controller == "threshold" and (kl.min_coef == 0 or kl.max_coef is None):
         yield (
@@ -79,7 +79,7 @@ def check_kl(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_loss(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each option of the losses and the reward shaping that another key rules out."""
+    """Yields an error line for each loss or reward-shaping option that another key rules out."""
     algo, limit = config.algo, config.sampling.max_new_tokens
     if POLICY_LOSSES[algo.policy.loss].own_ratio and algo.action_level == "sequence":
         yield (
@@ -108,7 +108,7 @@ def check_loss(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_values(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each option of values that the action level or the estimator does not support."""
+    """Yields an error line for each value option that the action level or estimator does not support."""
     algo, estimator = config.algo, config.algo.advantage.estimator
     no_values = not learns_values(config)
     position = algo.value.position
@@ -140,7 +140,7 @@ def check_values(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_critic_training(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each phase that would train a critic that the run does not have."""
+    """Yields an error line for each phase that would train a critic that the run does not have."""
     value, estimator = config.algo.value, config.algo.advantage.estimator
     for key, steps in (
         ("warmup_steps", value.warmup_steps),
@@ -164,7 +164,7 @@ def check_critic_training(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_groups(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each option that compares the responses to a prompt if each prompt has only one."""
+    """Yields an error line for each option that needs several responses per prompt if there is only one."""
     algo, n = config.algo, config.rollout.samples_per_prompt
     if n > 1:
         return
@@ -185,7 +185,7 @@ def check_groups(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_ptx(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each conflict between the PTX loss and its texts."""
+    """Yields an error line for each conflict between the PTX loss and its texts."""
     data, ptx = config.data, config.algo.ptx
     if ptx.coef and data.ptx_path is None:
         yield f"algo.ptx.coef={ptx.coef:g}: needs texts in data.ptx_path"

@@ -13,7 +13,7 @@ MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def check_sampling(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each conflict between the ends of responses."""
+    """Yields an error line for each conflict between the ends of responses."""
     sampling = config.sampling
     if sampling.min_new_tokens > sampling.max_new_tokens:
         yield (
@@ -30,7 +30,7 @@ def check_sampling(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_prompts(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line if the prompts of training or evaluation are missing or given twice."""
+    """Yields an error line if the prompts of training or evaluation are missing or given twice."""
     data = config.data
     if data.path is None and not data.mix:
         yield (
@@ -47,20 +47,20 @@ def check_prompts(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_model_folders(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each local model of actor and critic that is not there."""
+    """Yields an error line for each local model of actor and critic that does not exist."""
     for name, model in trained_models(config).items():
         yield from _missing_model(f"{name}.model.path", model.model.path, config)
 
 
 def check_reference_folder(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line if the run loads a local reference that is not there."""
+    """Yields an error line if the run loads a local reference that does not exist."""
     path = config.reference.model.path
     if uses_reference(config) and path != config.actor.model.path:
         yield from _missing_model("reference.model.path", path, config)
 
 
 def check_reward_folders(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each local reward model that is not there."""
+    """Yields an error line for each local reward model that does not exist."""
     for key, model in reward_models(config.reward):
         yield from _missing_model(f"{key}.path", model["path"], config)
 
@@ -75,7 +75,7 @@ def _missing_model(key: str, path: str | None, config: Config) -> Iterator[str]:
 
 
 def check_data_files(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each data file that is not there."""
+    """Yields an error line for each data file that does not exist."""
     data = config.data
     files = {"data.path": data.path, "data.eval_path": data.eval_path, "data.ptx_path": data.ptx_path}
     files |= {f"data.mix[{i}].path": part.path for i, part in enumerate(data.mix)}

@@ -21,7 +21,7 @@ SET_BY_TRAINER = {
 
 
 def check_zero(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each ZeRO option that the stage of the model does not support."""
+    """Yields an error line for each ZeRO option that the stage of the model does not support."""
     for name, model in trained_models(config).items():
         zero = model.zero
         if zero.offload_optimizer and zero.stage == 0:
@@ -31,7 +31,7 @@ def check_zero(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_generation(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each ZeRO option of generation that has no effect."""
+    """Yields an error line for each ZeRO option of generation that has no effect."""
     zero = config.actor.zero
     if zero.generation_gather != "auto" and zero.stage != 3:
         yield (
@@ -51,7 +51,7 @@ def check_generation(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_adapters(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each option of adapters or averaged weights that are off."""
+    """Yields an error line for each option of adapters or averaged weights that are off."""
     for name, model in trained_models(config).items():
         for key in ("alpha", "targets", "lr"):
             value = getattr(model.lora, key)
@@ -62,7 +62,7 @@ def check_adapters(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_raw_deepspeed(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each raw DeepSpeed setting that the trainer makes itself."""
+    """Yields an error line for each raw DeepSpeed setting that the trainer makes itself."""
     for name, model in trained_models(config).items():
         raw = model.deepspeed
         for key, instead in SET_BY_TRAINER.items():
@@ -80,7 +80,7 @@ def check_raw_deepspeed(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_initial_critic(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line if the model that the critic starts from is missing or has no effect."""
+    """Yields an error line if the model that the critic starts from is missing or has no effect."""
     critic = config.critic
     if critic.init == "path" and not critic.model.path:
         yield "critic.model.path is missing: critic.init=path loads the critic from it"
@@ -93,7 +93,7 @@ def check_initial_critic(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_critic_from_reward(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line if the critic should start from a reward model and the reward has none."""
+    """Yields an error line if critic.init=reward is set and the reward has no model."""
     models = dict(reward_models(config.reward))
     if config.critic.init == "reward" and config.reward and "reward.model" not in models:
         kind = show(config.reward.get("_target_"))

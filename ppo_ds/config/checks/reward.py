@@ -9,7 +9,7 @@ from ppo_ds.config.signatures import misused_targets
 
 
 def check_reward(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line if no reward is chosen, and for each argument that a reward of ppo_ds does not take."""
+    """Yields an error line if no reward is set, and for each argument that ppo_ds's own rewards lack."""
     if config.reward and not config.reward.get("_target_"):
         yield (
             "reward._target_ is missing: choose a kind of reward first (reward=model, reward=function, "
@@ -19,5 +19,5 @@ def check_reward(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_prepare(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each argument that a `prepare` function of ppo_ds does not take."""
+    """Yields an error line for each argument that ppo_ds's own `prepare` functions do not accept."""
     yield from misused_targets(config.prepare or {}, "prepare")

@@ -12,7 +12,7 @@ from ppo_ds.config.text import show
 
 
 def check_length(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line unless exactly one of run.steps and run.epochs is set."""
+    """Yields an error line unless exactly one of run.steps and run.epochs is set."""
     run = config.run
     if run.steps is None and run.epochs is None:
         yield "run.steps is missing: the number of training steps (or run.epochs: passes over the data)"
@@ -21,20 +21,20 @@ def check_length(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_best_checkpoint(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line if no evaluation decides which checkpoint is the best."""
+    """Yields an error line if checkpoint.keep_best is set without evaluations."""
     if config.checkpoint.keep_best and not config.eval.every:
         wanted = "eval.every and data.eval_path" if "data" in type(config).model_fields else "eval.every"
         yield f"checkpoint.keep_best=true: the best checkpoint is chosen by evaluation; set {wanted}"
 
 
 def check_dry_run(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line if the stage has no dry run."""
+    """Yields an error line if the stage has no dry run."""
     if config.run.dry_run and STAGES[config.stage].dry_run is None:
         yield f"run.dry_run=true: stage={config.stage} has no dry run; set it to false"
 
 
 def check_run_directory(config: Config, ranks: int) -> Iterator[str]:
-    """Yields a line for each problem of the run's name, its directory and the start from a checkpoint."""
+    """Yields an error line for each problem of run.name, run.dir and the checkpoint to start from."""
     folder, name = Path(config.run.dir), config.run.name
     if name in ("", ".", "..") or "/" in name or not name.isprintable():
         yield (

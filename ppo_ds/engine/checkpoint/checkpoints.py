@@ -315,7 +315,7 @@ def damage_of(path: Path, rank: int = 0, size: int = 1) -> list[str]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return ["manifest.json is missing or unreadable"]
     if outside := [name for name in files if not is_inside(name)]:
-        return [f"manifest.json names {show(outside[0])}, which is no file of the checkpoint"]
+        return [f"manifest.json names {show(outside[0])}, which is not a file of the checkpoint"]
     problems = []
     for name in sorted(files)[rank::size]:
         expected_size, digest = files[name]
