@@ -1,4 +1,4 @@
-"""Data types of a PPO step, in the order in which the data passes through them:
+"""Data types of a training step, in the order in which the data of PPO passes through them:
 
     Prompts -> Rollout -> ScoredRollout -> Experience -> minibatches of Experience
 

@@ -9,11 +9,11 @@ from operator import attrgetter
 from ppo_ds.ppo.health import NonFiniteStep
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.training.batching import microbatch_rows
-from ppo_ds.training.nan_debug import Result, Row, replay_rows
+from ppo_ds.training.nan_debug import CheckedOutput, ReplayedRow, replay_rows
 from ppo_ds.types import Experience
 
-LOGPROBS = Result("log-prob of token {}", attrgetter("logprobs"))
-VALUES = Result("value of state {} of the critic", lambda values: values)
+LOGPROBS = CheckedOutput("log-prob of token {}", attrgetter("logprobs"))
+VALUES = CheckedOutput("value of state {} of the critic", lambda values: values)
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class Origin:
     position: int | None  # position of its row in the minibatch
 
 
-def locate_nonfinite(learner: Learner, minibatch: Experience, kl_coef: float, critic_only: bool) -> list[Row]:
+def locate_nonfinite(
+    learner: Learner, minibatch: Experience, kl_coef: float, critic_only: bool
+) -> list[ReplayedRow]:
     """Replays every row of ``minibatch`` and returns the rows in their order. A collective.
 
     Weights, optimizers and counters do not change.
@@ -33,7 +35,7 @@ def locate_nonfinite(learner: Learner, minibatch: Experience, kl_coef: float, cr
     world = learner.world
     plan = microbatch_rows(minibatch, 1, world)
     micros = [minibatch.select(part).trimmed() for part in plan]
-    rows = [Row(int(part), world.rank) for part in plan]
+    rows = [ReplayedRow(int(part), world.rank) for part in plan]
     totals, value_totals = learner.totals(minibatch)
     if not critic_only:
         policy_loss = partial(learner.policy_loss, totals=totals, value_totals=value_totals, kl_coef=kl_coef)

@@ -37,11 +37,11 @@ from ppo_ds.ppo.collector import RolloutCollector
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.experience_metrics import describe, sample_rows
-from ppo_ds.ppo.export import export_models
 from ppo_ds.ppo.failure_dump import dump_failure
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.meter import Meter
+from ppo_ds.training.export import export_actor, export_model
 from ppo_ds.training.health import TooManySkips
 from ppo_ds.training.stage import Evaluation, RunContext, Stateful, StepResult
 from ppo_ds.training.state import is_due
@@ -181,7 +181,9 @@ class PPOTrainer:
         self.pretraining_metrics = {}
 
     def export(self, run_dir: Path) -> None:
-        export_models(run_dir, self.actor, self.critic, self.ema, self.tokenizer)
+        export_actor(run_dir, self.actor, self.ema, self.tokenizer)
+        if self.critic is not None:
+            export_model(self.critic, "model.", run_dir / "critic", self.critic.module.save, self.tokenizer)
 
     def dump_failure(self, error: TooManySkips, step: int, run_dir: Path) -> str:
         folder = run_dir / "dumps" / f"step_{step:06d}"

@@ -21,7 +21,7 @@ from ppo_ds.ppo.health import first_nonfinite
 from ppo_ds.ppo.nan_debug import locate_nonfinite
 from ppo_ds.tools.settings import config_of_settings, refuse_links
 from ppo_ds.training.health import Health
-from ppo_ds.training.nan_debug import Row
+from ppo_ds.training.nan_debug import ReplayedRow
 from ppo_ds.training.timing import PhaseTimer
 
 ONE_RANK: dict[str, Any] = {"stage": 0, "offload_optimizer": False, "offload_params": False}
@@ -33,7 +33,7 @@ class Replay:
 
     dump: Dump
     given: str | None  # the first non-finite column of the dumped experience, with its row
-    rows: list[Row]
+    rows: list[ReplayedRow]
 
 
 def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:

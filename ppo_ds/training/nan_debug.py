@@ -17,7 +17,7 @@ from ppo_ds.types import Sequences
 
 
 @dataclass
-class Row:
+class ReplayedRow:
     """One row of an optimizer step, replayed alone."""
 
     position: int  # position in the minibatch
@@ -26,20 +26,20 @@ class Row:
     first: str | None = None  # the first of its tensors that was not finite
 
 
-class Result(NamedTuple):
-    """Describes the output of a model."""
+class CheckedOutput(NamedTuple):
+    """The numbers of a model's output that a replay checks."""
 
-    label: str  # of one number, by its column, such as "log-prob of token {}"
+    label: str  # format string that names one number by its column, such as "log-prob of token {}"
     numbers: Callable[[Any], Tensor]  # gets the tensor of these numbers, [b,columns]
 
 
 def replay_rows(
     name: str,
     model: TrainedModel,
-    result: Result,
+    result: CheckedOutput,
     compute_loss: Callable[[Any], tuple[Any, ...]],
     micros: Sequence[Sequences],
-    rows: list[Row],
+    rows: list[ReplayedRow],
 ) -> None:
     """Runs forward and backward of ``model`` on each row alone and adds the findings to ``rows``.
 
@@ -58,7 +58,7 @@ def replay_rows(
 
 
 @contextmanager
-def nonfinite_tensors(name: str, model: TrainedModel, result: Result) -> Iterator[list[str]]:
+def nonfinite_tensors(name: str, model: TrainedModel, result: CheckedOutput) -> Iterator[list[str]]:
     """Records the non-finite outputs and gradients of ``model`` inside the block.
 
     Yields the list of their names, in the order of computation.

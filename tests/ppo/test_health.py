@@ -21,7 +21,7 @@ from ppo_ds.ppo.nan_debug import find_origin, locate_nonfinite
 from ppo_ds.tools.replay import Replay
 from ppo_ds.training.health import Health, TooManySkips
 from ppo_ds.training.metrics import MetricSums
-from ppo_ds.training.nan_debug import Row
+from ppo_ds.training.nan_debug import ReplayedRow
 from tests.faults.injection import injected, step_unguarded
 from tests.ppo.algo_cases import NAN, answers, maker, shaper
 from tests.ppo.learner_cases import (
@@ -329,7 +329,11 @@ def test_a_replay_numbers_rows_like_the_run(rows):
         [{"row_of_the_rollout": row, "prompt": "p"} for row in (5, 2)],
         rows,
     )
-    found = Replay(dump, None, [Row(0, 0, {"actor": 1.0}, "loss of the actor"), Row(1, 0, {"actor": 1.0})])
+    found = Replay(
+        dump,
+        None,
+        [ReplayedRow(0, 0, {"actor": 1.0}, "loss of the actor"), ReplayedRow(1, 0, {"actor": 1.0})],
+    )
     first, *each, last = report_lines(found)
     assert first.endswith("(rank 1, row 5 of the rollout)") and last.endswith(
         "loss of the actor, row 5 of the rollout"

@@ -13,7 +13,7 @@ from ppo_ds.errors import printable
 from ppo_ds.ppo.failure_dump import Dump
 from ppo_ds.tools.replay import Replay
 from ppo_ds.tracking.banner import Banner
-from ppo_ds.training.nan_debug import Row
+from ppo_ds.training.nan_debug import ReplayedRow
 from tests.engine.test_checkpoint import OneRank
 from tests.tools.test_export import STEP, write_run
 
@@ -32,7 +32,7 @@ def test_escapes_are_visible_and_usual_text_is_unchanged():
 def test_a_replay_prints_texts_of_a_dump_with_escapes(tmp_path, monkeypatch, capsys):
     rows = [{"row_of_the_rollout": 0, "prompt": EVIL}]
     dump = Dump(1, EVIL, 0, 0, 0.0, False, rows, None)
-    result = Replay(dump, EVIL, [Row(0, 0, {EVIL: 1.0}, EVIL)])
+    result = Replay(dump, EVIL, [ReplayedRow(0, 0, {EVIL: 1.0}, EVIL)])
     monkeypatch.setattr("ppo_ds.tools.replay.replay", lambda *_, **__: result)
     assert replay.main([str(tmp_path)]) == 0
     out = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Writes a trained model in Hugging Face format."""
+"""Export of trained models in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -9,11 +9,30 @@ from torch import Tensor
 
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.storage.drafts import draft_directory
 
 
-def save_model(
+def export_actor(run_dir: Path, actor: TrainedModel, ema: WeightCopy | None, tokenizer: Tokenizer) -> None:
+    """Writes model/ and model_ema/ in Hugging Face format, and adapter/ in that of peft. A collective.
+
+    ``actor`` holds a ``Policy``. adapter/ is only written if it has adapters, model_ema/ only if there are
+    averaged weights.
+    """
+    policy = actor.module
+
+    def save_policy(folder: Path, weights: dict[str, Tensor]) -> None:
+        policy.save(folder, weights)
+        policy.save_adapter(run_dir / "adapter", weights)
+
+    export_model(actor, "lm.", run_dir / "model", save_policy, tokenizer)
+    if ema is not None:
+        with ema.swapped():
+            export_model(actor, "lm.", run_dir / "model_ema", policy.save, tokenizer)
+
+
+def export_model(
     model: TrainedModel,
     prefix: str,
     folder: Path,
