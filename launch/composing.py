@@ -69,7 +69,7 @@ def compose_config(folders: Folders, name: str, arguments: list[str]) -> tuple[D
                 return compose(name, chosen), problems
         except yaml.YAMLError as error:
             raise UserError(*problems, f"not valid YAML: {' '.join(str(error).split())}") from None
-        except (HydraException, OmegaConfBaseException, OSError) as error:  # OSError: too long for a file
+        except (HydraException, OmegaConfBaseException, OSError) as error:  # OSError: name too long
             text = " ".join(str(getattr(error, "strerror", None) or error).split())
         failed = [one for one in chosen if one[0] == "~" and f"'{one[1:].partition('=')[0]}'" in text]
         if not failed:
@@ -162,7 +162,7 @@ def _in_order(
                         f"{argument}: no such {group}; available: "
                         f"{', '.join(options)}{did_you_mean(str(name), options)}"
                     )
-    if wrong:  # Without the right groups, other problems would be misleading.
+    if wrong:  # further checks would report problems that only follow from the wrong group
         raise UserError(*problems, *wrong)
     return [*sorted(chosen.values(), key=lambda text: not text.startswith("+experiment=")), *keys]
 

@@ -24,7 +24,7 @@ from ppo_ds.errors import UserError, printable  # noqa: E402
 if TYPE_CHECKING:
     from ppo_ds.tools.replay import Replay
 
-PROMPT_CHARACTERS = 60  # shown of each row's prompt
+PROMPT_CHARACTERS = 60  # characters of each row's prompt in the output
 
 
 def main(argv: list[str]) -> int:

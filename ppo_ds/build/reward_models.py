@@ -48,7 +48,7 @@ class RewardModels:
     ) -> tuple[Any, FrozenModel]:
         """Returns ``load(model, key=key)`` and the FrozenModel that runs it, or those of a shared copy.
 
-        ``key`` is the config key that errors name.
+        ``key`` is the config key that error messages name.
         """
         identity = _identity(load, model)
         if self._base is not None and self._base[0] == identity:

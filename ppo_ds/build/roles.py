@@ -94,7 +94,7 @@ class CriticStart:
 
     model: ModelConfig  # critic.model with the path, revision and trust_remote_code of the weights
     zero_head: bool  # whether a missing value head starts at zero
-    key: str  # the config key that errors name
+    key: str  # the config key that error messages name
     reward: ModelConfig | None = None  # the reward model, if the weights are its own
 
 

@@ -51,8 +51,8 @@ def open_start(
         banner.note(*ranks_line(checkpoints.world_size_of(start), world.size))
         if resume == "restart":
             banner.note(
-                f"restart    run.resume=restart has begun the run in {run_dir} with the same settings; that "
-                "run goes on; to begin anew, choose another run.dir"
+                f"restart    run.resume=restart already began a run in {run_dir} with the same settings, "
+                "which is resumed; to begin another one, choose another run.dir"
             )
     on_main(world, lambda: banner.note(*open_run_directory(run_dir, settings, start, restart)))
     return start

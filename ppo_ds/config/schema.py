@@ -104,7 +104,7 @@ def from_tree(tree: Any) -> tuple[Config, dict[str, str]]:
 
 
 def default_dir(name: str) -> str:
-    """Returns the run directory of a run that names none."""
+    """Returns the default of run.dir."""
     return f"outputs/{name}"
 
 

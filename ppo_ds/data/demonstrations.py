@@ -72,7 +72,7 @@ def _check_answer(value: object, name: str) -> str:
 class DemonstrationSource:
     """Holds the token ids of texts and demonstrations, encoded once and identically on every rank.
 
-    For a text, the loss covers every token and an end token after the last. For a demonstration, it covers
+    For a text, the loss covers every token and an end token that is appended. For a demonstration, it covers
     only the answer and its end token. The prompt of a demonstration is encoded as for generation; the answer
     is what the chat template writes after the prompt, up to the end token. Rows are truncated to
     ``max_tokens`` on the right, and dropped if nothing of the answer remains.
@@ -96,7 +96,7 @@ class DemonstrationSource:
         """Reads and encodes the data set.
 
         ``apply_chat_template`` and ``system`` are those of PromptSource. ``key`` and ``max_tokens_key`` are
-        the keys of ``path`` and ``max_tokens`` that errors name.
+        the keys of ``path`` and ``max_tokens`` that error messages name.
         """
         self.path, self.key = path, key
         self._tokenizer = tokenizer
@@ -189,11 +189,11 @@ class DemonstrationSource:
 
 
 class DemonstrationStream:
-    """Yields batches of ``batch_size`` rows without end.
+    """Yields batches of ``batch_size`` rows indefinitely.
 
-    Every rank gets the whole batch; ``microbatches`` divides it among the ranks. ``key`` is the key of
-    ``batch_size`` that errors name. Each pass over the source is shuffled with the
-    seed ``seed`` + pass. Rows that do not fill a batch at the end of a pass begin the next batch.
+    Every rank gets the whole batch; ``microbatches`` divides it among the ranks. ``key`` is the config key of
+    ``batch_size`` for error messages. Each pass over the source is shuffled with the seed ``seed`` + pass.
+    Rows that do not fill a batch at the end of a pass begin the next batch.
     """
 
     def __init__(

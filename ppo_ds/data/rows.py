@@ -1,4 +1,4 @@
-"""Raw rows of a data set, with a location for each row that errors name.
+"""Raw rows of a data set, with a location for each row that error messages name.
 
 Local files are read here and not by ``datasets``, so that a bad line is reported as ``file:line``, rows keep
 exactly their values (no columns are added to rows that lack them), and nothing is written to a cache that
@@ -97,7 +97,7 @@ def load_rows(
     """Loads the first ``max_rows`` rows of a data set.
 
     ``path`` is a local file, a local folder (all its data files in the order of their names), or a Hub data
-    set, to which ``split`` and ``revision`` apply. ``key`` is the config key that errors name.
+    set, to which ``split`` and ``revision`` apply. ``key`` is the config key that error messages name.
     """
     try:
         files = _data_files(Path(os.path.expanduser(path)), path, key)

@@ -112,9 +112,9 @@ class Watchdog:
         self._callbacks.append(callback)
 
     def set_timeout(self, minutes: float, close_record: Callable[[str], None]) -> None:
-        """Ends the run from now on after ``minutes`` without a beat.
+        """Sets the timeout: from now on, ``minutes`` without a heartbeat end the run.
 
-        ``close_record`` is called with the reason when this rank exits because of another one.
+        ``close_record`` is called with the reason if this rank exits because another rank failed.
         """
         self._close_record = close_record
         self._limit = 60 * minutes
@@ -229,7 +229,7 @@ class Watchdog:
         The other ranks print one line, or in a hang their phase and stack.
         """
         if failure.rank == self._rank and not failure.stuck and self._stopped.is_set():
-            return  # this rank's own, which ``fail`` is reporting
+            return  # the failure is this rank's own, and ``fail`` is reporting it
         with contextlib.suppress(StoreUnavailable):
             self._store.add(FAILURE_ACKS)
         line = f"stopped because rank {failure.rank} failed ({failure.reason})"

@@ -61,9 +61,10 @@ class HybridActor(TrainedModel):
     def plan_generation(
         self, *, generation_gather: str, offload_states: str, decoding_bytes: int, critic: TrainedModel | None
     ) -> str:
-        """Decides on gathering of weights and offload of optimizer states, once all models are in memory.
+        """Chooses how weights are gathered and whether optimizer states are offloaded during generation.
 
-        A collective. Until it is called, weights are gathered whole and nothing is offloaded.
+        A collective, called once all models are in memory. Before the call, weights are gathered whole and
+        nothing is offloaded.
         ``generation_gather`` and ``offload_states`` are those of actor.zero; ``decoding_bytes`` is the size
         of cache and activations. Returns a line for the start-up banner.
         """

@@ -60,8 +60,8 @@ class MasterWeights:
                 state["exp_avg"] = torch.zeros_like(flat, requires_grad=False)
                 state["exp_avg_sq"] = torch.zeros_like(flat, requires_grad=False)
         if hasattr(self._wrapper, "_lazy_init_hp_params_optimizer_state"):
-            # DeepSpeed links them once, after the step of the first parameter group, and so misses the other
-            # groups
+            # DeepSpeed links states to parameters only once, after the step of the first parameter group, and
+            # so misses the other groups
             self._wrapper._hp_optimizer_states_linked = False
             self._wrapper._lazy_init_hp_params_optimizer_state()
 

@@ -67,7 +67,7 @@ class OptimizerOffload:
             get_accelerator().empty_cache()
             yield sum(len(copy) for _, copy in copies)
         finally:
-            get_accelerator().empty_cache()  # generation has left blocks of other sizes
+            get_accelerator().empty_cache()  # generation leaves cached blocks of other sizes
             for storage, copy in copies:
                 storage.resize_(len(copy))
                 _as_bytes(storage).copy_(copy, non_blocking=True)

@@ -33,7 +33,7 @@ class RandomStates:
 
 
 def get_rng(world: World) -> RandomStates:
-    """Returns the current states. Not a collective, like all functions here."""
+    """Returns the current states of the random generators. No function of this module is a collective."""
     numpy = np.random.get_state(legacy=False)
     version, words, gauss_next = random.getstate()
     tensors = {

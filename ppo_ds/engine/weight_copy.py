@@ -1,9 +1,9 @@
 """Second set of an engine's trained weights: the exponential moving average of a policy, or a lagging copy.
 
 Each rank keeps its share in fp32, as the optimizer keeps its master weights, so that updates need no
-communication and are the same for every ZeRO stage. An average of the module's parameters would do nothing
-with ZeRO-3, where they are empty between forwards, and would lose small changes in 16 bits. To use the copy,
-``swapped`` exchanges it with the engine's weights, so that all other code runs unchanged.
+communication and are the same for every ZeRO stage. Averaging the module's parameters would have no effect
+with ZeRO-3, where they are empty between forwards, and would round small changes away in 16 bits. To use the
+copy, ``swapped`` exchanges it with the engine's weights, so that all other code runs unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from ppo_ds.engine.master_weights import MasterWeights, optimizer_shares
 from ppo_ds.engine.trained import TrainedModel
 
-CHUNK_ELEMENTS = 16 * 1024**2  # exchanged at a time: 64 MiB of temporary memory
+CHUNK_ELEMENTS = 16 * 1024**2  # elements that ``swapped`` exchanges at a time: 64 MiB of temporary memory
 
 
 class WeightCopy:

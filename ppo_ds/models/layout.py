@@ -47,7 +47,7 @@ class Layout:
     width: int  # R
 
     def arguments(self, positions: bool = True, masked: bool = False) -> dict[str, Any]:
-        """Returns the arguments of a causal model.
+        """Returns the keyword arguments for the forward pass of a causal model.
 
         ``positions`` adds position ids. ``masked`` adds the padding mask, for computations that are not
         causal, such as the load-balancing loss of a mixture of experts.

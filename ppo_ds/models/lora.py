@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from ppo_ds.config.text import show
 from ppo_ds.errors import UserError
 
-ADAPTER = "default"  # peft's name for the only one
+ADAPTER = "default"  # peft's name of a model's only adapter
 
 
 def add_adapters(

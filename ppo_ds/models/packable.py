@@ -56,8 +56,8 @@ class PackableModel(nn.Module):
         """Chooses and sets the layout of this model for ``memory.layout`` (auto, packed or padded).
 
         Packed rows are tried first, since no flag of a model's class shows what its layers do with the ends
-        of the sequences. ``forward`` calls this model through its engine: two forwards, a collective under
-        ZeRO-3.
+        of the sequences. ``forward`` calls this model through its engine. It is called twice, which is a
+        collective under ZeRO-3.
         """
         self.packed = False
         if not may_pack(self.trunk, layout, device):

@@ -53,7 +53,7 @@ class Policy(PackableModel):
         # repetition penalty); the settings of the file are kept for the saved model
         self.generation_config = saveable(lm.generation_config)
         lm.generation_config = GenerationConfig()
-        # None until the first forward has probed the head; a head of another kind always computes logits
+        # None until the first forward has probed the head. A model without an LMHead always computes logits.
         linear = isinstance(lm.get_output_embeddings(), LMHead)
         self.head_probe: HeadProbe | None = None if linear else HeadProbe(False, False)
         self._positions = "position_ids" in inspect.signature(lm.forward).parameters

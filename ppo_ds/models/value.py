@@ -243,9 +243,9 @@ def expect_reward_model(section: ModelConfig, *, key: str = "reward.model.path")
 
 
 def _is_decoder(model: Any) -> bool:
-    """Returns whether a sequence classifier is that of a decoder, which has a value at every token.
+    """Returns whether a sequence classifier is a decoder, which has a value at every token.
 
-    Its modules show it; transformers lists RoBERTa and BERT under causal language models too.
+    It is recognized by its modules, because transformers also registers RoBERTa and BERT as causal models.
     """
     return hasattr(model, "score") and not model.config.is_encoder_decoder
 

@@ -18,7 +18,7 @@ class Size:
     """Sizes of a model that determine its compute and its memory traffic."""
 
     body: int  # parameters other than the input embedding and the head
-    head: int  # parameters of the head, also if it is tied to the input embedding
+    head: int  # parameters of the head, even if tied to the input embedding
     layers: int
     width: int  # of the queries: heads x head size
     kv_width: int  # of the keys (and of the values): key heads x head size

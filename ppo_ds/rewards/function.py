@@ -112,7 +112,7 @@ def load_function(path: str, key: str = "reward.path") -> Callable[..., Any]:
 
 
 def _import_source(source: str, setting: str) -> ModuleType:
-    """Imports ``pkg.mod`` or ``file.py``; ``setting`` is the config entry that errors name."""
+    """Imports ``pkg.mod`` or ``file.py``; ``setting`` is the config entry that error messages name."""
     is_file = source.endswith(".py")
     file = Path(source).expanduser().resolve()
     if is_file and not file.is_file():

@@ -22,7 +22,7 @@ from ppo_ds.types import Row
 class GetScoreReward(FrozenModelReward):
     """Scores a chat of the row's messages and the response with the model's own code.
 
-    The model is never sharded, so ranks do not wait for each other.
+    The model is never sharded, so ranks score their responses independently.
     """
 
     def __init__(

@@ -247,7 +247,7 @@ class RemoteReward(TextReward):
             try:
                 scores = [score for part in _results(parts, self._should_stop) for score in part]
             finally:
-                cancelled.set()  # after an error no other request is retried
+                cancelled.set()  # after an error, no request is retried
                 # A request in flight cannot be cancelled. After a stop request its scores are not needed, and
                 # its thread uses nothing but the network, so that nothing has to wait for it.
                 pool.shutdown(wait=not self._should_stop(), cancel_futures=True)

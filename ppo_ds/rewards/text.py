@@ -41,9 +41,9 @@ class TextEncoder:
       model knows that markup too. Otherwise the contents of the messages and the response are joined by line
       breaks.
 
-    Texts are truncated to ``max_tokens`` on the left, because the response is at the end. A pair loses only
-    prompt tokens, unless the response alone fills the limit. ``append_eos``: True appends the end token to
-    each text, False never does, None does so for finished responses under concat only.
+    Texts are truncated to ``max_tokens`` on the left, because the response is at the end. In a pair, only the
+    prompt is truncated, unless the response alone reaches the limit. ``append_eos``: True appends the end
+    token to each text, False never does, None does so for finished responses under concat only.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class Generator(Protocol):
 def max_new_tokens(prompts: Prompts, sampling: SamplingParams) -> Tensor:
     """Returns the maximum number of new tokens of each row [B].
 
-    It is the lower one of the row's own limit and that of ``sampling``, and takes precedence over
+    It is the smaller of the row's own limit and ``sampling.max_new_tokens``, and takes precedence over
     ``min_new_tokens``.
     """
     return prompts.limits.clamp(max=sampling.max_new_tokens)
@@ -110,10 +110,10 @@ def truncate_at_stop(
     tokenizer: Any,
     lengths: Tensor | None = None,
 ) -> Rollout:
-    """Truncates generated tokens at their first stop, their limit or their length, and makes the Rollout.
+    """Builds a Rollout from generated tokens, each row truncated at its first stop, limit or length.
 
-    Masks come from these ends, never from ``ids != pad``: an end token inside a chat prompt, or one that is
-    also the pad token, stays as it is. A stop at the last position within the limit counts; later ones do
+    Masks are computed from these ends, never from ``ids != pad``: an end token inside a chat prompt, or one
+    that is also the pad token, is kept. A stop at the last position within the limit counts; later ones do
     not.
 
     Args:

@@ -103,7 +103,7 @@ class ContinuousBatch:
         self.decoder = Decoder(lm, slots=self.total, length=_rounded(longest, COLUMNS))
         self.device = self.decoder.device
         self.slots = Slots(self.total, self.limits, uniforms, sampling)
-        self.live: list[_Response] = []  # those in the first slots
+        self.live: list[_Response] = []  # the responses being decoded, in slots 0 to len(live) - 1
         self.queue = deque(group_prompts(prompts))
         self.not_started = len(prompts)
         # keys and values of the first prompt of the queue, once some of its responses have started
@@ -159,8 +159,8 @@ class ContinuousBatch:
             self.start(self.kept_prefix, [self.queue[0]])
         chunk = self.next_prompts() if self.wants_prompts() else []
         if chunk or self.lockstep:
-            # All but the last token, which is the input of the first step. A prompt of one token is prefilled
-            # like the others.
+            # The last token of a prompt is not prefilled, since it is the input of the first decode step. A
+            # prompt of one token is prefilled anyway.
             ids = [group.ids[: max(1, len(group.ids) - 1)] for group in chunk]
             ids = ids or [torch.zeros(1, dtype=torch.long)]
             prefix = self.decoder.prefill(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True))

@@ -36,7 +36,7 @@ def check_run_directory(run_dir: Path) -> list[str]:
 
 
 def find_problems(run_dir: Path) -> Iterator[str]:
-    """Yields what makes a directory unsafe, each with a remedy."""
+    """Yields a line for each reason why the directory is unsafe, with a remedy."""
     for folder in (run_dir, *(run_dir / name for name in _WRITTEN)):
         if not folder.is_dir() or (folder.is_symlink() and folder != run_dir):
             continue  # such a link is found in run_dir

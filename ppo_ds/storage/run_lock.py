@@ -202,7 +202,7 @@ def _take(path: Path, launch: str, created: list[Path]) -> RunLock | None:
 def check_free(run_dir: Path, launch: str) -> None:
     """Raises UserError if a run of another ``launch`` on this machine holds the lock and is not ending.
 
-    For ranks that do not take the lock themselves.
+    Ranks that do not take the lock themselves call it.
     """
     with suppress(OSError):
         holder = read_holder(run_dir / NAME)
@@ -263,7 +263,7 @@ def _is_stale(holder: Holder, silent: float) -> bool:
         os.kill(holder.pid, 0)
     except (ProcessLookupError, OverflowError):
         return True
-    except PermissionError:  # the process of another user
+    except PermissionError:  # the process exists and belongs to another user
         pass
     state, started = process_start(holder.pid)
     return state in ("Z", "X") or (started != 0 and started != holder.started)

@@ -21,7 +21,7 @@ from ppo_ds.storage.links import links_that_leave
 def config_of_settings(
     settings: Any, file: Path, *, trust_remote_code: bool, chat_template: str | None = None
 ) -> Config:
-    """Returns the config of settings that were read from ``file``.
+    """Builds and checks a Config from the settings that were read from ``file``.
 
     Raises UserError for settings with mistakes, for a chat template that is the path of a file, and for a
     model, also one of the reward, that runs Python code of its own unless ``trust_remote_code``.

@@ -1,9 +1,10 @@
 """Logs to Weights & Biases from a child process, so that no failure of wandb can stop or delay training.
 
 wandb may wait at a prompt, for a server that never replies, or in an exit hook. It therefore runs in a child
-process without a terminal (``wandb_child.py``), which a thread feeds through a pipe. Every wait for the child
-has a limit, after which the child is killed. A failure falls back from online to offline to no wandb at all,
-each with a one-line warning. ``metrics.jsonl`` remains the complete record.
+process without a terminal (``wandb_child.py``), to which a thread sends records through a pipe. Every wait
+for the child has a timeout, after which the child is killed. After a failure, online mode falls back to
+offline mode, and offline mode to no wandb, with a one-line warning each time. ``metrics.jsonl`` remains the
+complete record.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ START_MARGIN = 15.0  # seconds beyond wandb's own start timeout, whose message n
 
 
 class WandbTracker:
-    """Logs to wandb in the mode online or offline; for disabled no tracker is made."""
+    """Logs to wandb in online or offline mode. In disabled mode no tracker is created."""
 
     def __init__(
         self,

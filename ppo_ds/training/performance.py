@@ -36,7 +36,7 @@ def measured_capacity(world: World, dtype: torch.dtype) -> Capacity:
     world.barrier()
     size = CPU_BUFFER if world.device.type == "cpu" else None
     mine = [gemm_flops_per_s(world.device, dtype, seconds=0.2), bytes_per_s(world.device, size, seconds=0.2)]
-    if world.device.type == "cuda":  # the buffers do not count as the training's peak
+    if world.device.type == "cuda":  # the peak memory of training must not include the buffers
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return Capacity(*world.sum(torch.tensor(mine, dtype=torch.float64)).tolist())

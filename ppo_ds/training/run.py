@@ -21,7 +21,7 @@ from ppo_ds.training.timing import compare_times
 from ppo_ds.types import Metrics
 
 log = logging.getLogger(__name__)
-REPORTED_RESPONSES = 8  # of the first and the last evaluation, which the final report compares
+REPORTED_RESPONSES = 8  # sample responses per evaluation; the final report compares the first and the last
 
 
 @dataclass(kw_only=True)

@@ -182,8 +182,8 @@ def resumed_after(output: str) -> int:
 
 
 SLOW_AND_KILLED = "slow@checkpoint.write:rank=1:seconds=3 kill@checkpoint.write:rank=0"
-# Fault, the checkpoint that the start resumes from, the steps in metrics.jsonl at the time of the fault, the
-# content of the folder then.
+# fault, checkpoint that the next start resumes from, steps in metrics.jsonl and content of the folder after
+# the fault
 BLOWS = [
     ("kill@checkpoint.before:at=2", 0, 2, ["1", "latest -> 1"]),
     ("kill@checkpoint.after_actor", 1, 2, [".tmp_step_000002", "1", "latest -> 1"]),

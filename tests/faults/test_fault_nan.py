@@ -1,4 +1,4 @@
-"""Tests that a NaN on one of two ranks costs only the optimizer step that it is in.
+"""Tests that a NaN on one of two ranks causes only its own optimizer step to be skipped.
 
 That step is skipped on all ranks and for both models.
 """

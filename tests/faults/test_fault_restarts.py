@@ -63,7 +63,7 @@ def test_mistakes_come_first_and_a_restart_keeps_the_earlier_run(root: Path, ran
     codes, output = ranks.run(2, again)
     assert codes == [0, 0], output
     assert (
-        "that run goes on" in output.replace("\n", " ").replace("│", "")
+        "which is resumed" in output.replace("\n", " ").replace("│", "")
         and "resumed    after step 1" in output
     )
     assert not (run_dir / "earlier_2").exists()

@@ -32,9 +32,7 @@ def gae(c, mask=None):
 
 
 def trl(which):
-    """Puts the score one position after EOS, which is a state of its own; rewards are whitened without a
-    shift.
-    """
+    """Puts the score one position after EOS, a separate state; whitening rewards keeps their mean."""
 
     def step(c):
         p, states = c.params, next_token_mask(c.mask)

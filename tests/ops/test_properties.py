@@ -370,7 +370,7 @@ def test_13_first_update_of_an_actor_that_equals_its_reference():
 def test_14_answers_of_one_token():
     """A single EOS is an action with advantage score - KL - value.
 
-    It is tested beside longer responses and alone, where whitening has no spread.
+    It is tested in a batch with longer responses and alone, where the standard deviation is 0.
     """
     mask, scores = torch.tensor([[1, 0, 0]]), torch.tensor([2.0])
     rewards = token_rewards(scores, mask, torch.tensor([[0.5, NAN, NAN]]), 0.1)

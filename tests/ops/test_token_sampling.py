@@ -22,9 +22,7 @@ def test_the_token_at_which_the_cumulative_sum_exceeds_the_number():
 
 @pytest.mark.parametrize("vocabulary", [128, 300, 1000])
 def test_tokens_of_probability_zero_are_never_hit(vocabulary):
-    """All weight is on two tokens at the ends or across search blocks; the number is between 0 and just below
-    1.
-    """
+    """Only two tokens have weight, at the ends or across a block boundary; uniforms are in [0, 1)."""
     uniforms = torch.cat([torch.linspace(0, 1, 999, dtype=torch.float64)[:-1], double(0.0, 1 - 2**-53)])
     for pair in ((0, vocabulary - 1), (126, 127), (vocabulary // 2, vocabulary // 2 + 1)):
         weights = torch.zeros(len(uniforms), vocabulary)

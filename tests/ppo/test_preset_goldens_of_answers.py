@@ -159,7 +159,7 @@ def test_sequence_level(world, case, key):
 # group_advantages.json
 # ------------------------------------------------------------------------------------------------------------
 def two_groups(case):
-    """Makes two groups; the golden gives the KL of each token, by which the reference is below the policy."""
+    """Makes the numbers of two groups; policy log-prob minus reference log-prob is the golden's KL."""
     assert case.index.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     ref = torch.full(case.kl.shape, -2.0, dtype=case.kl.dtype)
     values = states(case.values, case.mask)

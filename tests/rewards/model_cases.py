@@ -35,9 +35,7 @@ def save_model(folder, config, auto_class=AutoModelForSequenceClassification, **
 
 
 class Build:
-    """Builds model_reward on one CPU process; keeps the scorer as ``placed`` and the banner's lines as
-    ``notes``.
-    """
+    """Builds model_reward in one CPU process; ``placed`` is the scorer, ``notes`` the banner's lines."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer

@@ -50,7 +50,7 @@ def test_the_stop_token_is_part_of_the_response(cut):
         True,
         False,
         True,
-    ]  # also with the end token in the last position, but not without one
+    ]  # True even if the end token is in the last position, False without one
     assert rollout.ids[:, 2:].tolist() == [
         [2, EOS, PAD, PAD],
         [2, 3, 4, EOS],

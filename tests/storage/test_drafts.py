@@ -184,6 +184,6 @@ def test_appending_refuses_links_and_special_files(tmp_path):
         with pytest.raises(OSError, match="(?i)symbolic links|regular file"):
             open_for_appending(path)
     os.close(reader)
-    with pytest.raises(OSError, match="(?i)no such device"):  # without a reader; the call must not wait
+    with pytest.raises(OSError, match="(?i)no such device"):  # the pipe has no reader; opening must not block
         open_for_appending(pipe)
     assert file.read_text() == "xy"

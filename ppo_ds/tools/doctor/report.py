@@ -1,4 +1,4 @@
-"""Checks of the machine and of the inputs of a run before it starts. No weights are read."""
+"""Checks the machine and the inputs of a run before it starts, without reading weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.tools.doctor.estimate import BYTES, Models
 
 T = TypeVar("T")
-STATE_BYTES = 12  # in a checkpoint, of each trained parameter: fp32 weight and two moments
+STATE_BYTES = 12  # bytes per trained parameter in a checkpoint: an fp32 weight and two moments
 MIN_SHM = GIB  # NCCL and data loaders of several GPUs need more than the 64 MiB default of docker
 
 
