@@ -218,7 +218,7 @@ LOSS_AGGREGATIONS = {
     ),
 }
 
-# In the order in which rollout.backend=auto tries them: the fastest in our measurements first.
+# In the order in which rollout.backend=auto tries them: the fastest measured one first.
 DECODE_BACKENDS = {
     "static": DecodeBackendEntry(
         "ppo_ds.rollout.static.StaticGenerator",

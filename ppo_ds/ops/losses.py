@@ -48,7 +48,7 @@ class BatchTotals:
 def batch_totals(
     masks: Iterable[Tensor], reduce: Reduce | None = None, dp_size: int = 1, norm: float | None = None
 ) -> BatchTotals:
-    """Counts the tokens and sequences of one optimizer step from its masks [B,T], summed over all ranks."""
+    """Counts the tokens and sequences of one optimizer step from each rank's masks [B,T], over all ranks."""
     counts = torch.stack([torch.stack([_count(mask), _rows(mask).sum()]).double() for mask in masks]).sum(
         dim=0
     )
