@@ -74,13 +74,16 @@ def config_of(model: ModelConfig, key: str) -> PreTrainedConfig:
 def refuse_code_of_others(path: str, revision: str | None, key: str) -> None:
     """Raises UserError if a model whose code may run names code of another repository.
 
-    transformers would download and run that code, although only the code of this model is trusted.
+    transformers would download and run that code, although only the code of this model is trusted. It reads
+    another file instead of config.json if config.json lists files for versions of transformers.
     """
-    for name in ("config.json", "tokenizer_config.json"):
+    names = ["config.json", "tokenizer_config.json"]
+    for name in names:
         try:
             file = cached_file(path, name, **_hub_only(path, revision))
             settings = json.loads(Path(file).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            names += [more for more in settings.get("configuration_files", ()) if more not in names]
+        except (OSError, ValueError, RecursionError, AttributeError, TypeError):
             continue  # absent or damaged, which loading reports
         for code in _code_references(settings):
             repository, separator, _ = code.rpartition("--")
@@ -90,6 +93,31 @@ def refuse_code_of_others(path: str, revision: str | None, key: str) -> None:
                     f"trust_remote_code does not hold; read that code, copy it into the model's folder, and "
                     f"delete {repository}-- from auto_map"
                 )
+
+
+def refuse_adapter_on_hub(path: str, revision: str | None, key: str) -> None:
+    """Raises UserError if a model of the Hub contains an adapter, that is, an adapter_config.json.
+
+    transformers would load the weights of the base model that this file names, and run its code if the code
+    of ``path`` may run. The base model may be any other repository, or a folder of this machine. In a local
+    folder with a config.json it loads the folder's own weights.
+    """
+    if os.path.isdir(path):
+        return
+    try:
+        file = cached_file(
+            path,
+            "adapter_config.json",
+            _raise_exceptions_for_missing_entries=False,
+            **_hub_only(path, revision),
+        )
+    except OSError:
+        return  # the Hub cannot be reached, which loading reports
+    if file is not None:
+        raise UserError(
+            f"{key}={path}: contains an adapter (adapter_config.json), whose base model would be loaded from "
+            "elsewhere; merge the adapter into its base model and give the folder of the merged model"
+        )
 
 
 def _code_references(settings: Any) -> Iterator[str]:
@@ -111,6 +139,7 @@ def from_pretrained(
     Missing weights are left to the caller: see ``refuse_missing``.
     """
     path, implementation = _checked(model.path, key), attention(model, key)
+    refuse_adapter_on_hub(path, model.revision, key)
     with user_errors(path, key):
         return auto_class.from_pretrained(
             path,

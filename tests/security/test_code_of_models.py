@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,39 @@ def test_a_trusted_folder_cannot_run_code_of_another_repository(folder, asked, l
     with pytest.raises(UserError, match=r"its config.json runs code of another repository \(other/repo\)"):
         LOADERS[loader](folder)
     assert asked == []
+
+
+def test_a_config_for_a_version_of_transformers_cannot_run_code_of_another_repository(folder, asked):
+    """transformers reads config.4.0.0.json here instead of config.json."""
+    settings = json.loads((folder / "config.json").read_text())
+    other = settings | {"auto_map": references("other/repo--")}
+    (folder / "config.4.0.0.json").write_text(json.dumps(other))
+    change(folder / "config.json", configuration_files=["config.4.0.0.json"])
+    with pytest.raises(UserError, match=r"its config.4.0.0.json runs code of another repository"):
+        load_config(str(folder), trust_remote_code=True)
+    assert asked == []
+
+
+@pytest.mark.parametrize("base", ["other/repo", "folder of this machine"])
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_hub_model_cannot_replace_its_weights_by_those_of_a_base_model(
+    folder, tmp_path, monkeypatch, base, trusted
+):
+    """transformers loads the base model of an adapter from wherever its adapter_config.json says."""
+    private = tmp_path / "private"
+    change(folder / "config.json", auto_map={})
+    shutil.copytree(folder, private)
+    snapshot = tmp_path / "hub" / "models--stranger--m" / "snapshots" / ("a" * 40)
+    shutil.copytree(folder, snapshot)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("a" * 40)
+    about = {"base_model_name_or_path": base if "/" in base else str(private), "peft_type": "LORA"}
+    (snapshot / "adapter_config.json").write_text(json.dumps(about))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model = ModelConfig(path="stranger/m", dtype="fp32", trust_remote_code=trusted)
+    with pytest.raises(UserError, match="actor.model.path=stranger/m: contains an adapter"):
+        load_policy(model, temperature=1.0, key="actor.model.path")
 
 
 @pytest.mark.parametrize("entry", ["other/repo--mine.Tok", ["other/repo--mine.Tok", None]])
