@@ -17,12 +17,13 @@ _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CRE
 _MIN_CHARACTERS = 8  # shorter values of such variables may occur in any text by chance
 # names of config keys, in lower case with underscores; eos_token, stop_token and the like hold no secret
 _SECRET_KEY = re.compile(
-    r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|secret_?keys?|passwd|passwords?|passphrase"
-    r"|authorization|credentials?|cookie"
+    r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|secret_?keys?|passwd|pwd|passwords?|passphrase"
+    r"|authorization|auth|bearer|credentials?|cookie|(openai|anthropic|google|groq|judge|wandb|hf)_?keys?"
     r"|(api|auth|access|bearer|refresh|session|security|hf|hub|github|gitlab|slack|wandb)_?tokens?)$"
     r"|^tokens?$"
 )
-_URL_USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # https://me:password@host
+# https://me:password@host; a password may contain a slash, but https://host:80/@me has no password
+_URL_USER = re.compile(r"(?<=://)(?:[^/\s@]+|[^/\s@:]{1,200}:(?!\d+/)[^\s@]{1,200})(?=@)")
 _URL_QUERY = re.compile(r"([?&](\w+)=)[^&\s]+")
 _SECRET_PARAMETER = re.compile(
     r"(^|_|api|access)key$|(token|secret|signature)$|passw|^(sig|auth|code)$", re.IGNORECASE
@@ -36,6 +37,7 @@ _TOKEN = re.compile(
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}"  # AWS
     r"|AIza[\w-]{30,}|ya29\.[\w-]{16,}"  # Google
     r"|(?:gsk|r8|npm)_[A-Za-z0-9]{20,}"  # Groq, Replicate, npm
+    r"|[rs]k_(?:live|test)_[A-Za-z0-9]{16,}"  # Stripe
     r"|(?:nvapi|pplx|xai|pypi)-[\w-]{20,}"  # NVIDIA, Perplexity, xAI, PyPI
     r"|wandb_v1_[\w-]{16,}"
     r"|xox[abeprs]-[\w-]{16,}"  # Slack
@@ -49,14 +51,25 @@ _REMEDY = (
 )
 
 
-def secrets_in(tree: Any, key: str = "") -> Iterator[str]:
-    """Yields one error line, without the secret itself, for each text of a config that holds a secret."""
+def secrets_in(tree: Any, key: str = "", inside_secret: bool = False) -> Iterator[str]:
+    """Yields one error line, without the secret itself, for each value of a config that holds a secret.
+
+    ``inside_secret`` says that a section around ``tree`` has the name of a secret. Numbers count only under
+    such names other than ``token``, since a number of tokens is no secret.
+    """
+    named = inside_secret or _is_secret_key(key)
     if isinstance(tree, dict):
         for name, item in tree.items():
-            yield from secrets_in(item, f"{key}.{name}" if key else str(name))
+            if _TOKEN.search(str(name)):
+                yield f"{key or 'config'}: has a key that looks like a password or a key; {_REMEDY}"
+            else:
+                yield from secrets_in(item, f"{key}.{name}" if key else str(name), named)
     elif isinstance(tree, list | tuple):
         for i, item in enumerate(tree):
-            yield from secrets_in(item, f"{key}[{i}]")
+            yield from secrets_in(item, f"{key}[{i}]", named)
+    elif isinstance(tree, int | float) and not isinstance(tree, bool):
+        if named and not re.search(r"(?i)tokens?(\[\d+\])*$", key):
+            yield f"{key}: holds what looks like a password or a key; {_REMEDY}"
     elif isinstance(tree, str):
         variables = [name for name, value in _secret_variables() if value in tree]
         if variables:
@@ -65,7 +78,7 @@ def secrets_in(tree: Any, key: str = "") -> Iterator[str]:
             _TOKEN.search(tree)
             or _URL_USER.search(tree)
             or ("://" in tree and any(_SECRET_PARAMETER.search(name) for _, name in _URL_QUERY.findall(tree)))
-            or (tree and _is_secret_key(key))
+            or (tree and named)
         ):
             yield f"{key}: holds what looks like a password or a key; {_REMEDY}"
 
@@ -89,7 +102,7 @@ def censored_tree(tree: Any) -> Any:
 
 def _is_secret_key(key: str) -> bool:
     """Returns whether the last part of a config key names a secret: ``x-api-key``, ``apiKey``, ``token``."""
-    name = re.sub(r"\[\d+\]$", "", key.rpartition(".")[2])
+    name = re.sub(r"(\[\d+\])+$", "", key.rpartition(".")[2])
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     return _SECRET_KEY.search(re.sub(r"\W+", "_", name).lower()) is not None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,8 +76,11 @@ def checkpoint_times(checkpoint: CheckpointConfig) -> str:
     return f"checkpoint {', '.join([*times, 'at the end and at a stop signal'])}"
 
 
-def resumed(run_dir: str, done: int, steps: int) -> list[str]:
-    """Returns a line on the ``done`` steps of earlier starts, or no line if there are none."""
+def resumed(run_dir: str, checkpoint: Path | None, done: int, steps: int) -> list[str]:
+    """Returns a line on the ``done`` steps of earlier starts, or no line if there are none.
+
+    ``checkpoint`` is the one that the run continues from.
+    """
     if done >= steps:
         return [
             f"resumed    {run_dir} holds all {done} steps: nothing is left to train; raise run.steps, "
@@ -84,8 +88,7 @@ def resumed(run_dir: str, done: int, steps: int) -> list[str]:
         ]
     if done:
         return [
-            f"resumed    after step {done}, from {run_dir}/checkpoints (set run.name or run.dir to start "
-            "another run)"
+            f"resumed    after step {done}, from {checkpoint} (set run.name or run.dir to start another run)"
         ]
     return []
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ppo_ds.build.data import Inputs, read_inputs
 from ppo_ds.build.roles import CLASSIFIER
+from ppo_ds.config.checks.data import is_prepared
 from ppo_ds.config.schema import Config, reward_models, uses_reference
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.targets import bind
@@ -20,19 +21,36 @@ from ppo_ds.models.chat_scorer import expect_trusted
 from ppo_ds.models.loading import load_config
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import reward_errors_as_user_errors
+from ppo_ds.rewards.function import load_function
 from ppo_ds.rewards.model import check_reward_model
 from ppo_ds.types import Row
 
 CHAT_SCORER = "ppo_ds.rewards.get_score.get_score_reward"
+FUNCTION = "ppo_ds.rewards.function.FunctionReward"
 OWN = "ppo_ds.rewards."  # these are cheap to build for a check; a reward of another package may load a model
 
 
-def check_inputs(config: Config, world: World) -> None:
+def check_inputs(config: Config, world: World, *, prepared: bool) -> None:
     """Raises UserError for mistakes in data and rewards, for a start that may yet be refused.
 
-    The data is read for this check alone. All ranks read the same files; it is not a collective.
+    If `prepare` has yet to create files (``prepared`` is False), only the functions of rewards are checked.
+    The data is read for this check only. All ranks read the same files; it is not a collective.
     """
-    preflight(config, read_inputs(config, world))
+    for key, section in function_rewards(config.reward, "reward"):
+        file = section["path"].rpartition(":")[0]
+        if prepared or not is_prepared(file, config):
+            load_function(section["path"], f"{key}.path")
+    if prepared:
+        preflight(config, read_inputs(config, world))
+
+
+def function_rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the sections of a reward that name a Python function, and their keys."""
+    if section.get("_target_") == FUNCTION:
+        yield key, section
+    for name, inner in section.items():
+        if isinstance(inner, dict):
+            yield from function_rewards(inner, f"{key}.{name}")
 
 
 def preflight(config: Config, inputs: Inputs) -> None:

@@ -86,7 +86,7 @@ def build_run(
     )
     if world.is_main:
         steps, done = stage.total_steps, saver.state.step
-        banner.summarize(checkpoint_times(config.checkpoint), *resumed(str(run_dir), done, steps))
+        banner.summarize(checkpoint_times(config.checkpoint), *resumed(str(run_dir), start, done, steps))
         run.track(start_trackers(config, steps, done, banner.render()))
     return run
 

@@ -59,15 +59,14 @@ def open_start(
 
 
 def check_new_inputs(config: Config, before: Settings | None, settings: Settings, world: World) -> None:
-    """Raises UserError for mistakes in data and rewards, as far as `prepare` need not create them first."""
+    """Raises UserError for mistakes in data and rewards that `prepare` need not create first."""
     check = STAGES[config.stage].check
     if check is None:
         return
     changed = [key for key, _, _ in changes(before, settings)] if before else ["prepare."]
     outdated = config.prepare is not None and any(key.startswith("prepare.") for key in changed)
     missing = config.prepare is not None and not Path(config.actor.model.path).exists()
-    if not outdated and not missing:
-        import_target(check)(config, world)
+    import_target(check)(config, world, prepared=not outdated and not missing)
 
 
 def on_main(world: World, action: Callable[[], Any]) -> Any:

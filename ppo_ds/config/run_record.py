@@ -76,8 +76,8 @@ def names_to_move(run_dir: Path, now: Settings, start: Path | None, restart: boo
         names = []
     elif start is None and before is not None and not changes(before, now):
         names = []
-    else:
-        names = [*RECORD]
+    else:  # with checkpoints, which the new run would take for its own and delete
+        names = [*RECORD, "checkpoints"]
     return [name for name in names if (run_dir / name).exists()]
 
 

@@ -180,7 +180,8 @@ def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = pri
                 continue
         except OSError as error:
             raise UserError(
-                f"run.dir={run_dir}: cannot be written: {error.strerror}; choose another run.dir"
+                f"run.dir={run_dir}: cannot be written: {error.strerror} ({error.filename or path}); "
+                "choose another run.dir"
             ) from error
         patience = ENDING if holder.ending else STALE if silent and not holder.is_local else REACTION
         if waited > patience:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from ppo_ds.build.data import read_inputs
-from ppo_ds.build.preflight import preflight
+from ppo_ds.build.preflight import check_inputs, preflight
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
@@ -279,6 +279,25 @@ def test_a_function_is_imported_once(check, tmp_path):
     for _ in range(2):
         assert check("reward=function", f"reward.path={tmp_path}/mine.py:score") == []
     assert sys.times_seen == 1
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_functions_are_checked_although_data_and_models_are_still_to_be_prepared(nested, tmp_path):
+    """The record of an earlier run is moved only after this check."""
+    path = f"{tmp_path}/no.py:score"
+    reward = ["reward=function", f"reward.path={path}"]
+    if nested:
+        part = "reward.parts.a.reward"
+        reward = ["reward=weighted", f"reward@{part}=function", f"{part}.path={path}"]
+    made = [
+        "prepare._target_=ppo_ds.examples.sums.prepare",
+        f"prepare.dir={tmp_path}/start",
+        "prepare.seed=1",
+    ]
+    missing = [f"actor.model.path={tmp_path}/start", f"data.path={tmp_path}/start/x.jsonl", "run.steps=1"]
+    config = compose(*reward, *made, *missing, "rollout.prompts_per_step=2", "sampling.max_new_tokens=4")
+    with pytest.raises(UserError, match=r"path=.*no.py:score: no such file: "):
+        check_inputs(config, SimpleNamespace(rank=0, size=1), prepared=False)
 
 
 def test_remote_code_without_permission_is_refused(check):

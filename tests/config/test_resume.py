@@ -342,6 +342,15 @@ def test_who_goes_on_from_another_runs_checkpoint_does_not(tmp_path: Path) -> No
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_checkpoints_that_are_not_continued_are_moved_with_their_record(tmp_path: Path) -> None:
+    """The new run would take them for its own otherwise, and delete them after its next save."""
+    checkpointed(tmp_path)
+    start = tmp_path / "earlier_1" / "checkpoints" / "step_000001"
+    opened(tmp_path, start=start)
+    assert (tmp_path / "earlier_1" / "checkpoints" / "step_000002" / "file").exists()
+    assert not (tmp_path / "checkpoints").exists()
+
+
 # -- run.resume=restart ----------------------------------------------------------------------------
 
 

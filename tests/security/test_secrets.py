@@ -61,6 +61,12 @@ SECRETS = {
     "hub": "hf_abcdefghijklmnopqrstuvwxyz",
     "openai": "sk-proj-abcdefghij0123456789",
     "replicate": "r8_abcdefghij0123456789abcdef",
+    "stripe": "sk_live_abcdefghij0123456789",
+    "pwd": "abc",
+    "auth": "abc",
+    "openai_key": "abc",
+    "url": "https://me:pass/word@host/v1",
+    "password": 12345678,
     "pem": "-----BEGIN RSA PRIVATE KEY-----",
 }
 
@@ -69,6 +75,19 @@ SECRETS = {
 def test_common_keys_in_a_config_are_found(name):
     (line,) = secrets_in({"reward": {"options": {name: SECRETS[name]}}})
     assert line.startswith(f"reward.options.{name}: holds what looks like a password") and "abc" not in line
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"headers": {"Authorization": {"value": "abc"}}},
+        {"tokens": [["abc"]]},
+        {"headers": {"sk-proj-abcdefghij0123456789": "x"}},
+    ],
+)
+def test_keys_in_nested_values_and_in_names_are_found(options):
+    (line,) = secrets_in({"reward": {"options": options}})
+    assert line.startswith("reward.options.") and "abc" not in line
 
 
 INNOCENT = {
@@ -92,6 +111,10 @@ INNOCENT = {
     "pattern": r"(?i)score[ \t]*[:=]\s*(\d+)",
     "template": "You are a bearer of good news. Rate {prompt} and {response}; the token counts.",
     "password": "",
+    "tokens": 4096,
+    "page": "https://host:8000/@me",
+    "blog": "https://host/@me",
+    "label_key": "label",
     "author": "someone",
     "pass": "first",
     "spat": "hf_small",

@@ -66,7 +66,7 @@ def check_reward_folders(config: Config, ranks: int) -> Iterator[str]:
 
 
 def _missing_model(key: str, path: str | None, config: Config) -> Iterator[str]:
-    if path and looks_local(path) and not _is_prepared(path, config):
+    if path and looks_local(path) and not is_prepared(path, config):
         folder = Path(path).expanduser()
         if not folder.exists():
             yield f"{key}={path}: no such folder"
@@ -80,7 +80,7 @@ def check_data_files(config: Config, ranks: int) -> Iterator[str]:
     files = {"data.path": data.path, "data.eval_path": data.eval_path, "data.ptx_path": data.ptx_path}
     files |= {f"data.mix[{i}].path": part.path for i, part in enumerate(data.mix)}
     for key, path in files.items():
-        if path and looks_local(path) and not _is_prepared(path, config) and not Path(path).exists():
+        if path and looks_local(path) and not is_prepared(path, config) and not Path(path).exists():
             yield f"{key}={path}: no such file"
 
 
@@ -94,7 +94,7 @@ def looks_local(path: str) -> bool:
     )
 
 
-def _is_prepared(path: str, config: Config) -> bool:
+def is_prepared(path: str, config: Config) -> bool:
     """Returns whether `prepare` creates a path: any path, or only those in its `dir` if it has that key."""
     made = (config.prepare or {}).get("dir")
     return config.prepare is not None and (
