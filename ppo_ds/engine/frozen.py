@@ -31,7 +31,7 @@ class FrozenModel:
         *,
         offloaded: bool = False,
     ):
-        """Stores ``module`` and ``forward``, which runs it; see ``freeze``, which creates both."""
+        """Stores ``module`` and ``forward``, the function that runs it. ``freeze`` creates instances."""
         self.module = module
         self.device = device
         self._forward = forward
@@ -45,7 +45,7 @@ class FrozenModel:
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """Keeps an offloaded replica on the device inside the block, which may be nested."""
+        """Moves an offloaded replica to the device for the duration of the block. Blocks may be nested."""
         self._depth += 1
         try:
             if self._offloaded and self._depth == 1:
@@ -62,8 +62,9 @@ def freeze(
 ) -> FrozenModel:
     """Makes a FrozenModel of ``module``.
 
-    With ``deepspeed_config`` it is a ZeRO-3 engine, otherwise a replica on every rank. ``offload`` keeps a
-    replica in CPU memory between uses. It has no effect on an engine, whose config has its own setting.
+    With ``deepspeed_config`` the model is a ZeRO-3 engine, otherwise a replica on every rank. ``offload``
+    keeps a replica in CPU memory between uses. It does not apply to an engine, which is offloaded by its own
+    config.
     """
     module.eval().requires_grad_(False)
     if deepspeed_config is None:
@@ -79,14 +80,14 @@ def freeze(
 class FrozenBase(FrozenModel):
     """Base model of a model that is trained with adapters, without a second copy of the weights.
 
-    Each forward pass disables and re-enables the adapters itself, so that the trained model may be called in
-    between.
+    Each forward pass disables the adapters and enables them again, so that the trained model may be called
+    between two forward passes.
     """
 
     def __init__(
         self, trained: TrainedModel, *, base_weights: Callable[[nn.Module], AbstractContextManager[None]]
     ):
-        """Uses ``base_weights(module)``, a context in which the module computes as before its training."""
+        """Stores ``base_weights``, which makes a context where the module computes as before its training."""
         super().__init__(trained.module, trained, trained.world.device)
         self._base_weights = base_weights
 

@@ -12,7 +12,7 @@ from torch import nn
 from ppo_ds.engine.trained import TrainedModel
 
 T = TypeVar("T")
-# per collective: enough to use the bandwidth of the links, small compared with a large model
+# elements gathered per collective: enough to use the bandwidth of the links, few compared with a large model
 GATHER_ELEMENTS = 100_000_000
 
 
@@ -31,5 +31,8 @@ def chunked(items: Iterable[T], numel: Callable[[T], int], limit: int) -> Iterat
 
 
 def gathered(trained: TrainedModel, module: nn.Module) -> AbstractContextManager[None]:
-    """Makes the parameters of ``module``, a part of ``trained``, readable on every rank. A collective."""
+    """Returns a context in which the parameters of ``module`` are whole on every rank. A collective.
+
+    ``module`` is a part of the model ``trained``.
+    """
     return deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=trained.zero_stage == 3)

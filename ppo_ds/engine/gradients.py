@@ -1,9 +1,9 @@
 """Gradient norm and skipped optimizer steps of a DeepSpeed engine, for every ZeRO stage.
 
-DeepSpeed 0.19 skips a step with non-finite gradients by itself with ZeRO 1 to 3 and in 16 bits, but not in
-fp32 without ZeRO. It cannot be asked to skip a step with finite gradients, so ``skip_step`` fills the
-gradients with NaN. ``skip_step`` also clears the accumulation buffers. With offloaded optimizers of ZeRO 1
-and 2 in 16 bits, DeepSpeed leaves the NaN in them, so that every later step would be skipped too.
+DeepSpeed 0.19 itself skips steps with non-finite gradients, except in fp32 without ZeRO. It cannot be asked
+to skip a step with finite gradients, so ``skip_step`` fills the gradients with NaN. ``skip_step`` also clears
+the accumulation buffers. With ZeRO 1 or 2, 16 bits and an offloaded optimizer, DeepSpeed would leave the NaN
+in these buffers and skip every later step too.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 def local_gradients(engine: Any) -> list[Tensor]:
     """Returns this rank's share of the gradients.
 
-    With an offloaded optimizer these are norms of gradients, from which DeepSpeed computes the global norm.
+    With an offloaded optimizer, returns the norms of gradients from which DeepSpeed computes the global norm.
     """
     wrapper = engine.optimizer
     if hasattr(wrapper, "norm_for_param_grads"):
         return list(wrapper.norm_for_param_grads.values())
-    if hasattr(wrapper, "fp32_groups_gradients_flat"):  # BF16_Optimizer: whole on every rank
+    if hasattr(wrapper, "fp32_groups_gradients_flat"):  # BF16_Optimizer: every rank has all gradients
         return list(wrapper.fp32_groups_gradients_flat)
     if hasattr(wrapper, "averaged_gradients"):
         groups = wrapper.averaged_gradients.values()
         return [gradient for group in groups if group is not None for gradient in group]
-    # without ZeRO in fp32: whole on every rank
+    # fp32 without ZeRO: every rank has all gradients
     return [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
 
 
@@ -53,8 +53,8 @@ def local_squared_norm(engine: Any) -> Tensor:
 def skip_step(engine: Any, *, lower_scale: bool) -> None:
     """Discards the accumulated gradients: no weight, moment or counter of the optimizer changes.
 
-    A collective, like a step. ``lower_scale`` lowers a dynamic loss scale as an overflow does, down to its
-    minimum.
+    A collective, like a step. ``lower_scale=True`` lowers a dynamic loss scale as an overflow does, but never
+    below its minimum.
     """
     wrapper = engine.optimizer
     if wrapper is engine.basic_optimizer:
@@ -64,9 +64,9 @@ def skip_step(engine: Any, *, lower_scale: bool) -> None:
     for gradient in gradients:
         gradient.fill_(math.nan)
     if hasattr(wrapper, "local_overflow"):
-        wrapper.local_overflow = True  # ZeRO 1 and 2, offloaded in 16 bits
+        wrapper.local_overflow = True  # ZeRO 1 and 2 in 16 bits with an offloaded optimizer
     if hasattr(wrapper, "check_grad_overflow"):
-        wrapper.check_grad_overflow = True  # may be off for bf16, where NaN would then be applied
+        wrapper.check_grad_overflow = True  # if off (bf16), the step would write NaN into the weights
     scaler = dynamic_loss_scaler(engine)
     scaler_state = dict(vars(scaler)) if scaler is not None else {}
     if "raise_error_at_min_scale" in scaler_state:
@@ -74,8 +74,8 @@ def skip_step(engine: Any, *, lower_scale: bool) -> None:
     engine.step()
     if scaler is not None and not lower_scale:
         vars(scaler).update(scaler_state)
-    # The gradients are views of buffers that stay. DeepSpeed overwrites them, except where a parameter has no
-    # gradient.
+    # The gradients are views of buffers that DeepSpeed reuses. DeepSpeed does not overwrite the part of a
+    # parameter that gets no gradient.
     for gradient in gradients:
         gradient.zero_()
     for name in ("averaged_gradients", "all_grad_tensors"):
@@ -96,7 +96,7 @@ def dynamic_loss_scaler(engine: Any) -> Any:
 def loss_scale_can_decrease(engine: Any) -> bool:
     """Returns whether the loss scale is dynamic and above its minimum.
 
-    Overflows are then expected while the scale adapts, and do not indicate a numerical error.
+    If it is, overflows are expected while the scale adapts and do not indicate a numerical error.
     """
     scaler = dynamic_loss_scaler(engine)
     if scaler is None:

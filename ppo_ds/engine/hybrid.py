@@ -1,18 +1,19 @@
 """Hybrid actor: one set of trained weights that switches between training and generation.
 
 DeepSpeed's own hybrid engine is not used. It supports no current model family, and it modifies the hooks of a
-live engine, which an exception can leave half modified. With ZeRO 0 to 2 the weights are whole on every rank,
-and decoding uses them as they are. With ZeRO-3 there are two modes (actor.zero.generation_gather):
+live engine, which an exception can leave half modified. With ZeRO 0 to 2, every rank has all weights and uses
+them directly for decoding. With ZeRO-3 there are two modes (actor.zero.generation_gather):
 
 - whole: the weights are gathered once per generation phase, parameter by parameter, into an inference copy of
-  the model without hooks. The training engine is not touched, so that an exception leaves nothing to repair,
-  and ranks may decode different numbers of tokens. LoRA adapters are merged into the copy, rounded to its
-  dtype: in bf16, log-probs then differ from those of training by some thousandths of a nat. Nothing is ever
-  merged into the trained model's own weights. The copy's memory is freed for training, where the free memory
-  decides the size of micro-batches; its addresses therefore change with every phase.
-- layers: decoding with the sharded model itself, each layer gathered in each forward
-  (engine/layerwise_generation.py), for models that do not fit on a device. Ranks then run forwards in
-  lockstep.
+  the model without hooks. The training engine is not modified, so that an exception leaves nothing to repair,
+  and ranks may decode different numbers of tokens. LoRA adapters are merged into the copy, whose weights are
+  rounded to its dtype: in bf16, its log-probs differ from the training log-probs by a few thousandths of a
+  nat. The trained model's own weights are never merged. The memory of the copy is freed for training, where
+  the free memory determines the size of micro-batches. The addresses of the copy's weights therefore change
+  with every phase.
+- layers: the sharded model itself decodes, and each forward gathers one layer after the other
+  (engine/layerwise_generation.py). This is for models that do not fit on one device. All ranks must then run
+  the same number of forwards (lockstep).
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ class HybridActor(TrainedModel):
     ):
         """Wraps ``module`` in an engine and, with ZeRO-3, creates the inference copy.
 
-        ``make_inference_copy`` returns an unsharded causal LM without weights. ``timer("switch")`` is entered
-        around the work of each switch. ``gather_elements`` bounds the chunks in which weights are gathered.
+        ``make_inference_copy`` returns an unsharded causal LM without weights. ``timer("switch")`` is a
+        context that measures the time of each switch. Weights are gathered in chunks, each of which ends once
+        it has ``gather_elements`` elements.
         """
         super().__init__(module, **engine)
         self._timer = timer
         self._gather_elements = gather_elements
         self._copy = make_inference_copy(self.module.lm, self.world.device) if self.zero_stage == 3 else None
-        self._offloads: list[OptimizerOffload] = []  # of the models whose optimizer states are offloaded
+        self._offloads: list[OptimizerOffload] = []  # one per model with states offloaded in generation
         self._switched_bytes = 0
         self._depth = 0
 
@@ -63,17 +65,18 @@ class HybridActor(TrainedModel):
     ) -> str:
         """Chooses how weights are gathered and whether optimizer states are offloaded during generation.
 
-        A collective, called once all models are in memory. Before the call, weights are gathered whole and
-        nothing is offloaded.
-        ``generation_gather`` and ``offload_states`` are those of actor.zero; ``decoding_bytes`` is the size
-        of cache and activations. Returns a line for the start-up banner.
+        A collective, to be called when all models are in memory. Until then, weights are gathered whole and
+        nothing is offloaded. ``generation_gather`` and ``offload_states`` are the settings of actor.zero.
+        ``decoding_bytes`` is the size of the KV cache and the activations of decoding. Returns a line for the
+        start-up banner.
         """
         offloads = [OptimizerOffload(model) for model in (self, critic) if model is not None]
         future = sum(offload.future_bytes for offload in offloads)
         sharded = self.zero_stage == 3
         weights = self._weight_bytes if sharded else 0
         layer = 0
-        if sharded:  # ZeRO-3 keeps at most this much gathered in a forward
+        if sharded:
+            # during a forward, ZeRO-3 keeps at most this many bytes of gathered weights
             live = self.engine.zero_max_live_parameters() * next(self.module.lm.parameters()).element_size()
             layer = min(weights, live)
         budget = MemoryBudget(
@@ -101,12 +104,15 @@ class HybridActor(TrainedModel):
 
     @property
     def lockstep_max(self) -> Callable[[int], int] | None:
-        """None, or with ``lockstep`` a collective that returns the maximum of a number over all ranks."""
+        """With ``lockstep``, a collective that returns the maximum of a number over all ranks, else None."""
         return (lambda number: self.world.max_int(int(number))) if self.lockstep else None
 
     @property
     def lm(self) -> nn.Module:
-        """The causal LM to decode with, whole unless ``lockstep``. Only inside ``generation_mode()``."""
+        """The causal LM for decoding; its weights are whole unless ``lockstep``.
+
+        Available only inside ``generation_mode()``.
+        """
         assert self._depth > 0, "the actor generates only inside generation_mode()"
         return self.module.lm if self._copy is None else self._copy
 
@@ -124,16 +130,16 @@ class HybridActor(TrainedModel):
             self._depth -= 1
 
     def take_switched_gb(self) -> float:
-        """Returns the GB that this rank gathered, and moved to the CPU and back, since the last call.
+        """Returns the GiB that this rank has gathered or moved to and from the CPU since the last call.
 
-        If weights are gathered layer by layer, every forward counts.
+        If weights are gathered layer by layer, every forward adds the size of all weights.
         """
         taken, self._switched_bytes = self._switched_bytes, 0
         return taken / GIB
 
     @contextmanager
     def _switched(self) -> Iterator[None]:
-        """Switches to generation and back; ``generation_mode`` adds the nesting."""
+        """Implements ``generation_mode`` for a block that is not nested."""
         self.restore_weights()
         self.module.eval()
         switch = ExitStack()

@@ -13,18 +13,18 @@ from torch import nn
 def layer_by_layer(engine: Any, lm: nn.Module, on_forward: Callable[[], None]) -> Iterator[None]:
     """Allows forwards of ``lm``, a submodule of the DeepSpeed engine's module, inside the block.
 
-    All ranks must run the same number of forwards. DeepSpeed supports forwards of the engine only, so hooks
-    on ``lm`` repeat what the engine does around its own forwards. They restart the trace of modules, from
-    which DeepSpeed plans its prefetching, since it would otherwise grow with every token. They also let
-    DeepSpeed register parameters that a module takes from another module. After the block everything is
-    sharded again, even if an exception has interrupted a forward. ``on_forward`` is called before each
-    forward. Not a collective.
+    All ranks must run the same number of forwards. ``on_forward`` is called before each forward. DeepSpeed
+    supports only forwards of the engine, so hooks on ``lm`` repeat what the engine does around its own
+    forwards. The hooks restart DeepSpeed's trace of modules, which is used for prefetching and would
+    otherwise grow with every token. They also let DeepSpeed gather parameters that one module owns and
+    another module uses. After the block all parameters are sharded again, even if an exception has
+    interrupted a forward. Not a collective.
     """
     optimizer = engine.optimizer
 
     def set_in_forward(value: bool) -> None:
         for module in lm.modules():
-            # DeepSpeed then gathers parameters that a module uses and another one owns
+            # if True, DeepSpeed gathers parameters that one module owns and another module uses
             module._parameters._in_forward = value
 
     def before_forward(*_: Any) -> None:

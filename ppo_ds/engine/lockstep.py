@@ -1,4 +1,4 @@
-"""Optimizer step of several models that all ranks make, or none."""
+"""Optimizer step of several models that all ranks take or all ranks skip."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ppo_ds.engine.trained import StepInfo, TrainedModel
 class LockstepResult:
     """The outcome of one optimizer step of all models, the same on every rank."""
 
-    infos: dict[str, StepInfo]  # by model
-    nonfinite: tuple[str, ...]  # such as "loss of the actor"; empty if the step was made
-    # True if only gradients are non-finite, and the loss scale of their models can still decrease
+    infos: dict[str, StepInfo]  # by name of the model
+    nonfinite: tuple[str, ...]  # names such as "loss of the actor"; empty if the step was taken
+    # True if all losses are finite, and each model with a non-finite gradient can still lower its loss scale
     overflow_expected: bool
-    sums: list[float]  # ``extra``, summed over ranks
+    sums: list[float]  # the numbers ``extra``, summed over ranks
 
 
 def step_or_skip(
@@ -34,18 +34,18 @@ def step_or_skip(
 ) -> LockstepResult:
     """Steps all ``models`` if every loss and gradient is finite on every rank, else drops their gradients.
 
-    Takes one collective and one synchronization with the device. If only some ranks or some models stepped,
-    replicas would diverge and ZeRO-3 would hang.
+    The decision needs one collective and one synchronization with the device. If only some ranks or models
+    took the step, replicas would diverge and ZeRO-3 would hang.
 
     Args:
-        models: By name, with accumulated gradients.
-        losses: By the same names, 0-dim, summed over this rank's micro-batches.
-        extra: Further numbers [n] that the same collective sums over ranks.
+        models: The models by name, with accumulated gradients.
+        losses: The 0-dim loss of each model by name, summed over this rank's micro-batches.
+        extra: More numbers [n] to sum over ranks in the same collective.
     """
     numbers = [number for name in models for number in (losses[name], models[name].local_squared_grad_norm())]
     numbers += [] if extra is None else list(extra)
     sums = world.sum(torch.stack([number.double().to(world.device) for number in numbers]))
-    finite = sums.float().isfinite().tolist()  # float32, in which DeepSpeed computes the norm
+    finite = sums.float().isfinite().tolist()  # in float32, as DeepSpeed computes the norm
     bad_losses = [name for name, good in zip(models, finite[0::2], strict=False) if not good]
     overflows = [name for name, good in zip(models, finite[1::2], strict=False) if not good]
     nonfinite = [f"loss of the {name}" for name in bad_losses] + [

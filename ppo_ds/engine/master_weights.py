@@ -1,8 +1,8 @@
 """Access to the fp32 weights and AdamW moments of a DeepSpeed engine by parameter name, for every ZeRO stage.
 
-ZeRO keeps them in flat partitions whose layout depends on the stage and the number of ranks. Whole parameters
-do not depend on either. The collectives below run per parameter, so that a rank holds at most one whole
-parameter in addition to its own partition.
+ZeRO keeps them in flat partitions whose layout depends on the stage and the number of ranks. This module gets
+and sets whole parameters, which depend on neither. Its collectives run per parameter, so that a rank holds at
+most one whole parameter in addition to its own partition.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ppo_ds.engine.gradients import dynamic_loss_scaler
 from ppo_ds.engine.trained import TrainedModel
 
 WEIGHT = "weight"
-PARTS = (WEIGHT, "exp_avg", "exp_avg_sq")  # the moments by torch's names
+PARTS = (WEIGHT, "exp_avg", "exp_avg_sq")  # the names of the moments are torch's
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -43,7 +43,7 @@ class MasterWeights:
         self._stage3 = model.zero_stage == 3
         # a tied parameter appears once
         self.parameters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
-        # without ZeRO: the fp32 tensor of each parameter, which is the parameter itself in fp32
+        # without ZeRO: the fp32 tensors by parameter name (in fp32, the parameters themselves); else None
         self._whole: dict[str, Tensor] | None = None
         if model.zero_stage == 0 and isinstance(self._wrapper, FP16_UnfusedOptimizer):
             pairs = zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups, strict=True)
@@ -51,7 +51,8 @@ class MasterWeights:
             self._whole = {name: master[id(parameter)] for name, parameter in self.parameters.items()}
         elif model.zero_stage == 0:
             self._whole = dict(self.parameters)
-        # torch creates the moments in the first step that is not skipped; they are needed before
+        # torch creates the moments in the first step that is not skipped, but ``get`` and ``set`` may need
+        # them earlier
         fused = self._adamw.defaults["fused"]
         for flat in optimizer_shares(model):
             state = self._adamw.state[flat]
@@ -60,8 +61,8 @@ class MasterWeights:
                 state["exp_avg"] = torch.zeros_like(flat, requires_grad=False)
                 state["exp_avg_sq"] = torch.zeros_like(flat, requires_grad=False)
         if hasattr(self._wrapper, "_lazy_init_hp_params_optimizer_state"):
-            # DeepSpeed links states to parameters only once, after the step of the first parameter group, and
-            # so misses the other groups
+            # DeepSpeed links optimizer states to parameters only once, after the step of the first parameter
+            # group, and so does not link the states of the other groups
             self._wrapper._hp_optimizer_states_linked = False
             self._wrapper._lazy_init_hp_params_optimizer_state()
 
@@ -71,7 +72,10 @@ class MasterWeights:
         return list(getattr(parameter, "ds_shape", parameter.shape))
 
     def get(self, name: str, part: str) -> Tensor:
-        """Returns the whole fp32 tensor of one parameter on every rank, for reading. A collective."""
+        """Returns ``part``, one of PARTS, of a parameter: whole, in fp32 and on every rank. A collective.
+
+        Callers must not change the tensor.
+        """
         if self._whole is not None:
             return self._whole_part(name, part)
         parameter = self.parameters[name]
@@ -80,7 +84,7 @@ class MasterWeights:
         return safe_get_full_optimizer_state(parameter, part)
 
     def set(self, name: str, part: str, value: Tensor) -> None:
-        """Sets this rank's share from ``value``, the whole tensor. Not a collective."""
+        """Sets this rank's share of ``part`` from ``value``, the whole tensor. Not a collective."""
         parameter = self.parameters[name]
         if self._whole is not None:
             self._whole_part(name, part).copy_(value)
@@ -100,7 +104,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Computes the module's weights from the fp32 ones, like the end of a step. A collective."""
+        """Computes the module's weights from the fp32 weights, as a step does at its end. A collective."""
         if self._whole is not None:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self._whole[name])
@@ -111,12 +115,13 @@ class MasterWeights:
             persistent = self._wrapper.persistent_parameters
             if persistent:
                 persistent[0].all_gather(persistent)
-            self._wrapper.invalidate_secondary_tensor()  # copies within a node, with zero_hpz_partition_size
+            # the copies of the weights within a node, which exist with zero_hpz_partition_size
+            self._wrapper.invalidate_secondary_tensor()
         else:
             self._wrapper.update_lp_params()
 
     def get_steps(self) -> dict[str, int]:
-        """Returns AdamW's step counter by parameter.
+        """Returns AdamW's step counter of each parameter by name.
 
         Without ZeRO the counter of a parameter does not count steps in which it had no gradient. A ZeRO
         partition has one counter for all its parameters.
@@ -136,7 +141,7 @@ class MasterWeights:
                 state["step"].fill_(max(steps.values()))
 
     def get_scaler(self) -> dict[str, Any]:
-        """Returns the state of fp16's dynamic loss scale, {} without one."""
+        """Returns the state of fp16's dynamic loss scale, or {} if the loss scale is not dynamic."""
         scaler = dynamic_loss_scaler(self._model.engine)
         return {field: getattr(scaler, field) for field in SCALER_FIELDS if hasattr(scaler, field)}
 
@@ -156,7 +161,7 @@ class MasterWeights:
 def optimizer_shares(model: TrainedModel) -> list[Tensor]:
     """Returns this rank's share of the fp32 weights: the tensors that the optimizer updates.
 
-    These are flat partitions, padding included, or whole parameters without ZeRO.
+    With ZeRO these are flat partitions, including padding, and without ZeRO whole parameters.
     """
     if model.zero_stage == 3:  # torch's optimizer holds them only during a step
         return list(model.engine.optimizer.fp32_partitioned_groups_flat)

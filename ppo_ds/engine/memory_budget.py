@@ -1,6 +1,7 @@
 """Memory budget of the generation phase, and the plan that is derived from it.
 
-The plan determines how sharded weights are gathered and whether optimizer states are offloaded meanwhile.
+The plan determines how sharded weights are gathered for generation, and whether optimizer states are
+offloaded during it.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ import torch
 from ppo_ds.distributed.world import World
 
 GIB, MIB = 2**30, 2**20
-USABLE = 0.9  # fraction of the free memory; the rest is lost to fragmentation
+USABLE = 0.9  # usable fraction of the free memory; the rest is lost to fragmentation
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes on one rank's device during training."""
+    """Memory of one rank's device outside generation, and the needs of generation, in bytes."""
 
-    free: int  # minimum over ranks, less optimizer states that do not exist yet
-    weights: int  # of the whole model; 0 if every rank has them (ZeRO 0 to 2)
-    layer: int  # maximum that ZeRO-3 gathers at once; 0 if every rank has the weights
-    decoding: int  # cache and activations
+    free: int  # smallest free memory of all ranks, minus optimizer states that are not allocated yet
+    weights: int  # size of the whole model; 0 if every rank has all weights (ZeRO 0 to 2)
+    layer: int  # upper bound of what ZeRO-3 gathers at once; 0 if every rank has all weights
+    decoding: int  # KV cache and activations
     offloadable: int  # optimizer states and gradient buffers
 
     @property
     def usable(self) -> int:
-        """Free bytes that generation may take."""
+        """Free bytes that generation may use."""
         return int(self.free * USABLE)
 
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """Decisions on gathering and offloading for generation."""
+    """How generation gathers weights, and whether it offloads optimizer states."""
 
     gather_once: bool  # the weights are gathered once per phase; otherwise layer by layer in each forward
     offload_states: bool  # optimizer states are in CPU memory during generation
@@ -45,8 +46,9 @@ def plan_generation(
 ) -> GenerationPlan:
     """Resolves ``generation_gather`` and ``offload_states`` of actor.zero, each of which may be auto.
 
-    Offloading costs time once per phase and gathering by layers once per token, so auto offloads states
-    before it gathers by layers. On a CPU auto never offloads, since the states would stay in the same memory.
+    Offloading costs time once per phase, and gathering by layers once per token. If memory is short, auto
+    therefore offloads states first and gathers by layers only if that is not enough. On a CPU auto never
+    offloads, since the states would stay in the same memory.
     """
     may_offload = offload_states == "always" or (offload_states == "auto" and on_gpu)
     available = budget.usable + (budget.offloadable if may_offload else 0)
@@ -84,8 +86,8 @@ def format_bytes(size: int) -> str:
 def free_bytes(world: World) -> int:
     """Returns the free memory of this rank's device.
 
-    On a CPU it is the rank's share of the machine's available memory; a container's own limit is not
-    considered.
+    On a CPU this is the rank's share of the machine's available memory. The memory limit of a container is
+    not considered.
     """
     if world.device.type == "cpu":
         return psutil.virtual_memory().available // world.threads.ranks

@@ -1,9 +1,9 @@
 """Offload of the optimizer states of an engine during generation: fp32 weights, moments and gradient buffers.
 
-DeepSpeed's own ``offload_states()`` is not used: with ZeRO-3 it accepts no optimizer but its FusedAdam
-(0.19.8), it undoes the links between weights and their fp32 masters, and it collects garbage on each call.
-Here each tensor's storage is emptied and refilled in place. Tensors and their views remain the same objects,
-so this works for every ZeRO stage without changes to other code. Not tested on a GPU.
+DeepSpeed's own ``offload_states()`` is not used: with ZeRO-3 it accepts only DeepSpeed's FusedAdam (0.19.8),
+it removes the links between weights and their fp32 masters, and it runs the garbage collector on each call.
+This module empties and refills the storage of each tensor in place. Tensors and their views remain the same
+objects, so this works for every ZeRO stage without changes to other code. Not tested on a GPU.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ class OptimizerOffload:
 
     def __init__(self, model: TrainedModel):
         self._model = model
-        self._buffers: list[Tensor] = []  # on the CPU, one for each storage of ``_states``
+        self._buffers: list[Tensor] = []  # CPU buffers, one for each storage of ``_states``
 
     @property
     def bytes(self) -> int:
-        """Bytes on the device that can be offloaded; 0 if the optimizer always is (offload_optimizer)."""
+        """Bytes on the device that can be offloaded; 0 if they are always on the CPU (offload_optimizer)."""
         return sum(storage.nbytes() for storage in (*self._states(), *self._buckets()))
 
     @property
     def future_bytes(self) -> int:
-        """Bytes of moments that torch allocates in the first step."""
+        """Bytes of the moments that torch has not allocated on the device yet (before the first step)."""
         state = self._model.engine.basic_optimizer.state
         fresh = [share for share in optimizer_shares(self._model) if not state.get(share)]
         return sum(2 * share.nbytes for share in fresh if share.device.type == self._model.world.device.type)
 
     @contextmanager
     def offloaded(self) -> Iterator[int]:
-        """Frees the device memory of the states inside the block, where nothing may read them.
+        """Offloads the states for the duration of the block, in which they must not be accessed.
 
         Yields the number of bytes that were copied. Not a collective.
         """
@@ -61,22 +61,25 @@ class OptimizerOffload:
                 copy = self._buffers[i]
                 copy.copy_(_as_bytes(storage), non_blocking=True)
                 copies.append((storage, copy))
-                storage.resize_(0)  # after the copy, since both are on the same stream
+                storage.resize_(0)  # takes effect after the copy, which is on the same stream
             for storage, _ in buckets:
                 storage.resize_(0)
             get_accelerator().empty_cache()
             yield sum(len(copy) for _, copy in copies)
         finally:
-            get_accelerator().empty_cache()  # generation leaves cached blocks of other sizes
+            get_accelerator().empty_cache()  # frees the cached blocks of generation, which have other sizes
             for storage, copy in copies:
                 storage.resize_(len(copy))
                 _as_bytes(storage).copy_(copy, non_blocking=True)
             for storage, size in buckets:
                 storage.resize_(size)
-            get_accelerator().synchronize()  # gradients are reduced on another stream
+            get_accelerator().synchronize()  # needed because gradients are reduced on another stream
 
     def _states(self) -> list[UntypedStorage]:
-        """Returns storages that forwards do not need: without ZeRO, the optimizer steps the weights."""
+        """Returns the storages of optimizer states, except those that forwards need.
+
+        Without ZeRO, the optimizer updates the module's own weights, which forwards need.
+        """
         model, states = self._model, self._model.engine.basic_optimizer.state.values()
         tensors = [
             *optimizer_shares(model),
@@ -98,7 +101,7 @@ class OptimizerOffload:
         return self._on_device(bucket.buffer for bucket in buckets if bucket.buffer is not None)
 
     def _on_device(self, tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-        """Returns each storage on the model's device once, without empty ones."""
+        """Returns the non-empty storages of ``tensors`` on the model's device, each of them once."""
         device = self._model.world.device.type
         storages = {
             x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.device.type == device

@@ -1,7 +1,7 @@
 """Peak rates of this machine, measured at start-up: matrix products and memory bandwidth.
 
-Each is the best of several tries, so that short loads by other processes do not lower it. Not tested on a
-GPU.
+Each rate is the best of several measurements, so that short loads by other processes do not lower it. Not
+tested on a GPU.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def gemm_flops_per_s(
 ) -> float:
     """Measures the FLOPs per second of the fastest product ``[m,k] @ [n,k].T`` with this process's threads.
 
-    A multiplication and an addition are two FLOPs. ``shapes`` are tuples (m, k, n) to try besides the
-    device's own, such as the sizes of a model's layers. ``seconds`` is the approximate time over all shapes.
+    A multiplication and an addition are two FLOPs. ``shapes`` are tuples (m, k, n) to try in addition to
+    GEMM_SHAPES, such as the sizes of a model's layers. ``seconds`` is the approximate time for all shapes
+    together.
     """
     tried = (*GEMM_SHAPES.get(device.type, GEMM_SHAPES["cpu"]), *shapes)
     rates = []
@@ -52,7 +53,7 @@ def bytes_per_s(
 ) -> float:
     """Measures the bytes read and written per second over buffers of ``size`` bytes.
 
-    Takes the faster of a copy and a matrix-vector product, which only reads.
+    Returns the higher rate of a copy and of a matrix-vector product, which only reads.
     """
     clock = clock or device_clock(device)
     size = size or BUFFER_BYTES.get(device.type, BUFFER_BYTES["cpu"])
@@ -65,7 +66,7 @@ def bytes_per_s(
 
 
 def best_seconds(action: Callable[[], object], seconds: float, clock: Clock) -> float:
-    """Returns the shortest duration of ``action`` within ``seconds``, of at least MIN_TRIES tries."""
+    """Repeats ``action`` for ``seconds``, at least MIN_TRIES times, and returns its shortest duration."""
     action()
     end = clock() + seconds
     best, tries = float("inf"), 0
@@ -77,7 +78,7 @@ def best_seconds(action: Callable[[], object], seconds: float, clock: Clock) -> 
 
 
 def device_clock(device: torch.device) -> Clock:
-    """Returns a clock that waits for the device's queued work first."""
+    """Returns a clock that waits for the device's queued work before it reads the time."""
 
     def now() -> float:
         if device.type == "cuda":

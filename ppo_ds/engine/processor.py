@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel since Cooper Lake, AMD since Zen 4; ARM
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel since Cooper Lake, AMD since Zen 4; bf16: ARM
 
 
 def computes_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ppo_ds.distributed.world import World, seed_everything
 from ppo_ds.engine.checkpoint.files import sha256, write_tensors
 
-MT19937_WORDS = 624  # of the state of numpy's generator
+MT19937_WORDS = 624  # number of words in the state of numpy's generator
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RandomStates:
     """States of all generators of one rank at one moment."""
 
     tensors: dict[str, Tensor]  # by generator: torch, numpy, python, and cuda on a GPU
-    rest: dict[str, Any]  # the fields of numpy's and python's states that are no tensors
+    rest: dict[str, Any]  # the fields of numpy's and python's states that are not tensors
 
 
 def get_rng(world: World) -> RandomStates:
@@ -88,8 +88,8 @@ def save_rng(directory: Path, world: World, states: RandomStates | None = None) 
 def load_rng(directory: Path, world: World) -> None:
     """Restores this rank's states.
 
-    A rank that the saved run did not have is seeded from rank 0's file and its own rank number. Raises
-    OSError for a file that holds no valid states: numpy does not check them, and a later draw would crash.
+    If the saved run had fewer ranks, a rank without a file is seeded from rank 0's file and its rank number.
+    Raises OSError if a file has no valid states: numpy does not check them, and a later draw would crash.
     """
     path = rng_file(directory, world.rank)
     if not path.exists():
@@ -107,7 +107,7 @@ def load_rng(directory: Path, world: World) -> None:
 
 
 def check_rng(states: RandomStates) -> None:
-    """Raises ValueError or TypeError for states that numpy or python would take although they are invalid."""
+    """Raises ValueError or TypeError for invalid states that numpy or python would accept."""
     position, has_gauss, gauss = states.rest["numpy"]
     words = states.tensors["numpy"]
     gauss_next = states.rest["python"][1]

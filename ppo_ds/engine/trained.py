@@ -19,7 +19,7 @@ from ppo_ds.engine.gradients import local_squared_norm, loss_scale_can_decrease,
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """Learning rate by optimizer step: linear warm-up, then cosine, linear or constant."""
+    """Learning rate of each optimizer step: linear warm-up, then cosine decay, linear decay or constant."""
 
     lr: float
     kind: str  # cosine | linear | constant
@@ -28,9 +28,9 @@ class LRSchedule:
     total_steps: int
 
     def at(self, step: int) -> float:
-        """Returns the learning rate of a step (from 0).
+        """Returns the learning rate of a step, counted from 0.
 
-        The rate of the first step is not 0, since a step without effect hides bugs.
+        The rate of the first step is not 0, since a step without effect would hide bugs.
         """
         warmup = math.ceil(self.warmup_ratio * self.total_steps - 1e-9)  # 0.07 * 100 is slightly above 7
         if step < warmup:
@@ -47,7 +47,7 @@ class StepInfo:
     """Result of one optimizer step."""
 
     grad_norm: float  # global, before clipping; NaN if skipped
-    lr: float  # of the schedule, before lr_factors
+    lr: float  # rate of the schedule, without lr_factors
     skipped: bool
     loss_scale: float
 
@@ -57,8 +57,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups the trained parameters by weight decay and learning rate.
 
-    Matrices decay; norms, biases and other vectors do not. ``lr_factors`` multiply the schedule's rate,
-    by default by 1. If ZeRO-3 has flattened a parameter, ``ds_shape`` holds its number of dimensions.
+    Weight decay applies to matrices, and not to norms, biases and other vectors. ``lr_factors`` multiply the
+    schedule's rate; the default is 1. ``ds_shape`` is the original shape of a parameter that ZeRO-3 has
+    flattened.
     """
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for parameter in module.parameters():
@@ -77,7 +78,7 @@ def whole_numel(parameter: nn.Parameter) -> int:
 
 
 def parameter_counts(module: nn.Module) -> tuple[int, int]:
-    """Returns the numbers of trained and of all elements."""
+    """Returns the number of elements of the trained parameters and of all parameters."""
     counts = [(whole_numel(p), p.requires_grad) for p in module.parameters()]
     return sum(n for n, trained in counts if trained), sum(n for n, _ in counts)
 
@@ -86,8 +87,9 @@ class TrainedModel:
     """Wraps a module in a DeepSpeed engine (ZeRO 0 to 3).
 
     The caller divides losses by the totals of the whole optimizer step and multiplies them by the number of
-    ranks (ops/losses.py). DeepSpeed averages over ranks, and its own division by the accumulation steps is
-    off. The result is the exact global mean for any number of ranks and micro-batches.
+    ranks (ops/losses.py). DeepSpeed averages gradients over ranks; its own division by the number of
+    accumulation steps is switched off. The result is the exact gradient of the global mean for any number of
+    ranks and micro-batches.
     """
 
     def __init__(
@@ -105,15 +107,15 @@ class TrainedModel:
     ):
         """See ``parameter_groups`` for ``lr_factors``.
 
-        ``settings`` are config keys and values that define the model but are in none of its tensors; a
-        checkpoint stores them.
+        ``settings`` are config keys and values that are part of the model but not stored in its tensors.
+        Checkpoints store them.
         """
         self.settings = dict(settings or {})
         self.world = world
         self.schedule = schedule
         self.steps = 0  # optimizer steps so far; a skipped step does not advance the schedule
         self._weights_replaced = False
-        self._refresh_weights: Callable[[], None] | None = None  # to be called before the next use
+        self._refresh_weights: Callable[[], None] | None = None  # called before the next use
         if deepspeed_config["zero_optimization"]["stage"] < 3:
             module.to(world.device)
         module.train()
@@ -140,8 +142,8 @@ class TrainedModel:
     def replaced_weights(self, refresh: Callable[[], None]) -> Iterator[None]:
         """Forbids training inside the block, in which the module has other weights (engine/weight_copy.py).
 
-        If an exception leaves the block, ``refresh`` does not run at once but before the next use of the
-        module: it is a collective, and the exception may have occurred on one rank only.
+        If an exception leaves the block, ``refresh`` runs before the next use of the module, and not at once:
+        ``refresh`` is a collective, and the exception may have occurred on one rank only.
         """
         assert not self._weights_replaced, (
             "weights are replaced already: WeightCopy.swapped() inside swapped()"
@@ -159,18 +161,18 @@ class TrainedModel:
     def restore_weights(self) -> None:
         """Restores the module's own weights if an exception has left ``replaced_weights``.
 
-        A collective in that case.
+        In that case it is a collective.
         """
         if self._refresh_weights is not None:
             refresh, self._refresh_weights = self._refresh_weights, None
             refresh()
 
     def restore_steps(self, steps: int) -> None:
-        """Sets the number of optimizer steps, and so the position in the schedule, from a checkpoint."""
+        """Sets the number of optimizer steps, and thereby the position in the schedule, from a checkpoint."""
         self.steps = steps
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulates the gradient of a micro-batch. ZeRO reduces gradients in the ``last`` one of a step."""
+        """Accumulates the gradient of a micro-batch, which may be the ``last`` one of the optimizer step."""
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss, scale_wrt_gas=False)
@@ -178,18 +180,19 @@ class TrainedModel:
     def local_squared_grad_norm(self) -> Tensor:
         """Returns this rank's part of the squared gradient norm before clipping: 0-dim, float64.
 
-        If the sum over ranks is not finite in float32, the gradient counts as non-finite. Not a collective.
+        If the sum of these parts over ranks is not finite in float32, the gradient counts as non-finite. Not
+        a collective.
         """
         return local_squared_norm(self.engine)
 
     def step(self) -> StepInfo:
-        """Clips and applies the accumulated gradient, which must be finite in fp32 without ZeRO."""
+        """Clips and applies the accumulated gradient. In fp32 without ZeRO, the gradient must be finite."""
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         lr = self.schedule.at(self.steps)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
         plain = self.engine.optimizer is self.engine.basic_optimizer
-        # fp32 without ZeRO has no wrapper that reports the norm; its gradients are whole and already reduced
+        # In fp32 without ZeRO, no wrapper reports the norm; the gradients are whole and already reduced.
         if plain:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
@@ -204,7 +207,8 @@ class TrainedModel:
     def skip(self, *, overflow: bool) -> StepInfo:
         """Discards the accumulated gradient; weights, moments, their counters and the schedule do not change.
 
-        A collective. ``overflow`` says that the gradient was not finite, which lowers a dynamic loss scale.
+        A collective. ``overflow=True`` means that the gradient was not finite; a dynamic loss scale is then
+        lowered.
         """
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         skip_step(self.engine, lower_scale=overflow)
@@ -216,7 +220,7 @@ class TrainedModel:
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale, 1 without loss scaling."""
+        """The current loss scale, or 1 without loss scaling."""
         wrapper = self.engine.optimizer
         return float(getattr(wrapper, "cur_scale", getattr(wrapper, "loss_scale", 1.0)))
 

@@ -1,9 +1,10 @@
 """Second set of an engine's trained weights: the exponential moving average of a policy, or a lagging copy.
 
-Each rank keeps its share in fp32, as the optimizer keeps its master weights, so that updates need no
-communication and are the same for every ZeRO stage. Averaging the module's parameters would have no effect
-with ZeRO-3, where they are empty between forwards, and would round small changes away in 16 bits. To use the
-copy, ``swapped`` exchanges it with the engine's weights, so that all other code runs unchanged.
+Each rank keeps its share of the copy in fp32, partitioned like the optimizer's master weights. Updates
+therefore need no communication and work in the same way for every ZeRO stage. Averaging the module's
+parameters would have no effect with ZeRO-3, where they are empty between forwards, and in 16 bits small
+changes would be lost to rounding. To use the copy, ``swapped`` exchanges it with the engine's weights, so
+that all other code runs unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CHUNK_ELEMENTS = 16 * 1024**2  # elements that ``swapped`` exchanges at a time: 
 
 
 class WeightCopy:
-    """Copy of the trained weights of ``model``, without frozen parameters, buffers and moments."""
+    """Copy of the trained weights of ``model``. It has no frozen parameters, buffers or moments."""
 
     def __init__(self, model: TrainedModel, chunk_elements: int = CHUNK_ELEMENTS):
         self.model = model
@@ -45,11 +46,12 @@ class WeightCopy:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Makes the engine's weights those of the copy for forwards, generation and export. A collective.
+        """Gives the engine the copy's weights inside the block, for forwards, generation and export.
 
-        Training is forbidden inside. Afterwards the weights are bit-identical to those before. After an
-        exception the masters are exchanged back at once and the module's weights when the model is next used
-        (see ``TrainedModel.replaced_weights``).
+        A collective. Training inside the block is forbidden. After the block, the engine's weights are
+        bit-identical to its weights before the block. After an exception, the master weights are exchanged
+        back at once, and the module's weights are restored when the model is next used (see
+        ``TrainedModel.replaced_weights``).
         """
         assert self.model.module.training, (
             "swapped() inside generation_mode(), which has the weights of its start"
@@ -61,7 +63,10 @@ class WeightCopy:
 
     @contextmanager
     def exchanged(self) -> Iterator[MasterWeights]:
-        """Exchanges the master weights with the copy; the module's own weights stay. Not a collective."""
+        """Exchanges the master weights with the copy inside the block. Not a collective.
+
+        The module's own weights do not change.
+        """
         self._exchange()
         try:
             yield self.masters
@@ -70,7 +75,7 @@ class WeightCopy:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # in place: DeepSpeed and torch's optimizer have views of the masters
+        # in place, because DeepSpeed and torch's optimizer hold views of the master weights
         for share, master in zip(self._shares, optimizer_shares(self.model), strict=True):
             own = share.view(-1).split(self._chunk_elements)
             other = master.detach().view(-1).split(self._chunk_elements)

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON config, built from the settings of a role. No process group is needed."""
+"""Builds DeepSpeed's JSON config from the settings of a role. No process group is needed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Returns the config of one engine.
 
-    Batch sizes are fixed at 1: TrainedModel sets the accumulation boundary per optimizer step, since
-    micro-batches are formed by tokens and their number differs from step to step. Stage 0 in 16 bits runs as
-    stage 1: the mathematics is the same, but DeepSpeed's stage 0 accumulates micro-batch gradients in 16
-    bits. In bf16, adding 2^-9 to 1 has no effect. ``raw`` is the user's own JSON (``actor.deepspeed``), which
-    overrides everything else.
+    Batch sizes are fixed at 1. Micro-batches are formed by number of tokens and their number differs from
+    step to step, so TrainedModel itself marks the accumulation boundary of each optimizer step. Stage 0 in 16
+    bits runs as stage 1: the mathematics is the same, but DeepSpeed's stage 0 accumulates micro-batch
+    gradients in 16 bits, where small ones are lost (in bf16, 1 + 2^-9 = 1). ``raw`` is the user's own JSON
+    (``actor.deepspeed``), which overrides everything else.
     """
     zero: dict[str, Any] = {"stage": 1 if stage == 0 and dtype != "fp32" else stage}
     if offload_optimizer:
@@ -42,7 +42,7 @@ def deepspeed_config(
         "gradient_clipping": grad_clip,
         "steps_per_print": None,
         "zero_optimization": zero,
-        # the optimizer is torch's AdamW even if its state is offloaded: DeepSpeed's own needs a compiler
+        # use torch's AdamW even if its state is offloaded: DeepSpeed's own CPU optimizer needs a compiler
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }

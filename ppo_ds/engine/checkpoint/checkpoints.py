@@ -5,10 +5,10 @@
                             rng_rank_00000.safetensors
                             state.json                the state of the loop and the settings of the run
                             manifest.json             size and SHA-256 of every other file
-    checkpoints/latest, checkpoints/best              names of folders
+    checkpoints/latest, checkpoints/best              files that contain the name of a folder
 
-A folder is written as a draft (storage/drafts.py) and renamed once every rank has its files on the disk. All
-ranks must see the same file system. Resume takes the newest undamaged folder. ``latest`` and ``best`` are
+A folder is written as a draft (storage/drafts.py) and renamed once the files of every rank are on the disk.
+All ranks must see the same file system. Resume takes the newest undamaged folder. ``latest`` and ``best`` are
 only for users and other programs; after a kill they may name an older folder.
 """
 
@@ -57,16 +57,19 @@ log = logging.getLogger(__name__)
 # weight copy -> config key that switches it on
 COPY_KEYS = {"ema": "actor.ema.decay", "lagged": "algo.old_policy"}
 NO_COPIES: Mapping[str, WeightCopy] = {}
-OTHER_BYTES = 1024**2  # upper bound of the files without models and copies: random states, JSON
+OTHER_BYTES = 1024**2  # upper bound for all files except models and copies: random states and JSON
 
 
 class Checkpoints:
-    """Saves to and loads from the folder ``root`` of one run. Every public method is a collective."""
+    """Saves and loads the checkpoints of one run in the folder ``root``.
+
+    Every public method is a collective.
+    """
 
     def __init__(
         self, root: Path, *, world: World, keep_last: int, settings: Mapping[str, Any] | None = None
     ):
-        """Stores ``settings`` (JSON) of the run in each checkpoint."""
+        """Sets the folder. Each checkpoint will contain ``settings``, the JSON settings of the run."""
         assert keep_last >= 1
         self.root = root
         self.world = world
@@ -83,11 +86,11 @@ class Checkpoints:
         best: bool = False,
         copies: Mapping[str, WeightCopy] = NO_COPIES,
     ) -> Path:
-        """Saves a checkpoint, which is on the disk when this returns, and deletes older ones.
+        """Saves a checkpoint, forces it to the disk and then deletes old checkpoints.
 
-        ``state`` (JSON) is that of rank 0; ``copies`` are the weight copies of COPY_KEYS that the run keeps.
-        Checkpoints of later steps are deleted too, since the run was rolled back to before them. Raises
-        CheckpointError on all ranks if any rank could not write; nothing of the new checkpoint is left then.
+        Only rank 0's ``state`` (JSON) is saved. ``copies`` are the weight copies of COPY_KEYS that the run
+        keeps. Checkpoints of later steps are deleted too: they exist only if the run was rolled back. Raises
+        CheckpointError on all ranks if any rank could not write; the new checkpoint is then removed entirely.
         """
         fault("checkpoint.before")
         final = self.root / f"step_{step:06d}"
@@ -100,7 +103,7 @@ class Checkpoints:
             "state": state,
             "settings": self.settings,
         }
-        draft = self.world.gather_objects(draft_path(final))[0]  # that of rank 0
+        draft = self.world.gather_objects(draft_path(final))[0]  # rank 0's path, on all ranks
         try:
             on_main_rank(self.world, lambda: self._prepare(draft, models, copies))
             written: list[Path] = []
@@ -133,7 +136,8 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """Returns the newest undamaged checkpoint, or None if there is none. Warns about newer damaged ones.
 
-        Raises UserError if all are damaged: a fresh start would delete what may still be recovered.
+        Raises UserError if all checkpoints are damaged: a fresh start would delete them, although some of
+        their content may be recoverable.
         """
         damaged: dict[Path, str] = {}
         for path in self.world.gather_objects(self._folders())[0]:
@@ -153,11 +157,11 @@ class Checkpoints:
         return None
 
     def settings_of(self, path: Path) -> dict[str, Any] | None:
-        """Returns the settings in a checkpoint from ``latest`` or ``verify``; old versions saved none."""
+        """Returns the settings in a verified checkpoint, or None if an older version saved it."""
         return self._metadata(path).get("settings")
 
     def world_size_of(self, path: Path) -> int:
-        """Returns the number of ranks that saved a checkpoint from ``latest`` or ``verify``."""
+        """Returns the number of ranks of the run that saved a verified checkpoint."""
         return self._metadata(path)["world_size"]
 
     def verify(self, path: Path) -> None:
@@ -178,8 +182,8 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Restores models, weight copies and random states and returns the state of the loop.
 
-        Verifies a ``path`` that is not from ``latest``. Raises UserError if the run has other models or
-        copies.
+        Verifies ``path`` first unless this process has already verified it. Raises UserError if the run has
+        other models or weight copies than the checkpoint.
         """
         if path not in self._verified:
             self.verify(path)
@@ -189,7 +193,7 @@ class Checkpoints:
             raise UserError(
                 f"run.resume: {path} holds {saved}, this run trains {', '.join(models)}: keep the algorithm"
             )
-        different = set(metadata.get("shadows", [])) ^ set(copies)  # older versions stored no copies
+        different = set(metadata.get("shadows", [])) ^ set(copies)  # no key in files of older versions
         if different:
             raise UserError(
                 *(
@@ -208,7 +212,8 @@ class Checkpoints:
             log.warning(
                 "going back to %s: the next checkpoint replaces the later %s in %s", path, later, self.root
             )
-        # a kill may have prevented pruning, or checkpoint.keep_last may be smaller now
+        # old checkpoints may be left if the run was killed before pruning or checkpoint.keep_last is now
+        # smaller
         if path.parent.resolve() == self.root.resolve():
             on_main_rank(self.world, lambda: self._prune(newest=path))
         return metadata["state"]
@@ -229,7 +234,7 @@ class Checkpoints:
     def _prepare(
         self, draft: Path, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy]
     ) -> None:
-        remove_drafts(self.root)  # of a run that was killed while it saved
+        remove_drafts(self.root)  # left by a run that was killed while saving
         shortage = self._shortage(models, copies)
         if shortage:
             raise OSError(shortage)
@@ -268,13 +273,13 @@ class Checkpoints:
             write_json(draft / "manifest.json", {"format": FORMAT, "files": dict(sorted(files.items()))})
             for folder in [path for path in draft.iterdir() if path.is_dir()] + [draft]:
                 fsync(folder)
-            publish_directory(draft, final)  # replaces one that was saved before, or was damaged and skipped
+            publish_directory(draft, final)  # replaces an older checkpoint of the step, perhaps a damaged one
 
         on_main_rank(self.world, rename)
         fault("checkpoint.after_rename")
 
     def _update_pointers(self, final: Path, best: bool) -> None:
-        """Points ``latest`` (and ``best``) to the new checkpoint, then deletes later and old ones."""
+        """Points ``latest`` (and ``best``) to the new checkpoint, then deletes later and old checkpoints."""
         write_file(self.root / "latest", f"{final.name}\n")
         if best:
             write_file(self.root / "best", f"{final.name}\n")
@@ -305,9 +310,9 @@ class Checkpoints:
 
 
 def damage_of(path: Path, rank: int = 0, size: int = 1) -> list[str]:
-    """Returns the problems of the files of the checkpoint ``path``, [] for an undamaged one.
+    """Returns a line for each problem with the files of the checkpoint ``path``, or [] if there is none.
 
-    Each of ``size`` ranks reads its share of the files. Not a collective.
+    Reads only the share of the files that ``rank`` has among ``size`` ranks. Not a collective.
     """
     try:
         listed = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]
@@ -337,5 +342,5 @@ def _step_of(folder: Path) -> int:
 
 
 def _mark_deleted(folder: Path) -> None:
-    """Renames a folder before its deletion, so that a kill meanwhile leaves no damaged checkpoint."""
+    """Gives a folder the name of a draft, so that a kill during its deletion leaves no damaged checkpoint."""
     folder.rename(draft_path(folder))

@@ -1,4 +1,4 @@
-"""Durable file writes, and functions by which all ranks learn whether a write failed on any of them."""
+"""Durable file writes, and functions that raise an error on all ranks if a write fails on any rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CheckpointError(RunError):
 def raise_on_all_ranks(world: World, error: Exception | None) -> None:
     """Raises CheckpointError on every rank if any rank has an error. A collective.
 
-    A rank that raised alone would leave the others waiting in their next collective.
+    If only one rank raised an error, the other ranks would wait for it in their next collective.
     """
     messages = world.gather_objects(None if error is None else str(error))
     found = [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None]
@@ -37,9 +37,9 @@ def raise_on_all_ranks(world: World, error: Exception | None) -> None:
 
 
 def on_all_ranks(world: World, work: Callable[[], T]) -> T:
-    """Runs ``work`` on each rank and returns when all have finished. A collective.
+    """Runs ``work`` on each rank and returns this rank's result when all ranks have finished. A collective.
 
-    An OSError on any rank becomes a CheckpointError on all of them.
+    An OSError on any rank becomes a CheckpointError on all ranks.
     """
     error = None
     try:
@@ -51,22 +51,22 @@ def on_all_ranks(world: World, work: Callable[[], T]) -> T:
 
 
 def on_main_rank(world: World, work: Callable[[], object]) -> None:
-    """Runs ``work`` on rank 0 alone; otherwise like ``on_all_ranks``. A collective."""
+    """Runs ``work`` on rank 0 only; otherwise like ``on_all_ranks``. A collective."""
     on_all_ranks(world, lambda: work() if world.is_main else None)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Writes a safetensors file into a draft directory; it is on the disk when this returns."""
+    """Writes a safetensors file into a draft directory and forces it to the disk."""
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
         fault("checkpoint.write")
-    except SafetensorError as error:  # the error of safetensors for a full disk
+    except SafetensorError as error:  # safetensors raises it if the disk is full
         raise OSError(f"{path}: {error}") from error
     fsync(path)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file, which is on the disk when this returns."""
+    """Writes a JSON file and forces it to the disk."""
     write_file(path, json.dumps(content, indent=1))
 
 
@@ -81,7 +81,7 @@ def is_inside(name: Any) -> bool:
 
 
 def check_inside(names: Iterable[Any], source: Path) -> None:
-    """Raises UserError unless all ``names``, which the file ``source`` lists, stay inside its directory."""
+    """Raises UserError if one of ``names``, which the file ``source`` lists, is outside its directory."""
     for name in names:
         if not is_inside(name):
             raise UserError(

@@ -1,4 +1,4 @@
-"""Reading of a model from a checkpoint into a plain module: no engine, no process group, no GPU."""
+"""Reads a model from a checkpoint into a plain module, without an engine, a process group or a GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ppo_ds.engine.master_weights import WEIGHT
 def read_weights(module: nn.Module, checkpoint: Path, role: str, *, weight_copy: str | None = None) -> None:
     """Loads the weights of ``checkpoint/role``, or of ``checkpoint/weight_copy``, into ``module``.
 
-    ``module`` must be built like the one that the engine was given. Its frozen weights are cast to the
-    engine's dtype and otherwise kept.
+    ``module`` must be built like the module of the engine that was saved. Its frozen weights keep their
+    values and are cast to the engine's dtype.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     index = read_index(checkpoint / role / INDEX_OF_MODEL, trained)
@@ -25,7 +25,7 @@ def read_weights(module: nn.Module, checkpoint: Path, role: str, *, weight_copy:
     if weight_copy is not None:
         shards = read_index(checkpoint / weight_copy / INDEX_OF_COPY, trained)["shards"]
     for parameter in module.parameters():
-        # engines also cast parameters that a model would keep in fp32
+        # engines cast all parameters, even those that a model would keep in fp32
         parameter.data = parameter.data.to(getattr(torch, index["dtype"]))
     shapes = {name: parameter.shape for name, parameter in trained.items()}
     for name, _, value in read_shards(checkpoint / (weight_copy or role), shards, shapes, [WEIGHT]):

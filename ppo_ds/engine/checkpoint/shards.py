@@ -26,15 +26,15 @@ SHARD_BYTES = 2 * 1024**3
 
 
 class ShardWriter:
-    """Assigns shards to ranks in turn and writes one shard per rank at the same time."""
+    """Assigns shards to the ranks in turn. The ranks write their shards in parallel."""
 
     def __init__(self, directory: Path, world: World, parts: Sequence[str]):
-        self.index: dict[str, str] = {}  # parameter -> file, the same on every rank
+        self.index: dict[str, str] = {}  # parameter name -> file name, the same on every rank
         self.written: list[Path] = []  # files that this rank has written
         self._directory, self._world, self._parts = directory, world, parts
         self._shard, self._bytes = 0, 0
-        self._tensors: dict[str, Tensor] = {}  # of this rank's current shard
-        # raised by ``finish`` on all ranks: one that raised alone would leave the others waiting
+        self._tensors: dict[str, Tensor] = {}  # tensors of this rank's current shard
+        # ``finish`` raises it on all ranks; if only this rank raised it, the others would wait for this rank
         self._error: OSError | None = None
 
     def add(self, name: str, masters: MasterWeights) -> None:
@@ -52,7 +52,10 @@ class ShardWriter:
                 self._file = self._directory / self.index[name]
 
     def finish(self) -> None:
-        """Writes the last shards; raises CheckpointError on all ranks if any could not. A collective."""
+        """Writes the last shards. A collective.
+
+        Raises CheckpointError on all ranks if a shard could not be written.
+        """
         self._flush()
         raise_on_all_ranks(self._world, self._error)
 
@@ -79,8 +82,8 @@ def write_shards(masters: MasterWeights, directory: Path, world: World, parts: S
 def read_index(file: Path, parameters: Collection[str], *, key: str = "") -> dict[str, Any]:
     """Reads the index of a model or weight copy and compares it with the trained ``parameters``.
 
-    Raises UserError for another format, files outside the directory or other parameters. The message starts
-    with ``key``.
+    Raises UserError if the format or the parameters differ, or if a shard is outside the directory of
+    ``file``. The message starts with ``key``.
     """
     directory = file.parent
     index = json.loads(file.read_text(encoding="utf-8"))
@@ -108,9 +111,10 @@ def read_shards(
     *,
     key: str = "",
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Reads ``parts`` of the parameters in ``shapes``, one tensor at a time, as (parameter, part, tensor).
+    """Yields (parameter, part, tensor) for ``parts`` of the parameters in ``shapes``, one tensor at a time.
 
-    ``shards`` is the index. Raises UserError for another shape; the message starts with ``key``.
+    ``shards`` maps parameter names to file names. Raises UserError if a saved shape differs from ``shapes``;
+    the message starts with ``key``.
     """
     with ExitStack() as stack:
         files = {

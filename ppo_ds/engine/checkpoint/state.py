@@ -1,11 +1,11 @@
-"""Saving and loading of a trained model: safetensors by parameter name and a JSON file, without pickle.
+"""Saves and loads a trained model: safetensors by parameter name and a JSON file, without pickle.
 
 model.json               counters and settings, and the index of the shards (engine/checkpoint/shards.py)
 shard-00000.safetensors  weight/<name>, exp_avg/<name>, exp_avg_sq/<name>: fp32, whole
 buffers.safetensors      the module's persistent buffers
 
-A copy of its weights (engine/weight_copy.py) is stored in the same way, with weight/<name> alone and the
-index in shadow.json.
+A weight copy (engine/weight_copy.py) is stored in the same way. Its shards contain only weight/<name>, and
+its index is shadow.json.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ KEY = "run.resume: "  # prefix of error messages while loading
 
 
 def model_bytes(model: TrainedModel) -> int:
-    """Returns the size of the files of ``save_model`` without the JSON."""
+    """Returns the total size in bytes of the files that ``save_model`` writes, without the JSON file."""
     trained, _ = parameter_counts(model.module)
     return 4 * len(PARTS) * trained + sum(buffer.nbytes for buffer in _buffers(model.module).values())
 
 
 def weight_copy_bytes(copy: WeightCopy) -> int:
-    """Returns the size of the files of ``save_weight_copy`` without the JSON."""
+    """Returns the total size in bytes of the files that ``save_weight_copy`` writes, without the JSON."""
     return 4 * parameter_counts(copy.model.module)[0]
 
 
 def save_model(model: TrainedModel, directory: Path) -> list[Path]:
-    """Saves a model and returns the files that this rank wrote, which are then on the disk. A collective."""
+    """Saves a model to the disk and returns the files that this rank wrote. A collective."""
     world, masters = model.world, MasterWeights(model)
     writer = write_shards(masters, directory, world, PARTS)
     index = {
@@ -80,9 +80,10 @@ def save_weight_copy(copy: WeightCopy, directory: Path) -> list[Path]:
 
 
 def load_model(model: TrainedModel, directory: Path) -> None:
-    """Restores a model, for any ZeRO stage and number of ranks. A collective; all ranks read the files.
+    """Restores a model. A collective; all ranks read the files.
 
-    Raises UserError on all ranks if the checkpoint is of another model or has other settings.
+    The ZeRO stage and the number of ranks may differ from those of the run that saved it. Raises UserError on
+    all ranks if the checkpoint contains another model or has other settings.
     """
     world, masters = model.world, MasterWeights(model)
     index = on_all_ranks(world, lambda: read_index(directory / INDEX_OF_MODEL, masters.parameters, key=KEY))
@@ -120,7 +121,7 @@ def _read_masters(
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the persistent buffers: those that ``state_dict`` lists."""
+    """Returns the persistent buffers, which are the buffers in ``state_dict``."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
 
@@ -129,8 +130,8 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 def consolidated(model: TrainedModel, gather_elements: int = GATHER_ELEMENTS) -> dict[str, Tensor] | None:
     """Returns the whole ``module.state_dict()`` on the CPU of rank 0, and None on other ranks.
 
-    A collective. Tensors have the model's dtype. Tied weights are one tensor under two names; nothing else
-    shares memory.
+    A collective. Tensors have the model's dtype. Tied weights are one tensor under two names; no other
+    tensors share memory.
     """
     model.restore_weights()
     copies: dict[int, Tensor] = {}
