@@ -64,10 +64,9 @@ def kl_estimator(name):
 
 
 class Stub:
-    """Returns -(token + shift) / 10 for each response token, and NaN where nothing is attended.
+    """Stands in for a model: log-probs are -(token + shift) / 10, and NaN on padding.
 
-    As a critic, the state before a token has that token's number as its value; the state after the last has
-    6.
+    As a critic it returns values: the id of the next response token for each state, and 6 for the last state.
     """
 
     def __init__(self, shift=0.0, value=False):
@@ -104,9 +103,9 @@ class Stub:
 
 
 def maker(world, reference=None, critic=None, **changes):
-    """Makes an ExperienceMaker with log pi = -token / 10, log pi_ref = that - 0.2 and V = the next token.
+    """Makes an ExperienceMaker with log pi = -token / 10, log pi_ref = log pi - 0.2 and V = the next token.
 
-    The KL is charged in the reward, returns are rewards-to-go, and nothing is whitened.
+    The KL is subtracted from the reward, returns are rewards-to-go, and nothing is whitened.
     """
     parts = dict(
         actor=Stub(),
@@ -150,8 +149,8 @@ def attended(prompts, responses):
 def answers(lengths, scores=None, *, finished=None, limits=None, tokens=None, metadata=None, **components):
     """Makes a scored rollout of finished responses with these lengths to prompts of one token.
 
-    The limit is one token longer than the longest response. ``tokens`` are lists of ids, one for each
-    response; otherwise all ids are 5. The padding holds 9.
+    Unless ``limits`` are given, the limit is one token more than the longest response. ``tokens`` is a list
+    of ids for each response; by default all ids are 5. The padding holds 9.
     """
     n, width = len(lengths), max(max(lengths), 1)
     mask = torch.arange(width) < torch.tensor(lengths)[:, None]
@@ -211,7 +210,7 @@ def make_experience(prompts, responses, vocabulary=12, seed=0, finished=None):
 
 
 def real(rows):
-    """Returns the values under the masks of each row as plain lists."""
+    """Returns each row's values under its masks as plain lists."""
     out = []
     for i in range(len(rows)):
         mask = rows.response_mask[i]

@@ -1,4 +1,4 @@
-"""Simulates ranks without a process group, by threads with collectives that wait for all of them."""
+"""Simulates ranks as threads, without a process group; collectives wait for all threads."""
 
 import threading
 from types import SimpleNamespace

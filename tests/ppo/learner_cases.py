@@ -25,8 +25,8 @@ VALUE = dict(clip=0.2, half=True, coef=1.0, agg="token_mean")
 
 
 class Tiny(nn.Module):
-    """Computes a number from every attended token so far: a log-prob per response position, or a value per
-    state.
+    """Computes a number from all attended tokens up to each position: a log-prob of each response token, or a
+    value of each state.
     """
 
     def __init__(self, out, seed):
@@ -42,7 +42,7 @@ class Tiny(nn.Module):
 class TinyPolicy(Tiny):
     """Computes log-probs and a balance loss; ``shared`` adds a value head.
 
-    The balance loss is the mean over response tokens of their embeddings' squares.
+    The balance loss is the mean of the squared embeddings of the response tokens.
     """
 
     def __init__(self, out, seed, shared=False, temperature=1.0):
@@ -103,7 +103,7 @@ class Engine:
     def local_squared_grad_norm(self):
         """Returns the squared norm of this rank's gradient.
 
-        The sum over ranks is finite if and only if that of the mean gradient is.
+        Its sum over ranks is finite if and only if the squared norm of the mean gradient is finite.
         """
         return sum(parameter.grad.square().sum() for parameter in self.module.parameters())
 
@@ -129,7 +129,7 @@ class Engine:
 
 
 def old_around(made, scale=0.5):
-    """Returns the same rows with old log-probs around those of the fresh policy."""
+    """Returns the same rows with old log-probs close to the log-probs of the fresh policy."""
     with torch.no_grad():
         fresh = TinyPolicy(V, 1)(made.ids, made.attention_mask, made.response_width).logprobs
     noise = scale * torch.randn(fresh.shape, generator=torch.Generator().manual_seed(4))
@@ -138,9 +138,9 @@ def old_around(made, scale=0.5):
 
 
 def on_policy(rows):
-    """Returns the same rows with the old log-probs of the actor that learned() starts from.
+    """Returns the same rows; their old log-probs are those of the actor from which learned() starts.
 
-    Arbitrary values stay outside the mask.
+    Old log-probs outside the mask keep their arbitrary values.
     """
     fresh = TinyPolicy(V, 1)
     with torch.no_grad():
@@ -151,7 +151,7 @@ def on_policy(rows):
 
 
 def policy_objective(**changes):
-    """Makes the objective POLICY with these changes."""
+    """Makes a policy objective from the settings POLICY with these changes."""
     made = POLICY | changes
     entry = POLICY_LOSSES[made["kind"]]
     return PolicyObjective(
@@ -167,7 +167,7 @@ def policy_objective(**changes):
 
 
 def value_objective(**changes):
-    """Makes the objective VALUE with these changes."""
+    """Makes a value objective from the settings VALUE with these changes."""
     made = VALUE | changes
     section = ValueConfig(**{name: made[name] for name in ("clip", "half", "coef")})
     return ValueObjective(section, resolve(LOSS_AGGREGATIONS[made["agg"]]))
@@ -186,13 +186,13 @@ def learner(
 
 
 def learned(world, rows, kl_coef=0.0, seed=3, **changes):
-    """Returns the metrics, the actor and the critic after one experience."""
+    """Returns the metrics, the actor and the critic after training on one experience."""
     actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
     return learner(world, actor, critic, **changes)(rows, kl_coef, seed)[1], actor, critic
 
 
 def same(engines, modules):
-    """Compares the weights of engines with those of modules, in the precision of float32 losses."""
+    """Asserts that the engines have the weights of the modules, to the precision of float32 losses."""
     for engine, module in zip(engines, modules, strict=True):
         for ours, theirs in zip(engine.module.parameters(), module.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
@@ -241,8 +241,8 @@ def by_hand(
 ):
     """Runs the same optimizer steps token by token on unpadded rows.
 
-    Only the first ``steps`` are run, without number ``left_out``. With ``shared`` the values are the policy's
-    own.
+    Only the first ``steps`` are run, except the step with index ``left_out``. With ``shared`` the policy's
+    value head computes the values.
     """
     shape, vshape = POLICY | (policy or {}), VALUE | (value or {})
     actor, critic = TinyPolicy(V, 1, shared=shared), TinyCritic(1, 2)

@@ -1,7 +1,7 @@
-"""Computes PPO's formulas by plain loops over numbers, for cases that no golden holds.
+"""Computes PPO's formulas by plain loops over numbers, for cases without a golden.
 
-They share no code with ppo_ds, and are themselves compared with the goldens. Arrays are numpy float64 [B,T];
-masks are [B,T]. Every loss comes with its gradient.
+The loops share no code with ppo_ds, and are compared with the goldens too. Arrays are numpy float64 [B,T];
+masks are [B,T]. Every loss is returned with its gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def weights(mask, agg):
-    """Returns the weight of each position in the mean, [B,T]."""
+    """Returns the weight of each position in the aggregation ``agg``, [B,T]."""
     tokens, answers = mask.sum(), mask.any(1).sum()
     out = np.zeros(mask.shape)
     for i, row in enumerate(mask):

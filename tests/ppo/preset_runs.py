@@ -27,11 +27,11 @@ from tests.ops.golden import Case
 
 PRESETS = sorted(file.stem for file in (CONF / "algo").glob("*.yaml"))
 NAN = float("nan")
-PROMPT, PAD, EOS, WORD = 3, 0, 2, 5  # the longest prompt; token ids
-WIDTH = 10  # the width of every golden's responses, and the limit of their length
+PROMPT, PAD, EOS, WORD = 3, 0, 2, 5  # length of the longest prompt; token ids
+WIDTH = 10  # response width of every golden, and the limit of the response length
 FEW_TOKENS = 30  # two or three rows per forward, so that losses are accumulated over several micro-batches
 
-FLOAT32 = 2e-5  # the trainer's numbers against float64, relative and absolute
+FLOAT32 = 2e-5  # relative and absolute tolerance between the trainer's float32 and float64
 
 
 @cache
@@ -60,7 +60,7 @@ def composed(preset: str, *overrides: str, prompts: int = 6, samples: int = 1) -
 class Numbers:
     """Holds the model outputs for B responses, R = WIDTH positions and S = R + 1 states.
 
-    "old" is used while the experience is made, "now" in the updates.
+    ``old`` and ``old_values`` are used while the experience is made, ``now`` and ``values`` in the updates.
     """
 
     mask: Tensor  # [B,R] from lengths, end token included
@@ -70,9 +70,9 @@ class Numbers:
     now: Tensor  # [B,R]
     old_values: Tensor | None = None  # [B,S]
     values: Tensor | None = None  # [B,S]
-    finished: Tensor | None = None  # [B] bool; None: all are
+    finished: Tensor | None = None  # [B] bool; None: all responses are finished
     pad_id: int = PAD
-    aux: float | None = None  # a balance loss, its coefficient 1; None: no mixture of experts
+    aux: float | None = None  # balance loss with coefficient 1; None: not a mixture of experts
 
     @property
     def rows(self) -> int:
@@ -81,12 +81,12 @@ class Numbers:
     def rollout(self) -> ScoredRollout:
         """Makes the rollout.
 
-        Each prompt ends with the number of its row, by which the models know it.
+        Each prompt ends with the index of its row, from which the models look up their outputs.
         """
         mask, n = self.mask.bool(), self.rows
         finished = torch.ones(n, dtype=torch.bool) if self.finished is None else self.finished
         lengths = mask.sum(1)
-        # with 3, 2, 1, 3, ... tokens
+        # prompts of 3, 2, 1, 3, ... tokens
         prompts = torch.tensor([[i % PROMPT < 1 + j for j in range(PROMPT)] for i in range(n)])
         ids = torch.full((n, PROMPT + WIDTH), self.pad_id).masked_fill(torch.cat([prompts, mask], 1), WORD)
         ids[:, PROMPT - 1] = torch.arange(n)
@@ -106,10 +106,10 @@ class Numbers:
 
 
 class Told:
-    """Stands in for a trained model that returns ``old`` and ``now``.
+    """Stands in for a trained model: returns ``old`` without gradients and ``now`` with gradients.
 
-    It records the loss and its gradient for each optimizer step, and the rows of each forward, by whether the
-    forward has gradients.
+    It records the loss and its gradient for each optimizer step, and the number of rows of each forward,
+    separately for forwards with and without gradients.
     """
 
     module = SimpleNamespace(packed=False)
@@ -143,7 +143,7 @@ class Told:
 class ToldActor(Told):
     """Stands in for the actor.
 
-    With ``lagging`` its old log-probs are those of a copy that must be swapped in first.
+    With ``lagging`` the old log-probs belong to a copy, which must be swapped in first.
     """
 
     def __init__(self, numbers: Numbers, lagging: bool):
@@ -210,7 +210,7 @@ class Run:
 def make_and_learn(
     config: Config, world, numbers: Numbers, experience: Experience | None = None, **parts: Any
 ) -> Run:
-    """Runs one PPO step without weights; with ``experience`` only the update.
+    """Runs one PPO step without weights; if ``experience`` is given, only the update.
 
     ``parts`` are further arguments of the learner.
     """
@@ -235,8 +235,8 @@ def make_and_learn(
             pad_id=numbers.pad_id,
             timer=timer,
         )
-        # Here the old policy always differs from the one that learns, so its log-probs are computed before
-        # the update even for a single optimizer step.
+        # In these tests the old policy always differs from the policy that learns, so its log-probs are
+        # computed before the update even for a single optimizer step.
         experience, seen = replace(make, compute_old_logprobs=True)(numbers.rollout(), coef)
     learn = learner(config, world=world, actor=actor, critic=critic, timer=timer, health=Health(1), **parts)
     experience, learned = learn(experience, coef, seed=3)
@@ -244,7 +244,7 @@ def make_and_learn(
 
 
 def experience_with(numbers: Numbers, advantages: Tensor) -> Experience:
-    """Makes the experience of a run without a critic that has these advantages."""
+    """Makes an experience with these advantages, as in a run without a critic."""
     rollout = numbers.rollout()
     return Experience(
         ids=rollout.ids,
@@ -271,7 +271,7 @@ def states(columns: Tensor, mask: Tensor) -> Tensor:
     return pad(columns, (0, 1), value=NAN).masked_fill(beyond, NAN)
 
 
-RUNS: dict[tuple[str, ...], Run] = {}  # a run has many outputs, each of which is a test
+RUNS: dict[tuple[str, ...], Run] = {}  # cache: each of a run's many outputs is a separate test
 
 
 def ran(world, case: Case, numbers: Numbers, *arguments: str, **sizes: int) -> Run:
@@ -288,7 +288,7 @@ def close(actual, expected) -> None:
 
 
 def loss_of(model: Told) -> float:
-    """Returns the loss of every optimizer step: all passes see the same rows and unchanged weights."""
+    """Returns the loss, which all optimizer steps share because rows and weights do not change."""
     losses = [loss for loss, _ in model.steps]
     close(losses, losses[:1] * len(losses))
     return losses[0]

@@ -1,9 +1,9 @@
-"""Lists what each preset of conf/algo switches, written by hand.
+"""Lists the settings of each preset of conf/algo, written by hand.
 
 The sources are the papers, and the configs and code of the systems that give the presets their names.
 """
 
-# PPO as in the literature; every key of `algo`
+# PPO as in the literature, with every key of `algo`
 STANDARD = {
     "action_level": "token",
     "old_policy": "rollout",
@@ -202,5 +202,5 @@ DEPARTURES = {
         "epochs": 1,
     },
 }
-# presets that reproduce an error of a published loop, and report it when they start
+# presets that reproduce an error of a published loop and warn about it at start-up
 WARN = {"zysnlp", "zysnlp_strict", "sequence_kl", "minimind", "deepspeed_chat"}

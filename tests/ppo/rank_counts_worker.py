@@ -1,6 +1,4 @@
-"""Learns from one experience on the ranks of test_rank_counts.py; rank 0 saves the weights before and
-after.
-"""
+"""Learns from one experience on the ranks of test_rank_counts.py; rank 0 saves the weights around it."""
 
 from __future__ import annotations
 
@@ -17,13 +15,14 @@ from tests.ppo.algo_cases import make_experience
 from tests.ppo.learner_cases import learner
 
 ROWS, MINIBATCH = 24, 12  # divisible by 1, 2, 3 and 4 ranks
-EPS = 1e-2  # of Adam: with a small one, the rounding of gradients near 0 moves weights
+EPS = 1e-2  # Adam's eps; a small eps would turn the rounding of gradients near 0 into weight changes
 
 
 def main() -> None:
     folder, world = Path(sys.argv[1]), connect(5)
     made = make_experience([1 + i % 5 for i in range(ROWS)], [1 + i * 5 % 7 for i in range(ROWS)])
-    old = 0.2 * made.logprobs - 3  # about a fresh policy's, so that ratios fall on both sides of the clips
+    # close to a fresh policy's, so that there are ratios on both sides of the clips
+    old = 0.2 * made.logprobs - 3
     rows = replace(made, logprobs=old, old_logprobs=old)
     for stage in (0, 2, 3):
         actor = switch_worker.make(world, stage, eps=EPS)

@@ -19,7 +19,7 @@ def loop(world, tokenizer, monkeypatch):
 
 
 class Moments(Counter):
-    """Returns its state itself, not a copy."""
+    """A counter whose ``state_dict`` is the state itself, not a copy."""
 
     def __init__(self):
         self.state = {"n": 0}
@@ -44,8 +44,9 @@ def draws():
 
 
 def leave_in(run, name, step):
-    """Makes the method abandon the run from its ``step``-th call on, after doing its work and drawing random
-    numbers.
+    """Makes the method abandon the run from its ``step``-th call on.
+
+    Before that, the call does its work and draws random numbers.
     """
     owner, calls = run.context.stop if name == "raise_if_stopped" else run.stage, []
     part = getattr(owner, name)
@@ -54,7 +55,7 @@ def leave_in(run, name, step):
         found = part(*args, **kwargs)
         calls.append(1)
         draws()
-        run.stage.stateful["counter"].n += 1  # for example a running moment
+        run.stage.stateful["counter"].n += 1  # like the update of a running moment
         if len(calls) >= step:
             raise Abandoned
         return found
@@ -152,7 +153,7 @@ def test_the_next_start_first_repeats_the_evaluation(loop):
     ] == [
         "evaluate",
         ("log", 2),
-        ("save", 2, True),  # the best one, and a checkpoint without a pending evaluation
+        ("save", 2, True),  # saves the best checkpoint, and a checkpoint without a pending evaluation
         "prompts 3",
         "evaluate",
     ]

@@ -1,4 +1,4 @@
-"""Tests the position of the score, the states, and the advantages that follow.
+"""Tests the position of the score, the states, and the resulting advantages.
 
 The numbers are computed by hand or by plain loops over lists.
 """
@@ -15,10 +15,10 @@ SCORES = [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def rows():
-    """Makes five responses: below its limit, at its limit with and without an end token, at the overall
-    limit, empty.
+    """Makes five responses: one shorter than its limit, one at its limit with an end token, one at its limit
+    without it, one at the overall limit, and an empty one.
 
-    The end token of the empty one is no action.
+    The empty response consists of an end token that is not an action.
     """
     return answers([2, 1, 2, 3, 0], SCORES, finished=[True, True, False, False, True], limits=[3, 1, 2, 3, 3])
 
@@ -36,13 +36,13 @@ def paid(place, rollout, kl=0.5, coef=0.2, token_score=0.0):
 ON_LAST = [[-0.1, 0.9, 0, 0], [1.9, 0, 0, 0], [-0.1, 2.9, 0, 0], [-0.1, -0.1, 3.9, 0], [0, 0, 0, 0]]
 ON_NEXT = [[-0.1, -0.1, 1, 0], [1.9, 0, 0, 0], [-0.1, 2.9, 0, 0], [-0.1, -0.1, 3.9, 0], [5, 0, 0, 0]]
 ACTIONS = [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
-# where the limit allows another position
+# ACTIONS and one further position where the limit allows it
 ONE_MORE = [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("next_state", ["trained", "untrained", "ignored"])
 def test_the_score_on_the_last_token(next_state):
-    """A response without an action has no position for a score."""
+    """A response without an action has no position for the score, so its rewards are 0."""
     place = ScorePosition("last_token", next_state)
     assert rounded(paid(place, rows())) == ON_LAST
     assert place.states(rows()).int().tolist() == place.trained(rows()).int().tolist() == ACTIONS
@@ -53,7 +53,7 @@ def test_the_score_on_the_last_token(next_state):
     [("trained", ONE_MORE, ONE_MORE), ("untrained", ONE_MORE, ACTIONS), ("ignored", ACTIONS, ACTIONS)],
 )
 def test_the_score_on_the_position_after_the_last_token(next_state, states, trained):
-    """That position is a state of its own.
+    """The position after the last token is a separate state.
 
     A response that reaches its limit has no such state and gets the score on its last token.
     """
@@ -66,7 +66,7 @@ def test_the_score_on_the_position_after_the_last_token(next_state, states, trai
 
 
 def test_wider_padding_adds_no_position():
-    """The limit decides, not the width of the batch."""
+    """Whether a response has a further position depends on its limit, not on the width of the batch."""
     place = ScorePosition("next_token", "trained")
     wide = rows().resized(1, 6)
     assert place.states(wide).int().tolist() == [row + [0] * 3 for row in ONE_MORE]
@@ -93,9 +93,7 @@ def values(rollout):
 
 
 def gae_by_loop(rewards, v, after, gamma, lam):
-    """Computes GAE over the states of one row by its definition (Schulman et al. 2016): the sum of (gamma
-    lam)^k delta.
-    """
+    """Computes GAE of one row by its definition (Schulman et al. 2016): the sum of (gamma lam)^k delta."""
     following = [*v, after][1:]
     deltas = [r + gamma * n - x for r, x, n in zip(rewards, v, following, strict=True)]
     return [sum((gamma * lam) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(v))]
@@ -105,9 +103,9 @@ def gae_by_loop(rewards, v, after, gamma, lam):
 @pytest.mark.parametrize("where", ["last_token", "next_token"])
 @pytest.mark.parametrize("lam_critic", [None, 1.0])
 def test_gae_over_tokens(where, bootstrap, lam_critic):
-    """On request a truncated response bootstraps from V of its last state; a finished one never does.
+    """With ``bootstrap_truncated``, a truncated response bootstraps from V of its last state; others do not.
 
-    Returns have a lambda of their own.
+    The lambda of the returns is independent of the lambda of the advantages.
     """
     rollout, place = rows(), ScorePosition(where, "trained")
     rewards, v = paid(place, rollout), values(rollout)
@@ -132,9 +130,9 @@ def test_gae_over_tokens(where, bootstrap, lam_critic):
 
 
 def test_the_bootstrap_value_of_a_truncated_response():
-    """Rows 3 and 4 are truncated, with V 0.9 and 1.6; row 2 ended on its last possible token.
+    """Rows 3 and 4 are truncated, with V 0.9 and 1.6; row 2 ends on the last token that its limit allows.
 
-    With gamma 1 and lambda 1 all tokens of a row have the same difference.
+    With gamma 1 and lambda 1, bootstrapping changes the returns of all tokens of a row equally.
     """
     rollout = rows()
     plain, more = (
@@ -154,7 +152,7 @@ def test_the_bootstrap_value_of_a_truncated_response():
     ("position", "columns", "baselines"),
     [
         ("prompt_last", [0, 0, 0, 0, None], [0.1, 0.2, 0.3, 0.4]),
-        # the last one in the last column: the response fills the width
+        # the last response fills the width, so its last token is in the last column
         (
             "response_last",
             [2, 1, 2, 3, None],
@@ -164,9 +162,9 @@ def test_the_bootstrap_value_of_a_truncated_response():
 )
 @pytest.mark.parametrize("where", ["last_token", "next_token"])
 def test_the_whole_answer_as_one_action(position, columns, baselines, where):
-    """The one reward is the sum over the response (0.1 less for each token), and there is one value.
+    """A response has one reward, its score minus 0.1 per token, and one value.
 
-    A response without an action has neither.
+    A response without an action has no reward and no value.
     """
     rollout, place = rows(), ScorePosition(where, "trained")
     made = gae(level="sequence", position=position, gamma=0.3, bootstrap_truncated=True, place=place)(
@@ -185,7 +183,7 @@ def test_the_whole_answer_as_one_action(position, columns, baselines, where):
 
 
 def test_a_masked_score_is_lost_at_sequence_level_too():
-    """Only responses that reach their limit keep their score."""
+    """Only responses that reach their limit keep their score, which is on their last token."""
     rollout, place = rows(), ScorePosition("next_token", "ignored")
     made = gae(level="sequence", position="prompt_last", place=place)(
         paid(place, rollout), values(rollout), None, rollout
@@ -197,7 +195,7 @@ def test_a_masked_score_is_lost_at_sequence_level_too():
 
 
 def grouped():
-    """Makes two prompts with two responses each: 2 and 1 tokens, 3 and 3."""
+    """Makes two prompts with two responses each: of 2 and 1 tokens, and of 3 and 3."""
     return answers([2, 1, 3, 3], [1.0, 4.0, 2.0, 2.0], limits=[3] * 4)
 
 
@@ -205,7 +203,7 @@ def grouped():
 def test_rewards_to_go(where):
     """Gamma is 0.5 and each token costs 0.1.
 
-    If the score is one position later, it is discounted once more.
+    A score on the next token is discounted once more.
     """
     rollout, place = grouped(), ScorePosition(where, "trained")
     estimate = critic_free("reinforce", 0.5, 2, place)
@@ -214,23 +212,25 @@ def test_rewards_to_go(where):
         "last_token": [[-0.1 + 0.5 * 0.9, 0.9, 0], [3.9, 0, 0]],
         "next_token": [[-0.1 + 0.5 * 0.4, -0.1 + 0.5, 0], [-0.1 + 2, 0, 0]],
     }
-    full = [-0.1 + 0.5 * (-0.1 + 0.5 * 1.9), -0.1 + 0.5 * 1.9, 1.9]  # reaches its limit either way
+    # the response reaches its limit, so ``where`` does not matter
+    full = [-0.1 + 0.5 * (-0.1 + 0.5 * 1.9), -0.1 + 0.5 * 1.9, 1.9]
     assert rounded(made) == rounded(torch.tensor([*late[where], full, full]))
 
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        # totals: scores minus 0.1 per token: 0.8 and 3.9, 1.7 and 1.7
+        # totals are scores minus 0.1 per token: 0.8 and 3.9; 1.7 and 1.7
         ("rloo", [-3.1, 3.1, 0, 0]),
         ("dr_grpo", [-1.55, 1.55, 0, 0]),
         ("grpo", [-1.55 / 2.192031, 1.55 / 2.192031, 0, 0]),  # std over n - 1: sqrt(2 * 1.55^2)
-        ("opo", [0.8 - 5.5 / 3, 3.9 - 5.5 / 3, 0, 0]),  # the mean by length: (2 * 0.8 + 3.9) / 3
+        # baseline, the mean weighted by length: (2 * 0.8 + 3.9) / 3
+        ("opo", [0.8 - 5.5 / 3, 3.9 - 5.5 / 3, 0, 0]),
     ],
 )
 @pytest.mark.parametrize("where", ["last_token", "next_token"])
 def test_group_baselines(kind, expected, where):
-    """The KL in the reward counts; the sum over a response does not depend on the position of the score."""
+    """Baselines include the KL in the reward. The sum over a response is the same for both score positions."""
     rollout, place = grouped(), ScorePosition(where, "trained")
     estimate = critic_free(kind, 0.5, 2, place)
     made = estimate(paid(place, rollout), None, rollout.scores, rollout).advantages
@@ -239,7 +239,7 @@ def test_group_baselines(kind, expected, where):
 
 
 def test_consecutive_rows_form_a_group():
-    """The same rows form one group of four, with the mean over 0.8, 3.9, 1.7, 1.7 = 8.1 / 4."""
+    """With groups of four, the same rows have one mean: (0.8 + 3.9 + 1.7 + 1.7) / 4 = 8.1 / 4."""
     rollout, place = grouped(), ScorePosition("last_token", "trained")
     estimate = critic_free("dr_grpo", 1.0, 4, place)
     made = estimate(paid(place, rollout), None, rollout.scores, rollout).advantages
@@ -249,9 +249,9 @@ def test_consecutive_rows_form_a_group():
 
 
 def test_a_response_without_an_action_counts_in_the_group_baseline():
-    """Leave-one-out of scores 1, 5, 1, 1: the mean for the others is 7 / 3.
+    """The scores are 1, 5, 1, 1; leaving out one of the 1s, the mean of the others is 7 / 3.
 
-    The response with score 5 ended at once, and its end token is no action.
+    The response with score 5 is a single end token, which is not an action.
     """
     rollout = answers([1, 1, 1, 1], [1.0, 5.0, 1.0, 1.0])
     rollout = replace(rollout, response_mask=torch.tensor([[True], [False], [True], [True]]))

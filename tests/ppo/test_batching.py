@@ -1,4 +1,4 @@
-"""Tests the exchange of rows: ranks gather all of them, and minibatches cover each exactly once."""
+"""Tests the exchange of rows: ranks gather all rows, and minibatches cover each row exactly once."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_all_gather_rows_of_one_rank_changes_nothing(world, experience):
 
 
 def test_all_gather_rows_gathers_objects_too(on_ranks):
-    """Raw rows and parts of scores are gathered in the order of the ranks, with equal counts on each rank."""
+    """Raw rows and parts of scores are gathered in the order of the ranks, the same number on each."""
     shares = [
         answers([2, 1], metadata=({"n": 0}, {"n": 1}), style=[0.5, 1.5]),
         answers([1, 3], metadata=({"n": 2}, {"n": 3}), style=[2.5, 3.5]),
@@ -66,7 +66,7 @@ def test_minibatches_cover_all_rows_once_an_epoch():
     assert len(parts) == 9 and {len(part) for part in parts} == {4}
     epochs = [torch.cat(parts[i : i + 3]).tolist() for i in (0, 3, 6)]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
-    # reshuffled for each epoch
+    # rows are reshuffled for each epoch
     assert len({tuple(epoch) for epoch in epochs}) == 3 and list(range(12)) not in epochs
     again = shuffled(12, 3, 4, seed=0)
     assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
@@ -80,13 +80,13 @@ def test_minibatches_must_fit():
 
 
 def on_rows(forward):
-    """Makes a model whose output is ``forward`` of the rows that it receives."""
+    """Makes a model that calls ``forward`` on the rows that it receives."""
     return lambda ids, mask, response_width: forward(Sequences(ids, mask, mask[:, -response_width:]))
 
 
 @pytest.mark.parametrize("budget", [1, 16, 25, 10_000])
 def test_scores_stay_with_their_rows_and_positions(world, experience, budget):
-    """Row i, position t, gets 100 * (its first prompt token) + its t-th response token.
+    """The model gives row i, position t 100 * (first prompt token) + (t-th response token).
 
     Values outside the mask are 0.
     """
@@ -110,7 +110,7 @@ def test_scores_stay_with_their_rows_and_positions(world, experience, budget):
 
 @pytest.mark.parametrize("budget", [1, 25, 10_000])
 def test_states_of_a_row_are_one_more_than_its_tokens(world, experience, budget):
-    """State t of row i gets 100 * (its prompt's length) + t.
+    """The model gives state t of row i the value 100 * (prompt length) + t.
 
     Values beyond the state after the last token are 0.
     """
@@ -128,7 +128,7 @@ def test_states_of_a_row_are_one_more_than_its_tokens(world, experience, budget)
 
 
 def test_a_masked_token_has_a_log_prob_too(world):
-    """An end token that is excluded from the mask is attended to, and the reference may score it."""
+    """An end token that is excluded from the mask is still attended to, and its output is kept."""
     rows = answers([3, 1])
     mask = rows.response_mask.clone()
     mask[0, 2] = False

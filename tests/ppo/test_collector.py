@@ -1,4 +1,4 @@
-"""Tests responses and their scores.
+"""Tests the collection of responses and their scores.
 
 They cover the order of generation and reward, and dynamic sampling, which replaces prompts without a training
 signal.
@@ -28,7 +28,7 @@ class Actor:
 
 
 def prompts_of(numbers):
-    """Makes prompts; prompt n is a text of 1 + n % 3 tokens, repeated for each of its responses."""
+    """Makes prompts; prompt n has 1 + n % 3 tokens, repeated for each of its responses."""
     numbers = [n for n in numbers for _ in range(SAMPLES)]
     width = max(1 + n % 3 for n in numbers)
     mask = torch.arange(width) >= width - 1 - torch.tensor(numbers)[:, None] % 3
@@ -54,9 +54,7 @@ def generate(prompts, sampling):
 
 
 def reward_for(useful):
-    """Scores the two responses to a useful prompt n with n and n + 0.5, and those to other prompts with n and
-    n.
-    """
+    """Scores the responses to a useful prompt n with n and n + 0.5, and both responses to others with n."""
 
     def reward(rollout):
         numbers = torch.tensor([float(row["n"]) for row in rollout.metadata])
@@ -111,7 +109,7 @@ def test_generation_ends_before_the_reward_starts():
         and [row["n"] for row in rollout.metadata] == [7, 7]
         and seen == {}
     )
-    assert next(stream).metadata[0]["n"] == 8  # the rows of one step were taken
+    assert next(stream).metadata[0]["n"] == 8  # only the rows of one step were consumed
 
 
 def test_scores_are_added_to_the_rollout():
@@ -155,7 +153,7 @@ CASES = [
     ({1, 4, 6, 7}, 10, [1, 4, 6, 7], 2, 4 / 8),
     ({0, 2, 4, 5, 7}, 10, [0, 2, 4, 5], 2, 5 / 8),  # surplus prompts are dropped
     ({3, 8, 9, 11}, 10, [3, 8, 9, 11], 3, 4 / 12),
-    ({1, 6}, 2, [1, 6, 0, 2], 2, 2 / 8),  # filled with the prompts kept from before, in order
+    ({1, 6}, 2, [1, 6, 0, 2], 2, 2 / 8),  # filled up with prompts of equal scores, in order
     ({9}, 1, [0, 1, 2, 3], 1, 0.0),
     ((), 3, [0, 1, 2, 3], 3, 0.0),
     ({1, 2}, 1, [1, 2, 0, 3], 1, 0.5),
@@ -169,7 +167,7 @@ def test_prompts_with_equal_scores_are_replaced(
 ):
     """Any number of ranks gives the same rows in the same order, with an equal share on each rank."""
     found = on_ranks(ranks, lambda world: dynamic(world, useful, max_rounds))
-    # tokens of each prompt
+    # response tokens of each prompt
     answered = [sum(1 + (n + i) % 4 for i in range(SAMPLES)) for n in range(rounds * PER_ROUND)]
     dropped = sum(answered) - sum(answered[n] for n in chosen)
     assert [n for numbers, *_ in found for n in numbers] == [n for n in chosen for _ in range(SAMPLES)]
@@ -180,7 +178,7 @@ def test_prompts_with_equal_scores_are_replaced(
             "rollout/useful_group_frac": fraction,
             "rollout/dropped_tokens": dropped,
         }
-        # every column is selected too, and the padding is cut to the remaining width
+        # all columns contain the selected rows only, and the padding is cut to their width
         for i, n in enumerate(numbers):
             assert set(rollout.ids[i][rollout.attention_mask[i]].tolist()) == {n, 5}
             expected = n + (0.5 if i % SAMPLES and n in useful else 0.0)

@@ -1,4 +1,4 @@
-"""Tests held-out evaluation: rows that fill up a batch do not count, and ranks share one result."""
+"""Tests held-out evaluation: rows that only fill up a batch are ignored; all ranks get one result."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -69,7 +69,7 @@ def test_by_hand(world, tokenizer):
     assert found.metrics == pytest.approx(
         {
             "eval/score_mean": (0.5 + 1.0 + 2.5) / 3,
-            "eval/score_std": (13 / 18) ** 0.5,  # of .5 1 2.5: 7.5/3 - (4/3)^2
+            "eval/score_std": (13 / 18) ** 0.5,  # of 0.5, 1 and 2.5; the variance is 7.5 / 3 - (4 / 3)^2
             "eval/resp_len_mean": 8 / 3,
             "eval/stop_frac": 2 / 3,
             "eval/accuracy": 2 / 3,

@@ -41,12 +41,12 @@ def rollout(answered):
 
 
 def test_by_hand(world, rollout):
-    """log pi is -token/10, log pi_ref that - 0.2, so k1 is 0.2 and its cost at 0.5 is 0.1 on each token."""
+    """log pi_ref is log pi - 0.2, so k1 is 0.2 and costs 0.1 per token with the coefficient 0.5."""
     experience, seen = maker(world)(rollout, 0.5)
     assert rounded(experience.logprobs) == [[-0.1, -0.2, 0], [-0.3, -0.4, -0.5]]
     assert rounded(experience.ref_logprobs) == [[-0.3, -0.4, 0], [-0.5, -0.6, -0.7]]
     assert torch.equal(experience.old_logprobs, experience.logprobs)
-    # V of the states before and after each token
+    # V of the state before each token and of the last state
     assert rounded(experience.values) == [
         [1, 2, 6, 0],
         [3, 4, 5, 6],
@@ -61,7 +61,8 @@ def test_by_hand(world, rollout):
         experience.response_mask, rollout.response_mask
     )
     assert seen["adv/mean"] == pytest.approx(-19.9 / 5) and seen["adv/max_abs"] == pytest.approx(7.1)
-    assert seen["adv/std"] == pytest.approx(2.7924, abs=1e-4)  # of -0.2 -1.1 -5.3 -6.2 -7.1, population
+    # population std of -0.2, -1.1, -5.3, -6.2 and -7.1
+    assert seen["adv/std"] == pytest.approx(2.7924, abs=1e-4)
     assert torch.equal(experience.decode_logprobs, rollout.logprobs)
     assert seen["reward/total_mean"] == pytest.approx((0.8 - 2.3) / 2) and seen["reward/clipped_frac"] == 0.0
     assert seen["reward/kl_penalty_mean"] == pytest.approx(-(0.2 + 0.3) / 2)
@@ -76,7 +77,7 @@ def test_discounted_gae(world, rollout):
     assert rounded(experience.advantages)[0] == [-0.375, -1.1, 0]
     assert rounded(experience.returns)[0] == [0.625, 0.9, 0, 0]
     apart, _ = maker(world, estimate_advantages=gae(gamma=0.5, lam=0.5, lam_critic=1.0))(rollout, 0.5)
-    # -0.1 + 0.5 * 0.9
+    # with lambda 1 for the critic, the first return is -0.1 + 0.5 * 0.9
     assert rounded(apart.advantages)[0] == [-0.375, -1.1, 0] and rounded(apart.returns)[0] == [
         0.35,
         0.9,
@@ -121,7 +122,7 @@ def test_missing_stop_and_clip(world, rollout, mode, clip, shaped, clipped):
     experience, seen = maker(world, charged_kl=None, shaper=shaped_by)(rollout, 0.5)
     assert rounded(experience.rewards) == [[0, shaped[0], 0, 0], [0, 0, shaped[1], 0]]
     assert seen["reward/clipped_frac"] == clipped
-    assert experience.scores.tolist() == [1.0, -2.0]  # before shaping
+    assert experience.scores.tolist() == [1.0, -2.0]  # the scores before shaping
 
 
 def test_token_scores_and_components(world, answered):
@@ -138,8 +139,9 @@ def test_whitened_over_all_tokens(world, rollout):
     torch.testing.assert_close(
         experience.advantages[experience.response_mask], expected, rtol=1e-4, atol=1e-5
     )
-    assert rounded(experience.returns) == [[0.8, 0.9, 0, 0], [-2.3, -2.2, -2.1, 0]]  # not whitened
-    assert seen["adv/max_abs"] == pytest.approx(7.1)  # before
+    # returns are not whitened
+    assert rounded(experience.returns) == [[0.8, 0.9, 0, 0], [-2.3, -2.2, -2.1, 0]]
+    assert seen["adv/max_abs"] == pytest.approx(7.1)  # before whitening
 
 
 def test_padding_is_zero_for_any_model_output(world, rollout):
@@ -164,7 +166,7 @@ def test_the_reference_is_resident_only_while_it_scores(world, rollout):
 
 @pytest.mark.parametrize("whiten", ["none", "batch"])
 def test_ranks_and_budgets_change_nothing(on_ranks, world, whiten):
-    """Four rows on one rank or two on each of two, with other widths, give the same experience."""
+    """Four rows on one rank, or two rows on each of two ranks at other widths, give the same experience."""
     lengths = [(2, 3), (1, 1), (4, 2), (3, 5)]
     g = torch.Generator().manual_seed(0)
 

@@ -53,7 +53,7 @@ def experience():
 
 def test_by_hand(experience):
     seen = describe(experience, kl_coef=0.3, samples_per_prompt=2)
-    # e^-d - 1 + d of d = .5 -.2 .5 .9
+    # k3 is e^-d - 1 + d for d = 0.5, -0.2, 0.5 and 0.9
     k3 = [
         math.exp(-0.5) - 0.5,
         math.exp(0.2) - 1.2,
@@ -63,7 +63,7 @@ def test_by_hand(experience):
     assert seen == pytest.approx(
         {
             "reward/score_mean": 1.5,
-            "reward/score_std": 1.5,  # of 1 1 0 4
+            "reward/score_std": 1.5,  # scores 1, 1, 0 and 4
             "reward/score_min": 0.0,
             "reward/score_max": 4.0,
             "reward/missing_eos_frac": 0.25,
@@ -72,11 +72,11 @@ def test_by_hand(experience):
             "kl/ref_token_max": 0.9,
             "kl/k3_token_mean": sum(k3) / 10,
             "kl/coef": 0.3,
-            "parity/logp_abs_diff_mean": 0.1,  # 0.25 and 0.75 of ten tokens
+            "parity/logp_abs_diff_mean": 0.1,  # (0.25 + 0.75) / 10 tokens
             "parity/logp_abs_diff_max": 0.75,
             "value/pred_mean": 1.5,
             "value/return_mean": 1.0,
-            "value/return_std": math.sqrt(6 / 10),  # 3 zeros, 4 ones, 3 twos
+            "value/return_std": math.sqrt(6 / 10),  # returns: three 0, four 1, three 2
             "rollout/prompt_len_mean": 1.5,
             "rollout/resp_len_mean": 2.5,
             "rollout/resp_len_max": 3.0,
@@ -105,7 +105,7 @@ def test_without_a_critic_there_are_no_values(experience):
 
 
 def test_value_metrics_cover_the_trained_states(experience):
-    """The second row has one more state, with value 5 and return 3 beside 9 and 1."""
+    """The second row gets a further trained state, with value 5 and return 3."""
     values, returns, mask = (
         experience.values.clone(),
         experience.returns.clone(),

@@ -1,7 +1,7 @@
 """Tests the switches of make_experience.
 
-They are masked end tokens, a lagging old policy, critics of all kinds, importance weights, and the KL after
-an update.
+The switches are masked end tokens, a lagging old policy, critics of all kinds, importance weights, and the KL
+after an update.
 """
 
 from contextlib import contextmanager
@@ -34,15 +34,15 @@ from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, critic_free, gae, make
     ],
 )
 def test_masked_stop_ids(train_on_eos, pad, masked):
-    """null is DeepSpeed-Chat's rule: the end token is no action if it is also the pad token."""
+    """``null`` follows DeepSpeed-Chat: the end token is not an action if it is also the pad token."""
     assert masked_stop_ids(train_on_eos, (1, 3), pad) == masked
 
 
 def ended():
     """Makes one response for each kind of end.
 
-    The ends are token 1, token 3, a stop string (so token 6 stays an action), the limit (with a 1 inside that
-    ended nothing), and the end token alone.
+    The responses end with token 1, with token 3, with a stop string (so token 6 remains an action) and at
+    the limit (an inner token 1 does not end the response); the last response is only an end token.
     """
     tokens = [[5, 1], [5, 6, 3], [5, 6], [1, 5, 3], [1]]
     return answers(
@@ -81,7 +81,7 @@ def test_only_the_last_token_of_a_response_is_masked():
 def test_the_score_of_a_response_whose_end_is_masked(world):
     """ "last" is the last remaining action; "next" is the position of the masked end token, which is a state.
 
-    An empty response has no last position.
+    A response without actions has no last action, so "last" gives it no score.
     """
     rollout = replace(ended(), scores=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
     common = dict(masked_stop_ids=(1, 3), charged_kl=None)
@@ -105,7 +105,7 @@ def test_the_score_of_a_response_whose_end_is_masked(world):
         [1, 1, 1, 0],
         [0, 0, 0, 0],
     ]
-    # rewards-to-go minus V, which is the token that follows; zero outside of the actions
+    # rewards-to-go minus V, which is the id of the next token; 0 outside the actions
     assert rounded(following.advantages) == [
         [1 - 5, 0, 0],
         [2 - 5, 2 - 6, 0],
@@ -117,7 +117,7 @@ def test_the_score_of_a_response_whose_end_is_masked(world):
 
 
 def test_advantage_metrics_cover_actions_only(world):
-    """The state after the first response also has an advantage, 90 - 6, but is followed by no action."""
+    """The state after the first response also has an advantage, 90 - 6, but no action follows it."""
     place = ScorePosition("next_token", "trained")
     rollout = answers([2, 3], [90.0, 0.0], tokens=[[88, 89], [1, 2, 3]])
     made, seen = maker(world, charged_kl=None, score_position=place, estimate_advantages=gae(place=place))(
@@ -132,9 +132,9 @@ def test_advantage_metrics_cover_actions_only(world):
 
 
 def test_a_lagging_old_policy_changes_only_the_ratio(world):
-    """Inside the context the actor returns log pi - 0.5.
+    """While the lagging weights are swapped in, the actor returns log pi - 0.5.
 
-    KL, rewards and the gap to generation still belong to the policy that generated.
+    KL, rewards and the difference to the decode log-probs still use the policy that generated.
     """
     actor, inside = Stub(), []
 
@@ -182,7 +182,7 @@ def test_importance_weights_and_the_kl_are_those_of_the_policy_that_generated(wo
 
 
 def test_without_a_critic_there_is_an_experience_without_values(world):
-    """With rewards-to-go the cost is 0.5 * 0.2 on each token, and the score is on the last."""
+    """Advantages are rewards-to-go: the KL costs 0.5 * 0.2 per token, and the last token gets the score."""
     reinforce = replace(maker(world, estimate_advantages=critic_free("reinforce", 0.5)), critic=None)
     made, seen = reinforce(answers([2, 1], [1.0, -2.0], tokens=[[1, 2], [3]]), 0.5)
     assert made.values is None and made.returns is None and made.value_mask is None
@@ -204,7 +204,7 @@ def test_a_value_head_on_the_actor(world):
     actor = Shared()
     make = replace(maker(world, actor=actor, share_trunk=True, token_budget=1), critic=None)
     made, _ = make(rollout, 0.5)
-    # two micro-batches, one forward each for both outputs
+    # two micro-batches, each with one forward for log-probs and values
     assert rounded(made.values) == [[1, 2, 6], [3, 6, 0]] and actor.forwards == 2
     for name in ("logprobs", "values", "returns", "advantages"):
         assert torch.equal(getattr(made, name), getattr(apart, name)), name
@@ -213,7 +213,7 @@ def test_a_value_head_on_the_actor(world):
 @pytest.mark.parametrize("whiten", ["none", "batch", "group", "minibatch"])
 @pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo", "dr_grpo", "opo"])
 def test_two_ranks_make_the_same_experience_as_one(on_ranks, world, kind, whiten):
-    """Two groups of two responses are on one rank, or one group is on each of two, at their own widths."""
+    """Two groups of two responses are on one rank, or on two ranks with one group each at its own width."""
     lengths, scores, tokens = [3, 1, 2, 4], [0.5, -1.0, 2.0, 3.5], [[1, 2, 3], [4], [5, 6], [7, 2, 1, 4]]
 
     def make(world, which):
@@ -241,7 +241,7 @@ def test_two_ranks_make_the_same_experience_as_one(on_ranks, world, kind, whiten
 
 
 def test_importance_weights(world):
-    """Training minus generation log-probs of ln 3, ln 1.5 and ln 0.25 give ratios of 3, 1.5 and 0.25."""
+    """Training log-probs minus decode log-probs are ln 3, ln 1.5 and ln 0.25: ratios 3, 1.5 and 0.25."""
     rollout = answers([2, 1], tokens=[[1, 2], [3]])
     gaps = torch.tensor([[3.0, 1.5], [0.25, 1.0]]).log()
     rollout = replace(rollout, logprobs=torch.tensor([[-0.1, -0.2], [-0.3, 0.0]]) - gaps)
@@ -271,10 +271,9 @@ def test_importance_weights(world):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_kl_after_an_update(on_ranks, ranks):
-    """The reference is 0.2 below; after an update that doubles log pi = -token / 10 the KL is 0.2 - token /
-    10.
+    """log pi is -token / 10 and log pi_ref is 0.2 lower. The update doubles log pi: KL 0.2 - token / 10.
 
-    The mean token is 4. Every rank scores its part of the rows.
+    The mean token is 4, so the mean KL is -0.2. Every rank scores its own rows.
     """
     lengths, tokens = [2, 1, 3, 1], [[1, 2], [3], [4, 5, 6], [7]]
 

@@ -1,6 +1,6 @@
 """Tests the handling of non-finite numbers.
 
-They are located and counted, and the step is skipped on all ranks and for both models.
+They are located and counted, and the optimizer step is skipped on all ranks and for both models.
 """
 
 import math
@@ -50,7 +50,7 @@ def rows(experience):
 
 @pytest.fixture
 def inject(monkeypatch):
-    """Makes losses or gradients NaN; a second call undoes the first."""
+    """Returns a function that makes losses or gradients NaN; a second call undoes the first."""
 
     def inject(spec):
         for name, method in LOSSES.items():
@@ -77,7 +77,7 @@ COLUMNS = {
 
 
 def spoiled(rows, number, places, *names):
-    """Returns the same rows with ``number`` in these columns."""
+    """Returns the same rows with ``number`` at one place of these columns."""
     columns = {}
     for name in names:
         columns[name] = getattr(rows, name).clone()
@@ -89,13 +89,13 @@ def spoiled(rows, number, places, *names):
 @pytest.mark.parametrize("name", COLUMNS)
 def test_each_column_is_checked_under_its_mask(rows, name, number):
     assert first_nonfinite(rows) is None
-    # a response of five tokens
+    # row 6 is a response of five tokens
     assert first_nonfinite(spoiled(rows, number, (6, 1), name)) == (
         COLUMNS[name],
         6,
     )
     if name != "scores":
-        # a response of one token: later positions do not count
+        # row 2 is a response of one token: later positions are not checked
         assert first_nonfinite(spoiled(rows, number, (2, 3), name)) is None
 
 
@@ -121,7 +121,7 @@ def test_a_nonfinite_rollout_is_skipped(world, rows):
 
 
 def test_a_nonfinite_rollout_counts_as_one_skip(on_ranks, rows):
-    """Four ranks have two rows each, in their order."""
+    """Eight rows are on four ranks, two consecutive rows on each."""
 
     def work(world):
         health = Health(2)
@@ -148,7 +148,7 @@ def test_a_nonfinite_rollout_counts_as_one_skip(on_ranks, rows):
 
 
 def test_running_states_are_not_affected(world):
-    """Moments of the scores and KL controllers are unchanged; an unavailable metric is NaN."""
+    """NaN and inf change neither the moments of the scores nor KL controllers; metrics with them are NaN."""
     moments, shape = RunningMoments(), shaper(world, normalize="running")
     moments.update(torch.tensor([1.0, 3.0]))
     before = moments.state_dict()
@@ -186,7 +186,7 @@ def test_actor_and_critic_skip_together(world, rows, inject, place):
         world, rows, ema=SimpleNamespace(ema_update=followed.append), ema_decay=0.5, health=health
     )
     same((actor, critic), by_hand(rows, left_out=2))
-    # the fourth was finite
+    # the fourth step was finite, which resets the count of skips
     assert (actor.steps, critic.steps, len(followed)) == (
         3,
         3,
@@ -198,7 +198,8 @@ def test_actor_and_critic_skip_together(world, rows, inject, place):
         and math.isnan(seen["value/grad_norm"])
     )
     own, other = (actor, critic) if "actor" in place else (critic, actor)
-    assert own.skipped == [True] and other.skipped == [False]  # whose loss scale falls
+    # an overflow lowers the loss scale of its own model only
+    assert own.skipped == [True] and other.skipped == [False]
     what, role = place.split(".")
     name = {"loss": "loss", "grad": "gradient"}[what]
     assert f"{name} of the {role}" in health.take_reasons() and health.take_reasons() == []
@@ -245,14 +246,14 @@ def test_the_error_names_the_step_in_which_skipping_began(
     world, tokenizer, monkeypatch, rows, counted, ended, began
 ):
     skipped = NonFiniteStep(("loss of the actor",), rows, torch.arange(len(rows)), None, None, 0.1, False)
-    health = Health(3, skips=2 if counted is None else 0)  # None: two steps of an earlier start
+    health = Health(3, skips=2 if counted is None else 0)  # None: an earlier start skipped two steps
     for step in [counted, counted, ended] if counted else [ended]:
         health.set_step(step)
         if health.skips == 2:
             with pytest.raises(TooManySkips) as raised:
                 health.record_skip(skipped)
         elif not health.skips:
-            health.record_skip(skipped, counted=False)  # it is not counted
+            health.record_skip(skipped, counted=False)  # must not change the count
             health.record_skip(skipped)
         else:
             health.record_skip(skipped)
@@ -265,7 +266,7 @@ def test_the_error_names_the_step_in_which_skipping_began(
 
 
 def test_overflows_are_not_counted_while_the_loss_scale_adapts(world, rows, inject):
-    """fp16 starts with a loss scale that is too high on purpose, unlike a non-finite loss."""
+    """Overflows of gradients are expected because fp16 starts with a high loss scale; a NaN loss is not."""
     for place, counted in (("grad.actor", 0), ("loss.actor", 1)):
         inject(f"{place}:at=4")
         actor, critic, health = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world), Health(9)
@@ -280,13 +281,13 @@ def test_overflows_are_not_counted_while_the_loss_scale_adapts(world, rows, inje
 def test_the_row_and_the_first_tensor_are_found(on_ranks, rows):
     """The embedding of one token is NaN; the critic is finite.
 
-    A row's part of the loss is its contribution to the mean over all tokens.
+    The reported loss of a row is its contribution to the mean over all tokens.
     """
     row = 6
     token = int(rows.ids[row, rows.prompt_width + 2])
     places = (rows.ids == token) & rows.attention_mask
     met = places.any(dim=1).tolist()
-    # the token that is sampled after it was an input
+    # the first log-prob with the NaN token among its inputs
     first = max(0, int(places[row].nonzero()[0]) + 1 - rows.prompt_width)
 
     def work(world):

@@ -1,6 +1,6 @@
 """Tests learn() against a plain loop over rows and tokens.
 
-The loop works in float64, without micro-batches, ranks or totals.
+The loop uses float64, without micro-batches, ranks or batch totals.
 """
 
 from dataclasses import replace
@@ -25,9 +25,7 @@ from tests.ppo.learner_cases import (
 
 @pytest.fixture
 def rows(experience):
-    """Makes rows with old log-probs around those of a fresh policy, so that ratios are on both sides of every
-    clip.
-    """
+    """Makes rows whose old log-probs are near a fresh policy's: ratios lie on both sides of every clip."""
     return old_around(experience(PROMPTS, ANSWERS))
 
 
@@ -55,7 +53,7 @@ def test_the_weights_after_all_steps_are_those_of_the_loop_by_hand(world, rows, 
     assert seen["policy/clipfrac"] > 0 and (seen["policy/clipfrac_low"] > 0) == (objective == "asymmetric")
     assert (seen["value/clipfrac"] > 0) == (objective != "value")
     before = TinyPolicy(V, 1)
-    assert (actor.module.head - before.head).abs().max() > 1e-3  # the weights have changed
+    assert (actor.module.head - before.head).abs().max() > 1e-3  # the comparison is not of unchanged weights
 
 
 @pytest.mark.parametrize("objective", ["plain", "kl", "sequence_mean", "sum_norm"])
@@ -63,7 +61,7 @@ def test_the_weights_after_all_steps_are_those_of_the_loop_by_hand(world, rows, 
 def test_ranks_change_neither_weights_nor_numbers(on_ranks, world, rows, objective, ranks, budget):
     settings = OBJECTIVES[objective]
     alone, *engines = learned(world, rows, **settings)
-    del alone["perf/pad_frac_update"]  # depends on the grouping of rows
+    del alone["perf/pad_frac_update"]  # depends on how rows are grouped into forwards
     for numbers, *others in on_ranks(ranks, lambda world: learned(world, rows, budget=budget, **settings)):
         same(others, [engine.module for engine in engines])
         del numbers["perf/pad_frac_update"]
@@ -88,13 +86,13 @@ def test_the_seed_orders_the_rows(world, rows):
 
 
 def test_padding_metrics(world, experience):
-    """Minibatches of all 4 rows have 9, 7, 3 and 2 tokens.
+    """The four rows have 9, 7, 3 and 2 tokens.
 
-    Padded together they take 36 positions, 15 of them without a token; packed they need no padding.
+    Padded, they have 36 positions, of which 15 hold no token; packed, they need no padding.
     """
     rows = experience([4, 3, 1, 1], [5, 4, 2, 1])
     assert learned(world, rows, epochs=1)[0]["perf/pad_frac_update"] == pytest.approx(15 / 36)
-    # 9 and 7 in one forward, 3 and 2 in another
+    # rows of 9 and 7 tokens share a forward, and rows of 3 and 2 tokens
     assert learned(world, rows, epochs=1, budget=18)[0]["perf/pad_frac_update"] == pytest.approx(3 / 24)
     seen, actor, _ = learned(world, rows, epochs=1, budget=21, packed=True)
     assert (
@@ -143,7 +141,7 @@ def test_value_numbers(world, rows):
     with torch.no_grad():
         values = TinyCritic(1, 2)(rows.ids, rows.attention_mask, rows.response_width)[rows.value_mask]
     returns = rows.returns[rows.value_mask].double()
-    # without the coefficient
+    # the metric does not include the coefficient
     assert seen["value/loss"] == pytest.approx(float((values - returns).square().mean() / 2), rel=1e-6)
     assert seen["value/explained_var"] == pytest.approx(
         float(1 - (returns - values).var() / returns.var()), rel=1e-5
@@ -170,7 +168,7 @@ def test_gradient_norms_are_those_of_the_whole_step_averaged_over_steps(world, r
 
 
 def test_an_answer_without_actions_weighs_nothing(world, experience):
-    """A row with an empty mask still runs through every forward, and changes no gradient."""
+    """A row with an empty mask is part of every forward, but changes no gradient."""
     full = experience([2, 2, 2], [3, 1, 2])
     empty = full.select(torch.tensor([0, 1, 2, 1]))
     mask, attention = empty.response_mask.clone(), empty.attention_mask.clone()

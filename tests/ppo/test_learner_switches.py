@@ -1,7 +1,7 @@
 """Tests the switches of learn().
 
-They are early stopping, training the critic alone or without a critic, a shared trunk, pretraining texts, and
-a weight average.
+The switches are early stopping, training only the critic, training without a critic, a shared trunk,
+pretraining texts, and a weight average.
 """
 
 from dataclasses import replace
@@ -45,9 +45,9 @@ def near(experience):
 
 
 def distances(rows):
-    """Returns the distance to the old policy before each optimizer step.
+    """Returns the KL to the old policy before each optimizer step.
 
-    It is the sum of r - 1 - ln r over the minibatch's tokens, divided by their number.
+    It is the mean of r - 1 - ln r over the minibatch's tokens.
     """
     found = []
     for k, part in enumerate(shuffled(len(rows), 2, 4, seed=3)):
@@ -63,9 +63,9 @@ def distances(rows):
 @pytest.mark.parametrize("last", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_target_kl_stops_further_minibatches(on_ranks, near, last, ranks):
-    """The step that exceeds the limit is still taken.
+    """The step whose KL exceeds the limit is still taken.
 
-    All ranks use the distance over all rows, and stop together.
+    All ranks use the KL over all rows, and stop together.
     """
     moved = distances(near)
     assert moved[0] < moved[1] < moved[2]
@@ -100,7 +100,7 @@ def test_the_critic_alone(world, rows):
         "policy/epochs_run",
         "policy/early_stopped",
     }
-    _, seen = learn(rows, 0.0, 3)  # and then both
+    _, seen = learn(rows, 0.0, 3)  # then trains both models
     assert actor.steps > 0 and "policy/loss" in seen
 
 
@@ -114,10 +114,11 @@ def test_without_a_critic(world, rows):
 
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1), (4, 24)])
 def test_the_critic_learns_the_states_that_are_trained(on_ranks, rows, ranks, budget):
-    """States after the end also count, and some response tokens do not; the loss is a mean over all trained
-    states.
+    """Trained states include states after the end and exclude some response tokens.
+
+    The loss is a mean over all trained states.
     """
-    # columns of each row; the responses have 2 6 1 3 4 1 5 2 tokens
+    # trained states of each row; the responses have 2, 6, 1, 3, 4, 1, 5 and 2 tokens
     taken = [
         [0],
         [0, 6],
@@ -177,7 +178,7 @@ def test_a_shared_trunk_has_one_backward_for_both_losses(on_ranks, rows, ranks, 
 
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1), (4, 24)])
 def test_the_balance_of_experts_is_a_mean_over_all_tokens(on_ranks, rows, ranks, budget):
-    """Each forward's mean is weighted by its tokens, so the split of the rows does not matter."""
+    """Each forward's mean is weighted by its tokens, so the split of rows into forwards has no effect."""
     settings = dict(policy=dict(aux_coef=0.2))
     for seen, *engines in on_ranks(
         ranks, lambda world: learned(world, rows, budget=budget, minibatch_size=8, epochs=1, **settings)
@@ -193,7 +194,7 @@ def test_the_balance_of_experts_is_a_mean_over_all_tokens(on_ranks, rows, ranks,
 
 
 def texts(seed, n=4):
-    """Makes n texts; the first is given, and the others have one to four tokens."""
+    """Makes n texts; the first token is context only, and one to four tokens after it have a loss."""
     lengths = [1 + (i + seed) % 4 for i in range(n)]
     attention = attended([1] * n, lengths)
     ids = torch.randint(0, V, attention.shape, generator=torch.Generator().manual_seed(seed))
@@ -204,7 +205,7 @@ def texts(seed, n=4):
 def test_pretraining_texts(on_ranks, rows, ranks, budget):
     """Each step has its own texts, whose loss is 0.3 times the token mean of -log p at temperature 1.
 
-    Their forwards come before PPO's own.
+    The forwards of the texts precede the forwards of PPO.
     """
     coef, plain = 0.3, without_critic(rows)
     expected = TinyPolicy(V, 1, temperature=0.7)
@@ -272,4 +273,5 @@ def test_advantages_whitened_by_the_minibatch(on_ranks, rows, ranks, unbiased):
     ):
         for engine, module in zip(engines, expected, strict=True):
             for ours, theirs in zip(engine.module.parameters(), module.parameters(), strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # whitened in float32
+                # looser, since whitening is in float32
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -12,8 +12,8 @@ from ppo_ds.ppo.losses import PtxObjective
 from tests.ppo.algo_cases import RUBBISH
 from tests.ppo.learner_cases import policy_objective, value_objective
 
-# two responses, of two tokens and of one; the padding holds arbitrary values
-# log pi - log pi_old: the first response's ratio is e^0.3, the second's e^-0.1
+# Two responses, the first of two tokens and the second of one token; the padding holds arbitrary values.
+# The values are log pi - log pi_old: the ratio of the first response is e^0.3, and of the second e^-0.1.
 DIFFERENCES = [
     [0.1, 0.2],
     [-0.1],
@@ -64,7 +64,7 @@ def mean(part):
 
 
 def test_token_by_token(micro):
-    """Ratios e^0.1 and e^-0.1 lie within the clip; e^0.2 is above it and has no gradient.
+    """Ratios e^0.1 and e^-0.1 are inside the clip range; e^0.2 is above it and has no gradient.
 
     The loss is a mean over three tokens.
     """
@@ -78,9 +78,9 @@ def test_token_by_token(micro):
 
 @pytest.mark.parametrize("agg", ["token_mean", "seq_mean_token_sum"])
 def test_an_answer_as_one_action(micro, agg):
-    """Ratios are e^0.3, clipped to 1.2, and e^-0.1.
+    """The ratios of the responses are e^0.3, clipped to 1.2, and e^-0.1.
 
-    The loss is a mean over two responses, whatever the aggregation of tokens is.
+    The loss is a mean over two responses, for every aggregation of tokens.
     """
     loss, seen, out = policy(micro, level="sequence", agg=agg)
     assert loss == pytest.approx((-1.2 + 2 * math.exp(-0.1)) / 2)
@@ -89,7 +89,7 @@ def test_an_answer_as_one_action(micro, agg):
 
 
 def test_the_gradient_of_an_answer_is_that_of_its_summed_log_prob(micro):
-    """With a wide clip each token of the first response gets all of -A r / 2, independent of the length."""
+    """With a wide clip, the gradient of each token of the first response is -A r / 2, whatever its length."""
     loss, _, out = policy(micro, level="sequence", clip_high=1.0)
     assert loss == pytest.approx((-math.exp(0.3) + 2 * math.exp(-0.1)) / 2)
     assert gradient(out.logprobs) == pytest.approx([-math.exp(0.3) / 2] * 2 + [math.exp(-0.1)])
@@ -99,7 +99,7 @@ def test_the_gradient_of_an_answer_is_that_of_its_summed_log_prob(micro):
 def test_other_objectives_of_whole_answers(micro, kind, ratios):
     """The loss is -A (clipped ratio) log pi(response).
 
-    The log-probs now are -0.9 - 1.8 and -3.1, summed over the response and not averaged.
+    log pi(response) is the sum over its tokens, not their mean: -0.9 - 1.8 = -2.7, and -3.1.
     """
     loss, seen, out = policy(micro, level="sequence", kind=kind)
     assert loss == pytest.approx((-ratios[0] * -2.7 + 2 * ratios[1] * -3.1) / 2)
@@ -117,7 +117,7 @@ def test_other_objectives_of_tokens(micro, kind, slopes):
 def test_bounds_of_the_ratio(micro):
     """clip_high 0.05 clips both tokens of the first response.
 
-    With advantage -2 and ratio e^1.5 the dual clip at 3 bounds the loss at 6.
+    With advantage -2 and ratio e^1.5, a dual clip of 3 limits the loss to 6.
     """
     loss, seen, _ = policy(micro, clip_high=0.05)
     assert loss == pytest.approx((-1.05 - 1.05 + 2 * math.exp(-0.1)) / 3)
@@ -144,10 +144,10 @@ def test_importance_weights_multiply_the_surrogate(micro):
 
 @pytest.mark.parametrize(("level", "n"), [("token", 3), ("sequence", 2)])
 def test_entropy_is_a_bonus(micro, level, n):
-    """All entropies are 5.
+    """All exact entropies are 5.
 
-    The exact ones are summed over three tokens, or averaged over two responses, whose entropy is the sum of
-    their tokens'.
+    The bonus is the mean over three tokens. On level sequence it is the mean over two responses, whose
+    entropy is the sum over their tokens.
     """
     plain, _, _ = policy(micro, level=level)
     loss, seen, out = policy(micro, level=level, entropy_coef=0.1)
@@ -164,7 +164,8 @@ def test_the_entropy_of_the_sample(micro, level, n):
         5.8 / 3
     )
     pushed = [x - y for x, y in zip(gradient(out.logprobs), gradient(before.logprobs), strict=True)]
-    assert pushed == pytest.approx([0.1 / n] * 3) and out.entropy.grad is None  # added to the loss
+    # only the estimate has a gradient
+    assert pushed == pytest.approx([0.1 / n] * 3) and out.entropy.grad is None
 
 
 @pytest.mark.parametrize(
@@ -172,11 +173,11 @@ def test_the_entropy_of_the_sample(micro, level, n):
     [
         ("token", "token_mean", (0.125 + 0.02 + 0.5) / 3),
         ("token", "seq_mean_token_mean", (0.145 / 2 + 0.5) / 2),
-        ("sequence", "token_mean", (0.145 + 0.5) / 2),  # the KL of a response is the sum of its tokens'
+        ("sequence", "token_mean", (0.145 + 0.5) / 2),  # the KL of a response is summed over its tokens
     ],
 )
 def test_the_kl_in_the_loss(micro, level, agg, expected):
-    """k2 of 0.5, -0.2 and 1 is 0.125, 0.02 and 0.5; the metric is the mean over tokens."""
+    """For log ratios 0.5, -0.2 and 1, k2 is 0.125, 0.02 and 0.5; the metric is its mean over tokens."""
     plain, seen, _ = policy(micro, level=level, agg=agg)
     assert "policy/kl_loss" not in seen
     loss, seen, _ = policy(micro, level=level, agg=agg, kl_in_loss=True, kl_coef=0.7)
@@ -185,9 +186,9 @@ def test_the_kl_in_the_loss(micro, level, agg, expected):
 
 
 def test_a_kl_with_coefficient_zero_is_not_in_the_loss(micro):
-    """The reference gives log-prob -inf.
+    """The reference returns log-probs of -inf.
 
-    With coefficient 0 the loss and the gradient do not change.
+    With coefficient 0 they change neither the loss nor the gradient.
     """
     plain, _, before = policy(micro)
     loss, seen, out = policy(
@@ -216,7 +217,7 @@ def test_the_gradient_of_each_estimator(micro, estimator, slopes):
 def test_the_balance_loss_of_a_forward_counts_by_its_tokens(micro):
     """This forward has 3 of the step's 12 tokens.
 
-    Gradients are averaged over 2 ranks, so the factor is 0.1 * 4 * 3 / 12 * 2.
+    Gradients are averaged over 2 ranks, so the factor of the balance loss 4 is 0.1 * 3 / 12 * 2.
     """
     totals = batch_totals([torch.ones(3, 4)], dp_size=2)
     out = PolicyOutput(
@@ -233,9 +234,9 @@ def test_the_balance_loss_of_a_forward_counts_by_its_tokens(micro):
 
 
 def test_values(micro):
-    """Errors are 1, 2 and 3 over three states, one of them after the first response's end; halved, times 0.1.
+    """The errors are 1, 2 and 3; one of the three states is after the first response's end.
 
-    The clip at 0.5 enlarges the last.
+    The loss is half the mean square, times 0.1. A clip of 0.5 increases the loss of the last state.
     """
     states = torch.tensor([[True, False, True], [True, False, False]])
     rows = replace(
@@ -260,7 +261,7 @@ def test_values(micro):
 
 
 def test_one_value_for_each_answer(micro):
-    """At level sequence each response counts once, whatever its length: errors 1 and 3."""
+    """On level sequence each response has one value, whatever its length; the errors are 1 and 3."""
     states = torch.tensor([[False, False, True], [False, True, False]])
     rows = replace(micro, values=torch.zeros(2, 3), returns=torch.full((2, 3), 1.0), value_mask=states)
     loss, _ = value_objective(clip=None, half=False, coef=0.5)(
@@ -270,7 +271,7 @@ def test_one_value_for_each_answer(micro):
 
 
 def test_pretraining_texts(micro):
-    """The loss is a mean of -log p over the tokens of the whole step, of which these are 3 of 6."""
+    """The loss is the mean of -log p over the 6 text tokens of the whole step, 3 of them in this forward."""
     out = PolicyOutput(column([[-1.0, -2.0], [-3.0]]).requires_grad_(), None, None, None)
     loss, seen = PtxObjective(10.0)(out, micro, batch_totals([torch.ones(2, 3)]))
     assert loss.item() == pytest.approx(10 * 6 / 6) and seen["policy/ptx_loss"].tolist() == [6.0, 3.0]

@@ -25,16 +25,17 @@ def meter(world):
 
 @pytest.fixture
 def rows():
-    """Makes rows of 2 + 3 and 1 + 1 tokens: 5 and 2 in all, which attend to 15 and 3 positions."""
+    """Makes rows of 2 + 3 and 1 + 1 tokens. The 5 and 2 tokens attend to 15 and 3 positions."""
     return make_experience([2, 1], [3, 1])
 
 
 def test_by_hand(meter, rows):
     seen = meter(rows, TIMES, {"policy/epochs_run": 2.0})
-    actor = 2 * 100 * 7 + 4 * 1 * 2 * 18 + 2 * 10 * 4  # the head at the 4 response positions
+    # the last term is the head, applied at 4 response positions
+    actor = 2 * 100 * 7 + 4 * 1 * 2 * 18 + 2 * 10 * 4
     critic = 2 * 50 * 7 + 4 * 1 * 2 * 18
-    # the second and the third token of the first response are decoded with 3 and with 4 positions in the
-    # cache, keys and values of one number each
+    # the second and third tokens of the first response are decoded with 3 and 4 positions in the cache; keys
+    # and values have one number each
     read = 2 * (110 * 2 + 2 * 1 * (3 + 4))
     assert {name: value for name, value in seen.items() if name.startswith("perf/")} == pytest.approx(
         {
@@ -56,7 +57,7 @@ def test_dropped_rounds_were_generated_too(meter, rows):
     )
     for name in ("perf/gen_tokens_per_s", "perf/hbm_frac_decode"):
         assert seen[name] == pytest.approx(2 * plain[name])
-    assert seen["perf/tokens_per_s"] == plain["perf/tokens_per_s"]  # of the rows in the update
+    assert seen["perf/tokens_per_s"] == plain["perf/tokens_per_s"]  # counts only the rows of the update
 
 
 def test_a_phase_that_did_not_run_has_no_metric(meter, rows):

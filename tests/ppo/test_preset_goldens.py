@@ -1,11 +1,11 @@
-"""Tests that presets give the numbers of the systems from which they have their names.
+"""Tests that presets give the numbers of the systems they are named after.
 
 The presets are read from their YAML files and run by the trainer's own ExperienceMaker and Learner. The
-trainer works in float32 and in micro-batches, the goldens are float64: 2e-5, relative and absolute
-(preset_runs.close). Every output of a golden file is compared except those of NOT_OFFERED. Where a preset
-departs from its system on purpose, the expected numbers are the golden's with that one term corrected by
-hand: ``expected``. Responses as single actions and groups:
-test_preset_goldens_of_answers.py.
+trainer works in float32 and in micro-batches, and the goldens are float64, so the relative and absolute
+tolerances are 2e-5 (preset_runs.close). Every output of a golden file is compared, except those of
+NOT_OFFERED. Where a preset departs from its system on purpose, ``expected`` corrects this one term of the
+golden by hand.
+Responses as single actions and groups are tested in test_preset_goldens_of_answers.py.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def expected(case, key):
     if case.id == "trl" and key.startswith("value_"):
         return 0.1 * x  # the golden stops before vf_coef
     if case.id == "seed_a_eos_dropped" and key.endswith(("_loss", "_grad")):
-        # row 1 has no action: its 0 is one of 6 numbers in the tutorial's mean, and none of 5 in ours
+        # row 1 has no action: the tutorial's mean includes its 0 among 6 numbers, ours is over 5 numbers
         return 6 / 5 * x
     if case.id == "dschat_pad_not_eos":
         return without_kl_on_pad(case)[key]
@@ -147,10 +147,10 @@ def expected(case, key):
 
 
 def without_kl_on_pad(case):
-    """Undoes DeepSpeed-Chat's KL on the PAD token after the end, which is no action.
+    """Undoes DeepSpeed-Chat's KL on the PAD token after the end, which is not an action.
 
-    The reward after n actions was 0.1 * kl too low, and earlier positions had 0.95 times as much of it per
-    step back.
+    It lowered the reward after the n actions by 0.1 * kl, and each earlier advantage and return by 0.95 times
+    as much as the next one.
     """
     p, out = case.params, {name: array(x).copy() for name, x in case.outputs.items()}
     for i, n in enumerate(case.mask.sum(1).tolist()):
@@ -168,7 +168,7 @@ def without_kl_on_pad(case):
 def test_pipelines(world, case, key):
     actual, golden = ACTUAL[key](run_of(world, case)), expected(case, key)
     if key == "advantages" or (case.id in RUBBISH_BEYOND and key in ("rewards", "returns")):
-        # DeepSpeed-Chat has an advantage on the position after the end too, and does not use it
+        # DeepSpeed-Chat also computes an advantage after the end, but does not use it
         actions = case.outputs["loss_mask"].bool()
         actual, golden = under(actions, actual), golden[actions]
     close(actual, golden)
@@ -179,7 +179,7 @@ CLIPPED = [case for case in OFFERED.values() if case.params.get("clip_reward")]
 
 @pytest.mark.parametrize("case", CLIPPED, ids=lambda case: case.id)
 def test_a_preset_clips_scores_as_its_system_does(world, case):
-    """The goldens' scores stay below the bound, so three times the scores are compared, clipped by hand."""
+    """The goldens' scores are below the bound, so they are tripled, and clipped by hand."""
     bound, numbers = case.params["clip_reward"], dialogue(case)
     large = 3 * numbers.scores
     assert (large.abs() > bound).any() and (large.abs() < bound).any()
@@ -197,7 +197,7 @@ def test_a_preset_clips_scores_as_its_system_does(world, case):
 
 
 def test_verl_bounds_the_loss_of_unlikely_bad_tokens(world):
-    """The golden never reaches dual_clip_c: at a ratio of 20, negative advantages have no gradient."""
+    """At a ratio of 20, above dual_clip_c, negative advantages have no gradient; no golden covers this."""
     case = OFFERED["verl"]
     numbers = dialogue(case)
     numbers = replace(numbers, now=numbers.old + math.log(20.0))
@@ -214,7 +214,7 @@ def test_every_table_entry_is_used():
     assert_no_stale_entries("pipelines.json", ACTUAL, NOT_OFFERED)
 
 
-# rows 0 and 5 reach their limit
+# one state more than tokens, except in rows 0 and 5, which reach their limit
 ONE_MORE = torch.arange(WIDTH + 1) < torch.tensor([[10], [2], [8], [5], [10], [10]])
 
 
@@ -227,10 +227,10 @@ def test_passes_and_states(world, case):
     places, lengths = torch.arange(WIDTH + 1), case.mask.sum(1, keepdim=True)
     answered = places[:-1] < lengths
     assert torch.equal(run.experience.values[:, :-1][answered], case.old_values.float()[answered])
-    assert not run.experience.values[places > lengths].any()  # no critic output of padding
+    assert not run.experience.values[places > lengths].any()  # critic outputs of padding are not kept
 
 
-# cases without a golden: plain loops, which are first compared with the goldens
+# cases without a golden are compared with plain loops, which are first compared with the goldens
 def array(x):
     return x.double().numpy()
 
@@ -299,7 +299,7 @@ def test_the_loops_give_the_advantages_of_the_goldens(name):
     if name in WHITENED:
         advantages = loops.whitened(advantages, mask, **WHITENED[name])
     for key, x in (("rewards", rewards), ("returns", returns), ("advantages", advantages)):
-        # OpenRLHF's are float32
+        # OpenRLHF's goldens are float32
         np.testing.assert_allclose(x[mask], array(case.outputs[key])[mask], rtol=2e-5, atol=1e-6)
 
 
@@ -309,10 +309,8 @@ def all_equal(run, wanted):
 
 
 def test_standard(world):
-    """Score clipped to 5 on the last action, KL 0.05 in the reward, GAE 1, 0.95, whitening by the biased
-    variance.
-
-    Both clips are 0.2.
+    """The score, clipped to 5, is on the last action, the reward includes 0.05 * KL, and GAE has gamma 1 and
+    lambda 0.95. Whitening uses the biased variance, and both clips are 0.2.
     """
     case = OFFERED["openrlhf"]
     mask, kl = array(case.mask).astype(bool), array(case.old_logprobs - case.ref_logprobs)
@@ -327,10 +325,10 @@ def test_standard(world):
 
 @pytest.mark.parametrize(("target", "passes"), [("0.25", 2), ("0.01", 1)])
 def test_minimind_token(world, target, passes):
-    """Like standard, with k3 of the reference in the loss (0.02), half the value loss, and no clip of the
-    score.
+    """Differs from standard: the loss includes 0.02 * k3 to the reference and half the value loss, and scores
+    are not clipped.
 
-    There is a second pass unless the policy has moved too far.
+    There is a second pass unless the KL to the old policy has exceeded the target.
     """
     case = OFFERED["openrlhf"]
     mask, now, old = array(case.mask).astype(bool), array(case.logprobs), array(case.old_logprobs)
@@ -351,14 +349,14 @@ def test_minimind_token(world, target, passes):
 def test_zysnlp_puts_the_score_on_the_last_remaining_action(world):
     """Moves the score of the tutorial's golden from the masked end token to the last action.
 
-    Earlier positions get 0.1 * 0.2 as much of it with every step. Row 0 has no end token and keeps its score;
-    row 1 is nothing but an end token.
+    Each earlier position gets 0.1 * 0.2 of what the next position gets. Row 0 has no end token and keeps its
+    score; row 1 consists of an end token only.
     """
     case = OFFERED["seed_a_eos_dropped"]
     out = {name: array(x).copy() for name, x in case.outputs.items()}
     for i, n in enumerate([10, 0, 6, 3, 8, 9]):  # actions
         if case.has_eos[i]:
-            out["rewards"][i, n] -= float(case.scores[i])  # none of these is clipped
+            out["rewards"][i, n] -= float(case.scores[i])  # no score is clipped
         for t in range(n if case.has_eos[i] else 0):
             more = float(case.scores[i]) * 0.02 ** (n - 1 - t)
             out["rewards"][i, t] += more if t == n - 1 else 0.0

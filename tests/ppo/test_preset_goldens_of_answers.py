@@ -1,7 +1,7 @@
 """Tests presets that treat a response as a whole: YAML file to numbers, as in test_preset_goldens.py.
 
-Of sequence_level.json and group_advantages.json every output is compared but for
-those that no preset offers; of policy_loss.json those that are the loss of a preset.
+All outputs of sequence_level.json and group_advantages.json are compared, except those that no preset offers.
+Of policy_loss.json, the outputs that are the loss of a preset are compared.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tests.ppo.preset_runs import (
 # sequence_level.json
 # ------------------------------------------------------------------------------------------------------------
 def after_the_end(column, mask):
-    """Turns one value per response, [B], into that of the state after its last token, [B,S].
+    """Places one value per response, [B], on the state after its last token; returns [B,S].
 
-    The other states must not be read.
+    All other states are NaN, so that reading them is noticed.
     """
     return torch.full((len(mask), WIDTH + 1), NAN, dtype=column.dtype).scatter(
         1, mask.long().sum(1, keepdim=True), column[:, None]
@@ -42,7 +42,8 @@ def after_the_end(column, mask):
 
 
 def answers(case):
-    old_values = case.inputs.get("old_values", case.values)  # seed_c: one pass, with the values as they are
+    # seed_c has one pass, so old and new values are equal
+    old_values = case.inputs.get("old_values", case.values)
     return Numbers(
         mask=case.mask,
         scores=case.scores,
@@ -64,7 +65,7 @@ NOT_OFFERED = {"seed_b/*total_kl_before_loop": BEFORE_THE_LOOP}
 
 
 def per_answer(x, mask):
-    """Returns the number that all tokens of a response share."""
+    """Returns the value of each response, which all its tokens share."""
     assert (
         all(row[m].unique().numel() == 1 for row, m in zip(x, mask.bool(), strict=True))
         and not x[~mask.bool()].any()
@@ -73,21 +74,21 @@ def per_answer(x, mask):
 
 
 def at_the_end(x, mask):
-    """Returns the number on the state after each response's last token, which is the only one."""
+    """Returns the value on the state after each response's last token; all other states must be 0."""
     ends = mask.long().sum(1, keepdim=True)
     assert not x.scatter(1, ends, 0.0).any()
     return x.gather(1, ends)[:, 0]
 
 
 def summed(name):
-    """Turns a metric per token into the mean over responses of their sums."""
+    """Turns a metric's mean over tokens into the mean over responses of its sums over their tokens."""
     return lambda run, c: run.learned[name] * float(c.mask.sum()) / len(c.mask)
 
 
 def total(run, c):
     """Adds the losses of actor and critic.
 
-    MiniMind's is a quarter, since it is one of four that are accumulated.
+    MiniMind divides the loss by its 4 accumulation steps.
     """
     return (loss_of(run.actor) + loss_of(run.critic)) / c.params.get("accumulation_steps", 1)
 
@@ -107,7 +108,7 @@ WHOLE = {
     "seed_b/entropy_loss": lambda run, c: -0.01 * summed("policy/entropy")(run, c),
     "seed_b/kl_live": summed("policy/kl_loss"),
     "seed_c/kl_ref": summed("policy/kl_loss"),
-    "seed_c/kl": lambda run, c: -summed("policy/kl_k1")(run, c),  # theirs is new - old
+    "seed_c/kl": lambda run, c: -summed("policy/kl_k1")(run, c),  # seed_c's KL is new - old log-probs
     "seed_b/total_kl_live": total,
     "seed_c/total": total,
     "seed_b/grad_logprobs.total_kl_live": actor_gradient,
@@ -148,7 +149,7 @@ def test_sequence_level(world, case, key):
         return close(raw_advantages(world, case), golden)
     run = ran(world, case, answers(case), *LOOPS[case.id])
     assert len(run.actor.steps) == len(run.critic.steps) == {"seed_b": 4, "seed_c": 1}[case.id]
-    # the old policy of the other preset is a lagging copy
+    # the old policy of seed_c's preset is a lagging copy
     assert (run.experience.logprobs == run.experience.old_logprobs).all() == (case.id == "seed_b")
     if key == "ratio":
         close(run.learned["policy/ratio_max"], golden.max())
@@ -178,10 +179,10 @@ def run_of(world, case, *arguments):
     return ran(world, case, two_groups(case), *arguments, prompts=2, samples=4)
 
 
-KL_0_1 = "algo.kl.coef=0.1"  # of the golden
+KL_0_1 = "algo.kl.coef=0.1"  # the golden's coefficient
 RAW = "algo.advantage.whiten=none"
 WHITENED = ("algo.advantage.whiten=batch", "algo.advantage.unbiased=true")
-# A run without a critic has no returns: verl calls its advantages so, unless stated otherwise.
+# A run without a critic has no returns. verl's "returns" are its advantages unless a comment says otherwise.
 GROUPS = {
     "verl.grpo.advantages": ("grpo",),
     "verl.grpo.returns": ("grpo",),
@@ -191,10 +192,10 @@ GROUPS = {
     "verl.rloo.returns": ("rloo", "algo.kl.coef=0"),
     "verl.rloo_vectorized.*": ("rloo", "algo.kl.coef=0"),
     "verl.opo.*": ("grpo", "algo.advantage.estimator=opo"),
-    "verl.gpg.*": ("dr_grpo",),  # GPG's factor, responses over responses with a score, is 1 here
+    "verl.gpg.*": ("dr_grpo",),  # GPG's factor, the number of responses over those with a score, is 1 here
     "verl.reinforce_pp_baseline.*": ("dr_grpo", *WHITENED),
     "verl.reinforce_pp.advantages": ("reinforce_pp", KL_0_1),
-    "verl.reinforce_pp.returns": ("reinforce_pp", KL_0_1, RAW),  # the rewards-to-go
+    "verl.reinforce_pp.returns": ("reinforce_pp", KL_0_1, RAW),  # these returns are the rewards-to-go
     "openrlhf.reinforce.advantages": ("reinforce_pp", KL_0_1, "algo.advantage.unbiased=false"),
     "openrlhf.reinforce*.returns": ("reinforce_pp", KL_0_1, RAW),
     "openrlhf.gae.advantages": ("openrlhf", KL_0_1, "algo.gae.lam=0.95"),
@@ -229,7 +230,7 @@ def test_groups(world, case, key):
 
 
 def test_rloo_subtracts_the_kl_of_the_response_from_its_score(world):
-    """Leave-one-out is linear, so the golden is reduced by 0.05 times the same of the responses' KL."""
+    """Leave-one-out is linear, so 0.05 times the leave-one-out advantage of the KL is subtracted."""
     (case,) = cases("group_advantages.json")
     kl = [sum(row[:n].tolist()) for row, n in zip(case.kl, case.mask.sum(1).tolist(), strict=True)]
     found = per_answer(run_of(world, case, "rloo").experience.advantages, case.mask)
@@ -239,8 +240,9 @@ def test_rloo_subtracts_the_kl_of_the_response_from_its_score(world):
 
 
 def test_reinforce_pp_uses_its_own_kl_coefficient(world):
-    """Rewards-to-go are linear in the KL: the golden has cost 0.1, so nine tenths of the future cost are
-    removed.
+    """The golden has the coefficient 0.1 and the preset 0.01.
+
+    Rewards-to-go are linear in the KL, so nine tenths of the golden's cost are removed.
     """
     (case,) = cases("group_advantages.json")
     found = run_of(world, case, "reinforce_pp", RAW).experience.advantages
@@ -268,7 +270,7 @@ def test_reinforce_pp_needs_no_group():
 
 # policy_loss.json
 # ------------------------------------------------------------------------------------------------------------
-DUAL = "algo.policy.dual_clip=3"  # in all of verl's
+DUAL = "algo.policy.dual_clip=3"  # in all losses of verl
 LOSSES = {  # golden output: preset, overrides
     "openrlhf.PolicyLoss.eps0.2_0.28": ("dapo",),
     "verl.vanilla.clip_higher": ("dapo", DUAL),
@@ -279,7 +281,7 @@ LOSSES = {  # golden output: preset, overrides
     "verl.vanilla.seq-mean-token-sum": ("rloo", DUAL),
     "verl.vanilla.seq-mean-token-sum-norm": ("dr_grpo", DUAL),
     "openrlhf.PolicyLoss.eps0.2": ("reinforce_pp",),
-    "verl.vanilla.token-mean": ("verl",),  # where its dual clip is active; in pipelines.json it is not
+    "verl.vanilla.token-mean": ("verl",),  # its dual clip is active here, unlike in pipelines.json
 }
 
 
@@ -309,7 +311,7 @@ def loss_case(world, case, *arguments, one_advantage=False):
 @pytest.mark.parametrize("key", LOSSES)
 def test_losses(world, case, key):
     run = loss_case(world, case, *LOSSES[key], one_advantage=key == "verl.gspo")
-    # verl divides by the width alone, Dr. GRPO (and ppo_ds) by the number of responses too
+    # verl divides by the width only, Dr. GRPO (and ppo_ds) also by the number of responses
     answers = 6 if key.endswith("norm") else 1
     close(answers * loss_of(run.actor), case.outputs[key])
     close(answers * gradient_of(run.actor), case.outputs[f"{key}.grad"])

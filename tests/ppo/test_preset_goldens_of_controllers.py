@@ -17,14 +17,13 @@ from tests.ppo.trainer_cases import context
 
 
 def one_token_answers(kl, n):
-    """Makes n responses of one token whose mean KL to the reference is exactly ``kl``: the first has all of
-    it.
+    """Makes n responses of one token whose mean KL to the reference is exactly ``kl``.
 
-    They are float64, since the thresholds are strict.
+    Only the first response has a KL. The log-probs are float64, since the thresholds are strict.
     """
     nothing = torch.zeros(n, 1, dtype=torch.float64)
     logprobs = nothing.clone()
-    logprobs[0] = kl * n  # n is a power of two
+    logprobs[0] = kl * n  # exact, since n is a power of two
     mask = torch.ones(n, 1, dtype=torch.bool)
     return Experience(
         ids=torch.zeros(n, 2, dtype=torch.long),
@@ -91,7 +90,7 @@ def test_controllers(world, case, key):
         p["target_seed_b"] if key == "seed_b.threshold" else p["target"],
     )
     assert key == "seed_b.threshold" or kl.horizon == p["horizon"]
-    # seed_b has no bounds: the coefficient reaches none of ours
+    # seed_b has no bounds, so the coefficient must stay within the preset's bounds
     assert all(kl.min_coef < x < (kl.max_coef or 1.0) for x in golden)
     assert coefficients(world, config, case.inputs[kls], case.n_steps) == pytest.approx(
         [float(x) for x in golden], rel=1e-12
@@ -99,7 +98,7 @@ def test_controllers(world, case, key):
 
 
 def test_the_thresholds_have_bounds(world):
-    """The KL is 0 at the start, so without a floor the coefficient would be halved to 0.2 / 2^12."""
+    """With a KL of 0, twelve steps without a floor would halve the coefficient to 0.2 / 2^12."""
     config = composed("sequence_kl", "checkpoint.every=0", "tracker.samples=0")
     assert coefficients(world, config, [0.0] * 12, [2] * 12)[-1] == 1e-4
     assert coefficients(world, config, [1.0] * 12, [2] * 12)[-1] == 10.0

@@ -1,4 +1,4 @@
-"""learn() gives the same weights on 1 to 4 real ranks, on each ZeRO stage."""
+"""Tests that learn() gives the same weights on 1 to 4 real ranks, on each ZeRO stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests one optimizer step per rollout, where the update's own forward is the actor's only one.
+"""Tests one optimizer step per rollout, where the forward of the update is the actor's only forward.
 
 The results are the same as with two forwards.
 """
@@ -120,7 +120,7 @@ def test_critic_pretraining_runs_only_models_that_affect_returns(world, in_rewar
 @pytest.mark.parametrize(
     ("arguments", "once"),
     [
-        (("grpo",), True),  # the KL is in the loss, one pass
+        (("grpo",), True),  # the KL is in the loss, and there is one pass
         (("dapo",), True),
         (("grpo", "algo.minibatch_size=2"), False),
         (("grpo", "algo.epochs=2"), False),

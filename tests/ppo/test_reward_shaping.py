@@ -1,6 +1,4 @@
-"""Tests the way from a reward's scores to those that PPO sees: the order of steps, the moments, the
-penalties.
-"""
+"""Tests the shaping of scores before PPO uses them: the order of steps, the moments, the penalties."""
 
 from dataclasses import replace
 
@@ -16,9 +14,9 @@ def shaped(found):
 
 
 def test_penalties_then_the_normaliser_then_the_clip(world):
-    """Scores are 3 and -3; the second is truncated and gets -2, so -5.
+    """Scores are 3 and -3; the second response is truncated and gets a penalty of -2, so its score is -5.
 
-    The mean is -1 and the deviation 4 (population): 1 and -1, clipped to 0.5.
+    The mean is -1 and the population deviation 4, which gives 1 and -1, clipped to 0.5 and -0.5.
     """
     rollout = answers([2, 1], [3.0, -3.0], finished=[True, False])
     make = shaper(world, normalize="running", clip=0.5, missing_eos="subtract", missing_eos_value=2.0)
@@ -43,10 +41,10 @@ def rounds(make):
 @pytest.mark.parametrize(
     ("normalize", "with_std", "expected"),
     [
-        # so far: mean 2 deviation 1; mean 4 deviation sqrt(5); mean 6 deviation sqrt(35/3)
+        # running mean and deviation: 2 and 1; 4 and sqrt(5); 6 and sqrt(35 / 3)
         ("running", True, [[-1, 1], [1 / 5**0.5, 3 / 5**0.5], [3 / (35 / 3) ** 0.5, 5 / (35 / 3) ** 0.5]]),
         ("running", False, [[-1, 1], [1, 3], [3, 5]]),
-        ("first", True, [[-1, 1], [3, 5], [7, 9]]),  # mean 2 and deviation 1 are kept
+        ("first", True, [[-1, 1], [3, 5], [7, 9]]),  # the first rollout's mean 2 and deviation 1 are kept
         ("first", False, [[-1, 1], [3, 5], [7, 9]]),
         ("none", True, ROUNDS),
     ],
@@ -58,7 +56,7 @@ def test_moments_of_all_scores_or_of_the_first_rollout(world, normalize, with_st
 
 
 def test_the_mean_of_the_first_rollout_is_subtracted(world):
-    """The deviation of the first rollout, 4, is kept."""
+    """Without ``with_std``, scores are not divided by the deviation, which is 4."""
     make = shaper(world, normalize="first", with_std=False)
     assert shaped(make(answers([1, 1], [0.0, 8.0])))[0] == [-4.0, 4.0]
 
@@ -92,7 +90,7 @@ def penalised(world, rollout, **penalties):
 
 
 def test_length_penalty_per_token(world):
-    """All generated tokens count, also an end token that is no action."""
+    """The penalty counts all generated tokens, including an end token that is not an action."""
     rollout = answers([3, 1, 0], [1.0, 1.0, 1.0])
     hidden = replace(
         rollout, response_mask=torch.tensor([[True, True, False], [True, False, False], [False] * 3])
@@ -115,9 +113,9 @@ def test_the_length_penalty_comes_before_the_missing_end_penalty(world):
 
 
 def test_overlong_penalty_uses_the_limit_of_each_response(world):
-    """Over the last two tokens before its limit a response loses up to 3.
+    """A response loses up to 3 over the last two tokens before its limit.
 
-    The lengths are 3 of 6, 5 of 6, 6 of 6, 3 of 4, 6 of 20.
+    The lengths are 3 of 6, 5 of 6, 6 of 6, 3 of 4 and 6 of 20 tokens.
     """
     rollout = answers([3, 5, 6, 3, 6], [0.0] * 5, limits=[6, 6, 6, 4, 20])
     assert penalised(world, rollout, overlong_buffer=2, overlong_factor=3.0) == [0, -1.5, -3, -1.5, 0]
@@ -135,7 +133,7 @@ def test_overlong_ramp_as_a_share_of_the_limit(world):
 def test_the_score_of_an_unfinished_response_is_on_the_normalised_scale(world):
     """Scores are 1 (finished) and -2 (truncated), with mean -0.5.
 
-    The first becomes 1.5, and the second exactly the given score.
+    The finished response gets 1.5, and the truncated response exactly the configured score.
     """
     make = shaper(
         world, normalize="first", with_std=False, clip=None, missing_eos="set", missing_eos_value=-1.0
@@ -146,9 +144,9 @@ def test_the_score_of_an_unfinished_response_is_on_the_normalised_scale(world):
 
 
 def test_the_overlong_ramp_is_at_most_as_long_as_the_limit(world):
-    """A ramp of 8 tokens and a limit of 4 begins at 0 tokens.
+    """A ramp of 8 tokens is shortened to a limit of 4, so it begins at 0 tokens.
 
-    An empty response costs nothing and half of the limit costs half.
+    An empty response has no penalty, and a response of half the limit has half the penalty.
     """
     rollout = replace(answers([0, 2, 4], [1.0, 1.0, 1.0]), limits=torch.tensor([4, 4, 4]))
     assert penalised(world, rollout, overlong_buffer=8, overlong_factor=1.0) == [1.0, 0.5, 0.0]

@@ -25,7 +25,7 @@ def test_a_step_is_sample_then_learn_then_log(loop):
     assert run.fit() == "done" and EXIT_CODES["done"] == 0
     assert events[:4] == ["prompts 1", ("make", "answers 1"), ("learn", 0.1, 7 * 1_000_003), ("log", 1)]
     assert named(events, "log") == [1, 2, 3] and run.stage.prompts.n == 3
-    # every step has a new order of rows
+    # every step has another seed, and so another order of rows
     assert [event[2] for event in events if event[0] == "learn"] == [7 * 1_000_003 + i for i in range(3)]
     assert (run.state.step, run.state.episodes, run.state.tokens) == (3, 6, 9)
 
@@ -38,7 +38,7 @@ def test_the_coefficient_of_a_step_is_the_one_before_its_update(loop):
 
 def test_gathered_bytes_are_logged_per_step(loop):
     run, _ = loop(total_steps=2)
-    run.fit()  # the stand-in's first number is that before the first step
+    run.fit()  # the first number of the stand-in is read before the first step
     assert [run.tracker.metrics[step]["perf/switch_gb"] for step in (1, 2)] == [0.5, 1.0]
 
 
@@ -56,7 +56,7 @@ def test_gathered_bytes_are_logged_per_step(loop):
 def test_reasons_to_end(loop, stop, plan, reason, steps):
     run, events = loop(stop, **plan)
     assert run.fit() == reason and run.state.step == steps
-    # always at the end, unless nothing has to be saved
+    # a checkpoint is always saved at the end, unless no step was made
     assert (("save", steps, False) in events) == (steps > 0)
     assert named(events, "finish") == [{"exit_reason": reason}]
     assert bool(named(events, "export")) == (reason != "signal")
@@ -76,7 +76,7 @@ AGAIN = "run/step_1   the same command goes on (run.resume=auto)"
             True,
             "run/step_1   the same command without run.stop_at_step goes on (run.resume=auto)",
         ),
-        (dict(stop=("signal",)), False, None),  # there is none yet
+        (dict(stop=("signal",)), False, None),  # there is no checkpoint yet
         (dict(stop=(None, "signal"), checkpoint_every=0), False, None),
         (dict(total_steps=1), True, None),
     ],
@@ -113,8 +113,8 @@ def test_checkpoints_are_saved_when_due_and_once(loop, every, steps):
 @pytest.mark.parametrize(
     ("minutes", "every", "steps"),
     [
-        (2, None, [2, 4, 6, 7]),  # the end counts from the last checkpoint, whatever wrote it
-        (2.5, None, [3, 6, 7]),  # the first step that ends after the time
+        (2, None, [2, 4, 6, 7]),  # the interval starts anew at any checkpoint
+        (2.5, None, [3, 6, 7]),  # saved at the first step that ends after the interval
         (0.5, None, [1, 2, 3, 4, 5, 6, 7]),
         (2, 3, [2, 3, 5, 6, 7]),
         (1e9, None, [7]),
@@ -203,7 +203,7 @@ def test_a_run_resumed_at_its_end_does_nothing(loop):
 
 
 def test_a_second_failure_after_a_rollback_ends_the_run(loop, monkeypatch):
-    """The update of the third step fails each time; the checkpoint is that of the second."""
+    """The update of the third step always fails; the rollback loads the checkpoint of the second step."""
     run, events = loop(checkpoint_every=1)
     learn, checkpoints, said = run.stage.learn, run.saver.checkpoints, []
 

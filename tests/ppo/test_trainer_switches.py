@@ -1,6 +1,6 @@
 """Tests what an algorithm may add to the loop.
 
-Additions are a critic that starts earlier, lagging copies, averages, more states, and more metrics.
+Additions are pretraining of the critic, lagging copies, weight averages, further states and metrics.
 """
 
 from types import SimpleNamespace
@@ -41,9 +41,9 @@ def test_a_resumed_run_continues_its_warm_up(loop):
 
 
 def test_the_critic_is_pretrained_before_the_first_step(loop):
-    """It uses rollouts of its own, after the first evaluation.
+    """Pretraining uses its own rollouts, after the first evaluation.
 
-    They count as no step, and the KL coefficient does not change.
+    It does not count as a step, and the KL coefficient does not change.
     """
     run, events = loop(algo=(*PRETRAINING, "algo.value.warmup_steps=1"), scores=[0.1, 0.2])
     run.fit()
@@ -64,7 +64,7 @@ def test_pretraining_metrics_are_in_the_first_line_only(loop):
     run, _ = loop(algo=PRETRAINING)
     run.fit()
     first, second = run.tracker.metrics[1], run.tracker.metrics[2]
-    # of the second rollout
+    # the metrics of the second pretraining rollout
     assert (first["value/pretrain_loss"], first["value/pretrain_explained_var"]) == (
         2.0,
         0.5,
@@ -75,7 +75,7 @@ def test_pretraining_metrics_are_in_the_first_line_only(loop):
 def test_a_signal_ends_the_pretraining_too(loop):
     run, events = loop([None, "signal", "signal"], algo=("algo.value.pretrain_rollouts=3",))
     assert run.fit() == "signal"
-    # starts again from the beginning
+    # nothing is saved, so the next start pretrains from the beginning
     assert learning(events) == ["learn critic"] and named(events, "log") == [] and named(events, "save") == []
 
 
@@ -141,7 +141,7 @@ def test_evaluation_uses_the_average(loop):
     around = [event for event in events if event in ("to the average", "evaluate", "back")]
     assert around == ["to the average", "evaluate", "back"] * 3
     for i, event in enumerate(events):
-        # contains nothing else
+        # only the evaluation uses the average
         assert event != "evaluate" or (events[i - 1], events[i + 1]) == (
             "to the average",
             "back",

@@ -1,7 +1,7 @@
 """Tests that the number of synchronisations with the device does not grow with the number of micro-batches.
 
-Each synchronisation empties the queue of a GPU. Model outputs and tensors moved to the device are tensors
-here that record each time the host reads their values.
+Each synchronisation empties the queue of a GPU. In these tests, model outputs and tensors that are moved to
+the device record each time the host reads their values.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ class OnDevice(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        # counts the ones
+        # indexing with a mask reads how many of its elements are True
         by_mask = (
             func is torch.Tensor.__getitem__
             and isinstance(args[1], torch.Tensor)
@@ -103,5 +103,5 @@ def test_host_reads_of_an_experience(world, reads):
         actor, reference, critic = DeviceStub(), DeviceStub(shift=2.0), DeviceStub(value=True)
         maker(world, actor=actor, reference=reference, critic=critic, token_budget=budget)(rollout, 0.5)
         found[actor.forwards] = reads()
-    # the actor's, the reference's, the critic's
+    # one read each for actor, reference and critic
     assert found.keys() == {1, 4} and found[1] == found[4] == ["cpu"] * 3

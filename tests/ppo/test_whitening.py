@@ -1,4 +1,4 @@
-"""Tests whitening of advantages to mean 0 and variance 1: the set of values, and their weights."""
+"""Tests whitening of advantages to mean 0 and variance 1: over which values, and how they are weighted."""
 
 import statistics
 
@@ -9,7 +9,7 @@ from ppo_ds.ppo.advantages import Whitening
 
 LENGTHS = [2, 1, 3, 1]
 RAW = [[1.0, 2.0], [6.0], [-1.0, 0.0, 4.0], [8.0]]
-WHOLE = [1.5, 6.0, 1.0, 8.0]  # of each response, the mean of its tokens
+WHOLE = [1.5, 6.0, 1.0, 8.0]  # mean over the tokens of each response
 
 
 def columns():
@@ -44,7 +44,7 @@ def per_token(numbers):
     ],
 )
 def test_whitening_of_the_experience(world, over, level, unbiased, expected):
-    """Values count per token, or at level sequence once per response, whatever its length."""
+    """Each token counts once, or on level sequence each response, whatever its length."""
     raw, mask = columns()
     whitening = Whitening(over, unbiased, level)
     made = whitening.whiten_rollout(raw, mask, 2, world.sum)
@@ -72,7 +72,7 @@ def test_no_whitening(world):
 @pytest.mark.parametrize("over", ["batch", "group"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_two_ranks_equal_one(on_ranks, world, over, level):
-    """Each rank has a group of its own, at another width."""
+    """Each rank has one group, at its own width."""
     raw, mask = columns()
     whitening = Whitening(over, True, level)
     whole = flat(whitening.whiten_rollout(raw, mask, 2, world.sum), mask)
@@ -103,7 +103,7 @@ def test_answers_without_an_action_do_not_count(world, level):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_equal_advantages_become_zero(world, level):
-    """All responses of a group are equal: zero deviation must give no NaN."""
+    """All advantages of a group are equal; a deviation of 0 must not give NaN."""
     made = Whitening("group", True, level).whiten_rollout(
         torch.full((2, 2), 0.3), torch.ones(2, 2, dtype=torch.bool), 2, world.sum
     )

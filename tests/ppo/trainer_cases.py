@@ -1,4 +1,4 @@
-"""Provides a run of the PPO stage that consists of stand-ins."""
+"""Builds a run of the PPO stage from stand-ins."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -38,7 +38,7 @@ class Stream:
 
 
 class Maker:
-    """Makes an experience of some rows for any responses, and depends on the actor's progress."""
+    """Stands in for ExperienceMaker: returns the same rows for any rollout."""
 
     def __init__(self, events, rows, name="make"):
         self.events, self.rows, self.name = events, rows, name
@@ -54,7 +54,7 @@ class Maker:
 
 
 class Copy:
-    """Stands in for a second set of weights with a name."""
+    """Stands in for a named second set of weights."""
 
     def __init__(self, events, name):
         self.events, self.name = events, name
@@ -91,7 +91,7 @@ class Log:
 
 
 def context(world, stop, run_dir=Path("run"), max_skips=2):
-    """Makes the services of a run; ``stop`` holds the reasons that ranks agree on before each step."""
+    """Makes the services of a run; ``stop`` lists the agreed stop reason, or None, before each step."""
     reasons = iter(stop)
     return RunContext(
         world=world,
@@ -108,10 +108,10 @@ def context(world, stop, run_dir=Path("run"), max_skips=2):
 
 
 def stand_ins(world, tokenizer, monkeypatch):
-    """Returns a maker of runs on stand-ins, which gives the run and the list of its actions.
+    """Returns a function that builds a run from stand-ins, and returns the run and the list of its actions.
 
-    ``scores``: of each held-out evaluation, the one before the training first. ``ema``, ``lagged``: whether
-    there are such weights. ``algo``: keys of the command line.
+    ``scores`` are those of each held-out evaluation, starting with the one before the training. ``ema`` and
+    ``lagged`` tell whether the run has such weights. ``algo`` are keys of the command line.
     """
 
     def make(
@@ -181,8 +181,9 @@ def models(events, ema, lagged):
 
 def algorithm(events, parts, pretraining):
     rows = make_experience([1, 2], [2, 1])
-    rows = replace(rows, ref_logprobs=rows.logprobs - 0.5)  # a KL above 0
-    kl = AdaptiveKLController(0.1, target=1e-9, horizon=2)  # times 1.2 whenever the KL is above 0
+    rows = replace(rows, ref_logprobs=rows.logprobs - 0.5)  # makes the KL positive
+    # multiplies the coefficient by 1.2 whenever the KL is positive
+    kl = AdaptiveKLController(0.1, target=1e-9, horizon=2)
     prompts = Stream()
     return {
         "prompts": prompts,
