@@ -32,7 +32,7 @@ from ppo_ds.engine.zero import deepspeed_config
 from tests.engine.rank_results import on_all_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LIMIT = 100  # elements
+LIMIT = 100  # elements per chunk
 NOT_PERSISTENT = {"stage3_param_persistence_threshold": 0}
 Case = dict[str, Any]
 
@@ -65,7 +65,7 @@ class Tiny(nn.Module):
 def allow_fp16_on_cpu() -> None:
     """Lets DeepSpeed build fp16 engines on every CPU.
 
-    It refuses CPUs without oneDNN's fp16, though torch has the arithmetic on all.
+    It refuses CPUs without oneDNN's fp16, though torch supports fp16 arithmetic on every CPU.
     """
     get_accelerator().is_fp16_supported = lambda: True
 
@@ -95,7 +95,7 @@ def make(
 
 
 def train(model: TrainedModel, steps: range) -> list[StepInfo]:
-    """Trains on 8 rows over all ranks in two micro-batches; the batch depends on the step only."""
+    """Trains on batches of 8 rows over all ranks, in two micro-batches; a batch depends only on the step."""
     infos = []
     for step in steps:
         ids = torch.randint(0, 13, (8, 5), generator=torch.Generator().manual_seed(100 + step))
@@ -111,7 +111,7 @@ def train(model: TrainedModel, steps: range) -> list[StepInfo]:
 
 
 def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
-    """Compares bit by bit; returns True on ranks that have nothing to compare."""
+    """Returns whether two states are bit-identical, and True on ranks that have none."""
     return (
         a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
     )
@@ -142,7 +142,7 @@ def exact(
     forget: Callable[[TrainedModel], None] | None = None,
     **raw: Any,
 ) -> Case:
-    """Trains 5 steps, saves and trains 5 more, against a new engine that loads and trains 5."""
+    """Compares 10 steps with a save after 5 to a new engine that loads this save and trains 5 steps."""
     kind = {"raw": raw, "offload": offload}
     options = "".join(f" {key}={value}" for key, value in raw.items())
     label = f"{stage} {dtype}{' offload' if offload else ''}{options}"
@@ -182,14 +182,14 @@ def exact_cases(world: World, root: Path, full: bool) -> Iterator[Case]:
         for stage in (0, 1, 2, 3):
             yield exact(world, root, stage, "fp16", offload=False)  # begins with skipped steps
         for stage, dtype in itertools.product((1, 2, 3), ("fp32", "bf16", "fp16")):
-            # a scale without overflows, from which ZeRO-1 and 2 in fp16 with offload never recover
+            # a loss scale without overflows: after one, ZeRO-1 and 2 in fp16 with offload never recover
             # (deepspeed 0.19.8)
             scale = {"fp16": {"initial_scale_power": 6}} if dtype == "fp16" else {}
             yield exact(world, root, stage, dtype, offload=True, **scale)
 
 
 def write_reference(world: World, root: Path) -> None:
-    """Writes a checkpoint, its weights and the following gradient norms for another number of ranks."""
+    """Writes a checkpoint, its weights and the next gradient norms, to be read by other numbers of ranks."""
     for stage, dtype in itertools.product((0, 2, 3), ("fp32", "bf16")):
         directory = root / "other" / f"{world.size}-{stage}-{dtype}"
         model = make(world, stage, dtype, dropout=0.0)
@@ -315,7 +315,7 @@ def recorded_gathers() -> Iterator[list[int]]:
 
 
 def chunked_gathers(world: World) -> Iterator[Case]:
-    """Gathers in chunks of about LIMIT elements, against one gather of everything."""
+    """Compares gathering in chunks of about LIMIT elements to one gather of all weights."""
     model = make(world, 3, "fp32", raw={"zero_optimization": NOT_PERSISTENT})
     whole = consolidated(model)
     with recorded_gathers() as sizes:

@@ -1,4 +1,4 @@
-"""Tests of this folder that start ranks are slow; the others run in the test process."""
+"""Marks the tests of this folder that start ranks as slow; the others run in the test process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains policies with ZeRO-3 and without for test_head_engines.py; writes the results as JSON."""
+"""Trains policies with and without ZeRO-3 for test_head_engines.py; writes the results as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading
 
 V, T, R, ROWS, STEPS = 29, 9, 5, 4, 5
-HANG = 200  # seconds until a hang prints its stacks and exits
+HANG = 200  # seconds after which a hanging process prints its stacks and exits
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {},
@@ -79,7 +79,7 @@ def trained(world: World, folder: Path, stage: int, dtype: str = "fp32", **optio
 def step(model: TrainedModel) -> float:
     """Runs one optimizer step and returns the gradient norm.
 
-    It has two micro-batches of different widths and a forward without gradients between them.
+    The step has two micro-batches of different widths, and a forward without gradients between them.
     """
     world = model.world
     draw = torch.Generator().manual_seed(model.steps)

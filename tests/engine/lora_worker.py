@@ -82,7 +82,7 @@ def critic_of(config: Config, world: World) -> TrainedModel:
 
 
 def batch(step: int, world: World) -> tuple[Tensor, Tensor]:
-    """Returns this rank's rows of a global batch, padded on both sides, which depends on the step only."""
+    """Returns this rank's rows of a global batch, padded on both sides; it depends only on the step."""
     ids = torch.randint(0, V, (ROWS, P + R), generator=torch.Generator().manual_seed(100 + step))
     mask = torch.ones_like(ids, dtype=torch.bool)
     for row in range(ROWS):
@@ -98,7 +98,7 @@ def logprobs(model: TrainedModel | FrozenModel, step: int = 0) -> Tensor:
 
 
 def train(model: TrainedModel, steps: range) -> list[StepInfo]:
-    """Trains with two micro-batches per step on a weighted sum of log-probs, or on values with target 1."""
+    """Trains a weighted sum of log-probs, or values towards 1, with two micro-batches per step."""
     infos = []
     for step in steps:
         halves = [half.chunk(2) for half in batch(step, model.world)]
@@ -115,7 +115,7 @@ def train(model: TrainedModel, steps: range) -> list[StepInfo]:
 
 
 def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
-    """Compares bit by bit; returns True on ranks that have nothing to compare."""
+    """Returns whether two states are bit-identical, and True on ranks that have none."""
     return (
         a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
     )
@@ -123,7 +123,7 @@ def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
 
 @torch.no_grad()
 def plain_logprobs(lm: nn.Module, world: World) -> Tensor:
-    """Computes log-probs with transformers alone, one unpadded row at a time."""
+    """Computes log-probs with only transformers, one unpadded row at a time."""
     found = torch.zeros(ROWS // world.size, R)
     for row, (ids, mask) in enumerate(zip(*batch(0, world), strict=True)):
         n = int(mask[-R:].sum())
@@ -134,7 +134,7 @@ def plain_logprobs(lm: nn.Module, world: World) -> Tensor:
 
 
 def adapters_after_a_failure(reference: FrozenModel, actor: HybridActor) -> bool:
-    """Returns whether the adapters are enabled after a forward of the reference that raises."""
+    """Returns whether the adapters are enabled after the forward of the reference has raised."""
     before = logprobs(actor)
     layer = actor.module.lm.model.norm
     raising = layer.register_forward_hook(lambda *_: 1 / 0)
@@ -148,7 +148,7 @@ def adapters_after_a_failure(reference: FrozenModel, actor: HybridActor) -> bool
 
 @torch.no_grad()
 def decoded_gap(actor: HybridActor) -> float:
-    """Compares the log-probs of the model that decodes with those of the engine."""
+    """Returns the largest difference between the log-probs of the decoding model and of the engine."""
     ids, mask = batch(0, actor.world)
     with actor.generation_mode():
         logits = actor.lm(
@@ -162,7 +162,7 @@ def decoded_gap(actor: HybridActor) -> float:
 
 @torch.no_grad()
 def exported_gaps(actor: HybridActor, folder: Path, base: Path) -> dict[str, float]:
-    """Compares log-probs of the exported model and adapter, loaded without this package."""
+    """Returns how far the log-probs of the exported model and adapter, loaded without ppo_ds, are off."""
     state, expected = consolidated(actor), logprobs(actor)
     if state is None:
         return {}
@@ -226,7 +226,7 @@ def trained_actor(world: World, root: Path, stage: int, dtype: str = "fp32", **h
 
 
 def another_reference(world: World, root: Path) -> Case:
-    """Builds a reference with its own path, which is a model of its own."""
+    """Builds a reference from another path, which must be a separate model."""
     settings = config(root, 2, other_reference=True)
     actor = actor_of(settings, world)
     reference = build_reference(settings, world, NEEDS, actor)
@@ -282,7 +282,7 @@ def trained_critic(world: World, root: Path, stage: int) -> Case:
 
 
 def resumed(world: World, root: Path, stage: int, dtype: str, role: str) -> Case:
-    """Trains 4 steps, saves and trains 4 more, against a new engine that loads and trains 4."""
+    """Compares 8 steps with a save after 4 to a new engine that loads this save and trains 4 steps."""
     make = actor_of if role == "actor" else critic_of
     settings = config(root, stage, dtype)
     directory = root / "resumed" / f"{world.size} {stage} {dtype} {role}"
@@ -311,7 +311,7 @@ def resumed(world: World, root: Path, stage: int, dtype: str, role: str) -> Case
 
 
 def refused(world: World, root: Path) -> Case:
-    """Collects errors of loading into actors with other adapters, also from an older version."""
+    """Collects the errors of loading adapters with other settings, also from an older version's files."""
     directory = root / "refused"
 
     def actor(**lora: Any) -> HybridActor:
@@ -336,7 +336,7 @@ def refused(world: World, root: Path) -> Case:
     found = {
         "case": "refused",
         "same": complaint(),
-        "written out": complaint(alpha=4.0),  # twice the rank, the default
+        "written out": complaint(alpha=4.0),  # the default, which is twice the rank
         "alpha": complaint(alpha=64.0),
         "rank": complaint(rank=4),
         "targets": complaint(targets=["q_proj"]),

@@ -8,7 +8,7 @@ from ppo_ds.distributed.world import World
 
 
 def on_all_ranks(world: World, case: dict[str, Any]) -> dict[str, Any]:
-    """Returns this rank's case, in which a bool is true only if it is true on every rank."""
+    """Returns the case with each bool replaced by whether it is true on every rank."""
     others = world.gather_objects(case)
     agreed = {key: all(o[key] for o in others) for key, value in case.items() if isinstance(value, bool)}
     return case | agreed

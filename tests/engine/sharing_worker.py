@@ -51,9 +51,9 @@ def config(root: Path, stage: int, dtype: str, lora: int = 2, reference: str = "
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """Returns the storages of all tensors of this process by address.
+    """Maps addresses to the storages of all tensors of this process.
 
-    References to them keep their memory, so that no later tensor can have the same address.
+    As long as the result is kept, no later tensor can have one of these addresses.
     """
     gc.collect()
     tensors = [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
@@ -61,7 +61,7 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 
 def taken_since(before: dict[int, torch.UntypedStorage]) -> int:
-    """Returns the bytes of new tensors, without subtracting memory that was freed meanwhile."""
+    """Returns the bytes of new tensors; memory that was freed meanwhile is not subtracted."""
     return sum(storage.nbytes() for address, storage in storages().items() if address not in before)
 
 
@@ -101,7 +101,7 @@ def shared_reward(world: World, root: Path, stage: int, dtype: str, lora: int = 
     notes: list[str] = []
 
     def build() -> tuple[TrainedModel, FrozenModel, int]:
-        """Returns the critic, the reward model, and the bytes of the latter."""
+        """Returns the critic, the reward model, and the bytes that the reward model adds."""
         critic, place = build_critic(settings, start, world, NEEDS, 20), RewardModels(world, notes.append)
         place.offer(critic, start, settings)
         before = storages()
@@ -151,7 +151,7 @@ def shared_reward(world: World, root: Path, stage: int, dtype: str, lora: int = 
 
 
 def after_a_failure(scorer: FrozenModel, critic: TrainedModel, trained: Tensor) -> bool:
-    """Returns whether adapters and head are the trained ones after a forward of the reward that raises."""
+    """Returns whether the critic has its trained adapters and head after the reward's forward has raised."""
     raising = critic.module.model.model.norm.register_forward_hook(lambda *_: 1 / 0)
     try:
         scored(scorer)

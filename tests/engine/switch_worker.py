@@ -1,4 +1,4 @@
-"""Generates with a tiny actor in every way and trains on, for test_hybrid_switch.py; writes JSON."""
+"""Generates in every way with a tiny actor, and then trains it, for test_hybrid_switch.py; writes JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ppo_ds.types import Prompts, Rollout
 from tests.engine.rank_results import on_all_ranks
 
 V, ROWS, EOS = 23, 4, 2
-HANG = 200  # seconds until a hang prints its stacks and exits
+HANG = 200  # seconds after which a hanging process prints its stacks and exits
 GREEDY = SamplingParams(
     max_new_tokens=9,
     min_new_tokens=0,
@@ -42,7 +42,7 @@ GREEDY = SamplingParams(
     stop_token_ids=(EOS,),
     stop_strings=(),
 )
-# "tied" also makes every parameter persistent, as DeepSpeed does with small ones
+# "tied" also makes every parameter persistent; DeepSpeed does so for small parameters
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tied": True, "threshold": 10**6},
@@ -65,7 +65,7 @@ class Borrower(nn.Module):
 
     def __init__(self, norm: nn.Module, owner: nn.Module):
         super().__init__()
-        self.norm, self._owner = norm, [owner]  # in a list, so that it is no submodule
+        self.norm, self._owner = norm, [owner]  # in a list, so that the owner is not a submodule
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden) * self._owner[0].weight
@@ -161,7 +161,7 @@ def train(actor: TrainedModel) -> StepInfo:
 
 
 def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
-    """Compares bit by bit; returns True on ranks that have nothing to compare."""
+    """Returns whether two states are bit-identical, and True on ranks that have none."""
     return (
         a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
     )
@@ -184,7 +184,7 @@ def sharded_again(actor: HybridActor) -> bool:
 
 
 def forwards_of(actor: HybridActor) -> list[int]:
-    """Counts the forwards of generation, which are those in eval mode."""
+    """Returns a list that counts the forwards of generation, recognized by eval mode."""
     counted = [0]
 
     def count(lm: nn.Module, *_: Any) -> None:
@@ -195,13 +195,13 @@ def forwards_of(actor: HybridActor) -> list[int]:
 
 
 def ways(world: World, kind: str) -> Case:
-    """Trains five steps after generation with whole weights, by layers, and without generation."""
+    """Compares five steps after generation with whole weights, layer by layer, and without generation."""
     whole, layers, never = (make(world, 3, **KINDS[kind]) for _ in range(3))
     plan(whole, "whole"), plan(layers, "layers")
     steps, pairs, released, ahead, forwards = [], [], True, True, forwards_of(layers)
     for step in range(5):
         pair = [decode_rollout(actor, step) for actor in (whole, layers)]
-        # the basis of prefetching
+        # DeepSpeed prefetches only with a complete trace
         ahead &= layers.engine.optimizer.parameter_offload.get_param_coordinator().is_complete_trace()
         released &= sharded_again(layers)
         pairs.append(pair)
@@ -227,7 +227,7 @@ def ways(world: World, kind: str) -> Case:
 
 
 def borrowed(world: World) -> Case:
-    """Generates with a module that uses a parameter of another one, before any forward of the engine."""
+    """Generates with a module that uses another module's parameter, before any forward of the engine."""
     actor = make(world, 3, borrow=True)
     plan(actor, "layers")
     rollout = decode_rollout(actor, 0)
@@ -259,7 +259,7 @@ def uneven_chunks(world: World) -> Case:
 
 
 def interrupted(world: World) -> Case:
-    """Raises in a layer of a decoding forward on all ranks, then generates and trains on."""
+    """Raises in a layer of a decoding forward on all ranks, then generates and trains again."""
     actor, calm = make(world, 3), make(world, 3)
     plan(actor, "layers"), plan(calm, "layers")
     found = []

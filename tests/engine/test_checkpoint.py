@@ -46,7 +46,7 @@ def assert_exact(cases: list[dict[str, Any]]) -> None:
 def found(
     tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns results of 1 rank, of 2 ranks, and of 1 rank that reads the files of 2."""
+    """Returns the results of 1 rank, of 2 ranks, and of 1 rank that reads the files of 2 ranks."""
     directory = tmp_path_factory.mktemp("checkpoints")
     return {
         name: launch(rank_server, ranks, directory, mode, "checkpoint_worker")
@@ -85,7 +85,7 @@ def gathers(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -
 
 @pytest.mark.parametrize("gather", ["consolidated", "generation"])
 def test_sharded_weights_are_gathered_in_chunks_of_bounded_size(gathers: dict, gather: str) -> None:
-    """The default limit exceeds the size of any model of the tests."""
+    """The workers set a small limit, because the default exceeds the size of any test model."""
     case = gathers[gather]
     assert case["same"], case
     assert len(case["sizes"]) > 2 and max(case["sizes"]) < LIMIT + case["largest"], case
@@ -124,7 +124,7 @@ def test_resume_is_exact_with_fp16_and_offload_too(
     assert_exact(cases)
 
 
-# -- without models and process group ----------------------------------------------------------------
+# -- without models and a process group --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,13 @@ def test_damage_is_reported_and_the_previous_checkpoint_is_used(
         assert checkpoints.latest() == before
     (message,) = caplog.messages
     assert "step_000002" in message
-    # a flipped hash in the manifest blames its file
+    # if a hash in the manifest is flipped, the message names the file of this hash
     assert file in message or (file == "manifest.json" and harm is flip)
     with pytest.raises(UserError, match="run.resume: .*step_000002 is damaged"):
         checkpoints.load(damaged, {})
     checkpoints.verify(before)
 
-    again = checkpoints.save(2, {}, {"second": True})  # replaces the damaged one
+    again = checkpoints.save(2, {}, {"second": True})  # replaces the damaged checkpoint
     assert checkpoints.latest() == again == damaged
     assert checkpoints.load(again, {}) == {"second": True}
 
@@ -216,7 +216,7 @@ def test_leftovers_of_a_killed_save_are_ignored_and_removed(checkpoints: Checkpo
     left.mkdir(parents=True)
     (left / "model.json").write_text("{")
     draft_path(checkpoints.root / "latest").write_text("step")
-    (checkpoints.root / "step_000002").mkdir()  # empty: not made by a run
+    (checkpoints.root / "step_000002").mkdir()  # an empty folder is not a checkpoint of a run
     latest = checkpoints.latest()
     assert latest is not None and latest.name == "step_000001"
     checkpoints.save(3, {}, {})
@@ -289,7 +289,7 @@ def test_all_files_are_on_the_disk_before_the_checkpoint_exists(
     assert {inode(file) for file in (path, *path.rglob("*"))} <= before
     root = ("fsync", inode(checkpoints.root))
     assert events[committed + 1] == root
-    for pointer in ("latest", "best"):  # its text, then its name
+    for pointer in ("latest", "best"):  # harm its text, then its name
         renamed = events.index(("rename", pointer))
         assert events[renamed - 1] == ("fsync", inode(checkpoints.root / pointer))
         assert events[renamed + 1] == root
@@ -314,7 +314,7 @@ def test_settings_are_stored(tmp_path: Path) -> None:
     about = json.loads((checkpoints.root / "step_000001" / "state.json").read_text())
     del about["settings"]
     (checkpoints.root / "step_000001" / "state.json").write_text(json.dumps(about))
-    assert checkpoints.settings_of(checkpoints.root / "step_000001") is None  # made by an older version
+    assert checkpoints.settings_of(checkpoints.root / "step_000001") is None  # as if made by an older version
 
 
 def test_the_number_of_ranks_is_stored(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_a_lack_of_disk_space_is_reported_before_anything_is_written(
     before = checkpoints.save(1, {}, {})
     checkpoints.check_disk_space({})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(free=500_000))
-    monkeypatch.setattr(checkpoint_module, "save_rng", None)  # nothing is written
+    monkeypatch.setattr(checkpoint_module, "save_rng", None)  # saving must fail before this is called
     with pytest.raises(CheckpointError) as error:
         checkpoints.save(2, {}, {})
     for part in (
@@ -357,7 +357,7 @@ def test_a_lack_of_disk_space_is_reported_before_anything_is_written(
 def test_a_disk_that_becomes_full_during_a_save(
     tmp_path: Path, kib: int, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full in the middle of a tensor file or a JSON file, since another program has used it."""
+    """Another program has filled the disk, so that it is full in the middle of a tensor file or JSON file."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(
@@ -388,7 +388,7 @@ def test_checkpoints_that_a_kill_left_are_pruned_at_the_next_start(tmp_path: Pat
     generous = Checkpoints(tmp_path / "checkpoints", world=OneRank(), keep_last=9)
     for step in (1, 2, 3, 4):
         generous.save(step, {}, {}, best=step == 1)
-    (generous.root / "step_000004" / "state.json").unlink()  # the newest is damaged
+    (generous.root / "step_000004" / "state.json").unlink()  # damages the newest checkpoint
     again = Checkpoints(tmp_path / "checkpoints", world=OneRank(), keep_last=1)
     latest = again.latest()
     assert latest is not None and names(again) == [
@@ -424,7 +424,7 @@ def draws() -> list[float]:
 
 
 def test_random_states_are_restored(tmp_path: Path) -> None:
-    draws()  # now numpy and python hold the second of a pair of normal draws
+    draws()  # numpy and python draw normals in pairs, and now hold the second draw of a pair
     save_rng(tmp_path, OneRank())
     expected = draws()
     draws()

@@ -1,4 +1,4 @@
-"""Tests where frozen models are, with a module that records its moves in place of a GPU."""
+"""Tests on which device frozen models are, with a module that records its moves instead of a GPU."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Moving(nn.Linear):
-    """Records its device instead of moving, and computes only on the GPU."""
+    """Records each move instead of moving, and fails to compute unless its recorded device is the GPU."""
 
     def __init__(self):
         super().__init__(2, 2)

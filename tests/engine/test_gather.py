@@ -1,4 +1,4 @@
-"""Tests the chunks in which sharded parameters are gathered, with a stand-in for DeepSpeed's gathering."""
+"""Tests the chunks in which sharded parameters are gathered, with a stand-in for GatheredParameters."""
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from ppo_ds.engine.trained import LRSchedule
 from ppo_ds.models.policy import Policy, unsharded_twin
 from tests.support.models import SIZES
 
-LIMIT = 600  # elements: several chunks of the tiny model
+LIMIT = 600  # elements per chunk, so that the tiny model has several chunks
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ LIMIT = 600  # elements: several chunks of the tiny model
     [
         ([], []),
         ([3], [[3]]),
-        ([4, 6], [[4, 6]]),  # reaches the limit with its last item
+        ([4, 6], [[4, 6]]),  # the last item reaches the limit
         ([4, 6, 1], [[4, 6], [1]]),
         ([9, 5, 2, 20, 1, 1], [[9, 5], [2, 20], [1, 1]]),
         ([10, 10, 10], [[10], [10], [10]]),
@@ -34,7 +34,7 @@ def test_a_chunk_ends_with_the_item_that_reaches_the_limit(sizes, chunks):
 
 @pytest.fixture
 def gathered(monkeypatch):
-    """Lists the parameters of each gathering."""
+    """Lists the parameters of each gather."""
     chunks = []
 
     @contextmanager
@@ -53,7 +53,7 @@ def policy():
 
 
 def check_chunks(chunks, module):
-    """Checks that several chunks hold each parameter once, and each is at most one parameter over LIMIT."""
+    """Checks that several chunks hold each parameter once; only a chunk's last parameter may reach LIMIT."""
     parameters = list(module.parameters())
     assert sorted(map(id, sum(chunks, []))) == sorted(map(id, parameters))
     assert len(chunks) > 2

@@ -1,4 +1,4 @@
-"""Tests that training through the LM head that returns log-probs is the same with and without ZeRO-3."""
+"""Tests that training is the same with and without ZeRO-3 if the LM head returns log-probs."""
 
 from __future__ import annotations
 

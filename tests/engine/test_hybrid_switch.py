@@ -1,4 +1,4 @@
-"""Tests the switch to generation: both ways of ZeRO-3 decode alike, and training is not affected."""
+"""Tests the switch to generation: both ZeRO-3 gathering modes decode alike, and training is unaffected."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_neither_inference_copy_nor_cache_is_in_memory_during_training(found: di
 @pytest.mark.parametrize(
     ("weights", "decoding", "offloadable", "on_gpu", "expected"),
     [
-        (6, 3, 5, True, GenerationPlan(gather_once=True, offload_states=False)),  # 9 of 9
-        # 10 of 9, and 5 offloadable
+        (6, 3, 5, True, GenerationPlan(gather_once=True, offload_states=False)),  # needs 9 of 9
+        # needs 10 of 9, and 5 can be offloaded
         (
             6,
             4,
@@ -103,7 +103,7 @@ def test_neither_inference_copy_nor_cache_is_in_memory_during_training(found: di
             True,
             GenerationPlan(gather_once=True, offload_states=True),
         ),
-        # on a CPU offloading frees nothing
+        # on a CPU, offloading frees nothing
         (
             6,
             4,
@@ -111,7 +111,7 @@ def test_neither_inference_copy_nor_cache_is_in_memory_during_training(found: di
             False,
             GenerationPlan(gather_once=False, offload_states=False),
         ),
-        # 15 of 14; one layer and 3 fit without offloading
+        # whole weights need 15 of 14; one layer and 3 fit without offloading
         (
             12,
             3,
@@ -119,7 +119,7 @@ def test_neither_inference_copy_nor_cache_is_in_memory_during_training(found: di
             True,
             GenerationPlan(gather_once=False, offload_states=False),
         ),
-        # by layers, and still 10 of 9
+        # layer by layer, and still 10 of 9
         (
             12,
             8,
@@ -127,7 +127,7 @@ def test_neither_inference_copy_nor_cache_is_in_memory_during_training(found: di
             True,
             GenerationPlan(gather_once=False, offload_states=True),
         ),
-        # no states, as with offload_optimizer
+        # no states can be offloaded, as with offload_optimizer
         (
             6,
             4,
@@ -220,7 +220,7 @@ def test_decoding_takes_cache_activations_and_logits() -> None:
         "num_key_value_heads": 1,
     }
     lm = LlamaForCausalLM(LlamaConfig(vocab_size=23, **shape))
-    # in fp32 a token has 2 layers x a key and a value of 4 numbers, and 4 x 8 + 3 x 12 activations;
-    # a row has 23 logits four times
+    # in fp32, a token needs 2 layers x a key and a value of 4 numbers, and 4 x 8 + 3 x 12 activations; a row
+    # needs four copies of its 23 logits
     assert decoding_bytes(lm, tokens=10, rows=3) == 10 * (64 + 272) + 3 * 368
     assert decoding_bytes(lm.to(torch.bfloat16), tokens=10, rows=3) == 10 * (32 + 136) + 3 * (46 + 276)

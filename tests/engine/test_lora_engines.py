@@ -74,8 +74,8 @@ BF16 = ["2 zero2 bf16", "2 zero3 bf16"]
 def test_only_adapters_are_trained(found: dict[str, Case], label: str) -> None:
     case = found[label]
     assert case["base untouched"] and case["all adapters changed"] and case["B starts at 0, A does not"], case
-    # adapters: 2 layers x rank 2 x (in + out) of q 16+16, k and v 16+8, o 16+16, gate, up and down 16+24;
-    # all: 19 x 16 embeddings, 2 x (two norms of 16 and the matrices), a norm
+    # adapters: 2 layers x rank 2 x (in + out): q 16+16, k and v 16+8, o 16+16, gate, up and down 16+24. All
+    # parameters: also 19 x 16 embeddings, 2 x (two norms of 16 and the matrices), and the last norm.
     adapters = 2 * 2 * (32 + 2 * 24 + 32 + 3 * 40)
     assert case["counts"] == [adapters, adapters + 19 * 16 + 2 * (32 + 2 * 256 + 2 * 128 + 3 * 384) + 16]
 
@@ -113,7 +113,7 @@ class PlainLora(nn.Module):
 
 
 def plain_training(root: Path, first: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
-    """Trains the adapters in plain torch on all rows at once; returns 5 gradient norms and them."""
+    """Trains the adapters in plain torch on all rows at once; returns 5 gradient norms and the adapters."""
     lm = AutoModelForCausalLM.from_pretrained(root / "actor").requires_grad_(False)
     adapters = {}
     for name in [
@@ -178,11 +178,11 @@ def test_every_stage_and_number_of_ranks_trains_like_plain_torch(
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_head_of_a_critic_has_its_own_learning_rate(found: dict[str, Case], stage: int) -> None:
-    """Adam's first step is the rate itself.
+    """Adam's first step is the learning rate.
 
-    B has no gradient while the head is 0; its first one, in the second step, is
+    B has no gradient while the head is 0, so its first gradient is that of the second step, which moves it by
 
-    m / sqrt(v) = (0.1 / (1 - 0.9^2)) / sqrt(0.05 / (1 - 0.95^2)) = 0.735 times the rate.
+    m / sqrt(v) = (0.1 / (1 - 0.9^2)) / sqrt(0.05 / (1 - 0.95^2)) = 0.735 times the learning rate.
     """
     case = found[f"critic 2 zero{stage}"]
     assert case["lrs"] == [LORA_LR] * 5

@@ -1,4 +1,4 @@
-"""Tests peak rates with a simulated clock, and their agreement with a plain measurement of this machine."""
+"""Tests peak rates with a simulated clock, and that they agree with a plain measurement of this machine."""
 
 import time
 from itertools import count
@@ -8,7 +8,7 @@ import torch
 from ppo_ds.engine.peak import best_seconds, bytes_per_s, gemm_flops_per_s
 
 CPU = torch.device("cpu")
-CUBE = 2 * 1024**3  # FLOPs of the CPU's own shape
+CUBE = 2 * 1024**3  # FLOPs of the shape that is measured on a CPU by default
 
 
 def ticking(seconds: float):
@@ -29,7 +29,7 @@ def test_the_fastest_shape_is_the_peak():
 
 
 def test_a_copy_reads_and_writes_each_byte():
-    # 2 x 8192 / 0.25; the matrix-vector product, which only reads, is half of that
+    # 2 x 8192 / 0.25; the matrix-vector product only reads, so its rate is half of that
     assert bytes_per_s(CPU, size=8192, seconds=0.0, clock=ticking(0.25)) == 65536.0
 
 
@@ -50,7 +50,7 @@ def test_tries_go_on_until_the_time_is_used():
         tries[0] += 1
 
     best_seconds(action, 10.0, lambda: now[0])
-    assert tries[0] == 11  # one of them to warm up
+    assert tries[0] == 11  # 10 tries and a warm-up
 
 
 def best_of_20(action) -> float:

@@ -23,7 +23,7 @@ def test_warmup_reaches_the_full_rate_and_never_starts_at_zero():
     # 3 steps of warm-up: 1/4, 2/4, 3/4
     assert rates("constant", 10, warmup=0.3, lr=8.0) == pytest.approx([2, 4, 6, 8, 8, 8, 8, 8, 8, 8])
     assert rates("constant", 10, warmup=0.21, lr=8.0)[:4] == pytest.approx([2, 4, 6, 8])  # rounded up
-    # 7 steps, though 0.07 * 100 > 7
+    # 7 steps, although 0.07 * 100 > 7 in floating point
     assert rates("constant", 100, warmup=0.07, lr=8.0)[:8] == pytest.approx([1, 2, 3, 4, 5, 6, 7, 8])
 
 

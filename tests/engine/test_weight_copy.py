@@ -1,4 +1,4 @@
-"""Tests weight copies: the average is exact, runs while it is swapped in, and leaves training unaffected."""
+"""Tests weight copies: the average is exact, is used while swapped in, and does not affect training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.ranks import RankServer
 def found(
     tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns results of 2 ranks, of 1 rank, and of 2 ranks that read the files of 1."""
+    """Returns the results of 2 ranks, of 1 rank, and of 2 ranks that read the files of 1 rank."""
     directory = tmp_path_factory.mktemp("copies")
     return {
         "two": launch(rank_server, 2, directory, "all", "weight_copy_worker"),
@@ -35,7 +35,7 @@ def of_all_kinds(found: dict, ranks: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("ranks", ["one", "two"])
 def test_the_average_equals_that_of_whole_weights_in_float64(found: dict, ranks: str) -> None:
     for case in of_all_kinds(found, ranks):
-        # five roundings of weights below 4; compared with the last weights
+        # the gap is five roundings of weights below 4; the average differs from the last weights
         assert case["gap"] < 1e-6 and case["moved"] > 1e-2, case
         assert case["lagged"], case
 

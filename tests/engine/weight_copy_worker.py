@@ -43,7 +43,7 @@ def trained(model: TrainedModel) -> dict[str, nn.Parameter]:
 
 
 def weights(model: TrainedModel) -> Weights:
-    """Returns the whole fp32 weights from DeepSpeed; without ZeRO they are the parameters."""
+    """Returns the gathered fp32 weights of DeepSpeed; without ZeRO they are the parameters."""
     if model.zero_stage == 0:
         return {name: p.detach().clone() for name, p in trained(model).items()}
     return {name: safe_get_full_fp32_param(p).clone() for name, p in trained(model).items()}
@@ -60,7 +60,7 @@ def moments(model: TrainedModel) -> Weights:
 
 
 def module_weights(model: TrainedModel) -> Weights:
-    """Returns the weights of forwards on rank 0, without the buffer, which counts the forwards."""
+    """Returns the weights that forwards use, on rank 0, without the buffer that counts forwards."""
     return {name: x for name, x in (consolidated(model) or {}).items() if name != "seen"}
 
 
@@ -97,7 +97,7 @@ def plain_logits(given: Weights, dtype: torch.dtype) -> Tensor:
 
 
 def copy_of(model: TrainedModel) -> WeightCopy:
-    return WeightCopy(model, chunk_elements=16)  # several chunks, also for a tiny model
+    return WeightCopy(model, chunk_elements=16)  # several chunks, even for a tiny model
 
 
 def of(copy: WeightCopy) -> Weights:
@@ -123,7 +123,7 @@ def enter(copy: WeightCopy) -> None:
 
 
 def followed(world: World, root: Path, stage: int, dtype: str, *, offload: bool = False, **zero: Any) -> Case:
-    """Trains with an average and a lagging copy, swaps, saves and resumes; compares with a plain run."""
+    """Trains with an average and a lagging copy, swaps, saves and resumes; compares to a plain run."""
     label = f"{stage} {dtype}{' offload' if offload else ''}{''.join(f' {key}' for key in zero)}"
     kind: dict[str, Any] = {"raw": {"zero_optimization": zero}, "offload": offload, "dropout": 0.0}
     undisturbed = make(world, stage, dtype, **kind)
@@ -193,7 +193,7 @@ def followed(world: World, root: Path, stage: int, dtype: str, *, offload: bool 
 
 
 def interrupted(world: World, root: Path, stage: int, dtype: str) -> Case:
-    """Raises inside swapped() on all ranks, then on the last alone, which must not wait for the others."""
+    """Raises inside swapped() on all ranks, then only on the last rank, which must not wait."""
     model = make(world, stage, dtype, raw={"zero_optimization": NOT_PERSISTENT}, dropout=0.0)
     copy = copy_of(model)
     train(model, range(4))
@@ -289,7 +289,7 @@ def write_reference(world: World, root: Path, stage: int, dtype: str) -> None:
 
 
 def read_references(world: World, root: Path, tag: str) -> Iterator[Case]:
-    """Reads the files of another number of ranks and writes them again, named ``tag``."""
+    """Reads the files of other numbers of ranks, and writes them again with ``tag`` in their names."""
     for directory in sorted((root / "ranks").glob("*")):
         size, stage, dtype, *tags = directory.name.split("-")
         if int(size) == world.size:
@@ -309,7 +309,7 @@ def cases(world: World, root: Path) -> Iterator[Case]:
     for stage in (0, 1, 2, 3):
         for dtype in ("fp32", "bf16"):
             yield followed(world, root, stage, dtype, **(NOT_PERSISTENT if stage == 3 else {}))
-    yield followed(world, root, 3, "bf16")  # every parameter persistent
+    yield followed(world, root, 3, "bf16")  # every parameter is persistent
     yield followed(world, root, 3, "bf16", sub_group_size=30, **NOT_PERSISTENT)
     yield followed(world, root, 2, "bf16", offload=True)
     yield followed(world, root, 3, "fp32", offload=True, **NOT_PERSISTENT)

@@ -2,8 +2,8 @@
 
     fault_ranks_worker.py FOLDER [CASE]
 
-Every step reaches the places ``generate``, ``reward`` and ``update`` of PPO_DS_FAULT. Each rank writes into
-FOLDER when it was last at one of them.
+Every step reaches the places ``generate``, ``reward`` and ``update`` of PPO_DS_FAULT. Each rank writes to a
+file in FOLDER when it last reached one of them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Loop:
         (self.folder / f"sign{self.world.rank}").write_text(str(time.time()))
         fault(phase)
         if self.case == "greedy" and self.world.rank == 1:
-            ctypes.PyDLL(None).sleep(1000)  # PyDLL keeps the GIL meanwhile
+            ctypes.PyDLL(None).sleep(1000)  # PyDLL holds the GIL during the call
         time.sleep(0.02)
 
     def fail(self, error: BaseException) -> None:
@@ -73,7 +73,7 @@ def build(folder: Path, case: str, minutes: float, watch: Any) -> Loop:
 
 
 def run(folder: Path, case: str) -> None:
-    """Runs launch/train.py with the loading and the training replaced."""
+    """Runs launch/train.py with stand-ins for loading and training."""
     minutes = float(os.environ.get("TIMEOUT_MINUTES", "5"))
     sys.modules["ppo_ds.build.run"] = SimpleNamespace(
         build_run=lambda config, watch, mark_ending: build(folder, case, minutes, watch)

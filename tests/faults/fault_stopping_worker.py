@@ -1,7 +1,7 @@
 """Runs one rank without models: rank 1 is busy, and rank 0 waits for it in a collective.
 
 Python runs no signal handler inside the collective. The script is started by launchers.
-``fault_stopping_worker.py FOLDER`` writes ``ready<rank>`` (its process id and those of its launchers) and
+``fault_stopping_worker.py FOLDER`` writes ``ready<rank>`` (its process id and the ids of its launchers) and
 ``left<rank>`` (whether the rank received the stop request).
 """
 
@@ -22,7 +22,7 @@ from ppo_ds.distributed.watchdog import Watchdog  # noqa: E402
 from ppo_ds.distributed.world import connect  # noqa: E402
 from ppo_ds.training.stopping import Abandoned, StopRequest  # noqa: E402
 
-BUSY = 90.0  # seconds, unless a stop request arrives
+BUSY = 90.0  # seconds that rank 1 is busy, unless a stop request arrives
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""Runs the trainer's own main on ranks that are forked from a process which has imported everything.
+"""Runs launch/train.py on ranks that are forked from a process with all imports done.
 
     run = ranks.start(2, ["run.dir=...", ...], fault="kill@checkpoint.before:at=2")
     os.kill(run.pids[1], signal.SIGKILL)
     assert ranks.wait(run) == [-9, -9]
 
-NAN in a run's environment makes numbers NaN, see injection.py.
+The variable NAN in a run's environment makes numbers NaN; see injection.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ranks:
         return self._server.start(f"{__name__}:train", ranks, self._main, *arguments, **more)
 
     def wait(self, run: Run) -> list[int]:
-        """Returns the exit codes by rank; a rank that a signal has ended has minus its number."""
+        """Returns the exit codes by rank; for a rank ended by a signal, minus the signal's number."""
         return self._server.wait(run)
 
     def run(

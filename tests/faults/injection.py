@@ -1,14 +1,15 @@
-"""Makes numbers of this process NaN, without any code for it in the product.
+"""Makes numbers of this process NaN, without support for it in ppo_ds.
 
     setattr(*injected("loss.actor:rank=1:at=3"))
 
-PLACE, then options: ``rank`` (default: all), ``at`` (the first visit to the place that is affected, counted
-from 1; default 1), ``times`` (the number of visits from then on, default 1; 0: unlimited). Places:
+The argument is a place, then options: ``rank`` (default: all ranks), ``at`` (the first affected visit to the
+place, counted from 1; default 1), ``times`` (the number of affected visits from then on; default 1, 0 means
+unlimited). Places:
 
     loss.actor  loss.critic    the loss of a micro-batch
     grad.actor  grad.critic    the gradients of a micro-batch, not its loss
     score                      the first score of a rollout
-    logprob                    the first log-prob of a rollout, by the training engine
+    logprob                    the first log-prob that the training engine computes for a rollout
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ PLACES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 
 
 def injected(spec: str) -> tuple[Any, str, Callable[..., Any]]:
-    """Returns the owner and the name of the function at the place, and the function that replaces it."""
+    """Returns the owner and name of the function at the place, and its replacement."""
     place, *options = spec.split(":")
     owner, name, make_nan = PLACES[place]
     given = dict(option.split("=") for option in options)
@@ -75,6 +76,6 @@ def injected(spec: str) -> tuple[Any, str, Callable[..., Any]]:
 
 
 def step_unguarded(models: Any, losses: Any, extra: Any, **_: Any) -> LockstepResult:
-    """Stands in for step_or_skip: steps whatever the losses and gradients are."""
+    """Stands in for step_or_skip: takes the step even if losses or gradients are not finite."""
     assert extra is None
     return LockstepResult({name: model.step() for name, model in models.items()}, (), False, [])

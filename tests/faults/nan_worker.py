@@ -1,8 +1,8 @@
 """Runs the ranks of test_fault_nan.py: one of two ranks gets a NaN in one optimizer step.
 
 The cases train an actor and a critic, or single engines. Under ROOT each case writes its final models as in a
-checkpoint: ``faulted``, and ``left_out``, where no NaN was planted and the learner never saw that minibatch.
-With ZeRO-0 in fp32 there is also ``unguarded``, where a NaN was planted and the check was disabled.
+checkpoint: ``faulted``, where a NaN was injected, and ``left_out``, where instead the learner never saw that
+minibatch. With ZeRO-0 in fp32 there is also ``unguarded``, where a NaN was injected with the check disabled.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tests.engine.checkpoint_worker import NOT_PERSISTENT, allow_fp16_on_cpu, ma
 from tests.faults.injection import injected, step_unguarded
 from tests.faults.worlds_worker import HANG, config
 
-BAD = 2  # the optimizer step with the NaN, from 0, of eight
+BAD = 2  # index of the optimizer step with the NaN, of eight steps
 CASES: dict[
     str, tuple[int, str, str]
-] = {  # ZeRO stage, dtype, where the NaN is planted: ZeRO-0 in 16 bits is stage 1
+] = {  # ZeRO stage, dtype, place of the NaN; ZeRO-0 in 16 bits runs as stage 1
     "zero0": (0, "fp32", "loss.actor"),
     "zero1": (1, "fp32", "loss.critic"),
     "zero2": (2, "fp32", "grad.actor"),
@@ -49,7 +49,7 @@ CASES: dict[
 OFFLOADED = "zero2 bf16"
 ENGINES: dict[
     str, tuple[int, str, bool]
-] = {  # stage, dtype, optimizer offloaded: what the CPU's trainer does not have
+] = {  # stage, dtype, optimizer offloaded; these are not possible in a trainer on a CPU
     "1 bf16 offloaded": (1, "bf16", True),
     "1 fp16": (1, "fp16", False),
     "2 fp16 offloaded": (2, "fp16", True),
@@ -121,7 +121,7 @@ def all_but(left_out: int) -> Callable[..., Iterator[torch.Tensor]]:
     return others
 
 
-# -- engines alone ---------------------------------------------------------------------------------
+# -- single engines -------------------------------------------------------------------------------
 
 
 def engines(root: Path) -> None:
@@ -145,7 +145,7 @@ def engine(
 ) -> tuple[Any, Any]:
     """Takes six optimizer steps and returns the weights and the reports.
 
-    The third step is left out, has a NaN on the last rank, or is finite and skipped, depending on ``way``.
+    Depending on ``way``, the third step is left out, has a NaN on the last rank, or is finite and skipped.
     """
     model, said = make(world, stage, dtype, raw=raw, offload=offload, dropout=0.0), []
     for step in range(6):
@@ -163,7 +163,7 @@ def engine(
     model.engine.destroy()
     return weights and {
         key: value for key, value in weights.items() if key != "seen"
-    }, said  # that counts forwards
+    }, said  # the buffer ``seen`` counts forwards
 
 
 def accumulate(model: TrainedModel, step: int, nan: bool) -> None:

@@ -1,7 +1,7 @@
 """Runs one rank of test_random_kills.py, which sends itself or all ranks a signal at a given time.
 
 KILL in the environment is JSON: the ``rank`` that sends the signal, the ``signal``, the seconds ``after`` the
-start, whether it goes to ``all`` ranks, and the file ``log`` that gets the phase in which it was sent.
+start, whether it goes to ``all`` ranks, and the file ``log`` to which the phase at that time is written.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 UNCOMPARED = re.compile(
     r"(time|perf|mem)/|time$|health/rank_time_spread_s"
-)  # what may differ between equal runs
+)  # metrics that may differ between equal runs
 STEPS = 18
 NOISY = '''
 """Draws from every generator that a reward may use.
@@ -63,7 +63,7 @@ class Lab:
 
     @staticmethod
     def _spoil_with_dropout(file: Path) -> None:
-        """Sets a dropout in the config file, as many published models do; training disables it."""
+        """Sets a dropout in the config file, as in many published models; training must disable it."""
         file.write_text(json.dumps({**json.loads(file.read_text()), "attention_dropout": 0.5}))
 
     def arguments(self, run: str, *more: str) -> list[str]:
@@ -100,7 +100,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> La
 
 
 # All parts with a state besides models: an evaluation that samples, a best checkpoint, an average policy, a
-# normalised reward, a controller.
+# normalised reward, a KL controller.
 WHOLE = ("data.eval_path=DATA", "eval.every=4", "eval.max_prompts=2", "eval.greedy=false",
          "checkpoint.keep_best=true", "algo.reward_shaping.normalize=running", "algo.kl.controller=adaptive",
          "algo.kl.target=0.5", "algo.kl.horizon=40", "actor.ema.decay=0.9")  # fmt: skip
@@ -129,7 +129,7 @@ def steps(run: Path) -> list[int]:
 
 
 def content(checkpoint: Path) -> dict[str, Any]:
-    """Returns the SHA-256 of every file; state.json is taken without the settings, which name the folder."""
+    """Returns the SHA-256 of every file; of state.json without the settings, which contain the folder."""
     files = {str(file.relative_to(checkpoint)): file for file in checkpoint.rglob("*") if file.is_file()}
     state = json.loads(files.pop("state.json").read_text())
     del files["manifest.json"], state["settings"]
@@ -162,7 +162,7 @@ def assert_equal_ends(run: Path, other: Path, step: int = STEPS) -> None:
 
 
 def names(run: Path) -> list[str]:
-    """Returns the checkpoint folders by number, the leftovers of a save, and the targets of the pointers."""
+    """Returns the checkpoint folders in order, the leftovers of a save, and the targets of the pointers."""
     found = sorted(re.sub("_[0-9a-f]{16}$", "", path.name) for path in (run / "checkpoints").iterdir())
     pointers = [
         f"{name} -> {int((run / 'checkpoints' / name).read_text()[5:])}"
@@ -222,7 +222,7 @@ def test_kills_and_a_full_disk_at_every_place_of_a_save_change_nothing(lab: Lab,
 def test_seven_random_kills_end_in_the_same_bits(lab: Lab, undisturbed: Path) -> None:
     """Kills one rank or both at random moments in generation, learning or a save.
 
-    Each kill comes after the first or second step of its start.
+    Each kill comes after the first or second step that its start has made.
     """
     run, chance = lab.root / "killed", random.Random(7)
     for i in range(7):
@@ -245,7 +245,7 @@ def test_seven_random_kills_end_in_the_same_bits(lab: Lab, undisturbed: Path) ->
 
 
 def was_killed(codes: list[int]) -> bool:
-    """Returns whether the kill ended the run; the rank that was not hit may have ended itself."""
+    """Returns whether the kill ended the run; a rank that was not killed may have ended itself."""
     return -signal.SIGKILL in codes and 0 not in codes
 
 
@@ -254,9 +254,9 @@ def newest(run: Path) -> int:
 
 
 def identity(run: Path) -> int | None:
-    """Returns the inode of the metrics file, or None.
+    """Returns the inode of the metrics file, or None if there is none.
 
-    Each start writes the file anew, without the steps that are repeated.
+    Each start replaces the file by one without the steps that are repeated.
     """
     file = run / "metrics.jsonl"
     return file.stat().st_ino if file.exists() else None
@@ -285,7 +285,7 @@ def test_what_cannot_be_continued_is_refused_in_a_line_before_anything_is_loaded
     settings = partial(lab.arguments, "refused", "run.steps=2", f"actor.model.path={model}")
     codes, output = lab.ranks.run(1, settings())
     assert codes == [0], output
-    (model / "model.safetensors").unlink()  # the first part that loads it would report the missing file
+    (model / "model.safetensors").unlink()  # any attempt to load the model would report the missing file
     run = lab.root / "refused"
     written, (first, second) = (run / "config.yaml").read_text(), sorted((run / "checkpoints").glob("step_*"))
 
@@ -320,7 +320,7 @@ LORA = ("actor.lora.rank=4", "critic.lora.rank=4")
 EVERYWHERE = [
     (ranks, stage, dtype) for ranks in (1, 2) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")
 ]
-# What each of them trains besides; those that are listed here run in every test run, the others overnight.
+# Additional settings of some cases. The cases listed here run in every test run, the others overnight.
 MORE = {
     (1, 0, "fp32"): LAGGED,
     (1, 1, "bf16"): (*WHOLE, f"eval.every={STOPPED}"),
@@ -355,7 +355,7 @@ def together(lab: Lab, started: list[Run]) -> None:
 def assert_goes_on(lab: Lab, cases: list[tuple[int, int, str]]) -> None:
     """Compares each uninterrupted run with one that is stopped and then resumed by the same command.
 
-    On one rank, all runs of a kind start at once.
+    On one rank, all uninterrupted runs start at once, and so do all stopped and all resumed runs.
     """
     (lab.root / "others.jsonl").write_text(
         "".join(
@@ -453,7 +453,7 @@ PARTS = {
 
 
 def spoiled(lab: Lab, checkpoint: Path, part: str) -> Path:
-    """Returns a valid copy of the checkpoint with one part changed, as if it were not saved or not read."""
+    """Returns a valid copy of the checkpoint with one part changed, as if this part had not been saved."""
     copy = lab.root / "spoiled" / part / checkpoint.name
     shutil.copytree(checkpoint, copy)
     name = PARTS[part](copy)

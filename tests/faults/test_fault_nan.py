@@ -1,6 +1,6 @@
 """Tests that a NaN on one of two ranks causes only its own optimizer step to be skipped.
 
-That step is skipped on all ranks and for both models.
+The step is skipped on all ranks and for both models.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tests.invariant import invariant_assets
 from tests.support.ranks import RankServer
 
 REPLAY = Path(__file__).parents[2] / "launch" / "replay.py"
-PATIENCE = 900  # a hang fails; a case that hangs prints where, long before
+PATIENCE = 900  # seconds until a hang fails the test; a hanging case prints its stacks long before
 UNCOMPARED = ("time", "perf/", "mem/", "health/rank_time_spread_s", "health/rollbacks")
-UNKNOWN_TOKEN = 2  # of the tiny tokenizer: what is not in its alphabet
+UNKNOWN_TOKEN = 2  # id in the tiny tokenizer of characters outside its alphabet
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_one_nan_is_as_if_the_minibatch_had_not_been(worked: Path, case: str) ->
     assert all(tensor.isfinite().all() for tensor in tensors(faulted).values())
     assert (
         len(differing(tensors(faulted), tensors(worked / case / "run" / "checkpoints" / "step_000001"))) > 100
-    )  # something was learned
+    )  # training has changed the weights
     for role in ("actor", "critic"):
         ours, theirs = (
             json.loads((folder / role / "model.json").read_text()) for folder in (faulted, left_out)
@@ -85,7 +85,7 @@ def test_both_ranks_and_both_models_say_the_same_of_it(worked: Path, case: str) 
     assert (
         first["policy/grad_norm"] != first["policy/grad_norm"]
         and first["value/grad_norm"] != first["value/grad_norm"]
-    )  # NaN: one is not known
+    )  # NaN: the norm of a skipped step is unknown
     assert second["policy/grad_norm"] == other[1]["policy/grad_norm"] > 0 and second == other[1]
     clean = json.loads((worked / case / "left_out" / "said.json").read_text())[0][1]
     assert second == clean
@@ -123,9 +123,9 @@ def ranks(rank_server: RankServer) -> Ranks:
 
 
 def command(root: Path, name: str, *more: str) -> list[str]:
-    """Returns the arguments of three steps of two optimizer steps each.
+    """Returns the arguments of a run of three steps, with two optimizer steps each.
 
-    Each optimizer step has one micro-batch on each rank, and each step ends with a checkpoint.
+    Each optimizer step has one micro-batch on each rank, and a checkpoint is saved after each step.
     """
     return [
         f"run.dir={root / name}", "run.steps=3", "run.seed=1", "run.timeout_minutes=2",
@@ -202,7 +202,7 @@ def test_nan_for_ever_ends_the_run_with_one_line_and_a_dump(root: Path, ranks: R
     ]
     summary = json.loads((root / "ever" / "summary.json").read_text())
     assert summary["exit_reason"] == "nonfinite" and "loss of the actor" in summary["error"]
-    for role in ("actor", "critic"):  # the weights that the step would have started from
+    for role in ("actor", "critic"):  # the weights before the skipped step
         assert (
             differing(tensors(dump / role), tensors(root / "ever" / "checkpoints" / "step_000002" / role))
             == []
@@ -232,15 +232,16 @@ def test_a_rollout_with_a_bad_score_or_log_prob_is_left_out_and_poisons_nothing(
     )
     assert (
         output.count("is above health.max_kl") == 2
-    )  # after the first update, and again after a step whose KL was not known
-    # Nothing was learned in between: in the remaining rollouts, the policy of step 4 is as far from the
-    # reference as that of step 2 was.
+    )  # after the first update, and again after a step with an unknown KL
+    # The policy did not change in between: in the remaining rollouts, the policy of step 4 is as far from the
+    # reference as the policy of step 2.
     before, after = (root / "left out" / "checkpoints" / f"step_00000{step}" for step in (1, 4))
-    assert checkpoints(root / "left out") == [before.name, after.name]  # none while steps are being skipped
+    # no checkpoint is saved while steps are being skipped
+    assert checkpoints(root / "left out") == [before.name, after.name]
     state = json.loads((after / "state.json").read_text())["state"]
     assert state["scores"]["count"] == 24 and all(
         value == value for value in state["scores"].values()
-    )  # of four rollouts of eight
+    )  # eight scores of each of four rollouts
     assert all(tensor.isfinite().all() for tensor in tensors(after).values())
     assert len(differing(tensors(before / "actor"), tensors(after / "actor"))) > 50
     assert json.loads((after / "actor" / "model.json").read_text())["steps"] == 4
@@ -266,7 +267,7 @@ def test_a_kl_above_its_ceiling_stops_the_run_after_saving(root: Path, ranks: Ra
     assert json.loads((root / "kl" / "summary.json").read_text())["exit_reason"] == "max_kl"
 
 
-# -- what the data do ------------------------------------------------------------------------------
+# -- data with non-finite gradients ------------------------------------------------------------------------
 
 
 def overflowing(root: Path) -> Path:

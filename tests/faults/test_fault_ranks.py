@@ -1,4 +1,4 @@
-"""Tests ranks that fail, die or hang: the messages, the exit codes, and that no process stays."""
+"""Tests ranks that fail, die or hang: the messages, the exit codes, and that no process remains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.environment import environment
 from tests.support.ports import reserved_port
 
 WORKER = Path(__file__).with_name("fault_ranks_worker.py")
-SOON = 60.0  # seconds; it takes 3 to 7 on an idle machine, and where a rank waits for the others, HANG
+SOON = 60.0  # seconds; ranks end within 3 to 7 on an idle machine, or after HANG if they wait for each other
 HANG = 240.0  # seconds until ranks that do not end are killed
 
 
@@ -28,8 +28,8 @@ class Ended:
     """Holds how the two ranks of a run ended."""
 
     codes: list[int]
-    seconds: float  # since any rank did anything
-    text: str  # what both wrote
+    seconds: float  # from the last sign of life of any rank to the end
+    text: str  # output of both ranks
     folder: Path
 
     @property
@@ -86,7 +86,7 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback_first(run, rank):
         f"rank {1 - rank}: stopped because rank {rank} failed (RuntimeError: fault at reward)",
     ]
     assert ended.text.count("Traceback") == 1 and "in _work" in ended.text
-    # the record of the run, which rank 0 keeps, is closed either way
+    # rank 0 closes the record of the run in both cases
     assert "fault at reward" in (ended.folder / "record0").read_text()
 
 
@@ -102,7 +102,7 @@ def test_the_same_exception_on_all_ranks_is_told_once(run):
 def test_a_killed_rank_is_named_by_the_others_which_leave(run, rank):
     """Kills rank 0, which hosts the store of the notices, or rank 1.
 
-    The connection errors that follow the loss of the store are not printed.
+    The connection errors that follow the loss of the store must not be printed.
     """
     ended = run(fault=f"kill@generate:rank={rank}")
     assert ended.codes[rank] == -signal.SIGKILL and ended.codes[1 - rank] == 1 and ended.seconds < SOON
@@ -123,7 +123,7 @@ def test_a_mistake_that_one_rank_finds_is_told_once_and_is_exit_code_2_on_all(ru
 
 
 def told_by_the_stuck(text):
-    """Returns the reports of ranks 0 and 1 on where they are; their order in the output is random."""
+    """Returns the reports of ranks 0 and 1 on their phase and stack; their order in the output is random."""
     parts = re.split(r"rank (\d): stuck", text)[1:]
     told = dict(zip(parts[::2], parts[1::2], strict=True))
     return told["0"], told["1"]
@@ -139,8 +139,8 @@ def test_a_stuck_rank_ends_all_with_phase_and_stack_of_each(run):
     )
     assert first.startswith(
         f" ({why}); this rank is after the phase 'update' since "
-    )  # it waits for rank 1, and has been as silent
-    assert "in fit\n" in first and "all_reduce" in first  # it waits there for the other
+    )  # rank 0 waits for rank 1, and so makes no progress either
+    assert "in fit\n" in first and "all_reduce" in first  # rank 0 waits there for rank 1
     assert "this rank is in the phase 'update' since " in second
     assert "in _work\n" in second and "in fault\n" in second and "all_reduce" not in second
     assert (ended.folder / "record0").read_text().count("\n") == 0
@@ -169,7 +169,8 @@ def launched(arguments, cwd, **more):
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=TIMEOUT)  # ends once all that write to the pipe have ended
+        # returns once all processes that write to the pipe have ended
+        output, _ = process.communicate(timeout=TIMEOUT)
     finally:
         try:
             os.killpg(process.pid, signal.SIGKILL)

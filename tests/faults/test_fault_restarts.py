@@ -42,7 +42,7 @@ def test_mistakes_come_first_and_a_restart_keeps_the_earlier_run(root: Path, ran
     assert ranks.run(2, arguments(root, "restarted"))[0] == [0, 0]
     before, first = names(run_dir), lines(run_dir)
 
-    # a changed seed is refused, but not before the reward is known to work
+    # a broken reward is reported before a changed seed
     for more in ((), ("run.resume=restart",)):
         codes, output = ranks.run(
             2, arguments(root, "restarted", "run.seed=7", f"reward.path={broken}:score", *more)
@@ -54,7 +54,7 @@ def test_mistakes_come_first_and_a_restart_keeps_the_earlier_run(root: Path, ran
     assert codes == [2, 2] and output.count("was made with") == 1 and "run.resume=restart" in output, output
     assert names(run_dir) == before
 
-    # it begins anew, is killed, and goes on with the same command
+    # a restarted run begins anew, is killed, and continues with the same command
     again = arguments(root, "restarted", "run.seed=7", "run.resume=restart", "checkpoint.every=1")
     run = ranks.start(2, again, fault="kill@checkpoint.before:at=2")
     assert ranks.wait(run) == [-9, -9], run.output()

@@ -1,6 +1,6 @@
 """Tests starts under poor conditions.
 
-These are an almost empty environment, no compiler, little shared memory, late ranks, and two nodes.
+The conditions are an almost empty environment, no compiler, little shared memory, late ranks, two nodes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.support.ports import reserved_port
 
 pytestmark = pytest.mark.slow
 
-# Two runs of two ranks, one after the other; in each, the second rank starts 2 s late. Then the script lists
-# the files that remain in /dev/shm.
+# Two runs of two ranks, one after the other; in each run, the second rank starts 2 s late. Then the script
+# lists the files that remain in /dev/shm.
 TWICE = """
 if [ "$SMALL_SHM" ]; then mount -t tmpfs -o size=64m tmpfs /dev/shm || exit 77; fi
 for steps in 1 2; do
@@ -39,7 +39,7 @@ if [ "$SMALL_SHM" ]; then ls -A /dev/shm; fi
 
 
 def bare(home: Path, path: str = f"{BIN}:/usr/bin:/bin") -> dict[str, str]:
-    """Returns the environment of ``env -i PATH=... HOME=...``, also without a network and a GPU."""
+    """Returns the environment of ``env -i PATH=... HOME=...``, with the Hub and GPUs disabled."""
     return {"PATH": path, "HOME": str(home), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -97,13 +97,13 @@ def test_ranks_that_come_one_by_one_without_a_compiler_and_with_little_shared_me
         start([*namespace, *shell], tmp_path, bare(tmp_path, path) | ranks | cache | small)
     )
     assert code == 0, output
-    assert steps(tmp_path / "run") == [1, 2]  # one folder, in which the second run went on
+    assert steps(tmp_path / "run") == [1, 2]  # the second run continued in the same folder
     assert not (tmp_path / "extensions").exists() and not list(tmp_path.rglob("*.so"))  # nothing was compiled
     assert output.endswith("left:\n"), output
 
 
 def own_mounts() -> tuple[list[str], dict[str, str]]:
-    """Returns a command prefix that gives the command its own mounts, where that is allowed."""
+    """Returns a command prefix for a separate mount namespace, and its environment, where this is allowed."""
     unshare = shutil.which("unshare")
     allowed = (
         unshare
@@ -146,7 +146,7 @@ def test_two_nodes_on_one_machine(tmp_path):
 
 
 def test_a_sweep_is_refused_under_several_ranks(tmp_path):
-    """Refuses a sweep, because every rank would run every job of it."""
+    """Every rank would run every job of the sweep."""
     env = environment() | {"WORLD_SIZE": "2", "RANK": "0"}
     done = subprocess.run(
         [sys.executable, TRAIN, "-m", *SMALL, "run.seed=1,2"],

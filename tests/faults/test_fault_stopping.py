@@ -1,6 +1,6 @@
 """Tests signals to any process of a run, and launchers that are killed.
 
-All ranks end together and soon, and the next start equals an undisturbed run.
+All ranks end together and soon, and the next start continues to the results of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tests.support.ports import reserved_port
 from tests.support.ranks import RankServer
 
 WORKER = Path(__file__).with_name("fault_stopping_worker.py")
-PATIENCE = 300.0  # a hang fails; the start of a launch takes 5 s on an idle machine
-# Seconds from a signal to the end of the last process. An idle machine takes three, or 90 without messages
-# between the ranks.
+PATIENCE = 300.0  # seconds until a hang fails the test; a launch takes 5 s to start on an idle machine
+# Seconds from a signal to the end of the last process. An idle machine needs 3 s; without messages between
+# the ranks it would need 90 s.
 SOON = 60.0
 
 # -- launchers and ranks without models ------------------------------------------------------------
@@ -43,24 +43,24 @@ CASES = [  # launcher, receiver, signal
     ("deepspeed", COMMAND, signal.SIGKILL),
     ("deepspeed", CHILD, signal.SIGTERM),
     ("deepspeed", CHILD, signal.SIGKILL),
-    ("deepspeed", GROUP, signal.SIGUSR1),  # as SLURM does it; the launchers are set to ignore it
+    ("deepspeed", GROUP, signal.SIGUSR1),  # as sent by SLURM; the launchers are set to ignore it
     ("torchrun", COMMAND, signal.SIGTERM),
-    ("torchrun", COMMAND, signal.SIGKILL),  # its agent, which also holds the store
+    ("torchrun", COMMAND, signal.SIGKILL),  # kills torchrun's agent, which also hosts the store
 ]
 
 
 @dataclass
 class Outcome:
-    told: list[bool]  # by rank
+    told: list[bool]  # for each rank, whether it received the stop request
     seconds: float  # from the signal to the end of the last process
     output: str
 
 
 def marked(mark: str) -> list[int]:
-    """Returns the processes that have inherited the mark, under any parent."""
+    """Returns the ids of all processes with the mark in their environment, whatever their parent is."""
     found = []
     for entry in Path("/proc").iterdir():
-        with suppress(OSError):  # it has ended meanwhile, or is another user's
+        with suppress(OSError):  # the process has ended meanwhile, or belongs to another user
             if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
     return found
@@ -127,7 +127,7 @@ def launched(case: tuple[str, str, signal.Signals], folder: Path) -> Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple, Any]]:
-    """Launches two cases at a time, because most of each launch is the import of libraries."""
+    """Launches two cases at a time, because imports take most of the time of a launch."""
     root = tmp_path_factory.mktemp("launched")
     with ThreadPoolExecutor(2) as pool:
         yield {case: pool.submit(launched, case, root / str(i)) for i, case in enumerate(CASES)}
@@ -140,7 +140,7 @@ def test_all_ranks_hear_of_it_and_nobody_is_left(outcomes: dict[tuple, Any], cas
     assert outcome.told == [True, True] and outcome.seconds < SOON, outcome.output
     assert f'{WORKER.name}", line' not in outcome.output, (
         outcome.output
-    )  # launchers print their own tracebacks of signals
+    )  # launchers print tracebacks of signals themselves
 
 
 # -- the trainer -----------------------------------------------------------------------------------
@@ -187,10 +187,10 @@ def ranks(rank_server: RankServer) -> Ranks:
 
 
 def arguments(root: Path, name: str, *more: str) -> list[str]:
-    """Returns the arguments of four steps with every part that has a state.
+    """Returns the arguments of a run of four steps with every part that has a state.
 
-    These are an adaptive controller, a normaliser, dropout-free models, and an evaluation after every second
-    step.
+    The parts are an adaptive controller, a normaliser, dropout-free models, and an evaluation after every
+    second step.
     """
     return [
         f"run.dir={root / name}", "run.steps=4", f"actor.model.path={root / 'actor'}",
@@ -237,9 +237,9 @@ def test_stopped_in_every_phase_it_ends_with_the_weights_of_an_undisturbed_run(
 ) -> None:
     run_dir, told = root / "stopped", []
     for stop in (
-        f"{IN_GENERATION}=2",  # of the second step; the first call was the evaluation's before the training
-        "here=2",  # in the reward of the evaluation after the second step, which this start begins with
-        "here=2",  # in the reward of the third step: this start makes up for the evaluation first
+        f"{IN_GENERATION}=2",  # in the second step; the evaluation before the training makes the first call
+        "here=2",  # in the reward of the evaluation after the second step, the first part of this start
+        "here=2",  # in the reward of the third step, after the evaluation that was interrupted
         "stop@update=1",  # in the update of the third step
         "",
     ):
@@ -279,7 +279,7 @@ def test_with_zero_3_layer_by_layer_ranks_leave_generation_in_step(root: Path, r
 def test_a_rank_that_waits_for_another_which_decodes_has_it_stop(root: Path, ranks: Ranks) -> None:
     """Sends SIGTERM to rank 0 twice while rank 1 decodes.
 
-    Rank 1 would need minutes for its answers to the second step's prompts.
+    Rank 1 would need minutes to decode its answers to the second step's prompts.
     """
     run_dir, how = (
         root / "waiting",

@@ -1,6 +1,6 @@
 """Tests a change from two ranks to one and back to two, without a loss of state.
 
-Any checkpoint exports the model that its run would have saved.
+Exporting any checkpoint gives the model that its run would have saved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.ranks import RankServer
 
 pytestmark = pytest.mark.slow
 
-PATIENCE = 1500  # a hang fails; a case that hangs prints where, long before
+PATIENCE = 1500  # seconds until a hang fails the test; a hanging case prints its stacks long before
 UNCOMPARED = ("time", "perf/", "mem/", "health/rank_time_spread_s")
 EVERY = pytest.mark.parametrize("case", CASES)
 
@@ -51,7 +51,7 @@ def steps(run_dir: Path) -> list[dict[str, float]]:
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns the weights and moments of all models of a checkpoint, including second sets and buffers."""
+    """Returns the weights and moments of all models of a checkpoint, with weight copies and buffers."""
     files = [file for file in sorted(folder.rglob("*.safetensors")) if not file.name.startswith("rng")]
     return {
         f"{file.parent.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()
@@ -59,7 +59,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def counters(folder: Path) -> dict[str, Any]:
-    """Returns all states that are not tensors: of the loop and its parts, and of each model."""
+    """Returns all states of the loop, its parts and the models that are not tensors."""
     found = {"loop": json.loads((folder / "state.json").read_text())["state"]}
     for file in folder.glob("*/model.json"):
         about = json.loads(file.read_text())
@@ -70,7 +70,7 @@ def counters(folder: Path) -> dict[str, Any]:
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    """Asserts that both are bit-identical."""
+    """Asserts that two sets of tensors are bit-identical."""
     assert a.keys() == b.keys()
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
@@ -122,7 +122,7 @@ def test_one_rank_trains_on(root: Path, case: str) -> None:
 
 @EVERY
 def test_the_learning_rate_goes_on_by_the_schedule(root: Path, case: str) -> None:
-    """Expects 1e-3 after one step of warm-up, then half a cosine over three steps to a tenth of it."""
+    """Expects 1e-3 after one step of warm-up, then half a cosine over three steps down to 1e-4."""
     expected = [5e-4, 1e-3, 5.5e-4, 1e-4]
     for where, since in (("two", 0), ("one", SAVED), ("back", SAVED)):
         for name in ("policy/lr", "value/lr"):
@@ -149,7 +149,7 @@ def test_shards_of_two_ranks_become_whole_weights_of_one(root: Path) -> None:
 def test_the_first_step_changes_every_trained_tensor(root: Path, case: str) -> None:
     """Detects changes by gradients, because there is no weight decay.
 
-    Of adapters, only B changes: A has no gradient while B is zero, and changes in the second step.
+    In adapters, only B changes: A has no gradient while B is zero, and changes from the second step on.
     """
     what = CASES[case]
     dtype = torch.bfloat16 if what.get("dtype") else torch.float32
@@ -186,10 +186,10 @@ def files(folder: Path) -> dict[str, Any]:
     }
     for name in [name for name in found if name.endswith("adapter_config.json")]:
         found[name] = json.loads(found[name])
-        found[name]["target_modules"].sort()  # peft writes a set
+        found[name]["target_modules"].sort()  # peft writes a set, in arbitrary order
     for name in [name for name in found if name.endswith("tokenizer_config.json")]:
         found[name] = json.loads(found[name])
-        found[name].pop("local_files_only", None)  # whether the process that wrote it was offline
+        found[name].pop("local_files_only", None)  # depends on whether the writing process was offline
     return found
 
 
@@ -220,7 +220,7 @@ def test_an_earlier_step_is_another_model_and_has_the_weights_of_its_masters(
     assert files(early)["model.safetensors"] != files(run_dir / "model")["model.safetensors"]
     assert files(early) == files(
         export_to(tmp_path / "same", str(checkpoint(root / "one" / case)))
-    )  # wherever it was saved
+    )  # an export does not depend on the run that saved the checkpoint
     masters = tensors(checkpoint(run_dir))
     for name, weight in load_file(early / "model.safetensors").items():
         master = masters.get(f"actor/weight/lm.{name}")
@@ -248,7 +248,7 @@ def test_an_exported_bf16_model_computes_its_positions_in_fp32(root: Path, tmp_p
 def test_a_rank_whose_answers_are_short_waits_for_the_other_and_learns_the_same(
     root: Path, case: str
 ) -> None:
-    """Compares ZeRO-3 on two ranks with one rank without ZeRO."""
+    """Compares ZeRO-3 on two ranks to one rank without ZeRO."""
     alone, both = steps(root / "one" / "uneven"), steps(root / "two" / case)
     rows = [
         json.loads(line)

@@ -1,13 +1,13 @@
-"""Kills runs of two ranks at random moments: they end bit-identical to runs that nothing disturbs.
+"""Kills runs of two ranks at random moments: they end bit-identical to undisturbed runs.
 
-About 60 % of the kills come at random times, from the start of the process on. The others come at the fault
-points of distributed/faults.py, most of which lie inside a save. They are SIGKILL and SIGTERM, to one rank or
-to all. After each kill the same command starts again; a run that reaches its end is compared, and another one
-begins.
+About 60 % of the kills come at random times from the start of the process on. The others come at the fault
+points of distributed/faults.py, most of which are inside a save. The signals are SIGKILL and SIGTERM, to one
+rank or to all ranks. After each kill the same command starts again. A run that reaches its end is compared,
+and the next run begins.
 
     PPO_DS_KILLS=100            kills in total, half of them on ZeRO-2 and half on ZeRO-3
-    PPO_DS_KILL_SEED=N          the seed of the choices; by default another one each time
-    PPO_DS_KILLS_FILE=PATH      where the figures are written, as JSON
+    PPO_DS_KILL_SEED=N          the seed of the random choices; by default different each time
+    PPO_DS_KILLS_FILE=PATH      file for the results, as JSON
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SEED = int(os.environ.get("PPO_DS_KILL_SEED", random.SystemRandom().randrange(10
 STEPS = 40
 MINUTES = 0.05
 WORKER = "tests.faults.random_kills_worker:train"
-FAULTS = {  # place -> the highest visit in one process at which a fault is injected
+FAULTS = {  # fault point -> highest number of the visit in a process at which a fault is injected
     "checkpoint.before": 2,
     "checkpoint.after_actor": 2,
     "checkpoint.after_critic": 2,
@@ -70,13 +70,13 @@ def command(lab: Lab, stage: int, name: str) -> list[str]:
 
 
 def newest_checkpoint(run_dir: Path) -> int:
-    """Returns the step of the newest undamaged checkpoint, 0 without one."""
+    """Returns the step of the newest undamaged checkpoint, or 0 without a checkpoint."""
     folders = sorted((run_dir / "checkpoints").glob("step_*"), reverse=True)
     return next((int(folder.name[5:]) for folder in folders if not damage_of(folder)), 0)
 
 
 class Killer:
-    """Chooses how each start is killed, and counts what the kills have hit."""
+    """Chooses how each start is killed, and counts where the kills occurred."""
 
     def __init__(self, choices: random.Random, startup: float, duration: float, log: Path):
         self.choices, self.startup, self.duration, self.log = choices, startup, duration, log
@@ -84,7 +84,7 @@ class Killer:
         self.signals: Counter[str] = Counter()
 
     def environment(self) -> dict[str, str]:
-        """Chooses the next kill."""
+        """Chooses the next kill, and returns the environment variables that cause it."""
         self.log.unlink(missing_ok=True)
         choices = self.choices
         number = choices.choice([signal.SIGKILL, signal.SIGTERM])
@@ -105,7 +105,7 @@ class Killer:
         return {"KILL": json.dumps(kill)}
 
     def count(self) -> None:
-        """Counts the last chosen kill, which has ended the ranks."""
+        """Counts the kill that was chosen last; it has ended the ranks."""
         name, place = self.chosen
         self.signals[name] += 1
         self.phases[place or self.log.read_text()] += 1

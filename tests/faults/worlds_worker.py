@@ -1,6 +1,6 @@
 """Runs the ranks of test_fault_worlds.py: the same runs on two ranks, then on one, then on two again.
 
-Each part is a separate function. A run writes its run directory ``ROOT/{two,one,back}/<case>``.
+Each of the three parts is a separate function. The run directories are ``ROOT/{two,one,back}/<case>``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ppo_ds.training import report
 from ppo_ds.training.run import Run
 from tests.invariant import invariant_assets
 
-HANG = 240  # seconds of one case, after which it prints where it hangs and ends
-SAVED = 2  # the step whose checkpoint goes from ranks to ranks
+HANG = 240  # seconds after which a hanging case prints its stacks and exits
+SAVED = 2  # the step whose checkpoint the other number of ranks loads
 Tree = dict[str, Any]
 
 ADAPTED = {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
 
-CASES: dict[str, Tree] = {  # ZeRO 0 to 3, fp32 and bf16, tied and untied, a running average, adapters
+CASES: dict[str, Tree] = {  # ZeRO 0 to 3, fp32 and bf16, tied and untied weights, an average, adapters
     "zero0": {"stage": 0, "model": "tied"},
     "zero1": {"stage": 1, "dtype": "bf16"},
     "zero2": {"stage": 2, "dtype": "bf16", "model": "tied", "actor": {"ema": {"decay": 0.9}}},
@@ -40,15 +40,15 @@ CASES: dict[str, Tree] = {  # ZeRO 0 to 3, fp32 and bf16, tied and untied, a run
 UNEVEN: dict[str, Tree] = {
     "uneven": {"generation_gather": "whole"},
     "uneven layers": {"generation_gather": "layers"},
-}  # on ZeRO-3
+}  # both on ZeRO-3
 
 
 def of_this_test(part: Callable[[Path], None]) -> Callable[[], None]:
-    """Returns a function that runs ``part`` on one rank, with the folder that the test gives."""
+    """Returns a function that runs ``part`` on one rank in the folder given by sys.argv."""
 
     def run_part() -> None:
         shards.SHARD_BYTES = 30_000  # several shards, so that both ranks write
-        report.plot_curves = lambda *_, **__: False  # a second each, and no test looks at it
+        report.plot_curves = lambda *_, **__: False  # a plot takes a second, and no test reads it
         part(Path(sys.argv[1]))
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -65,7 +65,7 @@ def train(root: Path) -> None:
 
 @of_this_test
 def train_unevenly(root: Path) -> None:
-    """Trains with a check that all ranks call each collective with the same shapes.
+    """Trains while checking that all ranks call each collective with the same shapes.
 
     Without the check, gloo accepts different shapes and returns wrong numbers.
     """
@@ -82,7 +82,7 @@ def take_over(root: Path) -> None:
     run("uneven", root / "one" / "uneven", uneven(config(root, stage=0)))
 
     def load(built: Run) -> None:
-        """Loads the checkpoint of another ZeRO stage too."""
+        """Loads the checkpoint even if its ZeRO stage is another one."""
         built.saver.checkpoints.load(checkpoint(root / "two" / "zero3"), built.stage.models)
         for role, model in built.stage.models.items():
             weights = consolidated(model)
@@ -181,7 +181,7 @@ def config(
 def uneven(tree: Tree) -> Tree:
     """Changes the config to two steps of two optimizer steps with answers of very different lengths.
 
-    The answers of the first rank have ten tokens, those of the second rank one.
+    Answers on the first rank have ten tokens, and answers on the second rank have one.
     """
     tree["run"]["steps"] = tree["algo"]["epochs"] = 2
     tree["data"] |= {"path": str(Path(tree["data"]["path"]).with_name("uneven.jsonl")), "shuffle": False}

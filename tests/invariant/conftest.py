@@ -1,4 +1,4 @@
-"""Makes all runs once, on one rank and on two; the tests compare the results."""
+"""Makes each run once, on one rank or on two; the tests compare the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.ranks import RankServer
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer
 ) -> Launches:
-    """Returns the runs of CORE, and all others where a test that is marked slow is to run."""
+    """Returns the runs of CORE, and all other runs if tests marked slow are selected."""
     root = tmp_path_factory.mktemp("invariant")
     invariant_assets.make(root)
     launches = Launches(root, rank_server)

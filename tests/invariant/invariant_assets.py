@@ -16,8 +16,8 @@ from ppo_ds.models import tiny
 from ppo_ds.types import Row
 
 CHARACTERS = "abcdefghijklmnop"
-# The end token, "a" and "b". With three of 19 tokens, answers of one token and answers that never end are
-# both common.
+# The end token, "a" and "b". With three stop tokens of 19 tokens, answers of one token and answers that never
+# end are both common.
 STOPS = [
     1,
     3,
@@ -40,7 +40,7 @@ PROMPTS = [
 
 
 def score(prompts: list[str], responses: list[str], rows: list[Row]) -> list[float]:
-    """Rewards "e" and "i", and answers as long as the prompt."""
+    """Rewards the letters "e" and "i", and answers that are as long as the prompt."""
     return [
         0.5 * sum(map(r.count, "ei")) - 0.1 * abs(len(p) - len(r))
         for p, r in zip(prompts, responses, strict=True)
@@ -81,7 +81,7 @@ def _score_model(folder: Path, language_model: Path) -> None:
 
 
 def make(root: Path) -> None:
-    """Writes ``root``/{actor,tied,other,scorer} and ``root``/{prompts,same}.jsonl; always the same bits."""
+    """Writes ``root``/{actor,tied,other,scorer} and ``root``/{prompts,same}.jsonl; their bits never vary."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         _language_model(root / "actor")

@@ -1,4 +1,4 @@
-"""Lists the runs that are compared. A label names the difference from the plain run on that ZeRO stage."""
+"""Lists the runs that are compared. A label is a ZeRO stage and the difference from its plain run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from tests.invariant.invariant_runs import ASSETS, Case, case, merged, staged
 from tests.invariant.mistakes import MISTAKES
 
-ROW_BY_ROW = {"memory": {"score_tokens": 1, "train_tokens": 1}}  # each row is a forward of its own
+ROW_BY_ROW = {"memory": {"score_tokens": 1, "train_tokens": 1}}  # each row is a separate forward
 AT_ONCE = {"memory": {"score_tokens": 10**6, "train_tokens": 10**6}}
 PACKED = {"memory": {"layout": "packed"}}
-CHECKPOINTED = {"actor": {"model": {"gradient_checkpointing": True}}}  # the critic inherits it
+CHECKPOINTED = {"actor": {"model": {"gradient_checkpointing": True}}}  # the critic inherits the setting
 OTHER_AGGREGATION = {
     "algo": {
         "loss": {"agg": "seq_mean_token_mean"},
@@ -22,7 +22,7 @@ OTHER_AGGREGATION = {
     }
 }
 GREEDY = {"sampling": {"top_k": 1}}
-HF = {"rollout": {"backend": "hf"}}  # the default is auto, which takes static
+HF = {"rollout": {"backend": "hf"}}  # the default, auto, selects static
 LAYERS = {"actor": {"zero": {"generation_gather": "layers", "offload_states": "always"}}}
 SAME_PROMPT = {
     "data": {"path": f"{ASSETS}/same.jsonl"},
@@ -42,9 +42,9 @@ SHARDED_REWARD = {"reward": {**MODEL_REWARD["reward"], "zero": {"stage": 3}}}
 FROM_ACTOR = {"critic": {"init": "actor", "model": {"path": None}}}
 ONE_STEP = {"run": {"steps": 1}}
 LORA = {"actor": {"lora": {"rank": 4, "lr": 3e-3}}, "critic": {"lora": {"rank": 4}}}
-# Adam divides a gradient by its size plus eps: with 1e-8, gradients near 0 move weights by their rounding. A
-# critic with one value for each answer passes its optimum in two steps of 1e-3, where its gradient is a small
-# remainder of large terms that cancel.
+# Adam divides a gradient by its size plus eps: with 1e-8, the rounding of gradients near 0 moves weights.
+# A critic with one value for each answer passes its optimum in two steps of 1e-3; its gradient there is a
+# small remainder of large terms that cancel.
 CALM = {"actor": {"optim": {"eps": 1e-5}}, "critic": {"optim": {"eps": 1e-5, "lr": 2e-4}}}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     # two answers to each prompt, no critic
@@ -59,7 +59,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 def algorithms(*stages: int) -> list[Case]:
-    """Returns runs of four optimizer steps; another reference makes the KL differ from 0 at once."""
+    """Returns runs of four optimizer steps; the reference is another model, so the KL starts above 0."""
     common = merged(merged(CALM, OTHER_REFERENCE), ONE_STEP)
     return [
         case(f"zero{stage} {name}", staged(stage), common, how)
@@ -75,8 +75,8 @@ def frozen(stage: int, **zero: Any) -> dict[str, Any]:
 def interrupted(label: str, *overlays: dict[str, Any]) -> list[Case]:
     """Returns runs on two ranks that sample their answers.
 
-    One makes three steps at once, one makes the first step only, and one makes the other two from its
-    checkpoint.
+    One run makes three steps at once. Another makes only the first step, and a third makes the other two from
+    the checkpoint of that step.
     """
     stopped = {"run": {"stop_at_step": 1}, "checkpoint": {"every": 1}}
     resumed = {"run": {"resume": f"{ASSETS}/2/{label} stopped/checkpoints/step_000001"}}
@@ -166,7 +166,7 @@ CORE = {
 def tiered(names: Iterable[str], ranks: int | None = None) -> list[Any]:
     """Returns the parameters of a test; those whose run is not in CORE are marked slow.
 
-    ``ranks`` is used for labels without a number of ranks.
+    ``ranks`` is added to labels without a number of ranks.
     """
     full = {name: name if ranks is None else f"{ranks}/{name}" for name in names}
     return [name if full[name] in CORE else pytest.param(name, marks=pytest.mark.slow) for name in full]

@@ -14,19 +14,20 @@ from torch import Tensor
 from tests.invariant import invariant_assets
 from tests.support.ranks import RankServer
 
-PATIENCE = 1500  # seconds of one launch; a case that hangs ends by itself long before
-UNCOMPARED = ("time/", "perf/", "mem/", "health/rank_time_spread_s")  # what may differ between equal runs
-ASSETS = "ASSETS"  # in a case: the folder of the models and prompts
+PATIENCE = 1500  # seconds per launch; a case that hangs ends itself long before
+# metrics that may differ between equal runs
+UNCOMPARED = ("time/", "perf/", "mem/", "health/rank_time_spread_s")
+ASSETS = "ASSETS"  # placeholder in a case for the folder of the models and prompts
 NOT_PERSISTENT = {
     "zero_optimization": {"stage3_param_persistence_threshold": 0}
-}  # tiny weights are sharded too
+}  # so that tiny weights are sharded too
 Case = dict[str, Any]
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Merges ``over`` into ``base``, dict by dict.
 
-    A dict with another ``_target_`` replaces the old one completely.
+    A dict with another ``_target_`` replaces the old dict completely.
     """
     out = dict(base)
     for key, value in over.items():
@@ -40,7 +41,7 @@ def base() -> dict[str, Any]:
 
     Adam's eps is not 1e-8: its first step moves a weight by lr g / (|g| + eps), so that a gradient of 2e-9
     (one in 30,000 is that small) would turn its own rounding of 3e-10 into a move of 1e-5. With 1e-6 the move
-    is 1e-7, and the other gradients, of about 1e-3, are not affected.
+    is 1e-7, and the other gradients, which are about 1e-3, are not affected.
     """
     optim = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}
     return {
@@ -92,7 +93,7 @@ class Run:
 
     @cached_property
     def steps(self) -> list[dict[str, float]]:
-        """Returns the metrics of each PPO step that must not depend on how it was computed."""
+        """Returns the metrics of each PPO step, without those that may differ between equal runs."""
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         return [
             {k: v for k, v in json.loads(line).items() if k != "time" and not k.startswith(UNCOMPARED)}
@@ -115,7 +116,7 @@ class Run:
         }
 
     def experience(self, when: str) -> dict[str, Tensor]:
-        """Returns the experience of the first step or of the last, by ``when``."""
+        """Returns the experience of the "first" or "last" step, as ``when`` says."""
         return {name.partition("/")[2]: x for name, x in self.tensors.items() if name.startswith(f"{when}/")}
 
     def samples(self, step: int) -> list[dict[str, Any]]:

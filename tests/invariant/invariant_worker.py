@@ -1,8 +1,8 @@
 """Runs many small trainings, one after the other, in one process group.
 
-Its arguments are ROOT and NAME; it reads ``ROOT/NAME.json``. Each case is {"label", "config", and switches}.
-Its results are in ``ROOT/NAME/<label>``: metrics.jsonl, samples/, model/ and critic/ of the run itself, and
-found.json and tensors.safetensors with the observations of rank 0.
+Its arguments are ROOT and NAME; it reads the cases from ``ROOT/NAME.json``, each of the form {"label",
+"config", and switches}. The results of a case are in ``ROOT/NAME/<label>``: metrics.jsonl, samples/, model/
+and critic/ of the run itself, and found.json and tensors.safetensors with the observations of rank 0.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Experience, Metrics, Prompts, Rollout, ScoredRollout
 from tests.invariant.mistakes import made
 
-HANG = 300  # seconds of one case, after which it prints where it hangs and ends
+HANG = 300  # seconds after which a hanging case prints its stacks and exits
 Case = dict[str, Any]
 Found = dict[str, Any]
 
 
 class Recorder:
-    """Keeps every rollout of one rank for others to replay."""
+    """Records every rollout of one rank, for replay in other runs."""
 
     def __init__(self, trainer: PPOTrainer, file: Path):
         self.generate, self.file = trainer.collect.generator, file
@@ -54,7 +54,7 @@ class Recorder:
 class Replayer:
     """Gives each rank its part of the recorded rollouts, cut to its own widths.
 
-    The prompts must be those that were recorded.
+    The prompts must be the recorded prompts.
     """
 
     def __init__(self, trainer: PPOTrainer, file: Path):
@@ -78,13 +78,13 @@ class Replayer:
 
 
 class Interrupted(Exception):
-    """Is raised inside generation mode on purpose."""
+    """Raised inside generation mode on purpose."""
 
 
 class Disturber(Replayer):
     """Disturbs generation mode before it replays.
 
-    The mode is left by an exception on all ranks, then on one rank alone, and entered again inside itself.
+    An exception leaves the mode on all ranks, then on only one rank; then the mode is entered while active.
     """
 
     def __init__(self, trainer: PPOTrainer, file: Path):
@@ -93,7 +93,7 @@ class Disturber(Replayer):
         self.seen: list[dict[str, bool]] = []
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
-        with self.actor.generation_mode():  # the sampler is inside one already
+        with self.actor.generation_mode():  # generation mode is already active here
             inside = self.state()
             self.generate(prompts, sampling)
         still_inside = self.state()
@@ -169,7 +169,7 @@ def watch_experience(trainer: PPOTrainer) -> list[Experience]:
 def count_layer_runs(trainer: PPOTrainer) -> dict[str, int]:
     """Counts how often the first layer of each trained model runs with gradients.
 
-    A checkpointed layer runs twice in each backward.
+    A checkpointed layer runs a second time in each backward pass.
     """
     counted = dict.fromkeys(trainer.models, 0)
 
@@ -186,7 +186,7 @@ def count_layer_runs(trainer: PPOTrainer) -> dict[str, int]:
 
 
 def count_forwards(trainer: PPOTrainer) -> list[int]:
-    """Returns [number of decoding forwards so far]."""
+    """Returns a one-element list with the number of decoding forwards so far."""
     counted = [0]
 
     def count(*_: Any) -> None:
@@ -201,7 +201,7 @@ def count_forwards(trainer: PPOTrainer) -> list[int]:
 def views_of_the_actor(trainer: PPOTrainer, experience: Experience) -> dict[str, Tensor]:
     """Evaluates the trained models on the last rollout.
 
-    The engines give log-probs and values of all states, the decoding model gives logits.
+    The engines give log-probs and values of all states; the decoding model gives logits.
     """
     ids, mask = experience.ids, experience.attention_mask
     with trainer.actor.generation_mode():
@@ -215,7 +215,7 @@ def views_of_the_actor(trainer: PPOTrainer, experience: Experience) -> dict[str,
 
 
 def rotary(trainer: PPOTrainer) -> Found:
-    """Returns the RoPE frequencies of all models, which no dtype and no sharding may round."""
+    """Returns the RoPE frequencies of all models, which must not be rounded with any dtype or sharding."""
     reference = trainer.make_experience.reference.module
     lms = {"actor": trainer.actor.module.lm, "reference": reference.lm}
     if trainer.actor._copy is not None:
@@ -225,7 +225,7 @@ def rotary(trainer: PPOTrainer) -> Found:
 
 
 def set_generator(trainer: PPOTrainer, how: str, file: Path) -> list[dict[str, bool]]:
-    """Returns a list of the observations that a Disturber will append."""
+    """Replaces the generator; returns the list to which a Disturber appends its observations."""
     if how == "record":
         trainer.collect.generator = Recorder(trainer, file)
     elif how == "replay":

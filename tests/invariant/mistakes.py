@@ -31,7 +31,7 @@ def rows_instead_of_tokens(masks: Any, dp_size: int, norm: float) -> Any:
 
 
 def own_rows_only(experience: Experience, world: World) -> Experience:
-    """Keeps the widths, but puts this rank's rows in place of those of the others."""
+    """Keeps the widths, but replaces the rows of other ranks by this rank's rows."""
     wide = experience.resized(
         world.max_int(experience.prompt_width), world.max_int(experience.response_width)
     )
@@ -65,7 +65,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 @contextmanager
 def made(mistake: str | None) -> Iterator[None]:
-    """Makes a mistake inside the block; without a name nothing changes."""
+    """Makes a mistake inside the block; with None nothing changes."""
     if mistake is None:
         yield
         return

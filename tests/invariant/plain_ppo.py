@@ -1,7 +1,7 @@
-"""Implements PPO plainly, to be checked by hand: one process, one row at a time, no padding, no masks.
+"""Implements PPO so that reading suffices to check it: one process, one row at a time, no padding, no masks.
 
-It uses nothing of the package and follows the papers: Schulman et al. 2017 (clipped surrogate, GAE 2016),
-Ziegler et al. 2019 (KL in the reward, value head).
+It uses no code of ppo_ds and follows the papers: Schulman et al. 2017 (clipped surrogate), Schulman et al.
+2016 (GAE), Ziegler et al. 2019 (KL in the reward, value head).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def logprobs(model: nn.Module, row: Row) -> tuple[Tensor, Tensor]:
 
 
 def states(model: nn.Module, row: Row) -> Tensor:
-    """Computes V(s) [n+1] before each token of the answer, and after the last."""
+    """Computes V(s) [n+1] before each token of the answer and after the last token."""
     ids, n = row
     return model.score(model.model(ids[None]).last_hidden_state)[0, -n - 1 :, 0]
 

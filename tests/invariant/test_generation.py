@@ -1,4 +1,4 @@
-"""Tests that generation mode gathers and releases weights, also when its block raises.
+"""Tests that generation mode gathers and releases weights, even if its block raises.
 
 Ranks decode independently and draw different samples.
 """
@@ -32,7 +32,7 @@ def test_greedy_answers_depend_on_neither_backends_nor_ranks_nor_stages_nor_chun
     expected = answers(runs[GREEDY[0]])
     assert (
         len(expected) == 48 and len(set(expected)) > 12
-    )  # prompts change between steps, and so do answers as the policy learns
+    )  # prompts differ between steps, and answers change as the policy learns
     for name in GREEDY:
         assert answers(runs[name]) == expected, name
 
@@ -57,7 +57,7 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(runs: Launches, name: str)
 
 
 def test_ranks_decode_different_numbers_of_tokens(runs: Launches) -> None:
-    """Covers ZeRO-3 too: no rank waits for the others inside generation mode."""
+    """Inside generation mode no rank waits for the others, even with ZeRO-3."""
     first, second = runs["2/zero3 greedy row by row"].found["forwards"]
     assert first != second and min(first, second) > 0
 
@@ -85,7 +85,7 @@ def assert_undisturbed(plain: Run, disturbed: Run) -> None:
     for name in plain.tensors:
         assert torch.equal(plain.tensors[name], disturbed.tensors[name]), name
     for rank in disturbed.found["seen"]:
-        # each step: left by an exception on all ranks, then on one alone; then entered again inside itself
+        # per step: an exception on all ranks, an exception on one rank, and entry while active
         assert len(rank) == 9 and all(all(state.values()) for state in rank), rank
         assert [sorted(state) for state in rank[:3]] == 2 * [
             ["emptied", "refused outside", "released", "train"]

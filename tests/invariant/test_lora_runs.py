@@ -1,6 +1,6 @@
 """Tests whole runs with adapters on actor and critic.
 
-The results are the same on every ZeRO stage and number of ranks, and the base is unchanged.
+The results are the same for every ZeRO stage and number of ranks; the base weights do not change.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def test_a_run_starts_as_one_without_adapters_at_a_kl_of_exactly_0(runs: Launche
     assert [step["parity/ratio_first_minibatch_max"] for step in steps] == pytest.approx([1, 1, 1], abs=1e-5)
     assert steps[0]["policy/lr"] == pytest.approx(
         3 * steps[0]["value/lr"]
-    )  # the actor's adapters have a rate of their own
+    )  # the actor's adapters have their own learning rate
 
 
 @EVERY
 def test_the_reference_stays_the_base(runs: Launches, name: str) -> None:
-    """Recomputes the last rollout with plain transformers, from the folder that the run started from."""
+    """Recomputes the last rollout with plain transformers, from the model folder that the run loaded."""
     experience, lm = runs[name].experience("last"), plain_ppo.language_model(runs.root / "actor")
     kept = zip(
         experience["ids"],

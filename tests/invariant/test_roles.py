@@ -21,7 +21,7 @@ def rows(experience: dict[str, Tensor]) -> list[plain_ppo.Row]:
 
 
 def states(experience: dict[str, Tensor]) -> Tensor:
-    """Returns a mask [B,S] bool: before each token of the answer, and after the last."""
+    """Returns a bool mask [B,S] of the states before each token of the answer and after the last token."""
     mask = experience["response_mask"]
     return torch.arange(mask.shape[1] + 1) <= mask.sum(1, keepdim=True)
 
@@ -42,20 +42,20 @@ def test_a_reference_gives_the_same_log_probs_wherever_it_is(runs: Launches, whe
     assert_rows_close(experience["ref_logprobs"], experience["response_mask"], expected)
     assert (
         experience["ref_logprobs"] - experience["logprobs"]
-    ).abs().max() > 1  # another model than the actor, so that this says something
+    ).abs().max() > 1  # the test is meaningful only if the reference differs from the actor
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1/zero0", "2/zero3"])
 @torch.no_grad()
 def test_a_critic_from_a_reward_model_starts_with_its_scores(runs: Launches, name: str) -> None:
-    """Checks critic.init=auto: each state has the score that the reward model gives to the text so far."""
+    """Checks critic.init=auto: the value of each state is the reward model's score of the text so far."""
     experience = runs[f"{name} critic from reward"].experience("first")
     scorer = plain_ppo.score_model(runs.root / "scorer")
     expected = [plain_ppo.states(scorer, row) for row in rows(experience)]
     assert_rows_close(experience["values"], states(experience), expected)
     assert experience["values"].abs().max() > 0.1
-    if name == "2/zero3":  # and the reward model, sharded too, scores as the replica on one rank does
+    if name == "2/zero3":  # the reward model is sharded too, and scores like a replica on one rank
         torch.testing.assert_close(
             experience["scores"],
             runs["1/zero0 critic from reward"].experience("first")["scores"],
@@ -113,7 +113,7 @@ def check_export(run: Run, tied: bool, dtype: torch.dtype) -> None:
     kept = experience["response_mask"]
     bound = (
         1e-5 if dtype is torch.float32 else 0.1
-    )  # bf16: the head runs over other rows there, and rounds otherwise
+    )  # in bf16 the head runs over other rows, and so rounds differently
     torch.testing.assert_close(logprobs[kept], run.tensors["trained_logprobs"][kept], rtol=0, atol=bound)
 
 
@@ -135,7 +135,7 @@ def check_exported_critic(run: Run, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", tiered(EXPORTS))
 @torch.no_grad()
 def test_what_is_saved_is_what_was_trained(runs: Launches, name: str) -> None:
-    """Loads the files with plain transformers: weights, ties and logits are the same."""
+    """Loads the saved files with plain transformers and compares weights, ties and logits."""
     dtype = torch.bfloat16 if "bf16" in name else torch.float32
     check_export(runs[name], tied="tied" in name, dtype=dtype)
     check_exported_critic(runs[name], dtype)

@@ -1,4 +1,4 @@
-"""Tests that the number of ranks, the ZeRO stage and the cut of rows into forwards change only the speed.
+"""Tests that results depend on neither the number of ranks, nor the ZeRO stage, nor the split into forwards.
 
 Generation is replayed.
 """
@@ -18,9 +18,9 @@ from tests.invariant.invariant_cases import ALGORITHMS, tiered
 from tests.invariant.invariant_runs import Launches, Run
 from tests.invariant.mistakes import MISTAKES
 
-RELATIVE = 1e-5  # of losses, norms, KL, ... in fp32
-ABSOLUTE = 2e-6  # where numbers near 0 are left of larger ones that cancel
-WEIGHTS = 1e-5  # after 12 steps of AdamW, which moved them by about 1e-2
+RELATIVE = 1e-5  # tolerance of losses, norms, KL and other metrics in fp32
+ABSOLUTE = 2e-6  # for metrics near 0, which are what remains after larger terms cancel
+WEIGHTS = 1e-5  # tolerance after 12 steps of AdamW, which move weights by about 1e-2
 
 ON_ONE = ["zero1", "zero2", "zero3", "zero0 row by row", "zero0 at once", "zero0 packed"]
 ON_TWO = [
@@ -45,7 +45,7 @@ def gaps(a: Run, b: Run, weights_within: float = WEIGHTS) -> list[str]:
     for step, (one, other) in enumerate(zip(a.steps, b.steps, strict=True), start=1):
         assert one.keys() == other.keys()
         for name, x in one.items():
-            # differences of log-probs that are equal but for rounding: nothing but noise
+            # log-probs that differ only by rounding: these metrics are noise
             near = 1e-4 if name.startswith("parity/logp") else ABSOLUTE
             if not math.isclose(x, other[name], rel_tol=RELATIVE, abs_tol=near):
                 found.append(f"step {step}: {name} {x} {other[name]}")
@@ -68,13 +68,13 @@ def gaps(a: Run, b: Run, weights_within: float = WEIGHTS) -> list[str]:
 def test_the_rollouts_are_as_uneven_as_they_should_be(runs: Launches) -> None:
     for rows in plain_ppo.recorded(runs.root / "rollouts.safetensors"):
         assert len(rows) == 16
-        assert len({len(ids) - n for ids, n in rows}) > 3  # prompts
-        assert {n for _, n in rows} >= {1, 10}  # answers of one token, and of the longest that is allowed
+        assert len({len(ids) - n for ids, n in rows}) > 3  # prompts of different lengths
+        assert {n for _, n in rows} >= {1, 10}  # answers of one token and of the maximum length
     run = runs["1/zero0"]
     assert all(0 < step["rollout/truncated_frac"] < 1 for step in run.steps)
     assert all(
         step["policy/clipfrac"] > 0 and step["policy/grad_norm"] > 1 for step in run.steps
-    )  # both kinds of clipping are at work
+    )  # ratios and gradients are both clipped
     assert len(run.found["norms"]["actor"]) == len(run.found["norms"]["critic"]) == 12
 
 
@@ -177,7 +177,7 @@ def test_the_other_algorithms_are_at_work(runs: Launches) -> None:
     whole = runs["1/zero0 whole answers"].experience("first")
     assert torch.equal(
         whole["value_mask"].nonzero()[:, 1], torch.zeros(16, dtype=torch.long)
-    )  # V(prompt) alone
+    )  # only V(prompt) is trained
 
 
 @pytest.mark.slow
@@ -197,7 +197,8 @@ def test_these_comparisons_notice(runs: Launches, mistake: str) -> None:
     found = gaps(runs["1/zero0"], runs[f"2/{mistake}"])
     assert any("norm" in line for line in found) and any("weight" in line for line in found), found
     norms, others = runs["1/zero0"].found["norms"]["actor"], runs[f"2/{mistake}"].found["norms"]["actor"]
-    assert max(abs(x / y - 1) for x, y in zip(norms, others, strict=True)) > 0.01  # by far
+    # the difference is far above rounding
+    assert max(abs(x / y - 1) for x, y in zip(norms, others, strict=True)) > 0.01
 
 
 FP32 = (
@@ -213,11 +214,12 @@ def test_the_first_ratio_is_one_and_the_policy_starts_as_its_reference(runs: Lau
     assert [step["parity/ratio_first_minibatch_max"] for step in run.steps] == pytest.approx(
         [1, 1, 1], abs=1e-5
     )
-    assert run.steps[0]["policy/ratio_max"] > 1.1  # of all minibatches: only the first is exempt from change
+    # over all minibatches; the policy is unchanged only in the first
+    assert run.steps[0]["policy/ratio_max"] > 1.1
     for metric in ("kl/ref_seq_mean", "kl/ref_token_mean", "kl/ref_token_max", "kl/k3_token_mean"):
         assert run.steps[0][metric] == pytest.approx(0, abs=1e-5), metric
     # After four updates the policy is far from the reference. k3 is a mean of terms that are never negative;
-    # in the other estimates terms cancel, depending on the sampled answers.
+    # terms of the other estimates can cancel, depending on the sampled answers.
     assert all(step["kl/k3_token_mean"] > 1e-2 for step in run.steps[1:])
 
 
@@ -243,7 +245,7 @@ def test_bf16_trains_on_every_stage(runs: Launches, stage: int) -> None:
 
 
 def assert_moved_alike(run: Run, exact: Run, role: str, start: Path) -> None:
-    """Asserts that all weights together moved in the direction in which fp32 moves them, about as far."""
+    """Asserts that the weights as one vector moved in about the same direction and as far as in fp32."""
     prefix = {"actor": "lm.", "critic": "model."}[role]
     model = plain_ppo.language_model(start) if role == "actor" else plain_ppo.score_model(start)
     before = torch.cat([weight.flatten() for weight in model.state_dict().values()])

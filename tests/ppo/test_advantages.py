@@ -230,7 +230,7 @@ def test_rewards_to_go(where):
 )
 @pytest.mark.parametrize("where", ["last_token", "next_token"])
 def test_group_baselines(kind, expected, where):
-    """Baselines include the KL in the reward. The sum over a response is the same for both score positions."""
+    """Baselines include the KL in the reward. The sum over a response is equal for both score positions."""
     rollout, place = grouped(), ScorePosition(where, "trained")
     estimate = critic_free(kind, 0.5, 2, place)
     made = estimate(paid(place, rollout), None, rollout.scores, rollout).advantages

@@ -1,6 +1,7 @@
-"""Joins the other ranks, is watched, and waits; an outsider meanwhile tries to end it. Argument: a folder.
+"""Connects to the other ranks, starts the watchdog and waits, while an outsider tries to end the run.
 
-Each rank creates ready_RANK, waits for the file ``go``, and then creates finished_RANK.
+The argument is a folder. Each rank creates ready_RANK, waits for the file ``go``, and then creates
+finished_RANK.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from launch.train import prepare_environment  # noqa: E402
 
-LIMIT = 120.0  # seconds
+LIMIT = 120.0  # seconds to wait for the file
 
 
 def main(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests that trust in the code of one model is not trust in the code of another repository."""
+"""Tests that trusting the code of one model does not extend to code of another repository."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAPPED = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequen
 
 @pytest.fixture
 def folder(tmp_path):
-    """Writes a model with its own code, which loads if it is trusted."""
+    """Writes a model folder with its own code, which loads only if trusted."""
     folder = tmp_path / "model"
     tokenizer = tiny.character_tokenizer("ab")
     tiny.save(tiny.tiny_llama(tokenizer, hidden_size=8, layers=1, heads=2, max_tokens=8), tokenizer, folder)
@@ -51,7 +51,7 @@ def change(file: Path, **values: object) -> None:
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
-    """Returns the repositories from which transformers has asked for code."""
+    """Returns the list of repositories from which transformers requests code."""
     asked = []
 
     def record(repository, *arguments, **options):

@@ -1,4 +1,4 @@
-"""Tests what the Docker image is made of."""
+"""Tests the contents of the Docker image."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PIN = re.compile(r"([a-z0-9-]+)==(\S+?)(?: ;.*)?$")
 
 
 def pins(text: str) -> dict[str, str]:
-    """Returns the versions by package of lines of the form name==version."""
+    """Maps packages to their versions, from lines of the form name==version."""
     lines = [line.strip() for line in text.splitlines() if line and not line.startswith(("#", " "))]
     return {m[1]: m[2] for m in map(PIN.match, (line.removesuffix("\\").strip() for line in lines)) if m}
 

@@ -1,4 +1,4 @@
-"""Tests of model folders from someone else: links, chat templates that cost too much, attention kernels."""
+"""Tests untrusted model folders: links, chat templates that are too expensive, attention kernels."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_template_is_limited_in_length_memory_and_time(folder, monkeypatch, te
     with pytest.raises(UserError) as caught:
         tokenizer.render_chat(CHAT)
     assert words in str(caught.value) and time.monotonic() - start < 30
-    assert len(bytearray(2**29)) == 2**29  # the limit of memory has been lifted
+    assert len(bytearray(2**29)) == 2**29  # the memory limit no longer applies
 
 
 def test_a_usual_template_is_rendered_in_any_thread(folder):

@@ -25,7 +25,8 @@ FEATURES = ("Image", "Audio", "Video", "Pdf", "Nifti", "NoSuchFeature")
 
 def write_feature(file: Path, name: str, path: str) -> None:
     """Writes one row with a prompt and a column that the metadata declare as a feature, such as an image."""
-    kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})  # that of these features
+    # the storage type of such features
+    kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     table = pyarrow.table({"prompt": ["a"], "x": pyarrow.array([{"bytes": None, "path": path}], kind)})
     told = {"features": {"prompt": {"dtype": "string", "_type": "Value"}, "x": {"_type": name}}}
     table = table.replace_schema_metadata({"huggingface": json.dumps({"info": told})})
@@ -34,11 +35,11 @@ def write_feature(file: Path, name: str, path: str) -> None:
 
 @pytest.fixture
 def server():
-    """Yields a port, and a list of what has connected to it; each connection is closed at once."""
+    """Yields a port and the list of connections to it; each connection is closed at once."""
     listening, connections = socket.create_server(("127.0.0.1", 0)), []
 
     def accept() -> None:
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # the socket was closed
             while True:
                 connection, address = listening.accept()
                 connections.append(address)
@@ -87,7 +88,7 @@ def test_extension_types_are_refused_in_one_line(tmp_path):
 
 
 def test_only_the_rows_that_are_asked_for_are_decoded(tmp_path):
-    """A file of 100 KB holds 5,000 rows of 1 MB; the process that reads 10 of them has room for 1,500."""
+    """A file of 100 KB holds 5,000 rows of 1 MB; the process that reads 10 rows has memory for 1,500."""
     file, schema = tmp_path / "rows.parquet", pyarrow.schema({"prompt": pyarrow.string()})
     with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd") as writer:
         for _ in range(50):
@@ -102,7 +103,7 @@ def test_only_the_rows_that_are_asked_for_are_decoded(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code, str(file)],
         cwd=ROOT,
-        env=environment(ARROW_DEFAULT_MEMORY_POOL="system"),  # the others reserve more than they use
+        env=environment(ARROW_DEFAULT_MEMORY_POOL="system"),  # other memory pools reserve more than they use
         capture_output=True,
         text=True,
         timeout=300,

@@ -13,7 +13,7 @@ NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def promise_rows() -> list[str]:
-    """Returns the rows of all tables of docs/security.md whose last column is the test."""
+    """Returns the rows of all tables of docs/security.md whose last column names a test."""
     rows, in_table = [], False
     for line in (ROOT / "docs" / "security.md").read_text().splitlines():
         if not line.startswith("|"):

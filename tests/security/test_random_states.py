@@ -62,7 +62,7 @@ def test_an_invalid_state_is_refused_and_changes_nothing(tmp_path, name):
 
 
 def test_a_draw_after_a_large_position_does_not_crash(tmp_path):
-    """Runs in a process of its own: without the check the draw ends it with a segmentation fault."""
+    """Runs in a separate process, because without the check the draw causes a segmentation fault."""
     world = OneRank()
     states = get_rng(world)
     rest = states.rest | {"numpy": [2_000_000_000, 0, 0.0]}

@@ -18,7 +18,7 @@ from tests.rewards.test_remote import JUDGE_SETTINGS, SECRET, ask, bound, enviro
 
 __all__ = ["ask", "environment", "tokenizer"]  # fixtures
 
-BLANKS = 450_000  # quadratic time would be a quarter of an hour
+BLANKS = 450_000  # a pattern of quadratic time would take a quarter of an hour
 
 
 def test_a_reply_of_blanks_takes_linear_time():
@@ -32,7 +32,7 @@ def test_a_reply_of_blanks_takes_linear_time():
 
 
 def test_an_own_pattern_searches_the_end_of_a_reply_only(ask):
-    """Python cannot interrupt a search, so that its length is limited instead."""
+    """Python cannot interrupt a search, so the length of the searched text is limited."""
     settings = JUDGE_SETTINGS | dict(pattern=r"score: (\d)", parse_retries=0)
     with serving(lambda number, body: says("score: 4" + " " * 9_000)) as service:
         assert ask(service, "a", **settings).tolist() == [4]
@@ -41,7 +41,7 @@ def test_an_own_pattern_searches_the_end_of_a_reply_only(ask):
 
 
 def escaped(text: str, i: int, spelling: str) -> str:
-    """Returns the text with its character ``i`` in another spelling."""
+    """Returns the text with its character ``i`` spelled in another way."""
     return text[:i] + spelling.format(ord(text[i])) + text[i + 1 :]
 
 
@@ -63,7 +63,7 @@ SPELLINGS = [
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_no_spelling_of_the_key_is_shown(ask, spelling):
-    inner = spelling.strip("=")[8:-4]  # also if only the middle were left
+    inner = spelling.strip("=")[8:-4]  # not even the middle of the key may be shown
     replies = (
         (403, {}, f"wrong key {spelling} given".encode()),
         (403, {}, f'{{"error": "wrong key {spelling}"}}'.encode()),

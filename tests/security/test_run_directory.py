@@ -1,4 +1,4 @@
-"""Tests that files which others placed in a run directory do not redirect what a run or an export writes."""
+"""Tests that files placed in a run directory by others do not redirect writes of a run or an export."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tools.test_export import write_run
 
 @pytest.fixture
 def victim(tmp_path):
-    """Writes a file outside the run directory; it must be unchanged at the end of a test."""
+    """Writes a file outside the run directory; it must be unchanged when the test ends."""
     file = tmp_path / "bashrc"
     file.write_text("alias ls='ls -l'\n")
     yield file
@@ -53,7 +53,7 @@ def test_metrics_and_summary_do_not_follow_links(run_dir, victim):
 
 
 def test_metrics_are_not_appended_to_a_link(run_dir, victim, monkeypatch):
-    """Even if the link appears after the directory has been checked."""
+    """The link appears after the directory has been checked."""
     tracker = JsonlTracker(run_dir)
     tracker.log(1, {})
     monkeypatch.setattr("ppo_ds.tracking.jsonl.write_file", lambda path, _: swap(path, victim))
@@ -120,7 +120,7 @@ def test_a_new_or_usual_directory_has_no_problem(run_dir, tmp_path):
     for name in ("checkpoints", "samples", "dumps", "exports", "wandb"):
         (run_dir / name).mkdir()
     (run_dir / "wandb" / "latest-run").symlink_to("run-1")  # made by wandb
-    (tmp_path / "link").symlink_to(run_dir)  # the user has named this path
+    (tmp_path / "link").symlink_to(run_dir)  # a link that the user names as the run directory is allowed
     assert check_run_directory(run_dir) == check_run_directory(tmp_path / "link") == []
 
 
@@ -154,13 +154,13 @@ def test_a_directory_that_every_user_may_write_is_refused(run_dir):
     (run_dir / "checkpoints").chmod(0o1777)
     with pytest.raises(UserError, match="checkpoints may be written by every user"):
         check_run_directory(run_dir)
-    run_dir.chmod(0o700)  # nobody else can reach the inner one
+    run_dir.chmod(0o700)  # other users cannot reach the inner directory
     assert check_run_directory(run_dir) == []
 
 
 @pytest.fixture
 def owner(run_dir):
-    """Gives the directory to another user if the tests run as root; returns the id of its owner."""
+    """Gives the directory to another user if the tests run as root; returns the owner's id."""
     if os.geteuid() == 0:
         os.chown(run_dir, 4321, -1)
     return run_dir.stat().st_uid

@@ -16,7 +16,7 @@ KEY = "not-a-real-key-0123456789"
 
 
 class Recorder:
-    """Keeps what a tracker such as wandb's would be told."""
+    """Stands in for a tracker: records what is logged."""
 
     def __init__(self):
         self.told = []
@@ -128,7 +128,7 @@ def test_ordinary_values_are_not_taken_for_keys(name):
 
 
 def test_censoring_a_long_text_takes_linear_time():
-    """A stranger chooses the text of an error; quadratic time would be minutes."""
+    """The text of an error is untrusted; with quadratic time, censoring would take minutes."""
     for text in (
         "?passw" * 200_000,
         "?" + "passw" * 200_000,
@@ -146,7 +146,7 @@ def test_files_with_keys_are_neither_committed_nor_copied_into_an_image():
 
 
 def test_no_page_advises_to_put_a_key_into_deepspeed_env():
-    """The launcher logs the content of that file, and pdsh shows it in the list of processes."""
+    """The launcher logs the content of that file, and pdsh exposes it in the list of processes."""
     pages = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("rewards", "reliability"))]
     said = [line for page in pages for line in page.read_text().splitlines() if ".deepspeed_env" in line]
     assert said and all("Put no key into" in line for line in said), said

@@ -1,4 +1,4 @@
-"""Tests that settings of a checkpoint or a dump from someone else run no code and read no file elsewhere."""
+"""Tests that untrusted settings of a checkpoint or a dump neither run code nor read files elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 @pytest.fixture
 def witness(tmp_path):
-    """Returns the path of the file that planted code creates; it must not exist at the end of a test."""
+    """Returns the path of a file that malicious code would create; it must not exist when the test ends."""
     file = tmp_path / "witness"
     yield file
     assert not file.exists(), "planted code has run"
@@ -60,7 +60,7 @@ def model_with_code(tmp_path, witness):
 
 
 def with_code(where, model):
-    """Returns settings that trust the code of a model, which a critic or a reward starts from."""
+    """Returns settings that trust the code of a model, from which a critic, reference or reward starts."""
     reward = {"_target_": "ppo_ds.rewards.model.model_reward", "model": model}
     rule = {"_target_": "ppo_ds.rewards.rules.LengthReward"}
     algo = {"advantage": {"estimator": "gae"}}
@@ -81,7 +81,7 @@ PLACES = ["reward, critic from it", "reward, critic auto", "critic", "reference"
 
 
 def write_dump(run, settings):
-    """Writes a dump whose weights are missing: the models are built before these are read."""
+    """Writes a dump without weights: the models are built before the weights would be read."""
     folder = run / "dumps" / "step_000001"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -112,9 +112,11 @@ def test_a_dump_may_not_trust_code_for_the_user(tmp_path, model_with_code, capsy
     run = tmp_path / "run"
     write_base(run / "start")
     dump = write_dump(run, settings_of(run, **with_code(where, model_with_code)))
-    monkeypatch.setattr("ppo_ds.tools.replay.read_dump", lambda folder: FakeDump)  # its columns do not matter
+    # the columns of the dump do not matter
+    monkeypatch.setattr("ppo_ds.tools.replay.read_dump", lambda folder: FakeDump)
     monkeypatch.setattr("ppo_ds.tools.replay.connect", connect)
-    monkeypatch.setattr("ppo_ds.tools.replay.build_actor", lambda *_: None)  # needs ranks; the critic follows
+    # building the actor needs ranks; the critic is built next
+    monkeypatch.setattr("ppo_ds.tools.replay.build_actor", lambda *_: None)
     monkeypatch.setattr("ppo_ds.tools.replay.load_model", lambda *_: None)
     assert replay.main([str(dump)]) == 2
     (line,) = error_of(capsys)

@@ -1,7 +1,7 @@
-"""Tests that a run on one machine cannot be reached over the network, and that it checks its store's content.
+"""Tests that a run on one machine cannot be reached over the network, and that it checks the store's content.
 
 Linux answers on all of 127.0.0.0/8. A socket bound to 127.0.0.1 does not accept a connection to 127.0.0.2,
-and one bound to all interfaces does: that address stands for the network.
+but a socket bound to all interfaces does: 127.0.0.2 stands for the network.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tests.support.environment import environment
 WORKER = Path(__file__).with_name("store_worker.py")
 OUTSIDE = "127.0.0.2"
 SILENT_END = json.dumps({"rank": 7, "reason": "", "code": 0, "stuck": False, "quiet": True})
-PREFIXES = ("0//", "default_pg/0//")  # of the keys of the process group, in torch 2.13
-SECONDS = 120.0  # a hang fails
+PREFIXES = ("0//", "default_pg/0//")  # prefixes of the process group's keys in torch 2.13
+SECONDS = 120.0  # until a hang fails the test
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 
 def write_failure(port: int) -> None:
-    """Tells the ranks, as a stranger, that one of them has failed and that they end silently with code 0."""
+    """Publishes a forged failure, which says that a rank has failed and the run ends silently with code 0."""
     with contextlib.suppress(OSError), socket.create_connection((OUTSIDE, port), timeout=5):
         store = dist.TCPStore(OUTSIDE, port, is_master=False, timeout=timedelta(seconds=5))
         for prefix in PREFIXES:
@@ -128,7 +128,7 @@ def test_the_text_of_another_rank_is_escaped_and_cut():
 
 
 def test_a_stranger_cannot_switch_a_watchdog_off():
-    """A rank ignores a failure of its own only while it reports one."""
+    """A rank ignores a notice that it has failed itself only while it is reporting a failure."""
     rank = Rank1Of2()
     rank.store.put("failure", json.dumps(FAILURE | {"rank": 1}))
     with pytest.raises(Exited) as exited:

@@ -1,4 +1,4 @@
-"""Tests that texts of a checkpoint or a dump cannot control the terminal on which tools print them."""
+"""Tests that texts of a checkpoint or a dump cannot control the terminal in which tools print them."""
 
 from __future__ import annotations
 
