@@ -1,6 +1,6 @@
 """Exceptions that are printed as plain lines without a traceback."""
 
-_MAX_CHARACTERS = 2000  # of one line
+_MAX_CHARACTERS = 2000  # maximum length of a line
 
 
 class UserError(ValueError):
@@ -24,7 +24,7 @@ class RunError(RuntimeError):
 
 
 def single_line(text: str) -> str:
-    """Shortens a text in the middle and replaces line breaks and control characters by escapes."""
+    """Replaces line breaks and control characters by escapes; shortens a long text in the middle."""
     if len(text) > _MAX_CHARACTERS:  # the key is at the beginning and the remedy at the end: cut the middle
         text = f"{text[: _MAX_CHARACTERS // 2]} ... {text[-_MAX_CHARACTERS // 2 :]}"
     return printable(text)
@@ -33,7 +33,8 @@ def single_line(text: str) -> str:
 def printable(text: str) -> str:
     """Returns a line of text with escapes for line breaks, terminal codes and other unprintable characters.
 
-    Texts of files that may come from someone else pass through it before they are printed or logged.
+    It is applied to text from files that another person may have written before this text is printed or
+    logged.
     """
     if text.isprintable():
         return text

@@ -14,8 +14,9 @@ from typing import Any
 
 # HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, ...
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)$|(^|_)(PASS|PAT)$")
-_MIN_CHARACTERS = 8  # shorter values of such variables may occur in any text by chance
-# names of config keys, in lower case with underscores; eos_token, stop_token and the like hold no secret
+_MIN_CHARACTERS = 8  # shorter values are ignored: they may occur in any text by chance
+# Names of config keys that hold secrets, in lower case with underscores. Keys such as eos_token and
+# stop_token do not match.
 _SECRET_KEY = re.compile(
     r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|secret_?keys?|passwd|pwd|passwords?|passphrase"
     r"|authorization|auth|bearer|credentials?|cookie|(openai|anthropic|google|groq|judge|wandb|hf)_?keys?"

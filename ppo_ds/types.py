@@ -1,4 +1,4 @@
-"""Data types of a training step, in the order in which the data of PPO passes through them:
+"""Data types of a training step, in the order in which a PPO step produces them:
 
     Prompts -> Rollout -> ScoredRollout -> Experience -> minibatches of Experience
 
@@ -20,7 +20,8 @@ from torch.nn.functional import pad
 Row = dict[str, Any]  # one raw row of the data set
 Metrics = dict[str, float]  # metric name -> value, masked and already reduced over ranks
 
-# Metadata of a tensor column: its shape is [B], [B,P], [B,T], [B,R] or [B,S]. Trimming and padding read it.
+# Field metadata that declares the shape of a tensor column as [B], [B,P], [B,T], [B,R] or [B,S]. Trimming and
+# padding depend on it.
 _B, _P, _T, _R, _S = ({"width": name} for name in "BPTRS")
 
 
@@ -28,7 +29,8 @@ _B, _P, _T, _R, _S = ({"width": name} for name in "BPTRS")
 class _Rows:
     """Base class of data with B rows.
 
-    Columns are frozen. They are tensors, declared with their width, or tuples of Python objects.
+    A column cannot be reassigned. It is either a tensor, whose width the metadata of the field declares, or a
+    tuple of Python objects.
     """
 
     def __len__(self) -> int:
@@ -60,9 +62,9 @@ class _Rows:
 class Prompts(_Rows):
     """Prompts to generate responses for.
 
-    ``metadata`` keeps the rows of the data set, from which rewards can read a reference answer, with the
-    reserved keys of data/prompts.py. Their prompt_text is the prompt before truncation, ``ids`` are what the
-    policy reads.
+    ``metadata`` holds the rows of the data set, from which rewards can read a reference answer. It also has
+    the reserved keys that data/prompts.py adds. One of these is prompt_text, the prompt before truncation,
+    whereas ``ids`` are the tokens that the policy receives.
     """
 
     ids: Tensor = field(metadata=_P)  # [B,P] long, left-padded
@@ -77,7 +79,8 @@ class Sequences(_Rows):
 
     ids: Tensor = field(metadata=_T)  # [B,T] long
     attention_mask: Tensor = field(metadata=_T)  # [B,T] bool
-    # [B,R] bool; 1 = has a loss: an action of the policy (see algo.train_on_eos), or a learned token of text
+    # [B,R] bool: True for the tokens in the loss, which are actions of the policy (see algo.train_on_eos) or
+    # trained tokens of a text
     response_mask: Tensor = field(metadata=_R)
 
     def __post_init__(self) -> None:
@@ -111,7 +114,7 @@ class Sequences(_Rows):
 
     @property
     def response_attention(self) -> Tensor:
-        """The attended positions after the prompt, [B,R] bool, also of end tokens that are not actions."""
+        """Attended positions after the prompt, [B,R] bool, including end tokens that are not actions."""
         return self.attention_mask[:, self.prompt_width :]
 
     @property
@@ -153,14 +156,13 @@ def to_device(column: Tensor, device: torch.device) -> Tensor:
 class Rollout(Sequences):
     """Prompts with the responses that the policy generated."""
 
-    finished: Tensor = field(
-        metadata=_B
-    )  # [B] bool: ended with a stop; False = at its limit, or cut by the backend
-    limits: Tensor = field(metadata=_B)  # [B] long: the maximum number of tokens that the response could have
-    # [B,R] float32: as computed by the decode backend, 0 outside the mask. They serve the parity check,
-    # parity/* and algo.rollout_is; old log-probs come from the training engine.
+    # [B] bool: True if the response ended with a stop, False if it reached its limit or the backend cut it
+    finished: Tensor = field(metadata=_B)
+    limits: Tensor = field(metadata=_B)  # [B] long: the maximum number of tokens of each response
+    # [B,R] float32: log-probs computed by the decode backend, 0 outside the mask. They are used for the
+    # parity check, the metrics parity/* and algo.rollout_is. Old log-probs come from the training engine.
     logprobs: Tensor = field(metadata=_R)
-    metadata: tuple[Row, ...]  # B rows, those of the prompts
+    metadata: tuple[Row, ...]  # B rows, the metadata of the prompts
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class ScoredRollout(Rollout):
 
     scores: Tensor = field(metadata=_B)  # [B] float32, as the reward returned them
     token_scores: Tensor = field(metadata=_R)  # [B,R] float32
-    components: tuple[dict[str, float], ...]  # B: the parts of each score by name
+    components: tuple[dict[str, float], ...]  # of each of the B scores, its parts by name
 
 
 @dataclass(frozen=True)
@@ -205,19 +207,20 @@ class Experience(Sequences):
     """
 
     # the rollout
-    finished: Tensor = field(metadata=_B)  # [B] bool: ended with a stop
+    finished: Tensor = field(metadata=_B)  # [B] bool: True if the response ended with a stop
     decode_logprobs: Tensor = field(metadata=_R)  # [B,R] log pi(a|s) as computed by the decode backend
-    weights: Tensor = field(metadata=_R)  # [B,R] correct for the decode backend; 1 = no correction
+    # [B,R] importance weights that correct for the decode backend (algo.rollout_is); 1 = no correction
+    weights: Tensor = field(metadata=_R)
 
     # rewards and advantages
     scores: Tensor = field(metadata=_B)  # [B] as the reward returned them
-    rewards: Tensor = field(metadata=_S)  # [B,S] shaped scores, minus the KL penalty if the reward has one
+    rewards: Tensor = field(metadata=_S)  # [B,S] shaped scores, minus any KL penalty
     advantages: Tensor = field(metadata=_R)  # [B,R]
 
-    # log-probs by the training engines; the actor's are None if the update itself computes them
+    # log-probs computed by the training engines; the actor's are None if the update itself computes them
     # [B,R] log pi(a|s) of the actor before the update
     logprobs: Tensor | None = field(default=None, metadata=_R)
-    # [B,R] log pi_old(a|s): equal to ``logprobs``, or those of a lagging copy of the actor
+    # [B,R] log pi_old(a|s): equal to ``logprobs``, or computed by a lagging copy of the actor
     old_logprobs: Tensor | None = field(default=None, metadata=_R)
     # [B,R] log pi_ref(a|s); None without a reference
     ref_logprobs: Tensor | None = field(default=None, metadata=_R)

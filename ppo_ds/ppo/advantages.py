@@ -28,9 +28,10 @@ class ScorePosition:
     """Determines at which position a response's score is added, and which states exist.
 
     With "next_token" (DeepSpeed-Chat, TRL) the score is added one position after the last action, unless the
-    response has reached its length limit. ``next_state`` determines how that position is treated. It is an
-    additional state that the value loss includes ("trained", TRL) or excludes ("untrained", DeepSpeed-Chat).
-    With "ignored" it is not a state, so the score has no effect (zysNLP's code).
+    response has reached its length limit. ``next_state`` determines how that position is treated. With
+    "trained" (TRL) and "untrained" (DeepSpeed-Chat), the position is an additional state, which the value
+    loss includes or excludes. With "ignored" (zysNLP's code), the position is not a state, so the score has
+    no effect.
     """
 
     position: str  # last_token | next_token
@@ -66,7 +67,7 @@ class ScorePosition:
 class Whitening:
     """Shifts and scales advantages to mean 0 and variance 1.
 
-    The statistics are over tokens or, at action level sequence, over responses.
+    The statistics are computed over tokens or, at action level sequence, over responses.
     """
 
     over: str  # batch | none | group | minibatch
@@ -74,7 +75,7 @@ class Whitening:
     level: str  # token | sequence
 
     def whiten(self, advantages: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
-        """Whitens all rows together: [B,R] -> [B,R]. A collective if ``reduce`` is one."""
+        """Whitens all rows together: [B,R] -> [B,R]. A collective if ``reduce`` is a collective."""
         if self.level == "token":
             return normalize_advantages(advantages, mask, "batch", unbiased=self.unbiased, reduce=reduce)
         per_response = masked_mean(advantages, mask, dim=1)[:, None]
@@ -83,7 +84,11 @@ class Whitening:
         return broadcast_sequence(whole[:, 0], mask)
 
     def whiten_rollout(self, advantages: Tensor, mask: Tensor, group_size: int, reduce: Reduce) -> Tensor:
-        """Whitens a rollout, over all ranks or within groups of ``group_size`` rows, if ``over`` says so."""
+        """Whitens a rollout: over all ranks if ``over`` is "batch", within each group if it is "group".
+
+        A group consists of ``group_size`` consecutive rows. With other values of ``over``, the advantages do
+        not change.
+        """
         if self.over == "batch":
             return self.whiten(advantages, mask, reduce)
         if self.over == "group":
@@ -92,7 +97,7 @@ class Whitening:
         return advantages
 
     def whiten_minibatch(self, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Whitens the rows of one optimizer step, those of all ranks, if ``over`` is "minibatch"."""
+        """Whitens the rows of one optimizer step, from all ranks, if ``over`` is "minibatch"."""
         return self.whiten(advantages, mask) if self.over == "minibatch" else advantages
 
 
@@ -106,8 +111,8 @@ class Estimate:
 
 
 # An estimator takes rewards [B,S], values [B,S] (None without a critic), the shaped scores [B] and the
-# rollout. The functions below have this form once their keyword arguments are bound; ``compute`` is an entry
-# of config/registry.py's ADVANTAGE_ESTIMATORS.
+# rollout. The functions below have this signature once their keyword arguments are bound. ``compute`` is the
+# function of an entry of ADVANTAGE_ESTIMATORS in config/registry.py.
 AdvantageEstimator = Callable[[Tensor, Tensor | None, Tensor, Rollout], Estimate]
 
 
@@ -139,7 +144,7 @@ def estimate_by_group(
     """Estimates one advantage per response, relative to the responses of its group.
 
     The value of a response is the sum of its rewards. A response without actions has no rewards, so its score
-    enters the baseline of the other responses instead.
+    is used instead, which affects the baselines of the other responses.
     """
     mask, states = rollout.response_mask, score_position.states(rollout)
     groups = torch.arange(len(rewards)) // group_size

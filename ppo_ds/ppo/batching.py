@@ -1,4 +1,4 @@
-"""Exchange of the rows of a rollout among ranks, minibatches, and results of forward passes by row.
+"""Exchanges the rows of a rollout among ranks, forms minibatches and collects the outputs of forwards.
 
 Each rank computes the experience of the rows that it generated. Then every rank receives all rows, which are
 small compared with a model (a few MB for 512 responses of 1,000 tokens). One seeded permutation of the

@@ -43,7 +43,7 @@ class RolloutCollector:
     check: Callable[[], None]  # a collective that raises Abandoned on all ranks after a stop request
 
     def __call__(self, prompts: Iterator[Prompts]) -> tuple[ScoredRollout, Metrics]:
-        """Collects the rollout of the next ``prompts``, and metrics of the collection. A collective."""
+        """Collects a rollout for the next prompts and returns it with metrics. A collective."""
         return self.collect(next(prompts)), {}
 
     def collect(self, prompts: Prompts) -> ScoredRollout:
@@ -62,9 +62,9 @@ class RolloutCollector:
 class DynamicRolloutCollector(RolloutCollector):
     """DAPO's dynamic sampling (Yu et al. 2025): replaces prompts whose responses all have the same score.
 
-    Generation runs in whole rounds until all ranks together have enough prompts whose scores differ. Prompts
-    are used in the order in which they were drawn, and the surplus is dropped. If ``max_rounds`` rounds are
-    not enough, prompts with equal scores fill the batch, so that its size never changes.
+    Generation runs in whole rounds until all ranks together have enough prompts whose responses differ in
+    score. Prompts are used in the order in which they were drawn, and the surplus is dropped. If
+    ``max_rounds`` rounds are not enough, prompts with equal scores fill the batch, so its size never changes.
     """
 
     group_size: int

@@ -27,7 +27,8 @@ PHASE = "in an evaluation"
 class Evaluator:
     """Evaluates the current policy on this rank's share of the held-out prompts."""
 
-    # prompts and their weights [b], 0 for rows that only fill up a batch; every rank has the same number
+    # prompts and weights [b], which are 0 for rows that only fill up a batch; every rank has the same number
+    # of batches
     batches: list[tuple[Prompts, Tensor]]
     _: KW_ONLY
     actor: HybridActor
@@ -64,7 +65,7 @@ class Evaluator:
         return Evaluation(metrics, all_rows)
 
     def generate_all(self) -> list[Rollout]:
-        """Generates all batches in one generation phase, since each switch may gather weights."""
+        """Generates all responses in one generation phase, since each switch to it may gather weights."""
         rollouts = []
         with self.actor.generation_mode():
             for prompts, _ in self.batches:
@@ -88,9 +89,9 @@ class Evaluator:
 
 @contextmanager
 def _heartbeat_phase(what: str) -> Iterator[None]:
-    """Enters ``what`` as the phase of the heartbeat inside the block.
+    """Sets the phase of the heartbeat to ``what`` inside the block.
 
-    The timer does not see this phase: the time counts towards the timer's surrounding phase, if there is one.
+    PhaseTimer does not record this phase: its time counts for the timer's current phase, if there is one.
     """
     heartbeat.enter(f"{what}, {PHASE}")
     yield

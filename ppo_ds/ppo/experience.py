@@ -36,7 +36,7 @@ class ExperienceMaker:
     # models
     actor: TrainedModel
     lagged: WeightCopy | None  # the old policy, if it lags behind the actor
-    reference: FrozenModel | None  # None: no KL to it is needed
+    reference: FrozenModel | None  # None if nothing needs the KL to it
     critic: TrainedModel | None  # None: critic-free, or the actor has the value head
     share_trunk: bool  # the actor has the value head
     compute_old_logprobs: bool  # False: the forward of the update computes them (learner.py)
@@ -58,7 +58,7 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def __call__(self, rollout: ScoredRollout, kl_coef: float) -> tuple[Experience, Metrics]:
-        """Makes the experience of all ranks, and metrics, from the rollout of this rank. A collective."""
+        """Makes the experience of all ranks from the rollout of this rank, with metrics. A collective."""
         if self.masked_stop_ids:
             rollout = mask_stops(rollout, self.masked_stop_ids)
         mask = rollout.response_mask
@@ -173,7 +173,7 @@ class ExperienceMaker:
 def mask_stops(rollout: ScoredRollout, stop_token_ids: tuple[int, ...]) -> ScoredRollout:
     """Removes end tokens from the response mask; models still attend to them.
 
-    zysNLP's code always does this, DeepSpeed-Chat if the pad token ends responses.
+    zysNLP's code always does this. DeepSpeed-Chat does it if the pad token is an end token.
     """
     ids = rollout.response_ids
     stops = torch.isin(ids, torch.tensor(stop_token_ids, dtype=ids.dtype))

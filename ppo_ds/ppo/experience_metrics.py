@@ -33,7 +33,7 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
         "rollout/resp_len_max": lengths.max(),
         "rollout/stop_frac": experience.finished.double().mean(),
         "rollout/truncated_frac": (~experience.finished).double().mean(),
-        # no token, or an end token alone
+        # responses without tokens, or with only an end token
         "rollout/empty_frac": (lengths <= experience.finished).double().mean(),
         "rollout/pad_frac": 1 - experience.attention_mask.sum() / experience.attention_mask.numel(),
         "rollout/unique_frac": len(unique) / len(experience),

@@ -1,9 +1,9 @@
 """Dump of the optimizer step that ended a run, for inspection and for launch/replay.py.
 
-    dumps/step_000012/update.json          what was not finite, on which rank, in which row; the rows as text
+    dumps/step_000012/update.json          the non-finite number, its rank and its row; all rows as text
                       update.safetensors   all columns of the minibatch
                       config.yaml          the run's config
-                      {actor,critic}/      as in a checkpoint; finite, since no non-finite step was applied
+                      {actor,critic}/      as in a checkpoint; weights are finite: the step was not applied
 
 Nothing is pickled. The folder is complete or absent.
 """
@@ -49,7 +49,7 @@ class Dump:
     minibatch: Experience
 
     def row(self, place: int) -> int:
-        """Returns the row number in the rollout, as in the run's messages, of row ``place`` of the dump."""
+        """Returns the index in the rollout, as in the run's messages, of row ``place`` of the dump."""
         return self.rows[place]["row_of_the_rollout"]
 
 
@@ -83,7 +83,7 @@ def write_dump(
 ) -> None:
     """Writes the dump. Raises CheckpointError, on all ranks, if that fails. A collective."""
     world = learner.world
-    draft = world.gather_objects(draft_path(folder))[0]  # that of rank 0
+    draft = world.gather_objects(draft_path(folder))[0]  # every rank uses the path of rank 0
 
     def write_config() -> None:
         if world.is_main:
@@ -108,7 +108,7 @@ def write_dump(
             ]
             about = {"format": FORMAT, "world_size": world.size, **about}
             write_json(draft / "update.json", censored_tree(about))
-            publish_directory(draft, folder)  # may replace that of an earlier start that ended at this step
+            publish_directory(draft, folder)  # may replace the dump of an earlier start
 
     try:
         on_all_ranks(world, write_config)

@@ -1,6 +1,6 @@
 """Health checks of PPO: non-finite numbers in an experience and the limit on the KL.
 
-All ranks make the same decisions: each holds the rows of all ranks, and reduced sums are equal everywhere.
+All ranks make the same decisions, since each rank holds the rows of all ranks and gets the same reduced sums.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from ppo_ds.training.health import SkippedStep
 from ppo_ds.types import Experience, Metrics
 
-LABELS = {  # label of one number of each column, in the order in which the columns are computed
+LABELS = {  # column -> label of one of its numbers, in the order in which the columns are computed
     "scores": "score",
     "decode_logprobs": "log-prob of token {} as it was generated",
     "logprobs": "log-prob of token {}",
@@ -30,14 +30,14 @@ LABELS = {  # label of one number of each column, in the order in which the colu
 
 @dataclass(frozen=True)
 class NonFiniteStep(SkippedStep):
-    """A skipped optimizer step of PPO, with what a replay of it needs.
+    """A skipped optimizer step of PPO, with the data that a replay needs.
 
     ``what`` may also name a column of the experience, such as "score" or "log-prob of token 17".
     """
 
     minibatch: Experience  # the rows of the step, from all ranks
     rows: Tensor  # [b] long: the index of each of these rows in the rollout
-    row: int | None  # index in the rollout of the row that caused it; None if unknown
+    row: int | None  # index in the rollout of the row that caused the skip; None if unknown
     rank: int | None  # the rank that generated that row
     kl_coef: float
     critic_only: bool
@@ -80,7 +80,7 @@ class KLMonitor:
     above: bool = False
 
     def exceeded(self, metrics: Metrics) -> str | None:
-        """Returns a message when the KL rises above the limit, None while it stays above or below."""
+        """Returns a message in the step in which the KL rises above the limit, otherwise None."""
         kl = metrics.get("kl/k3_token_mean")
         if self.highest is None or kl is None:
             return None

@@ -48,7 +48,7 @@ class ActorBackward:
     loss: Tensor  # 0-dim: the sum over the micro-batches
     kl_sums: Tensor  # [2]: approx_kl as (sum, count)
     ratio_max: Tensor  # 0-dim
-    logprobs: list[Tensor]  # of each micro-batch, [b,R']
+    logprobs: list[Tensor]  # one tensor [b,R'] for each micro-batch
 
 
 @dataclass(kw_only=True)
@@ -64,9 +64,9 @@ class Learner:
     policy: PolicyObjective
     value: ValueObjective
     ptx: PtxObjective | None
-    ptx_texts: Iterator[Sequences] | None  # texts of one optimizer step, of all ranks together
+    ptx_texts: Iterator[Sequences] | None  # yields the texts of one optimizer step, for all ranks
     whitening: Whitening
-    norm: int  # divisor per response of the aggregation token_sum_norm
+    norm: int  # for the aggregation token_sum_norm: its divisor for each response
     # batches
     epochs: int
     minibatch_size: int  # rows of one optimizer step, over all ranks
@@ -100,7 +100,7 @@ class Learner:
 
         for _ in range(self.epochs):
             for rows in minibatches(len(experience), self.minibatch_size, shuffle):
-                # approx_kl changes only with an optimizer step, so that the later epochs end here too
+                # this also ends the remaining epochs, since approx_kl changes only in an optimizer step
                 if self.target_kl is not None and approx_kl > self.target_kl:
                     break
                 minibatch = experience.select(rows)
@@ -116,7 +116,7 @@ class Learner:
 
                 if actor is not None and steps_done == 0:
                     metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
-                if first_forward:  # in this only optimizer step
+                if first_forward:  # this is the only optimizer step of the update
                     mine = scatter_tokens(actor.logprobs, experience, [rows[part] for part in plan])
                     of_all_ranks = self.world.sum(mine)
                     experience = replace(experience, logprobs=of_all_ranks, old_logprobs=of_all_ranks)
@@ -190,8 +190,8 @@ class Learner:
         """Accumulates the actor's gradients over the micro-batches of one optimizer step."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
         kl_sums, ratios, logprobs = loss_sum.new_zeros(2), [], []
-        # before PPO's own losses: ZeRO reduces gradients in the last backward, which must reach every weight,
-        # including those of a value head
+        # The PTX losses come first, because ZeRO reduces gradients in the last backward. That backward must
+        # reach every weight, including a value head, which only PPO's own losses do.
         for loss, parts in self.ptx_losses():
             self.actor.backward(loss, last=False)
             loss_sum += loss.detach()
@@ -265,7 +265,7 @@ class Learner:
     ) -> Metrics:
         """Skips all optimizer steps of a rollout with a non-finite number.
 
-        Whitening and returns spread such a number to other rows, so no row is used.
+        Returns and whitening spread such a number to other tokens and rows, so no row is used.
         """
         count = self.epochs * (len(experience) // self.minibatch_size)
         steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}

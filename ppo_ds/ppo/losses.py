@@ -37,7 +37,7 @@ class PolicyObjective:
     """
 
     loss: Callable[..., tuple[Tensor, Parts]]  # an entry of POLICY_LOSSES
-    # at action level sequence: False if every token of a response has the loss of the whole response
+    # for action level sequence: False if ``loss`` gives every token the loss of its whole response
     sums_over_tokens: bool
     clip: PolicyConfig
     entropy: EntropyConfig
@@ -78,7 +78,8 @@ class PolicyObjective:
                 loss = loss + kl_coef * kl
             parts["policy/kl_loss"] = sum_and_count(self.kl(logprobs, micro.ref_logprobs), mask)
         if self.aux_coef:
-            # ``out.aux`` is a mean over the tokens of this forward; its weight is their share in the step
+            # ``out.aux`` is a mean over the tokens of this forward, so it is weighted by their share of the
+            # tokens of the optimizer step
             tokens = mask.sum()
             loss = loss + self.aux_coef * out.aux * (tokens * (totals.dp_size / max(totals.tokens, 1.0)))
             parts["policy/aux_loss"] = torch.stack([out.aux.detach() * tokens, tokens])
@@ -113,7 +114,7 @@ class ValueObjective:
 
 @dataclass(frozen=True)
 class PtxObjective:
-    """Computes coef * mean of -log p over the tokens of other texts (PPO-ptx, Ouyang et al. 2022)."""
+    """Computes coef * mean of -log p over the tokens of the PTX texts (PPO-ptx, Ouyang et al. 2022)."""
 
     coef: float
 

@@ -1,4 +1,4 @@
-"""Locates the first non-finite tensor of an optimizer step of PPO by a replay. No weight changes."""
+"""Locates the first non-finite tensor of a PPO optimizer step by replaying it. Weights do not change."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Origin:
 
     what: str
     rank: int | None  # the rank that computed it
-    position: int | None  # position of its row in the minibatch
+    position: int | None  # position in the minibatch of the row that contains it
 
 
 def locate_nonfinite(
     learner: Learner, minibatch: Experience, kl_coef: float, critic_only: bool
 ) -> list[ReplayedRow]:
-    """Replays every row of ``minibatch`` and returns the rows in their order. A collective.
+    """Replays every row of ``minibatch`` and returns the results in the order of the rows. A collective.
 
     Weights, optimizers and counters do not change.
     """

@@ -1,8 +1,8 @@
-"""Parity check at start-up: the decode backend and the training engine compute the same log-probs.
+"""Checks at start-up that the decode backend and the training engine compute the same log-probs.
 
 Wrong position ids, wrong masks, a cache in another dtype or an inference copy with stale weights make the
-log-probs of generation differ from those of the training engine. Training then fails slowly, as with bad
-hyperparameters. A few tokens at start-up reveal the difference.
+log-probs of generation differ from those of the training engine. Training then fails slowly, as it does with
+bad hyperparameters. Generating a few tokens at start-up reveals the difference.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from ppo_ds.training.batching import forward_rows, scoring_plan
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.types import Prompts
 
-PARITY_ROWS, PARITY_TOKENS = 8, 16  # per rank, and new tokens of each row
+PARITY_ROWS, PARITY_TOKENS = 8, 16  # rows per rank, and new tokens per row
 
-# Largest allowed mean |difference| per token, in nats. Rounding errors of the dtype are well below, real
-# errors far above (left padding without position ids changes GPT-2's log-probs by 0.1 and more).
+# Largest allowed mean |difference| per token, in nats. Rounding errors of the dtype are well below these
+# bounds, real errors far above them (left padding without position ids changes GPT-2's log-probs by 0.1 and
+# more).
 BOUNDS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
 
 

@@ -26,7 +26,7 @@ class ScoreShaper:
     def __call__(self, rollout: ScoredRollout) -> tuple[Tensor, Tensor]:
         """Returns the shaped scores [B] and the scores before the clip [B].
 
-        A collective if moments are updated.
+        A collective if the running moments are updated.
         """
         shaping = self.shaping
         scores = self.penalized(rollout.scores, rollout)
@@ -34,13 +34,13 @@ class ScoreShaper:
             self.moments.update(scores, self.world.sum)
         if shaping.normalize != "none":
             scores = self.moments.normalize(scores, shaping.normalize_std)
-        # after normalisation, since the value is on the scale of the shaped scores (N+)
+        # after normalisation, since missing_eos_value is a shaped score (Huang et al. 2024)
         if shaping.missing_eos == "set":
             scores = torch.where(rollout.finished, scores, shaping.missing_eos_value)
         return shape_scores(scores, clip=shaping.clip), scores
 
     def penalized(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        """Applies the penalties for length and for a missing end token, on the reward's scale: [B] -> [B]."""
+        """Applies the penalties for length and for a missing end token, before normalisation: [B] -> [B]."""
         shaping, lengths, buffer = self.shaping, rollout.response_lengths, self.shaping.overlong_buffer
         if buffer is not None and buffer < 1:  # a fraction of the length limit
             buffer = (buffer * rollout.limits).ceil().clamp(min=1)

@@ -11,10 +11,11 @@ Departures from the paper:
     each token, and advantages are whitened over the whole rollout of all ranks (experience.py). The config
     can switch each of these off.
   - Actor and critic step together or not at all, and only if every loss and gradient is finite (learner.py).
-  - The critic may be trained alone at first: on rollouts of the initial policy (algo.value.pretrain_rollouts,
-    VC-PPO, Yuan et al. 2025) and in the first steps (algo.value.warmup_steps).
+  - Before the first policy update, the critic may be trained by itself: on rollouts of the initial policy
+    (algo.value.pretrain_rollouts, VC-PPO, Yuan et al. 2025) and in the first steps (algo.value.warmup_steps).
   - The old policy may lag several steps behind the actor (algo.old_policy=lagged, algo.lag).
-  - Prompts whose responses all score alike may be replaced (algo.dynamic_sampling, DAPO, Yu et al. 2025).
+  - Prompts whose responses all have the same score may be replaced (algo.dynamic_sampling, DAPO, Yu et al.
+    2025).
   - Critic-free estimators may replace GAE (algo.advantage.estimator).
 """
 
@@ -47,7 +48,7 @@ from ppo_ds.training.stage import Evaluation, RunContext, Stateful, StepResult
 from ppo_ds.training.state import is_due
 from ppo_ds.types import Metrics, Prompts
 
-FIRST_PRETRAINING_SEED = 500_000  # above every step index, so that the seeds differ
+FIRST_PRETRAINING_SEED = 500_000  # above every step index, so that its seeds differ from those of steps
 
 
 @dataclass(kw_only=True)
@@ -67,13 +68,13 @@ class PPOTrainer:
     actor: HybridActor
     critic: TrainedModel | None  # None without a critic, and when the value head is on the actor
     ema: WeightCopy | None
-    lagged: WeightCopy | None  # the old policy, where it lags behind the actor
+    lagged: WeightCopy | None  # the old policy, if it lags behind the actor
 
     # algorithm
     prompts: Iterator[Prompts]
     collect: RolloutCollector
     make_experience: ExperienceMaker
-    # with lambda 1; None without algo.value.pretrain_rollouts
+    # computes returns with lambda 1; None without algo.value.pretrain_rollouts
     make_pretraining_experience: ExperienceMaker | None
     learn: Learner
     kl: FixedKLController

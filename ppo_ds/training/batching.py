@@ -1,4 +1,4 @@
-"""Division of rows among ranks and forward passes.
+"""Divides rows among ranks and forward passes.
 
 A forward has at most a given number of tokens. Every rank runs the same number of forwards, since ZeRO-3
 gathers weights inside a forward.
@@ -41,7 +41,7 @@ def microbatches(minibatch: S, token_budget: int, world: World, packed: bool = F
 
 
 def padding(micros: Iterable[Sequences], packed: bool) -> Tensor:
-    """Counts the padding tokens, and all tokens, of the forwards over ``micros``: [2] long."""
+    """Counts the padding tokens and all tokens of the forwards over ``micros``: [2] long."""
     counts = torch.zeros(2, dtype=torch.long)
     for micro in micros:
         lengths = micro.attention_mask.sum(1)
@@ -53,8 +53,8 @@ def padding(micros: Iterable[Sequences], packed: bool) -> Tensor:
 def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: bool = False) -> list[Tensor]:
     """Returns the row indices of each forward over this rank's own rows. A collective.
 
-    Every rank runs the same number of forwards: ZeRO-3 gathers weights inside a forward, so a rank with fewer
-    forwards would hang the others. ``packed`` states that the models take rows without padding. Such models
+    Every rank runs the same number of forwards: ZeRO-3 gathers weights inside a forward, so the other ranks
+    would hang if one rank ran fewer. ``packed`` states that the models take rows without padding. Such models
     also accept a plan for padded rows.
     """
     lengths = sequences.attention_mask.sum(1)

@@ -15,10 +15,10 @@ from ppo_ds.storage.drafts import draft_directory
 
 
 def export_actor(run_dir: Path, actor: TrainedModel, ema: WeightCopy | None, tokenizer: Tokenizer) -> None:
-    """Writes model/ and model_ema/ in Hugging Face format, and adapter/ in that of peft. A collective.
+    """Writes model/ and model_ema/ in Hugging Face format, and adapter/ in peft format. A collective.
 
-    ``actor`` holds a ``Policy``. adapter/ is only written if it has adapters, model_ema/ only if there are
-    averaged weights.
+    ``actor`` holds a ``Policy``. adapter/ is only written if the policy has adapters, model_ema/ only if
+    ``ema`` is given.
     """
     policy = actor.module
 

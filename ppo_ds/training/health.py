@@ -1,4 +1,4 @@
-"""Count of skipped optimizer steps. All ranks make the same decisions."""
+"""Counts skipped optimizer steps. All ranks make the same decisions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 class SkippedStep:
     """An optimizer step that was skipped because of non-finite numbers.
 
-    A stage adds what its ``dump_failure`` needs, such as the rows of the step.
+    The subclass of a stage adds the fields that its ``dump_failure`` needs, such as the rows of the step.
     """
 
     what: tuple[str, ...]  # such as "loss of the actor" or "gradient of the critic"
@@ -21,19 +21,19 @@ class TooManySkips(Exception):
 
     def __init__(self, skipped: SkippedStep):
         super().__init__(" and ".join(skipped.what))
-        self.last_skip: Any = skipped  # of the class that the stage recorded
+        self.last_skip: Any = skipped  # an instance of the stage's subclass of SkippedStep
 
 
 @dataclass
 class Health:
     """Counts consecutive skipped optimizer steps.
 
-    A stage may record several optimizer steps that it skips together as one: PPO counts a rollout that is
-    skipped as a whole once.
+    A stage that skips several optimizer steps together may record them as one skip, as PPO does for a rollout
+    that it skips as a whole.
     """
 
     max_skips: int
-    skips: int = 0  # consecutive ones so far
+    skips: int = 0  # consecutive skips so far
     step: int = 1  # the training step in progress
     since: int | None = None  # training step of the first of these skips; None if it was before a resume
     reasons: list[str] = field(default_factory=list)  # reasons since the last ``take_reasons``
@@ -57,7 +57,7 @@ class Health:
             raise TooManySkips(skipped)
 
     def limit_reached(self, step: int) -> str:
-        """Returns the text that ends a run in ``step`` because of the limit."""
+        """Returns the error message of a run that reaches the limit in ``step``."""
         began = (
             f"; the first of these was in step {self.since}"
             if self.since is not None and self.since < step

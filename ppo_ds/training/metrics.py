@@ -19,9 +19,9 @@ _SQUARES = "_of_squares"
 class MetricSums:
     """Accumulates masked means and maxima that are exact over ranks and micro-batches.
 
-    Sums and counts are added, never means of means. The shape of a part determines how it is reduced, as in
-    ops/losses.py: [2] (sum, count), [5] moments of an explained variance, 0-dim a maximum. Every rank must
-    add the same names in the same order; ``reduced`` is a collective.
+    Sums and counts are added up; means are never averaged. The shape of a part determines how it is reduced,
+    as in ops/losses.py: [2] is (sum, count), [5] moments of an explained variance, 0-dim a maximum. Every
+    rank must add the same names in the same order; ``reduced`` is a collective.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class MetricSums:
 
 
 def _joined(parts: dict[str, Tensor], join: Callable[[list[Tensor]], Tensor], world: World) -> Tensor:
-    """Joins parts on one device. Parts of losses are on the GPU, counts of lengths on the CPU."""
+    """Joins parts on this rank's device, since losses may be on the GPU and counts on the CPU."""
     return join([part.to(world.device) for part in parts.values()])
 
 
@@ -92,8 +92,8 @@ def as_number(piece: Tensor) -> float:
 def step_metrics(steps: Mapping[str, list[StepInfo]]) -> Metrics:
     """Computes gradient norms, learning rates and the count of skipped optimizer steps of each model.
 
-    ``steps`` holds the optimizer steps of all models by the prefix of their metrics; the result is the same
-    on every rank. At least one model has been stepped.
+    ``steps`` maps the metric prefix of each model to the model's optimizer steps, which at least one model
+    must have. The result is the same on every rank.
 
     Gradient norms are measured before clipping and averaged over the optimizer steps (NaN if one was
     skipped). Learning rates are those of the last step.

@@ -18,12 +18,12 @@ from ppo_ds.types import Sequences
 
 @dataclass
 class ReplayedRow:
-    """One row of an optimizer step, replayed alone."""
+    """One row of an optimizer step, replayed by itself."""
 
     position: int  # position in the minibatch
     rank: int  # the rank that replayed it
-    losses: dict[str, float] = field(default_factory=dict)  # by model: the row's part of the step's loss
-    first: str | None = None  # the first of its tensors that was not finite
+    losses: dict[str, float] = field(default_factory=dict)  # model -> the row's part of the step's loss
+    first: str | None = None  # name of the first tensor that was not finite
 
 
 class CheckedOutput(NamedTuple):
@@ -41,7 +41,7 @@ def replay_rows(
     micros: Sequence[Sequences],
     rows: list[ReplayedRow],
 ) -> None:
-    """Runs forward and backward of ``model`` on each row alone and adds the findings to ``rows``.
+    """Runs forward and backward of ``model`` on one row at a time and adds the findings to ``rows``.
 
     A collective. ``micros`` holds one micro-batch for each of ``rows``. ``compute_loss`` returns the loss of
     a micro-batch as its first result. Gradients are dropped, so that weights, optimizer and counters do not

@@ -15,8 +15,8 @@ from ppo_ds.models.size import size_of
 from ppo_ds.ops.flops import Size, causal_pairs, forward_flops
 from ppo_ds.types import Metrics
 
-# Bytes of each of two buffers on the CPU. Except for toy models the first optimizer step allocates more, so
-# the buffers do not raise mem/*.
+# Bytes of each of the two buffers that measure the memory bandwidth of a CPU. The first optimizer step
+# allocates more, except for toy models, so the buffers do not raise mem/*.
 CPU_BUFFER = 2**26
 
 
@@ -24,8 +24,8 @@ CPU_BUFFER = 2**26
 class Capacity:
     """Peak capacity of all ranks together, per second."""
 
-    flops: float  # of matrix products in the actor's dtype
-    bytes: float  # to and from memory
+    flops: float  # FLOPs of matrix products in the actor's dtype
+    bytes: float  # bytes read from and written to memory
 
 
 def measured_capacity(world: World, dtype: torch.dtype) -> Capacity:
@@ -44,11 +44,11 @@ def measured_capacity(world: World, dtype: torch.dtype) -> Capacity:
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """The size of a trained model and what its update costs."""
+    """The size of a trained model and the cost of its update."""
 
     size: Size
-    # cost in forwards: one each for the forward, the gradients of activations and those of weights unless
-    # most weights are frozen (LoRA)
+    # cost in forwards: 3 (the forward, the gradients of activations, the gradients of weights), or 2 if most
+    # weights are frozen (LoRA)
     forwards: int
 
     def flops(self, lengths: Sequence[int], head_positions: int, passes: float) -> float:
@@ -65,7 +65,7 @@ def update_cost(model: TrainedModel, body: torch.nn.Module) -> UpdateCost:
 
 
 def throughput(tokens: int, samples: int, seconds: float, ranks: int) -> Metrics:
-    """Returns tokens and samples per second of all ranks together, and tokens per second of each.
+    """Returns tokens and samples per second of all ranks together, and tokens per second of each rank.
 
     Padding does not count.
     """

@@ -13,9 +13,9 @@ def write_report(
 ) -> None:
     """Draws curves.png and prints the results and the saved files of a run. Only rank 0 calls it.
 
-    A run that was not ``exported`` was interrupted, so its last evaluation is older than its weights. The
-    held-out table and the sample responses are omitted then. ``checkpoint`` is the last checkpoint, which is
-    printed with a hint on how to resume.
+    A run that was not ``exported`` was interrupted, so its last evaluation is older than its weights. Then
+    the held-out table and the sample responses are omitted. ``checkpoint`` is the line to print on the last
+    checkpoint: its path and a hint on how to resume.
     """
     before, after = state.first_eval, state.last_eval
     drawn = plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", title=title, before=before)

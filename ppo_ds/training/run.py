@@ -35,19 +35,19 @@ class Run:
     context: RunContext
     stage: Stage
     saver: Saver
-    tracker: Trackers = field(default_factory=Trackers)  # empty on every rank but rank 0
-    mark_ending: Callable[[], None] = lambda: None  # marks the lock of the run directory
+    tracker: Trackers = field(default_factory=Trackers)  # empty on all ranks except rank 0
+    mark_ending: Callable[[], None] = lambda: None  # tells the run directory's lock that the run is ending
 
     # settings
     name: str
     stop_at_step: int | None
     eval_every: int | None  # steps
 
-    # this process
+    # state of this process
     reason: ExitReason = field(init=False, default="done")
-    error: str | None = field(init=False, default=None)  # if non-finite numbers or the KL limit end it
-    eval_score: float | None = field(init=False, default=None)  # of the last step
-    clock: float = field(init=False, default=0.0)  # seconds; that of rank 0 at the end of the last step
+    error: str | None = field(init=False, default=None)  # set if non-finite numbers or the KL limit end it
+    eval_score: float | None = field(init=False, default=None)  # eval/score_mean of the last step
+    clock: float = field(init=False, default=0.0)  # rank 0's clock after the last step, in seconds
 
     @property
     def world(self) -> World:
@@ -139,7 +139,7 @@ class Run:
         if evaluated is not None:
             self.tracker.log(self.state.step, metrics | evaluated)
             self.state.unevaluated, self.eval_score = None, evaluated.get("eval/score_mean")
-            # the checkpoint that was resumed from lacks the evaluation
+            # saves again, since the checkpoint that the run resumed from lacks the evaluation
             self.saver.save_if_due(self.eval_score, self.clock, last=True, again=True)
 
     # -- logging ---------------------------------------------------------------------------------------------
@@ -181,7 +181,8 @@ class Run:
     def rollback_on_nonfinite(self) -> Iterator[None]:
         """Returns to the last checkpoint after too many skipped optimizer steps in a row.
 
-        The run ends instead if it has no checkpoint, the checkpoint is damaged or it was rolled back before.
+        The run ends instead if it has no checkpoint, if the checkpoint is damaged, or if the run was rolled
+        back before.
         """
         try:
             yield
@@ -211,9 +212,9 @@ class Run:
     def finish(self) -> ExitReason:
         """Saves, exports and reports; returns the reason."""
         self.mark_ending()
-        if self.reason != "nonfinite":  # that one ends the run in the middle of a step
+        if self.reason != "nonfinite":  # non-finite numbers end the run in the middle of a step
             self.saver.save_if_due(self.eval_score, self.clock, last=True)
-        succeeded = EXIT_CODES[self.reason] == 0  # no export after a signal: its sender waits for the exit
+        succeeded = EXIT_CODES[self.reason] == 0  # no export after a signal, whose sender waits
         if succeeded:
             self.stage.export(self.context.run_dir)
         error = {"error": self.error} if self.error else {}

@@ -1,4 +1,4 @@
-"""Checkpoints of a run and the ways back: resume, rollback, and undoing an abandoned step."""
+"""Saves checkpoints of a run and restores earlier states: resume, rollback, undo of an abandoned step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Saver:
     config: CheckpointConfig
 
     state: TrainState = field(init=False, default_factory=TrainState)  # progress of the run
-    last_checkpoint: Path | None = field(init=False, default=None)  # saved or resumed from
+    last_checkpoint: Path | None = field(init=False, default=None)  # the last one saved or resumed from
     interval_start: float = field(init=False, default=0.0)  # clock from which checkpoint.minutes counts
     saved_step: int | None = field(init=False, default=None)  # completed steps in the last checkpoint
 
@@ -47,9 +47,9 @@ class Saver:
     def save_if_due(
         self, eval_score: float | None, clock: float, last: bool = False, again: bool = False
     ) -> None:
-        """Saves a checkpoint if one is due. With ``last`` it saves one unless checkpoint.every is 0.
+        """Saves a checkpoint if one is due. With ``last`` one is due unless checkpoint.every is 0.
 
-        No checkpoint while steps are being skipped: a rollback needs a healthy state.
+        While steps are being skipped, only the last checkpoint is saved: a rollback needs a healthy state.
 
         Args:
             eval_score: eval/score_mean of the last step, None without an evaluation.
@@ -63,7 +63,7 @@ class Saver:
         best = self.config.keep_best and eval_score is not None and eval_score > previous_best
         if best:
             self.state.best_score = eval_score
-        # never before the first step: an interrupted Stage.start is repeated from the beginning
+        # no checkpoint before the first step, since an interrupted Stage.start is repeated from the beginning
         by_time = minutes is not None and clock - self.interval_start >= 60 * minutes
         due = step > 0 and every != 0 and (last or by_time or is_due(step, every))
         if (due or best) and (again or self.saved_step != step):
@@ -119,7 +119,7 @@ class Saver:
 
     @contextmanager
     def undo_if_abandoned(self) -> Iterator[None]:
-        """Restores state and random states if a stop request interrupts a step before its update.
+        """Restores the state before the step if a stop request interrupts the step before its update.
 
         An abandoned step has changed no weights, so the next start repeats it exactly.
         """

@@ -34,23 +34,27 @@ class RunContext:
 class Evaluation:
     """Result of one held-out evaluation, the same on every rank."""
 
-    # eval/*. The console, the curves and the final report show score_mean and accuracy, and keep_best keeps
-    # the highest score_mean (a stage with a loss gives its negative). Others are only logged.
+    # The metrics eval/*. The console, the curves and the final report show eval/score_mean and eval/accuracy,
+    # and checkpoint.keep_best keeps the checkpoint with the highest eval/score_mean (a stage with a loss uses
+    # the negative loss as the score). Other metrics are only logged.
     metrics: Metrics
-    # One row per response, maybe none: "prompt" (unique; the report compares the rows of two evaluations by
-    # it), "asked" (what the report shows of the prompt), "response" and "score".
+    # One row per response; the list may be empty. The keys of a row are "prompt" (unique; the report uses it
+    # to match the rows of two evaluations), "asked" (the part of the prompt that the report shows),
+    # "response" and "score".
     rows: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Result of one training step: what run.steps counts. It may have several optimizer steps."""
+    """Result of one training step, as counted by run.steps. A step may have several optimizer steps."""
 
     metrics: Metrics  # the same on every rank; includes health/skipped_steps, see metrics.step_metrics
     episodes: int  # samples of all ranks
-    tokens: int  # tokens of all ranks that are trained on; PPO: those of the responses
+    tokens: int  # trained tokens of all ranks; for PPO, the response tokens
     samples: list[dict[str, Any]] = field(default_factory=list)  # logged by rank 0
-    performance: Callable[[Metrics], Metrics] = lambda costs: {}  # time/* -> perf/* and mem/*; a collective
+    performance: Callable[[Metrics], Metrics] = (
+        lambda costs: {}
+    )  # maps time/* to perf/* and mem/*; a collective
     warnings: tuple[str, ...] = ()
     failure: tuple[ExitReason, str] | None = None  # ends the run once the step is logged
 
@@ -73,7 +77,7 @@ class Stage(Stateful, Protocol):
     """
 
     models: Mapping[str, TrainedModel]  # saved in every checkpoint
-    weight_copies: Mapping[str, WeightCopy]  # saved with them
+    weight_copies: Mapping[str, WeightCopy]  # saved in every checkpoint
     total_steps: int
     # metric name -> function that returns the count since its last call; called once per step
     counters: Mapping[str, Callable[[], float]]

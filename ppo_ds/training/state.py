@@ -33,7 +33,7 @@ class TrainState:
     # progress
     step: int = 0  # completed steps
     episodes: int = 0  # samples so far
-    tokens: int = 0  # the sum of StepResult.tokens
+    tokens: int = 0  # sum of StepResult.tokens so far
     rollbacks: int = 0  # not reset by a rollback
 
     # evaluation

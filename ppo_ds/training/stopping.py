@@ -19,8 +19,10 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 Reason = Literal["time_limit", "signal"]
-REASONS: tuple[Reason | None, ...] = (None, "time_limit", "signal")  # the strongest last
-FORWARDING_SECONDS = 2.0  # a launcher forwards a Ctrl-C that the terminal has already sent to every process
+REASONS: tuple[Reason | None, ...] = (None, "time_limit", "signal")  # in increasing order of precedence
+# A launcher forwards a Ctrl-C that the terminal has already sent to every process. A second SIGINT within
+# this time is taken for the forwarded one.
+FORWARDING_SECONDS = 2.0
 STORE_KEY = "stop"
 
 
@@ -35,8 +37,8 @@ class StopRequest:
 
     Every rank learns of a request within about a second, even while its main thread waits in a collective,
     but not at the same moment. Decisions about collectives therefore need ``raise_if_stopped`` or
-    ``agreed_reason``, which are collectives themselves and give the same result everywhere; ``should_stop``
-    does not.
+    ``agreed_reason``, which are collectives themselves and give the same result on every rank. The result of
+    ``should_stop`` may differ between ranks.
     """
 
     def __init__(self, world: World, max_minutes: float | None, store: RankStore):
@@ -54,8 +56,8 @@ class StopRequest:
         """Starts to handle signals and the time limit. Until then a signal ends the process."""
         self.deadline = None if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
         self._wakeup_fd, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # Python calls a handler only when the main thread is back from a collective, perhaps minutes later;
-        # the pipe gets the signal's number at once.
+        # Python calls a handler only when the main thread returns from a collective, perhaps minutes later.
+        # The signal's number is written to the pipe immediately.
         signal.set_wakeup_fd(written, warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, self.handle)
@@ -76,7 +78,7 @@ class StopRequest:
             raise Abandoned
 
     def poll(self) -> None:
-        """Publishes the request of this rank and reads those of others. A thread calls it twice a second."""
+        """Publishes this rank's request and reads those of other ranks. A thread calls it twice a second."""
         if self._wakeup_fd is None:
             return
         if self._request is None and (request := self.read_request()) is not None:
@@ -99,10 +101,10 @@ class StopRequest:
             for number in os.read(self._wakeup_fd, 64):
                 if number in SIGNALS:
                     return self.describe(number)
-        if launcher_pids() != self._launchers:  # no launcher is left to forward signals
+        if launcher_pids() != self._launchers:  # a launcher that has ended cannot forward signals
             return f"the launcher of rank {self.world.rank} has ended"
-        # The store is unavailable once the process that holds it has ended. Then the launcher ends too, or
-        # the next collective fails.
+        # The store is unavailable once the process that hosts it has ended. In that case the launcher ends
+        # too, or the next collective fails.
         with suppress(StoreUnavailable):
             request = self.store.get(STORE_KEY)
             return None if request is None else single_line(request)

@@ -16,7 +16,7 @@ from ppo_ds.distributed.world import World
 from ppo_ds.types import Metrics
 
 _LOWER = "; lower memory.{} (it changes memory and speed, not the result)"
-REMEDIES = {  # phase -> advice after it has run out of memory; a stage's other phases have none
+REMEDIES = {  # phase -> advice if the phase runs out of memory; other phases have no advice
     "generate": _LOWER.format("rollout_tokens"),
     "eval": _LOWER.format("rollout_tokens or memory.score_tokens"),
     "switch": "; set actor.zero.generation_gather=layers or actor.zero.offload_states=always",
@@ -43,7 +43,7 @@ class PhaseTimer:
         self._started = time.perf_counter()
 
     def _mark(self) -> Any:
-        """Returns the current time, on a GPU an event on its current stream. Does not synchronize."""
+        """Returns the current time, or on a GPU an event on the current stream. Does not synchronize."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -67,7 +67,7 @@ class PhaseTimer:
                 self._phases.append((phase, start, self._mark()))
 
     def take(self) -> Metrics:
-        """Returns time/<phase>, time/other (in no phase) and time/step since the last call.
+        """Returns time/<phase>, time/other (outside all phases) and time/step since the last call.
 
         Synchronizes the device. Must not be called inside a phase.
         """
@@ -87,8 +87,8 @@ def compare_times(world: World, step_seconds: float) -> tuple[Metrics, float]:
     """Returns health/rank_time_spread_s, and the clock of rank 0 in seconds. A collective.
 
     The spread is the longest busy time of a rank minus the shortest. Busy time is the time of the step minus
-    the waiting in collectives of World. Waiting in ZeRO's own collectives (updates, all forwards of stage 3)
-    counts as busy. A permanently large spread indicates a straggler.
+    the time spent waiting in collectives of World. Waiting in ZeRO's own collectives (updates, all forwards
+    of stage 3) counts as busy. A permanently large spread indicates a straggler.
     """
     busy = step_seconds - world.waiting.take()
     clock = time.monotonic() if world.is_main else -math.inf
