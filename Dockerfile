@@ -1,21 +1,22 @@
-# A GPU node that runs `deepspeed launch/train.py "$@"`.
+# Image of a GPU node that runs `deepspeed launch/train.py "$@"`.
 #
 #   docker build -t ppo_ds .
 #   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --stop-timeout 300 --user "$(id -u):$(id -g)" \
 #       -v ppo_ds_cache:/cache -v "$PWD/outputs":/workspace/outputs -e WANDB_API_KEY \
 #       ppo_ds +experiment=rlhf run.name=first
 #
-# --ipc=host: NCCL passes data between the GPUs of a node through /dev/shm, which has only 64 MB in a container
-# by default (--shm-size=16g also works).
-# --stop-timeout: seconds that the run has to save and end after `docker stop`.
+# --ipc=host: NCCL passes data between the GPUs of a node through /dev/shm, which has only 64 MB in a
+# container by default (--shm-size=16g also works).
+# --stop-timeout: seconds that the run has after `docker stop` to save a checkpoint and end.
 
-# The image's own torch (2.11, CUDA 12.8) is kept, because setup.cfg allows it. For another version of CUDA:
-# --build-arg BASE=pytorch/pytorch:... A tag can change: for an image that cannot, look up its digest and give
-# --build-arg BASE=pytorch/pytorch@sha256:...
+# The base image's torch (2.11, CUDA 12.8) is kept, since it is in the range that setup.cfg allows.
+# For another version of CUDA, give --build-arg BASE=pytorch/pytorch:...
+# A tag can be moved to another image; a digest cannot: --build-arg BASE=pytorch/pytorch@sha256:...
 ARG BASE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel
 FROM ${BASE}
 
-# The image's Python belongs to the distribution, and pip installs nothing into it without this setting.
+# The base image has the Python of its Linux distribution. pip installs packages into it only with
+# PIP_BREAK_SYSTEM_PACKAGES.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -27,7 +28,7 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
 WORKDIR /workspace
 
 # The dependencies are installed first, with an empty package, so that a change of the code does not repeat
-# this layer. Only files whose hashes are in requirements.lock are installed; torch is that of the image.
+# this layer. Only files whose hashes are in requirements.lock are installed; torch comes from the base image.
 COPY setup.cfg pyproject.toml requirements.lock LICENSE ./
 RUN mkdir ppo_ds && touch ppo_ds/__init__.py \
     && python -m pip install --require-hashes --no-deps -r requirements.lock \
@@ -35,8 +36,8 @@ RUN mkdir ppo_ds && touch ppo_ds/__init__.py \
 
 COPY . .
 
-# The run has no rights of root. With --user it has those of the owner of outputs/, who has no name and no home
-# in the image, and needs a cache that any user may write to.
+# The run does not run as root. With --user it runs as the owner of outputs/, a user who has no name and no
+# home in the image; therefore any user may write to /cache.
 RUN useradd --uid 10001 --no-create-home ppo_ds \
     && mkdir -p /cache /workspace/outputs \
     && chmod 1777 /cache \

@@ -17,7 +17,7 @@ ARGS ?=
 PORT ?=
 WORKERS ?= 2
 VENV := .venv
-# Written last. If it is missing, an installation was interrupted, and .venv is created again.
+# This file is written last. If it is missing, an installation was interrupted, and .venv is created again.
 STAMP := $(VENV)/.installed
 
 .PHONY: quickstart test test-all lint
@@ -38,8 +38,9 @@ FAST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadsc
 test: $(STAMP)
 	$(FAST) $(ARGS)
 
-# The slow tests start several ranks each and run one at a time: ranks that wait for one another lose far more
-# than half of their speed to a second busy process. Exit status 5 means that ARGS select no test of this kind.
+# Each slow test starts several ranks. The slow tests run one at a time, because ranks that wait for one
+# another lose far more than half of their speed to a second busy process. pytest exits with 5 if ARGS select
+# no test.
 test-all: $(STAMP)
 	$(FAST) $(ARGS) || [ $$? -eq 5 ]
 	$(VENV)/bin/python -m pytest -q -m "slow and not nightly" $(ARGS) || [ $$? -eq 5 ]

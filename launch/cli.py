@@ -28,14 +28,14 @@ def load_config(argv: list[str], world_size: int | None = None) -> Config:
     """Returns the validated Config of the command line ``argv``, which excludes the program's name.
 
     Raises UserError with all problems, and SystemExit(0) after --help or --cfg. ``world_size`` defaults to
-    the launcher's.
+    the environment variable WORLD_SIZE, which launchers set.
     """
     options = parse_options(argv)
     is_main = os.environ.get("RANK", "0") == "0"
     folders = find_folders(options)
     name = options.config_name.removesuffix(".yaml")
     if options.help is not None:
-        from launch.help import print_help  # a run does not need it
+        from launch.help import print_help  # imported only here, since a run does not need it
 
         if is_main:
             print_help(folders, name, options.help, options.overrides)
@@ -57,7 +57,7 @@ def load_config(argv: list[str], world_size: int | None = None) -> Config:
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
-    """Parses the flags; ``overrides`` are the other arguments, for Hydra, and ``help`` is the topic."""
+    """Parses the flags. ``overrides`` are the other arguments, which Hydra reads; ``help`` is the topic."""
     parser = Parser(prog="launch/train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", nargs="?", const="")
@@ -72,7 +72,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         help="added by the deepspeed launcher; ignored, since the environment has the same value",
     )
     options = parser.parse_intermixed_args(argv)
-    if options.help and "=" in options.help:  # --help +experiment=rlhf: not a topic
+    if options.help and "=" in options.help:  # --help +experiment=rlhf: an override, no topic
         options.help, options.overrides = "", [options.help, *options.overrides]
     if options.multirun:
         raise UserError(

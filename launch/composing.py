@@ -1,7 +1,7 @@
 """Composes the groups in conf/ and the arguments of the command line with Hydra.
 
 Only Hydra's compose API is used, not its application decorator, so Hydra sets up no logging, working
-directory or flags. It parses and composes; ppo_ds checks types, unknown keys and everything else.
+directory or flags. Hydra only parses and composes; ppo_ds checks types, unknown keys and everything else.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Folders:
 def compose_config(folders: Folders, name: str, arguments: list[str]) -> tuple[DictConfig, list[str]]:
     """Composes the primary config and the arguments.
 
-    Also returns a line for each argument that cannot be used, without which the rest was composed. Raises
-    UserError if nothing can be composed.
+    Also returns an error line for each argument that cannot be used; the config is composed without these
+    arguments. Raises UserError if nothing can be composed.
     """
     overrides, problems = _parse(arguments)
     chosen = _in_order(overrides, folders, _default_groups(folders.paths[0] / f"{name}.yaml"), problems)
@@ -69,13 +69,13 @@ def compose_config(folders: Folders, name: str, arguments: list[str]) -> tuple[D
                 return compose(name, chosen), problems
         except yaml.YAMLError as error:
             raise UserError(*problems, f"not valid YAML: {' '.join(str(error).split())}") from None
-        except (HydraException, OmegaConfBaseException, OSError) as error:  # OSError: name too long
+        except (HydraException, OmegaConfBaseException, OSError) as error:  # OSError: file name too long
             text = " ".join(str(getattr(error, "strerror", None) or error).split())
         failed = [one for one in chosen if one[0] == "~" and f"'{one[1:].partition('=')[0]}'" in text]
         if not failed:
             reason = HYDRAS_ADVICE.split(text)[0].rstrip(". ")
             raise UserError(*problems, f"{reason} (in: {' '.join(arguments) or 'no arguments'})")
-        # The rest is composed without it, so that all problems are found.
+        # The config is composed without the failed argument, so that all problems are found.
         chosen.remove(failed[0])
         has_value = " or another value" if "=" in failed[0] else ""
         problems.append(
@@ -134,8 +134,8 @@ def _in_order(
 ) -> list[str]:
     """Returns the arguments for Hydra: experiments first, since others override them, then groups and keys.
 
-    Groups get or lose the plus sign as Hydra requires. Keys are always forced, since ppo_ds reports unknown
-    keys.
+    Groups get or lose the plus sign as Hydra requires. Keys always get ++, with which Hydra accepts any key,
+    since ppo_ds reports unknown keys.
     """
     chosen: dict[str, str] = {}
     keys: list[str] = []
@@ -168,7 +168,7 @@ def _in_order(
 
 
 def resolve_config(composed: DictConfig) -> dict[str, Any]:
-    """Merges a composed config over the defaults and resolves it; interpolations may use every key."""
+    """Merges a composed config over the defaults and resolves it; interpolations may refer to any key."""
     given: Any = OmegaConf.to_container(composed, resolve=False)
     base = defaults(config_class(given.get("stage", "ppo")))
     merged = _merged(base, given)

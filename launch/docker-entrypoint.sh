@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# deepspeed launch/train.py "$@", so that `docker stop` ends it with a checkpoint: the deepspeed command dies of a SIGTERM at once and leaves its
-# ranks behind, and as soon as the first process of a container has ended, so have all. So this one passes the signal on and waits for the last.
+# Runs deepspeed launch/train.py "$@" so that `docker stop` ends it with a checkpoint.
+# SIGTERM ends the deepspeed command at once, but not its ranks; and when the first process of a container
+# ends, the kernel kills all others. Therefore this script, the first process, passes the signal on to the
+# deepspeed command and the ranks, and waits until the last of them has ended.
 set -u
 cd "$(dirname "$0")/.."
 
@@ -9,7 +11,7 @@ if [ "${shm:-0}" -lt 1048576 ]; then
     echo "warning: /dev/shm has $((${shm:-0} / 1024)) MB, too little for several GPUs: docker run --ipc=host (or --shm-size=16g)" >&2
 fi
 
-set -m # a process group of its own for the job
+set -m # runs the job in its own process group
 deepspeed launch/train.py "$@" &
 job=$!
 stopped=
@@ -17,7 +19,7 @@ trap 'stopped=1; kill -TERM -- "-$job" 2>/dev/null' TERM INT
 
 wait "$job"
 status=$?
-while kill -0 -- "-$job" 2>/dev/null; do # ranks that are still saving
+while kill -0 -- "-$job" 2>/dev/null; do # until the ranks have saved and ended
     sleep 0.2
 done
 [ -z "$stopped" ] || status=143

@@ -29,7 +29,7 @@ deepspeed launch/train.py +experiment=NAME [KEY=VALUE ...] [GROUP=OPTION ...]
 
 
 def print_help(folders: Folders, config_name: str, topic: str, arguments: list[str]) -> None:
-    """Describes a section or key, or without one the command line, the groups and the sections."""
+    """Describes a section or key; for an empty topic, the command line, the groups and the sections."""
     part = topic.partition(".")[0]
     if part in OPEN_PARTS:
         print(help_on_part(part, _chosen_target(folders, config_name, part, arguments)), end="")

@@ -49,7 +49,8 @@ def main(argv: list[str]) -> int:
     try:
         options = parser.parse_args(argv)
         prepare_environment(verbose=False)
-        from ppo_ds.tools.replay import replay  # imports torch, deepspeed and transformers: seconds
+        # imported only here, because it imports torch, deepspeed and transformers, which takes seconds
+        from ppo_ds.tools.replay import replay
 
         if options.dump.absolute().parent.name == "dumps":
             warn_about(options.dump.absolute().parent.parent)

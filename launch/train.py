@@ -1,8 +1,8 @@
-"""Trains a model: deepspeed launch/train.py +experiment=rlhf. Also starts with torchrun and plain python.
+"""Trains a model: deepspeed launch/train.py +experiment=rlhf. torchrun and plain python start it too.
 
 Exit code 0: done; 2: the config, the data or a model folder is wrong, or another run uses the run directory
-or the port (one rank prints one line per problem);
-143: a signal stopped the run after a checkpoint was saved; 130: interrupted; 1: any other error.
+or the port (one rank prints one line per problem); 143: a signal stopped the run after a checkpoint was
+saved; 130: interrupted; 1: any other error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 if __name__ == "__main__":
-    gc.disable()  # until the config is read: its objects all stay, and an error is reported sooner
+    # until the config is read: a collection would free nothing and delay the report of errors in the config
+    gc.disable()
 from launch.cli import load_config  # noqa: E402
 from ppo_ds.distributed.exit import exit_now, on_exit, run_with_timeout  # noqa: E402
 from ppo_ds.distributed.launcher import check_port, launch_id  # noqa: E402
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from ppo_ds.distributed.watchdog import ExitCode, Watchdog
 
 QUIET = {
-    "PYTHONWARNINGS": "ignore",  # of subprocesses
+    "PYTHONWARNINGS": "ignore",  # for subprocesses
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "DATASETS_VERBOSITY": "error",
@@ -48,9 +49,10 @@ QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # environment of a dry run
-# other ranks wait this long for rank 0 to print the problems, after which the launcher ends them
+# time that the other ranks wait before they end: when one rank ends, the launcher ends rank 0 too, which must
+# print the problems first
 RANK_0_SECONDS = 10.0
-# for closing the logs of a failed run, where a collective would hang because other ranks have left
+# time limit for closing the logs of a failed run, where a collective hangs if other ranks have ended
 CLOSE_SECONDS = 5.0
 
 
@@ -85,7 +87,7 @@ def main(argv: list[str]) -> int:
         exit_now(
             watch.fail(problem_lines(error), str(error), 2, own=True) if watch.started else complain(error)
         )
-    except BaseException as error:  # KeyboardInterrupt too, and sys.exit() in user code
+    except BaseException as error:  # including KeyboardInterrupt and sys.exit() in user code
         mark_ending()
         exit_now(report(error, watch))
     watch.set_timeout(config.run.timeout_minutes, lambda why: run.fail(RuntimeError(why)))
@@ -106,10 +108,11 @@ def main(argv: list[str]) -> int:
 
 
 def take_lock(run_dir: Path) -> run_lock.RunLock | None:
-    """Checks the run directory on rank 0 and takes its lock, until this process ends.
+    """Checks the run directory on rank 0 and takes its lock, which is held until this process ends.
 
-    The other ranks that see rank 0's processes only check that no other run holds it, so that they end with
-    the same exit code. It takes no torch, so a second start is refused within a second or two.
+    The other ranks on rank 0's node only check that no other run holds the lock, so that they end with the
+    same exit code as rank 0. The check does not import torch, so a second start is refused within a second or
+    two.
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
@@ -118,7 +121,7 @@ def take_lock(run_dir: Path) -> run_lock.RunLock | None:
         on_exit(lock.release)
         lock.start_renewal(on_loss=end_run)
         return lock
-    if os.environ.get("LOCAL_RANK") == rank:  # on the first node, like rank 0
+    if os.environ.get("LOCAL_RANK") == rank:  # this rank is on the first node, like rank 0
         run_lock.check_free(run_dir, launch_id(os.environ))
     return None
 
@@ -160,7 +163,7 @@ def complain(error: UserError) -> int:
 
 
 def warn_about(run_dir: Path) -> None:
-    """Prints a warning for each reason why a run would refuse the run directory; only reads it."""
+    """Prints a warning for each reason why a run would refuse the run directory. Changes nothing in it."""
     for problem in find_problems(run_dir):
         write_line(printable(censored(f"warning: {run_dir}: {problem}")))
 
@@ -172,8 +175,9 @@ def problem_lines(error: UserError, prefix: str = "") -> str:
 def prepare_environment(verbose: bool) -> None:
     """Sets environment variables that torch, deepspeed and transformers read at import.
 
-    Variables that the user has set stay. ``verbose`` leaves the log levels of the libraries alone. New files
-    are never writable for every user, since a later start would refuse them.
+    Variables that the user has set are kept. With ``verbose``, the log levels of the libraries do not change.
+    The umask is set so that new files are never writable for every user, since a later start would refuse
+    such files.
     """
     os.umask(os.umask(0o077) | 0o002)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -189,4 +193,4 @@ def prepare_environment(verbose: bool) -> None:
 
 
 if __name__ == "__main__":
-    exit_now(main(sys.argv[1:]))  # the destructors of the libraries take longer than checking a config
+    exit_now(main(sys.argv[1:]))  # skips the libraries' destructors, which take longer than a config check

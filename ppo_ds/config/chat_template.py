@@ -1,7 +1,8 @@
-"""Reads ``data.chat_template``.
+"""Reads the chat template that ``data.chat_template`` contains or names.
 
-A run and its checkpoints hold the text of the template, not the path of its file. So a checkpoint can be
-exported when the file is gone, and a checkpoint from someone else cannot name a file of this machine.
+A run and its checkpoints store the text of the template, not the path of its file. Therefore a checkpoint can
+be exported after the file was deleted, and a checkpoint from an untrusted source cannot make this machine
+read one of its files.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ def is_template(text: str) -> bool:
 
 
 def template_text(given: str) -> str:
-    """Returns the template that ``given`` holds or names; raises UserError for a file without a template."""
+    """Returns ``given`` if it is a template, otherwise the text of the file that it names.
+
+    Raises UserError if the file cannot be read, is not a template or contains a secret.
+    """
     if is_template(given):
         return given
     try:
         text = Path(os.path.expanduser(given)).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not a valid path
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
             f"data.chat_template={given}: neither a Jinja template nor a file that can be read ({reason})"
@@ -49,9 +53,12 @@ def with_template_text(config: Config) -> Config:
 
 
 def settings_with_template_text(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns settings of an older version with the current text of the file that they name, if it exists."""
+    """Replaces the path of a chat template, which older versions stored, by the current text of its file.
+
+    Settings without a template, or with a file that cannot be read, are returned unchanged.
+    """
     data = settings.get("data") or {}
     try:
         return {**settings, "data": {**data, "chat_template": template_text(data["chat_template"])}}
-    except (KeyError, TypeError, UserError):  # no template, or no file any more: compared as it is
+    except (KeyError, TypeError, UserError):
         return settings

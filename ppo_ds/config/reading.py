@@ -1,4 +1,4 @@
-"""Reads nested dicts into sections and reports all problems together, one line each."""
+"""Reads nested dicts into sections and reports all problems together, with one line for each."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _SECRET = re.compile(r"(^|[_.])(key|token|secret|password)$", re.IGNORECASE)
 
 
 def read(section: type[T], tree: Any, key: str = "") -> tuple[T, Problems]:
-    """Reads a section from a nested dict; ``key`` is its full name.
+    """Reads a section from a nested dict and returns it with the problems found.
 
-    A wrong value is replaced by its default, or by something of its type, so that the caller can look for
-    more problems.
+    A wrong value is replaced by the key's default, or by a value of its type if the key is required, so that
+    the caller can look for more problems. ``key`` is the full name of the section.
     """
     completed = complete(section, tree)
     try:
@@ -41,9 +41,9 @@ def read(section: type[T], tree: Any, key: str = "") -> tuple[T, Problems]:
 
 
 def complete(section: type[Section], tree: Any, stand_ins: bool = False) -> Any:
-    """Adds absent sections and removes required keys without a value; pydantic then reports them as missing.
+    """Adds absent sections, and removes required keys without a value so that pydantic reports them.
 
-    With ``stand_ins``, required keys that are missing get a value of their type.
+    With ``stand_ins``, missing required keys get a value of their type instead.
     """
     if not isinstance(tree, dict):
         return tree
@@ -55,7 +55,7 @@ def complete(section: type[Section], tree: Any, stand_ins: bool = False) -> Any:
         elif field.is_required():
             if name in made and (
                 made[name] is None or made[name] in ("", "???")
-            ):  # ???: missing in OmegaConf
+            ):  # ???: OmegaConf's mark for a missing value
                 del made[name]
             if stand_ins:
                 made.setdefault(name, _STAND_INS.get(get_origin(field.annotation) or field.annotation))
@@ -63,7 +63,7 @@ def complete(section: type[Section], tree: Any, stand_ins: bool = False) -> Any:
 
 
 def _without(section: type[Section], tree: Any, location: tuple[int | str, ...]) -> Any:
-    """Removes the key of an error; an error inside a list or a mapping removes all of it."""
+    """Removes the key that an error is about; if it is inside a list or mapping, removes all of that."""
     if not isinstance(tree, dict) or not location:
         return {}
     name, *rest = location
@@ -75,7 +75,7 @@ def _without(section: type[Section], tree: Any, location: tuple[int | str, ...])
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """Returns the section that a field holds, None for any other field."""
+    """Returns the class of a field that is a section, and None for any other field."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
@@ -90,7 +90,7 @@ def defaults(section: type[Section]) -> dict[str, Any]:
 
 
 def dotted_keys(section: type[Section], prefix: str = "") -> list[str]:
-    """Lists the full names of all keys below a section, leaves and sections."""
+    """Lists the full names of all keys below a section, including the names of inner sections."""
     keys = []
     for name, field in section.model_fields.items():
         full = f"{prefix}.{name}" if prefix else name
@@ -103,13 +103,13 @@ def dotted_keys(section: type[Section], prefix: str = "") -> list[str]:
 
 
 def problems(error: ValidationError, section: type[Section], key: str = "") -> Problems:
-    """Turns the errors of a section into lines, in the order of the keys, unknown keys first."""
+    """Turns pydantic's errors about a section into lines, in the order of its keys, unknown keys first."""
     known, found = dotted_keys(section, key), Problems()
-    items: dict[str, int] = {}  # keys of lists and mappings, in the order in which their errors come
+    items: dict[str, int] = {}  # full name of a list or mapping item -> its position in the order of errors
     places = [(_place(section, key, wrong, items), wrong) for wrong in error.errors(include_url=False)]
     for place, wrong in sorted(places, key=lambda pair: pair[0].order):
         kind, value = wrong["type"], wrong["input"]
-        if kind in _UNKNOWN_KEY:  # each key below an unknown section has a line of its own
+        if kind in _UNKNOWN_KEY:  # each key below an unknown section gets its own line
             below = {".".join((place.key, *map(str, path))): item for path, item in leaves(value)}
             lines = {leaf: _unknown_key(place, leaf, item, known) for leaf, item in below.items()}
         elif kind == "whole_line":
@@ -127,16 +127,16 @@ def problems(error: ValidationError, section: type[Section], key: str = "") -> P
 
 @dataclass(frozen=True)
 class _Place:
-    """The location of an error, with the expected type."""
+    """The location of an error in the config, and the type of value that is expected there."""
 
     key: str
-    holder: type[Section]  # the innermost section around it
-    name: str  # of the key in the holder
+    holder: type[Section]  # the innermost section that contains the key
+    name: str  # name of the key in that section
     hint: Any  # type of the value, stripped of Annotated and of "| None"
     metadata: list[Any]
     nullable: bool
-    order: list[int]  # positions of its keys among those of their sections; -1: an unknown key
-    complete: bool  # False where the error is deeper: in a branch of a union, or an item that is missing
+    order: list[int]  # sort key: the position of each part of the key in its section; -1: an unknown key
+    complete: bool  # False if the error is below the key: in a branch of a union, or a missing item
 
 
 def _place(section: type[Section], key: str, wrong: Mapping[str, Any], items: dict[str, int]) -> _Place:
@@ -217,7 +217,7 @@ def _in_words(hint: Any) -> str:
 
 
 def bounds(metadata: list[Any]) -> str:
-    """Describes the range of a number: ``at least 0 and at most 1``, or nothing."""
+    """Describes the range of a number, such as ``at least 0 and at most 1``; "" if it has no bounds."""
     limits = [
         (attribute, getattr(one, attribute))
         for one in metadata
@@ -228,16 +228,16 @@ def bounds(metadata: list[Any]) -> str:
 
 
 def _unknown_key(place: _Place, leaf: str, value: Any, known: list[str]) -> str:
-    """Returns the line of the key ``leaf`` at or below an unknown key.
+    """Returns the error line for ``leaf``, which is an unknown key or a key below one.
 
-    It names the new name of a renamed key, or suggests the same name further inside, a similar name beside
-    it, or the same name elsewhere.
+    For a renamed key, the line gives the new name. For any other key, it suggests the same name in an inner
+    section, a similar name in the same section, or the same name elsewhere.
     """
     shown = "..." if _SECRET.search(leaf) else show(value)
     if new := current_name(leaf):
         return f"{leaf}={shown}: is called {new} now"
     name, siblings = place.name, place.holder.model_fields
-    section = place.key.removesuffix(name)  # with its dot
+    section = place.key.removesuffix(name)  # ends in a dot, or is empty
     elsewhere = [k for k in known if k.rsplit(".", 1)[-1] == name] or [
         k for k in known if k.replace(".", "_").endswith(f"_{name}")
     ]

@@ -50,7 +50,7 @@ The keys of `reward` and `prepare` are the arguments of the chosen `_target_`: s
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the config, in words."""
+    """Describes one key of the config in words."""
 
     name: str  # the full, dotted name
     type: str
@@ -59,7 +59,7 @@ class Key:
 
 
 def keys_of(section: type[Section], prefix: str) -> Iterator[Key]:
-    """Yields the keys directly in a section, without those of the sections in it."""
+    """Yields the keys of a section, without the keys of its inner sections."""
     for name, field in section.model_fields.items():
         if section_of(field) is None:
             default = (
@@ -79,7 +79,7 @@ def sections_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str,
 
 
 def type_in_words(field: FieldInfo) -> str:
-    """Describes the values that a key takes: ``number above 0 or null``."""
+    """Describes the values that a key accepts, such as ``number above 0 or null``."""
     hint, metadata, nullable = unwrapped(field.annotation)
     words = _words(hint, [*metadata, *field.metadata])
     return f"{words} or null" if nullable else words
@@ -105,7 +105,7 @@ def _words(hint: Any, metadata: list[Any]) -> str:
 
 
 def help_on(topic: str) -> str:
-    """Describes a key, or a section with the keys directly in it. Raises UserError for any other name."""
+    """Describes a key, or a section and its own keys. Raises UserError for any other name."""
     sections = dict(sections_of(Config))
     if topic in sections:
         inner = [name for name in sections if name.startswith(f"{topic}.")]
@@ -130,7 +130,7 @@ def help_on(topic: str) -> str:
 
 
 def help_on_part(name: str, target: str | None) -> str:
-    """Describes an open part, with the arguments of its target if one is chosen."""
+    """Describes the open part ``name`` (`reward` or `prepare`), or the arguments of ``target`` if given."""
     (key,) = (key for key in keys_of(Config, "") if key.name == name)
     if target is None:
         example = (
@@ -156,12 +156,12 @@ def _entry(key: Key) -> str:
 
 
 def first_line(section: type[Section]) -> str:
-    """Returns the summary of a section."""
+    """Returns the first line of a section's docstring."""
     return (section.__doc__ or "").strip().splitlines()[0]
 
 
 def page() -> str:
-    """Returns docs/config.md."""
+    """Returns the text of docs/config.md."""
     parts = [_HEAD, "\n## Top level\n\n", *_table(keys_of(Config, ""))]
     for name, section in sections_of(Config):
         text = " ".join((section.__doc__ or "").split())

@@ -1,8 +1,8 @@
 """Lists the parts that a config chooses by name, with their requirements and the location of their code.
 
 The tables import neither torch nor the code that they name, so a config is checked before anything is loaded.
-The config checks, `--help` and docs/config.md read them; `resolve` imports a part when a run is
-built. To add a part, write it (anywhere that can be imported) and add one line here.
+The config checks, `--help` and docs/config.md use the tables; `resolve` imports a part when a run is built.
+To add a part, write it in any module that can be imported, and add one entry here.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class AdvantageEstimatorEntry(Entry):
-    """Turns rewards into advantages. Its requirements decide how it is called.
+    """A function that turns rewards into advantages. Its requirements determine its signature.
 
-    Shapes: B responses, S states, R response tokens.
+    Shapes: B responses, S states.
 
     needs_critic  (rewards [B,S], values [B,S], mask [B,S], gamma, lam, bootstrap_value, lam_critic) ->
     advantages, returns [B,S]
@@ -37,49 +37,53 @@ class AdvantageEstimatorEntry(Entry):
 
     needs_critic: bool = field(default=False, kw_only=True)
     needs_group: bool = field(default=False, kw_only=True)  # two or more responses per prompt
-    divides_by_std: bool = field(default=False, kw_only=True)  # whitening would divide a second time
+    divides_by_std: bool = field(default=False, kw_only=True)  # so whitening divides a second time
 
     @property
     def action_levels(self) -> tuple[str, ...]:
-        """The supported values of algo.action_level; per-token returns do not support whole responses."""
+        """Supported values of algo.action_level. Estimators of per-token returns only support token."""
         return ("token", "sequence") if self.needs_critic or self.needs_group else ("token",)
 
 
 @dataclass(frozen=True)
 class PolicyLossEntry(Entry):
-    """A policy loss with the arguments of `ppo_ds.ops.losses.policy_loss` except ``kind``.
+    """A policy loss. It takes the arguments of `ppo_ds.ops.losses.policy_loss` except ``kind``.
 
     It returns the loss and its metrics.
     """
 
-    # Has its own ratio of whole responses, so algo.action_level must be token.
+    # True if the loss computes its own ratio of whole responses, so that algo.action_level must be token
     own_ratio: bool = field(default=False, kw_only=True)
-    # At action_level=sequence: True if the terms of a response's tokens add up to its loss, False if each
-    # token carries the term of the whole response.
+    # At action_level=sequence: True if the loss of a response is the sum over its tokens, False if each token
+    # has the loss of the whole response.
     sums_over_tokens: bool = field(default=True, kw_only=True)
 
 
 @dataclass(frozen=True)
 class KLEstimatorEntry(Entry):
-    """An estimator of the KL to the reference, called as (logprobs, ref_logprobs) -> [B,R]."""
+    """An estimator of the KL to the reference, called as (logprobs, ref_logprobs) -> [B,R].
+
+    Shapes: B responses, R response tokens.
+    """
 
     # False if its value is that of another estimator and only the gradient differs
     in_reward: bool = field(default=True, kw_only=True)
-    flaw_as_loss: str | None = field(default=None, kw_only=True)  # why it should not be a loss
+    flaw_as_loss: str | None = field(default=None, kw_only=True)  # why it should not be used as a loss
 
 
 @dataclass(frozen=True)
 class LossAggregationEntry(Entry):
-    """A mean over the tokens of an optimizer step, called as (loss [B,T], mask [B,T], totals) ->
-    ppo_ds.ops.losses.Share.
+    """A function that aggregates the token losses of an optimizer step.
+
+    It is called as (loss [B,T], mask [B,T], totals) -> ppo_ds.ops.losses.Share.
     """
 
-    needs_norm: bool = field(default=False, kw_only=True)  # divides by algo.loss.norm
+    needs_norm: bool = field(default=False, kw_only=True)  # True if it divides by algo.loss.norm
 
 
 @dataclass(frozen=True)
 class DecodeBackendEntry(Entry):
-    """A class with the interface `ppo_ds.rollout.base.Generator`, which documents how it is made and called.
+    """A class that implements `ppo_ds.rollout.base.Generator`, which documents its constructor and call.
 
     `rollout.backend=auto` tries the backends with ``in_auto`` in the order of the table.
     """
@@ -87,7 +91,7 @@ class DecodeBackendEntry(Entry):
     # Dotted name of a function (model, number of tokens of the longest sequence) that returns the reason why
     # the backend cannot decode the model, or None. Without a function the backend decodes every model.
     refusal: str | None = field(default=None, kw_only=True)
-    in_auto: bool = field(default=False, kw_only=True)  # True once measured to be faster than those below
+    in_auto: bool = field(default=False, kw_only=True)  # set once measured to be faster than the rest
 
 
 @dataclass(frozen=True)
@@ -100,11 +104,12 @@ class StageEntry(Entry):
     """
 
     sections: tuple[str, ...] = field(default=(), kw_only=True)
-    # A function (config, ranks) that returns the config of a dry run, two steps with tiny random models. That
-    # of PPO reads PPO's sections. None: run.dry_run is refused.
+    # Dotted name of a function (config, ranks) that returns the config of a dry run: two steps with tiny
+    # random models. The function of stage=ppo reads PPO's sections. None: run.dry_run is refused.
     dry_run: str | None = field(default=None, kw_only=True)
 
-    # A function (config, World) that raises UserError for mistakes in data and rewards; it loads no weights.
+    # Dotted name of a function (config, World) that raises UserError for mistakes in data and rewards. It
+    # loads no weights.
     check: str | None = field(default=None, kw_only=True)
 
 
@@ -218,7 +223,7 @@ LOSS_AGGREGATIONS = {
     ),
 }
 
-# In the order in which rollout.backend=auto tries them: the fastest measured one first.
+# rollout.backend=auto tries the backends in this order; the one that was measured to be fastest comes first.
 DECODE_BACKENDS = {
     "static": DecodeBackendEntry(
         "ppo_ds.rollout.static.StaticGenerator",
@@ -253,7 +258,7 @@ STAGES = {
 
 
 def resolve(entry: Entry) -> Callable[..., Any]:
-    """Imports what a table entry names, with the entry's options bound."""
+    """Imports the callable that a table entry names and binds the entry's options to it."""
     target = import_target(entry.target)
     return partial(target, **entry.options) if entry.options else target
 

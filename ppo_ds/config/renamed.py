@@ -1,4 +1,4 @@
-"""Keys that have been renamed. An old spelling is an error whose message names the new one.
+"""Maps renamed keys to their current names. Using an old name is an error; its message gives the new name.
 
 Settings stored in checkpoints and run directories before a renaming are read under the new names, so that old
 runs can be resumed.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Old key -> new key; what stands below a section moves with it. The more specific names come first.
+# Old key -> new key. The keys below a renamed section move with it. More specific names come first.
 RENAMED = {
     "algo.reward.place": "algo.reward_shaping.score_position",
     "algo.reward": "algo.reward_shaping",
@@ -25,7 +25,7 @@ RENAMED = {
 
 
 def current_name(key: str) -> str | None:
-    """Returns the name that a renamed key has now; None for a key that was not renamed."""
+    """Returns the current name of a renamed key, or None for a key that was not renamed."""
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)

@@ -112,7 +112,7 @@ OPEN_SECTIONS = (
     "data.chat_template_kwargs",
 )
 Settings = Mapping[str, Any]  # The result of schema.resolved, possibly read back from JSON or YAML.
-Change = tuple[str, Any, Any]  # key, before, now
+Change = tuple[str, Any, Any]  # key, old value, new value
 
 
 def check_resume(before: Settings, now: Settings, checkpoint: Path) -> list[str]:
@@ -146,8 +146,8 @@ def check_resume(before: Settings, now: Settings, checkpoint: Path) -> list[str]
 def changes(before: Settings, now: Settings) -> list[Change]:
     """Returns every key that differs and is not mutable.
 
-    A key that ``before`` lacks, because it was added to the config later, had its default. Renamed keys are
-    compared under their current names, and a chat template by its text.
+    A key that ``before`` lacks, because it was added to the config later, counts as having had its default.
+    Renamed keys are compared under their current names, and a chat template is compared by its text.
     """
     before = settings_with_template_text(with_current_names(before))
     old, new = _leaves(defaults(config_class(now["stage"]))) | _leaves(before), _leaves(now)
@@ -216,7 +216,7 @@ def _leaves(tree: Settings, prefix: str = "") -> dict[str, Any]:
 
 
 def _relocatable(value: Any, settings: Settings) -> Any:
-    """Makes a path in the run directory relative to it, since a run may have been moved."""
+    """Makes a path in the run directory relative to that directory, since a run may have been moved."""
     home = f"{settings['run'].get('dir')}/"
     if isinstance(value, str) and value.startswith(home):
         return ("below run.dir", value.removeprefix(home))

@@ -1,8 +1,8 @@
-"""The record of an earlier run in a run directory: whether a new run keeps it in place or moves it away.
+"""Keeps the record of an earlier run in its run directory, or moves it away before a new run starts there.
 
-A record that the new run does not continue is moved to a new folder in the run directory, earlier_1,
-earlier_2, ... Until the move is complete, the name of that folder ends in ``.unfinished``; ``finish_move``
-completes a move that a kill has interrupted, before anything else reads the directory.
+If the new run does not continue the earlier run, the record is moved to a new folder in the run directory,
+earlier_1, earlier_2, ... Until the move is complete, the name of that folder ends in ``.unfinished``.
+``finish_move`` completes a move that was interrupted by a kill, before anything else reads the directory.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ RECORD = (
     "critic",
     "wandb.id",
 )
-# What run.resume=restart moves too.
+# All files and folders that run.resume=restart moves.
 WHOLE_RECORD = (*RECORD, "checkpoints", "dumps", "exports", "wandb", "wandb.log")
 UNFINISHED = ".unfinished"
 
 
 def begins_anew(run_dir: Path, now: Settings) -> bool:
-    """Returns whether run.resume=restart moves the record in ``run_dir`` away.
+    """Returns whether run.resume=restart begins a new run instead of continuing the one in ``run_dir``.
 
-    It continues an unfinished run that it has begun itself, with the same settings. Otherwise a job that a
-    scheduler stops and starts again would begin anew each time and never reach its end.
+    A run is continued if it is unfinished, was itself started with run.resume=restart, and has the same
+    settings. Otherwise a job that a scheduler stops and starts again would begin anew each time and never
+    finish.
     """
     before = recorded_settings(run_dir)
     if before is None or before["run"].get("resume") != "restart" or changes(before, now):
         return True
     try:
         return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["exit_reason"] == "done"
-    except (OSError, ValueError, TypeError, LookupError):  # killed
+    except (OSError, ValueError, TypeError, LookupError):  # no readable summary: the run was killed
         return False
 
 
@@ -87,7 +88,7 @@ def recorded_steps(run_dir: Path) -> int:
 
 
 def outdated_preparation(before: Settings | None, now: Settings) -> list[str]:
-    """Returns the folder in the run directory that `prepare` made with other arguments than it has now."""
+    """Returns the name of `prepare`'s folder in the run directory if its arguments have changed, else []."""
     made = ((before or {}).get("prepare") or {}).get("dir")
     if before is None or not isinstance(made, str):
         return []
@@ -99,14 +100,14 @@ def outdated_preparation(before: Settings | None, now: Settings) -> list[str]:
 def open_run_directory(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
     """Creates a run directory, writes config.yaml to it and returns lines for the start-up banner.
 
-    Moves the record of an earlier run that this run does not continue. The lines include the warnings of
-    ``check_run_directory``, which may raise UserError.
+    If the directory has the record of an earlier run that this run does not continue, the record is moved.
+    The lines include the warnings of ``check_run_directory``, which may raise UserError.
 
     Args:
         run_dir: The run directory; a new one is accessible only to its owner, an old one keeps its mode.
         now: The resolved settings of this run.
         start: The checkpoint that the run continues from.
-        restart: Begins anew whatever the directory holds.
+        restart: Whether to begin anew, whatever the directory contains.
     """
     with _os_errors(run_dir):
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -153,7 +154,7 @@ def _move(run_dir: Path, names: list[str], kept: Path) -> None:
     """Moves files and folders of the run directory to the folder ``kept`` in it."""
     unfinished = kept.with_name(kept.name + UNFINISHED)
     unfinished.mkdir(mode=0o700, exist_ok=True)
-    fsync(run_dir)  # the marker is on the disk before anything is moved
+    fsync(run_dir)  # the new folder must be on the disk before anything is moved to it
     for name in names:
         (run_dir / name).rename(unfinished / name)
     fsync(unfinished)
@@ -162,5 +163,5 @@ def _move(run_dir: Path, names: list[str], kept: Path) -> None:
 
 
 def _is_elsewhere(run_dir: Path, start: Path) -> bool:
-    """Returns whether the checkpoint ``start`` belongs to another run, whose steps are different."""
+    """Returns whether the checkpoint ``start`` is from another run directory, and so from another run."""
     return start.parent.resolve() != (run_dir / "checkpoints").resolve()

@@ -1,10 +1,10 @@
 """Defines the config of a run. The modules in sections/ define each key once, with type, range, default and
 description.
 
-`from_tree` makes a Config from a plain nested dict, `inherit` fills in what follows from other keys, and
-`resolved` is the nested dict that config.yaml shows. The open parts (`reward`, `prepare`) are a `_target_`
-and its keyword arguments, which targets.py checks against the callable's signature. Batch sizes are global:
-they mean the same with any number of ranks.
+`from_tree` makes a Config from a plain nested dict, `inherit` fills in the keys whose values follow from
+other keys, and `resolved` returns the nested dict that config.yaml shows. Each open part (`reward`,
+`prepare`) consists of a `_target_` and its keyword arguments, which targets.py checks against the callable's
+signature. Batch sizes are global: they mean the same with any number of ranks.
 """
 
 from collections.abc import Iterator
@@ -63,19 +63,19 @@ class Config(Section):
     )
 
 
-# The keys of Config that every stage has. Each stage names the others that it uses (registry.STAGES).
+# The keys of Config that every stage has. The stage's entry in registry.STAGES lists the others that it uses.
 SHARED = ("stage", "run", "checkpoint", "health", "tracker", "eval", "prepare")
 OPEN_PARTS = ("reward", "prepare")  # Keys of Config that hold a `_target_` and its arguments.
 
 
 def config_class(stage: Any) -> type[Config]:
-    """Returns Config with only the sections that a stage uses. An unknown stage has all sections."""
+    """Returns a class like Config with only the sections that a stage uses; Config for an unknown stage."""
     if str(stage) not in STAGES:
         return Config
     return _class_with(frozenset({*SHARED, *STAGES[str(stage)].sections}))
 
 
-@cache  # so that equal configs of a stage are of one class and compare equal
+@cache  # since two configs of a stage can only be equal if they have the same class
 def _class_with(sections: frozenset[str]) -> type[Config]:
     if sections == Config.model_fields.keys():
         return Config
@@ -86,10 +86,10 @@ def _class_with(sections: frozenset[str]) -> type[Config]:
 
 
 def from_tree(tree: Any) -> tuple[Config, dict[str, str]]:
-    """Makes a Config from a plain nested dict; the second value maps the keys that are wrong to lines.
+    """Makes a Config from a plain nested dict; also returns a mapping from wrong keys to error lines.
 
-    The Config has only the sections of its stage. With problems, it has stand-ins for the wrong values, so
-    that other checks can go on.
+    The Config has only the sections of its stage. Wrong values are replaced by valid ones, so that the other
+    checks can continue.
     """
     stage = tree.get("stage", "ppo")
     own = config_class(stage)
@@ -133,8 +133,9 @@ def inherit(config: Config) -> Config:
 
 
 def _inherited(model: InheritedModelConfig, actor: ModelConfig, path: str | None) -> InheritedModelConfig:
-    """Fills the null keys of a model with the actor's; another model has its own revision and its own
-    code.
+    """Fills the null keys of a model with the actor's values.
+
+    A model with its own path does not inherit the actor's revision and trust_remote_code.
     """
     same = actor.model_dump() | {"path": path}
     if model.path is not None:
@@ -144,7 +145,7 @@ def _inherited(model: InheritedModelConfig, actor: ModelConfig, path: str | None
 
 
 def _inherited_data(data: DataConfig) -> DataConfig:
-    """Expands the paths, and fills the null keys of the parts of a mixture with those of the section."""
+    """Expands ~ in the paths, and fills the null keys of each data set of a mixture from the data section."""
     mix = [
         replace(
             part,
@@ -163,8 +164,9 @@ def _expand(path: str | None) -> str | None:
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """Returns the config as the plain nested dict that config.yaml shows: tuples as lists, nothing left
-    to inherit.
+    """Returns the config as the plain nested dict that config.yaml shows.
+
+    Inherited values are filled in, and tuples are converted to lists.
     """
     return _plain(inherit(config).model_dump())
 
@@ -175,11 +177,11 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-# ---- what a config decides
+# ---- properties of a config
 
 
 def rollout_size(config: Config) -> int:
-    """Returns the samples of one PPO step, over all ranks."""
+    """Returns the number of samples in one PPO step, over all ranks."""
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
 
 
@@ -205,7 +207,7 @@ def has_critic(config: Config) -> bool:
 
 
 def reference_is_base(config: Config) -> bool:
-    """Returns whether the reference is the actor without its adapters, so that no weights are loaded."""
+    """Returns whether the reference is the actor without its adapters, so that it needs no own weights."""
     actor, reference = config.actor.model, config.reference.model
     alike = ("path", "revision", "dtype", "attn_implementation")
     return config.actor.lora.rank > 0 and all(
@@ -223,5 +225,5 @@ def reward_models(section: dict[str, Any], key: str = "reward") -> Iterator[tupl
 
 
 def value_position(algo: AlgoConfig) -> str:
-    """Returns where a value is taken: algo.value.position, or its default for the action level."""
+    """Returns the position of the values: algo.value.position, or its default for the action level."""
     return algo.value.position or ("prompt_last" if algo.action_level == "sequence" else "token")

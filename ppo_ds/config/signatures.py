@@ -1,8 +1,8 @@
-"""Checks the arguments of ppo_ds's own targets by the signatures in their source files.
+"""Checks the arguments of ppo_ds's own targets against the signatures in their source files.
 
 Importing a reward imports torch, which takes seconds. Its source is parsed instead, so that a mistake in the
 arguments is reported together with all others and before anything is imported. Other targets are checked when
-they are imported (targets.py), as is every value whose annotation cannot be understood here.
+they are imported (targets.py), and so is every value whose annotation this module cannot evaluate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ppo_ds.config.types import Section
 from ppo_ds.errors import UserError
 
 OWN = "ppo_ds."
-TORCH_FREE = "ppo_ds.config."  # annotations from these modules are imported
+TORCH_FREE = "ppo_ds.config."  # these modules do not import torch, so annotations may be imported from them
 
 
 def misused_targets(section: dict[str, Any], key: str) -> Iterator[str]:
@@ -68,13 +68,13 @@ def declared_arguments(target: str) -> type[Section]:
 
 
 def _named(body: list[ast.stmt], name: str) -> ast.FunctionDef | ast.ClassDef | None:
-    """Returns the function or class of this name among statements."""
+    """Returns the function or class called ``name`` among the statements, or None."""
     definitions = [one for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef)]
     return next((one for one in definitions if one.name == name), None)
 
 
 def _type(annotation: ast.expr | None, names: dict[str, Any]) -> Any:
-    """Returns the type that an annotation means, given the types of some names; Any if it is not certain."""
+    """Returns the type that an annotation means, or Any if unknown; ``names`` maps known names to types."""
     match annotation:
         case ast.Name(id=name):
             return names.get(name, Any)

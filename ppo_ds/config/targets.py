@@ -37,7 +37,7 @@ class Part:
     def make(self, key: str, services: dict[str, Any]) -> Any:
         """Calls the target with the services in its signature.
 
-        ``key`` is the section's full name, which is a service as well.
+        ``key`` is the section's full name, which is available as a service too.
         """
         available = services | {"key": key}
         wanted = {
@@ -100,7 +100,8 @@ def read_arguments(section: type[Section], spec: dict[str, Any], key: str) -> Se
     """Reads the arguments beside `_target_`. Raises UserError with every problem in them."""
     given = {name: value for name, value in spec.items() if name != "_target_"}
     try:
-        return section.model_validate(given | complete(section, given))  # null is allowed
+        # an argument may be null, but complete() removes required keys that are null
+        return section.model_validate(given | complete(section, given))
     except ValidationError as error:
         raise UserError(*problems(error, section, key).values()) from None
 
@@ -113,13 +114,13 @@ def arguments_of(target: Callable[..., Any]) -> type[Section]:
         if parameter.kind is _KEY:
             default = ... if parameter.default is inspect.Parameter.empty else parameter.default
             fields[name] = (checked_as(hints.get(name, Any)), default)
-    with warnings.catch_warnings():  # An argument may have the name of a pydantic method.
+    with warnings.catch_warnings():  # pydantic warns of arguments named like its methods
         warnings.simplefilter("ignore", UserWarning)
         return create_model(getattr(target, "__name__", "arguments"), __base__=Section, **fields)
 
 
 def checked_as(hint: Any) -> Any:
-    """Translates the annotation of an argument for values from YAML; unknown classes accept any value."""
+    """Translates an argument's annotation to a type that checks YAML values; unknown classes become Any."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return Annotated[checked_as(args[0]), *args[1:]]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-_LONGEST = 200  # characters of a value that a message shows
+_LONGEST = 200  # maximum number of characters of a value in a message
 
 
 def show(value: Any) -> str:

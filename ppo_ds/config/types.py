@@ -1,6 +1,7 @@
-"""Types of config keys. Values come from YAML: a number is never a truth value, and text may be a number.
+"""Defines the types of config keys, for values that come from YAML.
 
-`read` in reading.py turns what pydantic finds wrong into one line for each problem.
+Numbers are not accepted as bools or bools as numbers. Text accepts integers, and Number accepts numbers
+written as text. `read` in reading.py turns pydantic's errors into one line for each problem.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ class Section(BaseModel):
 
 
 def replace(section: SectionT, **values: Any) -> SectionT:
-    """Copies a section with other values, as `dataclasses.replace` does; they are not validated again."""
+    """Copies a section with new values, like `dataclasses.replace`. The new values are not validated."""
     assert values.keys() <= type(section).model_fields.keys(), f"no such keys: {values}"
     return section.model_copy(update=values)
 
 
 def refuse(message: str, *, whole_line: bool = False) -> NoReturn:
-    """Raises the error of a validator; the line becomes ``key=value: message``.
+    """Refuses a value in a validator; the error line becomes ``key=value: message``.
 
-    With ``whole_line`` the message is the line, in which $KEY and $SECTION stand for the key and the section
-    around it. This is for values that must not be shown again.
+    With ``whole_line``, the message is the whole line, in which $KEY and $SECTION are replaced by the key and
+    its section. This is for values that must not be printed, and for several lines.
     """
     raise PydanticCustomError("whole_line" if whole_line else "refused", "{message}", {"message": message})
 
@@ -64,7 +65,7 @@ class Must:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Accepts one of some names or numbers. A table is read anew each time, so that it may grow."""
+    """Accepts the names or numbers in ``table`` and ``also``. Entries may be added to the table later."""
 
     table: Iterable[Any]
     also: tuple[Any, ...] = ()
@@ -77,7 +78,7 @@ class OneOf:
         return core_schema.no_info_plain_validator_function(self._checked)
 
     def _checked(self, value: Any) -> Any:
-        # 0 == False == 0.0 in Python, and none of these is a ZeRO stage but 0
+        # types are compared too: 0 == False == 0.0 in Python, but only 0 is a ZeRO stage
         if any(value == choice and type(value) is type(choice) for choice in self.choices):
             return value
         names = [str(choice) for choice in self.choices]
@@ -85,7 +86,7 @@ class OneOf:
 
 
 def _number(value: Any) -> Any:
-    """Reads text as a number where it is one: YAML 1.1 takes 1e-6 for text."""
+    """Converts text to a number where possible, since YAML 1.1 reads 1e-6 as text."""
     if not isinstance(value, str):
         return value
     try:
@@ -102,5 +103,5 @@ Natural = Annotated[int, Ge(0)]
 Positive = Annotated[Number, Gt(0)]
 NonNegative = Annotated[Number, Ge(0)]
 Fraction = Annotated[Number, Ge(0), Le(1)]
-# A YAML list where a tuple is due
+# converts a list from YAML to a tuple
 FROM_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)

@@ -16,10 +16,12 @@ from ppo_ds.config.schema import Config, from_tree, inherit
 from ppo_ds.errors import UserError
 from ppo_ds.secrets import secrets_in
 
-# Yields an error line for every problem of a config for a number of ranks; the line names all keys involved.
+# A check takes a config and the number of ranks, and yields an error line for every problem. The line names
+# all keys involved.
 Check = Callable[[Config, int], Iterator[str]]
 
-# Check -> the sections that it reads besides those of every stage. It applies to stages with all of them.
+# Check -> the sections that it reads besides the shared ones (schema.SHARED). It is skipped for a stage that
+# lacks any of them.
 CHECKS: dict[Check, tuple[str, ...]] = {
     run.check_length: (),
     data.check_sampling: ("sampling",),
@@ -51,7 +53,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
 
 def validated(tree: dict[str, Any], ranks: int) -> Config:
     """Returns the complete Config of a plain nested dict. Raises UserError with every problem in it."""
-    if secrets := list(secrets_in(tree)):  # Reported alone, since other lines would print them.
+    if secrets := list(secrets_in(tree)):  # only these are reported: other lines could print a secret
         raise UserError(*secrets)
     config, wrong = from_tree(tree)
     config = inherit(config)
@@ -59,7 +61,7 @@ def validated(tree: dict[str, Any], ranks: int) -> Config:
         config = with_template_text(config)
     except UserError as error:
         wrong = wrong | {"data.chat_template": str(error)}
-    # A rule that reads a key with a wrong value would report a second, misleading problem.
+    # Lines about a key with a wrong value are dropped: the value was replaced, so they would be misleading.
     known = {re.split(r"[#\[]", key)[0] for key in wrong} & set(dotted_keys(type(config)))
     named = re.compile("|".join(rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in known) or r"(?!)")
     follow_ups = [line for line in problems(config, ranks) if not named.search(line)]
@@ -69,7 +71,7 @@ def validated(tree: dict[str, Any], ranks: int) -> Config:
 
 
 def problems(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for every problem between keys or with the file system."""
+    """Yields an error line for every conflict between keys and every missing or unusable file or folder."""
     for check, sections in CHECKS.items():
         if type(config).model_fields.keys() >= set(sections):
             yield from check(config, ranks)

@@ -20,8 +20,8 @@ from ppo_ds.config.text import show
 def warnings(config: Config, hides_stops: bool) -> list[str]:
     """Returns the warnings of the start-up banner.
 
-    There is at most one line about the algorithm and one about each sampling option. ``hides_stops``: whether
-    the end token is not an action, because of algo.train_on_eos or, if that is null, of the tokenizer.
+    There is at most one line about the algorithm and one about each sampling option. ``hides_stops`` is True
+    if the end token is not an action, which depends on algo.train_on_eos and, if that is null, the tokenizer.
     """
     mistakes = list(_mistakes(config, hides_stops))
     lines = [f"warning    algo: {'; '.join(mistakes)}"] if mistakes else []
@@ -59,7 +59,10 @@ def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
 
 
 def _mistakes(config: Config, hides_stops: bool) -> Iterator[str]:
-    """Yields flaws of published systems; each is a switch so that the systems can be reproduced."""
+    """Yields a phrase for each flaw of a published system that the config enables.
+
+    ppo_ds has these flaws as options so that the systems can be reproduced.
+    """
     algo = config.algo
     estimator, level = ADVANTAGE_ESTIMATORS[algo.advantage.estimator], algo.action_level
     flaw = KL_ESTIMATORS[algo.kl.estimator].flaw_as_loss

@@ -1,4 +1,4 @@
-"""Checks of the algo section and of the keys that it depends on."""
+"""Checks the algo section and the keys that it depends on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_batches(config: Config, ranks: int) -> Iterator[str]:
             f"rollout.prompts_per_step={prompts}: must be divisible by the number of ranks, {ranks}; "
             f"nearest that fit: {fits}"
         )
-        ranks = 1  # Then the minibatch is compared with the rollout only.
+        ranks = 1  # the check below then compares the minibatch with the rollout only
     if minibatch is not None and (rollout % minibatch or minibatch % ranks):
         fitting = [n for n in range(ranks, rollout + 1, ranks) if rollout % n == 0]
         nearest = [
@@ -108,7 +108,7 @@ def check_loss(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_values(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each value option that the action level or estimator does not support."""
+    """Yields an error line for each option of values that the action level or estimator does not support."""
     algo, estimator = config.algo, config.algo.advantage.estimator
     no_values = not learns_values(config)
     position = algo.value.position
@@ -140,7 +140,7 @@ def check_values(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_critic_training(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each phase that would train a critic that the run does not have."""
+    """Yields an error line for each critic-only phase without a critic, or without a later actor update."""
     value, estimator = config.algo.value, config.algo.advantage.estimator
     for key, steps in (
         ("warmup_steps", value.warmup_steps),

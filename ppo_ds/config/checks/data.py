@@ -1,4 +1,4 @@
-"""Checks of sampling and data, and of the model folders and data files on this machine."""
+"""Checks sampling and data, and the model folders and data files on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def check_sampling(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each conflict between the ends of responses."""
+    """Yields an error line for each conflict between the options that end responses."""
     sampling = config.sampling
     if sampling.min_new_tokens > sampling.max_new_tokens:
         yield (
@@ -47,20 +47,20 @@ def check_prompts(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_model_folders(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each local model of actor and critic that does not exist."""
+    """Yields an error line for each local folder of actor or critic that is missing or has no config."""
     for name, model in trained_models(config).items():
         yield from _missing_model(f"{name}.model.path", model.model.path, config)
 
 
 def check_reference_folder(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line if the run loads a local reference that does not exist."""
+    """Yields an error line if the run needs a local reference folder that is missing or has no config."""
     path = config.reference.model.path
     if uses_reference(config) and path != config.actor.model.path:
         yield from _missing_model("reference.model.path", path, config)
 
 
 def check_reward_folders(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each local reward model that does not exist."""
+    """Yields an error line for each local folder of a reward model that is missing or has no config."""
     for key, model in reward_models(config.reward):
         yield from _missing_model(f"{key}.path", model["path"], config)
 
@@ -85,7 +85,10 @@ def check_data_files(config: Config, ranks: int) -> Iterator[str]:
 
 
 def looks_local(path: str) -> bool:
-    """Returns whether a path is on this machine; a missing `name` or `org/name` is a Hub id."""
+    """Returns whether a path means a local file or folder rather than a Hub id.
+
+    A `name` or `org/name` that does not exist on this machine is taken for a Hub id.
+    """
     return (
         path.startswith(("/", ".", "~"))
         or path.count("/") > 1
@@ -95,7 +98,7 @@ def looks_local(path: str) -> bool:
 
 
 def is_prepared(path: str, config: Config) -> bool:
-    """Returns whether `prepare` creates a path: any path, or only those in its `dir` if it has that key."""
+    """Returns whether `prepare` may create a path. A `prepare` with a `dir` only creates paths in it."""
     made = (config.prepare or {}).get("dir")
     return config.prepare is not None and (
         not made or Path(path).absolute().is_relative_to(Path(made).absolute())

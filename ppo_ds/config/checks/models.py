@@ -1,4 +1,4 @@
-"""Checks of the models: ZeRO, adapters, raw DeepSpeed settings and the initial weights of the critic."""
+"""Checks the models: ZeRO, adapters, raw DeepSpeed settings and the initial weights of the critic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ppo_ds.config.schema import Config, has_critic, reward_models, trained_models
 from ppo_ds.config.text import show
 
-# DeepSpeed settings that the trainer makes itself -> the keys to use instead
+# DeepSpeed settings that the trainer sets itself -> the keys to use instead
 SET_BY_TRAINER = {
     "optimizer": "{}.optim (AdamW)",
     "scheduler": "{}.optim.schedule",
@@ -21,7 +21,7 @@ SET_BY_TRAINER = {
 
 
 def check_zero(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each ZeRO option that the stage of the model does not support."""
+    """Yields an error line for each ZeRO option that the model's ZeRO stage does not support."""
     for name, model in trained_models(config).items():
         zero = model.zero
         if zero.offload_optimizer and zero.stage == 0:
@@ -38,7 +38,7 @@ def check_generation(config: Config, ranks: int) -> Iterator[str]:
             f"actor.zero.generation_gather={zero.generation_gather}: needs actor.zero.stage 3 "
             f"(it is {zero.stage})"
         )
-    # The optimizer states of a critic are moved too.
+    # offload_states also moves the optimizer states of the critic
     if (
         zero.offload_states == "always"
         and zero.offload_optimizer
@@ -51,7 +51,7 @@ def check_generation(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_adapters(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each option of adapters or averaged weights that are off."""
+    """Yields an error line for each option of adapters or averaged weights that are not enabled."""
     for name, model in trained_models(config).items():
         for key in ("alpha", "targets", "lr"):
             value = getattr(model.lora, key)
@@ -62,7 +62,7 @@ def check_adapters(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_raw_deepspeed(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each raw DeepSpeed setting that the trainer makes itself."""
+    """Yields an error line for each raw DeepSpeed setting that the trainer sets itself."""
     for name, model in trained_models(config).items():
         raw = model.deepspeed
         for key, instead in SET_BY_TRAINER.items():
@@ -80,7 +80,7 @@ def check_raw_deepspeed(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_initial_critic(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line if the model that the critic starts from is missing or has no effect."""
+    """Yields an error line if the critic's path is missing or unused, or a shared trunk has adapters."""
     critic = config.critic
     if critic.init == "path" and not critic.model.path:
         yield "critic.model.path is missing: critic.init=path loads the critic from it"

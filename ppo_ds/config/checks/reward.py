@@ -1,4 +1,4 @@
-"""Checks of the open parts, `reward` and `prepare`."""
+"""Checks the open parts of the config, `reward` and `prepare`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ppo_ds.config.signatures import misused_targets
 
 
 def check_reward(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line if no reward is set, and for each argument that ppo_ds's own rewards lack."""
+    """Yields an error line if no reward is chosen, and for each argument that ppo_ds's own rewards refuse."""
     if config.reward and not config.reward.get("_target_"):
         yield (
             "reward._target_ is missing: choose a kind of reward first (reward=model, reward=function, "

@@ -1,4 +1,4 @@
-"""Checks of the sections that every stage has: length, run directory, checkpoints and dry run."""
+"""Checks the sections that every stage has: length, run directory, checkpoints and dry run."""
 
 from __future__ import annotations
 
