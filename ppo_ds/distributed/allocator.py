@@ -6,7 +6,7 @@ import ctypes
 import ctypes.util
 import platform
 
-# mallopt's names, from malloc.h
+# parameters of mallopt, from malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
@@ -14,8 +14,9 @@ def keep_freed_memory() -> bool:
     """Makes glibc keep freed memory for later allocations. Returns False with another C library.
 
     By default glibc returns freed blocks of more than a few MB to the kernel at once, so the tensors of each
-    step start on new pages that the kernel has to clear and map, one page fault each: a tenth or more of a
-    training step on a CPU, as measured. Freed memory stays with the process; its peak is unchanged.
+    step are allocated on new pages. The kernel must clear and map each of these pages in a page fault, which
+    took a tenth or more of a training step on a CPU when measured. Freed memory stays with the process;
+    its peak memory is unchanged.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -21,9 +21,9 @@ _actions: list[Callable[[], None]] = []
 
 
 def on_exit(action: Callable[[], None]) -> None:
-    """Registers a quick ``action`` that runs before this process ends, by ``exit_now`` or in the usual way.
+    """Registers a quick ``action`` to run before this process ends, by ``exit_now`` or normally.
 
-    It does not run when a signal ends the process. It may run twice, and in any thread.
+    The action does not run when a signal ends the process. It may run twice, and in any thread.
     """
     _actions.append(action)
     atexit.register(action)
@@ -38,8 +38,8 @@ def run_exit_actions() -> None:
 def exit_now(code: int) -> NoReturn:
     """Ends this process with the exit code ``code``.
 
-    No destructor runs: the destructors of communicators would make a rank that fails alone wait for its
-    peers.
+    No destructor runs: in the destructors of communicators, a rank that has failed would wait for the other
+    ranks.
     """
     # with a timeout, since the main thread may hold the locks of the streams
     run_with_timeout(1.0, lambda: (sys.stdout.flush(), sys.stderr.flush()))

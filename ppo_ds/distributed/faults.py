@@ -1,11 +1,13 @@
-"""Fault injection for tests: PPO_DS_FAULT makes this process fail at a marked place. Unset in every real run.
+"""Fault injection for tests: the variable PPO_DS_FAULT makes this process fail at a marked place.
 
-    PPO_DS_FAULT="kill@checkpoint.after_actor:rank=1"       one fault, or several separated by spaces
+The variable is unset in every real run. It has one fault, or several separated by spaces:
+
+    PPO_DS_FAULT="kill@checkpoint.after_actor:rank=1"
     PPO_DS_FAULT="raise@update:at=3 slow@checkpoint.write:rank=1:seconds=5"
 
 The form is ACTION@PLACE followed by options: ``rank`` (default: all ranks), ``at`` (the visit to the place at
-which the fault starts, from 1; default 1), ``times`` (the number of visits from then on; default 1; 0:
-unlimited) and ``seconds`` (of slow). Actions:
+which the fault first occurs, counted from 1; default 1), ``times`` (the number of visits at which it occurs;
+default 1; 0: unlimited) and ``seconds`` (duration of slow). Actions:
 
     kill    SIGKILL to this process        stop   SIGTERM to this process
     raise   a RuntimeError                 full   the OSError of a full disk
@@ -20,11 +22,11 @@ import signal
 import time
 from collections import Counter
 
-visits: Counter[str] = Counter()  # by place
+visits: Counter[str] = Counter()  # number of visits by place
 
 
 def fault(place: str) -> None:
-    """Makes this process fail if a test asks for it here."""
+    """Makes this process fail if PPO_DS_FAULT requests a fault at ``place``."""
     requested = os.environ.get("PPO_DS_FAULT")
     if requested is None:
         return

@@ -1,8 +1,8 @@
 """Process-wide heartbeat: the phase that this rank is in and the number of pieces of work it has completed.
 
 The watchdog (distributed/watchdog.py) reads it to tell slow work from a hang. There is one heartbeat per
-process, like the global random state, so that code deep in a rollout can beat without a parameter. Only the
-functions of this module change it, and only the main thread calls those.
+process, like the global random state, so that code deep in a rollout can call ``beat`` without receiving an
+object. Only ``beat`` and ``enter`` change it, and only the main thread calls them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def beat() -> None:
 def enter(phase: str, since: float | None = None) -> tuple[str, float]:
     """Enters a phase, which counts as a beat.
 
-    Returns the previous phase and its start, with which ``enter(*previous)`` goes back to it.
+    Returns the previous phase and its start time; ``enter(*previous)`` returns to that phase.
     """
     global _current
     previous = _current

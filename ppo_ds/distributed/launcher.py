@@ -1,8 +1,8 @@
 """The launcher that started this rank: its process ids, and the port that it chose for the ranks.
 
-A signal to the ``deepspeed`` command ends that command alone: its ranks go on as orphans, hold the port and
-the GPUs, and write into the run directory that the next start uses. A rank therefore watches its launchers'
-process ids.
+A signal to the ``deepspeed`` command ends only that command. Its ranks continue as orphans: they occupy the
+port and the GPUs, and write into the run directory that the next start uses. Each rank therefore watches the
+process ids of its launchers.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 
 from ppo_ds.errors import UserError
 
-DEFAULT_PORT = "29500"  # of deepspeed and torchrun
+DEFAULT_PORT = "29500"  # the default of deepspeed and torchrun
 
 
 def launcher_pids() -> tuple[int, ...]:
     """Returns the process ids of this rank's launchers.
 
-    These are the parent and the grandparent under ``deepspeed``, the parent under ``torchrun`` and none for
-    plain python. The result changes once one of them has ended, since the kernel then assigns this process a
-    new parent.
+    These are the parent and the grandparent under ``deepspeed``, and the parent under ``torchrun``. Plain
+    python has no launcher. The result changes once a launcher has ended, since the kernel then assigns a new
+    parent to its child process.
     """
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -37,9 +37,10 @@ def launcher_pids() -> tuple[int, ...]:
 
 
 def launch_id(environment: Mapping[str, str]) -> str:
-    """Returns a text that is the same for all ranks of one launch on the machine of rank 0.
+    """Returns an identifier of the launch, the same for all of its ranks on the machine of rank 0.
 
-    Two launches differ in it, except for two hand-made ones with the same address and port.
+    Two launches have different identifiers, unless both start ranks without a launcher and use the same
+    address and port.
     """
     return " ".join(
         [
@@ -53,8 +54,8 @@ def launch_id(environment: Mapping[str, str]) -> str:
 def check_port(environment: Mapping[str, str]) -> None:
     """Raises UserError if another process listens on MASTER_PORT, where rank 0 will open the store.
 
-    ``connect`` would find that too, but only after torch is imported. Without a launcher, and under torchrun,
-    which opens the store itself, nothing is checked.
+    ``connect`` would raise the error too, but only after torch is imported. Nothing is checked without a
+    launcher, or under torchrun, which opens the store itself.
     """
     port = environment.get("MASTER_PORT", "")
     if not port.isdigit() or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -71,7 +72,7 @@ def check_port(environment: Mapping[str, str]) -> None:
 
 
 def is_free(port: int) -> bool:
-    """Returns whether a server could listen on ``port`` now. Tests it as torch's TCPStore does."""
+    """Returns whether a server could listen on ``port`` now. Binds the port as torch's TCPStore does."""
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
         try:
             with socket.socket(family) as probe:
@@ -81,4 +82,4 @@ def is_free(port: int) -> bool:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return False
-    return True  # another error, which the store reports
+    return True  # any other error is left to the store to report

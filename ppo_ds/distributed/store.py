@@ -1,6 +1,6 @@
 """Key-value store shared by all ranks, usable at any moment and from any thread.
 
-It carries failures and stop requests, which ranks must learn of even while they wait in a collective.
+It transmits failures and stop requests, which must reach ranks even while they wait in a collective.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ PREFIX = "ppo_ds/"
 
 
 class StoreUnavailable(ConnectionError):
-    """The store does not answer: the process that holds it (rank 0, or torchrun's agent) has ended."""
+    """Raised if the store does not answer: its process (rank 0 or torchrun's agent) has ended."""
 
 
 class RankStore:
-    """This rank's own connection to the store of the process group, so that no collective blocks it.
+    """Separate connection of this rank to the store of the process group, which no collective blocks.
 
-    No method is a collective, and each raises StoreUnavailable.
+    No method is a collective. Each method raises StoreUnavailable if the store does not answer.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,10 @@ class RankStore:
             store.set(PREFIX + key, value)
 
     def get(self, key: str) -> str | None:
-        """Returns the value that a rank put last, or None without one. Never waits for a value.
+        """Returns the last value that a rank put for ``key``, or None if there is no value. Does not wait.
 
-        On several machines, anyone who reaches the store's port can put a value: callers check what they get.
+        If the run uses several machines, anyone who can connect to the store's port can put a value, so
+        callers must check it.
         """
         with self._connection() as store:
             if not store.check([PREFIX + key]):
@@ -54,7 +55,7 @@ class RankStore:
     def add(self, key: str, amount: int = 1) -> int:
         """Adds ``amount`` to a shared counter that starts at 0 and returns the sum.
 
-        The addition is atomic: no two ranks that add get the same sum.
+        The addition is atomic: two ranks that add a positive ``amount`` never get the same sum.
         """
         with self._connection() as store:
             return store.add(PREFIX + key, amount)

@@ -23,7 +23,7 @@ class Cores:
 
     machine: str
     usable: frozenset[int]  # indices of the cores that the process may run on
-    quota: float  # number of cores that it may use at once (a container's limit); inf: all
+    quota: float  # number of cores that it may use at once (a container's limit); inf: no limit
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Threads:
     """Number of threads of this rank, and the cores that the ranks on its machine share."""
 
     each: int  # threads of this rank
-    cores: int  # usable by all ranks on its machine together
-    ranks: int  # on its machine
+    cores: int  # cores that the ranks on its machine may use together
+    ranks: int  # number of ranks on its machine
 
     def __str__(self) -> str:
         cores = f"{self.cores} core{'s' * (self.cores > 1)}"
@@ -40,20 +40,20 @@ class Threads:
 
 
 def own_cores() -> Cores:
-    """Returns the cores of this process."""
+    """Returns the cores that this process may use."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return Cores(platform.node(), frozenset(usable), cpu_quota(CGROUP))
 
 
 def cpu_quota(cgroup: Path) -> float:
-    """Returns the CPU quota of this process's container in cores, inf without a limit.
+    """Returns the CPU quota of this process's container in cores, or inf if there is no quota.
 
-    cgroup v2 and v1 keep it in different files.
+    cgroup v2 and v1 store the quota in different files.
     """
     for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         try:
             quota, period = " ".join((cgroup / file).read_text() for file in files).split()
-        except OSError:  # the other version, or no cgroup at all
+        except OSError:  # the machine uses the other version, or no cgroup
             continue
         return math.inf if quota in ("max", "-1") else int(quota) / int(period)
     return math.inf
@@ -70,8 +70,9 @@ def user_limit(environment: Mapping[str, str]) -> int | None:
 def share(rank: int, ranks: Sequence[Cores], requested: int | None, limit: int | None = None) -> Threads:
     """Computes the number of threads of ``rank`` from the cores of all ranks.
 
-    ``requested`` (run.threads) takes precedence. Without it, each core is divided by the number of ranks that
-    may run on it; the sum over the rank's cores is rounded down and bounded to [1, ``limit``].
+    ``requested`` (run.threads) takes precedence. Without it, the ranks that may run on a core share it
+    equally. The sum of this rank's shares is limited by its share of the container's quota, rounded down and
+    clamped to [1, ``limit``].
     """
     own = ranks[rank]
     local = [cores for cores in ranks if cores.machine == own.machine]

@@ -1,9 +1,10 @@
 """Watchdog: a thread on each rank that ends the rank when a peer fails or dies, or when the run hangs.
 
-A rank that waits in a collective notices none of this by itself: gloo breaks with an error of its own, which
+A rank that waits in a collective does not learn the cause by itself: gloo raises an error of its own, which
 would hide the cause, and NCCL waits until its timeout. The first rank to fail writes the failure into the
-store that all ranks share (distributed/store.py), and every watchdog reads it within a second. A process that
-dies without writing is noticed by the ranks on the same machine. The loss of a whole machine shows as a hang.
+store that all ranks share (distributed/store.py), and every watchdog reads it within a second. If a process
+dies without writing a failure, the ranks on the same machine notice its death. The loss of a whole machine is
+detected as a hang.
 """
 
 from __future__ import annotations
@@ -29,20 +30,22 @@ from ppo_ds.distributed.store import RankStore, StoreUnavailable
 from ppo_ds.distributed.world import World
 from ppo_ds.errors import single_line
 
-# seconds
-POLL = 0.5  # between two checks
-FIRST_ERROR_WAIT = 2.0  # for the error of another rank that failed earlier and may have caused this rank's
-# at most, for all ranks to read a failure before this one exits, since the store ends with the rank that
-# holds it
+# Times in seconds.
+POLL = 0.5  # time between two checks
+# wait for the failure of another rank that failed earlier and may have caused the error of this rank
+FIRST_ERROR_WAIT = 2.0
+# longest wait until all ranks have read a failure; the failed rank exits only then, since it may hold the
+# store
 ACK_TIMEOUT = 3.0
-CLOSE_TIMEOUT = 3.0  # for closing the logs of the run
-HARD_EXIT_MARGIN = 5.0  # beyond the limit; then the process ends even if no Python thread can run
+CLOSE_TIMEOUT = 3.0  # longest wait for closing the logs of the run
+# the process ends this long after the timeout even if no Python thread can run
+HARD_EXIT_MARGIN = 5.0
 
 # keys of the store
 FAILURE, FAILURE_CLAIMS, FAILURE_ACKS, STALLED = "failure", "failure_claims", "failure_acks", "stalled"
 
 
-ExitCode = Literal[1, 2, 130]  # of a failure: never 0
+ExitCode = Literal[1, 2, 130]  # exit codes of a failure, never 0
 
 
 class Failure(BaseModel):
@@ -52,26 +55,29 @@ class Failure(BaseModel):
 
     rank: NonNegativeInt
     reason: Annotated[str, AfterValidator(single_line)]
-    code: ExitCode  # of all ranks
-    stuck: bool
+    code: ExitCode  # exit code of all ranks
+    stuck: bool  # True for a hang
     quiet: bool  # the failed rank's output is complete, so the other ranks print nothing
 
 
 def write_stderr(text: str) -> None:
-    """Writes ``text`` in one piece, bypassing the buffers, whose locks another thread may hold."""
+    """Writes ``text`` to stderr without Python's buffers, whose locks another thread may hold."""
     rest = f"{text.rstrip()}\n".encode(errors="backslashreplace")
     while rest:
         rest = rest[os.write(2, rest) :]
 
 
 def schedule_hard_exit(seconds: float) -> None:
-    """Makes the process print its stacks and exit in ``seconds``. Fires even if the GIL is never released."""
+    """Makes the process print the stacks of its threads and exit after ``seconds``.
+
+    Fires even if the GIL is never released.
+    """
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
 @dataclass(frozen=True)
 class Process:
-    """Operations on this process that the watchdog uses; a test passes simulated ones."""
+    """Operations on this process that the watchdog uses. Tests replace them by simulated operations."""
 
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -86,10 +92,10 @@ class Watchdog:
     def __init__(self, process: Process | None = None) -> None:
         self.started = False
         self._process = process or Process()
-        self._limit: float | None = None  # seconds without a beat that count as a hang
+        self._limit: float | None = None  # seconds without a beat after which a hang is reported
         # seconds without a beat; time in which the whole process was suspended does not count
         self._silent = 0.0
-        self._beats = -1  # at the last check
+        self._beats = -1  # number of beats at the last check
         self._last_check = self._hard_exit_scheduled = -float("inf")
         self._callbacks: list[Callable[[], None]] = []
         self._close_record: Callable[[str], None] = lambda reason: None
@@ -97,18 +103,18 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self, world: World, store: RankStore) -> None:
-        """Starts the thread. A collective."""
+        """Connects to the other ranks and starts the thread. A collective."""
         self.connect(world, store)
         self.started = True
         self._thread.start()
 
     def connect(self, world: World, store: RankStore) -> None:
-        """Sets the ranks to watch, without a thread. A collective."""
+        """Sets the ranks to watch without starting the thread. A collective."""
         self._rank, self._size, self._store = world.rank, world.size, store
         self._peers = local_peers(world)
 
     def add_callback(self, callback: Callable[[], None]) -> None:
-        """Makes the thread call ``callback`` twice a second; it must be quick and not a collective."""
+        """Makes the thread call ``callback``, which must be quick and not a collective, twice a second."""
         self._callbacks.append(callback)
 
     def set_timeout(self, minutes: float, close_record: Callable[[str], None]) -> None:
@@ -123,8 +129,8 @@ class Watchdog:
     def stop(self) -> None:
         """Stops watching after a successful run.
 
-        Every rank must have finished, and none may exit before all have stopped: a rank that exits while it
-        is watched counts as dead.
+        All ranks must have finished, and no rank may exit before all ranks have stopped watching: a rank that
+        exits while it is watched counts as dead.
         """
         if not self.started:
             return
@@ -139,18 +145,19 @@ class Watchdog:
 
         The caller must then exit with that code, as the other ranks do. If another rank has failed before,
         this method does not return but exits, since that rank's error is the cause. ``reason`` is a short
-        phrase that the other ranks print. ``own`` states that no other rank can have caused the error and
+        phrase that the other ranks print. ``own=True`` means that no other rank can have caused the error and
         that ``text`` is complete. The other ranks then print nothing.
         """
         if self._size > 1:
-            # the thread meanwhile exits if the first error belongs to another rank
+            # during this sleep, the thread ends the process if another rank has failed first
             self._process.sleep(0.0 if own else FIRST_ERROR_WAIT)
-            with contextlib.suppress(StoreUnavailable):  # then the other ranks notice its loss themselves
+            # without the store, the other ranks notice its loss themselves
+            with contextlib.suppress(StoreUnavailable):
                 if self._store.add(FAILURE_CLAIMS) > 1:
                     self._process.sleep(2 * ACK_TIMEOUT)
                     self._process.exit(code)
-        # the other ranks exit once they have read the failure; the thread must not report that as their
-        # failure
+        # the other ranks exit once they have read the failure; the thread must not report their exits as
+        # failures
         self._stopped.set()
         self._process.write(text if own or self._size == 1 else f"rank {self._rank} failed:\n{text}")
         self._limit = None
@@ -170,13 +177,13 @@ class Watchdog:
             self._process.exit(self.fail(traceback.format_exc(), reason, 1))
 
     def check(self) -> None:
-        """Looks for failures of other ranks and a hang of this one. The thread calls it twice a second."""
+        """Checks for failures of other ranks and a hang of this rank. The thread calls it twice a second."""
         failure = None
         try:
             failure = self._read_failure()
         except StoreUnavailable:
-            # If the launcher held the store, the ranks are now orphans, which save and end by themselves
-            # (training/stopping.py). Otherwise rank 0 held it.
+            # If the launcher held the store, the ranks are now orphans, which save a checkpoint and end by
+            # themselves (training/stopping.py). Otherwise rank 0 held the store and has ended.
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                 self._poll_peers()  # if rank 0 is on this machine, this reports its death
                 self._exit(
@@ -209,7 +216,7 @@ class Watchdog:
     def _read_failure(self) -> Failure | None:
         """Returns the failure that is in the store, or None.
 
-        An invalid one comes from outside of the run, and ends it with an error.
+        An invalid failure was written from outside the run; it ends the run with an error.
         """
         text = self._store.get(FAILURE)
         if text is None:
@@ -224,9 +231,10 @@ class Watchdog:
         return failure
 
     def _handle_failure(self, failure: Failure) -> None:
-        """Exits because of the published failure of a rank, which prints its own error.
+        """Exits because of the published failure of a rank.
 
-        The other ranks print one line, or in a hang their phase and stack.
+        The failed rank prints its own error. The other ranks print one line, or in a hang their phase and
+        stack.
         """
         if failure.rank == self._rank and not failure.stuck and self._stopped.is_set():
             return  # the failure is this rank's own, and ``fail`` is reporting it
@@ -287,9 +295,9 @@ class Watchdog:
         self._hard_exit_scheduled = self._process.clock()
 
     def _describe_hang(self, reason: str) -> str:
-        """Describes the phase and the main thread's stack.
+        """Describes a hang by its ``reason``, this rank's phase and the stack of the main thread.
 
-        Each rank first waits for a different time, so that the output of the ranks does not interleave.
+        Each rank first waits for a different time, so that the outputs of the ranks do not interleave.
         """
         self._process.sleep(min(0.2 * self._rank, ACK_TIMEOUT))
         stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])

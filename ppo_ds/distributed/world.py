@@ -25,7 +25,8 @@ from ppo_ds.distributed.threads import Threads, own_cores, share, user_limit
 from ppo_ds.errors import UserError
 
 T = TypeVar("T")
-# minutes by which the timeout of collectives exceeds that of the watchdog, whose report is more informative
+# minutes by which the timeout of collectives exceeds the watchdog's timeout, so that the watchdog, whose
+# report is more informative, fires first
 COLLECTIVE_MARGIN = 1.0
 LOOPBACK = "127.0.0.1"
 
@@ -39,23 +40,24 @@ class Waiting:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        if self._device.type == "cuda":  # work that is still queued on the device is this rank's own
+        if self._device.type == "cuda":
+            # the time of this rank's own queued work must not count as waiting
             torch.cuda.synchronize(self._device)
         start = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - start
 
     def take(self) -> float:
-        """Returns the seconds since the last call."""
+        """Returns the seconds of waiting since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of the run.
+    """The ranks of the run, as seen from this rank, and their collectives.
 
-    Every method but ``is_main`` and ``quiet`` is a collective: each rank must call it, in the same order.
+    Every public method except ``quiet`` is a collective: each rank must call it, in the same order.
     """
 
     rank: int
@@ -71,7 +73,7 @@ class World:
         return self.rank == 0
 
     def _measured(self, x: Tensor) -> AbstractContextManager[None]:
-        """Measures a collective of ``x`` as waiting if ``x`` is on the CPU. On a GPU it is asynchronous."""
+        """Counts a collective on ``x`` as waiting if ``x`` is on the CPU. On a GPU it is asynchronous."""
         return self.waiting() if x.device.type == "cpu" else nullcontext()
 
     def sum(self, x: Tensor) -> Tensor:
@@ -89,11 +91,11 @@ class World:
             return largest.to(x.device)
 
     def max_int(self, n: int) -> int:
-        """Returns the largest ``n`` of all ranks."""
+        """Returns the maximum of ``n`` over all ranks."""
         return int(self.max(torch.tensor(n)))
 
     def concat(self, x: Tensor) -> Tensor:
-        """Concatenates ``x`` of all ranks in rank order, [b, ...] -> [size * b, ...], of equal shapes."""
+        """Concatenates ``x``, of equal shape on all ranks, in rank order: [b, ...] -> [size * b, ...]."""
         x = x.to(self.device).contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         with self._measured(x):
@@ -108,7 +110,10 @@ class World:
         return items
 
     def quiet(self) -> AbstractContextManager[Any]:
-        """Suppresses what DeepSpeed prints at start-up at any log level. Not a collective."""
+        """Suppresses what DeepSpeed prints at start-up regardless of the log level. Not a collective.
+
+        Has no effect if ``verbose``.
+        """
         return nullcontext() if self.verbose else redirect_stdout(io.StringIO())
 
     def barrier(self) -> None:
@@ -117,13 +122,13 @@ class World:
             dist.barrier()
 
     def close(self) -> None:
-        """Leaves the process group once all ranks have called it; leaving earlier would abort the others."""
+        """Waits for all ranks and leaves the process group. Leaving earlier would abort the other ranks."""
         dist.barrier()
         dist.destroy_process_group()
 
 
 def single_process_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that a launcher would set, for plain ``python``; {} under a launcher."""
+    """Returns the variables that plain ``python`` lacks because a launcher sets them; {} under a launcher."""
     if "RANK" in environment:
         return {}
     return {
@@ -137,7 +142,7 @@ def single_process_environment(environment: Mapping[str, str]) -> dict[str, str]
 
 def is_on_one_machine(environment: Mapping[str, str]) -> bool:
     """Returns whether all ranks of a launch run on this machine."""
-    local = environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE"))  # of torchrun, of deepspeed
+    local = environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE"))  # torchrun, deepspeed
     address = environment["MASTER_ADDR"]
     return local == environment["WORLD_SIZE"] or address == "localhost" or address.startswith("127.")
 
@@ -145,10 +150,10 @@ def is_on_one_machine(environment: Mapping[str, str]) -> bool:
 def open_local_store(timeout: timedelta) -> dist.TCPStore | None:
     """Opens the store of a launch on one machine so that other machines cannot reach it.
 
-    torch opens it on all interfaces, and a store has no passwords: a stranger who writes into it could end
-    the run or take part in collectives, which carry pickles. Here rank 0 opens it on the loopback interface
-    before torch does, which then finds it by its port. The store of torchrun's agent stays as it is, and the
-    ranks read nothing from it but the port of their own.
+    torch opens the store on all interfaces, and the store has no authentication: anyone who can connect to it
+    could end the run or take part in collectives, which carry pickles. Rank 0 therefore opens the store on
+    the loopback interface before torch does. torch then uses the store that it finds at this port. The store
+    of torchrun's agent is not changed, and the ranks read from it only the port of their own store.
 
     Returns the store on rank 0, which must keep it until the process group exists.
     """
@@ -183,16 +188,16 @@ def open_local_store(timeout: timedelta) -> dist.TCPStore | None:
 
 
 def join_process_group(on_gpu: bool, timeout: timedelta) -> None:
-    """Creates the process group; its ports are closed to other machines if all ranks run on this one.
+    """Creates the process group, unless an earlier run in this process has created it.
 
-    A second run in one process uses the group that exists.
+    If all ranks run on this machine, other machines cannot connect to the ports of the group.
     """
     if dist.is_initialized():
         return
     store = None
     if is_on_one_machine(os.environ):
         for _, interface in socket.if_nameindex():
-            if interface in ("lo", "lo0"):  # on Linux, on macOS
+            if interface in ("lo", "lo0"):  # loopback on Linux and on macOS
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if os.environ["WORLD_SIZE"] == "1":
         backend = "nccl" if on_gpu else "gloo"
@@ -200,17 +205,17 @@ def join_process_group(on_gpu: bool, timeout: timedelta) -> None:
     elif is_on_one_machine(os.environ):
         store = open_local_store(timeout)
     deepspeed.init_distributed(timeout=timeout, verbose=False)
-    del store  # from here on the process group holds it
+    del store  # the process group now holds the store
 
 
 def connect(timeout_minutes: float, verbose: bool = False, threads: int | None = None) -> World:
     """Joins the other ranks over NCCL on GPUs and over gloo on CPUs.
 
-    The timeout of collectives is ``timeout_minutes`` + COLLECTIVE_MARGIN. ``threads`` is the number per rank;
-    None uses this rank's share of the cores (distributed/threads.py).
+    The timeout of collectives is ``timeout_minutes`` + COLLECTIVE_MARGIN. ``threads`` is the number of
+    threads per rank. If it is None, each rank uses its share of the cores (distributed/threads.py).
 
     DeepSpeed's shared-memory collectives for CPUs are switched off first: they compile C++ on first use, hang
-    on a stale lock, and leak 66 MiB of /dev/shm per rank and run. The results of gloo are bit-identical.
+    on a stale lock, and leak 66 MiB of /dev/shm per rank and run. gloo's results are bit-identical to theirs.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not verbose:
@@ -245,7 +250,7 @@ def connect(timeout_minutes: float, verbose: bool = False, threads: int | None =
 def seed_everything(seed: int) -> None:
     """Seeds torch on CPU and GPU, numpy and python.
 
-    Callers add an offset per rank where ranks must draw different numbers (sampling).
+    Where ranks must draw different numbers (sampling), callers add an offset per rank to ``seed``.
     """
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)

@@ -8,9 +8,9 @@ them directly for decoding. With ZeRO-3 there are two modes (actor.zero.generati
   the model without hooks. The training engine is not modified, so that an exception leaves nothing to repair,
   and ranks may decode different numbers of tokens. LoRA adapters are merged into the copy, whose weights are
   rounded to its dtype: in bf16, its log-probs differ from the training log-probs by a few thousandths of a
-  nat. The trained model's own weights are never merged. The memory of the copy is freed for training, where
-  the free memory determines the size of micro-batches. The addresses of the copy's weights therefore change
-  with every phase.
+  nat. Adapters are never merged into the trained model's own weights. The memory of the copy is freed for
+  training, where the free memory determines the size of micro-batches. The addresses of the copy's weights
+  therefore change with every phase.
 - layers: the sharded model itself decodes, and each forward gathers one layer after the other
   (engine/layerwise_generation.py). This is for models that do not fit on one device. All ranks must then run
   the same number of forwards (lockstep).

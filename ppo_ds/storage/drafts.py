@@ -1,11 +1,11 @@
-"""Writes files and directories that are complete or absent, also after a kill or a loss of power.
+"""Writes files and directories that are complete or absent, even after a kill or a loss of power.
 
 Content is written to a draft beside the target, forced to the disk and renamed. A draft has a random name and
-is created exclusively, so that nothing that was placed in the directory before, such as a symbolic link, is
-ever opened. A killed writer leaves its draft, which ``remove_drafts`` deletes at the next start.
+is created exclusively, so that an existing entry of the directory, such as a symbolic link, is never opened.
+A killed writer leaves its draft, which ``remove_drafts`` deletes at the next start.
 
-Modes are those of the umask: new run directories are closed to other users as a whole, and in a directory
-that its owner has opened to a group, the group can read the files.
+The modes of files follow the umask. New run directories are closed to other users as a whole. If the owner
+opens a directory to a group, the group can read its files.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def write_file(path: Path, data: bytes | str) -> None:
-    """Replaces a file atomically; it is on the disk when this returns.
+    """Replaces a file atomically and forces it to the disk.
 
-    A text is written as UTF-8, with ``?`` for lone surrogates.
+    Text is encoded as UTF-8, with ``?`` for lone surrogates.
     """
     with draft_file(path) as file:
         file.write(data.encode(errors="replace") if isinstance(data, str) else data)
@@ -38,10 +38,10 @@ def write_file(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def draft_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a draft of ``path`` for writing, and replaces ``path`` at the end of the block.
+    """Opens a draft of ``path`` for writing, and replaces ``path`` by it at the end of the block.
 
-    An exception in the block deletes the draft and leaves ``path`` as it was. A link at ``path`` is itself
-    replaced; its target is not touched.
+    An exception in the block deletes the draft and leaves ``path`` unchanged. If ``path`` is a link, the link
+    is replaced and its target is not changed.
     """
     draft = draft_path(path)
     try:
@@ -58,10 +58,10 @@ def draft_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def draft_directory(path: Path) -> Iterator[Path]:
-    """Creates an empty draft of the directory ``path``, and replaces ``path`` at the end of the block.
+    """Creates an empty draft of the directory ``path``, and replaces ``path`` by it at the end of the block.
 
-    Missing parents are created. An exception in the block deletes the draft and leaves ``path`` as it was.
-    Everything in the draft is forced to the disk first.
+    Missing parents are created. The content of the draft is forced to the disk before the replacement. An
+    exception in the block deletes the draft and leaves ``path`` unchanged.
     """
     draft = draft_path(path)
     draft.mkdir(parents=True)
@@ -78,9 +78,10 @@ def draft_directory(path: Path) -> Iterator[Path]:
 
 
 def publish_directory(draft: Path, path: Path) -> None:
-    """Renames a draft, whose content is on the disk, to ``path``; what was there is deleted afterwards.
+    """Renames a draft, whose content must be on the disk, to ``path``.
 
-    For a draft that several processes write: one creates ``draft_path(path)``, and publishes it.
+    A directory that was at ``path`` is deleted afterwards. If several processes write to the draft, one of
+    them creates ``draft_path(path)``, and later publishes it with this function.
     """
     old = None
     if path.is_dir() and not path.is_symlink():
@@ -88,11 +89,12 @@ def publish_directory(draft: Path, path: Path) -> None:
     draft.rename(path)
     fsync(path.parent)
     if old is not None:
-        shutil.rmtree(old, ignore_errors=True)  # what remains has the name of a draft
+        # files that cannot be deleted now are in a directory with the name of a draft
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def draft_path(path: Path) -> Path:
-    """Returns an unused name beside ``path`` that cannot be guessed; ``remove_drafts`` recognizes it."""
+    """Returns an unused path beside ``path`` that cannot be guessed; ``remove_drafts`` recognizes it."""
     return path.with_name(f".tmp_{path.name}_{secrets.token_hex(8)}")
 
 
@@ -103,8 +105,9 @@ def remove_drafts(directory: Path, *, name: str | None = None, older_than: float
 
     Args:
         directory: A directory that need not exist.
-        name: Restricts the deletion to drafts of the target of this name.
-        older_than: The seconds since the last change of a draft, for directories without a single writer.
+        name: Only drafts of the target with this name are deleted; None: all drafts.
+        older_than: Only drafts that have not changed for this many seconds are deleted. Used for directories
+            that several processes write to.
     """
     if not directory.is_dir():
         return
@@ -122,7 +125,7 @@ def open_for_appending(path: Path) -> TextIO:
 
     Raises OSError if ``path`` is a symbolic link, or is not a regular file.
     """
-    descriptor = os.open(path, _APPEND | os.O_NONBLOCK, 0o666)  # opening a pipe does not wait for a reader
+    descriptor = os.open(path, _APPEND | os.O_NONBLOCK, 0o666)  # does not block on a pipe without reader
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is not a regular file", str(path))

@@ -1,4 +1,4 @@
-"""Finds symbolic links in folders that may come from someone else."""
+"""Finds symbolic links in folders that may come from an untrusted source."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 def links_that_leave(folder: Path) -> Iterator[str]:
     """Yields the names of the symbolic links below ``folder`` whose targets are outside of it.
 
-    Such a link could bring any file of this machine into what is saved from the folder. Links of the Hub's
-    cache, from ``snapshots/REVISION`` to ``blobs`` beside ``snapshots``, stay in the cache and are fine.
+    Through such a link, any file of this machine could become part of what is saved from the folder. The
+    links of the Hub's cache, from ``snapshots/REVISION`` to ``blobs`` beside ``snapshots``, stay in the cache
+    and are not yielded.
     """
     root = folder.resolve()
     inside = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]

@@ -1,8 +1,8 @@
-"""Checks who else could change the files of a run directory, or redirect what a run writes to it.
+"""Checks whether other users could change the files of a run directory, or redirect what a run writes to it.
 
-Nothing is checked below the directories that runs and exports write to, since each file and directory there
-is replaced as a whole (storage/drafts.py). ``run.dir`` itself may be reached through a symbolic link: the
-user has named that path. wandb's own directory has links that wandb makes.
+The directories that runs and exports write to are checked, and their entries, but nothing below: each entry
+is replaced as a whole (storage/drafts.py). ``run.dir`` itself may be a symbolic link, since the user has
+named that path. wandb's directory is not checked, since wandb creates links in it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 
 from ppo_ds.errors import UserError
 
-_WRITTEN = ("checkpoints", "samples", "dumps", "exports")  # directories of a run directory
+_WRITTEN = ("checkpoints", "samples", "dumps", "exports")  # subdirectories of a run directory
 
 
 def check_run_directory(run_dir: Path) -> list[str]:
     """Returns warnings about a run directory, which need not exist.
 
-    Raises UserError, with one line, if another user could make the run write elsewhere: if the directory has
-    symbolic links where runs write, if every user may write to it, or if it belongs to another user who is
-    not root. Root may use the directory of any user.
+    Raises UserError, with one line, if another user could make the run write elsewhere. This is the case if
+    there are symbolic links where runs write, if every user may write to the directory, or if it belongs to
+    another user who is not root. Root may use the directory of any user.
     """
     try:
         for problem in find_problems(run_dir):
@@ -39,7 +39,7 @@ def find_problems(run_dir: Path) -> Iterator[str]:
     """Yields a line for each reason why the directory is unsafe, with a remedy."""
     for folder in (run_dir, *(run_dir / name for name in _WRITTEN)):
         if not folder.is_dir() or (folder.is_symlink() and folder != run_dir):
-            continue  # such a link is found in run_dir
+            continue  # such a link is reported as an entry of run_dir
         name = "" if folder == run_dir else f"{folder.name} "
         found = folder.stat()
         reachable = folder == run_dir or run_dir.stat().st_mode & stat.S_IXOTH

@@ -1,18 +1,18 @@
 """Lock of a run directory: at most one run at a time writes into it.
 
 The file ``run.lock`` in the directory names the process that holds the lock. A new file is created
-exclusively, so of several processes that start at once exactly one gets the lock. The holder renews the
-modification time every few seconds and deletes the file when it ends. A holder that was killed leaves the
-file; the next start deletes it as soon as the lock is stale:
+exclusively, so if several processes start at once, exactly one of them gets the lock. The holder renews the
+file's modification time every few seconds and deletes the file when it ends. A holder that was killed leaves
+the file. The next start deletes the file as soon as the lock is stale:
 
-- Holder on the same machine: stale once that process has ended. The start time of the process tells it from a
-  later one with the same id. Containers with process ids of their own count as machines.
-- Holder on another machine: stale after 60 s without renewal, by the clock of the file system.
+- Holder on the same machine: the lock is stale once the holder's process has ended. A later process with the
+  same id is recognized by its start time. A container with its own process ids counts as a machine.
+- Holder on another machine: the lock is stale after 60 s without renewal, by the clock of the file system.
 
-Stale files are deleted under ``flock``, so that no start deletes the new file of another one. On a network
-file system this needs a working ``flock`` (NFS 4, or NFS 3 with its lock service); exclusive creation works
-on all versions. Without ``flock``, two starts that find the same stale lock at the same moment may both
-begin.
+Stale files are deleted under ``flock``, so that a start cannot delete the new file of another start. On a
+network file system this needs a working ``flock`` (NFS 4, or NFS 3 with its lock service). Exclusive creation
+works with all versions of NFS. Without ``flock``, two starts that find the same stale lock at the same moment
+may both get the lock.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ from ppo_ds.errors import UserError
 from ppo_ds.storage.drafts import draft_path
 
 NAME = "run.lock"
-# seconds
-RENEWAL = 5.0
-STALE = 60.0  # without renewal, for a holder on another machine
-ENDING = 60.0  # that a start waits for a holder that is ending
-# that a holder has to react to a stop signal; a start in this time after the signal then waits for its end
+# Times in seconds.
+RENEWAL = 5.0  # time between two renewals
+STALE = 60.0  # time without renewal after which the lock of a holder on another machine is stale
+ENDING = 60.0  # longest wait of a start for a holder that is ending
+# Wait before a start is refused. A holder that has just received a stop signal marks itself as ending in this
+# time, and the start then waits for its end.
 REACTION = 0.7
-POLL = 0.1
+POLL = 0.1  # time between two attempts of a start
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Content of a lock file. All fields but ``renewed`` have no meaning if the file is ``unreadable``."""
+    """Content of a lock file. If it cannot be read, all fields except ``renewed`` have their defaults."""
 
     renewed: float  # modification time of the file
-    token: str = ""  # random, of one lock
+    token: str = ""  # random identifier of the lock
     host: str = "unknown"
-    machine: str = ""  # boot of the kernel and namespace of process ids
+    machine: str = ""  # ``machine_id()`` of the holder
     pid: int = 0
     started: int = 0  # clock ticks from the boot to the start of the process; 0: unknown
     since: float = 0.0  # time.time() when the lock was taken
-    launch: str = ""  # the same for all ranks that one launcher has started
-    ending: bool = False
+    launch: str = ""  # identifier that is the same for all ranks of one launch
+    ending: bool = False  # True once the holder has begun to end
 
     @property
     def is_local(self) -> bool:
@@ -74,7 +75,10 @@ class RunLock:
     """The lock of one run directory, held by this process from ``acquire`` to ``release``."""
 
     def __init__(self, path: Path, launch: str, created: list[Path]):
-        """Takes the lock; raises FileExistsError if the file exists. ``created``: see ``release``."""
+        """Takes the lock. ``created`` are the directories that ``release`` removes if they are empty.
+
+        Raises FileExistsError if the file exists.
+        """
         self.path = path
         self._created = created
         self._owner = os.getpid()
@@ -106,8 +110,8 @@ class RunLock:
     def start_renewal(self, on_loss: Callable[[str], None]) -> None:
         """Starts the thread that renews the lock.
 
-        ``on_loss`` is called with one line, in that thread, if another run has taken the lock. That happens
-        only if this process was suspended or its file system did not answer for longer than ``STALE``.
+        If another run has taken the lock, the thread calls ``on_loss`` with one line. This happens only if,
+        for longer than ``STALE``, this process was suspended or its file system did not answer.
         """
         threading.Thread(target=self._renew, args=(on_loss,), name="run lock", daemon=True).start()
 
@@ -129,7 +133,7 @@ class RunLock:
                     os.utime(self._descriptor)
 
     def mark_ending(self) -> None:
-        """Marks the holder as ending: the next start then waits for it instead of being refused."""
+        """Marks the holder as ending, so that the next start waits for it instead of being refused."""
         if self._content["ending"] or self._released.is_set():
             return
         self._content["ending"] = 1
@@ -137,9 +141,9 @@ class RunLock:
             os.pwrite(self._descriptor, json.dumps(self._content).encode(), 0)
 
     def release(self) -> None:
-        """Deletes the file, and the directories that were created for it if they are still empty.
+        """Deletes the file, and the directories that were created for it if they are empty.
 
-        Further calls, and calls in forked processes, do nothing.
+        A second call and a call in a forked process have no effect.
         """
         if self._released.is_set() or os.getpid() != self._owner:
             return
@@ -152,15 +156,15 @@ class RunLock:
 
 
 def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = print) -> RunLock:
-    """Takes the lock of ``run_dir``, which is created if it is missing.
+    """Takes the lock of ``run_dir``; creates the directory if it is missing.
 
     Raises UserError if another run holds the lock. Waits up to ``ENDING`` seconds for a holder that is
-    ending, and up to ``STALE`` seconds for a sign of life of a holder on another machine; ``notice`` gets a
-    line about that.
+    ending, and up to ``STALE`` seconds for a renewal by a holder on another machine. ``notice`` is called
+    with one line about such a wait.
     """
     path, created = run_dir / NAME, [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     first: Holder | None = None
-    seen = age = 0.0  # when the holder was first seen, and the seconds since its last renewal then
+    seen = age = 0.0  # time when the holder was first seen, and seconds from its last renewal to then
     noticed = False
     while True:
         try:
@@ -169,7 +173,7 @@ def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = pri
             if lock is not None:
                 return lock
             holder = read_holder(path)
-            if holder is None:  # released, perhaps with its directory
+            if holder is None:  # the lock was released, perhaps with its directory
                 continue
             if first is None or holder.token != first.token:
                 first, seen, noticed = holder, time.monotonic(), False
@@ -193,7 +197,7 @@ def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = pri
 
 
 def _take(path: Path, launch: str, created: list[Path]) -> RunLock | None:
-    """Takes the lock, unless the file exists or its directory has just been removed."""
+    """Takes the lock. Returns None if the file exists or its directory has just been removed."""
     try:
         return RunLock(path, launch, created)
     except (FileExistsError, FileNotFoundError):
@@ -213,7 +217,7 @@ def check_free(run_dir: Path, launch: str) -> None:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Returns the holder that a lock file names, or None without the file."""
+    """Returns the holder that a lock file names, or None if the file does not exist."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -225,7 +229,7 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def machine_id() -> str:
-    """Returns a text that two processes share if they see each other's process ids."""
+    """Returns an identifier that is equal for two processes if they see each other's process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -234,7 +238,7 @@ def machine_id() -> str:
 
 
 def process_start(pid: int) -> tuple[str, int]:
-    """Returns the state of a process and its start in clock ticks after the boot; ("?", 0) if unknown."""
+    """Returns a process's state and its start time in clock ticks since the boot; ("?", 0) if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -252,12 +256,16 @@ def _holder(descriptor: int) -> Holder:
             if name in content
         }
         return Holder(**content | {"renewed": renewed})
-    except (ValueError, TypeError, OverflowError, RecursionError):  # being written, or damaged
+    except (ValueError, TypeError, OverflowError, RecursionError):  # the file is incomplete or damaged
         return Holder(renewed)
 
 
 def _is_stale(holder: Holder, silent: float) -> bool:
-    """Returns whether the holder has ended; on another machine, after ``silent`` seconds without renewal."""
+    """Returns whether the holder has ended.
+
+    ``silent`` is the number of seconds without renewal. A holder on another machine is considered to have
+    ended if it exceeds STALE.
+    """
     if not holder.is_local:
         return silent > STALE
     try:
@@ -271,7 +279,7 @@ def _is_stale(holder: Holder, silent: float) -> bool:
 
 
 def _now(path: Path) -> float:
-    """Returns the time of the file system, which may differ from this machine's clock."""
+    """Returns the time by the clock of the file system, which may differ from this machine's clock."""
     probe = draft_path(path)
     descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -288,7 +296,7 @@ def _delete(path: Path, condition: Callable[[Holder], bool]) -> None:
     except FileNotFoundError:
         return
     try:
-        with suppress(OSError):  # a network file system without locks
+        with suppress(OSError):  # a network file system without locks raises it
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):
             same = os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
