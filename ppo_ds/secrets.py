@@ -55,8 +55,9 @@ _REMEDY = (
 def secrets_in(tree: Any, key: str = "", inside_secret: bool = False) -> Iterator[str]:
     """Yields one error line, without the secret itself, for each value of a config that holds a secret.
 
-    ``inside_secret`` says that a section around ``tree`` has the name of a secret. Numbers count only under
-    such names other than ``token``, since a number of tokens is no secret.
+    ``inside_secret`` is True if a section that contains ``tree`` has the name of a secret. A number counts as
+    a secret only under such a name, and not if its key ends with "token" or "tokens", since a number of
+    tokens is not a secret.
     """
     named = inside_secret or _is_secret_key(key)
     if isinstance(tree, dict):

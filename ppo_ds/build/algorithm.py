@@ -43,11 +43,11 @@ from ppo_ds.types import Sequences
 
 
 def old_logprobs_from_update(config: Config) -> bool:
-    """Returns whether the update's own forward gives the old log-probs, without a forward before it.
+    """Returns whether the forward of the update computes the old log-probs, without a separate forward.
 
-    This holds if one optimizer step uses the whole rollout and nothing before the update needs the log-probs:
-    no KL in the reward, no importance weights for the decode backend, no values from the same trunk, and no
-    steps in which only the critic learns.
+    This is possible if one optimizer step uses the whole rollout, the old policy does not lag, and nothing
+    before the update needs the log-probs: there is no KL in the reward, no importance weight for the decode
+    backend, no value head on the actor, and no step in which only the critic learns.
     """
     algo, size = config.algo, rollout_size(config)
     one_step = algo.epochs == 1 and (algo.minibatch_size or size) == size
@@ -114,7 +114,7 @@ def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
     """Returns a copy of ``maker`` for the critic's pretraining.
 
     Returns are sums of future rewards (lambda 1), because the values of an untrained critic are no use for
-    bootstrapping. Forwards that change no return are left out.
+    bootstrapping. Forwards that do not affect the returns are omitted.
     """
     algo = config.algo
     estimate = advantage_estimator(algo, GAEConfig(gamma=algo.gae.gamma, lam=1.0), maker.group_size)
@@ -129,7 +129,8 @@ def masked_stop_ids(
 ) -> tuple[int, ...]:
     """Returns the end tokens that are not actions.
 
-    ``train_on_eos`` = True: none; False: all; None: the pad token, if it is an end token.
+    With ``train_on_eos`` True there are none, and with False these are all end tokens. With None it is only
+    the pad token, if that is an end token.
     """
     if train_on_eos is None:
         return tuple(stop for stop in stop_token_ids if stop == pad_id)
@@ -154,8 +155,9 @@ class Horizon:
     """Length of a run, in PPO steps and in optimizer steps."""
 
     steps: int  # PPO steps
-    actor: int  # optimizer steps at most: algo.target_kl may end the epochs of a PPO step early
-    critic: int  # the same
+    # maximum numbers of optimizer steps of each model; algo.target_kl may end the epochs of a PPO step early
+    actor: int
+    critic: int
 
 
 def horizon(config: Config, n_prompts: int) -> Horizon:
@@ -202,7 +204,7 @@ def learner(
             level=algo.action_level,
         ),
         # At action level sequence there is one value per response, so the value loss is the mean over the
-        # responses for any algo.loss.agg.
+        # responses, whatever algo.loss.agg is.
         value=ValueObjective(algo.value, token_mean if algo.action_level == "sequence" else aggregation),
         ptx=PtxObjective(algo.ptx.coef) if ptx_texts is not None else None,
         ptx_texts=ptx_texts,
@@ -230,5 +232,5 @@ def kl_controller(config: Config) -> FixedKLController:
 
 
 def eval_weights(ema: WeightCopy | None, wanted: bool) -> Callable[[], AbstractContextManager[None]]:
-    """Returns the context that evaluation runs in: the averaged weights if ``wanted``, else none."""
+    """Returns the context manager of evaluations, which swaps in averaged weights if ``wanted``."""
     return ema.swapped if ema is not None and wanted else nullcontext

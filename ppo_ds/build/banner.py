@@ -64,7 +64,7 @@ def summary(
 
 
 def checkpoint_times(checkpoint: CheckpointConfig) -> str:
-    """Returns the line on when checkpoints are written."""
+    """Returns the line that says when checkpoints are written."""
     every, minutes = checkpoint.every, checkpoint.minutes
     if every == 0:
         best = (
@@ -77,9 +77,9 @@ def checkpoint_times(checkpoint: CheckpointConfig) -> str:
 
 
 def resumed(run_dir: str, checkpoint: Path | None, done: int, steps: int) -> list[str]:
-    """Returns a line on the ``done`` steps of earlier starts, or no line if there are none.
+    """Returns a line on the ``done`` steps of earlier starts, or no line if ``done`` is 0.
 
-    ``checkpoint`` is the one that the run continues from.
+    ``checkpoint`` is the checkpoint from which the run resumes.
     """
     if done >= steps:
         return [
@@ -94,7 +94,10 @@ def resumed(run_dir: str, checkpoint: Path | None, done: int, steps: int) -> lis
 
 
 def batch_equation(config: Config, ranks: int, total: str = "") -> list[str]:
-    """Returns lines on the samples and optimizer steps of one PPO step; ``total`` adds those of the run."""
+    """Returns lines on the samples and optimizer steps of one PPO step.
+
+    ``total`` is appended; it gives the optimizer steps of the whole run.
+    """
     rollout, epochs, size = config.rollout, config.algo.epochs, rollout_size(config)
     minibatch = config.algo.minibatch_size or size
     return [

@@ -53,11 +53,11 @@ class Inputs:
         return [example for source in self._sources for example in source.examples()]
 
     def check_rows(self, check: Callable[[Row], object]) -> None:
-        """Runs ``check`` on all rows of prompts; raises UserError with the locations of those that fail."""
+        """Runs ``check`` on each row of prompts; raises UserError with the locations of rows that fail."""
         collect_user_errors([partial(source.check_rows, check) for source in self._sources])
 
     def notes(self) -> list[str]:
-        """Returns the start-up lines of all data beside the training prompts."""
+        """Returns lines for the start-up banner on all data except the training prompts."""
         lines = []
         if self.held_out is not None:
             lines.append(f"held out   {self.held_out.path}: {describe_rows(self.held_out.report, 'prompts')}")
@@ -113,7 +113,7 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
                 "sampling.stop_token_ids or sampling.stop, or sampling.stop_token_ids=[] if that is intended"
             )
         return tokenizer.stop_ids
-    # a vocabulary may have gaps, so that ids above its size are valid
+    # a vocabulary may have gaps, so ids above its size can be valid
     unknown = [i for i in given if i >= tokenizer.vocab_size and i not in tokenizer.hf.get_vocab().values()]
     if unknown:
         raise UserError(
@@ -177,7 +177,7 @@ def _prompts(
     max_samples: int | None,
     key: str,
 ) -> PromptSource:
-    """Loads one set of prompts; ``part`` names its revision and its prompt column."""
+    """Loads one set of prompts; ``part`` holds its revision and its prompt column."""
     data = config.data
     return PromptSource(
         path,

@@ -1,8 +1,8 @@
 """Dry run (run.dry_run): two steps on tiny random models, to test that the parts of a run work together.
 
 A dry run is an ordinary run of a modified config: model paths point to tiny models of the same architectures,
-batches are small, and run.dir is another folder. The config's ``prepare`` creates the tiny models; rank 0
-runs it before anything is loaded.
+batches are small, and run.dir is another folder. The modified config's ``prepare`` creates the tiny models;
+rank 0 runs it before anything is loaded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import save_shrunk
 
-STEPS, MIN_PROMPTS, MAX_SAMPLES = 2, 4, 4  # PPO steps; prompts of each; responses to a prompt
+STEPS, MIN_PROMPTS, MAX_SAMPLES = 2, 4, 4  # PPO steps; prompts per step; responses per prompt
 MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, MAX_DATA_ROWS, MAX_EVAL_PROMPTS = 128, 16, 1000, 8
-MARKER = ".dry_run"  # a file in folders that a dry run created and may empty
+MARKER = ".dry_run"  # file in a folder that a dry run created, which marks that it may be emptied
 SHOWN = (
     "dry run: config, data, reward, architectures and loop work: {steps} steps on {ranks} rank(s), "
     "one checkpoint written and read again"
@@ -37,7 +37,7 @@ def dry_run_dir(config: Config) -> Path:
 
 
 def dry_run_config(config: Config, ranks: int) -> Config:
-    """Returns the config of the dry run of ``config``, which is PPO's."""
+    """Returns the config of the dry run of ``config``, a PPO config."""
     folder = dry_run_dir(config)
     # the config's own ``prepare`` must create its files in the dry run's folder instead of run.dir
     tree = _moved(resolved(config), str(config.run.dir), str(folder))
@@ -50,7 +50,7 @@ def dry_run_config(config: Config, ranks: int) -> Config:
     samples = min(config.rollout.samples_per_prompt, MAX_SAMPLES)
     prompts = ranks * -(-MIN_PROMPTS // ranks)
     rollout = prompts * samples
-    # the minibatch is the whole small rollout if it was the whole large one, else half of it
+    # the minibatch is the whole rollout if this is so in ``config``, otherwise half of the rollout
     full = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     halved = (config.algo.minibatch_size or full) < full and rollout % 2 == 0
     new_tokens = min(sampling["max_new_tokens"], MAX_NEW_TOKENS)
@@ -84,9 +84,9 @@ def dry_run_config(config: Config, ranks: int) -> Config:
 
 
 def distinct_models(tree: dict[str, Any]) -> dict[Model, dict[str, Any]]:
-    """Returns each model of the run once, with the arguments of save_shrunk.
+    """Maps each distinct model of the run to the arguments of save_shrunk for it.
 
-    Errors name the first key that refers to the model.
+    The argument ``key``, which errors name, is the first config key that refers to the model.
     """
     sections = [(f"{role}.model", tree[role]["model"]) for role in ("actor", "critic", "reference")]
     found: dict[Model, dict[str, Any]] = {}
@@ -104,7 +104,7 @@ def distinct_models(tree: dict[str, Any]) -> dict[Model, dict[str, Any]]:
 
 
 def _with_tiny_models(section: dict[str, Any], tiny: dict[Model, str]) -> dict[str, Any]:
-    """Returns a copy of the section in which all models at any depth are the tiny ones, in fp32."""
+    """Returns a copy of the section with each model, at any depth, replaced by its tiny model in fp32."""
     copy: dict[str, Any] = {}
     for name, value in section.items():
         copy[name] = _with_tiny_models(value, tiny) if isinstance(value, dict) else value
@@ -137,7 +137,8 @@ def start_dry_run(config: Config, ranks: int, is_main: bool) -> Config:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / MARKER).touch()
-    shrink = import_target(STAGES[config.stage].dry_run or "")  # checks/run.py refuses stages without one
+    # checks/run.py has refused stages without a dry run
+    shrink = import_target(STAGES[config.stage].dry_run or "")
     return shrink(config, ranks)
 
 

@@ -23,17 +23,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of the data on a model that reads the actor's ids."""
+    """Requirements of the data on a model that receives the actor's token ids."""
 
     vocabulary: int  # upper bound (exclusive) of the ids of the actor's tokenizer
     positions: int  # tokens of the longest row
-    longest: str  # what the longest row is, for errors
-    remedy: str  # the keys to lower if it is too long, for errors
+    longest: str  # describes the longest row in errors
+    remedy: str  # names in errors the config keys to lower if the longest row is too long
 
     def check(self, module: Any, path: str, key: str) -> None:
         """Raises UserError, which names ``key``, if the model cannot read the data.
 
-        Without this check an index out of range on a GPU would end the run without naming its cause.
+        Without this check, an out-of-range index on a GPU would end the run without naming its cause.
         """
         if self.vocabulary > module.vocab_size:
             raise UserError(
@@ -65,8 +65,8 @@ def trained_engine(
 ) -> T:
     """Loads the module of a role and calls ``make`` with it and the arguments of its engine.
 
-    With adapters the schedule, and so the metric ``lr``, is that of the adapters; a value head beside them
-    keeps optim.lr. Raises UserError if DeepSpeed rejects the user's own JSON.
+    With LoRA, the learning rate of the adapters determines the schedule and the metric ``lr``; a value head
+    is trained with optim.lr. Raises UserError if DeepSpeed rejects the user's own JSON.
     """
     optim, zero = role.optim, role.zero
     engine_config = deepspeed_config(
@@ -115,7 +115,7 @@ def frozen_engine(
 
 
 def load_module(load: Callable[[], nn.Module], engine_config: dict[str, Any] | None) -> Any:
-    """Calls ``load``; under ZeRO-3 each weight is sharded as it is read, so that no rank holds all of it."""
+    """Calls ``load``. Under ZeRO-3 each weight is sharded as it is read, so no rank holds a whole model."""
     if engine_config is None or engine_config["zero_optimization"]["stage"] < 3:
         return load()
     with sharded_loading(engine_config):
@@ -123,7 +123,7 @@ def load_module(load: Callable[[], nn.Module], engine_config: dict[str, Any] | N
 
 
 def add_lora(module: Any, lora: LoraConfig, seed: int, key: str) -> None:
-    """Adds adapters to ``module`` if LoRA is on."""
+    """Adds adapters to ``module`` if ``lora.rank`` is set."""
     if lora.rank:
         add_adapters(
             module, rank=lora.rank, alpha=adapter_alpha(lora), targets=lora.targets, seed=seed, key=key

@@ -27,8 +27,8 @@ def build_generator(
 ) -> tuple[Generator, Gap]:
     """Returns the decode backend and its gap in the parity check.
 
-    The backend ends early once ``should_stop`` returns true. Notes which backend it is and why. A collective;
-    draws random numbers.
+    The backend stops generating once ``should_stop`` returns True. ``note`` receives banner lines that name
+    the backend and the reason for its choice. A collective that also draws random numbers.
     """
     asked, made = config.rollout.backend, {}
     auto = [name for name, entry in DECODE_BACKENDS.items() if entry.in_auto]
@@ -53,7 +53,7 @@ def build_generator(
             lockstep_max=actor.lockstep_max,
             should_stop=should_stop,
         )
-        # the same tokens at each start, whatever was drawn before
+        # sample the same tokens at each start, whatever random numbers were drawn before
         seed_everything(config.run.seed + world.rank)
         return parity_gap(
             prompts,
@@ -79,12 +79,12 @@ def build_generator(
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The chosen decode backend, and why those before it were not chosen."""
+    """The chosen decode backend, and why the backends before it were not chosen."""
 
     backend: str
     gap: Gap  # in the parity check
-    incapable: tuple[str, ...]  # those that cannot decode this model, each with its reason
-    disagreeing: tuple[str, ...]  # those whose log-probs differ from training's, each with its gap
+    incapable: tuple[str, ...]  # backends that cannot decode this model, with the reasons
+    disagreeing: tuple[str, ...]  # backends whose log-probs differ from training's, with gaps
 
 
 def choose_backend(
@@ -96,7 +96,7 @@ def choose_backend(
 ) -> BackendChoice:
     """Returns the first candidate that can decode the model and agrees with training.
 
-    Nothing that changes from one start to the next decides, so that a resumed run decodes as before. Raises
+    The choice depends on nothing that changes between starts, so a resumed run decodes as before. Raises
     UserError if the last candidate cannot decode the model, ParityError if its gap is out of bounds.
 
     Args:

@@ -1,4 +1,4 @@
-"""Choices that need all models in memory: layouts of forwards and the memory of generation."""
+"""Choices made once all models are in memory: layouts of forwards and the memory of generation."""
 
 from __future__ import annotations
 

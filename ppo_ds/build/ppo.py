@@ -45,7 +45,7 @@ from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.stage import RunContext, Stateful
 from ppo_ds.types import Reward
 
-# between the sampling seeds of ranks; a large prime keeps them apart from the other seeds of a run
+# difference between the sampling seeds of two ranks; a large prime, so that they differ from other seeds
 RANK_SEED_OFFSET = 100_003
 
 
@@ -54,10 +54,10 @@ class Models:
     """The loaded models of a PPO run."""
 
     actor: HybridActor
-    reference: FrozenModel | None  # None: nothing needs the KL to it
+    reference: FrozenModel | None  # None if nothing needs the KL to it
     reward: Reward
     critic: TrainedModel | None  # None without a critic, and if the value head is on the actor
-    critic_path: str | None  # of the critic's first weights
+    critic_path: str | None  # path of the critic's initial weights
     ema: WeightCopy | None
     lagged: WeightCopy | None
 
@@ -131,9 +131,9 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
 
 
 def read_data(config: Config, context: RunContext) -> tuple[Inputs, tuple[int, ...]]:
-    """Reads the data, and checks models and rewards by it; returns it with the end tokens.
+    """Reads the data, checks that models and rewards can work with it, and returns it with the end tokens.
 
-    Notes descriptions and warnings for the start-up banner. May raise UserError.
+    Adds descriptions and warnings to the start-up banner. May raise UserError.
     """
     inputs, note = read_inputs(config, context.world), context.banner.note
     stops = stop_ids(config, inputs.tokenizer)
@@ -150,7 +150,7 @@ def stateful_components(
 ) -> dict[str, Stateful]:
     """Returns the components whose state a checkpoint saves, by name."""
     components: dict[str, Stateful | None] = {
-        # the coefficient of a fixed controller is read from the config, also after a resume
+        # the coefficient of a fixed controller is read from the config, even after a resume
         "kl": kl if algo.kl.controller != "fixed" else None,
         "prompts": inputs.prompts,
         "scores": shaper,
@@ -162,7 +162,7 @@ def stateful_components(
 
 
 def build_sampling(config: Config, stops: tuple[int, ...], temperature: float) -> SamplingParams:
-    """Makes the options of sampling; ``temperature`` is that of the policy's log-probs."""
+    """Builds the sampling parameters; ``temperature`` is the one that the policy's log-probs use."""
     sampling = config.sampling
     return SamplingParams(
         sampling.max_new_tokens,

@@ -27,14 +27,15 @@ from ppo_ds.types import Row
 
 CHAT_SCORER = "ppo_ds.rewards.get_score.get_score_reward"
 FUNCTION = "ppo_ds.rewards.function.FunctionReward"
-OWN = "ppo_ds.rewards."  # these are cheap to build for a check; a reward of another package may load a model
+# rewards of ppo_ds are cheap to build for a check; a reward of another package may load a model
+OWN = "ppo_ds.rewards."
 
 
 def check_inputs(config: Config, world: World, *, prepared: bool) -> None:
-    """Raises UserError for mistakes in data and rewards, for a start that may yet be refused.
+    """Raises UserError for mistakes in data and rewards, before a start is refused or moves files.
 
     If `prepare` has yet to create files (``prepared`` is False), only the functions of rewards are checked.
-    The data is read for this check only. All ranks read the same files; it is not a collective.
+    The data is read for this check only. Not a collective: all ranks read the same files.
     """
     for key, section in function_rewards(config.reward, "reward"):
         file = section["path"].rpartition(":")[0]
@@ -45,7 +46,7 @@ def check_inputs(config: Config, world: World, *, prepared: bool) -> None:
 
 
 def function_rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the sections of a reward that name a Python function, and their keys."""
+    """Yields the key and the section of each reward that is a Python function."""
     if section.get("_target_") == FUNCTION:
         yield key, section
     for name, inner in section.items():
@@ -56,7 +57,7 @@ def function_rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, d
 def preflight(config: Config, inputs: Inputs) -> None:
     """Raises UserError if a model or a reward cannot work with the data.
 
-    All ranks read the same files; it is not a collective.
+    Not a collective: all ranks read the same files.
     """
     check_vocabularies(config, inputs.tokenizer)
     for key, section in _rewards(config.reward, "reward"):
@@ -72,7 +73,7 @@ def check_vocabularies(config: Config, tokenizer: Tokenizer) -> None:
         model_config = load_config(
             model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=key
         )
-        # some families have another name for vocab_size
+        # some model families use another name for vocab_size
         rows = getattr(model_config.get_text_config(), "vocab_size", None)
         if rows is not None and tokenizer.id_bound > rows:
             raise UserError(
@@ -82,7 +83,7 @@ def check_vocabularies(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the rewards that can be checked on their own.
+    """Yields the key and the section of each reward that can be checked by itself.
 
     A mixture is checked as a whole, unless one of its parts is a model.
     """
@@ -96,7 +97,7 @@ def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str,
 
 
 def check_reward(section: dict[str, Any], key: str, inputs: Inputs) -> None:
-    """Checks one reward: a model by its config and tokenizer, any other by reading all rows."""
+    """Checks a reward model by its config and tokenizer, and any other reward by reading all rows."""
     if section["_target_"] == CLASSIFIER:
         options = {name: section[name] for name in ("template", "append_eos") if name in section}
         check_reward_model(ModelConfig(**section["model"]), inputs.examples(), key=key, **options)

@@ -1,4 +1,4 @@
-"""Loads the models that rewards score with, each once."""
+"""Loads the models that rewards score with, each only once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ppo_ds.models.value import ScoreHead, as_kept, load_reward_model
 class RewardModels:
     """Loads the models that rewards score with.
 
-    Rewards with the same model, loaded and placed with the same options, share one copy in memory.
+    Rewards that use the same model with the same options for loading and ZeRO share one copy in memory.
     """
 
     def __init__(self, world: World, note: Callable[[str], None]):
@@ -33,9 +33,9 @@ class RewardModels:
         self._base: tuple[Hashable, TrainedModel] | None = None
 
     def offer(self, critic: TrainedModel, start: CriticStart, config: Config) -> None:
-        """Shares the base of a critic with adapters that started from the reward model.
+        """Lets rewards use the critic's base weights, if it has adapters and started from the reward model.
 
-        A collective, before any training.
+        A collective, called before any training.
         """
         head = getattr(critic.module.model, "score", None)
         if start.reward is not None and config.critic.lora.rank and isinstance(head, ScoreHead):

@@ -1,7 +1,8 @@
 """Builds the models that the config describes: actor, critic and reference.
 
-Functions that take the whole config are PPO's: they read its sections `algo`, `sampling`, `critic` and
-`reference`. A stage without these makes its actor with ``actor_module`` and ``engines.trained_engine``.
+Functions that take the whole config are for PPO: they read its sections `algo`, `sampling`, `critic` and
+`reference`. A stage without these sections builds its actor with ``actor_module`` and
+``engines.trained_engine``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def actor_module(
 ) -> Policy:
     """Loads a policy with its adapters, initialized with ``seed``, and an optional value head.
 
-    Raises UserError if ``aux_coef`` (algo.aux_coef) is set and the model is no mixture of experts.
+    Raises UserError if ``aux_coef`` (algo.aux_coef) is set and the model is not a mixture of experts.
     """
     policy = load_policy(role.model, temperature=temperature, key="actor.model.path", value_head=value_head)
     if aux_coef and policy.balance_coef is None:
@@ -95,16 +96,16 @@ class CriticStart:
     model: ModelConfig  # critic.model with the path, revision and trust_remote_code of the weights
     zero_head: bool  # whether a missing value head starts at zero
     key: str  # the config key that error messages name
-    reward: ModelConfig | None = None  # the reward model, if the weights are its own
+    reward: ModelConfig | None = None  # the reward model, if its weights are used
 
 
 def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
     """Resolves ``critic.init``.
 
-    auto is the reward model if it is a decoder with the actor's vocabulary, else the actor.
+    "auto" selects the reward model if it is a decoder with the actor's vocabulary, otherwise the actor.
     """
     init, own = config.critic.init, config.critic.model
-    # only a sequence classifier has a head for a critic
+    # only a sequence classifier has a head that a critic can use
     section = config.reward.get("model") if config.reward["_target_"] == CLASSIFIER else None
     reward = ModelConfig(**section) if isinstance(section, dict) else None
     if init in ("auto", "reward"):
@@ -127,9 +128,9 @@ def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
 
 def critic_module(config: Config, start: CriticStart) -> ScoreModel:
     """Loads the critic with its adapters."""
-    # With critic.init=actor and LoRA on both roles, the two bases are equal, and one would suffice: the
-    # actor's, with a second pair of adapters and a head. But two engines cannot hold one set of weights (each
-    # shards and hooks them), so actor and critic would have to be one engine.
+    # With critic.init=actor and LoRA on both roles, actor and critic have equal base weights. One copy would
+    # suffice if it had a second set of adapters and a value head. But two engines cannot hold the same
+    # weights, since each shards and hooks its weights, so actor and critic would have to be one engine.
     critic = load_critic(start.model, zero_head=start.zero_head, key=start.key)
     add_lora(critic.model, config.critic.lora, config.run.seed, "critic.lora")
     return critic

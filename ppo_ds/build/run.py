@@ -36,10 +36,10 @@ def build_run(
     """Connects the ranks, builds the stage of ``config.stage`` and resumes from the last checkpoint.
 
     A collective. ``watchdog`` is started once the ranks are connected. ``mark_ending`` is called when
-    the run begins to end. Raises UserError for mistakes in config, data and models.
+    the run starts to shut down. Raises UserError for mistakes in config, data and models.
     """
     settings = resolved(config)
-    # only checks the arguments, so that errors come before ranks are connected
+    # bound here to check the arguments, so that errors are reported before ranks are connected
     parts = {name: bind(settings[name], name) for name in OPEN_PARTS if settings.get(name) is not None}
     world = connect(config.run.timeout_minutes, config.run.verbose, config.run.threads)
     store = RankStore()
@@ -92,7 +92,7 @@ def build_run(
 
 
 def start_trackers(config: Config, steps: int, done: int, banner: str) -> Trackers:
-    """Prints the banner and starts the trackers of rank 0. ``done`` steps are in the checkpoint."""
+    """Prints the banner and starts rank 0's trackers; ``done`` is the step to resume after, or 0."""
     run_dir, wandb = Path(config.run.dir or ""), config.tracker.wandb
     console, jsonl = (
         ConsoleTracker(config.stage, steps, first_step=done),

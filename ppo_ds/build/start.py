@@ -25,11 +25,11 @@ from ppo_ds.tracking.banner import Banner
 def open_start(
     config: Config, settings: Settings, world: World, checkpoints: Checkpoints, banner: Banner
 ) -> Path | None:
-    """Opens the run directory and returns the checkpoint to continue from, or None to begin. A collective.
+    """Opens the run directory and returns the checkpoint to resume from, if any. A collective.
 
-    Raises UserError if the run cannot continue from the checkpoint with these ``settings``. If it cannot, or
-    if the record of an earlier run is to be moved, mistakes in data and rewards are reported first, and
-    nothing is moved.
+    Raises UserError if the run cannot resume from the checkpoint with these ``settings``. In this case, and
+    if the record of an earlier run must be moved, mistakes in data and rewards are reported first. Nothing is
+    moved if an error is raised.
     """
     run_dir, resume = Path(config.run.dir or ""), config.run.resume
     on_main(world, lambda: banner.note(*finish_move(run_dir)))
@@ -59,7 +59,7 @@ def open_start(
 
 
 def check_new_inputs(config: Config, before: Settings | None, settings: Settings, world: World) -> None:
-    """Raises UserError for mistakes in data and rewards that `prepare` need not create first."""
+    """Raises UserError for mistakes in data and rewards, except in files that `prepare` has yet to create."""
     check = STAGES[config.stage].check
     if check is None:
         return
@@ -70,7 +70,7 @@ def check_new_inputs(config: Config, before: Settings | None, settings: Settings
 
 
 def on_main(world: World, action: Callable[[], Any]) -> Any:
-    """Runs ``action`` on rank 0 alone; every rank gets its result or its UserError. A collective."""
+    """Runs ``action`` on rank 0 only; every rank gets its result or its UserError. A collective."""
     result, problems = None, []
     if world.is_main:
         try:

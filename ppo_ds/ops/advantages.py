@@ -88,7 +88,7 @@ def group_advantages(
     lengths: Tensor | None = None,
     singleton: Literal["error", "score", "zero"] = "error",
 ) -> Tensor:
-    """Compares each score with the other responses to the same prompt: scores [B], group_ids [B] -> [B].
+    """Compares each score with the scores of its group, the responses to one prompt: [B], [B] -> [B].
 
     rloo           score - mean of the other scores (Ahmadian et al. 2024)
     grpo           (score - mean) / (std + eps), unbiased std (Shao et al. 2024)
@@ -102,7 +102,7 @@ def group_advantages(
     """
     if kind == "none":
         return widen(scores).detach()
-    # float64: equal scores must differ from their mean by 0, not by a rounding error that eps then magnifies
+    # float64: equal scores must differ from their mean by 0, not by a rounding error that is divided by eps
     x = scores.double()
     _, group = torch.unique(group_ids, return_inverse=True)
 
@@ -147,7 +147,7 @@ def reinforce_pp_advantages(
 def one_step_advantages(
     scores: Tensor, values: Tensor, whiten: bool = True, reduce: Reduce | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Computes advantages and returns of the whole response as one action, [B] each.
+    """Computes advantages and returns with the whole response as one action, [B] each.
 
     Advantages are scores - V(prompt), whitened over all ranks (unbiased) if ``whiten``. Returns are the
     scores.

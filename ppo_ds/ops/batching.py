@@ -25,9 +25,9 @@ def plan_forwards(
     Args:
         at_least: Minimum number of groups, at most B; the most expensive groups are halved until it is
             reached. Every rank must run the same number of forward passes.
-        packed: Rows share a line without padding, and a group costs the sum of its lengths. Otherwise rows
-            are padded to the longest of the group, which costs rows * longest, and the grouping has the
-            smallest total cost, where each group costs ``FORWARD`` more.
+        packed: Rows are concatenated without padding, and a group costs the sum of its lengths. Otherwise
+            rows are padded to the longest of the group, which costs rows * longest, and the grouping has the
+            smallest total cost, where each group adds ``FORWARD`` to the cost.
 
     Returns:
         Row indices of each group (LongTensor).
@@ -50,7 +50,8 @@ def plan_microbatches(
 ) -> list[Tensor]:
     """Groups rows before generation, when only the limit of each response is known; see plan_forwards.
 
-    A group costs rows * (its longest prompt + the largest of its ``limits``, the most new tokens of a row).
+    ``limits`` [B] is the maximum number of new tokens of each row. A group costs rows * (its longest prompt +
+    its largest limit).
     """
     prompts, responses = prompt_lengths.tolist(), limits.tolist()
     assert 1 <= at_least <= len(prompts), f"{at_least} groups of {len(prompts)} rows"
@@ -98,10 +99,10 @@ def fill_groups(descending: list[int], token_budget: int) -> list[int]:
 def cheapest_groups(descending: list[int], token_budget: int) -> list[int]:
     """Returns the ends of the padded groups with the smallest total cost, by dynamic programming.
 
-    The cheapest grouping of the first ``end`` rows is a last group and the cheapest grouping of the rows
-    before it.
+    The cheapest grouping of the first ``end`` rows consists of a last group and the cheapest grouping of the
+    rows before it.
     """
-    groupings: list[tuple[int, list[int]]] = [(0, [])]  # of the first 0, 1, 2, ... rows: cost, ends
+    groupings: list[tuple[int, list[int]]] = [(0, [])]  # (cost, ends) for the first 0, 1, 2, ... rows
     for end in range(1, len(descending) + 1):
         best: tuple[int, int] | None = None  # cost, start of the last group
         for start in range(end - 1, -1, -1):

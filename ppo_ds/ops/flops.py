@@ -1,6 +1,6 @@
 """FLOPs and bytes of a transformer's forward passes, computed from its sizes.
 
-They are lower bounds for any implementation.
+The numbers are lower bounds for any implementation.
 
 A multiplication and an addition are two FLOPs. Norms, softmax and activation functions are left out (below
 1 %). Recomputation (gradient checkpointing) is not counted, as in PaLM's MFU (Chowdhery et al. 2022, appendix
@@ -20,8 +20,8 @@ class Size:
     body: int  # parameters other than the input embedding and the head
     head: int  # parameters of the head, even if tied to the input embedding
     layers: int
-    width: int  # of the queries: heads x head size
-    kv_width: int  # of the keys (and of the values): key heads x head size
+    width: int  # width of the queries: heads x head size
+    kv_width: int  # width of the keys, and of the values: key heads x head size
     idle: int = 0  # parameters of the body that a token does not use (experts that are not selected)
 
 

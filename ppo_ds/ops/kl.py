@@ -27,11 +27,12 @@ def approx_kl(
 
         k1 = d        abs = |d|        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
 
-    "k1+" and "k3+" have the value of k1 and k3 and the gradient of k2. Of the three, only k2 has the gradient
-    of the reverse KL in expectation (the gradient of k1 is 0, that of k3 is the gradient of the forward KL).
+    "k1+" and "k3+" have the value of k1 and k3 and the gradient of k2. Of k1, k2 and k3, only k2 has the
+    gradient of the reverse KL in expectation. The expected gradient of k1 is 0; that of k3 is the gradient of
+    the forward KL.
 
-    k3 limits -d to 20: beyond that the value stays finite and the gradient is 0. For large d, exp(-d)
-    vanishes.
+    In k3, -d is limited to 20, so that the value stays finite; the gradient is 0 beyond the limit. Large d
+    need no limit, since exp(-d) vanishes.
 
     Args:
         clamp: Limits the value to +-clamp; the gradient is 0 beyond it, except for "k1+" and "k3+". None: no
@@ -97,7 +98,7 @@ class AdaptiveKLController(FixedKLController):
 
     def update(self, current: float, n_steps: int) -> None:
         if not math.isfinite(current):
-            return  # min() and max() would turn NaN into an error of +0.2
+            return  # NaN would stay in the coefficient, and an infinite KL would count as an error of +0.2
         error = min(max(current / self.target - 1, -0.2), 0.2)
         self.value = _limit(self.value * (1 + error * n_steps / self.horizon), self.min_coef, self.max_coef)
 

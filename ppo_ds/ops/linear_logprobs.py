@@ -7,8 +7,8 @@ always needs. If all blocks together are small, they are kept instead. Each bloc
 gradient of a weight row is a single product and is not accumulated in 16 bits.
 
 Logits are converted to float32 (float64 for float64 inputs) first. For 16-bit states and weights, CUDA
-returns the products in float32. The CPU rounds them to 16 bits, as the head of the model does, because its
-only fast product of 16-bit matrices does so. The CUDA branches have not been run on a GPU.
+returns the products in float32. The CPU rounds them to 16 bits, as the head of the model does, because only
+a matrix product with a 16-bit result is fast there. The CUDA branches have not been run on a GPU.
 """
 
 from __future__ import annotations

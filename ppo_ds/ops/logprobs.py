@@ -47,7 +47,7 @@ def logprobs_and_entropy_from_logits(
     chunk_size: int | None = 1024,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes log-probs and entropy in one pass over the logits; without ``with_entropy`` it is None."""
+    """Computes log-probs and entropy in one pass; the entropy is None without ``with_entropy``."""
     logprobs, entropy = _RowStatistics.apply(_as_3d(logits), labels, temperature, chunk_size, with_entropy)
     return logprobs.view(labels.shape), entropy.view(labels.shape) if with_entropy else None
 

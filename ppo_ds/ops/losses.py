@@ -40,7 +40,7 @@ class BatchTotals:
     """
 
     tokens: float
-    sequences: float  # with at least one token
+    sequences: float  # sequences with at least one token
     dp_size: int = 1
     norm: float | None = None
 
@@ -57,11 +57,11 @@ def batch_totals(
 
 
 class Share(NamedTuple):
-    """Holds what one micro-batch contributes to an aggregated loss."""
+    """The contribution of one micro-batch to an aggregated loss."""
 
     total: Tensor  # 0-dim: its part of the numerator
-    weight: Tensor  # 0-dim: its part of the divisor; the parts of all micro-batches and ranks add up to it
-    divisor: float | None  # of the whole optimizer step; None without totals
+    weight: Tensor  # 0-dim: its part of the divisor; parts add up over micro-batches and ranks
+    divisor: float | None  # the divisor of the whole optimizer step; None without totals
 
 
 def token_mean(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
@@ -118,7 +118,7 @@ def aggregate(
 
     Args:
         mode: One of these names, or a function like those of AGGREGATIONS.
-        totals: None aggregates over this batch alone. With totals, the result is this micro-batch's share of
+        totals: None aggregates over this batch only. With totals, the result is this micro-batch's share of
             the whole optimizer step, times dp_size, since data-parallel training averages gradients over
             ranks. Summed over micro-batches and averaged over ranks it is the mean over the whole step, for
             any split of the rows (with DeepSpeed: ``engine.backward(loss, scale_wrt_gas=False)``).
@@ -150,7 +150,7 @@ class TokenLoss(NamedTuple):
 
     loss: Tensor
     clipped: Tensor
-    clipped_low: Tensor  # by the dual clip
+    clipped_low: Tensor  # clipped by the dual clip
 
 
 def clipped_objective(
@@ -193,7 +193,7 @@ class Objective:
     """
 
     compute: Callable[[Tensor, Tensor, Tensor, tuple[float, float], float | None], TokenLoss]
-    ratio: Ratio | None = None  # the only ratio of this kind; None: that of the caller
+    ratio: Ratio | None = None  # ratio that this kind requires; None: the caller chooses
 
 
 OBJECTIVES = {
@@ -393,7 +393,7 @@ def explained_variance(moments: Tensor) -> float:
     The result is 0 if the returns are constant.
     """
     count, returns, returns_squared, errors, errors_squared = moments.tolist()
-    variance = count * returns_squared - returns**2  # scaled by count^2, as is that of the errors
+    variance = count * returns_squared - returns**2  # times count^2, like the variance of the errors
     return 1 - (count * errors_squared - errors**2) / variance if variance > 0 else 0.0
 
 

@@ -1,6 +1,6 @@
 """Masked statistics.
 
-Positions with mask = 0 may hold anything, including NaN and infinities. They are replaced *before* any
+Positions with mask = 0 may hold any value, including NaN and infinities. They are replaced *before* any
 arithmetic, so that they affect neither a value nor a gradient (0 * inf would be NaN).
 """
 
@@ -74,12 +74,12 @@ def masked_whiten(
 ) -> Tensor:
     """Computes (x - mean) / sqrt(max(var, min_var) + eps), detached; 0 where mask = 0.
 
-    The statistics are those of all ranks. With fewer than two positions the variance is undefined, and the
-    result is x - mean.
+    The statistics are computed over all ranks. With fewer than two positions the variance is undefined, and
+    the result is x - mean.
 
     Args:
-        shift_mean: False keeps the mean, as in TRL. A shift of rewards would be a bonus for each token, and
-            so for long responses.
+        shift_mean: False keeps the mean, as in TRL. Shifting rewards would add a constant to the reward of
+            each token, and so favour long or short responses.
     """
     mean, var, count = masked_mean_var(x, mask, unbiased, reduce)
     scale = torch.where(count < 2, 1.0, torch.rsqrt(var.clamp(min=min_var) + eps))

@@ -1,9 +1,9 @@
 """Memory of models in bytes, computed from their sizes: engines by ZeRO stage, activations, KV caches.
 
 The persistent and temporary buffers of DeepSpeed (0.19.8) were read from its code. Activations are those that
-autograd keeps for a decoder of transformers: norms in fp32, fused attention, a gated MLP. Other families are
-treated like such a decoder, without the gate if they have none. docs/reliability.md compares the sums with
-measured runs.
+autograd keeps for a decoder of the transformers library: norms in fp32, fused attention, a gated MLP. Other
+families are treated like such a decoder, without the gate if they have none. docs/reliability.md compares the
+sums with measured runs.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class Shape:
     """Sizes of a model that determine its memory. A tied parameter counts once."""
 
     parameters: int
-    trained: int  # of the parameters: all, or adapters and a score head
+    trained: int  # trained parameters: all, or adapters and a score head
     largest_trained: int  # elements of the largest trained tensor
     largest_tensor: int  # elements of the largest tensor
-    head: int  # parameters of the LM head, also if it is tied to the input embedding; 0 for a classifier
+    head: int  # parameters of the LM head, even if tied to the input embedding; 0 for a classifier
     tied: bool
     vocabulary: int
     layers: int
     hidden: int
-    inner: int  # of the MLP; for mixtures of experts, of all experts that one token uses
+    inner: int  # width of the MLP; for a mixture of experts, the sum over the experts that a token uses
     gated: bool
     heads: int
-    width: int  # of the queries
-    kv_width: int  # of the keys
-    fused: bool = True  # the attention kernel makes no tokens x tokens matrix
+    width: int  # width of the queries
+    kv_width: int  # width of the keys
+    fused: bool = True  # the attention kernel materialises no tokens x tokens matrix
     head_norms: bool = False  # queries and keys are normalised
     makes_logits: bool = False  # an operation follows the LM head, so the logits must be materialised
     idle: int = 0  # parameters of experts that a token does not use
@@ -97,7 +97,8 @@ def trained_engine(
     engine = engine_on_device(shape, stage=stage, each=each, scaled=scaled, ranks=ranks, bucket=bucket)
     if not separate_host or (stage == 0 and each == FP32):  # without ZeRO nothing can be offloaded
         return engine
-    if offload_optimizer:  # the states and this rank's gradients; a backward needs the rest on the device
+    # offloads the states and this rank's gradients; a backward needs the other gradients on the device
+    if offload_optimizer:
         engine = replace(
             engine,
             masters=0,
@@ -128,7 +129,7 @@ def engine_on_device(
             reduction=FP32 * min(trained, BUCKET),  # without ZeRO, DeepSpeed ignores reduce_bucket_size
         )
     masters, moments = FP32 * share, 2 * FP32 * share
-    # gradients accumulate in a persistent fp32 buffer for all of them
+    # a persistent fp32 buffer accumulates the gradients of all trained parameters
     if stage < 2 and each < FP32 and not scaled:
         return EngineMemory(
             weights,
@@ -169,7 +170,7 @@ def engine_on_device(
 
 
 def activation_bytes(shape: Shape, tokens: int, length: int, each: int, checkpointing: bool) -> int:
-    """Computes the activations that a forward keeps for its backward, without those of the head.
+    """Computes the activations that a forward keeps for its backward, except those of the head.
 
     Args:
         tokens: Tokens of the forward, padding included, in rows of ``length``.
@@ -190,7 +191,8 @@ def activation_bytes(shape: Shape, tokens: int, length: int, each: int, checkpoi
     ends = norm + shape.hidden  # the last norm, and the output of the embedding
     if not checkpointing:
         return int(tokens * each * (shape.layers * layer + ends))
-    # the inputs of all layers, everything of the one that is recomputed, and the temporaries of its backward
+    # the inputs of all layers, all activations of the layer being recomputed, and the temporaries of its
+    # backward
     kept = int(tokens * each * (shape.layers * shape.hidden + layer + ends))
     return kept + inference_activation_bytes(shape, tokens, length, each)
 
@@ -216,8 +218,8 @@ def head_forward_bytes(shape: Shape, positions: int, each: int, block: int) -> i
 def head_backward_bytes(shape: Shape, positions: int, each: int, block: int, kept: int) -> int:
     """Computes the memory of the head's forward and backward.
 
-    It holds the states, their fp32 gradient, blocks of logits, the kept logits if there are at most ``kept``
-    of them, and the gradient of the weight.
+    It includes the states, their fp32 gradient, blocks of logits, the kept logits if there are at most
+    ``kept`` of them, and the gradient of the weight.
     """
     logits = positions * shape.vocabulary
     states = positions * shape.hidden * (3 * each + FP32)
@@ -258,7 +260,7 @@ def static_decode_bytes(
 def decode_bytes_bound(shape: Shape, tokens: int, rows: int, each: int) -> int:
     """Computes an upper bound of the decode memory of any backend, used to choose the generation plan.
 
-    It holds the KV cache, the activations of one layer if all tokens are prefilled at once (four hidden
+    It includes the KV cache, the activations of one layer if all tokens are prefilled at once (four hidden
     states, three of the MLP), and one row of logits per sequence, as in static_decode_bytes.
     """
     activations = (4 * shape.hidden + 3 * shape.inner) * each

@@ -70,8 +70,8 @@ def last_token_index(mask: Tensor) -> Tensor:
 def next_token_mask(mask: Tensor) -> Tensor:
     """Sets ``mask`` also at the position after the last token, where DeepSpeed-Chat and TRL put the score.
 
-    [B,T] -> [B,T]. For an empty row it is the first position. A full row stays unchanged. The dtype is that
-    of ``mask``.
+    [B,T] -> [B,T]. In an empty row, this is the first position. A full row stays unchanged. The result has
+    the dtype of ``mask``.
     """
     positions = torch.arange(mask.shape[1], device=mask.device)
     return (mask.bool() | (positions == last_token_index(mask)[:, None] + 1)).to(mask.dtype)

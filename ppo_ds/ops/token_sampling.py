@@ -52,7 +52,7 @@ def draw(
 
 
 def filter_logits(scores: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Sets scores [n,V] outside the ``top_k`` (ties stay) and in the tail of mass 1 - ``top_p`` to -inf."""
+    """Sets to -inf the scores [n,V] outside ``top_k`` (ties stay) and in the tail of mass 1 - ``top_p``."""
     if 0 < top_k < scores.shape[1]:
         scores = scores.masked_fill(scores < scores.topk(top_k, dim=-1).values[:, -1:], -torch.inf)
     if top_p < 1.0:
@@ -67,8 +67,8 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Returns the token of each row [n] at which the running sum of the weights exceeds u x total.
 
     A float32 running sum over 150k tokens would be off by more than its smallest terms. The weights are
-    therefore summed in blocks. A float64 running sum of the block sums selects a block, and one of the
-    weights in this block selects the token.
+    therefore summed in blocks. A float64 running sum of the block sums selects a block, and a float64 running
+    sum of the weights in this block selects the token.
 
     Args:
         weights: [n,V] >= 0, of any positive sum.
