@@ -1,4 +1,4 @@
-"""Tokenised texts and demonstrations for a language-modelling loss, such as PTX beside PPO (InstructGPT)."""
+"""Tokenized texts and demonstrations for a language-modelling loss, such as InstructGPT's PTX loss in PPO."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.types import Row, Sequences
 
-# Columns of the answer beside "prompt"; the first one that a row has is taken.
+# Columns of the answer to "prompt"; the first one that a row has is used.
 ANSWER_COLUMNS = ("response", "answer", "completion", "chosen")
-CHAT_COLUMNS = ("messages", "conversations", "chosen")  # including the answer
+CHAT_COLUMNS = ("messages", "conversations", "chosen")  # columns of chats that include the answer
 _REQUIRED = (
     f'needs a column "text", or "prompt" and one of {", ".join(ANSWER_COLUMNS)}, or a chat that ends with '
     f"the assistant ({', '.join(CHAT_COLUMNS)})"
 )
 
-Demonstration = tuple[Prompt | None, str]  # prompt and answer; None: every token of the text is learned
+Demonstration = tuple[Prompt | None, str]  # prompt and answer; prompt None: the whole text is learned
 
 
 def parse_demonstration(row: Row, format: PromptFormat) -> Demonstration:
@@ -72,13 +72,13 @@ def _check_answer(value: object, name: str) -> str:
 class DemonstrationSource:
     """Holds the token ids of texts and demonstrations, encoded once and identically on every rank.
 
-    For a text, the loss covers every token and an end token that is appended. For a demonstration, it covers
-    only the answer and its end token. The prompt of a demonstration is encoded as for generation; the answer
-    is what the chat template writes after the prompt, up to the end token. Rows are truncated to
+    For a text, the loss covers every token but the first, and an appended end token. For a demonstration, it
+    covers only the answer and its end token. The prompt of a demonstration is encoded as for generation; the
+    answer is what the chat template writes after the prompt, up to the end token. Rows are truncated to
     ``max_tokens`` on the right, and dropped if nothing of the answer remains.
 
-    ``report`` is {"rows": read, "truncated": cut on the right, "dropped": left out}. ``len(source)`` is the
-    number of rows that were not dropped.
+    ``report`` counts the rows that were read ("rows"), truncated on the right ("truncated") and dropped
+    ("dropped"). ``len(source)`` is the number of rows that were not dropped.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class DemonstrationSource:
     ):
         """Reads and encodes the data set.
 
-        ``apply_chat_template`` and ``system`` are those of PromptSource. ``key`` and ``max_tokens_key`` are
-        the keys of ``path`` and ``max_tokens`` that error messages name.
+        For ``apply_chat_template`` and ``system`` see PromptSource. ``key`` and ``max_tokens_key`` are the
+        config keys of ``path`` and ``max_tokens``, for error messages.
         """
         self.path, self.key = path, key
         self._tokenizer = tokenizer
         self._rows = load_rows(path, split=split, key=key)
         format = prompt_format(tokenizer, "prompt", apply_chat_template, system, key)
         demonstrations = map_rows(self._rows, lambda row: parse_demonstration(row, format))
-        self._ids = TokenRows()  # of the kept rows
-        self._prompt_lengths = array("I")  # the number of first tokens of each kept row that are not learned
+        self._ids = TokenRows()  # token ids of the kept rows
+        self._prompt_lengths = array("I")  # tokens at the start of each kept row that have no loss
         self.report = {"rows": len(demonstrations), "truncated": 0, "dropped": 0}
         for prompt_length, ids in self._tokenize(demonstrations):
             if prompt_length >= min(len(ids), max_tokens):
@@ -147,7 +147,7 @@ class DemonstrationSource:
                 yield max(len(head), 1), head + tail
 
     def _render(self, prompt: Prompt | None, answer: str, row: int) -> tuple[str, str]:
-        """Returns the text of the prompt and the text to learn."""
+        """Returns the text of the prompt and the text to which the loss applies."""
         if prompt is None or isinstance(prompt, str):
             return prompt or "", answer
         try:
@@ -174,9 +174,9 @@ class DemonstrationSource:
     def batch(self, indices: Sequence[int]) -> Sequences:
         """Returns the rows at ``indices``, right-padded.
 
-        The first token is the prompt, so R = T - 1. ``response_mask`` marks the tokens that have a loss;
-        ``response_lengths`` also counts the other tokens of a demonstration's prompt, to which the model
-        attends.
+        Only the first token is stored as prompt, so R = T - 1. ``response_mask`` marks the tokens that have a
+        loss; ``response_lengths`` also counts the other tokens of a demonstration's prompt, to which the
+        model attends.
         """
         rows = [self._ids[i] for i in indices]
         lengths = torch.tensor([len(row) for row in rows])[:, None]
@@ -192,8 +192,8 @@ class DemonstrationStream:
     """Yields batches of ``batch_size`` rows indefinitely.
 
     Every rank gets the whole batch; ``microbatches`` divides it among the ranks. ``key`` is the config key of
-    ``batch_size`` for error messages. Each pass over the source is shuffled with the seed ``seed`` + pass.
-    Rows that do not fill a batch at the end of a pass begin the next batch.
+    ``batch_size`` for error messages. Each pass over the source is shuffled with the seed ``seed`` + number
+    of the pass. Rows that do not fill a batch at the end of a pass begin the next batch.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from ppo_ds.types import Row
 
 LIMIT_COLUMN = "max_new_tokens"
 CHAT_COLUMNS = ("messages", "conversations")
-PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS)  # the first one that a row has is taken
+PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS)  # the first one that a row has is used
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -35,9 +35,9 @@ Prompt = str | list[Message]
 class PromptFormat:
     """Describes where the prompts of a data set are stored and how they are formatted."""
 
-    column: str | None = None  # of the prompt; None: the first of PROMPT_COLUMNS that the row has
-    column_key: str = "data.prompt_column"  # for errors
-    apply_chat_template: bool = False  # a text becomes a chat with a single user message
+    column: str | None = None  # the prompt's column; None: the first of PROMPT_COLUMNS that the row has
+    column_key: str = "data.prompt_column"  # config key of ``column``, for error messages
+    apply_chat_template: bool = False  # whether a text becomes a chat with a single user message
     system: str | None = None  # a system message for chats without one
 
 
@@ -103,7 +103,7 @@ def add_system_message(messages: list[Message], format: PromptFormat) -> list[Me
 
 
 def parse_max_new_tokens(row: Row) -> int | None:
-    """Returns the row's limit of response tokens, from its column "max_new_tokens", or None without one.
+    """Returns the row's limit of response tokens, from its column "max_new_tokens", or None if it has none.
 
     Integers arrive as floats from a Parquet column with gaps and as text from CSV, where an empty cell means
     None.

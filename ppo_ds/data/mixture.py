@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class MixedSource:
-    """Mixes the prompts of several data sets; the weights, not the sizes, set their shares.
+    """Mixes the prompts of several data sets in proportion to their weights, whatever their sizes.
 
     The sets take turns by a fixed rule (``WeightedRoundRobin``): in any number of steps each set's count
     differs from its share by less than two prompts, on any number of ranks. Each set is repeated in passes of
@@ -32,7 +32,7 @@ class MixedSource:
 
     @property
     def shares(self) -> list[float]:
-        """The share of each set; they sum to 1."""
+        """The share of each set; the shares sum to 1."""
         return self._turns.shares
 
     @property
@@ -45,7 +45,7 @@ class MixedSource:
 
     @property
     def report(self) -> dict[str, int]:
-        """The sums of the sets' reports."""
+        """The reports of all sets, added up by name."""
         return {name: sum(source.report[name] for source in self.sources) for name in self.sources[0].report}
 
     @property
@@ -69,7 +69,7 @@ class MixedSource:
     def batch(self, indices: Sequence[int]) -> Prompts:
         """Returns the prompts at ``indices``, left-padded.
 
-        The indices of each set begin after those of the set before it.
+        Indices number the prompts of all sets, one set after the other.
         """
         members = [(bisect_right(self._starts, i) - 1, i) for i in indices]
         return collate_prompts(

@@ -13,7 +13,8 @@ from typing import Protocol
 
 import torch
 
-SEED_OFFSET = 1_000_003  # between the seeds of mixed sets; a prime, so that their passes have different seeds
+# difference between the seeds of mixed sets; a prime, so that the seeds of their passes differ
+SEED_OFFSET = 1_000_003
 
 
 class Order(Protocol):
@@ -21,7 +22,7 @@ class Order(Protocol):
 
 
 class Passes:
-    """Repeats passes over ``n`` items, each shuffled with the seed ``seed`` + pass, or unshuffled."""
+    """Repeats passes over ``n`` items, shuffled with ``seed`` + number of the pass, or unshuffled."""
 
     def __init__(self, n: int, seed: int, shuffle: bool = True):
         self._n, self._seed, self._shuffle = n, seed, shuffle
@@ -38,22 +39,23 @@ class Passes:
 class WeightedRoundRobin:
     """Assigns positions to members in proportion to their weights, without randomness.
 
-    ``turns[position]`` is (i, k): the k-th turn of member i, both from 0. Among the first n positions each
-    member's count differs from its share of n by less than one turn, for every n. The rule is Tijdeman's (The
-    chairman assignment problem, 1980): of the m members, consider those that are behind by 1 / (2m - 2) turns
-    or more, and take the one that would be the first to fall too far behind. (Always taking the member that
-    is furthest behind is off by more than one turn for some weights.) With the weights as integers without a
-    common divisor, the sequence repeats with the period of their sum.
+    ``turns[position]`` is (i, k): the k-th turn of member i, both counted from 0. For every n, each member's
+    count among the first n positions differs from its share of n by less than one turn. The rule is
+    Tijdeman's (The chairman assignment problem, 1980): of the m members, consider those that are behind by
+    1 / (2m - 2) turns or more, and take the member that would be the first to fall too far behind. (Always
+    taking the member that is furthest behind is off by more than one turn for some weights.) If the weights
+    are written as integers without a common divisor, the period of the sequence is their sum.
     """
 
     def __init__(self, weights: Sequence[float]):
-        exact = [Fraction(repr(weight)) for weight in weights]  # 0.1 is a tenth
+        exact = [Fraction(repr(weight)) for weight in weights]  # 0.1 becomes 1/10
         scale = math.lcm(*(weight.denominator for weight in exact))
         integers = [int(weight * scale) for weight in exact]
         self._weights = [weight // math.gcd(*integers) for weight in integers]
         self._period = sum(self._weights)
         self._taken = [0] * len(integers)
-        self._members, self._turns = array("L"), array("Q")  # of the positions so far, at most one period
+        # of the positions computed so far, at most one period
+        self._members, self._turns = array("L"), array("Q")
 
     @property
     def shares(self) -> list[float]:
@@ -63,7 +65,7 @@ class WeightedRoundRobin:
         period, i = divmod(position, self._period)
         total, m = self._period, max(2 * len(self._weights) - 2, 1)
         for n in range(len(self._members) + 1, i + 2):
-            # how far each member is behind at its n-th position, in turns times the period
+            # how far each member is behind after n positions, in turns multiplied by the period
             behind = [
                 weight * n - total * taken for weight, taken in zip(self._weights, self._taken, strict=True)
             ]

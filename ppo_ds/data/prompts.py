@@ -25,21 +25,27 @@ COUNTED = ("rows", "truncated", "dropped", "lowered", "repeated", "same_id")
 
 class _ParsedRow(NamedTuple):
     prompt: Prompt
-    limit: int | None  # of response tokens
-    name: str | None  # in the column "id"
+    limit: int | None  # maximum number of response tokens
+    name: str | None  # value of the column "id"
 
 
 class PromptSource:
     """Holds the prompts of a data set, checked and tokenized once and identically on every rank.
 
-    Chats are rendered by the tokenizer's chat template. Text prompts are too, if the tokenizer has a
-    template, because a chat model is not trained on bare text. A prompt of more than ``max_prompt_tokens`` is
-    dropped or truncated on the left; truncating on the right would remove the position where the response
-    begins. A row's column "max_new_tokens" lowers the run's ``max_new_tokens`` for its response.
+    Chats are rendered by the tokenizer's chat template. By default, text prompts are rendered too if the
+    tokenizer has a template, because a chat model is not trained on bare text. A prompt of more than
+    ``max_prompt_tokens`` tokens is dropped or truncated on the left; truncating on the right would remove the
+    position where the response begins. A row's column "max_new_tokens" lowers the run's ``max_new_tokens``
+    for its response.
 
-    ``report`` counts rows: {"rows": read, "truncated": truncated on the left, "dropped": left out, "lowered":
-    asked for longer responses than the run allows, "repeated": kept with the same ids as an earlier one,
-    "same_id": with the "id" of an earlier one}; ``len(source)`` is rows - dropped.
+    ``report`` maps names to numbers of rows; ``len(source)`` is rows - dropped:
+
+    - "rows": were read.
+    - "truncated": were truncated on the left.
+    - "dropped": were left out.
+    - "lowered": ask for longer responses than the run allows, so the run's limit applies.
+    - "repeated": were kept and have the same ids as an earlier prompt.
+    - "same_id": have the same "id" as an earlier row.
 
     Args:
         path: A local file or folder, or a Hub data set.
@@ -51,9 +57,9 @@ class PromptSource:
         apply_chat_template: Whether a text prompt becomes a user's message; None: if the tokenizer has a
             chat template.
         system: A system message for chats without one.
-        max_samples: The number of first rows to read; None: all.
+        max_samples: Only this many rows are read, from the beginning; None: all.
         max_prompt_tokens: The limit of prompt tokens.
-        long_prompts: truncate_left or drop.
+        long_prompts: truncate_left or drop, for prompts beyond that limit.
         key: The path's key in the config, for error messages.
     """
 
@@ -78,9 +84,9 @@ class PromptSource:
         self._format = prompt_format(tokenizer, prompt_column, apply_chat_template, system, key)
         self._rows = load_rows(path, split=split, revision=revision, max_rows=max_samples, key=key)
         self._kept = array("I")  # the index of each kept prompt's row
-        self._ids = TokenRows()  # of the kept prompts
+        self._ids = TokenRows()  # token ids of the kept prompts
         self._limits = array("L")  # the limit of response tokens of each kept prompt
-        # the roles of a chat, () for a text -> the first kept prompt with these roles
+        # maps the roles of a chat, or () for a text, to the first kept prompt with these roles
         self._first_with_roles: dict[tuple[str, ...], int] = {}
         parsed = map_rows(self._rows, self._parse)
         names = [row.name for row in parsed if row.name is not None]
@@ -139,15 +145,15 @@ class PromptSource:
         return self._ids.longest
 
     def order(self, seed: int, shuffle: bool) -> Order:
-        """Returns the endless order of the prompts, pass after pass."""
+        """Returns an endless order of the prompts that repeats passes over all of them."""
         return Passes(len(self), seed, shuffle)
 
     def _metadata(self, i: int) -> Row:
         """Returns the raw row with the reserved keys "prompt_text" and, for chats, "messages".
 
-        "prompt_text" is the prompt before truncation. These keys replace a row's own columns of these names,
-        so that they mean the same in every row. "data_source" is the path of the data set, unless the row has
-        such a column.
+        "prompt_text" is the prompt before truncation. The reserved keys replace columns of the same names, so
+        that they mean the same in every row. "data_source" is the path of the data set unless the row has a
+        column of that name.
         """
         row = self._rows[self._kept[i]]
         prompt = parse_prompt(row, self._format)
@@ -157,9 +163,9 @@ class PromptSource:
         return kept | {"prompt_text": self._tokenizer.render_chat(prompt), "messages": prompt}
 
     def examples(self) -> list[tuple[str, Row]]:
-        """Returns location and metadata of one prompt for each sequence of roles.
+        """Returns the location and metadata of one prompt for each sequence of roles.
 
-        A chat template may refuse some sequences.
+        They serve to test another chat template, which may refuse some sequences.
         """
         return [
             (self._rows.location(self._kept[i]), self._metadata(i)) for i in self._first_with_roles.values()
@@ -170,7 +176,7 @@ class PromptSource:
         map_rows(self._rows, check, self._kept)
 
     def row(self, i: int) -> tuple[Sequence[int], int, Row]:
-        """Returns ids, limit of response tokens and metadata of a prompt."""
+        """Returns the ids, the limit of response tokens and the metadata of a prompt."""
         return self._ids[i], self._limits[i], self._metadata(i)
 
     def batch(self, indices: Sequence[int]) -> Prompts:
@@ -186,7 +192,7 @@ def roles_of(prompt: Prompt) -> tuple[str, ...]:
 def collate_prompts(rows: Sequence[tuple[Sequence[int], int, Row]], pad_id: int) -> Prompts:
     """Collates ids, limits and metadata into one left-padded batch.
 
-    The mask is made from the lengths, so that a pad id inside a prompt remains attended.
+    The mask is computed from the lengths, so that a pad id inside a prompt remains attended.
     """
     sequences, limits, metadata = zip(*rows, strict=True)
     lengths = torch.tensor([len(row) for row in sequences])
@@ -217,12 +223,12 @@ class Source(Protocol):
 
 
 class PromptStream:
-    """Yields the prompts of one step after the other, without end; each rank gets a contiguous slice.
+    """Yields the prompts of successive steps indefinitely; each rank gets a contiguous slice of a step.
 
     A step has ``prompts_per_step`` x ``samples_per_prompt`` rows, in the order p1, p1, p2, p2. Each pass over
-    the source is shuffled with the seed ``seed`` + pass. Prompts that do not fill a step at the end of a pass
-    begin the next step. Concatenated in the order of the ranks, the slices are the batch that a single rank
-    would get, except that each slice is padded separately.
+    the source is shuffled with the seed ``seed`` + number of the pass. Prompts that do not fill a step at the
+    end of a pass begin the next step. Concatenated in the order of the ranks, the slices are the batch that a
+    single rank would get, except that each slice is padded separately.
     """
 
     def __init__(
@@ -284,9 +290,9 @@ def eval_batches(
 ) -> list[tuple[Prompts, Tensor]]:
     """Splits the first ``max_prompts`` prompts over the ranks and into batches.
 
-    Returns prompts and weights ([b] float32) of each batch, which has at most ``rows_per_batch`` rows. Every
-    rank gets the same number of batches of the same sizes, because generation is collective under ZeRO-3; the
-    last prompt is repeated with weight 0 to fill them.
+    Returns the prompts and weights ([b] float32) of each batch, which has at most ``rows_per_batch`` rows.
+    Every rank gets the same number of batches of the same sizes, because generation is collective under
+    ZeRO-3. To fill the batches, the last prompt is repeated with weight 0.
     """
     n = len(source) if max_prompts is None else min(max_prompts, len(source))
     per_rank = -(-n // world_size)

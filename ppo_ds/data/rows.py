@@ -30,10 +30,10 @@ from ppo_ds.types import Row
 
 _MAX_PROBLEMS = 5  # distinct problems in one error
 
-# Limits of a Parquet file, of which a few KB can expand to terabytes. Bytes in memory:
-_MAX_BYTES = 2**33  # of all rows
-_MAX_ROW_BYTES = 2**26
-_BATCH_BYTES = 2**26  # of the rows that are decoded at once
+# Limits of the memory in bytes that rows of a Parquet file may take, since a few KB can expand to terabytes
+_MAX_BYTES = 2**33  # all rows
+_MAX_ROW_BYTES = 2**26  # one row, on average over a batch
+_BATCH_BYTES = 2**26  # the rows that are decoded together
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class _Part:
 
     name: str
     rows: Sequence[Row]
-    lines: Sequence[int] | None = None  # the line at which each row begins; None: not a text file of rows
+    lines: Sequence[int] | None = None  # the line at which each row begins; None: errors name row numbers
 
     def head(self, n: int | None) -> _Part:
         if n is None or n >= len(self.rows):
@@ -101,7 +101,7 @@ def load_rows(
     """
     try:
         files = _data_files(Path(os.path.expanduser(path)), path, key)
-    except OSError as error:  # an unreadable folder, a name that is too long
+    except OSError as error:  # such as an unreadable folder or a name that is too long
         raise UserError(f"{key}={path}: {error.strerror or _one_line(error)}") from error
     parts = []
     if files is None:
@@ -127,7 +127,7 @@ def map_rows(rows: Rows, function: Callable[[Row], T], indices: Iterable[int] | 
     of the first row that has it and the number of the others.
     """
     results: list[T] = []
-    locations: dict[str, list[str]] = {}  # by problem, because often all rows have the same one
+    locations: dict[str, list[str]] = {}  # by problem, because often all rows have the same problem
     for i, row in enumerate(rows) if indices is None else ((i, rows[i]) for i in indices):
         try:
             results.append(function(row))
@@ -167,7 +167,7 @@ def _data_files(local: Path, path: str, key: str) -> list[Path] | None:
 
 
 def _load_from_hub(path: str, split: str, revision: str | None, key: str) -> _Part:
-    """Loads a split without its features, so that no image or sound is decoded or fetched."""
+    """Loads a split without its feature types, so that no image or sound is decoded or fetched."""
     try:
         dataset = datasets.load_dataset(path, split=split, revision=revision)
         table = dataset.data.table.replace_schema_metadata(None)
@@ -212,7 +212,7 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _read_json(file: Path, n: int | None) -> _Part:
-    """Reads a list of rows, or one row per line, as many ``.json`` files have it."""
+    """Reads a JSON list of rows, or one row per line, which is also common in ``.json`` files."""
     text = _text(file)
     if not text.lstrip().startswith("["):
         return _read_lines(_jsonl_rows, file, n)
@@ -225,7 +225,7 @@ def _read_json(file: Path, n: int | None) -> _Part:
 
 def _csv_rows(file: Path) -> Iterator[tuple[int, Row]]:
     """Yields each row with the number of its first line; the first row has the names of the columns."""
-    csv.field_size_limit(sys.maxsize)  # the default refuses texts of more than 131,072 characters
+    csv.field_size_limit(sys.maxsize)  # the default refuses fields of more than 131,072 characters
     reader = csv.reader(io.StringIO(_text(file), newline=""), strict=True)
     line = 1
     try:
@@ -250,10 +250,10 @@ def _csv_rows(file: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _read_parquet(file: Path, n: int | None) -> _Part:
-    """Reads the first ``n`` rows, batch by batch and within the limits of memory.
+    """Reads the first ``n`` rows, batch by batch and within the memory limits.
 
     The file's own metadata are dropped: they can declare columns as images or sounds, which ``datasets``
-    would decode, and fetch from an address in the row.
+    would decode, and fetch if a row contains a URL.
     """
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
@@ -273,9 +273,10 @@ def _read_parquet(file: Path, n: int | None) -> _Part:
 def _parquet_batches(
     parquet: pyarrow.parquet.ParquetFile, n: int | None, file: Path
 ) -> Iterator[pyarrow.RecordBatch]:
-    """Yields batches of at least the first ``n`` rows. Raises UserError beyond the limits of memory.
+    """Yields batches with at least the first ``n`` rows; raises UserError if they exceed the memory limits.
 
-    A value is at most as large as the decoded pages of its column, but each row of a batch may repeat it.
+    The batch size depends on the largest column: a value is at most as large as the column's decoded pages,
+    but each row of a batch may repeat it.
     """
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]
@@ -296,7 +297,7 @@ def _parquet_batches(
 
 
 def _refuse_extension(kind: pyarrow.DataType, location: str) -> None:
-    """Raises UserError if a type, or one inside it, is an extension type, which runs code of its library."""
+    """Raises UserError if a type or a nested type is an extension type, which runs code of its library."""
     if isinstance(kind, pyarrow.BaseExtensionType):
         raise UserError(f"{location} has the type {_one_line(kind)}, which is not read; remove the column")
     for i in range(kind.num_fields):

@@ -9,8 +9,8 @@ from itertools import pairwise
 from ppo_ds.data.messages import Prompt
 from ppo_ds.models.tokenizer import Tokenizer
 
-# Limits of one call of the tokenizer: it returns Python ints, which take much more memory than the array in
-# which ids are stored.
+# Limits of one call of the tokenizer, which returns Python ints; these take much more memory than the array
+# in which ids are stored.
 CHUNK_ROWS, CHUNK_CHARACTERS = 1000, 1_000_000
 
 
@@ -41,12 +41,12 @@ class TokenRows:
 
 
 def num_characters(prompt: Prompt) -> int:
-    """Returns the number of characters of a prompt, without those of a chat template."""
+    """Returns the number of characters of a prompt, without the text that a chat template adds."""
     return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
 
 
 def tokenizer_chunks(sizes: Sequence[int]) -> Iterator[slice]:
-    """Splits texts of ``sizes`` characters into chunks to tokenize together, of at least one text each."""
+    """Yields slices of one or more texts to tokenize together; ``sizes`` are their numbers of characters."""
     start = total = 0
     for i, size in enumerate(sizes):
         if i > start and (i - start == CHUNK_ROWS or total + size > CHUNK_CHARACTERS):

@@ -1,9 +1,9 @@
 """Audits a reward model before training: scores a few fixed dialogues in several ways.
 
 A score must not depend on the other texts of its batch or on the padding, and it must be a finite number that
-differs between texts; violations are failures. Other observations are remarks for the user: the effect of the
-end token, and how often a fitting response scores above an unrelated one. Every rank runs the same forwards
-on the same texts.
+differs between texts; a violation is recorded as a failure. Other observations are recorded as remarks for
+the user: the effect of the end token, and how often a fitting response scores above an unrelated one. Every
+rank runs the same forwards on the same texts.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ppo_ds.types import Row
 # off: no audit; report: failures are warnings; strict: failures are errors. YAML reads a bare `off` as false.
 AuditMode = Literal["off", "report", "strict", False]
 
-# Relative to the largest absolute score (at least 1). Batches of other shapes run other kernels, which round
-# differently.
+# Largest accepted difference between two scores of the same text, relative to the largest absolute score (at
+# least 1). It is not 0 because batches of different shapes run different kernels, which round differently.
 _TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}
-_EQUAL = 1e-5  # relative in the same way; scores that differ by less count as equal, in any dtype
+_EQUAL = 1e-5  # scores within this range count as all equal, in any dtype; relative like _TOLERANCE
 
 
 @dataclass(frozen=True)
 class Dialogue:
     """A dialogue and a response that fits it."""
 
-    turns: tuple[str, ...]  # alternating, beginning and ending with the user
+    turns: tuple[str, ...]  # alternating messages; the first and the last are the user's
     response: str
 
     def row(self, tokenizer: Tokenizer) -> Row:
-        """Builds the row that a data set would give; ``tokenizer`` is the actor's."""
+        """Builds the row that a data set with this dialogue would contain; ``tokenizer`` is the actor's."""
         messages: list[Message] = [
             {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(self.turns)
         ]
@@ -73,14 +73,14 @@ DIALOGUES = (
 
 @dataclass(frozen=True)
 class Probes:
-    """The dialogues as rows, with a fitting response and an unrelated one (the next dialogue's) for each."""
+    """The dialogues as rows; each has a fitting response and an unrelated one, that of the next dialogue."""
 
     rows: tuple[Row, ...]
     fitting: tuple[str, ...]
     unrelated: tuple[str, ...]
 
     def pairs(self) -> list[tuple[Row, str]]:
-        """Returns rows with responses: all fitting ones first, then empty ones, then the unrelated ones."""
+        """Returns every row with its fitting response, then with an empty and then with the unrelated one."""
         return [
             *zip(self.rows, self.fitting, strict=True),
             *((row, "") for row in self.rows),
@@ -101,10 +101,10 @@ class Findings:
 
     failures: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    batches_agree: bool = False  # chat scorers only: get_scores exists and returns what get_score does
+    batches_agree: bool = False  # chat scorers only: whether get_scores exists and agrees with get_score
 
     def check_finite(self, scores: Tensor, dtype: str) -> bool:
-        """Records scores that are not finite or all equal; returns whether all of them are finite."""
+        """Records a failure if a score is not finite or all are equal; returns whether all are finite."""
         if not scores.isfinite().all():
             count = int((~scores.isfinite()).sum())
             remedy = "" if dtype == "fp32" else "; try dtype fp32"
@@ -149,8 +149,8 @@ def audit_classifier(
 ) -> Findings:
     """Audits a sequence classifier.
 
-    ``score(texts, padding_side)`` plans batches and returns [B]. ``tokenizer`` is the actor's; ``eos_id``,
-    ``max_tokens``, ``is_decoder`` and ``dtype`` are those of the reward model.
+    ``score(texts, padding_side)`` splits the texts into batches and returns their scores, [B]. ``tokenizer``
+    is the actor's; ``eos_id``, ``max_tokens``, ``is_decoder`` and ``dtype`` describe the reward model.
     """
     findings, probe = Findings(), probes(tokenizer)
     texts = [encode(row, response, True) for row, response in probe.pairs()]
@@ -166,7 +166,7 @@ def audit_classifier(
     gap = (score(texts, "left") - together).abs().max()
     if gap > tolerance:
         line = f"with padding on the left its scores differ by up to {gap:.2g}"
-        if is_decoder:  # a critic that starts from it reads prompts, which are padded on the left
+        if is_decoder:  # a critic initialized from it reads prompts, which are padded on the left
             findings.failures.append(
                 f"{line}: rewards pad on the right, but a critic initialized from this model reads prompts "
                 "padded on the left"
@@ -202,9 +202,10 @@ def audit_chat_scorer(
     dtype: str,
     has_get_scores: bool,
 ) -> Findings:
-    """Audits a model with a get_score of its own.
+    """Audits a model that defines its own get_score.
 
-    ``score(chats, batched)`` returns [B] by get_scores or by get_score. ``tokenizer`` is the actor's.
+    ``score(chats, batched)`` returns the scores, [B]; it calls get_scores if ``batched``, else get_score.
+    ``tokenizer`` is the actor's.
     """
     findings, probe = Findings(batches_agree=has_get_scores), probes(tokenizer)
     chats = [
@@ -228,7 +229,7 @@ def audit_chat_scorer(
 
 
 def _toggle_eos(text: EncodedText, eos_id: int, max_tokens: int | None) -> EncodedText:
-    """Removes the end token, or appends one and truncates like the encoder."""
+    """Removes the end token of a text; if it has none, appends one and truncates like the encoder."""
     if text.ids[-1] == eos_id:
         return EncodedText(text.ids[:-1], None if text.types is None else text.types[:-1])
     first = 0 if max_tokens is None else max(0, len(text) + 1 - max_tokens)

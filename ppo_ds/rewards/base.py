@@ -1,4 +1,4 @@
-"""Shared parts of all rewards; the ``Reward`` protocol (``Rollout -> Scores``) is defined in ``types.py``."""
+"""Code shared by all rewards; the ``Reward`` protocol (``Rollout -> Scores``) is defined in ``types.py``."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def reward_errors_as_user_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Responses:
-    """B responses as text, with the rows that they belong to: the input of every text-based reward."""
+    """B responses as text together with their rows: the input of every text-based reward."""
 
     rows: tuple[Row, ...]  # B raw rows; "prompt_text" is the prompt
-    texts: tuple[str, ...]  # B, without special tokens
-    finished: tuple[bool, ...]  # B; True: ended with a stop token or stop string
+    texts: tuple[str, ...]  # B decoded responses, without special tokens
+    finished: tuple[bool, ...]  # B; True: the response ended with a stop token or stop string
 
     @classmethod
     def of(cls, rollout: Rollout, tokenizer: Tokenizer) -> Responses:
-        """Decodes the tokens that the response mask selects; ``tokenizer`` is the actor's."""
+        """Decodes the response tokens that the response mask selects; ``tokenizer`` is the actor's."""
         ids = rollout.response_ids
         texts = tuple(
             tokenizer.decode(row[mask].tolist())
@@ -56,7 +56,7 @@ class Responses:
     def inside(self, tag: str) -> Responses:
         """Returns the same rows with each text reduced to the content of its first <tag>...</tag>.
 
-        A response that has the tags counts as finished; one without them becomes an empty text.
+        A response with the tags counts as finished. A response without them becomes an empty text.
         """
         contents = [text_inside(text, tag) for text in self.texts]
         return replace(
@@ -71,13 +71,13 @@ class Responses:
 class TextReward(ABC):
     """Base class of rewards that read only text.
 
-    Subclasses define ``score_responses``. Other rewards may also call it, on modified texts of the same rows.
-    If a reward's model is sharded over ranks, every rank must call the reward equally often, each time with
-    one text per row.
+    Subclasses implement ``score_responses``, which other rewards may call with modified texts of the same
+    rows. If the model of a reward is sharded over ranks, every rank must call the reward the same number of
+    times, each time with one text per row.
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        """Keeps ``tokenizer``, the actor's, to decode responses."""
+        """Stores the actor's ``tokenizer``, which decodes the responses."""
         self._tokenizer = tokenizer
 
     def __call__(self, rollout: Rollout) -> Scores:
@@ -96,9 +96,9 @@ class TextReward(ABC):
 
 
 def check_tags_decodable(tags: Iterable[str], tokenizer: Tokenizer, key: str) -> None:
-    """Raises UserError if a tag is lost in a round trip through token ids, as special tokens are.
+    """Raises UserError if a tag is lost when it is encoded and decoded again, as special tokens are.
 
-    No decoded response could ever contain such a tag.
+    A decoded response can never contain such a tag.
     """
     for tag in tags:
         decoded = tokenizer.decode(tokenizer.encode_many([tag], special_tokens=False)[0])
@@ -115,7 +115,7 @@ def tag_pair(name: str | None) -> list[str]:
 
 
 def text_inside(text: str, tag: str) -> str | None:
-    """Returns the stripped text between the first <tag> and the next </tag>, or None without such a pair.
+    """Returns the stripped text between the first <tag> and the next </tag>, or None without these tags.
 
     It uses ``str.find`` because a lazy regular expression takes quadratic time on adversarial texts.
     """
@@ -136,10 +136,10 @@ def sequence_scores(total: Tensor, rollout: Rollout) -> Scores:
 
 
 def is_float32(value: Any) -> bool:
-    """Tells whether ``value`` is a finite number in the range of float32."""
+    """Returns whether ``value`` is a finite number in the range of float32."""
     return isinstance(value, Real) and abs(value) <= _MAX_SCORE  # False for NaN
 
 
 def quoted(text: str) -> str:
-    """Quotes a text for an error message: shortened, on one line."""
+    """Quotes a text for an error message, shortened and on one line."""
     return repr(text if len(text) <= 80 else text[:77] + "...")

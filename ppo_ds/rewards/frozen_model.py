@@ -23,18 +23,18 @@ from ppo_ds.rewards.base import (
 )
 from ppo_ds.types import Row
 
-REPLICA = FrozenZeroConfig()  # the default: a whole copy of the model on each rank
+REPLICA = FrozenZeroConfig()  # the default: each rank has a full copy of the model
 
 
 class FrozenScorer(Protocol):
-    """A frozen model as the engine runs it: between two uses it may be offloaded to CPU memory or sharded."""
+    """A frozen model run by the engine; between uses it may be offloaded to CPU memory or sharded."""
 
     def resident(self) -> AbstractContextManager[None]: ...
 
     def __call__(self, *inputs: Any, **options: Any) -> Tensor: ...
 
 
-# (loader, model section, ZeRO section, key for errors) -> (module, the same module as the engine runs it)
+# (loader, model section, ZeRO section, key for errors) -> (module, scorer that runs it in the engine)
 LoadFrozen = Callable[
     [Callable[..., nn.Module], ModelConfig, FrozenZeroConfig, str], tuple[Any, FrozenScorer]
 ]
@@ -43,14 +43,14 @@ LoadFrozen = Callable[
 class FrozenModelReward(TextReward):
     """Base class of rewards that encode each response, score it with a frozen model and check the scores.
 
-    Subclasses define ``encode`` (one response to the model's input) and ``score`` (inputs to scores).
+    Subclasses implement ``encode``, which converts a response to an input of the model, and ``score``.
     """
 
     def __init__(self, scorer: FrozenScorer, *, tokenizer: Tokenizer, token_budget: int, key: str, name: str):
         """Initializes the reward.
 
         Args:
-            scorer: The model as the engine runs it.
+            scorer: The model, run by the engine.
             tokenizer: The actor's tokenizer.
             token_budget: Maximum number of tokens of one forward, padding included.
             key: The reward's section in the config, for error messages.
@@ -62,11 +62,11 @@ class FrozenModelReward(TextReward):
 
     @abstractmethod
     def encode(self, row: Row, response: str, finished: bool) -> Any:
-        """Encodes one response with its row as input of the model."""
+        """Encodes one response and its row as an input of the model."""
 
     @abstractmethod
     def score(self, inputs: Sequence[Any]) -> Tensor:
-        """Scores inputs in batches under the token budget, [B]; scores may be non-finite."""
+        """Scores inputs in batches within the token budget, [B]; scores may be non-finite."""
 
     def score_responses(self, responses: Responses) -> Tensor:
         scores = self.score(
@@ -90,7 +90,7 @@ class FrozenModelReward(TextReward):
         scores = torch.zeros(len(inputs))
         with self._scorer.resident():
             parts = [forward([inputs[i] for i in rows.tolist()]) for rows in batches]
-            scores[torch.cat(batches)] = torch.cat(parts).cpu()  # one GPU synchronisation, after the last
+            scores[torch.cat(batches)] = torch.cat(parts).cpu()  # one GPU synchronization, after all
         return scores
 
     def audit(
@@ -101,9 +101,9 @@ class FrozenModelReward(TextReward):
         note: Callable[[str], None],
         all_reduce_max: Callable[[int], int],
     ) -> Findings | None:
-        """Runs ``inspect`` unless the audit is off and passes its findings to ``note``, one line each.
+        """Runs ``inspect`` unless the audit is off; passes lines with its findings to ``note``.
 
-        With ``strict`` every rank raises UserError if any rank found a failure.
+        In mode ``strict``, every rank raises UserError if any rank found a failure.
         """
         if mode not in ("report", "strict"):
             return None

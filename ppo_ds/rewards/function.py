@@ -1,4 +1,4 @@
-"""A reward that is any Python function: ``fn(prompts, responses, rows) -> one float each``."""
+"""A reward computed by a Python function: ``fn(prompts, responses, rows)`` returns one float per response."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class FunctionReward(TextReward):
         try:
             with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
                 result = self._function(list(prompts), list(responses.texts), deepcopy(list(responses.rows)))
-        except BaseException as error:  # SystemExit too
+        except BaseException as error:  # also SystemExit
             error.add_note(
                 f"in {self._name}, scoring {len(prompts)} responses; row 0 has the prompt "
                 f"{quoted(prompts[0])}"
             )
             raise
-        values = result.tolist() if hasattr(result, "tolist") else result  # numpy, torch, pandas
+        values = result.tolist() if hasattr(result, "tolist") else result  # from numpy, torch or pandas
         if not isinstance(values, (list, tuple)):
             raise RewardError(
                 f"{self._name} returned {_describe(result)}; it must return a list of {len(prompts)} floats"
@@ -62,7 +62,7 @@ class FunctionReward(TextReward):
         """Converts one score, which may be a numpy or torch scalar."""
         try:
             number = value.item() if hasattr(value, "item") else value
-        except (ValueError, RuntimeError):  # an array of several elements
+        except (ValueError, RuntimeError):  # raised for an array of several elements
             number = None
         if not is_float32(number):
             raise RewardError(

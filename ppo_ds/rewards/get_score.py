@@ -1,4 +1,4 @@
-"""A reward model that scores chats with its own Python code (models/chat_scorer.py), such as InternLM2's."""
+"""A reward model, such as InternLM2's, that scores chats with its own Python code (models/chat_scorer.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ppo_ds.types import Row
 
 
 class GetScoreReward(FrozenModelReward):
-    """Scores a chat of the row's messages and the response with the model's own code.
+    """Scores the chat of a row's messages and the response, using the model's own code.
 
     The model is never sharded, so ranks score their responses independently.
     """
@@ -39,7 +39,7 @@ class GetScoreReward(FrozenModelReward):
         """Initializes the reward; see FrozenModelReward for the other arguments.
 
         Args:
-            num_tokens: Returns the length of a chat.
+            num_tokens: Returns the number of tokens of a chat.
             batched: Whether chats are scored together by get_scores or one by one by get_score.
         """
         super().__init__(scorer, tokenizer=tokenizer, token_budget=token_budget, key=key, name=name)
@@ -57,9 +57,9 @@ class GetScoreReward(FrozenModelReward):
         def forward(chats: list[Chat]) -> Tensor:
             try:
                 scores = self._scorer(chats, batched)
-            except torch.OutOfMemoryError:  # its own message names the remedy
+            except torch.OutOfMemoryError:  # reported with its own remedy
                 raise
-            except Exception as error:  # code from the model's folder may raise anything
+            except Exception as error:  # the model's own code may raise any exception
                 function = "get_scores" if batched else "get_score"
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 raise RewardError(f"{self._name}: its {function} fails: {reason}") from error
@@ -84,10 +84,10 @@ def get_score_reward(
     note: Callable[[str], None] = lambda line: None,
     key: str = "reward",
 ) -> GetScoreReward:
-    """Loads a model with a get_score of its own as a reward; the arguments are those of ``model_reward``.
+    """Loads a model that defines its own get_score as a reward; for the arguments see ``model_reward``.
 
     The audit also compares the model's get_scores with its get_score. If they disagree on any rank, responses
-    are scored one by one on all ranks. Without an audit get_scores is trusted if the model has it.
+    are scored one by one on all ranks. Without an audit, get_scores is used unchecked if the model has it.
     """
     if zero.stage == 3:
         raise UserError(

@@ -25,17 +25,17 @@ from pydantic import PlainValidator
 
 from ppo_ds.config.types import refuse
 
-_MAX_PAUSE = 60.0  # seconds; also limits Retry-After, because the other ranks wait
+_MAX_PAUSE = 60.0  # seconds; also the limit of Retry-After, because all other ranks wait
 _MIN_KEY_LENGTH = 8  # shorter keys are placeholders ("EMPTY"), and are not removed from replies
-_MAX_QUOTED = 200  # characters of a reply in an error
-_URL_SAFE = str.maketrans("+/", "-_")  # base64 in URLs
+_MAX_QUOTED = 200  # characters of a reply that an error quotes
+_URL_SAFE = str.maketrans("+/", "-_")  # from base64 to its URL-safe alphabet
 _SECRET = re.compile(r"key|token|secret|passw|signature|^(sig|auth|code)$", re.IGNORECASE)
 
 
 def _service_url(value: Any) -> str:
     """Validates a config key that holds a URL and refuses URLs that contain secrets.
 
-    It runs before config.yaml is written.
+    This happens before config.yaml is written, so a refused secret is not stored there.
     """
     try:
         url = httpx.URL(value)
@@ -48,7 +48,7 @@ def _service_url(value: Any) -> str:
             whole_line=True,
         )
     if url.scheme not in ("http", "https") or not url.host:
-        shown = "" if "@" in value else f"={value}"  # me:password@host has no scheme and so no userinfo
+        shown = "" if "@" in value else f"={value}"  # me:password@host is parsed without userinfo
         refuse(f"$KEY{shown}: must begin with http:// or https:// and a host", whole_line=True)
     return str(url)
 
@@ -80,7 +80,7 @@ class ServiceError(RuntimeError):
 
 
 class _FailedAttempt(Exception):
-    """Raised for a failed attempt; ``retry_after``: the minimum pause in seconds, None for no retry."""
+    """Raised for a failed attempt; ``retry_after`` is the minimum pause in seconds; None: no retry."""
 
     def __init__(self, reason: str, retry_after: float | None = None):
         super().__init__(reason)
@@ -90,8 +90,8 @@ class _FailedAttempt(Exception):
 class _Deadline:
     """Bounds the total time of a request by shutting down its socket.
 
-    httpx has no such limit: its timeouts apply to each read.
-    httpcore reports the socket of a new connection only, so connections must not be reused.
+    httpx cannot limit the total time: its timeouts apply to each read. httpcore reports only the sockets of
+    new connections, so connections must not be reused.
     """
 
     def __init__(self, seconds: float):
@@ -121,16 +121,16 @@ class _Deadline:
 
     def _shut_down_if_passed(self) -> None:
         if self.passed and self._socket is not None:
-            with suppress(OSError):  # already closed by the other side or by httpx
-                # the plain socket's method: it also interrupts a thread that is reading a TLS socket
+            with suppress(OSError):  # the other side or httpx has closed it
+                # the plain socket's method also interrupts a thread that is reading from a TLS socket
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
 class JsonClient:
     """Posts JSON to one URL with retries.
 
-    No library is used for the retries, because a pause must follow ``Retry-After``, end as soon as the run is
-    cancelled, and have a jitter that leaves the process-wide random state unchanged.
+    The retries are not left to a library, because a pause must respect ``Retry-After``, end as soon as the
+    run is cancelled, and have a jitter that leaves the process-wide random state unchanged.
     """
 
     def __init__(
@@ -147,19 +147,19 @@ class JsonClient:
         """Initializes the client.
 
         Args:
-            url: As validated by ServiceUrl.
+            url: The service's URL, as validated by ServiceUrl.
             key_env: The environment variable with the service's key, as validated by KeyVariable.
-            timeout_seconds: The limit of one attempt, from the connection to the reply's last byte.
+            timeout_seconds: The time limit of one attempt, from the connection to the reply's last byte.
             retries: The number of attempts after the first.
             backoff_seconds: The pause before the first retry.
-            max_response_mb: The limit of a reply's size.
-            proxy: The URL of a proxy, which sees what goes to the service.
+            max_response_mb: The maximum size of a reply.
+            proxy: The URL of a proxy, through which all requests are sent.
         """
         self._url, self._proxy = httpx.URL(url), proxy
         self._key = os.environ[key_env].strip() if key_env else None
         self._timeout, self._retries, self._backoff = timeout_seconds, retries, backoff_seconds
         self._max_bytes = int(max_response_mb * 2**20)
-        self._jitter = random.Random()  # its own generator, so that retries do not change the run
+        self._jitter = random.Random()  # a separate generator, so that retries do not change the run
         self._key_pattern = _spellings(self._key) if self._key else None
 
     @property
@@ -169,7 +169,7 @@ class JsonClient:
 
     def open(self, connections: int) -> httpx.Client:
         """Opens an httpx client for at most ``connections`` simultaneous requests."""
-        # both libraries log URLs with queries, and headers that may repeat the key
+        # both libraries log URLs with their queries, and headers that may contain the key
         for library in ("httpx", "httpcore"):
             logging.getLogger(library).setLevel(logging.WARNING)
         headers = {
@@ -179,23 +179,24 @@ class JsonClient:
         }
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)  # see _Deadline
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)  # for _Deadline
         return httpx.Client(
             headers=headers,
             timeout=self._timeout,
             limits=limits,
             follow_redirects=False,
-            # no proxy and no password of the environment, which would get the key; SSL_CERT_FILE still counts
+            # ignores the environment's proxies, which would receive the key, and passwords in ~/.netrc; the
+            # context below still reads SSL_CERT_FILE
             trust_env=False,
             verify=httpx.create_ssl_context(),
             proxy=self._proxy,
         )
 
     def post(self, client: httpx.Client, payload: bytes, cancelled: Event) -> Any:
-        """Returns the reply's JSON.
+        """Posts ``payload`` and returns the JSON of the reply.
 
-        Raises ServiceError after a final failure or the last attempt; once ``cancelled`` is set there is no
-        retry.
+        Raises ServiceError after a final failure or the last attempt. Nothing is retried once ``cancelled``
+        is set.
         """
         attempt = 1
         while True:
@@ -235,13 +236,13 @@ class JsonClient:
             reply = json.loads(body)
             if self._key is None or len(self._key) < _MIN_KEY_LENGTH:
                 return reply
-            return self._without_key_in(reply)  # errors quote parts of it
+            return self._without_key_in(reply)  # errors quote parts of the reply
         except (ValueError, RecursionError):
             text = body.decode("utf-8", "replace")
             raise _FailedAttempt(self._excerpt(f"the reply is not JSON: {text}")) from None
 
     def _read_body(self, response: httpx.Response) -> bytes:
-        """Reads the body, and stops after the size limit."""
+        """Reads the body, and stops once it exceeds the size limit."""
         if response.headers.get("Content-Encoding", "identity") != "identity":
             # a small compressed body can expand to a huge one
             raise _FailedAttempt("the reply is compressed, which the request does not accept")
@@ -267,7 +268,7 @@ class JsonClient:
         raise _FailedAttempt(self._excerpt(f"status {status}: {text}"), retry_after)
 
     def _redirect_target(self, response: httpx.Response) -> str:
-        """Describes where a redirect leads, without query and key."""
+        """Describes the target of a redirect, without its query and without the key."""
         try:
             target = self._url.join(response.headers.get("Location", ""))
         except httpx.InvalidURL:
@@ -288,13 +289,13 @@ class JsonClient:
         return self._without_key(reply) if isinstance(reply, str) else reply
 
     def _excerpt(self, text: str) -> str:
-        """Prepares text from a service for an error: one line, shortened, without the key."""
+        """Prepares a service's text for an error message: one line, shortened, without the key."""
         text = self._without_key("".join(c if c.isprintable() else "?" for c in " ".join(text.split())))
         return text if len(text) <= _MAX_QUOTED else text[: _MAX_QUOTED - 3] + "..."
 
 
 def _spellings(key: str) -> re.Pattern[str]:
-    """Returns a pattern of the ways in which a reply may spell the key.
+    """Returns a pattern that matches the ways in which a reply may spell the key.
 
     Each character may be escaped as in JSON, a URL or HTML, and the key may be part of a base64 text.
     """
@@ -305,7 +306,8 @@ def _spellings(key: str) -> re.Pattern[str]:
         characters.append(rf"(?:{re.escape(c)}|(?i:{in_json}|%(?:25)*{code}|&#(?:0*{ord(c)}|x0*{code});))")
     texts = ["".join(characters)]
     for shift in range(3) if len(key) >= _MIN_KEY_LENGTH else ():
-        # ``shift`` bytes before the key; letters that depend on the neighbours of the key, too, are left out
+        # the base64 letters of the key if ``shift`` bytes precede it in its group of 3; letters that also
+        # depend on the bytes around the key are left out
         letters = b64encode(bytes(shift) + key.encode()).decode().rstrip("=")
         letters = letters[-(-8 * shift // 6) : 8 * (shift + len(key)) // 6]
         texts += [re.escape(letters), re.escape(letters.translate(_URL_SAFE))]
@@ -313,7 +315,7 @@ def _spellings(key: str) -> re.Pattern[str]:
 
 
 def _parse_retry_after(value: str) -> float:
-    """Returns the seconds of a Retry-After header, which is a number or a date; 0 if it is neither."""
+    """Converts a Retry-After header, a number or a date, to seconds; returns 0 if it is neither."""
     try:
         return max(0.0, float(value))
     except ValueError:

@@ -1,4 +1,4 @@
-"""A reward model that is a sequence classifier with one label and reads responses with its own tokenizer."""
+"""A reward model that is a sequence classifier with one label and has its own tokenizer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ModelReward(FrozenModelReward):
 
         Args:
             encoder: Encodes rows and responses for the reward model.
-            pad_id: The pad token of the reward model.
+            pad_id: The id of the reward model's pad token.
             all_reduce_max: Returns the maximum of a number over all ranks.
         """
         super().__init__(scorer, tokenizer=tokenizer, token_budget=token_budget, key=key, name=name)
@@ -68,7 +68,7 @@ class ModelReward(FrozenModelReward):
             plan = partial(plan_forwards, lengths)
         else:
             plan = partial(plan_microbatches, lengths, torch.zeros_like(lengths))
-        # a sharded model gathers its weights in each forward, so every rank must run equally many
+        # a sharded model gathers its weights in each forward, so every rank must run as many forwards
         batches = plan(self._token_budget, at_least=self._all_reduce_max(len(plan(self._token_budget))))
         collate = left_padded if padding_side == "left" else right_padded
 
@@ -102,12 +102,12 @@ def model_reward(
         model: The reward model.
         template: ``auto`` chooses chat if the reward model's tokenizer has a chat template, else pair for
             encoders and concat for decoders; see TextEncoder.
-        max_tokens: Longer texts are truncated; None: the number of positions of the model.
+        max_tokens: Longer texts are truncated; None: the smaller limit of the model and its tokenizer.
         append_eos: See TextEncoder.
         zero: Sharding and offloading of the model.
         audit: See audit.py.
         tokenizer: The actor's tokenizer.
-        load_frozen: Loads the model (under ZeRO-3 each weight is sharded as it is read) and hands it to the
+        load_frozen: Loads the model (under ZeRO-3, each weight is sharded as it is read) and passes it to the
             engine, or returns a model that is already loaded.
         all_reduce_max: Returns the maximum of a number over all ranks.
         score_tokens: Maximum number of tokens of one forward, padding included.
@@ -160,7 +160,7 @@ def check_reward_model(
 ) -> None:
     """Raises UserError if the model is not a reward model or cannot encode the data; loads no weights.
 
-    ``examples`` holds locations and rows, one for each sequence of roles in the data (see
+    ``examples`` holds a (location, row) pair for each sequence of roles in the data (see
     PromptSource.examples).
     """
     path = model.path
@@ -197,7 +197,7 @@ def _resolve_template(
 def _resolve_max_tokens(
     max_tokens: int | None, tokenizer: Tokenizer, module: ScoreModel, key: str
 ) -> int | None:
-    """Returns the configured limit, or the smaller of the model's and the tokenizer's; None: unlimited."""
+    """Returns the configured limit, else the smaller limit of model and tokenizer, or None without any."""
     if max_tokens is not None and module.max_tokens is not None and max_tokens > module.max_tokens:
         raise UserError(f"{key}.max_tokens={max_tokens}: the reward model has {module.max_tokens} positions")
     limits = [max_tokens, module.max_tokens]

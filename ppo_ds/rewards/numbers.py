@@ -1,4 +1,4 @@
-r"""Extracts the number that a response states and compares numbers.
+r"""Extracts the number that a response gives as its result, and compares numbers.
 
 If the text has <answer>...</answer>, only the content of that tag is read. The result is the content of the
 last \boxed{...}; without a box, the number after the last "####" (GSM8K's mark); without that mark, the last
@@ -22,7 +22,7 @@ _TIMES = r" ?(?:[x×*]|\\times|\\cdot)"
 
 
 def _exponent(name: str) -> str:
-    """Builds the pattern of an integer exponent, in braces or not."""
+    """Builds the pattern of an integer exponent, with or without braces."""
     return rf" ?(?:(?P<{name}>[-+−]?\d{{1,4}})(?![\d.]\d|\d)|\{{ ?(?P<{name}_braced>[-+−]?\d{{1,4}}) ?\}})"
 
 
@@ -36,7 +36,7 @@ _NUMBER = (
 )
 _ANY = re.compile(_NUMBER)
 _MARKED = re.compile(rf"####[ \t]{{0,9}}{_NUMBER}")
-# no digit may follow, because the last 3 of 2\frac34 3 is ambiguous
+# no digit may follow a fraction, because the last 3 of 2\frac34 3 is ambiguous
 _FRACTION = re.compile(
     r"(?<!\^)(?<!\^ )(\d? ?)\\[dt]?frac"
     r" ?(?:\{(-?[\d.,]{1,99})\}|(\d)) ?(?:\{([\d.,]{1,99})\}|(\d))(?! ?\d)"
@@ -84,9 +84,9 @@ def stated_number(text: str) -> Number | None:
 
 
 def reference_number(text: str) -> Number | None:
-    r"""Returns the number of a reference: in its \boxed{...}, after its last "####", or the whole text.
+    r"""Returns the number in the last \boxed{...}, else after the last "####", else of the whole text.
 
-    It is None if that part is not exactly one number.
+    Returns None if that part of the reference is not exactly one number.
     """
     text, box = _result(text)
     return _one_number(_after_mark(text) if box is None else box)
@@ -106,27 +106,27 @@ def boxed(text: str) -> str | None:
 
 
 def _result(text: str) -> tuple[str, str | None]:
-    """Returns the content of <answer>, or the whole text, and the last box in it."""
+    """Returns the content of <answer>, or else the whole text, and the content of the last box in it."""
     inner = text_inside(text, "answer")
     text = text if inner is None else inner
     return text, boxed(text)
 
 
 def _after_mark(text: str) -> str:
-    """Returns the rest of the line after the last ####, or the whole text without one."""
+    """Returns the rest of the line after the last ####, or the whole text if there is none."""
     _, mark, rest = text.rpartition("####")
     return rest.split("\n", 1)[0] if mark else text
 
 
 def _one_number(text: str) -> Number | None:
-    """Parses a text that must be one number as a whole."""
+    """Parses a text; returns None unless the whole text is one number."""
     text = _without_latex(_BLANKS.sub(" ", text).strip().rstrip(".").strip("$").strip())
     match = _WHOLE.fullmatch(_SPACED.sub(lambda m: m[0].replace(" ", ""), text))
     return _parse(match) if match else None
 
 
 def _without_latex(text: str) -> str:
-    """Replaces LaTeX's thousands separators and fractions by plain ones."""
+    """Removes LaTeX's thousands separators and rewrites its fractions as a/b."""
     text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")
     return _FRACTION.sub(lambda m: f"{m[1] and m[1].strip() + ' '}{m[2] or m[3]}/{m[4] or m[5]}", text)
 

@@ -1,8 +1,8 @@
 """Rule-based rewards: format, exact match, number, regular expression, length, repetition.
 
-Each rule is a ``_target_`` of its own and may be a part of a weighted reward (weighted.py). ``inside`` names
-a tag: the rule then reads only the text between <tag> and </tag>, which is empty if a response has no such
-pair. The reference answer is in the row's column ``column``.
+Each rule has its own ``_target_`` and may be a part of a weighted reward (weighted.py). If ``inside`` names a
+tag, the rule reads only the text between <tag> and </tag>, or an empty text if a response lacks these tags.
+The reference answer is in the row's column ``column``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Rule(TextReward):
     """Base class of rewards that score each response separately with ``rate``."""
 
     def __init__(self, inside: str | None, tokenizer: Tokenizer, key: str):
-        """Checks that the tokenizer can produce the tag ``inside``; ``key`` is its section."""
+        """Checks that the tokenizer can produce the tag ``inside``; ``key`` is the rule's config section."""
         super().__init__(tokenizer)
         self._inside, self._key = inside, key
         check_tags_decodable(tag_pair(inside), tokenizer, f"{key}.inside={inside}")
@@ -68,16 +68,16 @@ class Rule(TextReward):
 
     @abstractmethod
     def rate(self, text: str, row: Row) -> float:
-        """Scores one response, or its part inside the tag."""
+        """Scores one response, or only its part inside the tag."""
 
 
 class FormatReward(Rule):
-    """Scores the format of tagged reasoning as MiniMind does: the whole format, and each tag on its own.
+    """Scores the format of tagged reasoning as MiniMind does: the whole format and each single tag.
 
     A response gets ``pattern_score`` if one of ``patterns`` matches from its start (re.DOTALL), and
-    ``tag_score`` for each of ``tags`` that occurs exactly once: 0.5 + 4 x 0.25 for a well-formed response.
-    The patterns are MiniMind's except for the atomic groups (?>...), which match the same texts in linear
-    time.
+    ``tag_score`` for each of ``tags`` that occurs exactly once. By default, a well-formed response gets 0.5 +
+    4 x 0.25. The default patterns are MiniMind's except for the atomic groups (?>...), which match the same
+    texts in linear time.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class NumericReward(Rule):
     """Gives ``score`` to a response that states the number of a reference, and ``miss`` to any other.
 
     numbers.py extracts the number of a response. The reference is a number, a text that is a number, a
-    solution that ends in one ("#### 42", \\boxed{42}), or a list of these, each of which is accepted.
-    ``tolerance`` is relative, and absolute for numbers below 1.
+    solution that ends with one ("#### 42", \\boxed{42}), or a list of these, any of which may be matched.
+    ``tolerance`` is relative to the reference, and absolute if the reference is below 1.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class NumericReward(Rule):
 class RegexReward(Rule):
     """Gives ``score`` to a response in which ``pattern`` is found, and ``miss`` to any other.
 
-    With ``full`` the pattern must match the whole response. Flags are part of the pattern: (?is)...
+    With ``full``, the pattern must match the whole response. Flags are written in the pattern: (?is)...
     """
 
     def __init__(
@@ -210,8 +210,8 @@ class RegexReward(Rule):
 class LengthReward(Rule):
     """Gives ``score`` to lengths from ``shortest`` to ``longest``, and less to others.
 
-    Outside that range the score falls linearly to 0 over ``ramp`` units. The length is in tokens (of the text
-    as the actor's tokenizer encodes it, without the end token) or characters.
+    Outside that range the score falls linearly to 0 over ``ramp`` units. The unit is a character, or a token
+    of the actor's tokenizer; the end token is not counted.
     """
 
     def __init__(
@@ -244,8 +244,8 @@ class RepetitionPenalty(Rule):
     """Penalizes the share of repeated n-grams as open-r1 does, from 0 down to ``max_penalty``.
 
     The score is (1 - distinct n-grams / all n-grams) * max_penalty, and 0 for responses shorter than an
-    n-gram. ``unit``: words are lower-cased and split at white space; use tokens or characters for languages
-    without spaces.
+    n-gram. With ``unit=words``, the text is lower-cased and split at white space; use tokens or characters
+    for languages without spaces.
     """
 
     def __init__(
@@ -276,9 +276,9 @@ def units(text: str, unit: str, tokenizer: Tokenizer) -> Sequence[Any]:
 
 
 def references(row: Row, column: str, key: str) -> list[str]:
-    """Returns the reference answers in ``column`` as texts: one, or those of a list.
+    """Returns the reference answers in ``column``, which holds one answer or a list, as texts.
 
-    Raises RewardError if the column is missing, empty, or neither text nor number.
+    Raises RewardError if the column is missing, or if an answer is empty or neither a text nor a number.
     """
     if column not in row:
         raise RewardError(
@@ -295,7 +295,7 @@ def references(row: Row, column: str, key: str) -> list[str]:
         if reference is None or reference != reference:  # NaN stands for a missing value
             reference = ""
         elif isinstance(reference, float) and reference.is_integer():
-            reference = int(reference)  # Parquet stores whole numbers as floats if a row has no value
+            reference = int(reference)  # Parquet stores whole numbers as floats if some row has no value
         texts.append(str(reference))
     if not texts or not all(text.strip() for text in texts):
         prompt = f" for prompt {quoted(row['prompt_text'])}" if "prompt_text" in row else ""

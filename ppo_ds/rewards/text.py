@@ -34,16 +34,17 @@ class TextEncoder:
 
     - chat: the reward tokenizer's chat template, applied to the row's messages (or its prompt as a single
       user message) and the response.
-    - pair: two segments, as cross-encoders are trained: the prompt (the contents of the row's messages) and
-      the response.
+    - pair: two segments, the input format of cross-encoders: the prompt (the contents of the row's messages)
+      and the response.
     - concat: prompt and response as one text. If the reward model has the actor's vocabulary
       (``actors_vocabulary``), the prompt is taken as the actor's chat template renders it, because the reward
       model knows that markup too. Otherwise the contents of the messages and the response are joined by line
       breaks.
 
     Texts are truncated to ``max_tokens`` on the left, because the response is at the end. In a pair, only the
-    prompt is truncated, unless the response alone reaches the limit. ``append_eos``: True appends the end
-    token to each text, False never does, None does so for finished responses under concat only.
+    prompt is truncated, unless the response alone reaches the limit. ``append_eos`` selects whether the end
+    token is appended to chat and concat texts: True: always, False: never, None: under concat to finished
+    responses only.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class TextEncoder:
             needed = len(response_ids) + self._hf.num_special_tokens_to_add(pair=True)
             leaves_room = self._max_tokens is None or needed < self._max_tokens
             truncation = self._truncation("only_first" if leaves_room else "longest_first")
-            # passed as lists: for an empty response outside a list the tokenizer would build a text of one
-            # segment
+            # passed as lists, because the tokenizer would take an empty response outside a list as missing
+            # and encode a single segment
             encoded = self._hf([prompt_content(row)], [response], **truncation)
             types = encoded.get("token_type_ids")
             return EncodedText(encoded["input_ids"][0], None if types is None else types[0])
@@ -92,7 +93,7 @@ class TextEncoder:
             return self._encode_single(text, special_tokens=False, end=bool(self._append_eos))
         foreign_markup = row.get("messages") and not self._actors_vocabulary
         text = f"{prompt_content(row)}\n{response}" if foreign_markup else row["prompt_text"] + response
-        # a chat that was rendered by a template with a BOS token must not get a second one
+        # a chat template may have written a BOS token already, and a second one must not be added
         has_bos = self._hf.bos_token is not None and text.startswith(self._hf.bos_token)
         return self._encode_single(
             text, special_tokens=not has_bos, end=finished if self._append_eos is None else self._append_eos
@@ -114,7 +115,7 @@ class TextEncoder:
 
 
 def prompt_content(row: Row) -> str:
-    """Returns the prompt without chat markup, which belongs to the actor's tokenizer."""
+    """Returns the prompt without the chat markup of the actor's tokenizer."""
     messages = row.get("messages")
     return "\n".join(message["content"] for message in messages) if messages else row["prompt_text"]
 
@@ -122,9 +123,9 @@ def prompt_content(row: Row) -> str:
 def right_padded(
     texts: list[EncodedText], pad_id: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Collates texts into ids, attention mask and token types (None without them), each [b,T].
+    """Collates texts into right-padded ids, attention mask and token types or None, each [b,T].
 
-    The mask is made from the lengths.
+    The mask is computed from the lengths, so a pad id inside a text remains attended.
     """
     lengths = torch.tensor([len(text) for text in texts])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]

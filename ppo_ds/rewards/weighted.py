@@ -1,4 +1,4 @@
-"""Rewards that combine others: a weighted sum, and a mix of the whole response and its tagged part."""
+"""Rewards that combine others: a weighted sum, and a mix of the scores of a response and its tagged part."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ from ppo_ds.types import Reward, Rollout, Row, Scores
 class Part(Section):
     """One reward of a weighted sum and the transformation of its score."""
 
-    reward: Annotated[Reward, NESTED]  # a section with a `_target_` of its own
-    weight: Number = 1.0  # 0: the score is only computed and logged
-    # running: by mean and std of all its scores so far, including this batch, over all ranks
+    reward: Annotated[Reward, NESTED]  # a section with its own `_target_`
+    weight: Number = 1.0  # 0: the score is computed and logged only
+    # running: subtracts the mean of all scores of this part so far, this batch included, and divides by their
+    # std; both are computed over all ranks
     normalize: Literal["none", "running"] = "none"
-    clip: Positive | None = None  # to [-clip, clip], after normalizing; null: off
-    inside: Tag | None = None  # the reward reads only the text between <tag> and </tag>, empty without them
+    clip: Positive | None = None  # limits the score to [-clip, clip] after normalization; null: no limit
+    # name of a tag: the reward reads only the text between <tag> and </tag>, which is empty without them
+    inside: Tag | None = None
 
 
 class WeightedReward:
@@ -90,16 +92,16 @@ class WeightedReward:
         return self._combine(rollout, training=True)
 
     def evaluate(self, rollout: Rollout) -> Scores:
-        """Scores held-out responses, with the scores of normalized parts as they are.
+        """Scores held-out responses without normalizing any part.
 
         The moments change during training, so normalized scores of two evaluations could not be compared. The
-        bound of ``clip`` on such a part refers to normalized scores and does not apply either. The moments
+        ``clip`` of a normalized part is not applied either, because it limits normalized scores. The moments
         are not updated.
         """
         return self._combine(rollout, training=False)
 
     def check_row(self, row: Row) -> None:
-        """Checks a row with each part, like ``TextReward.check_row``."""
+        """Checks a row with every part that reads text, like ``TextReward.check_row``."""
         for name, part in self._parts.items():
             if isinstance(part.reward, TextReward):
                 with _name_in_errors(f"{self._key}.{name}"):
@@ -142,7 +144,7 @@ class WeightedReward:
 
 
 def _score_part(part: Part, rollout: Rollout, responses: Responses) -> Scores:
-    """Scores a rollout with one part; a non-finite score is a RewardError, even if its weight is 0."""
+    """Scores a rollout with one part; raises RewardError for a non-finite score, even with weight 0."""
     if isinstance(part.reward, TextReward):
         texts = responses.inside(part.inside) if part.inside else responses
         scores = sequence_scores(part.reward.score_responses(texts), rollout)
@@ -167,12 +169,12 @@ def _name_in_errors(part: str) -> Iterator[None]:
 
 
 class AnswerMix(TextReward):
-    """Mixes the score of the whole response with that of its tagged answer, like MiniMind's reasoning reward.
+    """Mixes the scores of the whole response and of its tagged answer, like MiniMind's reasoning reward.
 
-    The score is ``whole`` x score of the whole text + ``answer`` x score of the text inside the tag; a
-    response without the tags gets the score of the whole text alone. Both scores are first clipped to [-clip,
-    clip]. Responses without the tags are scored as empty texts in the second pass, because a sharded model
-    needs the same number of texts in both passes on every rank.
+    The score is ``whole`` x score of the whole text + ``answer`` x score of the text inside the tag. A
+    response without the tags gets the unweighted score of the whole text. Both scores are first clipped to
+    [-clip, clip]. In the second pass, responses without the tags are scored as empty texts, because a sharded
+    model needs the same number of texts in both passes on every rank.
     """
 
     def __init__(

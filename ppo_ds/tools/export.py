@@ -1,7 +1,7 @@
-"""Export of a checkpoint as a Hugging Face folder, in one process on the CPU, also while its run is training.
+"""Exports a checkpoint as a Hugging Face folder, in one process on the CPU, even while its run is training.
 
 Only the model sections of the run's config are used; its data, rewards and other code are not loaded. Memory
-holds one copy of the model, or two with adapters, since the merged weights are made beside the base weights.
+holds one copy of the model, or two with adapters, because merging does not overwrite the base weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ppo_ds.tools.settings import config_of_settings, refuse_links
 
 # folder names of the export at the end of a run
 FOLDERS = {"actor": "model", "critic": "critic", "ema": "model_ema"}
-# seconds since its last new file after which a draft is that of an export that was killed
+# a draft without a new file for this many seconds belongs to an export that was killed
 LEFTOVER_SECONDS = 6 * 3600
 
 
@@ -70,17 +70,17 @@ def export(
     trust_remote_code: bool = False,
     chat_template: str | None = None,
 ) -> Path:
-    """Writes ``role``, a key of FOLDERS, to ``out`` and its adapter to ``out/adapter``.
+    """Writes the model ``role``, a key of FOLDERS, to ``out``, and the actor's adapter to ``out/adapter``.
 
     The folder is written under a temporary name and renamed, so it is complete or absent.
 
     Args:
         force: Replaces ``out`` if it is a model folder.
         trust_remote_code: Runs the Python code of models that the checkpoint's config trusts.
-        chat_template: A Jinja template that replaces that of the checkpoint's config.
+        chat_template: A Jinja template that replaces the template of the checkpoint's config.
 
     Returns:
-        The folder.
+        The path of the exported folder.
     """
     if out is None:
         out = checkpoint.parent.parent / "exports" / checkpoint.name / FOLDERS[role]
@@ -117,8 +117,8 @@ def export(
 def _read_config(checkpoint: Path, role: str, trust_remote_code: bool, chat_template: str | None) -> Config:
     """Returns the config of the checkpoint's run.
 
-    Raises UserError if a file of the checkpoint is damaged or elsewhere, if it has no weights of ``role``, or
-    if its settings are refused.
+    Raises UserError if a file of the checkpoint is damaged or is a link to a file elsewhere, if the
+    checkpoint has no weights of ``role``, or if its settings are refused.
     """
     refuse_links(checkpoint)
     if damage := damage_of(checkpoint):
@@ -137,7 +137,7 @@ def _read_config(checkpoint: Path, role: str, trust_remote_code: bool, chat_temp
             f"{checkpoint}: was written by an older version, without settings; resume the run and export "
             "its next checkpoint"
         )
-    # the run directory may have been moved since
+    # the run directory may have been moved since the checkpoint was written
     try:
         settings = _moved(settings, f"{settings['run']['dir']}/", f"{checkpoint.parent.parent}/")
     except (LookupError, TypeError) as error:
@@ -151,7 +151,7 @@ def _read_config(checkpoint: Path, role: str, trust_remote_code: bool, chat_temp
 
 
 def _moved(value: Any, old: str, new: str) -> Any:
-    """Returns a copy of a nested dict in which paths below ``old`` are below ``new``."""
+    """Returns a copy of a nested dict in which the prefix ``old`` of paths is replaced by ``new``."""
     if isinstance(value, dict):
         return {name: _moved(item, old, new) for name, item in value.items()}
     return new + value.removeprefix(old) if isinstance(value, str) and value.startswith(old) else value

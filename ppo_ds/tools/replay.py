@@ -1,4 +1,4 @@
-"""Replay of a dumped optimizer step on one CPU rank, row by row. No file of the run is changed."""
+"""Replays a dumped optimizer step on one CPU rank, row by row, without changing files of the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Replay:
     """The result of a replay."""
 
     dump: Dump
-    given: str | None  # the first non-finite column of the dumped experience, with its row
+    given: str | None  # the first non-finite column of the dumped experience and its row, if any
     rows: list[ReplayedRow]
 
 
@@ -59,7 +59,7 @@ def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
 def _read_config(folder: Path, trust_remote_code: bool) -> Config:
     """Returns the run's config, adapted to one rank: without ZeRO, offloading and DeepSpeed settings.
 
-    The chat template is left out, since the dump holds ids.
+    The chat template is left out, because the dump contains token ids.
     """
     file = folder / "config.yaml"
     try:

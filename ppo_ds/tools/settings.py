@@ -1,7 +1,7 @@
 """Reads the settings of a checkpoint or a dump, which may come from someone else.
 
-They name models, whose code must be trusted anew on this machine, and nothing else that is read: data and
-rewards are not loaded, and a chat template is a text.
+Models are the only files that the settings can select. Python code of a model must be trusted anew on this
+machine. Data and rewards are not loaded, and a chat template must be a text, not the path of a file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def config_of_settings(
 ) -> Config:
     """Builds and checks a Config from the settings that were read from ``file``.
 
-    Raises UserError for settings with mistakes, for a chat template that is the path of a file, and for a
-    model, also one of the reward, that runs Python code of its own unless ``trust_remote_code``.
-    ``chat_template`` replaces that of the settings.
+    Raises UserError for invalid settings and for a chat template that is the path of a file. Unless
+    ``trust_remote_code`` is true, it also raises UserError for a model, reward models included, that runs its
+    own Python code. ``chat_template`` replaces the template of the settings.
     """
     if not isinstance(settings, dict):
         raise UserError(f"{file}: holds no settings")
@@ -53,7 +53,7 @@ def config_of_settings(
 
 
 def trusting_keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the keys, at any depth, that trust the code of a model."""
+    """Yields the keys, at any depth, that allow a model's own code to run."""
     for name, value in tree.items():
         if name == "trust_remote_code" and value:
             yield f"{prefix}{name}"

@@ -9,7 +9,7 @@ class Banner:
     """Collects the lines of the start-up banner while a run is built.
 
     The summary (devices, models, data, batch sizes) comes first, then the notes and warnings of all
-    components in the order in which they were made. A line begins with its title, padded to eleven
+    components in the order in which they were added. A line begins with its title, padded to eleven
     characters: see ``titled``.
     """
 
@@ -36,5 +36,5 @@ class Banner:
 
 
 def titled(title: str, text: str) -> str:
-    """Returns ``text`` behind its title, in the columns of the banner."""
+    """Returns a line of the banner: ``title``, padded to the width of its column, and ``text``."""
     return f"{title:<10} {text}"

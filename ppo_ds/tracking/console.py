@@ -1,4 +1,4 @@
-"""Console output of a run: a banner, a progress bar and one line per step; plain lines without a terminal."""
+"""Console output of a run: a banner, a progress bar and a line per step (plain lines without a terminal)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ppo_ds.tracking.tracker import Record
 def open_console(stream: TextIO | None = None) -> Console:
     """Opens a rich console on ``stream`` (default: stdout).
 
-    Output that is not a terminal has no colours or control codes, and its lines are not broken at 80 columns.
+    If ``stream`` is not a terminal, it gets no colours or control codes, and 120 instead of 80 columns.
     """
     stream = stream or sys.stdout
     if hasattr(stream, "reconfigure"):
@@ -46,7 +46,7 @@ class ConsoleTracker:
     def __init__(self, stage: str, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None):
         """Initializes the tracker of a run of ``stage``.
 
-        ``first_step`` steps were completed before this process started.
+        ``first_step`` is the number of steps that were completed before this process started.
         """
         self.console = open_console(stream)
         self._total = total_steps

@@ -13,13 +13,13 @@ from ppo_ds.tracking.tracker import Record
 
 
 class JsonlTracker:
-    """Writes one JSON object per line and step.
+    """Writes one line with a JSON object for each step.
 
-    Each line is flushed, so that a killed run keeps every finished step.
+    Each line is flushed, so that the records of all finished steps remain if the run is killed.
     """
 
     def __init__(self, run_dir: str | os.PathLike, *, resumed_at: int = 0):
-        """Opens the files and removes what was written after ``resumed_at``, the checkpoint's step."""
+        """Opens the files and removes records of steps after ``resumed_at``, the checkpoint's step."""
         self.run_dir = Path(run_dir)
         self.path = self.run_dir / "metrics.jsonl"
         self._samples_dir = self.run_dir / "samples"
@@ -39,14 +39,14 @@ class JsonlTracker:
 
     @property
     def elapsed(self) -> float:
-        """The seconds that the run had taken when the checkpoint was written."""
+        """The duration of the run in seconds when the checkpoint was written."""
         return float(self._last.get("time") or 0.0)
 
     def start(self, config: dict[str, Any]) -> None:
         """Writes nothing: the launcher writes ``config.yaml``."""
 
     def log(self, step: int, metrics: Record) -> None:
-        """Appends a line; a second line of the last step replaces the first."""
+        """Appends the line of a step, or replaces it if the step was the last to be logged."""
         replaces_last, self._last = step == self._last["step"], {"step": step, **metrics}
         if replaces_last:
             kept = [record for record in read_metrics(self.path) if record["step"] < step]
@@ -66,7 +66,7 @@ class JsonlTracker:
         self._truncate_after(step)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Writes ``summary.json``: ``summary``, the number of steps and the metrics of the last one."""
+        """Writes ``summary.json``: ``summary``, the number of steps and the metrics of the last step."""
         last = {key: value for key, value in self._last.items() if key not in ("step", "time")}
         text = json.dumps(
             {**summary, "steps": self._last["step"], **last}, indent=2, ensure_ascii=False, default=str
@@ -76,7 +76,7 @@ class JsonlTracker:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads the steps of a ``metrics.jsonl`` in order; [] without a file.
+    """Reads the steps of a ``metrics.jsonl`` in order; returns [] if there is no file.
 
     A line that was cut off when the run was killed is left out.
     """

@@ -32,7 +32,7 @@ class Panel:
 
     title: str
     unit: str
-    metrics: dict[str, str]  # name -> label in the legend
+    metrics: dict[str, str]  # maps names of metrics to labels in the legend
     band: str = ""  # the metric drawn as +- around the first curve
     percent: bool = False
     from_zero: bool = False
@@ -63,7 +63,7 @@ def plot_curves(
     title: str = "",
     before: Mapping[str, float] | None = None,
 ) -> bool:
-    """Draws every panel that has data in ``metrics_jsonl``, with ``before`` as step 0.
+    """Draws every panel that has data in ``metrics_jsonl``, with the metrics ``before`` training as step 0.
 
     Returns False and writes no file if there is no data at all.
     """
@@ -74,7 +74,7 @@ def plot_curves(
         if having:
             curves[name] = [record["step"] for record in having], [record[name] for record in having]
     panels = [panel for panel in PANELS if curves.keys() & panel.metrics.keys()]
-    if "eval/accuracy" in curves:  # the same information as the score, on a better scale
+    if "eval/accuracy" in curves:  # shows the same information as the score, on a better scale
         panels = [panel for panel in panels if panel.title != "Held-out score"]
     if not panels:
         return False
@@ -92,7 +92,7 @@ def plot_curves(
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, index + 1)
         _draw(axes, panel, curves)
-        axes.set_xlim(first - margin, last + margin)  # the same in all panels
+        axes.set_xlim(first - margin, last + margin)  # the same limits in all panels
     if title:
         figure.suptitle(title, fontsize=13, fontweight="bold")
     with draft_file(Path(png)) as file:
@@ -129,14 +129,14 @@ def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
 
 
 def _curve(axes: Axes, points: Points, colour: str, label: str, *, dashed: bool) -> None:
-    """Draws the values; many values are drawn pale, with their moving mean on top."""
+    """Draws the values; 60 values or more are drawn pale, with their moving mean on top."""
     steps, values = points
     if dashed:
         axes.plot(steps, values, color=colour, linewidth=1.2, linestyle="--", label=label)
     elif len(values) < 60:
         axes.plot(steps, values, color=colour, linewidth=1.6, marker="o", markersize=2.5, label=label)
     else:
-        reach = len(values) // 30  # neighbours on each side, fewer at the ends
+        reach = len(values) // 30  # values on each side in a moving mean, fewer at the ends
         windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
         means = [sum(window) / len(window) for window in windows]
         axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
@@ -150,7 +150,7 @@ def before_after(
     *,
     stream: TextIO | None = None,
 ) -> None:
-    """Prints tables of what the run changed.
+    """Prints tables that compare scores and responses before and after the run.
 
     Args:
         scores: Name -> (before, after) on held-out prompts; names that contain "accuracy" are shown in

@@ -28,8 +28,8 @@ class Tracker(Protocol):
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
         """Records sample rows of one step; ``split`` is train or eval.
 
-        A row has the keys prompt and response. PPO's rows also have score, length and finish; those of its
-        training steps have kl too.
+        A row has the keys prompt and response. Rows of PPO also have score, length and finish; rows of its
+        training steps have kl as well.
         """
 
     def rewind(self, step: int) -> None:
@@ -59,7 +59,7 @@ class Trackers:
             tracker.start(config)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Logs one step with the added metrics ``health/nonfinite`` and ``time``, the run's seconds."""
+        """Logs the metrics of a step with ``health/nonfinite`` and ``time``, the run's duration, added."""
         record = finite(metrics)
         nonfinite = sum(value is None for value in record.values())
         record["health/nonfinite"] = (record.get("health/nonfinite") or 0.0) + nonfinite
@@ -78,9 +78,9 @@ class Trackers:
             tracker.rewind(step)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Ends the run; adds ``wall_s``, its seconds including those before a resume, to ``summary``.
+        """Ends the run; adds ``wall_s``, the duration in seconds including earlier processes, to ``summary``.
 
-        Secrets are removed here for all trackers: an error quotes whatever text its exception had.
+        Secrets are removed here for all trackers, because an error in the summary may quote any text.
         """
         summary = censored_tree(finite({**summary, "wall_s": self._seconds()}))
         for tracker in self._trackers:

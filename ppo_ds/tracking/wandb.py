@@ -30,7 +30,7 @@ from ppo_ds.tracking.tracker import Record
 CHILD = Path(__file__).with_name("wandb_child.py")
 DELETED = "created and deleted"  # the server's message for the id of a deleted run, which cannot be reused
 MAX_PENDING = 10_000  # unread messages after which the child counts as hung
-START_MARGIN = 15.0  # seconds beyond wandb's own start timeout, whose message names the cause
+START_MARGIN = 15.0  # seconds that wandb gets to report its own start timeout, with the cause
 
 
 class WandbTracker:
@@ -80,7 +80,7 @@ class WandbTracker:
             _warn(f"cannot be started ({error}); continuing without it")
 
     def _launch(self, mode: str, run_id: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Starts a child and returns its first reply; the child is kept if it has started wandb."""
+        """Starts a child and returns its first reply; kills the child if it could not start wandb."""
         options = {
             **self._options,
             "mode": mode,
@@ -113,7 +113,7 @@ class WandbTracker:
         reply = self._child.reply(self._finish_timeout)
         self._stop()
         if "finished" not in reply:
-            # a killed wandb loses what it buffers, up to a block of 32 KB
+            # when wandb is killed, up to 32 KB that it has buffered are lost
             _warn(
                 f"not all data was sent ({reply['failed']}); metrics.jsonl and samples/ have all of it, "
                 f"{self.run_dir / 'wandb'} has most of it, which wandb sync uploads"
@@ -155,7 +155,7 @@ class _Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
-                start_new_session=True,  # no terminal to prompt at, and no Ctrl-C from it
+                start_new_session=True,  # no terminal for prompts, and no Ctrl-C from a terminal
             )
         self._outbox: queue.Queue[dict[str, Any]] = queue.Queue(MAX_PENDING)
         self._inbox: queue.Queue[dict[str, Any]] = queue.Queue()

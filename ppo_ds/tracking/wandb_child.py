@@ -15,7 +15,7 @@ import traceback
 from typing import Any, TextIO
 
 ORPHAN_TIMEOUT = 20.0  # seconds to close the run after the trainer has died
-MAX_REFUSED = 20  # consecutive messages that wandb does not accept, before this process gives up
+MAX_REFUSED = 20  # this process gives up after so many consecutive messages that wandb refuses
 
 
 def main() -> None:
@@ -55,9 +55,9 @@ def main() -> None:
 def _serve(run: Any, messages: TextIO) -> tuple[dict[str, Any] | None, int]:
     """Forwards messages to wandb until the finish message.
 
-    Returns the summary (None if the input ended before) and the number of messages that wandb did not accept.
-    Such a message (a table needs the server, which may be unreachable for a minute) does not affect those
-    after it.
+    Returns the summary (None if the input ended without it) and the number of messages that wandb refused. A
+    refused message does not affect later messages: a table, for example, needs the server, which may be
+    unreachable for a minute.
     """
     tables: dict[str, Any] = {}
     refused = consecutive = 0
@@ -83,7 +83,7 @@ def _serve(run: Any, messages: TextIO) -> tuple[dict[str, Any] | None, int]:
 def log_samples(
     run: Any, tables: dict[str, Any], samples: list[dict[str, Any]], split: str, step: int
 ) -> None:
-    """Appends rows to the table of a split; the mode INCREMENTAL uploads only the new rows each time."""
+    """Appends rows to the table of a split; in INCREMENTAL mode, only the new rows are uploaded each time."""
     import wandb
 
     if split not in tables:

@@ -1,4 +1,4 @@
-"""Diagnosis of a run before it starts: prints all checks, the memory estimate, and what to change."""
+"""Diagnoses a run before it starts: prints all checks, the memory estimate and suggested changes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ppo_ds.tools.doctor.report import (
 )
 from ppo_ds.tools.doctor.suggest import format_settings, suggest_larger_budgets, suggest_reductions
 
-MAX_REDUCTIONS = 8  # suggestions to print
+MAX_REDUCTIONS = 8  # number of suggestions that are printed at most
 
 
 def diagnose(config: Config, per_node: int, nodes: int, gpu_memory: int | None) -> bool:
-    """Prints the diagnosis and returns whether the run can start and fits.
+    """Prints the diagnosis; returns whether the run can start and fits into memory.
 
     Args:
         per_node: Ranks on each node.
-        gpu_memory: Bytes of a GPU; None if the run is on CPUs.
+        gpu_memory: Memory of a GPU in bytes; None if the run is on CPUs.
     """
     hardware, report = Hardware(per_node * nodes, gpu_memory), Report()
     device = f"GPU(s) of {format_bytes(gpu_memory)}" if gpu_memory is not None else "rank(s) on CPUs"
@@ -94,7 +94,7 @@ def _print_fit(
     longest_prompt: int | None,
     found: Estimate,
 ) -> bool:
-    """Prints whether the estimate fits, and the config changes that help."""
+    """Prints whether the estimate fits into memory, and config changes that help; returns whether it fits."""
     again = partial(estimate, models=models, hardware=hardware, longest_prompt=longest_prompt)
     if hardware.usable is not None and hardware.usable <= 0:
         print(

@@ -1,6 +1,6 @@
 """Estimate of the memory of a run on one rank, by phase, from its config and the shapes of its models.
 
-No weights are loaded. ops/memory.py computes the parts; this module adds up which of them are in memory at
+No weights are loaded. ops/memory.py computes the parts; this module adds up the parts that are in memory at
 the same time. Phases have the names of the trainer's time/* metrics.
 """
 
@@ -34,10 +34,10 @@ from ppo_ds.ops.memory import (
 from ppo_ds.rollout.continuous_batch import COLUMNS, PREFILL_TOKENS, fast_batch_size
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-# Memory beside tensors: the CUDA context, NCCL, kernels. It was not measured: it is a guess for H100s with
-# torch 2.13.
+# Memory besides tensors: the CUDA context, NCCL, kernels. The value is not measured but guessed, for H100s
+# with torch 2.13.
 CONTEXT = 3 * 2**29
-USABLE = 0.95  # of the rest; the remainder is lost to fragmentation
+USABLE = 0.95  # share of the rest that tensors can use; fragmentation takes the remainder
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class FrozenModel:
     """A model that only scores."""
 
     shape: Shape
-    each: int  # bytes of a weight
+    each: int  # bytes per weight
     sharded: bool
     offloaded: bool
 
@@ -61,7 +61,7 @@ class Models:
     critic: Shape | None
     reference: FrozenModel | None
     rewards: Mapping[str, FrozenModel]  # by their config key
-    reward_length: int  # tokens of the longest text that they read
+    reward_length: int  # tokens of the longest text that the reward models read
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,17 @@ class Hardware:
 
     @property
     def usable(self) -> int | None:
-        """Bytes of a GPU for tensors."""
+        """Bytes of a GPU that tensors can use; None if the run is on CPUs."""
         return None if self.gpu_memory is None else int((self.gpu_memory - CONTEXT) * USABLE)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on one rank."""
+    """The estimated memory of one rank, in bytes."""
 
-    resident: dict[str, int]  # by role, on the device between two phases
-    phases: dict[str, int]  # peaks, resident bytes included
-    host: int  # in CPU memory because of offloading, for runs on GPUs
+    resident: dict[str, int]  # by role: memory on the device between two phases
+    phases: dict[str, int]  # peak of each phase, resident memory included
+    host: int  # CPU memory for offloading, for runs on GPUs
     engines: dict[str, EngineMemory]
     generation: str  # how the weights are held for decoding
 
@@ -106,7 +106,7 @@ def estimate(
     """Estimates the memory of a run on one rank.
 
     Args:
-        longest_prompt: Tokens of the longest prompt; None uses data.max_prompt_tokens.
+        longest_prompt: Number of tokens of the longest prompt; None uses data.max_prompt_tokens.
     """
     return _Estimator(config, models, hardware, longest_prompt or config.data.max_prompt_tokens).estimate()
 
@@ -137,8 +137,8 @@ class _Estimator:
             ranks=self.hardware.ranks,
             offload_optimizer=zero.offload_optimizer,
             offload_params=zero.offload_params,
-            # DeepSpeed allocates the whole bucket for any model: a GPU reserves all of it, a CPU only the
-            # pages that are written to
+            # DeepSpeed allocates the whole bucket whatever the size of the model: a GPU reserves all of it, a
+            # CPU only the pages that are written to
             bucket=bucket if self.hardware.on_gpu else min(bucket, shape.trained),
             separate_host=self.hardware.on_gpu,
         )
@@ -166,7 +166,7 @@ class _Estimator:
         return Estimate(resident, phases, host + moved, self.engines, generation)
 
     def _role(self, role: str) -> tuple[Any, Shape, int]:
-        """Returns the config of a trained role, its shape and the bytes of a weight."""
+        """Returns the config of a trained role, its shape and the bytes per weight."""
         section = self.config.actor if role == "actor" else self.config.critic
         shape = self.models.actor if role == "actor" else self.models.critic
         assert shape is not None
@@ -322,12 +322,12 @@ class _Estimator:
 
 
 def _forward_tokens(budget: int, rows: int, length: int) -> int:
-    """Counts the tokens of the largest forward: whole rows within the budget, at least one."""
+    """Counts the tokens of the largest forward: whole rows within the budget, at least one row."""
     return length * max(1, min(budget // length, rows))
 
 
 def _gathered(shape: Shape, each: int, prefetch: bool) -> int:
-    """Computes the weights that ZeRO-3 gathers at the same time in a forward.
+    """Computes the bytes of the weights that ZeRO-3 holds gathered at the same time in a forward.
 
     The largest tensor counts twice while it is assembled; with ``prefetch``, the next tensors are gathered
     too.

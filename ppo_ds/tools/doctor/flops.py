@@ -1,4 +1,4 @@
-"""Estimate of the computation of a step, from its config and the shapes of its models."""
+"""Estimates the FLOPs of a step from the config and the shapes of the models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ppo_ds.tools.doctor.estimate import Models
 def step_flops(config: Config, models: Models, longest_prompt: int | None = None) -> int:
     """Computes the FLOPs of one PPO step over all ranks, with prompts and responses of maximum length.
 
-    A backward counts as two forwards, three with gradient checkpointing.
+    A backward pass counts as two forward passes, or as three with gradient checkpointing.
     """
     prompt = longest_prompt or config.data.max_prompt_tokens
     rows, response = rollout_size(config), config.sampling.max_new_tokens

@@ -1,4 +1,4 @@
-"""The shapes of all models of a run, from their config.json files alone."""
+"""Reads the shapes of all models of a run from their config.json files, without weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ppo_ds.tools.doctor.report import Report
 def plan_models(config: Config, tokenizer: Tokenizer | None, report: Report) -> Models | None:
     """Reads the shapes of all roles and reports each of them.
 
-    Returns None if one of them cannot be read, since an estimate without it would mislead.
+    Returns None if one of them cannot be read, since an estimate without it would be misleading.
     """
     errors = report.errors
     actor = report.attempt(
@@ -79,7 +79,7 @@ def _reference(config: Config) -> FrozenModel | None:
 
 
 def _rewards(config: Config, report: Report, loaded: set[Any]) -> dict[str, FrozenModel]:
-    """Returns the reward models that take memory of their own, by config key.
+    """Returns the reward models that need memory in addition to the other models, by config key.
 
     ``loaded`` holds the identities of models that are in memory already.
     """

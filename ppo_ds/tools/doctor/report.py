@@ -66,7 +66,7 @@ class Report:
     ) -> T | None:
         """Runs ``action`` and returns its result, or None after a UserError, which is reported.
 
-        ``describe`` makes the line of a result; None adds no line.
+        ``describe`` returns the line for a result; no line is added if it returns None.
         """
         try:
             result = action()
@@ -95,12 +95,12 @@ def versions() -> str:
 
 
 def gpu_memory() -> list[int]:
-    """Returns the bytes of each GPU of this machine."""
+    """Returns the memory of each GPU of this machine in bytes."""
     return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
 
 
 def host_memory() -> int:
-    """Returns the bytes of CPU memory of this machine."""
+    """Returns the CPU memory of this machine in bytes."""
     return psutil.virtual_memory().total
 
 
@@ -152,7 +152,7 @@ def check_host(offloaded: int, per_node: int, on_gpu: bool, report: Report) -> N
 def check_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, int | None]:
     """Checks tokenizer, data and reward.
 
-    Returns the actor's tokenizer and the tokens of the longest prompt, None for what cannot be read.
+    Returns the actor's tokenizer and the number of tokens of the longest prompt; None if unreadable.
     """
     tokenizer = report.attempt(
         "tokenizer", lambda: build_tokenizer(config), lambda t: f"{t.vocab_size} tokens"

@@ -1,6 +1,6 @@
-"""Config changes that bring a run into the memory of a GPU, or use memory that is left.
+"""Suggests config changes that make a run fit into the memory of a GPU, or that use memory that is left.
 
-The changes are tried on the estimate; nothing is loaded.
+The changes are evaluated with the memory estimate; nothing is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ppo_ds.config.types import replace
 from ppo_ds.tools.doctor.estimate import Estimate
 
 Setting = tuple[str, Any]
-WORTHWHILE = 0.98  # changes that leave more than this share of the peak are not suggested
+WORTHWHILE = 0.98  # a single change is suggested only if it reduces the peak below this share
 MAX_DOUBLINGS = 6
 SMALL_BUCKET = 50_000_000  # elements; still large enough to use the bandwidth between GPUs
 BUDGETS = ("rollout_tokens", "score_tokens", "train_tokens")
@@ -42,11 +42,11 @@ def with_settings(config: Config, settings: list[Setting]) -> Config:
 def suggest_reductions(
     config: Config, estimate: Callable[[Config], Estimate], usable: int
 ) -> tuple[list[tuple[list[Setting], int]], list[Setting], int]:
-    """Searches changes that reduce the peak.
+    """Searches for changes that reduce the peak.
 
     Returns:
-        Single changes with the peak that each leads to, best first; settings that together bring the peak to
-        ``usable``, or as low as the search finds; and that peak.
+        A list of single changes with the resulting peaks, lowest peak first; the settings that together
+        reduce the peak to ``usable``, or to the lowest that the search finds; and the peak with these settings.
     """
     original, before = config, estimate(config).peak
     single = [(change, estimate(with_settings(config, change)).peak) for change in _reductions(config)]
@@ -77,7 +77,7 @@ def suggest_reductions(
 def _reductions(config: Config) -> Iterator[list[Setting]]:
     """Yields single changes of the actor, the critic, both, the reference and the token budgets.
 
-    Each trades speed for memory, or costs nothing; none changes results.
+    A change may reduce the speed of the run, but does not change its results.
     """
     actor = dict(_role_reductions(config.actor))
     critic = dict(_role_reductions(config.critic)) if has_critic(config) else {}
@@ -114,7 +114,7 @@ def _role_reductions(role: ActorConfig | CriticConfig) -> Iterator[Setting]:
 def suggest_larger_budgets(
     config: Config, estimate: Callable[[Config], Estimate], usable: int
 ) -> list[Setting]:
-    """Returns the largest doubling of each token budget, on its own, that still fits ``usable``.
+    """Doubles each token budget separately, as often as ``usable`` allows, and returns the new values.
 
     Budgets whose doubling would not make any forward larger are left out.
     """
