@@ -90,7 +90,7 @@ class FrozenModelReward(TextReward):
         scores = torch.zeros(len(inputs))
         with self._scorer.resident():
             parts = [forward([inputs[i] for i in rows.tolist()]) for rows in batches]
-            scores[torch.cat(batches)] = torch.cat(parts).cpu()  # one GPU synchronization, after all
+            scores[torch.cat(batches)] = torch.cat(parts).cpu()  # the only GPU synchronization
         return scores
 
     def audit(

@@ -57,7 +57,7 @@ class GetScoreReward(FrozenModelReward):
         def forward(chats: list[Chat]) -> Tensor:
             try:
                 scores = self._scorer(chats, batched)
-            except torch.OutOfMemoryError:  # reported with its own remedy
+            except torch.OutOfMemoryError:  # PhaseTimer adds the remedy to it
                 raise
             except Exception as error:  # the model's own code may raise any exception
                 function = "get_scores" if batched else "get_score"

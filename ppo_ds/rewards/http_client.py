@@ -25,7 +25,7 @@ from pydantic import PlainValidator
 
 from ppo_ds.config.types import refuse
 
-_MAX_PAUSE = 60.0  # seconds; also the limit of Retry-After, because all other ranks wait
+_MAX_PAUSE = 60.0  # seconds; also the limit of Retry-After, because the other ranks wait meanwhile
 _MIN_KEY_LENGTH = 8  # shorter keys are placeholders ("EMPTY"), and are not removed from replies
 _MAX_QUOTED = 200  # characters of a reply that an error quotes
 _URL_SAFE = str.maketrans("+/", "-_")  # from base64 to its URL-safe alphabet
@@ -179,7 +179,7 @@ class JsonClient:
         }
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)  # for _Deadline
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)  # see _Deadline
         return httpx.Client(
             headers=headers,
             timeout=self._timeout,

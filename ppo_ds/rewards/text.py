@@ -42,9 +42,8 @@ class TextEncoder:
       breaks.
 
     Texts are truncated to ``max_tokens`` on the left, because the response is at the end. In a pair, only the
-    prompt is truncated, unless the response alone reaches the limit. ``append_eos`` selects whether the end
-    token is appended to chat and concat texts: True: always, False: never, None: under concat to finished
-    responses only.
+    prompt is truncated, unless the response alone reaches the limit. ``append_eos`` applies to chat and
+    concat: True appends the end token to each text, False to no text, None to finished responses of concat.
     """
 
     def __init__(

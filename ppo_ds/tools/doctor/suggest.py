@@ -46,7 +46,7 @@ def suggest_reductions(
 
     Returns:
         A list of single changes with the resulting peaks, lowest peak first; the settings that together
-        reduce the peak to ``usable``, or to the lowest that the search finds; and the peak with these settings.
+        reduce the peak to ``usable``, or to the lowest that the search finds; and the peak with them.
     """
     original, before = config, estimate(config).peak
     single = [(change, estimate(with_settings(config, change)).peak) for change in _reductions(config)]
