@@ -139,8 +139,10 @@ def report(error: BaseException, watch: Watchdog) -> int:
     """Prints the error, unless another rank has failed before, and returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code: ExitCode = 130 if isinstance(error, KeyboardInterrupt) else 1
-    explained = isinstance(error, RunError)  # its message is complete without a traceback
-    line = "; ".join((f"error: {error}", *getattr(error, "__notes__", ())))
+    # the message of these is complete without a traceback
+    explained = isinstance(error, RunError | KeyboardInterrupt)
+    message = "interrupted" if isinstance(error, KeyboardInterrupt) else error
+    line = "; ".join((f"error: {message}", *getattr(error, "__notes__", ())))
     text = line if explained else "".join(traceback.format_exception(error))
     text = censored("\n".join(map(printable, text.split("\n"))))
     if watch.started:
@@ -193,4 +195,9 @@ def prepare_environment(verbose: bool) -> None:
 
 
 if __name__ == "__main__":
-    exit_now(main(sys.argv[1:]))  # skips the libraries' destructors, which take longer than a config check
+    try:
+        code = main(sys.argv[1:])
+    except KeyboardInterrupt:  # while the libraries are imported
+        write_line("error: interrupted")
+        code = 130
+    exit_now(code)  # the destructors of the libraries take longer than checking a config

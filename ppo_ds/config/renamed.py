@@ -40,7 +40,9 @@ def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
         *sections, name = new.split(".") if new else path
         section = current
         for inner in sections:
-            section = section.setdefault(inner, {})
+            if not isinstance(section.setdefault(inner, {}), dict):  # a damaged file has both a.b and a.b.c
+                section[inner] = {}
+            section = section[inner]
         section[name] = value
     return current
 

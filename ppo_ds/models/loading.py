@@ -214,6 +214,7 @@ def _checked(path: str, key: str) -> str:
     path = os.path.expanduser(path)
     if os.path.isdir(path):
         refuse_links(path, key)
+        refuse_names_of_files_elsewhere(path, key)
         return path
     if os.path.exists(path):
         raise UserError(f"{key}={path}: is a file; give the folder with config.json and the weights")
@@ -231,6 +232,28 @@ def refuse_links(folder: str, key: str) -> None:
         raise UserError(
             f"{key}={folder}: {name} is a symbolic link to a file outside of the folder; copy the file there"
         )
+
+
+def refuse_names_of_files_elsewhere(folder: str, key: str) -> None:
+    """Raises UserError if a JSON file of a model folder names a file outside of it.
+
+    transformers joins the names of weight files, and of configs and tokenizers for its versions, to the path
+    of the folder without a check.
+    """
+    lists = [("config.json", "configuration_files"), ("tokenizer_config.json", "fast_tokenizer_files")]
+    lists += [(file.name, "weight_map") for file in Path(folder).glob("*.index.json")]
+    for file, entry in lists:
+        try:
+            listed = json.loads(Path(folder, file).read_text(encoding="utf-8"))[entry]
+        except (OSError, ValueError, RecursionError, LookupError, TypeError):
+            continue  # absent or damaged, which loading reports
+        names = listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else ()
+        for name in sorted({str(name) for name in names}):
+            if os.path.isabs(name) or ".." in Path(name).parts:
+                raise UserError(
+                    f"{key}={folder}: {entry} in its {file} names a file outside of the folder ({name}); "
+                    "copy the file there and correct the name"
+                )
 
 
 def attention(model: ModelConfig, key: str) -> str | None:

@@ -16,7 +16,13 @@ import jinja2
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.loading import NOT_REACHED, UNREACHABLE, refuse_code_of_others, refuse_links
+from ppo_ds.models.loading import (
+    NOT_REACHED,
+    UNREACHABLE,
+    refuse_code_of_others,
+    refuse_links,
+    refuse_names_of_files_elsewhere,
+)
 from ppo_ds.models.template_limits import CHARACTERS, rendering_limits
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
@@ -140,6 +146,7 @@ def load_tokenizer(
     if folder.is_dir():  # a local folder takes precedence over a Hub name
         path, revision = str(folder), None
         refuse_links(path, key)
+        refuse_names_of_files_elsewhere(path, key)
     elif path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
         raise UserError(
             f"{key}={path}: no such folder; "

@@ -291,8 +291,12 @@ def _now(path: Path) -> float:
 
 def _delete(path: Path, condition: Callable[[Holder], bool]) -> None:
     """Deletes a lock file if ``condition`` holds for its content. Only one process at a time does this."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(path, os.O_RDWR | flags)  # NFS locks only files that are open for writing
+        except PermissionError:  # left by a run of another user
+            descriptor = os.open(path, os.O_RDONLY | flags)
     except FileNotFoundError:
         return
     try:

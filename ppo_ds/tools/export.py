@@ -151,10 +151,17 @@ def _read_config(checkpoint: Path, role: str, trust_remote_code: bool, chat_temp
 
 
 def _moved(value: Any, old: str, new: str) -> Any:
-    """Returns a copy of a nested dict in which the prefix ``old`` of paths is replaced by ``new``."""
+    """Returns a copy of a nested dict in which the prefix ``old`` of paths is replaced by ``new``.
+
+    If run.resume=restart has moved a run to ``earlier_N/``, the files that `prepare` made may have stayed in
+    the directory above; their paths are below that directory.
+    """
     if isinstance(value, dict):
         return {name: _moved(item, old, new) for name, item in value.items()}
-    return new + value.removeprefix(old) if isinstance(value, str) and value.startswith(old) else value
+    if not isinstance(value, str) or not value.startswith(old):
+        return value
+    moved, stayed = (Path(folder, value.removeprefix(old)) for folder in (new, Path(new).parent))
+    return str(stayed if Path(new).name.startswith("earlier_") and not moved.exists() else moved)
 
 
 def _initial_model(config: Config, role: str, checkpoint: Path) -> tuple[Tokenizer, Any]:

@@ -27,8 +27,8 @@ def config_of_settings(
     ``trust_remote_code`` is true, it also raises UserError for a model, reward models included, that runs its
     own Python code. ``chat_template`` replaces the template of the settings.
     """
-    if not isinstance(settings, dict):
-        raise UserError(f"{file}: holds no settings")
+    if not isinstance(settings, dict) or not is_plain(settings):
+        raise UserError(f"{file}: holds no settings, which are nested mappings with text as keys")
     config, problems = from_tree(with_current_names(settings))
     if problems:
         raise UserError(*(f"{file}: {line}" for line in problems.values()))
@@ -50,6 +50,13 @@ def config_of_settings(
             "--chat-template FILE"
         )
     return config
+
+
+def is_plain(tree: Any, depth: int = 30) -> bool:
+    """Returns whether a tree has only text as keys and at most ``depth`` levels. YAML allows loops, too."""
+    if isinstance(tree, dict):
+        return depth > 0 and all(isinstance(k, str) and is_plain(v, depth - 1) for k, v in tree.items())
+    return not isinstance(tree, list) or (depth > 0 and all(is_plain(item, depth - 1) for item in tree))
 
 
 def trusting_keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:

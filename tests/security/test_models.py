@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -48,6 +49,30 @@ def test_a_link_out_of_a_model_folder_is_refused(tmp_path, folder, name, absolut
             f"{KEY}={folder}: {name} is a symbolic link to a file outside of the folder; copy the file there"
         )
         assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    ("file", "entry"),
+    [
+        ("config.json", "configuration_files"),
+        ("tokenizer_config.json", "fast_tokenizer_files"),
+        ("model.safetensors.index.json", "weight_map"),
+    ],
+)
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_name_of_a_file_outside_of_a_model_folder_is_refused(tmp_path, folder, file, entry, absolute):
+    """transformers would read the file: weights, a config or a tokenizer of another folder."""
+    name = f"{tmp_path}/private/x.json" if absolute else "sub/../../private/x.json"
+    about = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    names = {"a.weight": name, "b.weight": "here"} if entry == "weight_map" else ["here.json", name]
+    (folder / file).write_text(json.dumps(about | {entry: names}))
+    for load in (
+        lambda: load_tokenizer(str(folder), key=KEY),
+        lambda: load_policy(ModelConfig(path=str(folder)), temperature=1.0, key=KEY),
+    ):
+        with pytest.raises(UserError) as caught:
+            load()
+        assert f"{entry} in its {file} names a file outside of the folder ({name})" in str(caught.value)
 
 
 def test_a_link_to_a_folder_or_through_another_link_is_refused(tmp_path, folder):

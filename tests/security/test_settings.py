@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from ppo_ds.config.schema import resolved
 from ppo_ds.config.validation import validated
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import load_tokenizer
+from ppo_ds.tools.settings import config_of_settings
 from tests.integration.launching import ROOT, TIMEOUT, environment
 from tests.tools.test_export import STEP, trained, write_base, write_checkpoint, write_run
 
@@ -284,6 +286,23 @@ def test_a_dump_with_a_link_to_a_file_elsewhere_is_refused(tmp_path, capsys):
     (dump / "actor").symlink_to(tmp_path)
     assert replay.main([str(dump)]) == 2
     assert "actor is a symbolic link to a file elsewhere" in error_of(capsys)[0]
+
+
+LOOP: dict[str, object] = {}
+LOOP["run"] = LOOP
+
+
+@pytest.mark.parametrize("settings", [{5: {6: 7}}, {"run": {None: 1}}, {"run": [{1: 2}]}, LOOP])
+def test_settings_with_loops_or_keys_that_are_no_text_end_with_one_line(settings):
+    tree = yaml.safe_load(yaml.safe_dump(settings))
+    with pytest.raises(UserError, match="^config.yaml: holds no settings, which are nested mappings"):
+        config_of_settings(tree, Path("config.yaml"), trust_remote_code=False)
+
+
+def test_settings_with_a_key_that_is_also_a_section_end_with_lines(tmp_path):
+    tree = settings_of(tmp_path, algo={"action_level": "token", "level": {"a": {"b": 1}}})
+    with pytest.raises(UserError, match=r"config.yaml: algo.action_level"):
+        config_of_settings(tree, Path("config.yaml"), trust_remote_code=False)
 
 
 @pytest.mark.parametrize("settings", [[], "x", {"run": 3}, {"run": {}}, {"actor": []}, None])

@@ -211,6 +211,23 @@ def test_the_lock_of_a_killed_process_is_taken(tmp_path: Path, started: list[sub
     acquire(tmp_path).release()
 
 
+def test_a_stale_lock_that_may_not_be_written_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that of a killed run of root in the directory of another user."""
+    (tmp_path / NAME).write_text(json.dumps({"token": "x", "machine": machine_id(), "pid": 2**22 + 1}))
+
+    def guarded(path: Any, flags: int, *mode: int) -> int:
+        if Path(path).name == NAME and flags & os.O_RDWR and not flags & os.O_CREAT:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, *mode)
+
+    opened = os.open
+    monkeypatch.setattr(os, "open", guarded)
+    acquire(tmp_path).release()
+    assert not (tmp_path / NAME).exists()
+
+
 def test_another_process_with_the_same_id_is_not_the_holder(tmp_path: Path) -> None:
     _, born = process_start(os.getpid())
     write_lock(tmp_path, started=born - 1)

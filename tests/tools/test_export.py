@@ -96,6 +96,14 @@ def test_the_exported_weights_are_the_rounded_masters(run_dir: Path, tmp_path: P
     assert not (out / "adapter").exists() and [file.name for file in out.parent.iterdir()] == ["model"]
 
 
+def test_export_of_a_run_that_a_restart_has_moved(run_dir: Path, tmp_path: Path) -> None:
+    """What `prepare` made stays in the run directory."""
+    (run_dir / "earlier_1").mkdir()
+    (run_dir / "checkpoints").rename(run_dir / "earlier_1" / "checkpoints")
+    assert export.main([str(run_dir / "earlier_1"), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 def test_export_from_another_folder_of_a_moved_run(run_dir: Path, tmp_path: Path) -> None:
     moved = run_dir.rename(tmp_path / "moved")
     (tmp_path / "work").mkdir()
