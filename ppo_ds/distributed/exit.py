@@ -11,7 +11,7 @@ from typing import NoReturn
 
 
 def run_with_timeout(seconds: float, action: Callable[[], object]) -> None:
-    """Runs ``action``, the last work before an exit, in a daemon thread and waits at most ``seconds``."""
+    """Runs ``action`` in a daemon thread and waits at most ``seconds`` for it. For use before an exit."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(seconds)

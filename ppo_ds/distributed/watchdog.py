@@ -32,7 +32,7 @@ from ppo_ds.errors import single_line
 
 # Times in seconds.
 POLL = 0.5  # time between two checks
-# wait for the failure of another rank that failed earlier and may have caused the error of this rank
+# time that a rank with an error waits for an earlier failure of another rank, which may be the cause
 FIRST_ERROR_WAIT = 2.0
 # longest wait until all ranks have read a failure; the failed rank exits only then, since it may hold the
 # store
@@ -151,7 +151,7 @@ class Watchdog:
         if self._size > 1:
             # during this sleep, the thread ends the process if another rank has failed first
             self._process.sleep(0.0 if own else FIRST_ERROR_WAIT)
-            # without the store, the other ranks notice its loss themselves
+            # if the store is unavailable, the other ranks notice this themselves
             with contextlib.suppress(StoreUnavailable):
                 if self._store.add(FAILURE_CLAIMS) > 1:
                     self._process.sleep(2 * ACK_TIMEOUT)

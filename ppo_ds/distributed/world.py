@@ -128,7 +128,7 @@ class World:
 
 
 def single_process_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that plain ``python`` lacks because a launcher sets them; {} under a launcher."""
+    """Returns the variables that a launcher sets, for a process without a launcher; otherwise {}."""
     if "RANK" in environment:
         return {}
     return {

@@ -21,7 +21,7 @@ from ppo_ds.engine.trained import TrainedModel
 
 
 class FrozenModel:
-    """Runs forward passes without gradients, inside ``resident()``."""
+    """Model for forward passes without gradients, which must run inside ``resident()``."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ def freeze(
     """Makes a FrozenModel of ``module``.
 
     With ``deepspeed_config`` the model is a ZeRO-3 engine, otherwise a replica on every rank. ``offload``
-    keeps a replica in CPU memory between uses. It does not apply to an engine, which is offloaded by its own
-    config.
+    keeps a replica in CPU memory between uses. ``offload`` does not apply to an engine, whose config has its
+    own offload setting.
     """
     module.eval().requires_grad_(False)
     if deepspeed_config is None:

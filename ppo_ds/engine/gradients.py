@@ -18,7 +18,7 @@ from torch import Tensor
 def local_gradients(engine: Any) -> list[Tensor]:
     """Returns this rank's share of the gradients.
 
-    With an offloaded optimizer, returns the norms of gradients from which DeepSpeed computes the global norm.
+    With an offloaded optimizer, returns the norm of each gradient instead, which DeepSpeed has computed.
     """
     wrapper = engine.optimizer
     if hasattr(wrapper, "norm_for_param_grads"):

@@ -120,7 +120,8 @@ class HybridActor(TrainedModel):
     def generation_mode(self) -> Iterator[None]:
         """Switches to generation for the duration of the block. A collective: all ranks enter together.
 
-        A nested block has no effect. An exception in the block restores training like a normal exit.
+        A nested block has no effect. After an exception, the actor switches back to training as after a
+        normal exit.
         """
         self._depth += 1
         try:

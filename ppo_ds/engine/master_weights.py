@@ -115,7 +115,7 @@ class MasterWeights:
             persistent = self._wrapper.persistent_parameters
             if persistent:
                 persistent[0].all_gather(persistent)
-            # the copies of the weights within a node, which exist with zero_hpz_partition_size
+            # discards the copies of the weights that a node holds with zero_hpz_partition_size
             self._wrapper.invalidate_secondary_tensor()
         else:
             self._wrapper.update_lp_params()

@@ -1,7 +1,7 @@
 """Memory budget of the generation phase, and the plan that is derived from it.
 
-The plan determines how sharded weights are gathered for generation, and whether optimizer states are
-offloaded during it.
+The plan determines how sharded weights are gathered and whether optimizer states are offloaded during
+generation.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class OptimizerOffload:
 
     @property
     def bytes(self) -> int:
-        """Bytes on the device that can be offloaded; 0 if they are always on the CPU (offload_optimizer)."""
+        """Bytes on the device that can be offloaded; 0 if offload_optimizer keeps the states on the CPU."""
         return sum(storage.nbytes() for storage in (*self._states(), *self._buckets()))
 
     @property

@@ -46,7 +46,7 @@ class LRSchedule:
 class StepInfo:
     """Result of one optimizer step."""
 
-    grad_norm: float  # global, before clipping; NaN if skipped
+    grad_norm: float  # global norm before clipping; NaN if the step is skipped
     lr: float  # rate of the schedule, without lr_factors
     skipped: bool
     loss_scale: float
@@ -73,7 +73,7 @@ def parameter_groups(
 
 
 def whole_numel(parameter: nn.Parameter) -> int:
-    """Returns the number of elements of the whole parameter, partitioned or not."""
+    """Returns the number of elements of the whole parameter, even if ZeRO-3 has partitioned it."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
@@ -161,7 +161,7 @@ class TrainedModel:
     def restore_weights(self) -> None:
         """Restores the module's own weights if an exception has left ``replaced_weights``.
 
-        In that case it is a collective.
+        A collective if the weights must be restored.
         """
         if self._refresh_weights is not None:
             refresh, self._refresh_weights = self._refresh_weights, None

@@ -28,7 +28,7 @@ def deepspeed_config(
     Batch sizes are fixed at 1. Micro-batches are formed by number of tokens and their number differs from
     step to step, so TrainedModel itself marks the accumulation boundary of each optimizer step. Stage 0 in 16
     bits runs as stage 1: the mathematics is the same, but DeepSpeed's stage 0 accumulates micro-batch
-    gradients in 16 bits, where small ones are lost (in bf16, 1 + 2^-9 = 1). ``raw`` is the user's own JSON
+    gradients in 16 bits, where small terms are lost (in bf16, 1 + 2^-9 = 1). ``raw`` is the user's own JSON
     (``actor.deepspeed``), which overrides everything else.
     """
     zero: dict[str, Any] = {"stage": 1 if stage == 0 and dtype != "fp32" else stage}

@@ -89,7 +89,7 @@ def publish_directory(draft: Path, path: Path) -> None:
     draft.rename(path)
     fsync(path.parent)
     if old is not None:
-        # files that cannot be deleted now are in a directory with the name of a draft
+        # ``old`` is named like a draft, so ``remove_drafts`` deletes the files that cannot be deleted now
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -125,7 +125,7 @@ def open_for_appending(path: Path) -> TextIO:
 
     Raises OSError if ``path`` is a symbolic link, or is not a regular file.
     """
-    descriptor = os.open(path, _APPEND | os.O_NONBLOCK, 0o666)  # does not block on a pipe without reader
+    descriptor = os.open(path, _APPEND | os.O_NONBLOCK, 0o666)  # does not block on a pipe without a reader
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is not a regular file", str(path))

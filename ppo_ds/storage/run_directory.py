@@ -1,8 +1,9 @@
 """Checks whether other users could change the files of a run directory, or redirect what a run writes to it.
 
-The directories that runs and exports write to are checked, and their entries, but nothing below: each entry
-is replaced as a whole (storage/drafts.py). ``run.dir`` itself may be a symbolic link, since the user has
-named that path. wandb's directory is not checked, since wandb creates links in it.
+The directories that runs and exports write to are checked, together with their entries. Nothing below these
+entries is checked, since each entry is replaced as a whole (storage/drafts.py). ``run.dir`` itself may be a
+symbolic link, since the user has named that path. wandb's directory is not checked, since wandb creates links
+in it.
 """
 
 from __future__ import annotations

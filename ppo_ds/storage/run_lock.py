@@ -43,7 +43,7 @@ ENDING = 60.0  # longest wait of a start for a holder that is ending
 # Wait before a start is refused. A holder that has just received a stop signal marks itself as ending in this
 # time, and the start then waits for its end.
 REACTION = 0.7
-POLL = 0.1  # time between two attempts of a start
+POLL = 0.1  # time between two attempts to take the lock
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = pri
             if lock is not None:
                 return lock
             holder = read_holder(path)
-            if holder is None:  # the lock was released, perhaps with its directory
+            if holder is None:  # the lock was released, and its directory perhaps removed
                 continue
             if first is None or holder.token != first.token:
                 first, seen, noticed = holder, time.monotonic(), False
@@ -264,7 +264,7 @@ def _is_stale(holder: Holder, silent: float) -> bool:
     """Returns whether the holder has ended.
 
     ``silent`` is the number of seconds without renewal. A holder on another machine is considered to have
-    ended if it exceeds STALE.
+    ended if ``silent`` exceeds STALE.
     """
     if not holder.is_local:
         return silent > STALE
@@ -300,7 +300,7 @@ def _delete(path: Path, condition: Callable[[Holder], bool]) -> None:
     except FileNotFoundError:
         return
     try:
-        with suppress(OSError):  # a network file system without locks raises it
+        with suppress(OSError):  # raised by a network file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):
             same = os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))

@@ -69,7 +69,7 @@ class Checkpoints:
     def __init__(
         self, root: Path, *, world: World, keep_last: int, settings: Mapping[str, Any] | None = None
     ):
-        """Sets the folder. Each checkpoint will contain ``settings``, the JSON settings of the run."""
+        """Stores ``settings``, the settings of the run (JSON), in each checkpoint that is saved."""
         assert keep_last >= 1
         self.root = root
         self.world = world
@@ -193,7 +193,7 @@ class Checkpoints:
             raise UserError(
                 f"run.resume: {path} holds {saved}, this run trains {', '.join(models)}: keep the algorithm"
             )
-        different = set(metadata.get("shadows", [])) ^ set(copies)  # no key in files of older versions
+        different = set(metadata.get("shadows", [])) ^ set(copies)  # files of older versions lack the key
         if different:
             raise UserError(
                 *(

@@ -60,7 +60,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
         fault("checkpoint.write")
-    except SafetensorError as error:  # safetensors raises it if the disk is full
+    except SafetensorError as error:  # raised by safetensors if the disk is full
         raise OSError(f"{path}: {error}") from error
     fsync(path)
 

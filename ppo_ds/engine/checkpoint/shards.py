@@ -1,7 +1,7 @@
 """Shards of a checkpoint: safetensors files with whole fp32 parameters by name, listed in a JSON index.
 
 A shard holds tensors ``<part>/<parameter>`` (weight/..., exp_avg/..., exp_avg_sq/...). The index maps each
-parameter to its shard. Nothing depends on the ZeRO stage or on the number of ranks.
+parameter to its shard. The files depend neither on the ZeRO stage nor on the number of ranks.
 """
 
 from __future__ import annotations
