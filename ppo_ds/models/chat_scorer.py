@@ -1,7 +1,7 @@
-"""Reward models with scoring code of their own, ``get_score(tokenizer, chat)``, such as InternLM2's.
+"""Reward models with their own scoring method ``get_score(tokenizer, chat)``, such as InternLM2's.
 
-Code that also has ``get_scores(tokenizer, chats)`` can score a batch. Templates, special tokens, padding and
-the position of the score are left to that code.
+A model that also has ``get_scores(tokenizer, chats)`` can score a batch. The model's code applies the chat
+template, adds special tokens and padding, and chooses the position of the score.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARKUP = 8  # approximate number of tokens that a template adds to one message
 
 
 class ChatScorer(nn.Module):
-    """Model with a ``get_score`` of its own, and its own tokenizer."""
+    """Wraps a model that has its own ``get_score``, together with its tokenizer."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer):
         super().__init__()
@@ -33,9 +33,9 @@ class ChatScorer(nn.Module):
         self.scores_batches = callable(getattr(model, "get_scores", None))
 
     def forward(self, chats: list[Chat], batched: bool) -> Tensor:
-        """Returns scores [B] in fp32 on the CPU, by get_scores if ``batched``.
+        """Returns the scores [B] of ``chats`` in fp32 on the CPU; calls get_scores if ``batched``.
 
-        Their number is not checked: the model's code may return fewer or more.
+        The number of scores is not checked: the model's code may return fewer or more.
         """
         if batched:
             scores = self.model.get_scores(self._tokenizer.hf, chats)
@@ -44,13 +44,13 @@ class ChatScorer(nn.Module):
         return torch.tensor(_numbers(scores), dtype=torch.float32)
 
     def length(self, chat: Chat) -> int:
-        """Returns the number of tokens, estimated because the template is in the model's code."""
+        """Estimates the number of tokens of a chat; only the model's code knows the template."""
         texts = self._tokenizer.encode_many([message["content"] for message in chat], special_tokens=False)
         return sum(len(text) + _MARKUP for text in texts)
 
 
 def expect_trusted(path: str, trust_remote_code: bool, key: str) -> None:
-    """Raises UserError unless the code of the model may run; ``key`` is the model's section in the config."""
+    """Raises UserError if the model's code may not run; ``key`` is the model's section in the config."""
     if not trust_remote_code:
         raise UserError(
             f"{key}.trust_remote_code=false: get_score is Python code from the files of {path}; "
@@ -59,7 +59,7 @@ def expect_trusted(path: str, trust_remote_code: bool, key: str) -> None:
 
 
 def load_chat_scorer(section: ModelConfig, *, key: str = "reward.model") -> ChatScorer:
-    """Loads a frozen model with its own tokenizer. Errors name ``key``, the section in the config."""
+    """Loads a model with its tokenizer and freezes it. Errors name ``key``, the section in the config."""
     path = section.path
     expect_trusted(path, section.trust_remote_code, key)
     tokenizer = load_tokenizer(path, section.revision, section.trust_remote_code, key=f"{key}.path")
@@ -68,7 +68,7 @@ def load_chat_scorer(section: ModelConfig, *, key: str = "reward.model") -> Chat
         model, info = from_pretrained(AutoModel, section, config=config, key=f"{key}.path")
     except UserError:
         raise
-    except Exception as error:  # code written for another transformers raises anything
+    except Exception as error:  # code for another version of transformers may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(
             f"{key}.path={path}: its own code fails with transformers {transformers.__version__}: {reason}"
@@ -83,7 +83,7 @@ def load_chat_scorer(section: ModelConfig, *, key: str = "reward.model") -> Chat
 
 
 def _numbers(scores: Any) -> list[float]:
-    """Flattens scores: numbers, tensors of any shape, and nested lists of these."""
+    """Flattens scores, which are numbers, tensors of any shape, or nested lists of these."""
     if isinstance(scores, (list, tuple)):
         return [number for part in scores for number in _numbers(part)]
     try:

@@ -9,7 +9,7 @@ tokens of each row contiguous:
     packed  [1,N]: all rows are concatenated, N tokens without padding; attention stays within each row
         (packed_attention.py).
 
-Indices are computed on the CPU from the mask: with ids and mask on the CPU a forward never waits for the
+Indices are computed on the CPU from the mask. If ids and mask are on the CPU, a forward never waits for the
 device.
 """
 
@@ -27,30 +27,31 @@ from ppo_ds.types import to_device
 
 @dataclass(frozen=True)
 class Layout:
-    """Input [b,t] of a forward for B rows with response columns R, and the indices between the two.
+    """Input [b,t] of a forward for a micro-batch of B rows and R response columns, with index tensors.
 
-    All tensors are on the device of the model. K is the number of response tokens.
+    The indices map between the input and the micro-batch. All tensors are on the device of the model. K is
+    the number of response tokens in the micro-batch.
     """
 
     ids: Tensor  # [b,t]
-    position_ids: Tensor  # [b,t] 0, 1, 2, ... within each row, continued in its padding
+    position_ids: Tensor  # [b,t] 0, 1, 2, ... in each row, padding included
     mask: Tensor  # [b,t] bool: False at padding
-    packing: dict[str, Any]  # arguments of a packed forward; {} for a padded one
-    # indices into [b*t]
+    packing: dict[str, Any]  # keyword arguments of a packed forward; {} if padded
+    # the next three are indices into the flattened input [b*t]
     label_positions: Tensor  # [K] the token before each response token
-    state_positions: Tensor  # [K+B] the same, and the last response token of each row
+    state_positions: Tensor  # [K+B] the label positions and the last token of each row
     last_positions: Tensor  # [B] the last token of each row
     labels: Tensor  # [K] the response tokens
-    label_indices: Tensor  # [K] into [B*R]: the response tokens in the micro-batch
-    state_indices: Tensor  # [K+B] into [B*(R+1)]
+    label_indices: Tensor  # [K] indices of the response tokens in the flattened [B*R]
+    state_indices: Tensor  # [K+B] indices of the states in the flattened [B*(R+1)]
     rows: int  # B
     width: int  # R
 
     def arguments(self, positions: bool = True, masked: bool = False) -> dict[str, Any]:
         """Returns the keyword arguments for the forward pass of a causal model.
 
-        ``positions`` adds position ids. ``masked`` adds the padding mask, for computations that are not
-        causal, such as the load-balancing loss of a mixture of experts.
+        ``positions`` adds position ids. ``masked`` adds the padding mask of a padded layout, for computations
+        that are not causal, such as the load-balancing loss of a mixture of experts.
         """
         position_ids = {"position_ids": self.position_ids} if positions else {}
         mask = self.mask.long() if masked and not self.packing else None
@@ -63,7 +64,7 @@ class Layout:
         }
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Scatters [K] to [B,R], 0 after the end of each response."""
+        """Scatters values [K] of response tokens to [B,R]; columns after the end of a response are 0."""
         zeros = values.new_zeros(self.rows * self.width)
         return zeros.index_copy(0, self.label_indices, values).view(self.rows, self.width)
 
@@ -78,8 +79,8 @@ def make_layout(
 ) -> Layout:
     """Makes the layout of ids and attention_mask [B,T], which are on the CPU or on the device of ``model``.
 
-    The last ``response_width`` columns are the responses (0: rows without responses). The tokens of a row
-    must be contiguous, with at least one before the response.
+    The last ``response_width`` columns are the responses (0 if the rows have no responses). The tokens of a
+    row must be contiguous, with at least one before the response.
     """
     device = next(model.parameters()).device if ids.device.type == "cpu" else ids.device
     mask = attention_mask.cpu().bool()
@@ -92,13 +93,13 @@ def make_layout(
     assert bool(contiguous.all()), "padding between the tokens of a row"
     real = torch.arange(int(lengths.max())) < lengths[:, None]  # [B,n]
     starts = torch.arange(rows)[:, None] * columns + first[:, None]
-    source = (starts + torch.arange(real.shape[1])).clamp(max=mask.numel() - 1)  # into [B*T]
+    source = (starts + torch.arange(real.shape[1])).clamp(max=mask.numel() - 1)  # indices into [B*T]
     positions = torch.arange(real.shape[1]).expand_as(source)
     if packed:
         source, positions, start = source[real][None], positions[real][None], lengths.cumsum(0) - lengths
     else:
         start = torch.arange(rows) * real.shape[1]
-    states = (start + prompts - 1)[:, None] + torch.arange(response_width + 1)  # [B,R+1] into [b*t]
+    states = (start + prompts - 1)[:, None] + torch.arange(response_width + 1)  # [B,R+1] indices into [b*t]
     before = torch.arange(response_width) < response_lengths[:, None]
     around = torch.arange(response_width + 1) <= response_lengths[:, None]
 

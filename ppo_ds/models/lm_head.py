@@ -1,13 +1,12 @@
-"""LM head that returns the log-probs of given tokens instead of logits, and the forwards of a causal LM
-around it.
+"""LM head that computes log-probs of given tokens without logits, and forwards of causal LMs that use it.
 
 A causal LM of transformers ends with ``logits = head(hidden)``. A policy needs the log-probs of the response
-tokens only: the trunk computes the hidden states once, and ``LMHead`` computes log-probs and entropy at the
-response positions without logits.
+tokens only. The trunk therefore computes the hidden states once, and ``LMHead`` computes log-probs and
+entropy at the response positions without materializing logits.
 
-Some families change the logits after the head: a soft cap (Gemma 2), a scale (Cohere, Granite), a cut of the
-vocabulary. Others have a head that is not linear. ``probe_head`` detects both, and such a model computes the
-logits of the response positions by its own forward.
+Some model families change the logits after the head, by a soft cap (Gemma 2), a scale (Cohere, Granite) or a
+truncation of the vocabulary; ``probe_head`` detects this. In other families the head is not linear. Both
+kinds of models compute the logits of the response positions with their own forward.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from transformers.utils import ModelOutput
 
 from ppo_ds.ops.linear_logprobs import linear_logprobs_and_entropy
 
-_MARK = 1000.1  # a soft cap or a scale changes it
+_MARK = 1000.1  # replaces all logits in a probe; a soft cap or a scale changes this value
 
 
 class LMHead(nn.Linear):
-    """Linear LM head that computes logits, or log-probs and entropy where labels are given.
+    """Linear LM head that computes logits, or log-probs and entropy if labels are given.
 
-    Both are this module's ``forward``: under ZeRO-3 the hooks of the forward gather the weight, and gather it
-    again for the backward.
+    ``forward`` computes both, because the hooks of ZeRO-3 are on the forward of a module: they gather the
+    weight for it, and again for the backward.
     """
 
     def forward(
@@ -41,7 +40,7 @@ class LMHead(nn.Linear):
         """Returns the logits [...,V] of hidden [...,H].
 
         With labels [K] it returns the log-probs [K] and the entropy ([K] or None) of hidden [K,H] instead.
-        They are those of softmax(logits / temperature), in nats and fp32.
+        Both belong to the distribution softmax(logits / temperature) and are in nats and fp32.
         """
         if labels is None:
             return super().forward(hidden)
@@ -51,9 +50,9 @@ class LMHead(nn.Linear):
 
 
 def install_head(lm: PreTrainedModel) -> None:
-    """Replaces a linear head by an ``LMHead`` with the same parameters (under ZeRO-3: the same shards).
+    """Replaces a linear head with an ``LMHead`` that has the same parameters (under ZeRO-3: the same shards).
 
-    Other heads stay.
+    A head of another class is left unchanged.
     """
     linear = lm.get_output_embeddings()
     if type(linear) is nn.Linear:
@@ -63,7 +62,7 @@ def install_head(lm: PreTrainedModel) -> None:
 
 
 class HeadProbe(NamedTuple):
-    """Facts about the LM head's position in a causal LM's forward."""
+    """Result of ``probe_head``: what a causal LM does before and after its head."""
 
     makes_logits: bool  # the model returns the output of an ``LMHead`` as its logits, unchanged
     reads_trunk: bool  # the input of the head is the last hidden state of ``lm.base_model``, unchanged
@@ -72,7 +71,7 @@ class HeadProbe(NamedTuple):
 def probe_head(lm: PreTrainedModel, arguments: dict[str, Any]) -> tuple[HeadProbe, Tensor, ModelOutput]:
     """Runs the model's own forward with the output of its ``LMHead`` replaced by a constant.
 
-    Returns the probe, the states [b*t,H] that the head was given, and the model's output.
+    Returns the probe, the input states [b*t,H] of the head, and the model's output.
     """
     seen: dict[str, Tensor] = {}
 
@@ -106,7 +105,7 @@ def forward_at(
 ) -> tuple[Tensor, ModelOutput]:
     """Runs the model's own forward, with its head applied to ``positions`` [K] of the flattened states only.
 
-    Returns the states [b*t,H] that the head was given and the model's output, with logits [1,K,V].
+    Returns the states [b*t,H] before this selection, and the model's output with logits [1,K,V].
     """
     given: list[Tensor] = []
 

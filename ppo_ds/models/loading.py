@@ -1,7 +1,7 @@
 """Loads models from a folder or the Hub, without dropout and without missing weights.
 
 Errors name the config key and a remedy. Loading works under ZeRO-3 too (inside ``policy.sharded_loading``),
-since nothing here reads or writes a weight.
+since no code in this module reads or writes a weight.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ppo_ds.errors import UserError
 from ppo_ds.storage.links import links_that_leave
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-NOT_REACHED = "couldn't connect"  # in an error message of transformers without a network
+NOT_REACHED = "couldn't connect"  # part of the error message of transformers without a network
 UNREACHABLE = (
     "no folder of that name, not in the local Hub cache, and the Hub cannot be reached; "
     "give a local folder or download the model first"
 )
-# the attention implementations of transformers itself
+# the attention implementations that are built into transformers
 ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-# attention_dropout, resid_pdrop, encoder_layerdrop, classifier_dropout_prob, ...
+# matches attention_dropout, resid_pdrop, encoder_layerdrop, classifier_dropout_prob, ...
 _DROPOUT = re.compile(r"dropout|pdrop|layerdrop")
 
 
@@ -59,7 +59,7 @@ def load_config(
             path, trust_remote_code=trust_remote_code, **_hub_only(path, revision)
         )
     _remove_dropout(config)
-    # the run chooses the attention; the folder's own entry could name code on the Hub
+    # The run's config chooses the attention. The entry in the folder's config could name code on the Hub.
     config._attn_implementation = None
     return config
 
@@ -74,8 +74,8 @@ def config_of(model: ModelConfig, key: str) -> PreTrainedConfig:
 def refuse_code_of_others(path: str, revision: str | None, key: str) -> None:
     """Raises UserError if a model whose code may run names code of another repository.
 
-    transformers would download and run that code, although only the code of this model is trusted. It reads
-    another file instead of config.json if config.json lists files for versions of transformers.
+    transformers would download and run that code, although only the code of this model is trusted. If
+    config.json lists files for versions of transformers, transformers reads one of these instead.
     """
     names = ["config.json", "tokenizer_config.json"]
     for name in names:
@@ -84,7 +84,7 @@ def refuse_code_of_others(path: str, revision: str | None, key: str) -> None:
             settings = json.loads(Path(file).read_text(encoding="utf-8"))
             names += [more for more in settings.get("configuration_files", ()) if more not in names]
         except (OSError, ValueError, RecursionError, AttributeError, TypeError):
-            continue  # absent or damaged, which loading reports
+            continue  # the file is absent, or damaged, which loading the model reports
         for code in _code_references(settings):
             repository, separator, _ = code.rpartition("--")
             if separator and repository != path:
@@ -99,8 +99,8 @@ def refuse_adapter_on_hub(path: str, revision: str | None, key: str) -> None:
     """Raises UserError if a model of the Hub contains an adapter, that is, an adapter_config.json.
 
     transformers would load the weights of the base model that this file names, and run its code if the code
-    of ``path`` may run. The base model may be any other repository, or a folder of this machine. In a local
-    folder with a config.json it loads the folder's own weights.
+    of ``path`` may run. The base model may be any other repository, or a folder of this machine. Local
+    folders are not checked: if a folder has a config.json, transformers loads the weights in that folder.
     """
     if os.path.isdir(path):
         return
@@ -112,7 +112,7 @@ def refuse_adapter_on_hub(path: str, revision: str | None, key: str) -> None:
             **_hub_only(path, revision),
         )
     except OSError:
-        return  # the Hub cannot be reached, which loading reports
+        return  # the Hub cannot be reached, which loading the model reports
     if file is not None:
         raise UserError(
             f"{key}={path}: contains an adapter (adapter_config.json), whose base model would be loaded from "
@@ -136,7 +136,7 @@ def from_pretrained(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Loads a model; returns it with the loading info of transformers (missing_keys, mismatched_keys, ...).
 
-    Missing weights are left to the caller: see ``refuse_missing``.
+    The caller must check for missing weights with ``refuse_missing``.
     """
     path, implementation = _checked(model.path, key), attention(model, key)
     refuse_adapter_on_hub(path, model.revision, key)
@@ -166,16 +166,16 @@ def weight_names(path: str, revision: str | None = None) -> set[str] | None:
             with safe_open(file, framework="pt") as weights:
                 return set(weights.keys())
         except (OSError, ValueError, KeyError, SafetensorError):
-            continue  # absent, or damaged, which the loading of the weights reports
+            continue  # the file is absent, or damaged, which loading the weights reports
     return None
 
 
 def refuse_missing(
     path: str, info: dict[str, Any], *, allowed: Sequence[str] = (), key: str = "model.path"
 ) -> None:
-    """Raises UserError if a weight outside ``allowed`` was not in the files or had another shape.
+    """Raises UserError if a weight is missing from the files or has another shape there.
 
-    transformers initializes such weights at random.
+    transformers initializes such weights at random. The weights in ``allowed`` may be missing.
     """
     missing = sorted(set(info["missing_keys"]) - set(allowed))
     if missing:
@@ -209,7 +209,7 @@ def _remove_dropout(config: PreTrainedConfig) -> None:
 def _checked(path: str, key: str) -> str:
     """Returns the path with ~ expanded.
 
-    Raises UserError if it is neither a folder nor of the form of a Hub id.
+    Raises UserError if the path is not a folder and does not have the form of a Hub id.
     """
     path = os.path.expanduser(path)
     if os.path.isdir(path):
@@ -257,11 +257,11 @@ def refuse_names_of_files_elsewhere(folder: str, key: str) -> None:
 
 
 def attention(model: ModelConfig, key: str) -> str | None:
-    """Returns the attention implementation of a model section for transformers, None for its default.
+    """Returns transformers' attn_implementation for a model section, or None for transformers' default.
 
     The default is sdpa, or eager in families without sdpa (DeBERTa), where naming sdpa is an error. Raises
-    UserError for a name that is not built in, which transformers may take from the Hub as code, unless the
-    section trusts such code.
+    UserError for a name that is not built in, because transformers may load code of that name from the Hub,
+    unless the section sets trust_remote_code.
     """
     name = model.attn_implementation
     if name not in ATTENTION and not model.trust_remote_code:
@@ -283,7 +283,8 @@ def user_errors(path: str, key: str, *more: type[Exception]) -> Iterator[None]:
     """Turns the exceptions of loading a model into UserErrors that name ``key`` and the path.
 
     transformers raises OSError, ValueError or ImportError for most problems of a folder, a Hub id or its
-    code, and arbitrary exceptions for an invalid config.json: KeyError, AssertionError, ``more``.
+    code. An invalid config.json can cause other exceptions, such as KeyError or AssertionError; ``more`` adds
+    types of exceptions to these.
     """
     usual = (OSError, ValueError, ImportError, AssertionError, KeyError, ZeroDivisionError)
     try:
@@ -291,7 +292,7 @@ def user_errors(path: str, key: str, *more: type[Exception]) -> Iterator[None]:
     except SafetensorError as error:
         raise UserError(f"{key}={path}: its weights are damaged ({error}); get the files anew") from error
     except (UnpicklingError, EOFError, IndexError) as error:
-        # from torch.load(weights_only=True), which runs no code
+        # raised by torch.load(weights_only=True), which runs no code
         pickled = " or ".join(sorted(file.name for file in Path(path).glob("*.bin"))[:3])
         raise UserError(
             f"{key}={path}: {pickled or 'its pytorch_model.bin'} is damaged, or holds more than tensors, and "

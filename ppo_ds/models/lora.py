@@ -1,8 +1,8 @@
 """Low-rank adapters on frozen weights (Hu et al. 2021): y = W x + alpha / rank * B A x, through peft.
 
 The layers are wrapped in place, so that ``generate``, the config and the head of an adapted model work as
-before. A starts at random and B at zero, so that a model begins as its base. The base weights are never
-changed; inference copies and saved models get merged copies.
+before. A is initialized at random and B at zero, so that an adapted model initially computes what its base
+computes. The base weights are never changed; inference copies and saved models contain merged weights.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ADAPTER = "default"  # peft's name of a model's only adapter
 def add_adapters(
     model: PreTrainedModel, *, rank: int, alpha: float, targets: list[str] | None, seed: int, key: str
 ) -> None:
-    """Freezes ``model`` and adds adapters to the linear layers named by ``targets``, or to all for None.
+    """Freezes ``model`` and adds adapters to the linear layers named in ``targets`` (None: to all).
 
-    Heads are never adapted: that of a language model is often tied to its embedding, and a score head stays
-    trained as a whole. Under ZeRO-3 the base may be sharded already; the adapters start unsharded, with the
-    same values on every rank, and the engine shards them. Errors name ``key``, the section in the config.
+    Heads are never adapted: the head of a language model is often tied to its embedding, and a score head is
+    trained in full. Under ZeRO-3 the base may already be sharded. The adapters are created unsharded, with
+    the same values on every rank, and the engine shards them. Errors name ``key``, the section in the config.
     """
     heads = [id(model.get_output_embeddings()), id(getattr(model, "score", None))]
     layers = [
@@ -52,7 +52,7 @@ def add_adapters(
         base_model_name_or_path=model.name_or_path,
         task_type=kind,
     )
-    with torch.random.fork_rng(devices=[]):  # A depends on the seed alone, not on what was drawn before it
+    with torch.random.fork_rng(devices=[]):  # A depends only on the seed
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, ADAPTER)
     if hasattr(model, "score"):
@@ -60,7 +60,7 @@ def add_adapters(
 
 
 def _target_names(targets: list[str] | None, layers: list[str], key: str) -> list[str]:
-    """Returns the names of the layers to adapt; raises UserError for a name that no layer has."""
+    """Returns the names of the layers to adapt; raises UserError for an empty list or an unknown name."""
     names = sorted({layer.rpartition(".")[2] for layer in layers})
     if targets is None:
         return names
@@ -85,10 +85,11 @@ def adapter_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def without_adapters(module: nn.Module) -> AbstractContextManager[None]:
-    """Makes the model compute exactly what its base computes inside the block, with the adapters' scale 0.
+    """Sets the adapters' scale to 0 inside the block, so that the model computes exactly what its base does.
 
-    The adapter layers still run: under ZeRO-3 a forward through other modules than the last one discards the
-    prefetch plan, and peft's own switch turns off ``requires_grad`` of parameters that belong to an engine.
+    The adapter layers still run. Skipping them would discard the prefetch plan of ZeRO-3, which expects the
+    modules of the last forward, and peft's own switch would turn off ``requires_grad`` of parameters that
+    belong to an engine.
     """
     return rescale_adapter_scale(module, 0.0)
 
@@ -131,7 +132,7 @@ def plain_weights(module: nn.Module) -> list[PlainWeight]:
 
 
 def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Converts a state dict of ``model`` to one of the model without adapters, with these merged.
+    """Converts a state dict of ``model`` to that of the model without adapters by merging the adapters.
 
     ``state`` is not changed.
     """

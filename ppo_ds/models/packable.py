@@ -1,4 +1,4 @@
-"""Base of models whose forwards take padded or packed rows, and the choice between the two."""
+"""Base class of models that take padded or packed rows, and the choice between the two layouts."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from ppo_ds.models.packed_attention import (
     why_not_packed,
 )
 
-_FIRST, _SECOND = 8, 24  # tokens in the two rows of the trial
+_FIRST, _SECOND = 8, 24  # numbers of tokens in the two rows that ``_try_packed`` compares
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The layout that a model chose, for the start-up banner."""
+    """Result of ``choose_layout``, shown in the start-up banner."""
 
     packed: bool
-    reason: str | None = None  # why rows are padded with memory.layout=packed, or after a failed trial
+    # why rows are padded although memory.layout=packed, or after ``_try_packed`` failed
+    reason: str | None = None
     kernel: bool = False  # whether a kernel computes the packed attention of every layer
 
 
 class PackableModel(nn.Module):
     """Model with a transformers trunk whose forwards take padded or packed rows.
 
-    ``packed`` tells whether a forward packs its rows into one. ``choose_layout`` sets it, since not every
-    model supports packed rows.
+    If ``packed`` is true, a forward concatenates its rows into one. ``choose_layout`` sets it, since not
+    every model supports packed rows.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class PackableModel(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """The number of rows of the embedding, which token ids must be below."""
+        """The number of rows of the embedding; all token ids must be smaller."""
         raise NotImplementedError
 
     def choose_layout(
@@ -55,8 +56,8 @@ class PackableModel(nn.Module):
     ) -> LayoutChoice:
         """Chooses and sets the layout of this model for ``memory.layout`` (auto, packed or padded).
 
-        Packed rows are tried first, since no flag of a model's class shows what its layers do with the ends
-        of the sequences. ``forward`` calls this model through its engine. It is called twice, which is a
+        Packed rows are first tested with two forwards, since no flag of a model class shows whether its
+        layers respect the ends of the sequences. ``forward`` calls this model through its engine, which is a
         collective under ZeRO-3.
         """
         self.packed = False
@@ -67,16 +68,16 @@ class PackableModel(nn.Module):
         return LayoutChoice(self.packed, fault, kernel)
 
     def _try_packed(self, forward: Callable[[Tensor, Tensor, int], Any]) -> tuple[str | None, bool]:
-        """Compares the hidden states of two short rows, padded and packed.
+        """Compares the hidden states of two short rows between a padded and a packed forward.
 
-        Returns why rows cannot be packed, or None, and whether a kernel supports the heads of every layer.
-        Only the second row could attend to tokens of another row. The median over its tokens is compared,
-        since rounding may route one of them to another expert.
+        Returns the reason why rows cannot be packed, or None, and whether a kernel supports the heads of
+        every layer. Only the second row is compared, since only its tokens come after those of another row.
+        The median over its tokens is used, since rounding may route a token to another expert.
         """
         ids = torch.arange(2 * _SECOND).view(2, _SECOND) % self.vocab_size
         mask = torch.ones(2, _SECOND, dtype=torch.bool)
         mask[0, _FIRST:] = False
-        states: list[Tensor] = []  # of the second row
+        states: list[Tensor] = []  # hidden states of the second row: padded, then packed
         hook = self.trunk.base_model.register_forward_hook(
             lambda _module, _inputs, out: states.append(out.last_hidden_state[-1, -_SECOND:].float())
         )

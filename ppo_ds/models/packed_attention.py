@@ -1,13 +1,13 @@
 """Attention of packed rows, in which several sequences share one row and each attends to itself only.
 
 In all models that support attention backends, transformers passes unknown arguments of the forward (here the
-ends of the sequences) to the attention function of every layer. This module replaces its "sdpa" function; a
-forward that is not packed still calls the original. Gradient checkpointing repeats a layer with the same
-arguments, so that a repeated forward is packed too.
+ends of the sequences) to the attention function of every layer. This module replaces the function registered
+as "sdpa"; forwards that are not packed still call the original. Gradient checkpointing repeats a layer with
+the same arguments, so that the repeated forward is packed too.
 
 On CUDA, 16-bit inputs use a kernel of torch (``torch.nn.attention.varlen``). With
-attn_implementation=flash_attention_2 transformers reads the same arguments itself. Neither has been tested on
-a GPU yet.
+attn_implementation=flash_attention_2 transformers reads the same arguments itself. Neither kernel has been
+tested on a GPU yet.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from transformers.masking_utils import sdpa_mask
 
 from ppo_ds.types import to_device
 
-_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 or later
+_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # True from torch 2.12 on
 
 
 @dataclass
 class AttentionCalls:
-    """Calls of ``attention`` in a packed forward."""
+    """Record of the calls of ``attention`` in one packed forward."""
 
     # for each layer that received the ends of the sequences: whether the kernel supports its heads
     kernel: list[bool] = field(default_factory=list)
@@ -47,15 +47,15 @@ class AttentionCalls:
 
     @property
     def fault(self) -> str | None:
-        """The reason why sequences of a row attend to each other; None if they do not."""
+        """The reason why sequences in a row can attend to each other, or None if they cannot."""
         if self.without_ends:
             return f"{self.without_ends[0]} does not receive the ends of the sequences in a packed row"
         return None if self.kernel else "it never calls the attention function of ppo_ds"
 
 
-# of the running packed forward
+# the record of the packed forward that is running, or None
 _calls: ContextVar[AttentionCalls | None] = ContextVar("_calls", default=None)
-# True in a forward of a Layout, where the sequences of each row are known
+# True during a forward of a Layout, which defines the sequences of each row
 _layout_known: ContextVar[bool] = ContextVar("_layout_known", default=False)
 _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
@@ -73,9 +73,10 @@ def packed_arguments(lengths: list[int], device: torch.device) -> dict[str, Any]
 
 @contextmanager
 def layout_forward(model: PreTrainedModel, packed: bool) -> Iterator[None]:
-    """Enters the context of a forward of a Layout (layout.py).
+    """Sets up the context for a forward of a Layout (layout.py).
 
-    Without it transformers would detect packed rows from the position ids, and the host would wait for them.
+    Outside of this context transformers detects packed rows from the position ids, for which the host waits
+    for the device.
     """
     token = _layout_known.set(True)
     try:
@@ -87,11 +88,11 @@ def layout_forward(model: PreTrainedModel, packed: bool) -> Iterator[None]:
 
 @contextmanager
 def packed_forward(model: PreTrainedModel) -> Iterator[None]:
-    """Enters the context of a forward with ``packed_arguments``, in which no mask is made.
+    """Sets up the context for a forward with ``packed_arguments``, in which no attention mask is made.
 
-    Asserts that all layers have received the arguments. The check runs after the forward: an exception in the
-    middle of it would leave weights gathered under ZeRO-3. Inside ``record_attention_calls`` the check is up
-    to the caller.
+    Asserts that all layers have received the arguments. The check runs after the forward, because an
+    exception in the middle of it would leave weights gathered under ZeRO-3. Inside ``record_attention_calls``
+    the caller does the check.
     """
     if not uses_attention_interface(model) or _calls.get() is not None:
         yield
@@ -148,7 +149,7 @@ def attention_per_sequence(
 ) -> Tensor:
     """Computes causal attention [N,heads,d] within each sequence.
 
-    query [N,heads,d], key and value [N,groups,d]. ``ends`` begins with 0.
+    query is [N,heads,d], key and value are [N,groups,d]. ``ends`` holds 0 and the end of each sequence.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -178,13 +179,14 @@ def mask_unless_packed(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-    """Returns the sequence index of each token as transformers finds it; None if a Layout defines it."""
+    """Returns the sequence index of each token as transformers detects it; None in a forward of a Layout."""
     return None if _layout_known.get() else _find_packed_sequence_indices(position_ids)
 
 
 AttentionInterface.register("sdpa", attention)
 AttentionMaskInterface.register("sdpa", mask_unless_packed)
-# No argument of transformers turns the detection off: without position ids it makes and checks its own.
+# transformers has no argument that turns the detection off: a model without position ids makes its own and
+# runs the detection on them.
 masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
 
@@ -211,7 +213,7 @@ def may_pack(model: PreTrainedModel, layout: str, device: torch.device) -> bool:
 
     ``auto`` allows them on a GPU that has the kernel. On a CPU they gain nothing: forward and backward of
     Llamas with 2 to 4 layers took 0.9 to 1.2 times as long as with rows grouped by length (ops/batching.py).
-    A trial of the model follows (packable.py).
+    If this function returns True, ``PackableModel.choose_layout`` still tests the model.
     """
     if layout == "padded" or why_not_packed(model) is not None:
         return False

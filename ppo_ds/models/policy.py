@@ -30,18 +30,18 @@ class PolicyOutput(NamedTuple):
 
     logprobs: Tensor  # [B,R]
     entropy: Tensor | None  # [B,R] exact, nats; None unless requested
-    values: Tensor | None  # [B,R+1] of the states; None without a value head
+    values: Tensor | None  # [B,R+1] values of the states; None without a value head
     aux: Tensor | None  # 0-dim: the load-balancing loss of a mixture of experts; None unless requested
 
 
 class Policy(PackableModel):
     """Causal LM as a policy over the response tokens.
 
-    Log-probs are those of the sampling distribution: the logits are divided by ``temperature``.
+    Log-probs are computed for the sampling distribution: the logits are divided by ``temperature``.
     """
 
     def __init__(self, lm: PreTrainedModel, temperature: float, value_head: bool = False):
-        """Wraps ``lm``. With ``value_head`` the critic shares its trunk; the head starts at zero."""
+        """Wraps ``lm``; ``value_head`` adds a critic that shares its trunk, with a head of zeros."""
         super().__init__()
         self.lm = lm
         install_head(lm)
@@ -49,8 +49,9 @@ class Policy(PackableModel):
             zeroed_head(lm.get_output_embeddings().in_features, lm.dtype) if value_head else None
         )
         self.temperature = temperature
-        # generate() takes options that are not set from the model's own file (Qwen2.5-Instruct: top_k 20,
-        # repetition penalty); the settings of the file are kept for the saved model
+        # generate() takes options that the caller does not set from the model's own file (Qwen2.5-Instruct:
+        # top_k 20, repetition penalty), so the model gets an empty config. The settings of the file are kept
+        # for the saved model.
         self.generation_config = saveable(lm.generation_config)
         lm.generation_config = GenerationConfig()
         # None until the first forward has probed the head. A model without an LMHead always computes logits.
@@ -70,7 +71,8 @@ class Policy(PackableModel):
     ) -> PolicyOutput:
         """Returns the log-probs of the last ``response_width`` tokens of ids [B,T], 0 after each response.
 
-        ``with_entropy`` and ``with_aux`` add the other outputs. ``temperature`` replaces that of sampling.
+        ``with_entropy`` and ``with_aux`` add these outputs. ``temperature`` replaces the sampling
+        temperature.
         ``entropy_gradient=False`` detaches the entropy, which makes the backward cheaper.
         """
         layout = make_layout(ids, attention_mask, response_width, self.lm, packed=self.packed)
@@ -98,8 +100,9 @@ class Policy(PackableModel):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Runs one forward of the model.
 
-        Returns the states [b*t,H] that the head reads, the logits [1,K,V] at ``positions`` or None if the
-        head alone computes them from the states, and the load-balancing loss if requested.
+        Returns the input states [b*t,H] of the head, the logits [1,K,V] at ``positions``, and the
+        load-balancing loss if requested. The logits are None if the head can compute the log-probs from the
+        states.
         """
         if with_aux:
             arguments = arguments | {"output_router_logits": True}
@@ -111,13 +114,13 @@ class Policy(PackableModel):
             states, out = forward_at(self.lm, positions, arguments)
         elif states is None and reads_trunk and not with_aux:
             states = self.lm.base_model(**arguments).last_hidden_state.flatten(0, -2)
-        elif states is None:  # only the model's own forward computes a load-balancing loss
+        elif states is None:  # only the whole model computes the states or the load-balancing loss
             states, out = forward_at(self.lm, positions[:1], arguments)
         return states, None if makes_logits else out.logits, out.aux_loss if with_aux else None
 
     @property
     def trunk(self) -> PreTrainedModel:
-        """The model of transformers."""
+        """The wrapped transformers model."""
         return self.lm
 
     @property
@@ -129,7 +132,7 @@ class Policy(PackableModel):
 
     @property
     def vocab_size(self) -> int:
-        """The number of rows of the embedding, which token ids must be below."""
+        """The number of rows of the embedding; all token ids must be smaller."""
         return self.lm.get_input_embeddings().num_embeddings
 
     @property
@@ -150,16 +153,17 @@ class Policy(PackableModel):
             self.lm.generation_config = cleared
 
     def save_adapter(self, directory: Path, state_dict: dict[str, Tensor]) -> None:
-        """Writes the adapter alone, as peft loads it onto the base; nothing without an adapter."""
+        """Writes only the adapter, for peft to load onto the base; writes nothing without an adapter."""
         if adapter_layers(self.lm):
             with draft_directory(directory) as draft:
                 save_adapter(self.lm, draft, state_dict)
 
 
 def saveable(config: GenerationConfig) -> GenerationConfig:
-    """Sets do_sample in a generation config that has a temperature without it, as those of many models.
+    """Sets do_sample in a generation config that is invalid without it, and returns the config.
 
-    transformers up to 5.17 refuses to write such a config, which would fail at the end of a training.
+    The configs of many models have a temperature without do_sample. transformers up to 5.17 refuses to write
+    such a config, so that saving the model at the end of training would fail.
     """
     try:
         config.validate(strict=True)
@@ -171,7 +175,7 @@ def saveable(config: GenerationConfig) -> GenerationConfig:
 def load_policy(model: ModelConfig, *, temperature: float, key: str, value_head: bool = False) -> Policy:
     """Loads a policy from a local folder or the Hub.
 
-    Raises UserError, which names ``key``, if the folder does not hold a complete causal LM.
+    Raises UserError, which names ``key``, if the folder does not contain a complete causal LM.
     """
     lm, info = from_pretrained(AutoModelForCausalLM, model, config=config_of(model, key), key=key)
     refuse_missing(model.path, info, key=key)
@@ -184,9 +188,8 @@ def load_policy(model: ModelConfig, *, temperature: float, key: str, value_head:
 def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
     """Makes ``from_pretrained`` shard each weight over the ranks as it is read (ZeRO-3).
 
-    No rank ever holds a whole model.
-    transformers shards as long as an HfDeepSpeedConfig exists; it is deleted at the end so that later models
-    are not sharded.
+    No rank ever holds a whole model. transformers shards models as long as an HfDeepSpeedConfig exists. It is
+    deleted at the end so that later models are not sharded.
     """
     alive = HfDeepSpeedConfig(deepspeed_config)
     try:
@@ -196,10 +199,10 @@ def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
 
 
 def unsharded_twin(lm: nn.Module, device: torch.device) -> nn.Module:
-    """Copies the architecture and the buffers of ``lm``; the parameters are empty, to be filled later.
+    """Copies the architecture and the buffers of ``lm``; the copied parameters are empty and filled later.
 
     ``lm`` may be sharded; its buffers (RoPE's inverse frequencies) never are. Parameters tied in ``lm`` are
-    tied in the copy, which has no adapters: it is filled with the ``plain_weights`` of ``lm``.
+    tied in the copy. The copy has no adapters: it is filled with the ``plain_weights`` of ``lm``.
     """
     with torch.device("meta"):
         twin = type(lm)(lm.config)

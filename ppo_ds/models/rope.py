@@ -13,8 +13,8 @@ def rope_length_limit(config: PreTrainedConfig) -> tuple[str, int] | None:
     Returns None if they are constant for all lengths.
 
     For a longer row "longrope" switches to its other set of frequencies and "dynamic" scales them, for the
-    whole batch at once. The log-probs of a row would then depend on the other rows of its batch, and those of
-    decoding, where rows end one by one, would differ from those of training.
+    whole batch at once. The log-probs of a row would then depend on the other rows of its batch. They would
+    also differ between decoding, where rows end one by one, and training.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}

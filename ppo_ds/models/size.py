@@ -1,4 +1,4 @@
-"""Sizes of a model, from which ops/flops.py computes costs and ops/memory.py memory."""
+"""Determines the sizes of a model, from which ops/flops.py computes FLOPs and ops/memory.py memory."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of 
 def size_of(model: nn.Module) -> Size:
     """Returns the sizes of a transformers model, whose parameters may be sharded by ZeRO-3.
 
-    A sequence classifier has no head in this sense. All experts count as active unless the config names their
-    number and the number per token by one of the usual names.
+    ``head`` is 0 for a sequence classifier. All experts count as active unless the config has both the number
+    of experts and the number per token under one of the usual names.
     """
     config: Any = model.config.get_text_config()
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     head = output.weight if output is not None else None
     body = sum(_numel(p) for p in model.parameters() if p is not embedding and p is not head)
-    # none: a state-space model, which keeps no keys and values
+    # a state-space model has no attention heads and keeps no keys and values
     heads = getattr(config, "num_attention_heads", None) or 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), None)
     active = getattr(config, "num_experts_per_tok", None)
-    idle = 0  # parameters of the experts that a token does not use; shared experts serve all tokens
+    idle = 0  # parameters of the experts that a token does not use; all tokens use the shared experts
     if experts and active:
         routed = sum(_numel(p) for name, p in model.named_parameters() if ".experts." in name)
         idle = routed * (experts - active) // experts
@@ -52,14 +52,14 @@ def size_of(model: nn.Module) -> Size:
 
 
 def _numel(parameter: nn.Parameter) -> int:
-    """Returns the number of elements of the whole parameter; a sharded one holds none between forwards."""
+    """Returns the number of elements of the full parameter; a sharded one is empty between forwards."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def decoding_bytes(lm: PreTrainedModel, tokens: int, rows: int) -> int:
-    """Returns the memory of decoding ``rows`` responses at a time, without the weights.
+    """Returns an upper bound of the bytes for decoding ``rows`` responses at a time, without the weights.
 
-    ``tokens`` is the number of tokens of these rows, prompts included.
+    ``tokens`` is the total number of tokens of these rows, prompts included.
     """
     return decode_bytes_bound(shape_of(lm), tokens, rows, lm.dtype.itemsize)
 
@@ -107,10 +107,10 @@ def planned_shape(
     value_head: bool = False,
     key: str,
 ) -> Shape:
-    """Returns the shape of a model from its config.json alone, made on the meta device without memory.
+    """Returns the shape of a model from its config.json; the model is only built on the meta device.
 
-    ``classifier`` makes a sequence classifier with one label, such as a critic or a reward model, instead of
-    a language model. UserError names ``key``.
+    ``classifier`` selects a sequence classifier with one label, such as a critic or a reward model, instead
+    of a language model. Errors name ``key``.
     """
     config, implementation = config_of(section, key), attention(section, key)
     if classifier:

@@ -1,4 +1,4 @@
-"""Limits of time and memory for the rendering of a chat template, which is a program in a model's folder."""
+"""Time and memory limits for rendering a chat template, which is a program from a model's folder."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-CHARACTERS = 10_000_000  # of a rendered chat, about 2.5 million tokens
-SECONDS = 10.0  # of CPU time; a usual template takes less than a millisecond
-BYTES = 2 * 1024**3  # that the process may allocate meanwhile, all threads together
+CHARACTERS = 10_000_000  # maximum length of a rendered chat, about 2.5 million tokens
+SECONDS = 10.0  # maximum CPU time; most templates take less than a millisecond
+BYTES = 2 * 1024**3  # maximum memory that all threads of the process may allocate meanwhile
 
 
 @contextmanager
 def rendering_limits() -> Iterator[None]:
-    """Raises TimeoutError or MemoryError in the block where a template exceeds the limits.
+    """Raises TimeoutError or MemoryError inside the block if a template exceeds the limits.
 
-    The limit of time needs the main thread, and is checked between the operations of the template. The limit
-    of memory needs Linux.
+    The time limit applies in the main thread only and is checked between the operations of the template. The
+    memory limit applies on Linux only.
     """
     limits, in_main_thread = resource.getrlimit(resource.RLIMIT_AS), _is_main_thread()
     before = None

@@ -1,4 +1,4 @@
-"""Creates tiny random models as Hugging Face folders: a character-level Llama, or any family made small."""
+"""Creates tiny random models as Hugging Face folders: a character-level Llama, or one of any family."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 
 def character_tokenizer(characters: str) -> Tokenizer:
-    """Makes a tokenizer with one token per character, after pad, end and unknown.
+    """Makes a tokenizer with a pad, an end and an unknown token, and one token per character.
 
     Encoding adds no special tokens.
     """
@@ -48,7 +48,7 @@ def character_tokenizer(characters: str) -> Tokenizer:
 def tiny_llama(
     tokenizer: Tokenizer, *, hidden_size: int, layers: int, heads: int, max_tokens: int
 ) -> nn.Module:
-    """Makes a LlamaForCausalLM in fp32 without tied embeddings and dropout.
+    """Makes a LlamaForCausalLM in fp32 without tied embeddings or dropout.
 
     The random weights come from torch's global random state.
     """
@@ -69,7 +69,7 @@ def tiny_llama(
 
 
 def save(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes weights, config, generation config (its end token) and tokenizer for ``from_pretrained``."""
+    """Writes weights, config, generation config and tokenizer for ``from_pretrained``."""
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.stop_ids[0], pad_token_id=tokenizer.pad_id
     )
@@ -81,7 +81,7 @@ def save(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
 
 HEAD, MOST_HEADS = 8, 16  # width of a head; maximum number of query heads that share a key head
 _HEADS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
-# all set to the same width
+# config keys that are set to the width of the model
 _WIDTHS = ("hidden_size", "embedding_size", "pooler_hidden_size", "word_embed_proj_dim")
 _INNERS = (
     "intermediate_size",
@@ -94,7 +94,7 @@ _INNERS = (
 )
 _EXPERT_INNERS = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
 _LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
-_AT_MOST = {  # upper bounds of other sizes
+_AT_MOST = {  # upper bounds of other config values
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1,
     "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "max_window_layers": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": HEAD,
@@ -103,10 +103,11 @@ _AT_MOST = {  # upper bounds of other sizes
 
 
 def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a copy of the config with few layers, one of each kind, and small widths.
+    """Returns a copy of the config with few layers, at least one of each kind, and small widths.
 
-    The model has about ten thousand parameters beside its embedding. Vocabulary, positions, activation, RoPE,
-    windows, tied weights and special tokens stay, and so does the ratio of query heads to key heads.
+    The model has about ten thousand parameters besides its embedding. Vocabulary, positions, activation,
+    RoPE, windows, tied weights and special tokens are unchanged, and so is the ratio of query heads to key
+    heads up to MOST_HEADS.
     """
     small = copy.deepcopy(config)
     text: Any = small.get_text_config()
@@ -133,14 +134,14 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
     _fewer_layers(text)
     rope = getattr(text, "rope_parameters", None) or {}
     for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        for name in ("short_factor", "long_factor"):  # LongRoPE: one for each pair of a head's dimensions
+        for name in ("short_factor", "long_factor"):  # LongRoPE: one factor per pair of a head's dimensions
             if isinstance(part.get(name), list):
                 part[name] = part[name][: int(HEAD * part.get("partial_rotary_factor", 1.0)) // 2]
     return small
 
 
 def _fewer_layers(config: Any) -> None:
-    """Keeps two layers, or one of each kind, and their entries in lists with one entry per layer."""
+    """Keeps two layers, or one of each kind if there are more kinds, and their entries in per-layer lists."""
     before = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
     kept = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if kinds else []
@@ -158,8 +159,8 @@ def save_shrunk(
 ) -> None:
     """Writes a tiny random model with the architecture and the tokenizer of ``path`` to ``folder``.
 
-    Reads no weights. The model is of the class that config.json names, so that it has a score head only if
-    the original has one; with ``language_model`` it is always a causal LM. UserError names ``key``.
+    No weights are read. The model has the class that config.json names, so that it has a score head only if
+    the original has one; with ``language_model`` it is always a causal LM. Errors name ``key``.
     """
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
     tokenizer = load_tokenizer(path, revision, trust_remote_code, key=key)
@@ -174,7 +175,7 @@ def save_shrunk(
             else:
                 auto_class = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
                 model = auto_class.from_config(small, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the code of a family may raise anything for sizes that it does not expect
+    except Exception as error:  # model code may raise anything for sizes that it does not expect
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"{key}={path}: no tiny model of this architecture could be made "

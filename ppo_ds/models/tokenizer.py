@@ -1,8 +1,8 @@
-"""Tokenizers: a wrapper around that of Hugging Face with one pad id and one set of stop ids, and its loader.
+"""Loads Hugging Face tokenizers and wraps them with one pad id and one set of stop ids.
 
 The wrapped tokenizer is never changed, except for a chat template from the config, so that a trained model is
-saved with the tokenizer that was loaded. Without a pad token the first end token is used for padding; masks
-never come from ids, so this cannot hide an end token inside a prompt.
+saved with the tokenizer that was loaded. Without a pad token the first end token is used for padding. Masks
+are never computed from ids, so this cannot mask an end token inside a prompt.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included (a model's embedding may have more rows)."""
+        """The number of tokens, including added tokens (a model's embedding may have more rows)."""
         return len(self.hf)
 
     @cached_property
     def id_bound(self) -> int:
-        """The upper bound (exclusive) of all ids, those of end and pad tokens included.
+        """The exclusive upper bound of all ids, including the end and pad ids.
 
-        It may exceed ``vocab_size``, since a vocabulary may have gaps.
+        It may exceed ``vocab_size``, since the ids of a vocabulary may have gaps.
         """
         return 1 + max(*self.hf.get_vocab().values(), *self.stop_ids, self.pad_id)
 
@@ -73,9 +73,9 @@ class Tokenizer:
         return bool(self.hf.chat_template)
 
     def encode_many(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
-        """Returns the ids of each text without truncation and padding.
+        """Returns the ids of each text without truncation or padding.
 
-        ``special_tokens`` includes those that the tokenizer adds, such as a first BOS.
+        ``special_tokens`` includes the special tokens that the tokenizer adds, such as a leading BOS.
         """
         if not texts:
             return []
@@ -84,7 +84,7 @@ class Tokenizer:
         )["input_ids"]
 
     def render_chat(self, messages: list[Message], to_answer: bool = True) -> str:
-        """Renders a chat as text, with ``to_answer`` up to the beginning of the assistant's next message."""
+        """Renders a chat as text; ``to_answer`` appends the beginning of the assistant's next message."""
         if not self.has_chat_template:
             raise UserError(
                 "a chat, but the tokenizer has no chat template; set data.chat_template=<Jinja or file>, "
@@ -109,11 +109,11 @@ class Tokenizer:
 
 
 class TemplateFault(ValueError):
-    """Raised for a chat template that is not Jinja, refuses a chat, or fails while rendering it."""
+    """Raised if a chat template is not valid Jinja, refuses a chat, or fails while rendering it."""
 
 
 def render(hf: PreTrainedTokenizerBase, messages: list[Message], **options: Any) -> str:
-    """Renders a chat as text; raises TemplateFault."""
+    """Renders a chat as text; raises TemplateFault if that fails."""
     try:
         with rendering_limits():
             text = hf.apply_chat_template(messages, tokenize=False, **options)
@@ -156,9 +156,10 @@ def load_tokenizer(
         refuse_code_of_others(path, revision, key)
     try:
         hf = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the libraries raise anything from OSError to a bare Exception
+    except Exception as error:  # the libraries may raise any exception, even a bare Exception
         raise UserError(f"{key}={path}: {_remedy(error, key)}") from error
-    if len(hf) <= len(hf.get_added_vocab()):  # transformers makes tokenizers of some families without files
+    # for some families transformers makes a tokenizer without any files
+    if len(hf) <= len(hf.get_added_vocab()):
         raise UserError(f"{key}={path}: the tokenizer has no vocabulary; {NEEDED}")
     if chat_template is not None:
         hf.chat_template = chat_template
@@ -186,7 +187,7 @@ def _generation_end_ids(path: str, revision: str | None, key: str) -> tuple[int,
     """
     try:
         ids = GenerationConfig.from_pretrained(path, revision=revision).eos_token_id
-    except OSError as error:  # most often there is none
+    except OSError as error:  # most often the model has no such file
         if (Path(path) / "generation_config.json").exists():
             raise UserError(
                 f"{key}={path}: generation_config.json cannot be read; correct or remove it"

@@ -1,8 +1,9 @@
-"""Critics and reward models: a trunk with a scalar head, read at each token or once for the whole text.
+"""Critics and reward models: a trunk with a scalar head, applied at each token or once to the whole text.
 
-Departures from ``AutoModelForSequenceClassification``: the score of a decoder is read at the last *attended*
-position, found from the mask. transformers looks for the rightmost id that is not the pad id, which is the
-position before the end token if pad and end are the same. Position ids are always passed.
+They differ from ``AutoModelForSequenceClassification`` in two points. The score of a decoder is read at the
+last *attended* position, which is found from the mask. transformers uses the rightmost id that is not the pad
+id, which is the position before the end token if pad and end are the same. A decoder that accepts position
+ids always gets them.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ _HEAD = "score.weight"  # name of the sequence classification head in every deco
 class ScoreHead(nn.Linear):
     """Linear head that computes in fp32 whatever the dtype of its weight.
 
-    Values are regressed on returns, and bf16 has three digits only. The head can keep a copy of its initial
-    parameters, so that a critic that started from a reward model can still compute that model's scores.
+    Values are regressed on returns, and bf16 has only about three decimal digits. The head can keep a copy of
+    its initial parameters, so that a critic that was initialized from a reward model can still compute that
+    model's scores.
     """
 
     as_kept = False  # whether ``forward`` uses the copies that ``keep`` made
@@ -72,19 +74,19 @@ def zeroed_head(width: int, dtype: torch.dtype) -> ScoreHead:
 class ScoreModel(PackableModel):
     """Sequence classifier with one label.
 
-    A decoder has a value at each token, an encoder has one for the whole text.
+    A decoder computes a value at each token, an encoder one score for the whole text.
     """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
-        # Other classifiers are run by their own forward: an encoder reads its first token, an encoder-decoder
-        # the last token of its decoder.
+        # Classifiers that are not decoders run their own forward: an encoder is scored at its first token, an
+        # encoder-decoder at the last token of its decoder.
         self.is_decoder = _is_decoder(model)
         self._positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
         self._types = "token_type_ids" in inspect.signature(model.forward).parameters
         if self.is_decoder and isinstance(model.score, nn.Linear):
-            linear = model.score  # under ZeRO-3 the same shards serve in the new head
+            linear = model.score  # its parameters, sharded under ZeRO-3, move to the new head
             model.score = ScoreHead(
                 linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
             )
@@ -97,11 +99,10 @@ class ScoreModel(PackableModel):
         response_width: int | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """Returns values [B,R+1] or scores [B] in fp32 for ids and attention_mask [B,T].
+        """Returns values [B,R+1] in fp32, or scores [B] without ``response_width``, for ids and mask [B,T].
 
         Column t holds the value of the state before response token t. The column after a row's last token
-        holds the value of its final state, and all later columns are 0. Without ``response_width`` the result
-        is the scores.
+        holds the value of its final state, and all later columns are 0.
         """
         if response_width is None:
             return self.scores(ids, attention_mask, token_type_ids)
@@ -125,8 +126,9 @@ class ScoreModel(PackableModel):
         return out.logits[:, 0].float()
 
     def gradient_checkpointing_enable(self) -> None:
-        """Recomputes activations in the backward pass."""
-        # the reentrant kind gives no gradients to a block whose input needs none, such as the first block
+        """Makes the backward pass recompute activations."""
+        # reentrant checkpointing gives no gradients to a block whose input needs none, such as the first
+        # block
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def save(self, directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
@@ -140,7 +142,7 @@ class ScoreModel(PackableModel):
 
     @property
     def trunk(self) -> PreTrainedModel:
-        """The model of transformers."""
+        """The wrapped transformers model."""
         return self.model
 
     @property
@@ -148,13 +150,13 @@ class ScoreModel(PackableModel):
         """The maximum number of tokens of a text, or None if the architecture has no limit."""
         for name, module in self.model.named_modules():
             if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-                # RoBERTa counts positions from the pad id on
+                # RoBERTa numbers positions from padding_idx + 1 on
                 return module.num_embeddings - module.padding_idx - 1
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @property
     def vocab_size(self) -> int:
-        """The number of rows of the embedding, which token ids must be below."""
+        """The number of rows of the embedding; all token ids must be smaller."""
         return self.model.get_input_embeddings().num_embeddings
 
     def _hidden(self, layout: Layout) -> Tensor:
@@ -171,7 +173,7 @@ class ScoreModel(PackableModel):
 def as_kept(model: ScoreModel) -> Iterator[None]:
     """Disables the adapters of a critic and uses the kept copy of its head inside the block.
 
-    The critic then computes what it did when its head was kept.
+    The critic then computes the same values as when ``keep`` was called on its head.
     """
     head = model.model.score
     with without_adapters(model):
@@ -185,8 +187,8 @@ def as_kept(model: ScoreModel) -> Iterator[None]:
 def load_critic(section: ModelConfig, *, zero_head: bool, key: str = "critic.model.path") -> ScoreModel:
     """Loads a critic from a causal LM or a reward model.
 
-    A trained score head is kept. A folder without one gets a head of zeros if ``zero_head``, otherwise it is
-    refused with a UserError that names ``key``.
+    A trained score head is kept. If the folder has no score head, the head is set to zeros with
+    ``zero_head``; without it a UserError that names ``key`` is raised.
     """
     path = section.path
     model, info = from_pretrained(
@@ -202,7 +204,7 @@ def load_critic(section: ModelConfig, *, zero_head: bool, key: str = "critic.mod
         _refuse_headless(path, model, info["missing_keys"], key)
     refuse_missing(path, info, allowed=[_HEAD], key=key)
     if _HEAD in info["missing_keys"]:
-        # a new module, not zeros written into the old one: under ZeRO-3 the old weight is a shard
+        # the head is replaced instead of filled with zeros, because under ZeRO-3 its weight is a shard
         model.score = zeroed_head(model.score.in_features, torch_dtype(section.dtype))
     critic = ScoreModel(model)
     if section.gradient_checkpointing:
@@ -213,7 +215,7 @@ def load_critic(section: ModelConfig, *, zero_head: bool, key: str = "critic.mod
 def load_reward_model(section: ModelConfig, *, key: str = "reward.model.path") -> ScoreModel:
     """Loads a frozen reward model.
 
-    It is any ``AutoModelForSequenceClassification`` with one label and all of its weights in the files.
+    The files must hold all weights of an ``AutoModelForSequenceClassification`` with one label.
     """
     model, info = from_pretrained(
         AutoModelForSequenceClassification, section, config=_one_label_config(section, key), key=key
@@ -224,9 +226,9 @@ def load_reward_model(section: ModelConfig, *, key: str = "reward.model.path") -
 
 
 def expect_reward_model(section: ModelConfig, *, key: str = "reward.model.path") -> tuple[int, bool]:
-    """Raises UserError if the model's config or the names of its weights show that it is no reward model.
+    """Raises UserError if the config or the names of the weights show that a model is not a reward model.
 
-    Reads no weights. Returns the number of rows of its embedding and whether it is a decoder.
+    Returns the number of rows of its embedding and whether it is a decoder. No weights are read.
     """
     path = section.path
     config = _one_label_config(section, key)
@@ -236,7 +238,7 @@ def expect_reward_model(section: ModelConfig, *, key: str = "reward.model.path")
         )
     names = weight_names(path, section.revision)
     if names is not None:
-        # suffixes are compared, since another class may have written the files, with other prefixes
+        # only suffixes are compared, since the files may come from another class, which has other prefixes
         missing = [name for name in model.state_dict() if not any(stored.endswith(name) for stored in names)]
         _refuse_headless(path, model, missing, key)
     return model.get_input_embeddings().num_embeddings, _is_decoder(model)
@@ -251,9 +253,9 @@ def _is_decoder(model: Any) -> bool:
 
 
 def _refuse_headless(path: str, model: Any, missing: Iterable[str], key: str) -> None:
-    """Raises UserError if weights of the head are among those ``missing`` from the files.
+    """Raises UserError if weights of the head are among the weights ``missing`` from the files.
 
-    Those of the trunk are left to ``refuse_missing``.
+    ``refuse_missing`` checks the weights of the trunk.
     """
     missing = sorted(name for name in missing if not name.startswith(f"{model.base_model_prefix}."))
     if missing:
@@ -272,13 +274,13 @@ def _one_label_config(section: ModelConfig, key: str) -> PreTrainedConfig:
             f"{key}={section.path}: has {config.num_labels} labels; "
             "a score needs a sequence classifier with one (num_labels=1)"
         )
-    # the 2 of a language model is a default of transformers; the weights show whether there is a head
+    # a language model has 2 labels by default in transformers; its weights show whether it has a score head
     config.num_labels = 1
     return config
 
 
 def can_start_critic(section: ModelConfig, tokenizer: Tokenizer, *, key: str = "reward.model.path") -> bool:
-    """Returns whether a model is a decoder with the vocabulary of ``tokenizer``, the actor's."""
+    """Returns whether a model is a decoder with the vocabulary of ``tokenizer``, the actor's tokenizer."""
     config = config_of(section, key)
     try:
         with torch.device("meta"):
