@@ -127,7 +127,7 @@ class Sequences(_Rows):
         return replace(self, **{name: to_device(column, device) for name, column in self.tensors().items()})
 
     def trimmed(self) -> Self:
-        """Returns the same rows, trimmed to their longest prompt and response (at least one token each)."""
+        """Returns the same rows, trimmed to the longest prompt and response (at least one token each)."""
         return self.resized(max(1, int(self.prompt_lengths.max())), max(1, int(self.response_lengths.max())))
 
     def resized(self, prompt_width: int, response_width: int) -> Self:
@@ -196,7 +196,7 @@ class ScoredRollout(Rollout):
 
     scores: Tensor = field(metadata=_B)  # [B] float32, as the reward returned them
     token_scores: Tensor = field(metadata=_R)  # [B,R] float32
-    components: tuple[dict[str, float], ...]  # of each of the B scores, its parts by name
+    components: tuple[dict[str, float], ...]  # B dicts: name -> part of the score
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Experience(Sequences):
     # [B,R] log pi_ref(a|s); None without a reference
     ref_logprobs: Tensor | None = field(default=None, metadata=_R)
 
-    # the critic; None in a run without one
+    # the critic's columns; None in a run without a critic
     values: Tensor | None = field(default=None, metadata=_S)  # [B,S] V(s) before the update
     returns: Tensor | None = field(default=None, metadata=_S)  # [B,S]
     # [B,S] bool: the states whose value is trained

@@ -19,7 +19,7 @@ from ppo_ds.models.tiny import save_shrunk
 
 STEPS, MIN_PROMPTS, MAX_SAMPLES = 2, 4, 4  # PPO steps; prompts per step; responses per prompt
 MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, MAX_DATA_ROWS, MAX_EVAL_PROMPTS = 128, 16, 1000, 8
-MARKER = ".dry_run"  # file in a folder that a dry run created, which marks that it may be emptied
+MARKER = ".dry_run"  # file that marks a folder that a dry run created and may empty
 SHOWN = (
     "dry run: config, data, reward, architectures and loop work: {steps} steps on {ranks} rank(s), "
     "one checkpoint written and read again"

@@ -45,7 +45,7 @@ from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.stage import RunContext, Stateful
 from ppo_ds.types import Reward
 
-# difference between the sampling seeds of two ranks; a large prime, so that they differ from other seeds
+# difference between the sampling seeds of consecutive ranks; a large prime, so that other seeds differ
 RANK_SEED_OFFSET = 100_003
 
 

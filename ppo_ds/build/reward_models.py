@@ -33,7 +33,7 @@ class RewardModels:
         self._base: tuple[Hashable, TrainedModel] | None = None
 
     def offer(self, critic: TrainedModel, start: CriticStart, config: Config) -> None:
-        """Lets rewards use the critic's base weights, if it has adapters and started from the reward model.
+        """Shares the critic's base weights if the critic has adapters and started from the reward model.
 
         A collective, called before any training.
         """

@@ -28,8 +28,8 @@ def approx_kl(
         k1 = d        abs = |d|        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
 
     "k1+" and "k3+" have the value of k1 and k3 and the gradient of k2. Of k1, k2 and k3, only k2 has the
-    gradient of the reverse KL in expectation. The expected gradient of k1 is 0; that of k3 is the gradient of
-    the forward KL.
+    gradient of the reverse KL in expectation. The expected gradient of k1 is 0, and the expected
+    gradient of k3 is the gradient of the forward KL.
 
     In k3, -d is limited to 20, so that the value stays finite; the gradient is 0 beyond the limit. Large d
     need no limit, since exp(-d) vanishes.

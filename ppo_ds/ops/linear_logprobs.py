@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from ppo_ds.ops.masked import widen
 
 CPU_BLOCK = 2**20  # numbers in a block of logits: 4 MB of float32 fit the caches of a CPU
-GPU_BLOCK = 2**25  # 128 MB: few kernel launches
+GPU_BLOCK = 2**25  # 128 MB of float32, so that few kernels are launched
 KEPT = 2**25  # maximum number of logits that are kept for the backward pass: 128 MB
 _FLOOR = -1e4  # exp(-1e4) is 0 even in float64; avoids 0 * log 0 = NaN where a logit is -inf
 
@@ -137,8 +137,8 @@ class _LinearStatistics(torch.autograd.Function):
                 kept += [exp, sums.largest]
         log_sum = sums.exp.log()
         entropy = log_sum - sums.weighted / sums.exp if with_entropy else None
-        # saves the parameter itself, no copy: ZeRO-3 releases it between the passes and gathers it again for
-        # the backward
+        # saves the parameter itself instead of a copy: ZeRO-3 releases the parameter between the passes and
+        # gathers it again for the backward
         ctx.save_for_backward(hidden, weight, bias, labels, sums.largest + log_sum, entropy, *kept)
         ctx.temperature, ctx.size = temperature, size
         ctx.set_materialize_grads(False)

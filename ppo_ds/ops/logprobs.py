@@ -134,7 +134,7 @@ class _RowStatistics(torch.autograd.Function):
             p = log_p.exp()
             if grad_entropy is None:
                 d = log_p.zero_()
-            else:  # -(log p + H) * dL/dH, in place of log_p
+            else:  # -(log p + H) * dL/dH, which overwrites log_p
                 d = log_p.clamp_(min=_FLOOR).add_(entropy[block].unsqueeze(-1))
                 d = d.mul_(-grad_entropy[block].unsqueeze(-1))
             idle = torch.ones_like(log_norm[block], dtype=torch.bool)

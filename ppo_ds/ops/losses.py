@@ -36,7 +36,7 @@ ISWeights = Literal["tis", "icepop", "seq_mask_tis"]
 class BatchTotals:
     """Counts of one optimizer step over all ranks and micro-batches.
 
-    ``norm`` is the divisor of "token_sum_norm", any constant.
+    ``norm`` is the constant divisor of the aggregation "token_sum_norm".
     """
 
     tokens: float
@@ -59,8 +59,8 @@ def batch_totals(
 class Share(NamedTuple):
     """The contribution of one micro-batch to an aggregated loss."""
 
-    total: Tensor  # 0-dim: its part of the numerator
-    weight: Tensor  # 0-dim: its part of the divisor; parts add up over micro-batches and ranks
+    total: Tensor  # 0-dim: the micro-batch's part of the numerator
+    weight: Tensor  # 0-dim: the micro-batch's part of the divisor; adds up over micro-batches and ranks
     divisor: float | None  # the divisor of the whole optimizer step; None without totals
 
 
@@ -71,7 +71,7 @@ def token_mean(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
 
 def seq_mean_token_mean(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
     """Divides the sum over sequences of their token means by the number of sequences."""
-    # eps as in OpenRLHF and verl: without effect in float32, needed for equal results in float64
+    # the eps of OpenRLHF and verl, for equal results in float64; it has no effect in float32
     total = masked_mean(loss, mask, dim=-1, eps=1e-8).sum()
     return Share(total, _rows(mask).sum(), totals.sequences if totals else None)
 

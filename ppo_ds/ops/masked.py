@@ -48,8 +48,8 @@ def masked_mean_var(
     """Computes mean, variance and count (0-dim) of the positions with mask = 1 over all ranks; detached.
 
     The computation takes two passes, the mean and then the squared differences from it, both summed and
-    reduced in float64. E[x^2] - E[x]^2 would lose all precision for advantages that are far from 0. Fewer
-    than two positions have variance 0.
+    reduced in float64. E[x^2] - E[x]^2 would lose all precision for advantages that are far from 0. The
+    variance of fewer than two positions is 0.
     """
     total = reduce or (lambda t: t)
     mask = mask.bool().expand_as(x)

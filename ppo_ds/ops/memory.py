@@ -58,7 +58,7 @@ class EngineMemory:
     weights: int
     masters: int
     moments: int
-    buffers: int = 0  # for gradients
+    buffers: int = 0  # persistent buffers for gradients
     # temporary
     bucket: int = 0  # allocated in each backward
     gradients: int = 0  # accumulated when the second micro-batch begins, beyond ``buffers``

@@ -25,7 +25,7 @@ class RunningMoments:
     def update(self, x: Tensor, reduce: Reduce | None = None) -> None:
         """Adds ``x`` [B] of all ranks, or nothing if any value on any rank is not finite.
 
-        A collective if ``reduce`` is one.
+        A collective if ``reduce`` is a collective.
         """
         all_reduce = reduce or (lambda t: t)
         x = x.detach().double()

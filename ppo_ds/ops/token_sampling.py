@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 128  # the vocabulary is searched in two levels: blocks, then tokens of one block
-# keeps the target below the total, so that a token is always found, and never one of probability 0
+# keeps the target below the total, so that the search always finds a token, never one with probability 0
 _BELOW_ONE = 1 - 1e-12
 
 
@@ -27,7 +27,7 @@ def draw(
     """Samples one token per row and returns tokens [n] long and their log-probs [n] float32.
 
     Log-probs are those of the whole distribution at ``temperature``, before ``top_k``, ``top_p`` and
-    ``barred`` are applied. The filters and their order are those of the logits warpers of transformers.
+    ``barred`` are applied. The filters and their order are those of the logits warpers in transformers.
 
     Args:
         logits: [n,V].

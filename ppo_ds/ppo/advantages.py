@@ -28,10 +28,11 @@ class ScorePosition:
     """Determines at which position a response's score is added, and which states exist.
 
     With "next_token" (DeepSpeed-Chat, TRL) the score is added one position after the last action, unless the
-    response has reached its length limit. ``next_state`` determines how that position is treated. With
-    "trained" (TRL) and "untrained" (DeepSpeed-Chat), the position is an additional state, which the value
-    loss includes or excludes. With "ignored" (zysNLP's code), the position is not a state, so the score has
-    no effect.
+    response has reached its length limit. ``next_state`` determines how that position is treated:
+
+        "trained"    an additional state that the value loss includes (TRL)
+        "untrained"  an additional state that the value loss excludes (DeepSpeed-Chat)
+        "ignored"    not a state, so the score has no effect (zysNLP's code)
     """
 
     position: str  # last_token | next_token

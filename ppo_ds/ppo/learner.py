@@ -31,7 +31,7 @@ from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Experience, Metrics, Sequences
 
 ROLES = {"actor": "policy", "critic": "value"}  # model -> prefix of its metrics
-# logged as NaN when a rollout is skipped; the other metrics of the update are absent then
+# metrics that are logged as NaN when a rollout is skipped; the other metrics of the update are then absent
 UNKNOWN = ("policy/loss", "value/loss", "value/explained_var")
 
 
@@ -83,9 +83,9 @@ class Learner:
     ) -> tuple[Experience, Metrics]:
         """Trains the models on ``experience``; returns it with the metrics of the update. A collective.
 
-        ``seed`` determines the order of the rows and must be the same on every rank. If the experience has no
-        old log-probs, the update must be a single optimizer step. Its forward then computes them, and the
-        returned experience has them.
+        ``seed`` determines the order of the rows and must be the same on every rank. If the actor is
+        trained and the experience has no old log-probs, the update must be a single optimizer step. The
+        forward of that step computes the old log-probs, and the returned experience contains them.
         """
         shuffle, steps_per_epoch = torch.Generator().manual_seed(seed), len(experience) // self.minibatch_size
         if (found := first_nonfinite(experience)) is not None:

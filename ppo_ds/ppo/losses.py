@@ -41,7 +41,7 @@ class PolicyObjective:
     sums_over_tokens: bool
     clip: PolicyConfig
     entropy: EntropyConfig
-    kl: Callable[[Tensor, Tensor], Tensor] | None  # estimator of the KL in the loss; None: not in the loss
+    kl: Callable[[Tensor, Tensor], Tensor] | None  # estimator of the KL in the loss; None: no KL there
     aux_coef: float
     agg: Aggregation  # an entry of LOSS_AGGREGATIONS
     level: str  # token | sequence

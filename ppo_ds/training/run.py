@@ -41,11 +41,11 @@ class Run:
     # settings
     name: str
     stop_at_step: int | None
-    eval_every: int | None  # steps
+    eval_every: int | None  # steps between evaluations
 
     # state of this process
     reason: ExitReason = field(init=False, default="done")
-    error: str | None = field(init=False, default=None)  # set if non-finite numbers or the KL limit end it
+    error: str | None = field(init=False, default=None)  # message of a run that nonfinite or max_kl ends
     eval_score: float | None = field(init=False, default=None)  # eval/score_mean of the last step
     clock: float = field(init=False, default=0.0)  # rank 0's clock after the last step, in seconds
 
@@ -214,7 +214,8 @@ class Run:
         self.mark_ending()
         if self.reason != "nonfinite":  # non-finite numbers end the run in the middle of a step
             self.saver.save_if_due(self.eval_score, self.clock, last=True)
-        succeeded = EXIT_CODES[self.reason] == 0  # no export after a signal, whose sender waits
+        # no export after a signal, since its sender waits for the exit
+        succeeded = EXIT_CODES[self.reason] == 0
         if succeeded:
             self.stage.export(self.context.run_dir)
         error = {"error": self.error} if self.error else {}

@@ -104,7 +104,7 @@ class Saver:
         return self.last_checkpoint is not None and not self.state.rollbacks
 
     def roll_back(self, error: TooManySkips) -> None:
-        """Returns to the last checkpoint. Raises UserError if it is damaged."""
+        """Returns to the last checkpoint. Raises UserError if the checkpoint is damaged."""
         health, failed_step, rollbacks = self.context.health, self.state.step + 1, self.state.rollbacks
         self.resume(self.last_checkpoint)
         self.state.rollbacks = rollbacks + 1

@@ -52,9 +52,8 @@ class StepResult:
     episodes: int  # samples of all ranks
     tokens: int  # trained tokens of all ranks; for PPO, the response tokens
     samples: list[dict[str, Any]] = field(default_factory=list)  # logged by rank 0
-    performance: Callable[[Metrics], Metrics] = (
-        lambda costs: {}
-    )  # maps time/* to perf/* and mem/*; a collective
+    # computes perf/* and mem/* from time/*; a collective
+    performance: Callable[[Metrics], Metrics] = lambda costs: {}
     warnings: tuple[str, ...] = ()
     failure: tuple[ExitReason, str] | None = None  # ends the run once the step is logged
 

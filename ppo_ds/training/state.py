@@ -57,5 +57,5 @@ class TrainState:
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Returns whether ``step`` is a multiple of ``every``; never for None and 0."""
+    """Returns whether ``step`` is a multiple of ``every``; False if ``every`` is None or 0."""
     return every is not None and every > 0 and step % every == 0

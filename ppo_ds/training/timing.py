@@ -31,9 +31,9 @@ class PhaseTimer:
     A phase inside another counts as the outer one, so no second is counted twice.
 
     On a GPU the seconds are measured between CUDA events at both ends of a phase. The events are read once
-    per step, so that the host can run ahead of the device. Host work counts for its own phase while the
-    device is idle. While the device is busy, the time counts for the phase of the device's work. Not tested
-    on a GPU.
+    per step, so that the host can run ahead of the device. While the device is idle, the time counts for the
+    phase of the host's work. While the device is busy, it counts for the phase of the device's work. Not
+    tested on a GPU.
     """
 
     def __init__(self, device: torch.device):
