@@ -34,7 +34,7 @@ _REQUIRED = (
     f"the assistant ({', '.join(CHAT_COLUMNS)})"
 )
 
-Demonstration = tuple[Prompt | None, str]  # prompt and answer; prompt None: the whole text is learned
+Demonstration = tuple[Prompt | None, str]  # prompt and answer; if prompt is None, the whole text is learned
 
 
 def parse_demonstration(row: Row, format: PromptFormat) -> Demonstration:

@@ -22,7 +22,7 @@ class Order(Protocol):
 
 
 class Passes:
-    """Repeats passes over ``n`` items, shuffled with ``seed`` + number of the pass, or unshuffled."""
+    """Repeats passes over ``n`` items, each shuffled with the seed ``seed`` + pass number, or unshuffled."""
 
     def __init__(self, n: int, seed: int, shuffle: bool = True):
         self._n, self._seed, self._shuffle = n, seed, shuffle
@@ -54,7 +54,7 @@ class WeightedRoundRobin:
         self._weights = [weight // math.gcd(*integers) for weight in integers]
         self._period = sum(self._weights)
         self._taken = [0] * len(integers)
-        # of the positions computed so far, at most one period
+        # members and turns of the positions computed so far; at most one period is stored
         self._members, self._turns = array("L"), array("Q")
 
     @property

@@ -40,12 +40,12 @@ class PromptSource:
 
     ``report`` maps names to numbers of rows; ``len(source)`` is rows - dropped:
 
-    - "rows": were read.
-    - "truncated": were truncated on the left.
-    - "dropped": were left out.
-    - "lowered": ask for longer responses than the run allows, so the run's limit applies.
-    - "repeated": were kept and have the same ids as an earlier prompt.
-    - "same_id": have the same "id" as an earlier row.
+    - "rows": all rows that were read.
+    - "truncated": rows whose prompt was truncated on the left.
+    - "dropped": rows that were left out.
+    - "lowered": rows that ask for longer responses than the run allows.
+    - "repeated": kept rows whose prompt has the same ids as an earlier one.
+    - "same_id": rows with the same "id" as an earlier row.
 
     Args:
         path: A local file or folder, or a Hub data set.
@@ -57,7 +57,7 @@ class PromptSource:
         apply_chat_template: Whether a text prompt becomes a user's message; None: if the tokenizer has a
             chat template.
         system: A system message for chats without one.
-        max_samples: Only this many rows are read, from the beginning; None: all.
+        max_samples: The maximum number of rows, read from the beginning; None: all.
         max_prompt_tokens: The limit of prompt tokens.
         long_prompts: truncate_left or drop, for prompts beyond that limit.
         key: The path's key in the config, for error messages.

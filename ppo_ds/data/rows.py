@@ -124,7 +124,7 @@ def map_rows(rows: Rows, function: Callable[[Row], T], indices: Iterable[int] | 
     """Applies ``function`` to the rows at ``indices`` (None: all) and returns the results.
 
     The UserErrors of all rows are raised as one error. It names each distinct problem once, with the location
-    of the first row that has it and the number of the others.
+    of the first row that has it and the number of other such rows.
     """
     results: list[T] = []
     locations: dict[str, list[str]] = {}  # by problem, because often all rows have the same problem

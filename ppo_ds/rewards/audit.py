@@ -128,7 +128,7 @@ class Findings:
         return False
 
     def remark_plausibility(self, scores: Tensor) -> None:
-        """Records how often a fitting response wins; ``scores`` are in the order of ``Probes.pairs``."""
+        """Records how often fitting responses score higher; ``scores`` has the order of ``Probes.pairs``."""
         fitting, empty, unrelated = scores.chunk(3)
         wins = " and ".join(
             f"above {name} in {int((fitting > other).sum())} of {len(fitting)}"

@@ -57,7 +57,7 @@ class GetScoreReward(FrozenModelReward):
         def forward(chats: list[Chat]) -> Tensor:
             try:
                 scores = self._scorer(chats, batched)
-            except torch.OutOfMemoryError:  # PhaseTimer adds the remedy to it
+            except torch.OutOfMemoryError:  # PhaseTimer adds a remedy to this error
                 raise
             except Exception as error:  # the model's own code may raise any exception
                 function = "get_scores" if batched else "get_score"

@@ -80,7 +80,7 @@ class ServiceError(RuntimeError):
 
 
 class _FailedAttempt(Exception):
-    """Raised for a failed attempt; ``retry_after`` is the minimum pause in seconds; None: no retry."""
+    """Raised for a failed attempt. ``retry_after`` is the minimum pause in seconds, None for no retry."""
 
     def __init__(self, reason: str, retry_after: float | None = None):
         super().__init__(reason)

@@ -68,7 +68,7 @@ class ModelReward(FrozenModelReward):
             plan = partial(plan_forwards, lengths)
         else:
             plan = partial(plan_microbatches, lengths, torch.zeros_like(lengths))
-        # a sharded model gathers its weights in each forward, so every rank must run as many forwards
+        # a sharded model gathers weights in each forward, so all ranks must run the same number of forwards
         batches = plan(self._token_budget, at_least=self._all_reduce_max(len(plan(self._token_budget))))
         collate = left_padded if padding_side == "left" else right_padded
 

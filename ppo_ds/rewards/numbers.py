@@ -84,9 +84,10 @@ def stated_number(text: str) -> Number | None:
 
 
 def reference_number(text: str) -> Number | None:
-    r"""Returns the number in the last \boxed{...}, else after the last "####", else of the whole text.
+    r"""Returns the number of a reference, or None if the part that is read is not exactly one number.
 
-    Returns None if that part of the reference is not exactly one number.
+    That part is the content of the last \boxed{...}, else the rest of the line after the last "####", else
+    the whole text.
     """
     text, box = _result(text)
     return _one_number(_after_mark(text) if box is None else box)

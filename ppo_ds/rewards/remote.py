@@ -45,11 +45,11 @@ to 5 (excellent)."""
 # Matches a score on the last line only, in bold or not, because a judge may mention scores before it or quote
 # a score that the response claims. The text is untrusted, so possessive quantifiers keep the time linear.
 SCORE = r"(?i)(?:^|\n)[ \t*_#]*+score[ \t*_]*+[:=][ \t*_]*+([-+]?+\d++(?:\.\d++)?)(?: ?/ ?5)?[ \t*_.]*+\s*+\Z"
-_SEARCHED = 10_000  # number of last characters of a judge's text in which the score is searched
+_SEARCHED = 10_000  # the score is searched in this many characters at the end of a judge's text
 
 
 class InvalidReply(ValueError):
-    """Raised for a reply without valid scores; ``retryable``: whether a repeated request may return them."""
+    """Raised for a reply without valid scores; ``retryable`` is true if a repeated request may help."""
 
     def __init__(self, reason: str, retryable: bool = False):
         super().__init__(reason)
@@ -66,7 +66,7 @@ class Request:
 
 
 class WireFormat(Protocol):
-    """A protocol of a service: builds the requests and parses the replies."""
+    """Builds the requests to a service and parses its replies."""
 
     def requests(self, responses: Responses) -> list[Request]: ...
 

@@ -141,7 +141,7 @@ class NumericReward(Rule):
 
     numbers.py extracts the number of a response. The reference is a number, a text that is a number, a
     solution that ends with one ("#### 42", \\boxed{42}), or a list of these, any of which may be matched.
-    ``tolerance`` is relative to the reference, and absolute if the reference is below 1.
+    ``tolerance`` is relative to the reference, and absolute if the reference is between -1 and 1.
     """
 
     def __init__(
@@ -208,9 +208,9 @@ class RegexReward(Rule):
 
 
 class LengthReward(Rule):
-    """Gives ``score`` to lengths from ``shortest`` to ``longest``, and less to others.
+    """Gives ``score`` to responses of ``shortest`` to ``longest`` units, and less to others.
 
-    Outside that range the score falls linearly to 0 over ``ramp`` units. The unit is a character, or a token
+    Outside that range the score falls linearly to 0 over ``ramp`` units. A unit is a character, or a token
     of the actor's tokenizer; the end token is not counted.
     """
 

@@ -122,9 +122,10 @@ def prompt_content(row: Row) -> str:
 def right_padded(
     texts: list[EncodedText], pad_id: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Collates texts into right-padded ids, attention mask and token types or None, each [b,T].
+    """Collates texts into right-padded ids, attention mask and token types, each [b,T].
 
-    The mask is computed from the lengths, so a pad id inside a text remains attended.
+    Token types are None if a text has none. The mask is computed from the lengths, so a pad id inside a text
+    remains attended.
     """
     lengths = torch.tensor([len(text) for text in texts])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]

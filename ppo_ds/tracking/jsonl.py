@@ -27,7 +27,7 @@ class JsonlTracker:
         self._truncate_after(resumed_at)
 
     def _truncate_after(self, step: int) -> None:
-        """Removes incomplete lines and the records of later steps, and opens the file for appending."""
+        """Removes incomplete lines and records of steps after ``step``, and opens the file for appending."""
         kept = [line for line in read_metrics(self.path) if line["step"] <= step] if step > 0 else []
         write_file(self.path, "".join(_line(record) for record in kept))
         for file in self._samples_dir.glob("*step_*.jsonl"):
@@ -46,7 +46,7 @@ class JsonlTracker:
         """Writes nothing: the launcher writes ``config.yaml``."""
 
     def log(self, step: int, metrics: Record) -> None:
-        """Appends the line of a step, or replaces it if the step was the last to be logged."""
+        """Appends the line of a step; if the last line has the same step, replaces it."""
         replaces_last, self._last = step == self._last["step"], {"step": step, **metrics}
         if replaces_last:
             kept = [record for record in read_metrics(self.path) if record["step"] < step]

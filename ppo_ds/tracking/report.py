@@ -23,7 +23,7 @@ from ppo_ds.tracking.jsonl import read_metrics
 
 Points = tuple[list[int], list[float]]  # steps, values
 COLOURS = ("#2f6fb0", "#d9792b")
-MAX_CELL = 240  # characters in a cell of the table of samples
+MAX_CELL = 240  # maximum number of characters in a cell of the table of samples
 
 
 @dataclass(frozen=True)

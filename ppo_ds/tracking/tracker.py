@@ -59,7 +59,7 @@ class Trackers:
             tracker.start(config)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Logs the metrics of a step with ``health/nonfinite`` and ``time``, the run's duration, added."""
+        """Logs the metrics of a step, adding ``health/nonfinite`` and ``time``, the duration of the run."""
         record = finite(metrics)
         nonfinite = sum(value is None for value in record.values())
         record["health/nonfinite"] = (record.get("health/nonfinite") or 0.0) + nonfinite

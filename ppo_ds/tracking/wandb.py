@@ -30,7 +30,7 @@ from ppo_ds.tracking.tracker import Record
 CHILD = Path(__file__).with_name("wandb_child.py")
 DELETED = "created and deleted"  # the server's message for the id of a deleted run, which cannot be reused
 MAX_PENDING = 10_000  # unread messages after which the child counts as hung
-START_MARGIN = 15.0  # seconds that wandb gets to report its own start timeout, with the cause
+START_MARGIN = 15.0  # extra seconds, so that wandb can report its own start timeout with the cause
 
 
 class WandbTracker:

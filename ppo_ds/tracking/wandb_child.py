@@ -15,7 +15,7 @@ import traceback
 from typing import Any, TextIO
 
 ORPHAN_TIMEOUT = 20.0  # seconds to close the run after the trainer has died
-MAX_REFUSED = 20  # this process gives up after so many consecutive messages that wandb refuses
+MAX_REFUSED = 20  # consecutive messages that wandb refuses before this process gives up
 
 
 def main() -> None:

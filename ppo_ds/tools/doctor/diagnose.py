@@ -22,7 +22,7 @@ from ppo_ds.tools.doctor.report import (
 )
 from ppo_ds.tools.doctor.suggest import format_settings, suggest_larger_budgets, suggest_reductions
 
-MAX_REDUCTIONS = 8  # number of suggestions that are printed at most
+MAX_REDUCTIONS = 8  # maximum number of suggestions that are printed
 
 
 def diagnose(config: Config, per_node: int, nodes: int, gpu_memory: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""Estimate of the memory of a run on one rank, by phase, from its config and the shapes of its models.
+"""Estimates the memory of a run on one rank, by phase, from the config and the shapes of the models.
 
 No weights are loaded. ops/memory.py computes the parts; this module adds up the parts that are in memory at
 the same time. Phases have the names of the trainer's time/* metrics.

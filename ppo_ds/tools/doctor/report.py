@@ -152,7 +152,8 @@ def check_host(offloaded: int, per_node: int, on_gpu: bool, report: Report) -> N
 def check_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, int | None]:
     """Checks tokenizer, data and reward.
 
-    Returns the actor's tokenizer and the number of tokens of the longest prompt; None if unreadable.
+    Returns the actor's tokenizer and the number of tokens of the longest prompt. Either is None if it could
+    not be read.
     """
     tokenizer = report.attempt(
         "tokenizer", lambda: build_tokenizer(config), lambda t: f"{t.vocab_size} tokens"
