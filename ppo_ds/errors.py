@@ -33,7 +33,7 @@ def single_line(text: str) -> str:
 def printable(text: str) -> str:
     """Returns a line of text with escapes for line breaks, terminal codes and other unprintable characters.
 
-    It is applied to text from files that another person may have written before this text is printed or
+    Text from files that another person may have written passes through this function before it is printed or
     logged.
     """
     if text.isprintable():

@@ -113,7 +113,7 @@ def advantage_estimator(algo: AlgoConfig, gae: GAEConfig, group_size: int) -> Ad
 def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
     """Returns a copy of ``maker`` for the critic's pretraining.
 
-    Returns are sums of future rewards (lambda 1), because the values of an untrained critic are no use for
+    Returns are sums of future rewards (lambda 1), because the values of an untrained critic are useless for
     bootstrapping. Forwards that do not affect the returns are omitted.
     """
     algo = config.algo

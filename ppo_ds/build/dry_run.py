@@ -153,7 +153,7 @@ def prepare(models: list[dict[str, Any]], first: dict[str, Any] | None) -> None:
 def finish_dry_run(run: Any, config: Config) -> None:
     """Reads the checkpoint again on all ranks, prints what the dry run has shown, and removes its folder.
 
-    ``config`` is the one that start_dry_run returned.
+    ``config`` is the config that start_dry_run returned.
     """
     path = run.saver.checkpoints.latest()
     assert path is not None, "the dry run has left no checkpoint"

@@ -1,4 +1,4 @@
-"""Builds the decode backend of ``rollout.backend``; auto is the fastest one that agrees with training."""
+"""Builds the decode backend of ``rollout.backend``; auto is the fastest that agrees with training."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Models:
 
 
 def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
-    """Loads data and models and wires the PPO stage. May raise UserError. A collective."""
+    """Loads data and models and builds the PPO stage from them. May raise UserError. A collective."""
     world, banner, algo = context.world, context.banner, config.algo
 
     # data and models

@@ -1,4 +1,4 @@
-"""Checks of models and rewards before any weight is loaded, from config files, tokenizers and the data.
+"""Checks models and rewards before any weight is loaded, by config files, tokenizers and the data.
 
 Loading a large model takes minutes. Each loader checks its model again; these checks only report an error
 earlier.

@@ -28,8 +28,8 @@ def open_start(
     """Opens the run directory and returns the checkpoint to resume from, if any. A collective.
 
     Raises UserError if the run cannot resume from the checkpoint with these ``settings``. In this case, and
-    if the record of an earlier run must be moved, mistakes in data and rewards are reported first. Nothing is
-    moved if an error is raised.
+    if the record of an earlier run must be moved, mistakes in data and rewards are reported first,
+    before the record is moved.
     """
     run_dir, resume = Path(config.run.dir or ""), config.run.resume
     on_main(world, lambda: banner.note(*finish_move(run_dir)))

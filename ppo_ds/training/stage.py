@@ -82,13 +82,13 @@ class Stage(Stateful, Protocol):
     counters: Mapping[str, Callable[[], float]]
 
     def start(self) -> None:
-        """Prepares a new run after its first evaluation; a resumed run skips it."""
+        """Prepares a new run after its first evaluation. Not called in a resumed run."""
 
     def step(self, index: int) -> StepResult:
         """Trains one step.
 
         Raises Abandoned on a stop request before any weight has changed; the run then restores the state of
-        the stage. Raises TooManySkips as Health does.
+        the stage. Raises TooManySkips when Health raises it.
         """
 
     def evaluate(self) -> Evaluation | None:

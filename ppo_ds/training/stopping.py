@@ -67,7 +67,7 @@ class StopRequest:
         return self._request is not None
 
     def agreed_reason(self) -> Reason | None:
-        """Returns the strongest reason of any rank. A collective."""
+        """Returns the reason with the highest precedence on any rank, or None. A collective."""
         late = self.deadline is not None and time.monotonic() > self.deadline
         mine = "signal" if self.should_stop() else "time_limit" if late else None
         return REASONS[self.world.max_int(REASONS.index(mine))]
@@ -96,7 +96,7 @@ class StopRequest:
             )
 
     def read_request(self) -> str | None:
-        """Returns a signal to this rank, the end of its launcher, or the request of another rank."""
+        """Describes a signal to this rank, the end of a launcher, or a request of another rank, if any."""
         with suppress(BlockingIOError):  # the pipe is empty
             for number in os.read(self._wakeup_fd, 64):
                 if number in SIGNALS:
