@@ -1,6 +1,6 @@
-"""Runs this trainer and TRL's PPOTrainer alternately, each in a process of its own.
+"""Runs this trainer and TRL's PPOTrainer alternately, each in its own process.
 
-Ratios are computed pair by pair, so that drifts in the speed of the machine cancel.
+Ratios are computed for each pair of runs, so that drifts in the speed of the machine cancel.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from benchmarks.workloads import EPOCHS, MINIBATCHES
 from ppo_ds.distributed.threads import own_cores, share, user_limit
 
 HERE = Path(__file__).resolve().parent
-# options of the comparison, each with a value
+# options that are not passed on to the runs of ppo_step.py; each takes a value
 OWN = ("--against", "--trl-python", "--trl-micro-rows", "--pairs", "--threads", "--json")
 
 
 def compare(args: argparse.Namespace, argv: list[str]) -> int:
-    if not args.threads:  # both trainers get the same number
+    if not args.threads:  # both trainers get the same number of threads
         args.threads = share(0, [own_cores()], requested=None, limit=user_limit(os.environ)).each
     pairs: list[dict[str, Any]] = []
     print(
@@ -50,7 +50,7 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def without(argv: list[str], names: tuple[str, ...]) -> list[str]:
-    """Returns ``argv`` without these options and their values, written ``--a b`` or ``--a=b``."""
+    """Returns ``argv`` without the options ``names`` and their values, written ``--a b`` or ``--a=b``."""
     kept, skip = [], False
     for word in argv:
         if not skip and word.split("=", 1)[0] not in names:
@@ -133,7 +133,7 @@ def _run(command: list[str], args: argparse.Namespace, result: Path) -> dict[str
 
 
 def _pair(ours: dict[str, Any], trl: dict[str, Any]) -> dict[str, Any]:
-    """Computes the ratios; above 1 this trainer is better, for memory below 1."""
+    """Computes the ratios. This trainer is better if they are above 1, and for memory if it is below 1."""
     assert ours["samples_per_step"] == trl["samples_per_step"]
     return {
         "samples_per_s": sum(trl["step_seconds"]) / sum(ours["step_seconds"]),

@@ -1,4 +1,4 @@
-"""Records the work of a training run, and computes the least FLOPs and bytes that this work needs."""
+"""Records the work of a training run, and computes the minimum FLOPs and bytes that it needs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Lengths:
 
     @property
     def decode_steps(self) -> int:
-        """Decode forwards of the longest row; the first token comes from the forward of the prompt."""
+        """The number of decode forwards of the longest row; the prefill gives its first token."""
         return max(self.responses) - 1
 
     @property
     def contexts(self) -> int:
-        """Cached positions that the decode forwards read, summed over rows."""
+        """The number of cached positions that the decode forwards read, summed over rows."""
         return sum(
             causal_pairs([total - 1]) - causal_pairs([prompt])
             for prompt, total in zip(self.prompts, self.totals, strict=True)
@@ -57,7 +57,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the models of a run; ``bytes_each`` are the bytes of a weight in decoding."""
+    """Sizes of the models of a run; ``bytes_each`` is the number of bytes per weight in decoding."""
 
     actor: UpdateCost
     critic: UpdateCost | None
@@ -71,13 +71,13 @@ def sizes(stage: Any) -> Sizes:
 
 
 def phase_flops(sizes: Sizes, step: Lengths, epochs: float) -> dict[str, float]:
-    """Computes the least FLOPs that each timed phase of one step needs, over all ranks.
+    """Computes the minimum FLOPs of each timed phase of one step, over all ranks.
 
-    The head is counted at response positions only. The reward model is counted with the size of the critic,
-    which it has in the workloads.
+    The head is counted at response positions only. The reward model is assumed to have the size of the
+    critic, as it does in the workloads.
 
     Args:
-        epochs: Epochs that the update ran, policy/epochs_run of its metrics.
+        epochs: Number of epochs that the update ran, from the metric policy/epochs_run.
     """
     tokens, pairs, positions = sum(step.totals), causal_pairs(step.totals), sum(step.responses)
     read = [total - 1 for total in step.totals]  # the last token of a response is never an input
@@ -99,9 +99,9 @@ def phase_flops(sizes: Sizes, step: Lengths, epochs: float) -> dict[str, float]:
 
 
 def decode_traffic(sizes: Sizes, step: Lengths, ranks: int) -> int:
-    """Computes the bytes that generation must read over all ranks.
+    """Computes the minimum number of bytes that all ranks together read in generation.
 
-    Each rank reads its weights once per decode step, as if all its rows were decoded together.
+    It is assumed that each rank decodes all its rows together, and reads its weights once per decode step.
     """
     weights = decode_bytes(
         sizes.actor.size, steps=ranks * step.decode_steps, contexts=0, bytes_each=sizes.bytes_each

@@ -1,6 +1,6 @@
 """The command line of the benchmark, and the trainer's config that it selects.
 
-It uses the standard library only, so that the parent process of many runs stays small.
+It imports only the standard library, so that a process that starts many runs stays small.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         "--trl-micro-rows", type=count, help="rows of TRL's forward and backward; default: the minibatch"
     )
     p.add_argument("--pairs", type=count, help=f"pairs of runs with --against (default {PAIRS})")
-    p.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's
+    p.add_argument("--local_rank", help=argparse.SUPPRESS)  # passed by the deepspeed launcher
     return p
 
 
@@ -109,7 +109,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
 
 def stops_early(args: argparse.Namespace) -> bool:
-    """Returns whether a stop token ends responses: in workloads of random lengths, and with a given model."""
+    """Returns whether a stop token ends responses: with random response lengths, or with --model."""
     return bool(args.model) or workload_of(args).mean_tokens is not None
 
 

@@ -1,10 +1,12 @@
-"""Measures the time of a PPO step by phase and the fraction of the machine's limits. See docs/performance.md.
+"""Measures the time of a PPO step by phase, and the fractions of the machine's limits that it reaches.
+
+See docs/performance.md.
 
     python benchmarks/ppo_step.py W1 --threads 1
     deepspeed --num_gpus 2 benchmarks/ppo_step.py W2 --set rollout.backend=hf --json w2.json
     python benchmarks/ppo_step.py W2 --against trl --trl-python TRL_ENV/bin/python --threads 1
 
-It runs the trainer as launch/train.py does, with the same build_run and fit on a composed config.
+It runs the trainer like launch/train.py: it composes a config and calls the same build_run and fit.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def main(argv: list[str]) -> int:
 
 
 def prepare_apart(args: argparse.Namespace, argv: list[str]) -> None:
-    """Prepares models and prompts in another process, to keep its memory out of this one's peak."""
+    """Prepares models and prompts in a subprocess, so that this process's peak memory excludes them."""
     if not is_prepared(workload_of(args), folder_of(args), args.model):
         alone = {
             name: value
@@ -60,7 +62,7 @@ def prepare_apart(args: argparse.Namespace, argv: list[str]) -> None:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Runs the trainer in this process and prints its figures on rank 0."""
+    """Runs the trainer in this process and prints the figures on rank 0."""
     from launch.cli import load_config
     from launch.train import complain, exit_now, prepare_environment
     from ppo_ds.errors import UserError
@@ -83,7 +85,7 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Returns the figures of a training run without its first step, and whether this is rank 0."""
+    """Trains, and returns the figures of all steps but the first, and whether this is rank 0."""
     from benchmarks.counting import Recorder, sizes
     from benchmarks.report import figures, limit_fractions
     from ppo_ds.build.run import build_run

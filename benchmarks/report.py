@@ -58,7 +58,7 @@ def figures(records: Sequence[Record], steps: Sequence[Lengths], cpu: Sequence[f
 def limit_fractions(
     found: Record, steps: Sequence[Lengths], sizes: Sizes, epochs: Sequence[float], limits: Limits, ranks: int
 ) -> dict[str, Any]:
-    """Computes the fractions of the limits: of the peak FLOP/s by phase, and of the bandwidth in decoding.
+    """Computes the fraction of the peak FLOP/s in each phase, and of the memory bandwidth in decoding.
 
     ``epochs`` holds the number of epochs that the update of each step ran.
     """

@@ -5,9 +5,9 @@
         --set rollout.backend=hf
 
 By default it runs 32, 128 and 512 samples on one rank, and 128 samples per rank on one and on two ranks. Each
-figure is a run of ppo_step.py with one thread per rank, in a process of its own. The cases of a round run one
-after the other, and medians over rounds are shown. CPU seconds (of rank 0) vary less than seconds when other
-programs share the cores. The script uses the standard library only.
+measurement is a run of ppo_step.py in its own process, with one thread per rank. The cases of a round run one
+after the other, and medians over rounds are shown. The CPU seconds of rank 0 vary less than the wall-clock
+seconds when other programs share the cores. The script uses the standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-Case = tuple[int, int]  # ranks, samples of a step
+Case = tuple[int, int]  # number of ranks, samples per step
 Times = tuple[float, float]  # wall-clock seconds, and CPU seconds of rank 0
 STEP = str(Path(__file__).resolve().with_name("ppo_step.py"))
 
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace, ranks: int, prompts: int) -> dict[str, Any]:
 
 
 def table(title: str, cases: Sequence[tuple[Case, Sequence[Times]]]) -> list[str]:
-    """Formats each case with its median times; a ratio is the median over rounds of case / first case."""
+    """Formats the median times of each case; a ratio is the median over rounds of case / first case."""
     lines = [
         "",
         title,

@@ -1,10 +1,10 @@
-"""Runs PPO steps of TRL's experimental PPOTrainer on a prepared folder, in an environment of its own.
+"""Runs PPO steps of TRL's experimental PPOTrainer on a prepared folder, in a separate environment.
 
-See docs/performance.md. The script imports nothing of ppo_ds. Its settings are the fastest that TRL offers
-for the work: the largest rollout batch, no gradient checkpointing, no samples, no saving. TRL's accelerator
-accumulates gradients over the micro-batches of a whole rollout; if the data set holds one rollout, it steps
-at every micro-batch. The script sets the accumulation to the micro-batches of one minibatch, so that both
-trainers make the same optimizer steps.
+See docs/performance.md. The script imports nothing from ppo_ds. Its settings are the fastest that TRL offers
+for this work: the largest rollout batch, no gradient checkpointing, no sample generations, no saving. TRL's
+accelerator accumulates gradients over the micro-batches of a whole rollout, or steps at every micro-batch if
+the data set holds only one rollout. The script sets the accumulation to the micro-batches of one minibatch,
+so that both trainers make the same optimizer steps.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         trainer = build(ppo_trainer.PPOTrainer, args, scratch, Clock())
-        lengths = watch_lengths(ppo_trainer, trainer.stop_token_id)  # None without --stop
+        lengths = watch_lengths(ppo_trainer, trainer.stop_token_id)  # stop_token_id is None without --stop
         taken = count_steps(trainer.optimizer.optimizer)
         trainer.train()
     seconds, cpu = (
@@ -103,7 +103,7 @@ def build(trainer_class, args: argparse.Namespace, scratch: str, clock):
         learning_rate=args.lr,
         lr_scheduler_type="constant",
         gradient_checkpointing=False,
-        bf16=False,  # the weights have the dtype; mixed precision would only add cost
+        bf16=False,  # the weights already have args.dtype; mixed precision would only add cost
         num_sample_generations=0,
         report_to="none",
         disable_tqdm=True,
@@ -132,7 +132,7 @@ def build(trainer_class, args: argparse.Namespace, scratch: str, clock):
 
 
 def count_steps(optimizer) -> list[int]:
-    """Returns a list [n] in which each step of the torch optimizer increments n."""
+    """Returns a list whose only element counts the steps of the torch optimizer."""
     count = [0]
 
     def after(*_args):

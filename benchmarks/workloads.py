@@ -1,8 +1,8 @@
-"""The workloads: prompts, and models with random weights, in a folder that any trainer can read.
+"""Workloads: prompts and models with random weights, in a folder that any trainer can read.
 
 The models are Hugging Face folders: `model/` (a causal LM) and `reward/` (a sequence classifier of the same
 shape, also the initial critic). `prompts.jsonl` holds the prompts of one PPO step, so that every step of
-every trainer has the same ones.
+every trainer uses the same prompts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"  # ids 0, 1, 2
 DONE = "prepared.json"  # written last: only a complete folder has it
-EPOCHS, MINIBATCHES = 2, 2  # epochs over a rollout, and optimizer steps of each
+EPOCHS, MINIBATCHES = 2, 2  # epochs over a rollout, and optimizer steps per epoch
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Workload:
     """Sizes of one PPO step."""
 
     shape: Shape
-    prompts: int  # of one PPO step, one response each
-    prompt_tokens: tuple[int, int]  # shortest and longest; lengths are evenly spaced between them
-    new_tokens: int  # of the longest response
+    prompts: int  # number of prompts per PPO step, each with one response
+    prompt_tokens: tuple[int, int]  # shortest and longest prompt; lengths are evenly spaced
+    new_tokens: int  # length of the longest response
     mean_tokens: int | None  # mean response length before truncation at new_tokens; None: all have new_tokens
     dtype: str
 
@@ -49,7 +49,7 @@ class Workload:
 
 
 CPU_MODEL = Shape(320, 4, 5, 5, 896, 8192)
-# W0 is for scaling.py, which needs many samples in little time; W3 to W5 have the sizes of Qwen2.5 0.5B,
+# W0 is for scaling.py, which needs many samples in a short time; W3 to W5 have the sizes of Qwen2.5 0.5B,
 # 1.5B and 7B
 WORKLOADS = {
     "W0": Workload(Shape(192, 2, 3, 3, 512, 4096), 32, (32, 32), 32, None, "fp32"),
@@ -62,7 +62,7 @@ WORKLOADS = {
 
 
 def dry(workload: Workload) -> Workload:
-    """Returns the workload in tiny sizes, to test that it runs."""
+    """Returns a copy of the workload with tiny sizes, to test that it runs."""
     shape = replace(
         workload.shape,
         hidden_size=32,
@@ -84,11 +84,11 @@ def dry(workload: Workload) -> Workload:
 
 
 def prepare(workload: Workload, folder: Path, given: str | None = None, seed: int = 0) -> None:
-    """Writes ``model/``, ``reward/`` and ``prompts.jsonl``, unless they exist for the same work.
+    """Writes ``model/``, ``reward/`` and ``prompts.jsonl``, unless they exist for the same arguments.
 
     Args:
         given: A model folder or Hub id whose weights and tokenizer replace ``workload.shape``. The reward
-            model is then the same trunk with a random head.
+        model then has the same trunk and a random head.
     """
     if is_prepared(workload, folder, given, seed):
         return
@@ -124,7 +124,7 @@ def _given(path: str, folder: Path) -> Any:
     ):
         model = auto_class.from_pretrained(path, dtype="auto", **extra)
         if model.config.pad_token_id is None:
-            # a classifier needs it to find the last token
+            # a classifier needs the pad id to find the last token
             model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
         _save(model, tokenizer, folder / name)
     return tokenizer
@@ -157,7 +157,7 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def word_tokenizer(vocab_size: int) -> Any:
-    """Makes a tokenizer of words w3, w4, ...: decoded text tokenises to the same tokens again."""
+    """Makes a tokenizer of words w3, w4, ...; decoded text is tokenized to the same tokens again."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -170,7 +170,10 @@ def word_tokenizer(vocab_size: int) -> Any:
 
 
 def _prompts(tokenizer: Any, workload: Workload, draw: random.Random) -> list[str]:
-    """Makes texts of random tokens; a trainer truncates those that tokenise to more tokens than drawn."""
+    """Makes texts of random tokens.
+
+    A text can have more tokens than were drawn; trainers truncate it to the length of the longest prompt.
+    """
     low, high = workload.prompt_tokens
     n = workload.prompts
     lengths = [low + round(i * (high - low) / max(1, n - 1)) for i in range(n)]
@@ -186,11 +189,11 @@ def _prompts(tokenizer: Any, workload: Workload, draw: random.Random) -> list[st
 def set_stop_probability(model: Any, probability: float, stop_id: int, never_ids: tuple[int, ...]) -> None:
     """Changes a random Llama in place: the next token is always ``stop_id`` with ``probability``.
 
-    One channel of the residual stream is made constant: every embedding has the same large number there, and
-    no layer reads or writes it. The other channels are small in comparison, so the root mean square of every
-    norm is given by that number, and the weights of the norms scale the other channels back. The head reads
-    the constant channel as a bias: the stop token gets the logit of ``probability``, ``never_ids`` get a very
-    low logit, and all others get no bias.
+    One channel of the residual stream is made constant: every embedding has the same large number in it, and
+    no layer reads or writes it. The other channels are small in comparison, so this number determines the
+    root mean square in every norm, and the weights of the norms scale the other channels back. The head reads
+    the constant channel as a bias: the stop token gets the logit that gives it ``probability``, the tokens
+    ``never_ids`` get a very low logit, and all other tokens get no bias.
     """
     import torch
 
@@ -207,8 +210,8 @@ def set_stop_probability(model: Any, probability: float, stop_id: int, never_ids
                 norm.weight.fill_(100.0)
                 norm.weight[0] = 0
         model.model.norm.weight.fill_(100.0)
-        model.model.norm.weight[0] = 1 / math.sqrt(width)  # 1 after the last norm
-        spread = 0.1 / 0.02 / math.sqrt(width)  # of the other logits: 0.1 nats for inputs of size 1
+        model.model.norm.weight[0] = 1 / math.sqrt(width)  # makes the channel 1 after the last norm
+        spread = 0.1 / 0.02 / math.sqrt(width)  # gives the other logits a std of 0.1 nats
         head.mul_(spread)
         head[:, 0] = 0
         for i in never_ids:

@@ -1,8 +1,8 @@
 """The quickstart's task: a language model learns to add, "12+34=" -> "46".
 
 ``prepare`` trains a tiny model on answers (a short supervised warm start) until it solves about half of the
-problems that it has not seen. PPO then gets problems without answers and a reward that is 1 or 0. Held-out
-problems are used by neither.
+problems that it has not seen. PPO then gets problems without answers and a reward that is 1 or 0. Neither
+stage trains on the held-out problems.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def prepare(
     """Writes ``dir/model`` (Hugging Face folder), ``dir/train.jsonl`` and ``dir/heldout.jsonl``.
 
     A complete folder with the same arguments is kept. The problems are all sums of two numbers
-    0..``max_operand`` in a seeded order. The first ``heldout`` are never trained on. The warm start trains on
-    the rest except ``validation`` problems; it ends when the greedy accuracy on those reaches
-    ``target_accuracy``, and fails after ``max_steps`` batches of ``batch_size`` problems.
+    0..``max_operand`` in a seeded order. The first ``heldout`` problems are never trained on. The warm start
+    trains on the rest except for ``validation`` problems. It ends when the greedy accuracy on the validation
+    problems reaches ``target_accuracy``, and fails after ``max_steps`` batches of ``batch_size`` problems.
     """
     arguments = {name: value for name, value in locals().items() if name != "dir"}
     folder = Path(dir)
@@ -90,7 +90,7 @@ def prepare(
 def _check(
     max_operand: int, heldout: int, validation: int, hidden_size: int, heads: int, seed: int, **others: float
 ) -> None:
-    """Raises UserError for arguments that define no valid task or model."""
+    """Raises UserError if the arguments do not define a valid task and model."""
     sizes = {
         "max_operand": max_operand,
         "heldout": heldout,
@@ -184,8 +184,8 @@ def warm_start(
 def greedy_accuracy(model: nn.Module, ids: Tensor, labels: Tensor) -> float:
     """Returns the share of rows [N,T] whose greedy answer is the labelled one.
 
-    One forward on the correct answers suffices: greedy decoding gives the correct answer if and only if each
-    of its tokens is the most likely one after the correct tokens before it.
+    One forward on the correct answers suffices, because greedy decoding gives the correct answer if and only
+    if each of its tokens is the most likely one after the correct tokens before it.
     """
     greedy = model(input_ids=ids).logits[:, :-1].argmax(-1)
     expected = labels[:, 1:]

@@ -1,4 +1,4 @@
-"""Interface of the decode backends, and the end of responses: limits, stop tokens and stop strings."""
+"""Interface of decode backends, and truncation of responses at limits, stop tokens and stop strings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ppo_ds.types import Prompts, Rollout
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """All options of sampling, so that no default of a model's generation config applies."""
+    """All sampling options, so that no default of a model's generation config applies."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -33,32 +33,33 @@ class SamplingParams:
 class Generator(Protocol):
     """Decode backend: continues prompts with the current policy, inside the actor's generation mode.
 
-    A class of the table DECODE_BACKENDS is constructed with these keyword arguments:
+    The classes in the table DECODE_BACKENDS are constructed with these keyword arguments:
 
-    lm            returns the transformers model to decode with. Each call of the backend calls it. The model
-        can be called, but its weights cannot be read or saved: they may be sharded, and LoRA adapters are
-        merged into them or separate layers (engine/hybrid.py). training/export.py writes weights
+    lm            function that returns the transformers model to decode with. Each call of the backend calls
+        it. The model can run forwards, but its weights cannot be read or saved: they may be sharded, and LoRA
+        adapters may be merged or separate layers (engine/hybrid.py). training/export.py writes weights
     tokenizer     has pad_id and decode(ids, skip_special_tokens=)
     token_budget  maximum number of tokens (prompts and responses, padding counted) decoded at a time
     lockstep_max  None, or a collective that returns the maximum of a number over all ranks. It is given if
         all ranks must run the same number of forwards of the model (ZeRO-3 layer by layer)
-    should_stop   returns whether the responses are no longer needed. Once it does, the backend ends within
-        a few tokens and returns a Rollout with arbitrary tokens, which the caller discards. It does not
-        raise, since other ranks may already have all of their responses
+    should_stop   function that returns whether the responses are no longer needed. Once it returns True, the
+        backend ends within a few tokens and returns a Rollout with arbitrary tokens, which the caller
+        discards. The backend does not raise, since other ranks may already have all of their responses
 
-    The weights may differ from call to call: the parity check calls the backend before a checkpoint is
-    loaded, each round of collection with the weights of the last step, and an evaluation may do so with
-    averaged weights (actor.ema.evaluate).
+    The weights may differ from call to call. The parity check calls the backend before a checkpoint is
+    loaded, the collection of rollouts calls it with the weights of the last step, and an evaluation may call
+    it with averaged weights (actor.ema.evaluate).
     """
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         """Returns one response per prompt, in the order of the prompts, trimmed and on the CPU.
 
-        ``truncate_at_stop`` turns generated tokens [B,R] and their log-probs [B,R] into the Rollout: it
-        applies the limits, stop tokens and stop strings. The log-probs are those of the whole distribution at
-        ``sampling.temperature``, whatever top_k and top_p are. All ranks call the backend the same number of
-        times, each with its own prompts. The main thread calls ``distributed.heartbeat.beat`` whenever some
-        tokens are done; calling it while nothing progresses would hide a hang from the watchdog.
+        ``truncate_at_stop`` makes the Rollout from generated tokens [B,R] and their log-probs [B,R]: it
+        applies the limits, stop tokens and stop strings. The log-probs are computed from the full
+        distribution at ``sampling.temperature``, regardless of top_k and top_p. All ranks call the backend
+        the same number of times, each with its own prompts. The backend calls ``distributed.heartbeat.beat``
+        in the main thread whenever some tokens are done; a call without progress would hide a hang from the
+        watchdog.
         """
 
 
@@ -77,9 +78,9 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], tokenizer: Any):
         self.strings = strings
         self.tokenizer = tokenizer
-        # The number of last tokens to search during decoding. A token has at least one byte, so a stop string
-        # that has just become complete has at most as many tokens as bytes. 4 more, since some tokenizers
-        # drop a space where a text begins. ``prefix_length`` finds stop strings that this window misses.
+        # Number of last tokens that are searched during decoding. A token has at least one byte, so a stop
+        # string has at most as many tokens as bytes. The window has 4 more tokens, since some tokenizers drop
+        # a space at the beginning of a text. ``prefix_length`` finds stop strings that this window misses.
         self.window = max((len(string.encode()) for string in strings), default=0) + 4
 
     def found_in(self, ids: Sequence[int]) -> bool:
@@ -88,9 +89,10 @@ class StopStrings:
         return any(string in text for string in self.strings)
 
     def prefix_length(self, ids: Sequence[int]) -> int:
-        """Returns the length of the shortest prefix with a stop string, or len(ids) + 1 without one.
+        """Returns the length of the shortest prefix that contains a stop string, or len(ids) + 1 without one.
 
-        A prefix with a stop string has it in all longer prefixes too, so the length is found by bisection.
+        If a prefix contains a stop string, all longer prefixes contain it too, so the length is found by
+        bisection.
         """
         if not self.found_in(ids):
             return len(ids) + 1
@@ -112,18 +114,18 @@ def truncate_at_stop(
 ) -> Rollout:
     """Builds a Rollout from generated tokens, each row truncated at its first stop, limit or length.
 
-    Masks are computed from these ends, never from ``ids != pad``: an end token inside a chat prompt, or one
-    that is also the pad token, is kept. A stop at the last position within the limit counts; later ones do
-    not.
+    Masks are computed from these ends, never from ``ids != pad``, so they keep an end token inside a chat
+    prompt, and an end token that is also the pad token. A stop at the last position within the limit counts;
+    later stops do not.
 
     Args:
-        responses: Generated tokens [B,R] long, with the stop tokens and the tokens of stop strings. Positions
-            after the end of a row may hold anything.
-        logprobs: Their log-probs [B,R] fp32; anything after the end of a row.
+        responses: Generated tokens [B,R] long, including stop tokens and the tokens of stop strings.
+            Positions after the end of a row may hold any ids.
+        logprobs: Log-probs [B,R] fp32 of these tokens; positions after the end of a row may hold any values.
         lengths: Number of generated tokens of each row [B] long, at least 1. A row that is shorter than its
-            limit and contains no stop (a server reached the end of its context) is truncated there, as not
-            ``finished``. None if every row holds generated tokens up to its first stop or its limit: without
-            lengths, padding that precedes both would be trained as response tokens.
+            limit and contains no stop (a server reached the end of its context) is truncated at its length
+            and is not ``finished``. May be None only if every row holds generated tokens up to its first stop
+            or its limit. Otherwise padding before that point would be trained as response tokens.
     """
     limits = max_new_tokens(prompts, sampling)
     ends = limits.clamp(max=responses.shape[1]).to(responses.device)

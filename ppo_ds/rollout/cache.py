@@ -1,8 +1,8 @@
 """Preallocated KV cache of slots: each sequence has a slot, and each slot its own position.
 
-transformers' StaticCache writes all rows of a batch at one position. Here the key and value of a row go to
-the position of that row. A forward gets views of the rows and columns in use, so that free slots and
-positions cost nothing.
+transformers' StaticCache writes all rows of a batch at one position. Here each row's key and value are
+written at that row's own position. A forward gets views of the rows and columns in use, so that free slots
+and positions cost nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ class _SlotLayer(CacheLayerMixin):
 
     def __init__(self, cache: SlotCache):
         super().__init__()
-        # a cycle would delay freeing the memory until the garbage collector runs
+        # a strong reference would make a cycle, which is freed only when the garbage collector runs
         self.cache = weakref.proxy(cache)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # zeros: a masked column has weight 0, but 0 times NaN in uninitialised memory would not be 0
+        # Zeros, because a masked column has weight 0, and uninitialised memory can hold NaN: 0 times NaN is
+        # not 0.
         shape = (self.cache.slots, key_states.shape[1], self.cache.length)
         self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
         self.values = value_states.new_zeros(*shape, value_states.shape[-1])
@@ -38,7 +39,8 @@ class _SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores [n,H,1,d] each and returns all columns in use of the first n slots [n,H,columns,d]."""
+        """Stores keys and values [n,H,1,d]; returns all columns in use of the n slots, [n,H,columns,d] each.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         n, columns = key_states.shape[0], self.cache.columns
@@ -51,7 +53,7 @@ class _SlotLayer(CacheLayerMixin):
         return self.cache.columns, 0
 
     def get_seq_length(self) -> int:
-        return self.cache.columns - 1  # unused: positions and mask are passed
+        return self.cache.columns - 1  # not used by the model, which gets positions and a mask
 
     def get_max_length(self) -> int:
         return self.cache.length
@@ -69,15 +71,17 @@ class SlotCache(Cache):
         self._storage_rows: dict[int, Tensor] = {}  # by the number of heads
 
     def at(self, positions: Tensor, columns: int) -> None:
-        """Sets the positions [n] of the next forward, one token for each of the first n slots, all below
-        ``columns``.
+        """Sets the positions [n] of the tokens in the next forward, one token for each of the first n slots.
+
+        All positions are below ``columns``, the number of columns in use.
         """
         self._positions, self.columns = positions, columns
         self._storage_rows.clear()
 
     def storage_rows(self, heads: int) -> Tensor:
-        """Returns the rows [n * heads] of the flat [slots * heads * length, d] storage for new keys, for all
-        layers of a forward.
+        """Returns the rows [n * heads] at which new keys and values are stored, for all layers of a forward.
+
+        The rows are indices into the flat storage [slots * heads * length, d].
         """
         if heads not in self._storage_rows:
             n, device = len(self._positions), self._positions.device
@@ -88,7 +92,8 @@ class SlotCache(Cache):
     def fill(self, prefix: Prefix, rows: Tensor, slots: Tensor) -> None:
         """Copies the prompts ``rows`` of ``prefix`` to the start of ``slots`` (both [m] long).
 
-        Old contents stay: columns beyond a slot's position are masked until they are overwritten.
+        Old contents of later columns stay: columns beyond a slot's position are masked until they are
+        overwritten.
         """
         for layer, (keys, values) in zip(self.layers, prefix, strict=True):
             if not layer.is_initialized:

@@ -1,8 +1,8 @@
 """Continuous batching: responses are decoded side by side, each in a slot of the cache.
 
-A prompt is prefilled once for all of its responses. A response that has ended frees its slot for the next one
-in the queue; once the queue is empty, the batch shrinks. Slots in use are always the first ones, so that a
-forward takes no others.
+A prompt is prefilled once for all of its responses. A response that has ended frees its slot for the next
+response in the queue; once the queue is empty, the batch shrinks. The slots in use are always the first ones,
+so that a forward can leave out all other slots.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from ppo_ds.rollout.graphs import Graphs
 from ppo_ds.rollout.slots import Slots
 from ppo_ds.types import Prompts
 
-# The columns of the cache in use are a multiple of COLUMNS, since kernels are faster on whole vectors, or of
-# GRAPH_COLUMNS with CUDA graphs, where each shape is recorded.
+# The number of cache columns in use is rounded up to a multiple of COLUMNS, since kernels are faster on whole
+# vectors. With CUDA graphs it is a multiple of GRAPH_COLUMNS, since each shape is recorded.
 COLUMNS = 8
 GRAPH_COLUMNS = 64
-# Enough to keep a GPU busy; the keys and values of prompts that are prefilled together are in memory twice
-# for a moment.
+# Maximum number of tokens that are prefilled together (a longer prompt is prefilled on its own). It is enough
+# to keep a GPU busy; more would need more memory, since keys and values of these prompts are briefly in
+# memory twice.
 PREFILL_TOKENS = 8192
 
 
@@ -57,13 +58,14 @@ class _Response:
 
     row: int
     start: int  # position of its prompt's last token
-    end: int  # start + its limit
-    position: int  # of its next token; beyond ``end`` until the next check if it has ended
+    end: int  # start + the limit of the row
+    position: int  # position of its next token; can exceed ``end`` until the next check
 
 
 def group_prompts(prompts: Prompts) -> list[_PromptGroup]:
-    """Groups rows with equal prompts, the longest prompts first, so that those prefilled together have
-    similar lengths.
+    """Groups rows with equal prompts, the longest prompts first.
+
+    Because of this order, prompts that are prefilled together have similar lengths.
     """
     groups: dict[tuple[int, ...], _PromptGroup] = {}
     for row, (ids, mask) in enumerate(zip(prompts.ids, prompts.mask, strict=True)):
@@ -73,15 +75,16 @@ def group_prompts(prompts: Prompts) -> list[_PromptGroup]:
 
 
 def fast_batch_size(n: int) -> int:
-    """Returns the number of rows to multiply for n rows: 16 for 7 to 15, else n.
+    """Returns the number of rows to compute for n rows in use: 16 for 7 to 15, else n.
 
-    MKL reads float32 weights once for every three rows up to 15 rows, and once for all from 16 on.
+    In a product with up to 15 rows, MKL reads the float32 weights once for every three rows; from 16 rows on
+    it reads them once for all rows.
     """
     return 16 if 6 < n < 16 else n
 
 
 class ContinuousBatch:
-    """Responses that are decoded together, and the slot of each."""
+    """Decodes responses together, each in a slot of the cache."""
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class ContinuousBatch:
         self.live: list[_Response] = []  # the responses being decoded, in slots 0 to len(live) - 1
         self.queue = deque(group_prompts(prompts))
         self.not_started = len(prompts)
-        # keys and values of the first prompt of the queue, once some of its responses have started
+        # keys and values of the first prompt in the queue if some of its responses have already started
         self.kept_prefix: Prefix | None = None
         self.prefill_tokens = min(token_budget, PREFILL_TOKENS)
 
@@ -116,14 +119,15 @@ class ContinuousBatch:
         self.should_stop = should_stop
         self.graphs = graphs
         self.check_every = check_every or (16 if on_gpu else 1)
-        # the number of padding tokens that cost about as much as another forward's reading of the weights
+        # the number of padding tokens that cost about as much as reading the weights in another forward
         self.padding = 512 if on_gpu else 64
         self.stops = StopStrings(sampling.stop_strings, tokenizer) if sampling.stop_strings else None
 
     def decode_all(self) -> None:
         """Decodes all responses.
 
-        Ranks in lockstep vote before each kind of forward; ranks without work run it on a dummy input.
+        In lockstep, ranks vote before each prefill and before each round of decode steps. A rank without work
+        runs these forwards on a dummy input.
         """
         while True:
             while (vote := self.vote(self.wants_prompts())) is _Vote.CONTINUE:
@@ -136,9 +140,9 @@ class ContinuousBatch:
             self.compact()
 
     def vote(self, more: bool) -> _Vote:
-        """Returns whether any rank has more work, or has to stop.
+        """Returns STOP if any rank has to stop, else CONTINUE if any rank has ``more`` work, else NONE.
 
-        Both take one vote, since each vote costs a collective.
+        Both questions share one vote, since each vote costs a collective.
         """
         own = _Vote.CONTINUE if more else _Vote.NONE
         return _Vote(self.max_over_ranks(_Vote.STOP if self.should_stop() else own))
@@ -146,15 +150,16 @@ class ContinuousBatch:
     # -- prompts ----------------------------------------------------------------------------------------
 
     def wants_prompts(self) -> bool:
-        """Returns whether enough slots are free: a forward for each single free slot would cost more than it
-        gains.
+        """Returns whether prompts are left and enough slots are free.
+
+        A forward for each single free slot would cost more than it gains.
         """
         return self.not_started > 0 and self.total - len(self.live) >= min(
             self.not_started, max(1, self.total // 8)
         )
 
     def prefill(self) -> None:
-        """Fills free slots with at most one forward, and with exactly one in lockstep."""
+        """Starts responses in free slots with at most one forward, or exactly one forward in lockstep."""
         if self.kept_prefix is not None:
             self.start(self.kept_prefix, [self.queue[0]])
         chunk = self.next_prompts() if self.wants_prompts() else []
@@ -167,9 +172,9 @@ class ContinuousBatch:
             self.start(prefix, chunk)
 
     def next_prompts(self) -> list[_PromptGroup]:
-        """Returns the next prompts of the queue, as many as free slots and the tokens of a forward allow.
+        """Returns the next prompts of the queue, as many as the free slots and ``prefill_tokens`` allow.
 
-        It stops earlier if the padding of the next prompt would cost more than another forward.
+        The list ends earlier if the padding of the next prompt would cost more than another forward.
         """
         chunk: list[_PromptGroup] = []
         free, width, tokens = self.total - len(self.live), len(self.queue[0].ids), 0
@@ -182,10 +187,10 @@ class ContinuousBatch:
         return chunk
 
     def start(self, prefix: Prefix, groups: Sequence[_PromptGroup]) -> None:
-        """Starts responses to the first prompts of the queue in the free slots.
+        """Starts responses to ``groups``, the first prompts of the queue, in the free slots.
 
-        ``prefix`` holds the keys and values of these prompts, ``groups``. Rows without a free slot stay at
-        the front of the queue.
+        ``prefix`` holds the keys and values of these prompts. Rows that get no slot stay at the front of the
+        queue.
         """
         new: list[_Response] = []
         sources: list[int] = []
@@ -218,7 +223,7 @@ class ContinuousBatch:
     # -- tokens -----------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Runs the steps up to the next check; except in lockstep, only those that a response needs."""
+        """Runs the decode steps until the next check; without lockstep, no more than the responses need."""
         left = max((response.end - response.position for response in self.live), default=0)
         steps = self.check_every if self.lockstep else min(self.check_every, left)
         assert steps > 0, "a response continues beyond its limit"
@@ -234,9 +239,10 @@ class ContinuousBatch:
             response.position += steps
 
     def forward_width(self, live: int) -> int:
-        """Returns the number of slots that a forward takes: those in use or a few more.
+        """Returns the number of slots in a forward: the ``live`` slots or a few more.
 
-        With CUDA graphs it is all slots, half of them, a quarter and so on, so that there are few shapes.
+        With CUDA graphs it is the number of all slots, or a half, a quarter and so on, so that there are few
+        shapes.
         """
         if self.graphs.recorder is None:
             return min(fast_batch_size(live), self.total)
@@ -246,7 +252,7 @@ class ContinuousBatch:
         return width
 
     def compact(self) -> None:
-        """Removes responses that have ended; the last ones in progress move to their slots."""
+        """Removes the responses that have ended and moves the last live responses to the freed slots."""
         alive = self.slots.alive[: len(self.live)].tolist()
         if self.stops is not None:
             ended = self.stopped_by_string(self.stops, alive)
@@ -268,15 +274,15 @@ class ContinuousBatch:
         return torch.tensor(list(numbers), dtype=torch.long, device=self.device)
 
     def stopped_by_string(self, stops: StopStrings, alive: Sequence[bool]) -> list[int]:
-        """Returns the slots of the responses, among those still alive, that contain a stop string.
+        """Returns the slots marked in ``alive`` whose response contains a stop string.
 
-        It costs one copy to the host.
+        This copies the last tokens of these responses to the host once.
         """
         slots = [slot for slot, is_alive in enumerate(alive) if is_alive]
         if not slots:
             return []
         counts = torch.tensor([self.live[slot].position - self.live[slot].start for slot in slots])
-        # the string may have been complete for some steps
+        # the string may have been completed up to ``check_every`` steps ago
         back = torch.arange(stops.window + self.check_every, 0, -1)
         columns = (counts[:, None] - back).clamp(min=0).to(self.device)
         rows = self.tensor([self.live[slot].row for slot in slots])

@@ -1,6 +1,4 @@
-"""Decodes one token at a time from any causal LM of transformers with plain attention, for sequences of
-different lengths.
-"""
+"""Decodes sequences of different lengths token by token, with any causal LM that has plain attention."""
 
 from __future__ import annotations
 
@@ -31,9 +29,9 @@ class Decoder:
     def prefill(self, ids: Tensor) -> Prefix:
         """Returns the keys and values of every layer for right-padded ids [c,P].
 
-        With causal attention no token sees the padding after it.
+        Attention is causal, so that the padding on the right does not affect the tokens before it.
         """
-        # made without the config, with which it would keep only the window of layers with a sliding one
+        # made without the config, with which layers with a sliding window would keep only the window
         cache = DynamicCache()
         positions = torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1)
         self.lm(input_ids=ids.to(self.device), position_ids=positions, past_key_values=cache, **self._extra)
@@ -41,12 +39,13 @@ class Decoder:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
-        """Returns the logits [n,V] after tokens [n] at positions [n] of the first n slots; ``columns`` is
-        above every position.
+        """Returns the logits [n,V] after ``tokens`` [n], which are at ``positions`` [n] of the first n slots.
+
+        All positions are below ``columns``, the number of cache columns that are read.
         """
         self.cache.at(positions, columns)
-        # transformers adds a mask of four dimensions to the attention scores unchanged. It has the dtype
-        # of the scores, since a boolean mask would be converted in every layer.
+        # transformers adds a 4-dimensional mask to the attention scores unchanged. The mask has the dtype of
+        # the scores, since a boolean mask would be converted in every layer.
         hidden = self._columns[:columns] > positions[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.lm.dtype, device=self.device).masked_fill_(
             hidden, torch.finfo(self.lm.dtype).min
@@ -77,8 +76,8 @@ def refusal(lm: nn.Module, longest: int | None = None) -> str | None:
     """Returns why ``Decoder`` cannot decode this model, in a few words, or None if it can.
 
     A sliding window is supported if no sequence exceeds it; ``longest`` is the number of tokens of the
-    longest sequence. If the weights are loaded, a few tokens are decoded and compared with plain forwards,
-    the same ones on all ranks.
+    longest sequence. If the weights are loaded, a few tokens, the same on all ranks, are decoded, and their
+    logits are compared with plain forwards.
     """
     config = lm.config.get_text_config(decoder=True)
     if lm.config.is_encoder_decoder:
@@ -101,7 +100,7 @@ def refusal(lm: nn.Module, longest: int | None = None) -> str | None:
         return compare_with_forward(lm, min(bound or 1024, 4096))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # code of a model may raise anything for a mask that it does not expect
+    except Exception as error:  # model code may raise anything for a mask that it does not expect
         return f"its forward fails with an explicit cache and mask: {' '.join(str(error).split())[:120]}"
 
 
@@ -109,8 +108,8 @@ def refusal(lm: nn.Module, longest: int | None = None) -> str | None:
 def compare_with_forward(lm: nn.Module, length: int) -> str | None:
     """Decodes the last two tokens of sequences of 5 and 3 tokens and compares the logits with plain forwards.
 
-    The cache has ``length`` columns, which exposes a model that counts from the last column instead of using
-    the mask. Returns how the logits differ, or None.
+    The cache has ``length`` columns, so that the logits differ in a model that counts positions from the last
+    column instead of using the mask. Returns a description of the difference, or None without one.
     """
     vocabulary = lm.get_input_embeddings().num_embeddings
     with explicit_mask_attention(lm):

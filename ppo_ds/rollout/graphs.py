@@ -2,10 +2,10 @@
 
 A graph replays the same kernels on the same addresses, so a step must read and write tensors with fixed
 addresses (the KV cache and the state of the slots), must not wait for the device, and needs one graph per
-shape. Graphs last for one rollout: the cache is freed after it, and with ZeRO-3 the weights move too.
-Recording a shape costs about two plain steps and saves up to about sixty.
+shape. Graphs are kept for one rollout, since afterwards the cache is freed and with ZeRO-3 the weights move
+too. Recording a shape costs about as much as two plain steps, and the graph replaces up to about sixty.
 
-Not tested on a GPU yet.
+This module has not been tested on a GPU yet.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class Recorder(Protocol):
-    """Records graphs: CUDA, or a substitute in tests."""
+    """Interface for recording graphs: ``CudaRecorder``, or a substitute in tests."""
 
     def warm_up(self, step: Callable[[], None]) -> None:
-        """Runs the step once on the stream of the recording."""
+        """Runs the step once on the stream that is used for recording."""
         ...
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Returns a replay of the step without running it. Raises RuntimeError if it cannot be recorded."""
+        """Records the step without running it; returns its replay. Raises RuntimeError if recording fails."""
         ...
 
 
@@ -39,8 +39,9 @@ class CudaRecorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, step: Callable[[], None]) -> None:
-        """Runs on the stream of the recording, so that libraries set up their workspaces before anything is
-        recorded.
+        """Runs the step once on the stream that is used for recording.
+
+        Libraries set up their workspaces in this run, before anything is recorded.
         """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -48,21 +49,22 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Returns a replay of the step."""
+        """Records the step without running it and returns its replay."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            # thread_local: calls of other threads (NCCL's watchdog) meanwhile do not invalidate the recording
+            # thread_local: concurrent calls of other threads (NCCL's watchdog) do not invalidate the
+            # recording
             with torch.cuda.graph(
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             ):
                 step()
         finally:
-            torch.cuda.set_stream(stream)  # torch (2.13) stays on the stream of a failed recording
+            torch.cuda.set_stream(stream)  # torch 2.13 stays on the recording stream if recording fails
         return graph.replay
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """Returns a recorder on a GPU, else None."""
+    """Returns a recorder for a GPU, or None for any other device."""
     return CudaRecorder() if device.type == "cuda" else None
 
 
@@ -73,7 +75,7 @@ class Graphs:
     """
 
     def __init__(self, recorder: Recorder | None):
-        """Without a recorder no step becomes a graph."""
+        """Uses no graphs if ``recorder`` is None."""
         self.recorder = recorder
         self.failure: str | None = None
         self._graphs: dict[Hashable, Callable[[], None]] = {}
@@ -98,8 +100,8 @@ class Graphs:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            # Recording runs nothing, so the step still has to run. Happens with models that read numbers on
-            # the host (some mixtures of experts).
+            # Models that read numbers on the host (some mixtures of experts) cannot be recorded. The step is
+            # run here, because recording does not run it.
             self.failure = str(error).splitlines()[0]
             log.warning("decoding continues without CUDA graphs, slower: %s", self.failure)
             self.recorder = None

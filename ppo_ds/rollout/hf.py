@@ -25,8 +25,8 @@ from ppo_ds.types import Prompts, Rollout
 
 
 class HFGenerator:
-    """Decodes a rank's prompts in chunks of at most ``token_budget`` tokens (prompt and response, padding
-    counted).
+    """Decodes prompts in chunks of at most ``token_budget`` tokens (prompts and responses with padding).
+
 
     The arguments are those of ``Generator``; ``should_stop`` is called at every token.
     """
@@ -52,13 +52,13 @@ class HFGenerator:
         lengths, limits = prompts.mask.sum(1), max_new_tokens(prompts, sampling)
         shape = (len(prompts), int(limits.max()))
         responses, logprobs = torch.full(shape, self.tokenizer.pad_id), torch.zeros(shape)
-        # the longest first, so that rows of similar length share a chunk
+        # longest rows first, so that rows of similar length share a chunk
         chunks = plan_microbatches(lengths, limits, self.token_budget)
         if self.lockstep_max is not None:
             most = self.lockstep_max(len(chunks))
             chunks = plan_microbatches(lengths, limits, self.token_budget, at_least=most)
         for rows in chunks:
-            # ranks in lockstep stop together, as soon as one of them has to stop
+            # ranks in lockstep stop together, as soon as one rank has to stop
             if (self.lockstep_max or int)(self.should_stop()):
                 break
             chunk, longest = prompts.select(rows), int(lengths[rows].max())
@@ -94,14 +94,14 @@ def generate(
     """Calls transformers' ``generate`` and returns responses [B,R] long and their log-probs [B,R] fp32.
 
     ids and mask [B,P] are left-padded. R is at most limits.max(); positions after the end of a response hold
-    arbitrary tokens. Log-probs are those of the whole distribution at the temperature, whatever top_k and
-    top_p are.
+    arbitrary tokens. Log-probs are computed from the full distribution at the temperature, regardless of
+    top_k and top_p.
 
     Args:
         limits: Maximum number of new tokens of each row [B]. It takes precedence over ``min_new_tokens``.
-        lockstep: Runs forwards until the last rank is done, for a sharded model.
-        should_stop: Ends with the next token once it returns true (with ``lockstep``: once it does on all
-            ranks), whatever the responses are by then.
+        lockstep: Whether to run forwards until all ranks are done, as a sharded model requires.
+        should_stop: Function that ends generation with the next token once it returns True (with
+            ``lockstep``: once it returns True on all ranks), even if responses are incomplete.
     """
     width = ids.shape[1]
     recorder = LogprobRecorder(sampling.temperature)
@@ -149,8 +149,8 @@ def generation_config(sampling: SamplingParams, max_new_tokens: int, pad_id: int
 class LogprobRecorder(LogitsProcessor):
     """Records the log-prob of each drawn token from the raw logits, before any warper changes them.
 
-    The token drawn from step t's logits is known at step t + 1, so the logits [B,V] of one step are held,
-    never all of a rollout.
+    The token drawn from the logits of step t is known at step t + 1, so only the logits [B,V] of one step are
+    kept at a time.
     """
 
     def __init__(self, temperature: float):
@@ -172,7 +172,7 @@ class LogprobRecorder(LogitsProcessor):
     def stacked(self, responses: Tensor) -> Tensor:
         """Returns the log-probs [B,R] of the responses [B,R].
 
-        A step that generate() took back leaves its logits pending.
+        If generate() discarded its last step, the logits of that step stay pending and are not used.
         """
         if len(self.logprobs) < responses.shape[1]:
             self.take(responses[:, -1])
@@ -180,11 +180,11 @@ class LogprobRecorder(LogitsProcessor):
 
 
 class _StopStringCriteria(StoppingCriteria):
-    """Ends rows whose response, as text, contains a stop string.
+    """Ends rows whose decoded response contains a stop string.
 
-    The criterion of transformers also matches text that began in the prompt, and reads tokens in other ways
-    than decoding does: it would fill a row that it alone considers ended with padding, which could not be
-    distinguished from response tokens.
+    The criterion of transformers also matches text that begins in the prompt, and it converts tokens to text
+    differently from decoding. A row that only this criterion ends would be filled with padding, which could
+    not be distinguished from response tokens.
     """
 
     def __init__(self, prompt_width: int, stops: StopStrings):
@@ -203,7 +203,7 @@ class _StopStringCriteria(StoppingCriteria):
 
 
 class _RowLimits(StoppingCriteria):
-    """Ends each row at its own limit, so that decoding ends with the last row that may continue."""
+    """Ends each row at its own limit, so that decoding ends once no row may continue."""
 
     def __init__(self, prompt_width: int, limits: Tensor):
         self.ends = prompt_width + limits  # [B] on the device of the ids
@@ -213,7 +213,7 @@ class _RowLimits(StoppingCriteria):
 
 
 class _ShouldStop(StoppingCriteria):
-    """Ends all rows once the responses are no longer needed. Runs on the host only."""
+    """Ends all rows once the responses are no longer needed. The check does not wait for the device."""
 
     def __init__(self, should_stop: Callable[[], bool]):
         self.should_stop = should_stop

@@ -1,4 +1,4 @@
-"""State of the cache slots on the device, and their decode step, which never waits for the device."""
+"""State of the cache slots on the device, and a decode step that never waits for the device."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from ppo_ds.rollout.base import SamplingParams
 
 
 class Slots:
-    """S slots, each with one response in progress or none, for B rows of prompts; R is the largest limit."""
+    """S slots, each with at most one response in progress, for B rows of prompts; R is the largest limit."""
 
     def __init__(self, slots: int, limits: Tensor, uniforms: Tensor, sampling: SamplingParams):
         """Makes empty slots for rows with ``limits`` [B] on the device of ``uniforms``.
 
-        ``uniforms`` [B,R] float64 in [0,1) are the random numbers of all responses. They belong to rows and
-        positions, so that no response depends on when its row got which slot.
+        ``uniforms`` [B,R] float64 in [0,1) are the random numbers of all responses. Each number belongs to a
+        row and a position, so that a response does not depend on its slot or on when it starts.
         """
         (rows, width), device = uniforms.shape, uniforms.device
         self.sampling = sampling
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
         self.limits = torch.cat([limits, limits.new_ones(1)]).to(device)
         self.uniforms = torch.cat([uniforms, uniforms.new_zeros(1, width)])
-        # tokens of slots without a response are written to the last row
+        # slots without a response write their tokens to the last row
         self.responses = torch.zeros(rows + 1, width, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows + 1, width, dtype=torch.float32, device=device)
-        # the next input token and its position, the number of tokens drawn, the row (B: none)
+        # of each slot: next input token, its position, number of drawn tokens, row (B if it has no response)
         columns = torch.zeros(4, slots, dtype=torch.long, device=device)
         self.tokens, self.positions, self.counts, self.rows = columns
         self.rows += rows
-        # whether the response continues
+        # of each slot: whether it has a response that continues
         self.alive = torch.zeros(slots, dtype=torch.bool, device=device)
 
     def put(self, slots: Tensor, rows: Tensor, tokens: Tensor, positions: Tensor) -> None:
-        """Starts responses from the last tokens of their prompts and the positions of these, all [m]."""
+        """Starts responses from the last ``tokens`` of their prompts, at ``positions``; each argument is [m].
+        """
         self.tokens[slots], self.positions[slots], self.rows[slots] = tokens, positions, rows
         self.counts[slots], self.alive[slots] = 0, True
 
@@ -51,13 +52,14 @@ class Slots:
         self.alive[slots] = False
 
     def step(self, n: int, forward: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Draws one more token for each of the first n slots; ``forward`` maps tokens [n], positions [n] to
-        logits [n,V].
+        """Draws one more token for each of the first n slots.
+
+        ``forward`` maps tokens [n] and positions [n] to logits [n,V].
         """
         tokens, positions = self.tokens[:n], self.positions[:n]
         counts, alive = self.counts[:n], self.alive[:n]
         rows = torch.where(alive, self.rows[:n], len(self.limits) - 1)
-        indices = rows * self.responses.shape[1] + counts * alive  # into the flat responses
+        indices = rows * self.responses.shape[1] + counts * alive  # indices into the flattened responses
         s, barred = self.sampling, None
         if s.min_new_tokens and s.stop_token_ids:
             barred = (self.stops, counts < s.min_new_tokens)

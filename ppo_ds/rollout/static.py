@@ -18,11 +18,11 @@ from ppo_ds.types import Prompts, Rollout
 class StaticGenerator:
     """Decodes with as many cache slots as ``token_budget`` allows, at least one.
 
-    A slot takes as many tokens as the longest prompt and its limit.
+    Each slot has room for the longest row, that is, its prompt and its limit.
 
-    The arguments are those of ``Generator``. ``check_every`` is the number of steps between two checks of the
-    host for responses that have ended; each waits for the device. The default is 1 on a CPU, where a check
-    costs nothing, and 16 on a GPU. ``should_stop`` is called at every check.
+    The arguments are those of ``Generator`` and ``check_every``, the number of decode steps between two
+    checks for responses that have ended. The host waits for the device at each check. The default is 1 on a
+    CPU, where a check costs nothing, and 16 on a GPU. ``should_stop`` is called at every check.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class StaticGenerator:
         self.lockstep_max = lockstep_max
         self.check_every = check_every
         self.should_stop = should_stop
-        # Weights that are gathered for each forward have no fixed addresses to record. After one failed
-        # recording no other is tried.
+        # False in lockstep, where weights are gathered for each forward and have no fixed addresses, and
+        # after a failed recording.
         self.graphs_work = lockstep_max is None
         self._recorder: Recorder | None = None
 
@@ -82,14 +82,12 @@ class StaticGenerator:
 def length_bands(totals: Tensor, token_budget: int) -> list[Tensor]:
     """Groups rows that are decoded together: all rows if they fit, else rows of similar length.
 
-    ``totals`` [B] are the lengths of the rows, prompt and limit together.
-
-    Slots are as long as the longest row of their band needs, so one long prompt must not take the memory of
-    many short ones.
+    ``totals`` [B] are the lengths of the rows, prompt and limit together. All slots of a group are as long as
+    its longest row, so grouping a long prompt with many short ones would waste memory.
     """
     longest = int(totals.max())
     if token_budget // longest >= len(totals):
         return [torch.arange(len(totals))]
-    # within a band no row is four times as long as another
+    # within a group no row is four times as long as another
     sizes = (longest / totals).log2().div(2).floor()
     return [(sizes == size).nonzero()[:, 0] for size in sizes.unique()]
