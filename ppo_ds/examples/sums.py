@@ -195,7 +195,8 @@ def greedy_accuracy(model: nn.Module, ids: Tensor, labels: Tensor) -> float:
 def _batches(rows: int, batch_size: int, count: int) -> Iterator[Tensor]:
     """Yields ``count`` batches of row indices from torch's global random state.
 
-    Each row is used once per pass, except for the last rows of a pass that do not fill a batch.
+    Each row is used once per pass, except that the last rows of a pass are skipped if they do not fill a
+    batch.
     """
     order = torch.empty(0, dtype=torch.long)
     for _ in range(count):

@@ -246,7 +246,7 @@ def refuse_names_of_files_elsewhere(folder: str, key: str) -> None:
         try:
             listed = json.loads(Path(folder, file).read_text(encoding="utf-8"))[entry]
         except (OSError, ValueError, RecursionError, LookupError, TypeError):
-            continue  # absent or damaged, which loading reports
+            continue  # the file is absent, or damaged, which loading the model reports
         names = listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else ()
         for name in sorted({str(name) for name in names}):
             if os.path.isabs(name) or ".." in Path(name).parts:

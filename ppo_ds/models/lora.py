@@ -52,7 +52,7 @@ def add_adapters(
         base_model_name_or_path=model.name_or_path,
         task_type=kind,
     )
-    with torch.random.fork_rng(devices=[]):  # A depends only on the seed
+    with torch.random.fork_rng(devices=[]):  # A depends only on the seed, not on earlier draws
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, ADAPTER)
     if hasattr(model, "score"):

@@ -31,7 +31,7 @@ class LayoutChoice:
 
 
 class PackableModel(nn.Module):
-    """Model with a transformers trunk whose forwards take padded or packed rows.
+    """Model with a transformers trunk that takes padded or packed rows.
 
     If ``packed`` is true, a forward concatenates its rows into one. ``choose_layout`` sets it, since not
     every model supports packed rows.

@@ -104,7 +104,7 @@ def packed_forward(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def record_attention_calls() -> Iterator[AttentionCalls]:
-    """Records the attention calls of the packed forward in its block."""
+    """Records the attention calls of the packed forward that runs inside the block."""
     token = _calls.set(calls := AttentionCalls())
     try:
         yield calls

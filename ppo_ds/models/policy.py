@@ -72,8 +72,7 @@ class Policy(PackableModel):
         """Returns the log-probs of the last ``response_width`` tokens of ids [B,T], 0 after each response.
 
         ``with_entropy`` and ``with_aux`` add these outputs. ``temperature`` replaces the sampling
-        temperature.
-        ``entropy_gradient=False`` detaches the entropy, which makes the backward cheaper.
+        temperature. ``entropy_gradient=False`` detaches the entropy, which makes the backward cheaper.
         """
         layout = make_layout(ids, attention_mask, response_width, self.lm, packed=self.packed)
         arguments = layout.arguments(self._positions, masked=with_aux)

@@ -39,7 +39,7 @@ class _SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores keys and values [n,H,1,d]; returns all columns in use of the n slots, [n,H,columns,d] each."""
+        """Stores keys and values [n,H,1,d]; returns all columns in use of these slots, [n,H,columns,d]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         n, columns = key_states.shape[0], self.cache.columns

@@ -46,7 +46,7 @@ class _Vote(IntEnum):
 
 @dataclass
 class _PromptGroup:
-    """A prompt and the rows whose responses to it have not started."""
+    """A prompt, and the rows with this prompt whose responses have not started."""
 
     ids: Tensor  # [P] long, unpadded
     rows: deque[int]

@@ -69,9 +69,9 @@ def recorder_for(device: torch.device) -> Recorder | None:
 
 
 class Graphs:
-    """Runs the first step of each shape plainly, records the second one and replays it from then on.
+    """Runs the first step of each shape without a graph, records the second step and replays it thereafter.
 
-    If a recording fails, a warning is logged and all steps are run plainly from then on.
+    If a recording fails, a warning is logged and all later steps run without graphs.
     """
 
     def __init__(self, recorder: Recorder | None):

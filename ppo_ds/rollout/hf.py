@@ -27,7 +27,6 @@ from ppo_ds.types import Prompts, Rollout
 class HFGenerator:
     """Decodes prompts in chunks of at most ``token_budget`` tokens (prompts and responses with padding).
 
-
     The arguments are those of ``Generator``; ``should_stop`` is called at every token.
     """
 

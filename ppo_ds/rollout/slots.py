@@ -36,7 +36,7 @@ class Slots:
         self.alive = torch.zeros(slots, dtype=torch.bool, device=device)
 
     def put(self, slots: Tensor, rows: Tensor, tokens: Tensor, positions: Tensor) -> None:
-        """Starts responses from the last ``tokens`` of their prompts, at ``positions``; each argument is [m]."""
+        """Starts responses from the last ``tokens`` of their prompts, at ``positions`` (all [m])."""
         self.tokens[slots], self.positions[slots], self.rows[slots] = tokens, positions, rows
         self.counts[slots], self.alive[slots] = 0, True
 
