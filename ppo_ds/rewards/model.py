@@ -28,8 +28,8 @@ _UNKNOWN_LENGTH = 10**9
 class ModelReward(FrozenModelReward):
     """Scores responses with a sequence classifier.
 
-    Responses are decoded with the actor's ``tokenizer``. ``encoder`` encodes them with the reward model's
-    tokenizer.
+    Responses are decoded with the actor's ``tokenizer``; ``encoder`` then encodes the texts with the reward
+    model's tokenizer.
     """
 
     def __init__(

@@ -114,9 +114,10 @@ def _role_reductions(role: ActorConfig | CriticConfig) -> Iterator[Setting]:
 def suggest_larger_budgets(
     config: Config, estimate: Callable[[Config], Estimate], usable: int
 ) -> list[Setting]:
-    """Doubles each token budget separately, as often as ``usable`` allows, and returns the new values.
+    """Doubles each token budget separately while the peak fits ``usable``, and returns the new values.
 
-    Budgets whose doubling would not make any forward larger are left out.
+    A budget is doubled at most MAX_DOUBLINGS times. Budgets whose doubling would not make any
+    forward larger are left out.
     """
     larger = []
     for key in BUDGETS:
