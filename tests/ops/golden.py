@@ -1,9 +1,9 @@
 """Turns golden files into test tables.
 
-A test module gives two tables for one file. The first maps output keys (glob patterns allowed) to functions
-of a case that compute the same with ``ppo_ds.ops``; the second lists outputs that are not compared, with the
-reason. Every other output of every case becomes one test. An output in neither table, or a pattern that
-matches no output, fails.
+A test module has two tables for each file. The first maps output keys (glob patterns allowed) to functions of
+a case that compute the same output with ``ppo_ds.ops``; the second lists outputs that are not compared, with
+the reason. Every other output of every case becomes one test. An output that is in neither table fails, and
+so does a pattern that matches no output.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Within:
-    """Marks a result that is compared where mask = 1 and must be 0 elsewhere, where the peer has arbitrary
-    values.
+    """Marks a result that is compared only where mask = 1, and must be 0 elsewhere.
+
+    The peer has arbitrary values outside the mask.
     """
 
     actual: Tensor
@@ -51,9 +52,7 @@ class Within:
 
 @dataclass(frozen=True)
 class Close:
-    """Marks a result that is compared with a wider tolerance than its dtype's, because of the peer's
-    arithmetic.
-    """
+    """Marks a result that needs a wider tolerance than its dtype's, because of the peer's rounding."""
 
     actual: Any
     tolerance: float
@@ -70,7 +69,7 @@ def cases(file: str) -> list[Case]:
 
 
 def _flat(outputs: dict[str, Any]) -> dict[str, Any]:
-    """Turns an output that is a dict into one output per key, "name.key"."""
+    """Splits each output that is a dict into one output per key, named "name.key"."""
     flat: dict[str, Any] = {}
     for name, x in outputs.items():
         flat |= {f"{name}.{k}": v for k, v in x.items()} if isinstance(x, dict) else {name: x}
@@ -89,7 +88,7 @@ def outputs(file: str, not_compared: dict[str, str] | None = None) -> list[Any]:
 
 
 def look_up(table: dict[str, Any], case: Case, key: str) -> Any:
-    """Returns the entry for "key" or for "case/key"; exact ones come before patterns."""
+    """Returns the entry for "key" or "case/key"; exact entries take precedence over patterns."""
     names = (f"{case.id}/{key}", key)
     exact = (table[n] for n in names if n in table)
     return next(exact, None) or next(

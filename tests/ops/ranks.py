@@ -1,4 +1,4 @@
-"""Simulates several ranks in one process by threads, with a sum that waits for all of them."""
+"""Simulates several ranks as threads of one process, with a sum that waits for all threads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests advantage estimators: goldens of six systems, hand-computed numbers, holes, bootstrapping, single-row
-groups.
+"""Tests advantage estimators: goldens of six systems, hand-computed numbers, masks with holes, bootstrapping,
+and groups of a single row.
 """
 
 import pytest
@@ -54,7 +54,7 @@ def trl(which):
 
 
 GAE = {
-    # keeps one position beyond the last token
+    # DeepSpeed-Chat keeps one position after the last token
     "dschat.advantages": lambda c: gae(c, next_token_mask(c.mask))[0],
     "dschat.returns": lambda c: gae(c, next_token_mask(c.mask))[1],
     "openrlhf.cumulative_returns": lambda c: discounted_returns(c.rewards, c.mask, c.params["gamma"]),
@@ -98,7 +98,7 @@ def rewarded(c, scores=None):
 
 
 def openrlhf(kind, normalized=None, **options):
-    """Subtracts the group baseline from the scores, then the KL per token, discounted.
+    """Subtracts the group baseline from the scores, then the KL of each token, and sums with discount.
 
     Some variants are normalised with the biased variance.
     """
@@ -149,7 +149,7 @@ GROUPS = {
         one_step_advantages(c.scores, c.reward_baselines)[1], c.mask
     ),
     "verl.opo.*": grouped("opo"),
-    "verl.gpg.*": grouped("mean"),  # the factor, rows over rows with a score, is 1 here
+    "verl.gpg.*": grouped("mean"),  # GPG's factor, the number of rows over those with a score, is 1 here
     "openrlhf.gae.advantages": openrlhf_gae(0, "batch"),
     "openrlhf.gae.no_std.advantages": openrlhf_gae(0, "mean_only"),
     "openrlhf.gae.*returns": openrlhf_gae(1),
@@ -214,7 +214,8 @@ def test_another_lambda_for_the_critic():
 
 def test_group_baselines_worked_by_hand():
     scores = torch.tensor([1.0, 10.0, 3.0, 10.0, 8.0])
-    groups = torch.tensor([7, -2, 7, -2, 7])  # interleaved, any ids: {1, 3, 8} and {10, 10}
+    # interleaved groups with arbitrary ids: scores {1, 3, 8} and {10, 10}
+    groups = torch.tensor([7, -2, 7, -2, 7])
     assert group_advantages(scores, groups, "mean").tolist() == [-3.0, 0.0, -1.0, 0.0, 4.0]
     assert group_advantages(scores, groups, "dr_grpo").tolist() == [-3.0, 0.0, -1.0, 0.0, 4.0]
     assert group_advantages(scores, groups, "rloo").tolist() == [-4.5, 0.0, -1.5, 0.0, 6.0]
@@ -223,7 +224,7 @@ def test_group_baselines_worked_by_hand():
     torch.testing.assert_close(
         group_advantages(scores, groups, "grpo", eps=0.0)[[0, 2, 4]], torch.tensor([-3.0, -1.0, 4.0]) / std
     )
-    lengths = torch.tensor([1, 5, 1, 5, 2])  # opo: (1 + 3 + 16) / 4 = 5
+    lengths = torch.tensor([1, 5, 1, 5, 2])  # the opo mean is weighted by length: (1 + 3 + 16) / 4 = 5
     assert group_advantages(scores, groups, "opo", lengths=lengths).tolist() == [-4.0, 0.0, -2.0, 0.0, 3.0]
 
 
@@ -262,7 +263,7 @@ def test_normalisation_worked_by_hand():
 
 
 def test_one_step_advantages_worked_by_hand():
-    scores, values = torch.tensor([1.0, 5.0]), torch.tensor([0.0, 2.0])  # 1 and 3
+    scores, values = torch.tensor([1.0, 5.0]), torch.tensor([0.0, 2.0])  # advantages 1 and 3
     advantages, returns = one_step_advantages(scores, values, whiten=False)
     assert advantages.tolist() == [1.0, 3.0] and returns.tolist() == [1.0, 5.0]
     torch.testing.assert_close(one_step_advantages(scores, values)[0], torch.tensor([-1.0, 1.0]) / 2**0.5)

@@ -26,21 +26,21 @@ def test_a_plan_covers_every_row_once_within_the_budget(seed, budget, at_least):
     assert all(rows.dtype == torch.int64 and len(rows) > 0 for rows in plan)
     assert all(len(rows) == 1 or cost(rows, prompts, responses) <= budget for rows in plan)
     totals = (prompts + responses)[torch.cat(plan)]
-    assert torch.equal(totals, totals.sort(descending=True).values)  # the longest first
+    assert torch.equal(totals, totals.sort(descending=True).values)  # the longest rows come first
 
 
 def test_a_plan_worked_by_hand():
     prompts, responses = torch.tensor([1, 4, 2, 1, 9]), torch.tensor([3, 4, 2, 3, 20])
-    # by total length: row 4 (29), 1 (8), then 0, 2, 3 (4 each)
+    # order by total length: row 4 (29), row 1 (8), then rows 0, 2 and 3 (4 each)
     plan = plan_microbatches(prompts, responses, 16)
-    # 2 * (4 + 4) = 16 fits, with row 2 it would be 24
+    # rows 1 and 0 cost 2 * (4 + 4) = 16, which fits; with row 2 they would cost 24
     assert [rows.tolist() for rows in plan] == [
         [4],
         [1, 0],
         [2, 3],
     ]
     plan = plan_microbatches(prompts, responses, 16, at_least=4)
-    # 16 is the costliest that can be split
+    # the most expensive group of several rows, with cost 16, is split
     assert [rows.tolist() for rows in plan] == [
         [4],
         [1],
@@ -52,7 +52,7 @@ def test_a_plan_worked_by_hand():
 
 def test_the_longest_prompt_and_the_longest_response_may_be_of_different_rows():
     prompts, responses = torch.tensor([10, 1]), torch.tensor([1, 10])
-    assert len(plan_microbatches(prompts, responses, 39)) == 2  # padded together 2 * 20
+    assert len(plan_microbatches(prompts, responses, 39)) == 2  # both rows padded together cost 2 * 20
     assert len(plan_microbatches(prompts, responses, 40)) == 1
 
 
@@ -83,31 +83,32 @@ def test_forwards_cover_every_row_once_within_the_budget(packed, budget, at_leas
     assert sorted(torch.cat(plan).tolist()) == list(range(23)) and len(plan) >= at_least
     assert all(len(rows) == 1 or padded_tokens(total[rows], packed) <= budget for rows in plan)
     in_order = total[torch.cat(plan)]
-    assert torch.equal(in_order, in_order.sort(descending=True).values)  # the longest first
+    assert torch.equal(in_order, in_order.sort(descending=True).values)  # the longest rows come first
     again = plan_forwards(total, budget, at_least, packed)
     assert all(torch.equal(a, b) for a, b in zip(plan, again, strict=True))
 
 
 def test_forwards_worked_by_hand():
     total = torch.tensor([100, 300, 290, 90, 20])
-    # padded: 300 and 290 lose 10 tokens of padding together, 100 and 90 the same; 20 alone costs a forward,
-    # while with the other two it would lose 80 tokens of padding
+    # padded: 300 and 290 together need 10 tokens of padding, and so do 100 and 90. A row of 20 alone costs a
+    # forward, which is less than the 80 tokens of padding that it would need beside 100 and 90
     assert FORWARD == 64
     assert [rows.tolist() for rows in plan_forwards(total, 1000)] == [[1, 2], [0, 3], [4]]
-    # 60 tokens
+    # a row of 40 needs 60 tokens of padding, which is less than the cost of a forward
     assert [rows.tolist() for rows in plan_forwards(torch.tensor([100, 300, 290, 90, 40]), 1000)] == [
         [1, 2],
         [0, 3, 4],
     ]
-    assert [rows.tolist() for rows in plan_forwards(total, 599)] == [[1], [2], [0, 3], [4]]  # 2 * 300 is more
-    # the costliest is halved
+    # 2 * 300 exceeds 599
+    assert [rows.tolist() for rows in plan_forwards(total, 599)] == [[1], [2], [0, 3], [4]]
+    # the most expensive group is split in halves
     assert [rows.tolist() for rows in plan_forwards(total, 1000, at_least=4)] == [
         [1],
         [2],
         [0, 3],
         [4],
     ]
-    # packed: real tokens fill the budget
+    # packed: the budget counts real tokens only
     assert [rows.tolist() for rows in plan_forwards(total, 800, packed=True)] == [[1, 2, 0, 3, 4]]
     assert [rows.tolist() for rows in plan_forwards(total, 690, packed=True)] == [[1, 2, 0], [3, 4]]
     assert [rows.tolist() for rows in plan_forwards(total, 250, packed=True)] == [[1], [2], [0, 3, 4]]
@@ -115,7 +116,7 @@ def test_forwards_worked_by_hand():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_other_way_of_padding_costs_less(seed):
-    """Compares with all 2^8 ways to cut 9 sorted rows."""
+    """Compares to all 2^8 ways to split 9 sorted rows into groups."""
     total = (sum(lengths(9, seed))).sort(descending=True).values
     budget = 700
 
@@ -149,8 +150,8 @@ def test_varied_lengths_need_little_padding(rows):
         plan = plan_forwards(total, 8192)
         spent = sum(len(group) * int(total[group].max()) for group in plan)
         assert spent < int(total.sum()) / 0.9  # less than a tenth of the tokens are padding
-        assert len(plan) <= 16  # forwards have a fixed cost
-        # prompts and answers padded to their own longest
+        assert len(plan) <= 16  # few forwards, because each has a fixed cost
+        # for comparison: prompts and responses padded separately, each to the longest
         together = plan_microbatches(prompts, responses, 8192)
         assert 1 - int(total.sum()) / sum(cost(group, prompts, responses) for group in together) > 0.25
 
@@ -187,7 +188,7 @@ def test_balanced_ranks_worked_by_hand():
         [4, 1],
         [3, 2],
     ]
-    # ties keep their order
+    # rows of equal length keep their order
     assert [hand.tolist() for hand in balance_ranks(torch.tensor([7, 7, 7, 7, 7, 7, 7, 7]), 2)] == [
         [0, 3, 4, 7],
         [1, 2, 5, 6],

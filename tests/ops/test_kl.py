@@ -45,7 +45,7 @@ def expected_gradient_as_loss(estimator):
 
 
 def expected_gradient_in_reward(c):
-    """Returns REINFORCE's gradient with the cost k1: E[k1 * d log pi / d logits]."""
+    """Returns the REINFORCE gradient for the cost k1: E[k1 * d log pi / d logits]."""
     x = leaf(c.policy_logits)
     logp = x.log_softmax(0)
     cost = approx_kl(logp, c.ref_logits.log_softmax(0), "k1").detach()
@@ -53,7 +53,7 @@ def expected_gradient_in_reward(c):
 
 
 def where_unlimited(c):
-    """Returns where k3 without the limit of its exponent agrees with ours: up to a log-ratio of -20."""
+    """Returns where k3 without a limit of its exponent agrees with ours: at log-ratios of at least -20."""
     unlimited = c.ref_logprobs - c.logprobs <= 20
     return approx_kl(c.logprobs, c.ref_logprobs, "k3").where(unlimited, c.outputs["trl.k3"])
 
@@ -73,7 +73,7 @@ TARGETS = {
     **{f"expected.{e}": expected(e) for e in ("k1", "k2", "k3")},
     **{f"expected_grad.{e}_as_loss": expected_gradient_as_loss(e) for e in ("k1", "k2", "k3")},
     "expected_grad.k1_in_reward": expected_gradient_in_reward,
-    # the purpose of the straight-through estimators
+    # straight-through estimators exist to give this gradient
     "exact.grad_reverse_kl": expected_gradient_as_loss("k1+"),
     "exact.grad_forward_kl": expected_gradient_as_loss("k3"),
 }

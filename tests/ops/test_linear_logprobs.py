@@ -1,6 +1,6 @@
-"""Tests log-probs and entropy of a linear head that never holds all logits.
+"""Tests log-probs and entropy of a linear head, computed without all logits in memory at once.
 
-They are compared with float64 and autograd on all logits; the memory is measured.
+They are compared to float64 and autograd on all logits, and the memory is measured.
 """
 
 import pytest
@@ -40,7 +40,7 @@ def gradients(loss, inputs):
     return torch.autograd.grad(loss, [x for x in inputs if x is not None])
 
 
-# blocks of one column, two, five and all; recomputed for the backward pass, or kept
+# blocks of one, two, five and all columns; recomputed for the backward pass, or kept
 BLOCKS = pytest.mark.parametrize("block", [1, 2 * K, 5 * K + 3, 1000])
 KEPT = pytest.mark.parametrize("kept", [0, 1000], ids=["again", "kept"])
 
@@ -63,7 +63,7 @@ def test_blocks_change_nothing(block, kept, temperature, bias):
 @KEPT
 def test_gradcheck(block, kept):
     *inputs, labels = example()
-    for i in range(2):  # of each output separately
+    for i in range(2):  # checks each output separately
         assert torch.autograd.gradcheck(
             lambda *x, i=i: linear_logprobs_and_entropy(
                 *x, labels, 0.7, block_elements=block, kept_elements=kept
@@ -73,7 +73,7 @@ def test_gradcheck(block, kept):
 
 
 def test_worked_by_hand():
-    """One state, 2, of one number: logits log 1, log 2, log 4 + log 1/4 = 0; probabilities 1/4, 1/2, 1/4."""
+    """The state [2] gives the logits log 1, log 2, log 4 + log 1/4 = 0: probabilities 1/4, 1/2, 1/4."""
     weight = torch.tensor([[0.0], [0.34657359], [0.69314718]])
     bias = torch.tensor([0.0, 0.0, -1.38629436])
     logprob, entropy = linear_logprobs_and_entropy(
@@ -87,9 +87,9 @@ def test_worked_by_hand():
 @KEPT
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_dtypes(dtype, block, kept):
-    """The outputs are fp32, the gradients have the inputs' dtype.
+    """The outputs are fp32, and the gradients have the dtype of the inputs.
 
-    In 16 bits the logits are rounded, here to 8 bits of values up to 8: 0.03.
+    In 16 bits the logits are rounded; 8 bits of values up to 8 give an error of 0.03.
     """
     *inputs, labels = example(dtype)
     expected = plain(*inputs, labels, 0.7)
@@ -120,7 +120,7 @@ def test_only_requested_outputs_are_computed(kept):
         torch.autograd.grad(frozen.sum(), hidden),
         torch.autograd.grad(plain(hidden, weight, None, labels, 1.0)[0].sum(), hidden),
     )
-    # the log-probs are unused
+    # the log-probs are not used, so they get no gradient
     entropy = linear_logprobs_and_entropy(hidden.detach(), weight, bias, labels, kept_elements=kept)[1]
     _, expected = plain(hidden, weight, bias, labels, 1.0)
     torch.testing.assert_close(
@@ -135,7 +135,7 @@ def test_large_logits_stay_exact(block, kept):
     logprob, entropy = linear_logprobs_and_entropy(
         hidden, weight, None, torch.tensor([1]), block_elements=block, kept_elements=kept
     )
-    # -1 - log(1 + 1/e); 0.99995 and 19999 are rounded
+    # -1 - log(1 + 1/e); less exact since 0.99995 and 19999 are rounded
     assert logprob.item() == pytest.approx(-1.3132617, abs=2e-3)
     assert entropy.item() == pytest.approx(0.5822031, abs=2e-3)
 
@@ -163,7 +163,7 @@ def test_masked_rows_may_hold_arbitrary_values(block, kept):
 @BLOCKS
 @KEPT
 def test_tokens_excluded_by_an_infinite_bias(block, kept):
-    """A bias of -inf excludes tokens, also the first ones."""
+    """A bias of -inf excludes tokens, including the first tokens."""
     hidden, weight, bias, labels = example()
     out = torch.zeros(V, dtype=torch.bool)
     out[[0, 1, 2, 7]] = True
@@ -184,7 +184,7 @@ def test_tokens_excluded_by_an_infinite_bias(block, kept):
 
 
 class Peak(TorchDispatchMode):
-    """Measures the bytes of tensors created inside the context: alive now, and at most at once."""
+    """Measures the bytes of tensors created in the context: those alive now, and the peak."""
 
     def __init__(self):
         super().__init__()
@@ -211,11 +211,11 @@ class Peak(TorchDispatchMode):
     ("dtype", "gigabytes"), [(torch.float32, 1.2), (torch.bfloat16, 1.0)], ids=["fp32", "bf16"]
 )
 def test_memory_of_a_large_vocabulary(dtype, gigabytes):
-    """8 x 1,024 tokens of a vocabulary of 151,936, in the larger blocks.
+    """Runs 8 x 1,024 tokens of a vocabulary of 151,936 in GPU-sized blocks.
 
-    The gradient of the weight takes 0.54 or 0.27 GB, beside a few blocks; the logits alone would take 5 GB.
+    The gradient of the weight takes 0.54 or 0.27 GB, in addition to a few blocks; the logits would take 5 GB.
     """
-    with FakeTensorMode():  # shapes and lifetimes, without the values
+    with FakeTensorMode():  # tracks shapes and lifetimes, without values
         hidden, weight = (torch.empty(rows, 896, dtype=dtype, requires_grad=True) for rows in (8192, 151936))
         labels = torch.empty(8192, dtype=torch.long)
         with Peak() as peak:
@@ -228,7 +228,7 @@ def test_memory_of_a_large_vocabulary(dtype, gigabytes):
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_blocks_are_kept_only_for_a_backward_pass(wanted):
-    """The blocks are freed after it. All of them are 6 x 1,100 numbers, one of them 6 x 11."""
+    """The backward pass frees the blocks. All blocks together have 6 x 1,100 numbers, one has 6 x 11."""
     hidden, _, _, labels = example(torch.float32)
     weight = torch.zeros(100 * V, H, requires_grad=True)
     with torch.set_grad_enabled(wanted), Peak() as peak:

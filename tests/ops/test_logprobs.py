@@ -83,7 +83,7 @@ def test_worked_by_hand():
     x = torch.tensor([[0.0, 1.0, 3.0]]).log()  # probabilities 0, 1/4, 3/4
     logprob, entropy = logprobs_and_entropy_from_logits(x, torch.tensor([2]))
     assert logprob.item() == pytest.approx(-0.2876821, abs=1e-6)  # log 3/4
-    # 1/4 log 4 + 3/4 log 4/3: a logit of -inf gives no NaN
+    # 1/4 log 4 + 3/4 log 4/3: a logit of -inf must not give NaN
     assert entropy.item() == pytest.approx(0.5623351, abs=1e-6)
     # log 9/10
     assert logprobs_from_logits(x, torch.tensor([2]), temperature=0.5).item() == pytest.approx(
@@ -164,9 +164,7 @@ def test_minus_infinity_at_masked_vocabulary_entries_has_finite_gradients():
 
 
 class Largest(TorchDispatchMode):
-    """Counts the elements of the largest tensor created inside the context, by dtype, and how many are that
-    large.
-    """
+    """Records the element count of every tensor created in the context, except views, by dtype."""
 
     def __init__(self):
         super().__init__()
@@ -187,17 +185,16 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("chunk", [5, 48])
 def test_memory_is_a_chunk_and_the_gradient(dtype, sliced, chunk):
-    """Forward and backward over [8,16] rows need float32 for one chunk, and one gradient in the logits'
-    dtype.
-    """
+    """Forward and backward over [8,16] rows need one float32 chunk, and one gradient in the logits' dtype."""
     vocabulary = 64
     x, y = example((8, 16), vocabulary, dtype)
     x = leaf(torch.nn.functional.pad(x, (0, 0, 2, 1)) if sliced else x)
-    # a slice of positions is not contiguous and must not be copied either
+    # a slice of positions is not contiguous, and must not be copied
     states = x[:, 2:-1] if sliced else x
     with Largest() as seen:
         logprob, entropy = logprobs_and_entropy_from_logits(states, y, 0.7, chunk)
-        (grad,) = torch.autograd.grad((logprob + entropy).sum(), states)  # excludes the slice's own backward
+        # a gradient of the slice, not of x: the slice's backward would allocate too
+        (grad,) = torch.autograd.grad((logprob + entropy).sum(), states)
     assert grad.numel() == 128 * vocabulary
     full = {d: sum(n > chunk * vocabulary for n in sizes) for d, sizes in seen.elements.items()}
     assert full == {d: int(d == dtype) for d in full}

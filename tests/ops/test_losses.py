@@ -38,7 +38,7 @@ def ppo(x, c, is_weights=None, one_advantage=False, **options):
 
 
 def variant(high=False, dual=None, **options):
-    """Makes a loss of (logprobs, case); clip ranges and c are the case's parameters."""
+    """Makes a function (logprobs, case) -> loss with the clip range and dual clip of the case."""
 
     def loss(x, c):
         p = c.params
@@ -67,7 +67,7 @@ def importance(kind):
 
 
 def with_value(x, c):
-    """Computes torchtune's total: policy + 0.1 * value, each clipped."""
+    """Computes torchtune's total loss: clipped policy loss + 0.1 * clipped value loss."""
     value, _ = value_loss(c.values, c.old_values, c.returns, c.mask, clip=c.params["clip"])
     policy, metrics = variant(log_ratio_clamp=math.inf)(x, c)
     return policy + 0.1 * value, metrics
@@ -215,7 +215,7 @@ MODES = {
 
 
 def totals_of(c):
-    """Returns the totals over all ranks, counted shard by shard."""
+    """Returns the totals over all ranks, summed over the shards."""
     masks = [c.mask[rows] for rank in c.shards.values() for rows in rank]
     return batch_totals(masks, dp_size=c.params["dp_size"], norm=c.params["norm"])
 
@@ -225,7 +225,7 @@ def sharded(mode, rank):
 
 
 def sharded_total(mode):
-    """Adds micro-batches and averages ranks."""
+    """Sums over micro-batches and averages over ranks."""
     return lambda c: sum(sum(sharded(mode, rank)(c)) for rank in c.shards) / len(c.shards)
 
 
@@ -260,7 +260,7 @@ def test_golden_aggregation(case, key):
 
 
 def test_every_table_entry_is_used():
-    grads = [f"{k}.{m}" for k in LOSSES for m in ["grad", *METRICS]]  # a peer's metrics contain some of these
+    grads = [f"{k}.{m}" for k in LOSSES for m in ["grad", *METRICS]]  # a peer provides some of these
     without_loss = ["torchtune.PPOLoss.policy"]
     assert_no_stale_entries(
         "policy_loss.json", {k: 0 for k in POLICY if k not in grads + without_loss}, NOT_POLICY
@@ -312,7 +312,7 @@ def test_a_batch_without_tokens_has_loss_0_and_gradient_0(mode, totals):
 
 def test_a_function_takes_the_place_of_a_name():
     def root(loss, mask, totals):
-        """Divides by the square root of the number of tokens."""
+        """Aggregates by the sum over the square root of the number of tokens."""
         return Share(keep(loss, mask).sum(), mask.bool().sum().sqrt(), totals and totals.tokens**0.5)
 
     assert aggregate(LOSS, MASK, root).item() == pytest.approx(13 / 2)
@@ -352,7 +352,7 @@ def loss_and_grad(logprobs, advantages, mask=ONES, **options):
 
 
 def test_ppo_clip_worked_by_hand():
-    """Ratios 1.5, 0.5, 1 with A = 1, 1, -2 give min(1.5, 1.2), min(0.5, 0.8), -2."""
+    """For ratios 1.5, 0.5, 1 and A = 1, 1, -2 the objectives are min(1.5, 1.2), min(0.5, 0.8) and -2."""
     loss, grad, metrics = loss_and_grad(logs(1.5, 0.5, 1.0), [1.0, 1.0, -2.0])
     assert loss == pytest.approx(-(1.2 + 0.5 - 2) / 3)
     assert grad == pytest.approx([0.0, -0.5 / 3, 2 / 3])  # gradient of -r A / 3; 0 if clipped
@@ -375,7 +375,7 @@ def test_clip_higher_and_dual_clip_worked_by_hand():
 
 
 def test_sequence_ratios_worked_by_hand():
-    """For ratios 2, 2, (masked) the sum gives 4 and the mean 2; with A = -1 nothing is clipped."""
+    """For ratios 2, 2, (masked), the summed log-ratio gives 4 and its mean 2; A = -1 is not clipped."""
     mask = torch.tensor([[1, 1, 0]])
     x = torch.cat([logs(2.0, 2.0), torch.full((1, 1), NAN, dtype=torch.float64)], dim=1)
     loss, grad, _ = loss_and_grad(x, [-1.0, -1.0, NAN], mask, ratio="sequence")
@@ -447,15 +447,16 @@ def test_importance_weights_worked_by_hand():
     torch.testing.assert_close(rollout_is_weights(*args, "tis", 0.5, 2.0), expected)
     expected = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
     torch.testing.assert_close(rollout_is_weights(*args, "icepop", 0.5, 2.0), expected)
-    expected = torch.tensor([[1.0, 4.0, 0.25, 0.0], [0.0, 0.0, 0.0, 0.0]])  # geometric means 1 and 8
+    # the rows' geometric means are 1 and 8
+    expected = torch.tensor([[1.0, 4.0, 0.25, 0.0], [0.0, 0.0, 0.0, 0.0]])
     torch.testing.assert_close(rollout_is_weights(*args, "seq_mask_tis", 0.5, 2.0), expected)
 
 
 # value, entropy, KL, worked by hand -------------------------------------------------------------------------
 def test_value_loss_worked_by_hand():
-    """Old value 0, clip 0.2.
+    """Old values are 0 and the clip is 0.2; the numbers are squared errors.
 
-    V = 1, R = 0: max(1, 0.04). V = 1, R = 2: max(1, 1.8^2), clipped. V = 0.1, R = 0: not clipped.
+    V = 1, R = 0: max(1, 0.04). V = 1, R = 2: max(1, 1.8^2), clipped. V = 0.1, R = 0: 0.01, not clipped.
     """
     x = leaf(torch.tensor([[1.0, 1.0, 0.1, NAN]], dtype=torch.float64))
     returns, mask = torch.tensor([[0.0, 2.0, 0.0, NAN]], dtype=torch.float64), torch.tensor([[1, 1, 1, 0]])
@@ -473,7 +474,7 @@ def test_entropy_and_kl_losses():
     x = leaf(torch.tensor([[-1.0, -2.0, NAN]], dtype=torch.float64))
     mask = torch.tensor([[1, 1, 0]])
     assert entropy_loss(-x, mask).item() == 1.5
-    loss = kl_loss(x, torch.tensor([[-2.0, -4.0, NAN]]), mask)  # k2: (1 + 4) / 2, halved
+    loss = kl_loss(x, torch.tensor([[-2.0, -4.0, NAN]]), mask)  # k2 is half the square: the mean of 0.5 and 2
     assert loss.item() == 1.25 and gradient(loss, x)[0].tolist() == [0.5, 1.0, 0.0]
     assert kl_loss(x, torch.tensor([[-2.0, -4.0, NAN]]), mask, "k1", agg=TOKEN_SUM).item() == 3.0
 
@@ -530,9 +531,7 @@ def test_metrics_are_masked_sums_with_counts():
 
 @pytest.mark.parametrize("mode", ["token_mean", SEQUENCE, TOKEN_SUM, NORM])
 def test_metrics_add_up_over_micro_batches(mode):
-    """In every mode the numerators and shares of the divisor of losses add up to the loss of the optimizer
-    step.
-    """
+    """Summed over micro-batches, numerators and divisors give the loss of the whole step, in every mode."""
     b = batch()
     totals = batch_totals([b["mask"]], norm=7.0)
     parts = [

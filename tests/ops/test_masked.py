@@ -54,14 +54,15 @@ TARGETS = {
     "trl.masked_var.biased": lambda c: rounded(masked_mean_var(c.x, c.mask, unbiased=False)[1]),
     "*.masked_whiten": whitened(),
     "*.masked_whiten.keep_mean": whitened(shift_mean=False),
-    "torchtune.whiten.shift_mean_true": whitened(shift_mean=False),  # torchtune's flag means the opposite
+    # torchtune's flag has the opposite meaning
+    "torchtune.whiten.shift_mean_true": whitened(shift_mean=False),
     "torchtune.whiten.shift_mean_false": whitened(shift_mean=True),
     "openrlhf.masked_mean.dim1": lambda c: masked_mean(c.x, c.mask, dim=1),
     "openrlhf.masked_normalize.dim1": row_by_row,
     "openrlhf.normalize_advantages": lambda c: rounded(Within(normalize_advantages(c.x, c.mask), c.mask)),
     "nemo_aligner.masked_global_mean_var.mean": global_statistic(0),
     "nemo_aligner.masked_global_mean_var.var": global_statistic(1),
-    "trlx.get_global_statistics.mean": global_statistic(0, all_places=True),  # trlx counts padding
+    "trlx.get_global_statistics.mean": global_statistic(0, all_places=True),  # trlx includes the padding
     "trlx.get_global_statistics.var": global_statistic(1, all_places=True),
     "local_then_concat.trl.masked_whiten": lambda c: rounded(
         Within(torch.cat([masked_whiten(x, m) for x, m in shards(c)]), c.mask)
@@ -122,7 +123,7 @@ def test_an_empty_mask_and_a_single_position():
     assert masked_whiten(X, nothing).tolist() == [[0.0] * 3] * 2
     one = torch.tensor([[0, 1, 0], [0, 0, 0]])
     assert [s.item() for s in masked_mean_var(X, one)] == [3.0, 0.0, 1.0]
-    assert masked_whiten(X, one).tolist() == [[0.0] * 3] * 2  # x - mean
+    assert masked_whiten(X, one).tolist() == [[0.0] * 3] * 2  # whitening one value gives x - mean = 0
     assert masked_whiten(X, one, shift_mean=False).tolist() == [[0.0, 3.0, 0.0], [0.0] * 3]
 
 

@@ -1,4 +1,4 @@
-"""Tests the way from log-probs, values and scores to losses and gradients, as whole systems compute it."""
+"""Tests whole systems: from log-probs, values and scores to losses and gradients."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Steps:
     rewards: Tensor
     advantages: Tensor
     returns: Tensor
-    mask: Tensor  # of the policy loss
+    mask: Tensor  # mask of the policy loss
     value_mask: Tensor
     agg: str = "token_mean"
     half: bool = True
@@ -38,13 +38,13 @@ def gae(c, rewards, mask):
 
 
 def without_eos(c):
-    """Returns the action mask of systems in which EOS is no action, because pad == eos or by rule."""
+    """Returns the action mask of systems in which EOS is not an action, by rule or because pad == eos."""
     lengths = c.mask.sum(1) - torch.tensor(c.has_eos).long()
     return (torch.arange(c.mask.shape[1]) < lengths[:, None]).long()
 
 
 def deepspeed_chat(mask):
-    """Extends the action mask by one position, which has KL, score, advantage and return but no loss."""
+    """Extends the action mask by one position, with KL, score, advantage and return, but without a loss."""
 
     def steps(c):
         m = mask(c)
@@ -79,9 +79,7 @@ def on_last_token(whiten, dual_clip=None):
 
 
 def trl(c):
-    """Puts the score one position after EOS; the value mask reaches one position further than the policy
-    mask.
-    """
+    """Puts the score one position after EOS; the value mask has one position more than the policy mask."""
     states = next_token_mask(c.mask)
     rewards = token_rewards(c.scores, c.mask, kl(c), c.params["kl_coef"], place="next_token")
     advantages, returns = gae(c, rewards, states)
@@ -89,9 +87,9 @@ def trl(c):
 
 
 def torchtune(c):
-    """Like TRL, but responses of one token keep the score on it.
+    """Differs from TRL in that responses of one token have the score on this token.
 
-    KL counts at the extra position too, and advantages keep their mean.
+    The extra position has a KL too, and whitening keeps the mean of the advantages.
     """
     states = torch.where(c.mask.sum(1, keepdim=True) > 1, next_token_mask(c.mask), c.mask)
     rewards = token_rewards(c.scores, states, kl(c), c.params["kl_coef"])
@@ -101,9 +99,9 @@ def torchtune(c):
 
 
 def blog(eos_is_action):
-    """Computes the mean over sequences of token means, and the plain squared error.
+    """Uses the mean over sequences of token means, and the squared error without the factor 1/2.
 
-    Without EOS in the mask, the score on it is lost.
+    If EOS is not in the mask, the score on EOS is lost.
     """
 
     def steps(c):
@@ -111,7 +109,7 @@ def blog(eos_is_action):
         mask = c.mask if eos_is_action else without_eos(c)
         place = "last_token" if eos_is_action else "next_token"
         rewards = token_rewards(scores, mask, kl(c), c.params["kl_coef"], place)
-        # a response without an action counts in the mean
+        # the mean over sequences includes responses without an action
         totals = BatchTotals(tokens=mask.sum().item(), sequences=len(mask))
         return Steps(
             rewards, *gae(c, rewards, mask), mask, mask, agg="seq_mean_token_mean", half=False, totals=totals
@@ -142,7 +140,7 @@ def losses(c, x, v):
     value, _ = value_loss(
         v, c.old_values, s.returns, s.value_mask, clip=p["clip_value"], half=s.half, **common
     )
-    # its two losses both equal the total
+    # the goldens of torchtune have the total in place of both losses
     total = policy + p["vf_coef"] * value if c.id == "torchtune" else None
     return (policy, value) if total is None else (total, total)
 

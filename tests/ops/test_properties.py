@@ -1,6 +1,6 @@
 """Tests properties that hold for any input: invariances, limits, and the gradients of autograd.
 
-The numbers are those of the design.
+The tests are numbered as in the design.
 """
 
 import itertools
@@ -47,7 +47,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def batch(seed=0, rows=8, width=7, dtype=torch.float64, empty=True, holes=False):
-    """Makes a rollout of varied lengths: an empty response (on request), one token, the full width."""
+    """Makes a rollout of varied lengths, including one token, the full width and, with ``empty``, 0."""
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randn(8, rows, width, generator=generator, dtype=torch.float64).to(dtype)
     names = ["logprobs", "old", "ref", "rollout", "advantages", "values", "old_values", "returns"]
@@ -76,7 +76,7 @@ def losses(b, agg="token_mean", totals=None):
 
 
 def per_token(b):
-    """Returns every [B,T] quantity on the way to the losses as a dict."""
+    """Returns every [B,T] quantity from which the losses are computed, as a dict."""
     mask = b["mask"]
     rewards = token_rewards(b["scores"], mask, approx_kl(b["old"], b["ref"]), 0.1)
     advantages, returns = compute_gae(rewards, b["values"], mask, 0.9, 0.8)
@@ -97,7 +97,7 @@ def select(b, rows):
 
 
 def with_padding(b, rubbish, extra):
-    """Returns the same batch with ``rubbish`` where the mask is 0, and ``extra`` such positions after it."""
+    """Returns the batch with ``rubbish`` where the mask is 0, and ``extra`` positions of it appended."""
     padded = {}
     for name, x in b.items():
         if name in ("mask", "scores"):
@@ -114,9 +114,7 @@ def assert_equal(actual, expected, tolerance=1e-12):
 @pytest.mark.parametrize("rubbish", [7.0, 1e30, NAN, INF, -INF])
 @pytest.mark.parametrize("holes", [False, True])
 def test_1_padding_invariance(rubbish, holes):
-    """Other values in the padding and a wider T give the same numbers and gradients, and exact zeros outside
-    the mask.
-    """
+    """Values in the padding and a wider T change no number or gradient; both are 0 outside the mask."""
     b = batch(holes=holes)
     other = with_padding(b, rubbish, extra=3)
     expected = per_token(b)
@@ -181,9 +179,9 @@ def test_3_permutation_of_rows(seed):
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 @pytest.mark.parametrize("agg", MODES)
 def test_4_ratio_1_gives_the_policy_gradient(kind, agg):
-    """On fresh samples loss = -mean A, and every objective has the gradient of REINFORCE.
+    """On fresh samples the loss is -mean A, and every objective has the gradient of REINFORCE.
 
-    With a shared ratio it is that of the responses' sums or means.
+    With one ratio per response, it is the gradient for the responses' sums or means.
     """
     b = batch()
     x = leaf(b["logprobs"])
@@ -232,9 +230,7 @@ def test_6_limits_of_lambda(seed, holes):
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_7_recursion_is_the_definition(seed, holes):
-    """Checks A_t = sum_k (gamma lambda)^k delta_{t+k} over positions with mask = 1 and a bootstrap value at
-    the end.
-    """
+    """Checks A_t = sum_k (gamma lambda)^k delta_{t+k} over positions with mask = 1, with bootstrapping."""
     b, gamma, lam = batch(seed, holes=holes), 0.9, 0.8
     advantages, returns = compute_gae(
         b["returns"], b["values"], b["mask"], gamma, lam, bootstrap_value=b["scores"]
@@ -259,7 +255,7 @@ def test_7_recursion_is_the_definition(seed, holes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sizes", [[8], [3, 5], [1, 1, 6]])
 def test_8_whitened_over_all_ranks(sizes, dtype):
-    """The union has mean 0 and variance 1; the first row is empty, and with it a whole rank."""
+    """The union has mean 0 and variance 1. The first row is empty, and so a rank that has only this row."""
     b = batch(dtype=dtype)
     b["advantages"] = 100 + 3 * b["advantages"]
     shards = [select(b, rows) for rows in torch.arange(8).split(sizes)]
@@ -335,7 +331,7 @@ def test_11_empty_rows_have_no_weight(agg, rubbish):
 
 @pytest.mark.parametrize("agg", MODES)
 def test_12_gradcheck(agg):
-    """Straight-through estimators and CISPO are excluded: their gradient is not that of their value."""
+    """Straight-through estimators and CISPO are excluded: their gradient is not their value's derivative."""
     b = batch(rows=4, width=4)
     smooth = [name for name in losses(b) if name not in ("policy4", "k1+", "k3+", "value")]
     for wrt, names in (("logprobs", smooth), ("values", ["value"])):
@@ -349,7 +345,7 @@ def test_12_gradcheck(agg):
 
 
 def test_13_first_update_of_an_actor_that_equals_its_reference():
-    """The KL is 0, the ratio is 1, and the reward is the score alone."""
+    """The KL is 0, the ratio is 1, and the reward is only the score."""
     generator = torch.Generator().manual_seed(0)
     logits, labels = (
         torch.randn(3, 5, 11, generator=generator),

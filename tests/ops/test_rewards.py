@@ -24,9 +24,9 @@ def clipped(c):
 
 
 def deepspeed_chat(include_eos, rubbish_beyond):
-    """One position beyond the action mask is a state with KL and score.
+    """The position after the action mask is a state with KL and score.
 
-    pad == eos excludes EOS from the action mask.
+    If pad == eos, the action mask excludes EOS.
     """
 
     def rewards(c):
@@ -38,7 +38,7 @@ def deepspeed_chat(include_eos, rubbish_beyond):
 
 
 def blog(times_mask):
-    """EOS is no action and carries the score, which is lost when multiplied by the mask."""
+    """EOS is not an action but has the score, which multiplying by the mask removes."""
 
     def rewards(c):
         m = mask(c, include_eos=False)
@@ -59,7 +59,7 @@ def on_last_token(clip=None, scores=None, rubbish_beyond=True):
 
 
 def torchtune_states(c):
-    """The state one position after EOS exists, but not for responses of one token."""
+    """A response has a state one position after EOS, unless it is a single token."""
     return torch.where(mask(c).sum(1, keepdim=True) > 1, next_token_mask(mask(c)), mask(c))
 
 
@@ -152,7 +152,7 @@ KL = torch.tensor([[1.0, 2.0, float("nan")], [3.0, 4.0, 5.0], [float("inf")] * 3
 
 
 def test_token_rewards_worked_by_hand():
-    # an empty row gets zeros and no NaN
+    # an empty row gets zeros, not NaN
     expected = [
         [-0.5, 9.0, 0.0],
         [-1.5, -2.0, 17.5],

@@ -1,4 +1,4 @@
-"""Tests running moments against numpy over all values at once."""
+"""Tests running moments against numpy on all values at once."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from ppo_ds.ops.running import RunningMoments
 
 
 def test_batches_merge_to_the_moments_of_all():
-    # far from 0: tests against cancellation
+    # far from 0, where cancellation would show
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1e4
     moments = RunningMoments()
     for part in x.split([1, 2, 397, 600]):
@@ -20,7 +20,8 @@ def test_batches_merge_to_the_moments_of_all():
 def test_running_moments_worked_by_hand():
     moments = RunningMoments()
     moments.update(torch.tensor([1.0, 3.0]))
-    moments.update(torch.tensor([5.0, 7.0]))  # 1 3 5 7: mean 4, variance (9 + 1 + 1 + 9) / 4 = 5
+    # all values are 1, 3, 5, 7: mean 4, variance (9 + 1 + 1 + 9) / 4 = 5
+    moments.update(torch.tensor([5.0, 7.0]))
     torch.testing.assert_close(moments.normalize(torch.tensor([4.0, 9.0])), torch.tensor([0.0, 5 / 5**0.5]))
     torch.testing.assert_close(
         moments.normalize(torch.tensor([4.0, 9.0]), with_std=False), torch.tensor([0.0, 5.0])
@@ -28,7 +29,7 @@ def test_running_moments_worked_by_hand():
 
 
 def test_two_ranks_count_as_one():
-    """Each rank adds 2 numbers; ``reduce`` adds what the other rank would have sent."""
+    """Each rank updates with 2 numbers; ``reduce`` adds the sums of the simulated other rank."""
     mine, other = torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])
     sent = iter([torch.tensor([2.0, 12.0]), (other.double() - 4).square().sum().reshape(1)])
     moments = RunningMoments()

@@ -23,7 +23,7 @@ def policy(x, c, advantages):
 
 
 def value(v, c):
-    """Computes one value per response, which has one position."""
+    """Computes the loss of one value per response, as rows of one position."""
     v, returns, ones = v[:, None], c.scores[:, None], torch.ones(len(v), 1)
     return value_loss(v, v, returns, ones, half=False)[0]
 
@@ -41,7 +41,7 @@ def b_advantages(c, whiten=True):
 
 
 def b_entropy(x, c):
-    return entropy_loss(-x, c.mask, agg="seq_mean_token_sum")  # -log p of the sample
+    return entropy_loss(-x, c.mask, agg="seq_mean_token_sum")  # -log p of the sample is the entropy estimate
 
 
 def kl_before_loop(c):

@@ -34,7 +34,7 @@ def end_scores(case):
 
 
 def attended_positions(case):
-    """Returns positions with 1 beyond the attended ones, where TRL counts on; both are unused."""
+    """Returns positions; unattended ones are unused, so TRL's are taken there, which count on."""
     return position_ids_from_mask(attention(case)).where(attention(case), case.outputs["trl.position_ids"])
 
 
@@ -92,7 +92,7 @@ def test_several_stop_tokens_and_none():
 def test_known_lengths_mask_later_tokens():
     ids = torch.tensor([[5, 5, 2, 2], [5, 2, 0, 0], [2, 0, 0, 0], [5, 5, 5, 5]])
     mask, lengths, finished = response_mask(ids, [2], lengths=torch.tensor([2, 4, 0, 4]))
-    assert lengths.tolist() == [2, 2, 0, 4]  # row 0: its stop tokens are padding; row 2 is empty
+    assert lengths.tolist() == [2, 2, 0, 4]  # the stop tokens of row 0 are padding; row 2 is empty
     assert finished.tolist() == [False, True, False, False]
     assert mask.tolist() == [[True, True, False, False], [True, True, False, False], [False] * 4, [True] * 4]
 

@@ -14,7 +14,7 @@ def double(*numbers):
 
 
 def test_the_token_at_which_the_cumulative_sum_exceeds_the_number():
-    """For weights 1 3 0 4 of 8, [0, 1/8) is token 0, [1/8, 1/2) token 1, and [1/2, 1) token 3."""
+    """With weights 1, 3, 0, 4, uniforms in [0, 1/8) give token 0, in [1/8, 1/2) 1, and in [1/2, 1) 3."""
     weights = torch.tensor([[1.0, 3.0, 0.0, 4.0]]).expand(7, -1)
     found = inverse_cdf(weights, double(0.0, 0.124, 0.126, 0.499, 0.501, 0.9, 1 - 2**-53))
     assert found.tolist() == [0, 0, 1, 1, 3, 3, 3]
@@ -33,7 +33,7 @@ def test_tokens_of_probability_zero_are_never_hit(vocabulary):
 
 
 def test_evenly_spaced_numbers_hit_each_token_in_proportion():
-    """Each of 1,000 tokens is hit by 100,000 numbers in proportion to its weight, within one."""
+    """100,000 evenly spaced numbers hit each of 1,000 tokens in proportion to its weight, within one hit."""
     torch.manual_seed(0)
     weights = torch.rand(1000).pow(3)
     n = 100_000
@@ -70,7 +70,7 @@ def test_greedy_takes_the_first_most_likely_token():
 
 
 def test_excluded_tokens_are_not_sampled_in_their_rows():
-    """The most likely token is excluded for the first row alone, with greedy decoding and sampling."""
+    """The most likely token is excluded only for the first row, with greedy decoding and sampling."""
     logits = torch.tensor([[9.0, 1.0, 0.0], [9.0, 1.0, 0.0]])
     for top_k in (0, 1):
         tokens, _ = draw(
@@ -85,7 +85,7 @@ def test_excluded_tokens_are_not_sampled_in_their_rows():
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.7), (5, 0.7), (0, 1e-9), (1000, 0.99)])
 def test_filters_keep_the_same_tokens_as_transformers(top_k, top_p):
     torch.manual_seed(2)
-    scores = (torch.randn(40, 60) * 2).round(decimals=1)  # with ties
+    scores = (torch.randn(40, 60) * 2).round(decimals=1)  # rounded, so that some are equal
     wanted = scores
     if top_k:
         wanted = TopKLogitsWarper(top_k)(None, wanted)

@@ -1,6 +1,6 @@
-"""Tests numbers printed in published explanations of PPO-RLHF.
+"""Tests numbers that are printed in published explanations of PPO-RLHF.
 
-The tolerances come from the files, since few digits are printed.
+The tolerances are in the files, since the sources print few digits.
 """
 
 import pytest
@@ -57,7 +57,7 @@ def test_ratio_and_clip_range():
     for bound, advantage in (
         (high, 1.0),
         (low, -1.0),
-    ):  # beyond the range the objective is the bound itself
+    ):  # beyond the clip range, the objective is the bound itself
         new = args[1] + (3.0 if advantage > 0 else -3.0)
         loss, _ = policy_loss(new, args[1], row([advantage]), torch.ones(1, 1), clip_low=i["clip"])
         assert loss.item() == pytest.approx(-advantage * bound)
@@ -69,7 +69,7 @@ def test_value_clip_range():
     for far, bound in (
         (5.0, high),
         (-5.0, low),
-    ):  # a return beyond V gives the clipped value the larger error
+    ):  # for a return beyond V, the clipped value has the larger error
         v = leaf(row([bound + 0.2 * (1 if far > 0 else -1)]))
         loss, metrics = value_loss(v, row([i["old"]]), row([far * 2]), torch.ones(1, 1), clip=i["clip"])
         assert loss.item() == pytest.approx((bound - 2 * far) ** 2 / 2, abs=tol)
@@ -90,7 +90,7 @@ def test_masks():
 
 
 def test_final_mask():
-    """Of five tokens two are prompt and the last is padding; known lengths replace the stop token."""
+    """Two of five tokens are the prompt and the last is padding; given lengths replace a stop token."""
     i, _, out, _ = example("c_final_mask")
     p = i["prompt_len"]
     mask, _, _ = response_mask(torch.tensor([i["seq"][p:]]), [], lengths=torch.tensor([2]))

@@ -8,7 +8,7 @@ from tests.rewards.reward_cases import save_tokenizer
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    """The actor's tokenizer."""
+    """Makes the actor's tokenizer."""
     return load_tokenizer(save_tokenizer(tmp_path / "actor-tokenizer"))
 
 
@@ -20,5 +20,5 @@ def on_ranks():
 
 @pytest.fixture
 def build(tokenizer):
-    """Builds reward models for that actor."""
+    """Builds reward models for an actor with this tokenizer."""
     return Build(tokenizer)

@@ -71,7 +71,7 @@ class Build:
 
 
 def by_hand(path, ids, **inputs):
-    """Scores one unpadded text with transformers alone, at its last position."""
+    """Scores one unpadded text with only transformers, at its last position."""
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     model.config.pad_token_id = None
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""Writes a model folder with its own Python code, like InternLM2's reward models, small enough to score by
-hand.
+"""Writes a model folder with its own Python code like InternLM2's reward models, so small that scores can be
+computed by hand.
 """
 
 import json
@@ -77,7 +77,7 @@ BOTH = GET_SCORE + GET_SCORES.format(returned="scores[:, 0].tolist()")
 
 
 def save_own_code(folder: Path, methods=BOTH, scale=1.0):
-    """Writes the folder, whose name must be that of a Python module, as which transformers imports it."""
+    """Writes the folder; its name must be a valid module name, because transformers imports it."""
     folder.mkdir()
     torch.manual_seed(0)
     weights = {"embed.weight": torch.randn(VOCAB, 4), "v_head.weight": scale * 8 * torch.randn(1, 4)}
@@ -99,7 +99,7 @@ def save_own_code(folder: Path, methods=BOTH, scale=1.0):
 
 
 def by_hand(path, messages, response):
-    """Computes the mean over the ids, including InternLM2's extra last token, of embedding times head."""
+    """Computes the mean of embedding times head over the ids, including InternLM2's extra last token."""
     weights = load_file(Path(path) / "model.safetensors")
     text = "".join(
         f"<{m['role']}>{m['content']}<eos>" for m in [*messages, {"role": "assistant", "content": response}]

@@ -1,6 +1,4 @@
-"""Provides a byte-level tokenizer (one id per byte), hand-made rollouts, and a stand-in for the engine's
-scorer.
-"""
+"""Provides a byte-level tokenizer (one id per byte), hand-made rollouts, and a stand-in for the scorer."""
 
 from contextlib import contextmanager
 from threading import Lock
@@ -23,8 +21,9 @@ CHAT_TEMPLATE = (
 
 
 def save_tokenizer(folder, *, pad="<pad>", template=None, cross_encoder=False):
-    """Saves a tokenizer; ``cross_encoder``: [CLS] a [SEP] b [SEP] with token types, like BERT's; else <bos>
-    a.
+    """Saves a tokenizer that encodes a text as <bos> text.
+
+    With ``cross_encoder`` it encodes a pair as [CLS] a [SEP] b [SEP] with token types, like BERT's tokenizer.
     """
     vocab = {token: i for i, token in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
@@ -62,7 +61,7 @@ def save_tokenizer(folder, *, pad="<pad>", template=None, cross_encoder=False):
 
 
 def make_rollout(tokenizer, pairs, rows=None, finished=None):
-    """Builds a rollout of (prompt, response) texts; a finished one ends with <eos>, which is an action."""
+    """Builds a rollout of (prompt, response) texts; finished ones end with <eos>, which is an action."""
     finished = [True] * len(pairs) if finished is None else finished
     prompts = [torch.tensor(tokenizer.encode_many([prompt], special_tokens=True)[0]) for prompt, _ in pairs]
     responses = [
@@ -91,17 +90,17 @@ def make_rollout(tokenizer, pairs, rows=None, finished=None):
 
 
 def loaded(load, model, key):
-    """Calls a loader of a frozen model.
+    """Calls a loader of a frozen model, in one thread at a time.
 
-    One thread at a time: transformers replaces functions of its classes while it loads a model. Two threads
-    at once could leave PreTrainedModel.tie_weights without effect in all later tests of the process.
+    transformers replaces functions of its classes while it loads a model. Two threads that load at once could
+    leave PreTrainedModel.tie_weights without effect in all later tests of the process.
     """
     with LOADING:
         return load(model, key=key)
 
 
 class Placed:
-    """A scorer on the CPU that counts its forwards and refuses to work outside resident()."""
+    """A scorer on the CPU that counts its forwards and fails outside resident()."""
 
     device = torch.device("cpu")
 

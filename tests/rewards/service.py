@@ -9,8 +9,8 @@ from threading import Lock, Thread
 class Service:
     """Records requests and replies to them.
 
-    ``reply(number, body)`` returns status, headers and content (bytes or a JSON value); ``number`` counts the
-    requests from 0 in order of arrival.
+    ``reply(number, body)`` returns status, headers and content (bytes or a JSON value). ``number`` is the
+    request's index in order of arrival, from 0.
     """
 
     def __init__(self, url, reply):
@@ -38,7 +38,7 @@ def serving(reply):
                 self.end_headers()
                 self.wfile.write(content)
             except ConnectionError:
-                pass  # the client has waited long enough
+                pass  # the client has timed out and disconnected
 
         def log_message(self, *_):
             pass
@@ -55,7 +55,7 @@ def serving(reply):
 
 
 def lengths(number, body):
-    """Replies like a scoring service: a response's score is its length."""
+    """Replies like a scoring service: the score of a response is its length."""
     return 200, {}, {"scores": [len(item["response"]) for item in body["items"]]}
 
 

@@ -29,7 +29,7 @@ def remark(build):
 
 
 def instead(forward):
-    """Breaks a model: ``forward(module, ids, mask)`` replaces its own, which remains as module.scores."""
+    """Breaks a model: ``forward(module, ids, mask)`` replaces the forward, which remains as module.scores."""
 
     def broken(module):
         module.forward = lambda ids, attention_mask, token_type_ids=None: forward(module, ids, attention_mask)
@@ -52,7 +52,7 @@ def hidden_of(module, ids, mask):
 
 
 def as_they_lie(module, ids, mask):
-    """Scores the last token of each row without position ids."""
+    """Scores the last token of each row, without passing position ids."""
     last = torch.where(mask.bool(), torch.arange(mask.shape[1]), -1).amax(1)
     return module.model.score(hidden_of(module, ids, mask)[torch.arange(len(ids)), last])[:, 0]
 
@@ -75,7 +75,7 @@ def test_a_sound_model(tmp_path, build):
     assert remark(build).startswith(
         "the end token changes a score by up to "
     ) and "; its texts end with it; " in remark(build)
-    assert torch.equal(torch.get_rng_state(), before)  # a run with an audit is the run without
+    assert torch.equal(torch.get_rng_state(), before)  # the audit does not change the random state of the run
     assert len(build.placed.batches) == 2 + len(DIALOGUES) + 1 and build.placed.batches[0] == (
         3 * len(DIALOGUES),
         build.placed.batches[0][1],
@@ -114,7 +114,7 @@ def test_scores_that_depend_on_the_batch(tmp_path, build, broken):
 
 
 def test_positions_that_include_the_padding(tmp_path, build):
-    """GPT-2's absolute positions include the padding if position ids are not passed."""
+    """If position ids are not passed, GPT-2's absolute positions include the padding."""
     path = save_model(tmp_path / "rm", LONG_GPT2)
     build(path, audit="report")
     assert warnings(build) == []
@@ -137,10 +137,10 @@ def test_encoders_may_depend_on_left_padding(tmp_path, build, config):
 
 
 def test_an_end_token_that_changes_no_score(tmp_path, build):
-    """transformers reads the last id that is not the pad token, here the position before the end token."""
+    """transformers reads the last id that is not the pad token; here it is before the end token."""
     path = save_model(tmp_path / "rm", LLAMA, pad="<eos>")
     build(path, audit="report")
-    assert "the end token changes a score by" in remark(build)  # read at its place here
+    assert "the end token changes a score by" in remark(build)  # ppo_ds reads the score at the end token
     build(path, audit="report", broken=instead(transformers_own_rule))
     assert warnings(build) == []
     assert (
@@ -176,7 +176,7 @@ def test_heads_without_information(tmp_path, build):
 
 
 def test_plausibility_is_reported(tmp_path, build):
-    """The model counts tokens (bytes): every response beats the empty one, and the longer of two wins."""
+    """The model counts tokens (bytes): every response beats the empty one, and longer beat shorter ones."""
     build(save_model(tmp_path / "rm", LLAMA), audit="report", broken=length)
     sizes = [len(dialogue.response.encode()) for dialogue in DIALOGUES]
     longer = sum(a > b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True))
@@ -188,7 +188,7 @@ def test_plausibility_is_reported(tmp_path, build):
 
 
 def test_an_equal_score_is_no_win():
-    """Three fitting, three empty and three unrelated responses: 1 > 0 and 2 > 1 are the only wins."""
+    """The scores are of 3 fitting, 3 empty and 3 unrelated responses: only 1 > 0 and 2 > 1 are wins."""
     findings = Findings()
     findings.remark_plausibility(torch.tensor([2.0, 1.0, 3.0, 2.0, 0.0, 3.0, 1.0, 1.0, 4.0]))
     assert findings.remarks == [
@@ -203,7 +203,7 @@ def test_all_ranks_stop_if_one_found_a_failure(tmp_path, build):
         build(path, audit="strict", ranks=lambda n: max(n, 1))
     asked = []
     build(path, audit="report", ranks=lambda n: asked.append(n) or n)
-    # the same questions to all ranks, whatever they find
+    # the same collectives on all ranks, whatever a rank finds
     assert asked == [1] * (2 + len(DIALOGUES) + 1) + [0]
     asked.clear()
     build(path, audit="report", broken=neighbours, ranks=lambda n: asked.append(n) or n)
@@ -211,7 +211,7 @@ def test_all_ranks_stop_if_one_found_a_failure(tmp_path, build):
 
 
 def test_the_audit_respects_the_budget_and_the_models_positions(tmp_path, build):
-    path = save_model(tmp_path / "rm", GPT2)  # 48 positions
+    path = save_model(tmp_path / "rm", GPT2)  # the model has 48 positions
     build(path, audit="strict", score_tokens=100, append_eos=False)
     assert all(rows * width <= 100 and width <= 48 for rows, width in build.placed.batches)
     assert warnings(build) == []
@@ -240,5 +240,5 @@ def test_the_probes(tokenizer):
     )
     assert probe.rows[2]["prompt_text"].startswith("I have two apples.\nNice!")
     tokenizer.hf.chat_template = CHAT_TEMPLATE
-    # as the actor's own prompts
+    # rendered like the actor's prompts
     assert probes(tokenizer).rows[0]["prompt_text"] == "<user>What is the capital of France?<eos><assistant>"

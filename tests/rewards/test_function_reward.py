@@ -14,7 +14,7 @@ ANSWERS = [("1+1=", "2"), ("2+2=", "5"), ("3+3=", "")]
 
 @pytest.fixture
 def scored_by(tmp_path, tokenizer):
-    """Returns the scores of ANSWERS by a function with this body."""
+    """Returns a function that scores ANSWERS with a reward function of the given body."""
 
     def run(body, header=""):
         file = tmp_path / "mine.py"
@@ -53,7 +53,7 @@ def test_prompts_responses_and_rows_are_those_of_the_rollout(scored_by):
 
 
 def test_only_tokens_under_the_mask_are_the_answer(tokenizer, tmp_path):
-    """Ids in the padding do not reach the function."""
+    """The reward function does not get ids of the padding."""
     (tmp_path / "mine.py").write_text(
         "def score(prompts, responses, rows): return [len(r) for r in responses]"
     )
@@ -136,7 +136,7 @@ def test_tensors_of_any_kind(scored_by, tensor):
 
 
 def test_the_function_may_modify_its_arguments(tmp_path, tokenizer):
-    """Its rows are copies: the data set's rows are read again by other parts and in the next pass."""
+    """Its rows are copies, because other parts and the next pass read the data set's rows again."""
     (tmp_path / "mine.py").write_text(
         "def score(prompts, responses, rows):\n"
         "    rows[0]['tests'].append('more'); rows[1]['prompt_text'] = 'x'; del rows[2]['tests']; n = "
@@ -223,5 +223,5 @@ def test_errors_while_importing_name_the_line(tmp_path, tokenizer):
     assert f"No module named 'no_such_package' ({file}:1)" in refusal(f"{file}:score", tokenizer)
     file.write_text("def score(:\n")
     assert "SyntaxError" in refusal(f"{file}:score", tokenizer)
-    file.write_text("import sys\nsys.exit(0)\n")  # would otherwise end the run as if it were done
+    file.write_text("import sys\nsys.exit(0)\n")  # must not end the run as if it were complete
     assert f"SystemExit: 0 ({file}:2)" in refusal(f"{file}:score", tokenizer)

@@ -1,6 +1,4 @@
-"""Tests models that score chats with their own Python code, loaded from a folder like InternLM2's as in a
-run.
-"""
+"""Tests models that score chats with their own Python code, loaded from a folder like InternLM2's."""
 
 import shutil
 from pathlib import Path
@@ -32,14 +30,15 @@ CPU = SimpleNamespace(device=torch.device("cpu"))
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path, monkeypatch):
-    """Sets the folder to which transformers copies such code, instead of the user's cache."""
+    """Makes transformers copy such code to this folder instead of the user's cache."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
 @pytest.fixture
 def build(tokenizer):
-    """Builds a reward from a config section; ``build.module`` is the model, ``build.notes`` the banner's
-    lines.
+    """Builds a reward from a config section.
+
+    ``build.module`` is the model, ``build.notes`` the lines of the banner.
     """
 
     def built(path, *, score_tokens=10_000, all_reduce_max=lambda n: n, **settings):
@@ -93,7 +92,7 @@ def test_scores_are_those_of_the_models_own_code(tmp_path, build, tokenizer):
 def test_batches_keep_to_the_budget_and_change_nothing(tmp_path, build, tokenizer):
     path = save_own_code(tmp_path / "tiny_rm")
     rollout = make_rollout(tokenizer, RESPONSES, ROWS)
-    # tokens and 8 for each message: 67 (a question of 42 and a response of 9), 42 (8, 8 and 2), 22, 17
+    # lengths in tokens plus 8 per message: 67 (question 42, response 9), 42 (8, 8 and 2), 22, 17
     for budget, batches in ((1, [1, 1, 1, 1]), (126, [1, 3]), (134, [2, 2]), (67 * 4, [4])):
         reward = build(path, score_tokens=budget)
         torch.testing.assert_close(reward(rollout).total, expected(path), atol=1e-5, rtol=1e-5)
@@ -128,13 +127,13 @@ def test_get_scores_that_disagrees_with_get_score_is_not_used(tmp_path, build, t
         UserError, match=r"^reward.model.path=.*get_score is called one by one.*reward.audit=strict"
     ):
         build(path, audit="strict")
-    # get_scores was not called
+    # without the audit, get_scores is used
     assert not torch.allclose(build(path, audit="off")(rollout).total, expected(path))
     assert build.notes == []
 
 
 def test_ranks_agree_on_how_to_score(tmp_path, build, tokenizer):
-    """If get_scores disagrees on another rank, this rank does not use it either."""
+    """If get_scores is wrong on another rank, this rank does not use it either."""
     reward = build(save_own_code(tmp_path / "tiny_rm"), all_reduce_max=lambda n: 1)
     reward(make_rollout(tokenizer, RESPONSES, ROWS))
     assert build.module.model.batches == ["one"] * 4
@@ -153,7 +152,7 @@ def test_ranks_agree_on_how_to_score(tmp_path, build, tokenizer):
 )
 def test_scores_of_many_shapes(tmp_path, build, tokenizer, returned):
     path = save_own_code(tmp_path / "tiny_rm", GET_SCORE + GET_SCORES.format(returned=returned))
-    for budget in (1, 10_000):  # squeeze() makes one score alone a bare number
+    for budget in (1, 10_000):  # squeeze() turns a single score into a scalar
         scores = build(path, score_tokens=budget, audit="off")(make_rollout(tokenizer, RESPONSES, ROWS)).total
         torch.testing.assert_close(scores, expected(path), atol=1e-5, rtol=1e-5)
 

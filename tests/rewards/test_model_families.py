@@ -1,6 +1,6 @@
-"""Tests families of reward models with another tokenizer than the actor's.
+"""Tests families of reward models whose tokenizer differs from the actor's.
 
-The expected scores come from transformers on one unpadded text.
+The expected scores come from transformers on one unpadded text at a time.
 """
 
 import pytest
@@ -39,12 +39,12 @@ ACTORS = (
     "{% for m in messages %}{{ '<|user|>' if m['role'] != 'assistant' else "
     "'<|bot|>' }}{{ m['content'] }}{% endfor %}<|bot|>"
 )
-FIRST_BYTE = 7  # after the special tokens
+FIRST_BYTE = 7  # the first id after the special tokens
 VOCAB = FIRST_BYTE + 256
 
 
 def save_other_tokenizer(folder, *, pad=ENDOFTEXT, template=CHATML, pairs=False, types=False):
-    """Saves a tokenizer with other ids for the bytes than the actor's, which are meaningless to it."""
+    """Saves a tokenizer whose byte ids differ from the actor's, so that the actor's ids are meaningless."""
     tokens = [
         ENDOFTEXT,
         START,
@@ -175,7 +175,7 @@ def bytes_as_ids(text):
 
 
 def chatml(chat, response):
-    """Returns the ids that the reward model must get; markers are single ids."""
+    """Returns the ids that the reward model must get; each markup token is one id."""
     ids = []
     for message in [*chat, {"role": "assistant", "content": response}]:
         ids += [1, *bytes_as_ids(f"{message['role']}\n{message['content']}"), 2, *bytes_as_ids("\n")]
@@ -187,7 +187,7 @@ def chatml(chat, response):
 def test_decoders_get_the_chat_in_their_own_template(tmp_path, build, rollout, family, pad):
     path = save_other(tmp_path / "rm", DECODERS[family](), pad=pad)
     together = build(path)(rollout).total
-    # some are beside each other, and padded
+    # some rows share a batch, and so are padded
     assert sum(rows for rows, _ in build.placed.batches) == 3 and build.placed.batches[-1][0] > 1
     alone = torch.cat([build(path)(rollout.select(torch.tensor([i]))).total for i in range(3)])
     texts = [chatml(chat, response) for chat, response in zip(CHATS, RESPONSES, strict=True)]
@@ -201,10 +201,10 @@ def test_decoders_get_the_chat_in_their_own_template(tmp_path, build, rollout, f
 def test_a_finished_response_ends_with_the_end_token_even_if_that_is_the_pad_token(
     tmp_path, build, rollout, family
 ):
-    """Without a chat template the last id is the end token, which is read even if it is the pad token."""
+    """Without a chat template the score is read at the end token, even if this is also the pad token."""
     path = save_other(tmp_path / "rm", DECODERS[family](), pad=END, template=None)
     scores = build(path)(rollout).total
-    # another model's markup is left out
+    # the texts do not contain the actor's markup
     said = ["\n".join(message["content"] for message in chat) for chat in CHATS]
     own = AutoTokenizer.from_pretrained(path)
     texts = [
@@ -214,7 +214,7 @@ def test_a_finished_response_ends_with_the_end_token_even_if_that_is_the_pad_tok
     torch.testing.assert_close(
         scores, torch.stack([by_hand(path, ids) for ids in ended]), atol=1e-4, rtol=1e-4
     )
-    # not the place before it
+    # the score is not read at the token before it
     assert (scores[:2] - torch.stack([by_hand(path, ids) for ids in texts[:2]])).abs().min() > 1e-3
 
 
@@ -238,7 +238,7 @@ def test_encoders_get_prompt_and_response_as_a_pair(tmp_path, build, rollout, fa
 
 
 def test_text_without_its_special_tokens_has_another_score(tmp_path, build, tokenizer, rollout):
-    """Decoding the actor's ids loses the roles of the chat."""
+    """Decoding the actor's ids removes the chat roles, which are special tokens."""
     path = save_other(tmp_path / "rm", DECODERS["qwen2"]())
     scores = build(path)(rollout).total
     stripped = [

@@ -45,7 +45,8 @@ def test_batching_changes_nothing(tmp_path, build, tokenizer):
     path = save_model(tmp_path / "rm", GPT2)
     rollout = make_rollout(tokenizer, ANSWERS, finished=FINISHED)
     together = build(path)(rollout).total
-    assert build.placed.batches == [(4, 30)]  # <bos>, the longest prompt of 27 and its response of 2
+    # width: <bos>, 27 tokens of the longest prompt, 2 of its response
+    assert build.placed.batches == [(4, 30)]
     torch.testing.assert_close(build(path, score_tokens=1)(rollout).total, together, atol=1e-5, rtol=1e-4)
     assert [shape[0] for shape in build.placed.batches] == [1, 1, 1, 1]
     build(path, score_tokens=60)(rollout)

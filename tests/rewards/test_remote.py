@@ -1,4 +1,4 @@
-"""Tests rewards over HTTP against a real local server; pauses are 0."""
+"""Tests rewards over HTTP against a real local server; pauses between retries are 0."""
 
 import gzip
 import json
@@ -46,7 +46,7 @@ def bound(tokenizer, url, **settings):
 
 @pytest.fixture
 def ask(tokenizer):
-    """Returns the scores of texts by a reward with these settings from this service."""
+    """Returns a function that scores texts with a reward with the given settings and service."""
 
     def asked(service, *texts, **settings):
         texts = texts or ("yes", "no")
@@ -59,7 +59,7 @@ def ask(tokenizer):
 
 
 def refused(ask, service, *texts, **settings):
-    """Returns the line of the RewardError; the key must not be in its traceback either."""
+    """Returns the line of the RewardError; asserts that its traceback does not contain the key."""
     with pytest.raises(RewardError) as caught:
         ask(service, *texts, **settings)
     assert SECRET not in "".join(traceback.format_exception(caught.value))
@@ -119,7 +119,7 @@ def test_concurrency_limits_the_simultaneous_requests(ask):
     def reply(number, body):
         open_now.append(number)
         most.append(len(open_now))
-        pair.wait(300)  # for the second request that is open at the same time
+        pair.wait(300)  # waits for the second simultaneous request
         open_now.remove(number)
         return lengths(number, body)
 
@@ -211,7 +211,7 @@ def test_a_service_that_is_slow_or_unreachable(ask):
     ],
 )
 def test_a_slow_stream_is_cut_off_at_the_time_limit(ask, tokenizer, start):
-    """Each piece arrives in time, but not the whole reply."""
+    """Each chunk arrives within the time limit, but the whole reply does not."""
     import socket
     from threading import Thread
 
@@ -270,7 +270,7 @@ def test_other_client_errors_are_not_retried(ask, status):
 def test_an_invalid_reply_is_an_error_and_never_a_zero(ask, content, said):
     with serving(lambda number, body: (200, {}, content)) as service:
         line = refused(ask, service)
-        assert len(service.bodies) == 1  # a retry would return the same
+        assert len(service.bodies) == 1  # no retry, since it would return the same
     assert said in line and line.endswith("; 1 attempt(s) (rows 0 to 1, prompt 'p0')")
 
 
@@ -279,7 +279,7 @@ def test_redirects_are_not_followed(ask, status):
     with serving(lengths) as other:
         with serving(lambda number, body: (status, {"Location": f"{other.url}?with=query"}, b"")) as service:
             line = refused(ask, service, key_env="JUDGE_KEY")
-        assert other.bodies == []  # neither the texts nor the key went there
+        assert other.bodies == []  # neither texts nor key were sent to the other service
     assert (
         f"status {status} redirects to another host, http://127.0.0.1; redirects are not followed" in line
         and "query" not in line
@@ -328,8 +328,8 @@ def test_the_key_goes_into_the_header_and_nowhere_else(ask, caplog):
         SECRET,
         SECRET.replace("/", "\\/"),
         "".join(f"\\u{ord(c):04x}" for c in SECRET),
-    ):  # equal for a JSON reader
-        # the second: at the position where a truncated line would contain part of it
+    ):  # equal after JSON decoding
+        # after 70 characters, truncating the line would leave only part of the key
         for begin in ("wrong key ", 70 * "x"):
             for content in (f'{{"error": "{begin}{quoted}"}}', f'{{"scores": ["{begin}{quoted}", 1]}}'):
                 with serving(lambda number, body, content=content: (200, {}, content.encode())) as service:
@@ -414,7 +414,7 @@ def test_invalid_settings_are_found_before_anything_is_sent(tokenizer, monkeypat
 
 
 def test_the_url_is_checked_before_any_object_is_made():
-    """A password in it is refused before config.yaml is written."""
+    """A password in the URL is refused before config.yaml is written."""
     with pytest.raises(UserError, match="^reward.url: holds a password"):
         bind({"_target_": "ppo_ds.rewards.remote.RemoteReward", "url": "http://me:you@host"}, "reward")
 
@@ -443,7 +443,7 @@ def test_a_row_that_is_not_json(tokenizer):
 
 
 def test_after_an_error_other_requests_are_not_retried(ask):
-    """One request fails finally while another waits for its retry, which is not sent."""
+    """One request fails for good while another waits for its retry; the retry is not sent."""
 
     def reply(number, body):
         return (
@@ -458,7 +458,7 @@ def test_after_an_error_other_requests_are_not_retried(ask):
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_stopping_run_does_not_wait_for_scores(tokenizer, slow):
-    """The request is in a pause, or in the middle of an attempt."""
+    """The request is waiting for a retry, or in the middle of an attempt."""
     came, exit_now = Event(), Event()
 
     def reply(number, body):

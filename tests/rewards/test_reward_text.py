@@ -1,4 +1,4 @@
-"""Tests ids of encoded texts, counted by hand: byte b has the id 5 + its rank in the byte-level alphabet."""
+"""Tests ids of encoded texts, derived by hand: a byte's id is 5 + its index in the byte-level alphabet."""
 
 import pytest
 import torch
@@ -31,10 +31,11 @@ def ids(tokenizer):
 
 
 def test_concat(make, ids):
-    assert ids("hi") == [ids("h")[0], ids("i")[0]]  # one id a byte
+    assert ids("hi") == [ids("h")[0], ids("i")[0]]  # one id per byte
     encode = make("concat")
     assert encode(ROW, "yo", True).ids == [BOS, *ids("hiyo"), EOS]
-    assert encode(ROW, "yo", False).ids == [BOS, *ids("hiyo")]  # cut at the length limit: not at its end
+    # truncated at the length limit, so without an end token
+    assert encode(ROW, "yo", False).ids == [BOS, *ids("hiyo")]
     assert encode(ROW, "", True).ids == [BOS, *ids("hi"), EOS]
     assert encode(ROW, "", False).ids == [BOS, *ids("hi")]
     assert encode(ROW, "yo", True).types is None
@@ -71,7 +72,7 @@ def test_chat(make, ids):
     assert encode(CHAT, "yo", False).ids == encode(CHAT, "yo", True).ids  # the template ends the turn
     assert encode(ROW, "", True).ids == ids("<user>hi<eos><assistant><eos>")
     assert encode(ROW, "yo", True).ids.count(EOS) == 2
-    # not twice
+    # the end token is not added twice
     assert make("chat", template=CHAT_TEMPLATE, append_eos=True)(ROW, "yo", False).ids[-2:] == [
         *ids("o"),
         EOS,
@@ -83,7 +84,7 @@ def test_pair(make, ids):
     encode = make("pair", cross_encoder=True)
     text = encode(ROW, "yo!", True)
     assert text.ids == [CLS, *ids("hi"), SEP, *ids("yo!"), SEP] and text.types == [0, 0, 0, 0, 1, 1, 1, 1]
-    # none of the actor's markup
+    # a pair has none of the actor's markup
     assert encode(CHAT, "yo", True).ids == [
         CLS,
         *ids("be\nhi"),
@@ -101,7 +102,7 @@ def test_a_pair_loses_the_beginning_of_its_prompt_first(make, ids):
     assert cut(15) == [CLS, *ids("abcdef"), SEP, *ids("uvwxyz"), SEP]
     assert cut(12) == [CLS, *ids("def"), SEP, *ids("uvwxyz"), SEP]
     assert cut(10) == [CLS, *ids("f"), SEP, *ids("uvwxyz"), SEP]
-    # no room for both: the longer one first, from its beginning too
+    # if both do not fit, the longer text is truncated first, on the left
     assert cut(9) == [
         CLS,
         *ids("def"),
@@ -140,7 +141,7 @@ def test_a_template_that_refuses_a_role_names_the_remedy(make):
 
 
 def test_padding_on_either_side_worked_by_hand():
-    """The second text is two tokens shorter; ids, mask and token types move together."""
+    """The second text is two tokens shorter; ids, mask and token types are padded alike."""
     texts = [EncodedText([5, 6, 7], [0, 0, 1]), EncodedText([8], [1])]
     ids, mask, types = right_padded(texts, 9, torch.device("cpu"))
     assert ids.tolist() == [[5, 6, 7], [8, 9, 9]]

@@ -1,6 +1,4 @@
-"""Tests rules against the numbers printed in the seed, its own regular expressions, and hand-computed
-numbers.
-"""
+"""Tests rules against the numbers printed in the seed, its regular expressions, and hand-computed numbers."""
 
 import random
 import re
@@ -28,7 +26,7 @@ from tests.support.cpu import cpu_limit
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 from tests.goldens.golden_io import load  # noqa: E402
 
-# MiniMind's own
+# MiniMind's regular expressions
 SEED = (
     r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$",
     r"^<think>\n.*?\n</think>\n\n<answer>\n.*?\n</answer>$",
@@ -43,7 +41,7 @@ def responses_of(*texts, rows=None):
 
 @pytest.fixture
 def rates(tokenizer):
-    """Returns the scores of texts by a rule with these settings."""
+    """Returns a function that scores texts by a rule with the given settings."""
 
     def run(kind, *texts, rows=None, **settings):
         return (
@@ -78,7 +76,7 @@ def test_the_seeds_printed_numbers(rates):
 
 
 def test_the_patterns_match_what_the_seeds_match(rates):
-    """Compares on texts that are combined from pieces of the format."""
+    """Compares both on texts that are combined from pieces of the format."""
     draw = random.Random(0)
     pieces = [
         "<think>\n",
@@ -271,7 +269,7 @@ def test_regex(rates, text, settings, score):
 )
 def test_length_ramps_outside_of_the_range(rates, length, score):
     settings = dict(shortest=5, longest=10, ramp=4)
-    for unit in ("characters", "tokens"):  # the tokenizer has a token for each byte
+    for unit in ("characters", "tokens"):  # the tokenizer has one token per byte
         assert rates(LengthReward, "x" * length, unit=unit, **settings) == [score]
     assert rates(LengthReward, "x" * length, unit="characters", score=-2.0, **settings) == [-2.0 * score]
 
@@ -299,19 +297,19 @@ def test_length_bounds_are_required_and_ordered(rates):
 @pytest.mark.parametrize(
     ("text", "settings", "score"),
     [
-        ("a b c a b c", {}, -0.25),  # abc bca cab abc: 3 different of 4
-        ("a a a a a a", {}, -0.75),  # 1 of 4
+        ("a b c a b c", {}, -0.25),  # 3-grams abc, bca, cab, abc: 3 of 4 are distinct
+        ("a a a a a a", {}, -0.75),  # 1 of 4 is distinct
         ("A a A a A a", {}, -0.75),
         ("a b c d e f", {}, 0.0),
         ("a b c", {}, 0.0),
         ("a b", {}, 0.0),
         ("", {}, 0.0),
         ("a a a a a a", dict(max_penalty=-0.5), -0.375),
-        ("a b a b a", dict(n=2), -0.5),  # ab ba ab ba
+        ("a b a b a", dict(n=2), -0.5),  # 2-grams ab, ba, ab, ba
         ("x y x y", dict(n=1), -0.5),
-        ("abab", dict(n=2, unit="characters"), -1 / 3),  # ab ba ab
-        ("abab", dict(n=2), 0.0),  # one word
-        ("éé", dict(n=2, unit="tokens"), -1 / 3),  # bytes 1 2 1 2: 12 21 12
+        ("abab", dict(n=2, unit="characters"), -1 / 3),  # 2-grams ab, ba, ab
+        ("abab", dict(n=2), 0.0),  # a single word
+        ("éé", dict(n=2, unit="tokens"), -1 / 3),  # bytes 1, 2, 1, 2: 2-grams 12, 21, 12
         ("a a a a <answer>a b c d</answer>", dict(inside="answer"), 0.0),
     ],
 )

@@ -9,7 +9,7 @@ from tests.rewards.test_rules import responses_of
 from tests.support.cpu import cpu_limit
 
 INFINITE = float("inf")
-QUADRATIC = 20  # seconds of CPU; patterns of quadratic time would take many minutes, linear ones take 1 s
+QUADRATIC = 20  # seconds of CPU time; patterns of linear time take 1 s, of quadratic time many minutes
 
 
 @pytest.mark.parametrize(

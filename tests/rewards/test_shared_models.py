@@ -1,4 +1,4 @@
-"""Tests rewards that name the same model: they share it, and each scores as it would alone."""
+"""Tests that rewards with the same model share it, and that each scores as it would on its own."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ MODEL, MIXTURE = "ppo_ds.rewards.model.model_reward", "ppo_ds.rewards.weighted.W
 
 @pytest.fixture
 def built(tokenizer):
-    """Builds a weighted reward of model parts; returns it, the addresses of its weights and the banner's
-    lines.
+    """Builds a weighted reward of model parts.
+
+    Returns the reward, the addresses of its weights and the lines of the banner.
     """
 
     def built(**parts: dict[str, Any]):
@@ -69,7 +70,7 @@ def test_parts_with_the_same_model_share_it(built, tokenizer, tmp_path):
         torch.testing.assert_close(
             scores[name], built(**{name: part})[0](rollout).components[name], rtol=0, atol=0
         )
-    assert (scores["a"] - scores["b"]).abs().min() > 1e-3  # each reads with its own template
+    assert (scores["a"] - scores["b"]).abs().min() > 1e-3  # each part uses its own template
 
 
 @pytest.mark.parametrize("other", [{"dtype": "bf16"}, {"attn_implementation": "eager"}])

@@ -1,4 +1,4 @@
-"""Tests weighted rewards: sums by hand, the seed's mix, running moments over ranks, keys in errors."""
+"""Tests weighted rewards: sums by hand, MiniMind's mix, running moments over ranks, keys in errors."""
 
 import json
 import math
@@ -38,7 +38,7 @@ class Looked(TextReward):
 
 
 class ByToken:
-    """A reward that reads ids: 1 for each token, and 10 for the row."""
+    """A reward that reads ids: a per-token score of 1, and a row score of 10."""
 
     def __init__(self, total: float = 10.0):
         self.total = total
@@ -63,7 +63,7 @@ def looked(**table):
 
 @pytest.fixture
 def build(tokenizer):
-    """Builds the reward of a config section with the services of one process."""
+    """Builds a reward from its config section, with the services of one process."""
 
     def run(section, reduce=lambda x: x, **services):
         return bind(section, "reward")(tokenizer=tokenizer, reduce=reduce, **services)
@@ -92,7 +92,7 @@ def test_parts_are_clipped_weighted_and_added(build, rolled):
         "watched": {"weight": 0, "reward": looked(x=7.0, y=8.0, z=9.0)},
     }
     scores = build(spec(MIXTURE, parts=parts))(rolled("x", "y", "z"))
-    # 2*3 - .5, 2*-1 - 5, 2*-3 - 0
+    # 2 * 3 - 0.5, 2 * -1 - 5, 2 * -3 - 0
     assert scores.total.tolist() == [5.5, -7.0, -6.0] and scores.total.dtype == torch.float32
     components = {name: column.tolist() for name, column in scores.components.items()}
     assert components == {"a": [3.0, -1.0, -3.0], "b": [1.0, 10.0, 0.0], "watched": [7.0, 8.0, 9.0]}
@@ -105,8 +105,9 @@ def test_per_token_scores_and_components_of_parts_are_kept(build, rolled):
         "ids": {"weight": 0.25, "clip": 4, "reward": spec("ByToken")},
     }
     scores = build(spec(MIXTURE, parts=parts))(rolled("xx", "y"))
-    assert scores.total.tolist() == [2.0, 3.0]  # + 0.25 * 4
-    assert scores.per_token.tolist() == [[0.25, 0.25, 0.25], [0.25, 0.25, 0.0]]  # the end token counts
+    assert scores.total.tolist() == [2.0, 3.0]  # the part "ids" adds 0.25 * 4
+    # the end token has a score too
+    assert scores.per_token.tolist() == [[0.25, 0.25, 0.25], [0.25, 0.25, 0.0]]
     assert {name: column.tolist() for name, column in scores.components.items()} == {
         "text": [1, 2],
         "ids": [4, 4],
@@ -126,7 +127,7 @@ def test_a_part_may_read_the_text_inside_a_tag(build, rolled):
 def test_errors_name_the_part(build, rolled):
     fine = {"reward": looked(x=1.0)}
     reward = build(spec(MIXTURE, parts={"fine": fine, "mine": {"reward": spec("Failing")}}))
-    with pytest.raises(IndexError) as caught:  # the user's own, as it is
+    with pytest.raises(IndexError) as caught:  # the exception of the user's code is not replaced
         reward(rolled("x"))
     assert caught.value.__notes__ == ["in reward.parts.mine"]
     reward = build(
@@ -149,7 +150,7 @@ def test_errors_name_the_part(build, rolled):
     assert caught.value.__notes__ == ["in reward.parts.ids"]
 
 
-# -- whole and answer
+# -- the whole response and its answer
 
 
 def test_the_seeds_printed_mix(tokenizer):
@@ -175,11 +176,11 @@ def test_the_seeds_printed_mix(tokenizer):
 def test_without_an_answer_the_whole_is_the_score(build, rolled):
     table = {"x": 1.7, "<answer>y": -5.0, "<answer>z</answer>": 2.0, "z": 10.0, "": 100.0}
     mix = build(spec(MIX, reward=looked(**table)))
-    # .4 * 2 + .6 * 10
+    # the third is 0.4 * 2 + 0.6 * 10
     torch.testing.assert_close(
         mix(rolled("x", "<answer>y", "<answer>z</answer>")).total, torch.tensor([1.7, -5.0, 6.8])
     )
-    # as many texts in both passes, whatever was found
+    # both passes score the same number of texts, with or without an answer
     assert [len(asked.texts) for asked in mix._reward.asked] == [
         3,
         3,
@@ -190,7 +191,7 @@ def test_without_an_answer_the_whole_is_the_score(build, rolled):
 
 @pytest.mark.parametrize("name", ["minimind", "minimind_reasoning"])
 def test_minimind(build, rolled, name):
-    """The model alone, or rules + model, from the file with a stand-in for the model."""
+    """Builds the file's reward, only a model or rules and a model, with a stand-in for the model."""
     form, loose = FORM.format("b"), "<answer>b</answer>"
     section = yaml.safe_load((ROOT / "conf" / "reward" / f"{name}.yaml").read_text())
     model = section["parts"]["model"]
@@ -211,7 +212,7 @@ def test_minimind(build, rolled, name):
 def test_rules_alone(build, rolled):
     section = yaml.safe_load((ROOT / "conf" / "reward" / "minimind_rules.yaml").read_text())
     assert build(section)(rolled(FORM.format("b"), "aaaaaaaa")).components["format"].tolist() == [1.5, 0.0]
-    # bytes: one 3-gram, six times
+    # the 3-grams of bytes are six times the same
     assert build(section)(rolled("aaaaaaaa")).total.tolist() == [pytest.approx(-5 / 6)]
 
 
@@ -232,9 +233,9 @@ NORMALISED = spec(
 
 def test_scores_are_normalized_by_all_scores_so_far(build, rolled):
     reward = build(NORMALISED)
-    first = reward(rolled("1", "3"))  # mean 2, std 1
+    first = reward(rolled("1", "3"))  # of 1 and 3: mean 2, std 1
     torch.testing.assert_close(first.total, torch.tensor([-2.0, 2.0]))
-    second = reward(rolled("5", "7"))  # of 1 3 5 7: mean 4, variance 5
+    second = reward(rolled("5", "7"))  # of 1, 3, 5 and 7: mean 4, variance 5
     torch.testing.assert_close(second.total, torch.tensor([2 / 5**0.5, 6 / 5**0.5]))
     torch.testing.assert_close(second.components["a"], torch.tensor([1 / 5**0.5, 3 / 5**0.5]))
     assert second.components["a_raw"].tolist() == [5.0, 7.0]
@@ -255,7 +256,7 @@ def test_held_out_scores_are_not_normalized_and_not_counted(build, rolled):
 
 
 def test_moments_are_those_of_all_ranks(tokenizer, on_ranks, rolled):
-    """Ranks with different numbers of rows get what one rank with all rows gets, in two calls."""
+    """In two calls, ranks with different numbers of rows get the same as one rank with all rows."""
 
     def run(shares):
         def work(rank, reduce):
@@ -415,7 +416,7 @@ def test_tags_that_decoding_removes_are_refused():
     "file", sorted((ROOT / "conf" / "reward").glob("*.yaml")), ids=lambda file: file.stem
 )
 def test_every_reward_file_is_valid(file):
-    """The only allowed error is a value that the user must give."""
+    """The only allowed error is that a required value is missing."""
     try:
         bind(yaml.safe_load(file.read_text()), "reward")
     except UserError as error:
@@ -467,7 +468,7 @@ def test_a_model_as_a_part_scores_as_it_does_alone(build, rolled, model):
 
 
 def test_ranks_with_and_without_tags_run_equally_many_forwards(tokenizer, on_ranks, rolled, model):
-    """With a small budget the rank with long texts (or with an <answer>) needs more forwards."""
+    """With a small budget the rank with long texts and <answer> tags would need more forwards."""
     texts = [("x", "y"), ("<answer>a long answer in a tag</answer>", "<answer>another long one</answer>")]
 
     def work(rank, reduce):
@@ -478,7 +479,7 @@ def test_ranks_with_and_without_tags_run_equally_many_forwards(tokenizer, on_ran
         reward = bind(spec(MIX, reward=model), "reward")(
             tokenizer=tokenizer, **services(placed, all_reduce_max, score_tokens=40)
         )
-        placed[0].batches.clear()  # of the start
+        placed[0].batches.clear()  # forwards of the start-up audit
         reward(rolled(*texts[rank]))
         return len(placed[0].batches)
 

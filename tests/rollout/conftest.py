@@ -11,7 +11,7 @@ from ppo_ds.types import Prompts
 
 @pytest.fixture
 def chain():
-    """Makes a Llama whose logits after token i are table[i], for a table [V,V].
+    """Returns a function that makes a Llama whose logits after token i are table[i], for a table [V,V].
 
     The embedding is one-hot and the only layer adds zero.
     """
@@ -29,7 +29,7 @@ def chain():
             lm.model.embed_tokens.weight.copy_(torch.eye(width))
             lm.model.layers[0].self_attn.o_proj.weight.zero_()
             lm.model.layers[0].mlp.down_proj.weight.zero_()
-            # the norm scales one-hot by sqrt(width)
+            # the norm scales one-hot vectors by sqrt(width)
             lm.lm_head.weight.copy_(torch.as_tensor(table, dtype=torch.float32).t() / width**0.5)
         return lm
 
@@ -38,9 +38,9 @@ def chain():
 
 @pytest.fixture
 def successor(chain):
-    """Makes a chain that always generates the successor in {token: next token}, greedy or sampled.
+    """Makes a chain that generates the successors in {token: next token}, with greedy decoding or sampling.
 
-    Tokens without a successor repeat themselves.
+    Tokens without a successor are repeated.
     """
 
     def make(following, vocab_size):

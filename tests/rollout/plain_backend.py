@@ -14,7 +14,7 @@ from ppo_ds.types import Prompts, Rollout
 
 
 class PlainGenerator:
-    """Samples from the whole distribution: top_k other than 1, top_p and min_new_tokens are ignored."""
+    """Samples from the whole distribution; ignores top_k other than 1, top_p and min_new_tokens."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class PlainGenerator:
         device = next(lm.parameters()).device
         ids, mask = prompts.ids.to(device), prompts.mask.to(device)
         logprobs = torch.zeros(len(prompts), 0, device=device)
-        for _ in range(sampling.max_new_tokens):  # as many forwards on every rank
+        for _ in range(sampling.max_new_tokens):  # the same number of forwards on every rank
             positions = (mask.cumsum(1) - 1).clamp(min=0)
             logits = lm(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -1].float()
             table = (logits / sampling.temperature).log_softmax(-1)

@@ -1,8 +1,8 @@
 """Tests of the contract of decode backends, which every entry of DECODE_BACKENDS passes.
 
 The expected responses come from a model whose next token the test determines, or from a loop of plain
-forwards, and the expected log-probs from plain forwards. ``plain``, the example of a backend, is tested too.
-The number of forwards of ranks in lockstep is tested backend by backend.
+forwards. The expected log-probs come from plain forwards. ``plain``, the example of a backend, is tested too.
+The number of forwards of ranks in lockstep is tested in the files of the single backends.
 """
 
 import pytest
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 
 @pytest.fixture
 def decode(tokenizer):
-    """Decodes ``prompts`` with a backend; the tokens from 3 on are a b c ...
+    """Returns a function that decodes ``prompts`` with a backend; tokens from 3 on are a, b, c, ...
 
-    ``budget`` is the number of tokens decoded at a time.
+    ``budget`` is the number of tokens that are decoded at a time.
     """
 
     def run(entry, lm, prompts, sampling, budget=10_000, should_stop=lambda: False):
@@ -47,7 +47,7 @@ def lm():
 
 @pytest.fixture
 def batch(prompts):
-    """Six prompts of different lengths with limits of their own; the second and the third are equal."""
+    """Makes six prompts of different lengths with their own limits; the second equals the third."""
     rows = [[5], [6, 7, 8, 9], [6, 7, 8, 9], [30, 3, 17], [11, 12], [20, 21, 22]]
     return prompts(*rows, limits=LIMITS)
 
@@ -58,7 +58,7 @@ def responses_of(rollout):
 
 
 def greedy_by_hand(lm, prompt, limit, stop_ids):
-    """Returns the greedy response to one prompt by a plain forward for each token."""
+    """Returns the greedy response to one prompt with one plain forward per token."""
     ids = prompt.tolist()
     for _ in range(limit):
         with torch.no_grad():
@@ -121,10 +121,10 @@ def test_a_rollout_is_on_the_cpu_and_empty_outside_its_masks(entry, decode, lm, 
 
 @pytest.mark.parametrize("budget", [10_000, 12])
 def test_stop_tokens_stop_strings_and_limits(entry, decode, successor, prompts, sampling, budget):
-    """The model continues c d e f ...; the response to f is g and an end token, that to j an unknown token.
+    """The model generates c, d, e, f, ...; after f come g and an end token, and after j an unknown token.
 
-    A stop string may go over several tokens, must begin in the response, and may be a special token. A stop
-    at the last position within the limit counts.
+    A stop string may span several tokens, must begin in the response, and may be a special token. A stop at
+    the last position within the limit makes the response finished.
     """
     lm = successor({5: 6, 6: 7, 7: 8, 8: 9, 9: EOS, 12: UNKNOWN}, V)
     rows = prompts([5], [4, 5], [8], [8], [8], [12], [6], limits=[8, 1, 8, 2, 1, 8, 2])
@@ -137,7 +137,7 @@ def test_stop_tokens_stop_strings_and_limits(entry, decode, successor, prompts, 
 
 
 def test_decoding_ends_with_the_last_row_and_padding_is_trimmed(entry, decode, successor, prompts, sampling):
-    """The prompts are padded to three tokens; the fourth row, which is not decoded, needs them."""
+    """The prompts are padded to three tokens because of the fourth row, which is not decoded."""
     most = 50 if entry is EXAMPLE else 4  # the example always runs max_new_tokens forwards
     lm, forwards = successor({3: 4, 4: EOS}, V), []
     lm.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -148,7 +148,7 @@ def test_decoding_ends_with_the_last_row_and_padding_is_trimmed(entry, decode, s
 
 
 class Stop:
-    """A stop condition that becomes true at the n-th call."""
+    """A stop condition that becomes true after ``after`` calls."""
 
     def __init__(self, after):
         self.calls, self.after = 0, after
@@ -163,7 +163,7 @@ class Stop:
 def test_after_a_stop_request_it_ends_within_a_few_tokens(
     entry, decode, lm, prompts, sampling, after, budget
 ):
-    """It returns tensors of the usual shapes, and the model can be decoded again."""
+    """A stopped call returns tensors of the usual shapes, and the backend can decode again."""
     forwards, rows = [], prompts([3, 4, 5], [4], [5, 6])
     lm.register_forward_pre_hook(lambda *_: forwards.append(1))
     rollout = decode(entry, lm, rows, sampling(200), budget, should_stop=Stop(after))

@@ -47,7 +47,7 @@ def decoded(lm, batch, n, **changes):
 
 
 def log_softmax(lm, batch, responses, temperature=1.0):
-    """Returns [B,n,V] float64 log-probs of each row by itself, without padding, from one plain forward."""
+    """Returns float64 log-probs [B,n,V], from one plain forward of each row without padding."""
     tables = []
     for i, response in enumerate(responses):
         row = torch.cat([batch.ids[i][batch.mask[i]], response])
@@ -82,7 +82,8 @@ def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature(batch, 
     expected = table.gather(2, responses[..., None])[..., 0]
     assert (logprobs - expected).abs().max() < 1e-5
     if top_k := knobs.get("top_k"):
-        assert ((table > expected[..., None] + 1e-9).sum(-1) < top_k).all()  # drawn among the likeliest
+        # the token is one of the top_k most likely
+        assert ((table > expected[..., None] + 1e-9).sum(-1) < top_k).all()
     if (top_p := knobs.get("top_p")) and not top_k:
         likelier = torch.where(table > expected[..., None], table.exp(), 0.0).sum(-1)
         assert (likelier < top_p).all()
@@ -90,12 +91,12 @@ def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature(batch, 
 
 @EVERY
 def test_logprobs_of_rows_that_end_early(batch, family):
-    """Every stop id ends only its own row; the log-probs of the other rows stay correct."""
+    """A stop id ends only its row, and the log-probs of the other rows remain correct."""
     lm = model(family)
     torch.manual_seed(3)
     stops = (5, 6, 7, 8, 9, 10)
     lengths = set()
-    # the tokens of a seed depend on the processor, but eight samples end at three or more different positions
+    # sampled tokens depend on the processor, but eight samples end at three or more different positions
     for _ in range(8):
         responses, logprobs = decoded(lm, batch, 9, stop_token_ids=stops)
         for i, response in enumerate(responses.tolist()):
@@ -120,7 +121,7 @@ def test_logprobs_are_float32_of_a_bf16_model(batch):
 
 
 def test_a_step_that_was_undone_leaves_no_logprob():
-    """transformers may decide to stop one step late: three steps are recorded for two tokens."""
+    """transformers may stop one step late, so three steps are recorded for two tokens."""
     recorder = LogprobRecorder(1.0)
     steps = torch.tensor([[[0.0, 1.0, 2.0]], [[2.0, 0.0, 0.0]], [[9.0, 0.0, 0.0]]])
     for ids, scores in zip(([[9]], [[9, 1]], [[9, 1, 2]]), steps, strict=True):
@@ -264,9 +265,9 @@ def test_one_token_responses(successor, decode_rows):
 
 
 def test_min_new_tokens_keeps_stop_ids_away(chain, decode_rows):
-    """The masked end token does not change the log-probs, which stay those of the whole distribution.
+    """Masking the end token does not change the log-probs, which are of the unmasked distribution.
 
-    After 3 the end token is far likelier than 4, and after 4 it is far likelier than 4.
+    After tokens 3 and 4, the end token is far more likely than token 4.
     """
     table = torch.full((10, 10), -20.0)
     table[3:5, EOS], table[3:5, 4] = 3.0, 0.0
@@ -277,7 +278,7 @@ def test_min_new_tokens_keeps_stop_ids_away(chain, decode_rows):
         assert responses_of(rollout) == [[4] * minimum + [EOS]] * 2
         assert rollout.logprobs[0].tolist() == pytest.approx(
             [-3.0486] * minimum + [-0.0486], abs=1e-4
-        )  # -log(1 + e^3), less 3
+        )  # -log(1 + e^3), and 3 more for the end token
     assert responses_of(decode_rows(chain(table), [[3]], 5, stop_token_ids=(EOS, 8), top_k=1)) == [[EOS]]
 
 
@@ -298,7 +299,7 @@ def test_pad_is_eos(successor, prompts, sampling, tokenizer):
 
 
 def test_stop_strings_across_tokens(successor, decode_rows):
-    """The tokens are a b c d ...: "cd" is complete with the token d; other rows continue to their own end."""
+    """The tokens are a b c d ...: "cd" is complete with the token d; other rows continue to their end."""
     lm = successor({3: 4, 4: 5, 5: 6, 6: 7, 8: 9, 9: EOS}, 10)
     rollout = decode_rows(lm, [[3], [8], [5]], 7, stop_token_ids=(EOS,), stop_strings=("cd",))
     assert responses_of(rollout) == [[4, 5, 6], [9, EOS], [6, 7, 7, 7, 7, 7, 7]]
@@ -306,7 +307,7 @@ def test_stop_strings_across_tokens(successor, decode_rows):
 
 
 def test_stop_strings_inside_a_token(successor, decode_rows):
-    """Token 5 is "xaby": it ends the response although text follows the stop string in it."""
+    """Token 5, "xaby", ends the response although text follows the stop string inside the token."""
     lm = successor({3: 4, 4: 5, 5: 6}, 8)
     rollout = decode_rows(lm, [[3]], 5, texts=["a", "b", "xaby", "z", "w"], stop_strings=("ab",))
     assert responses_of(rollout) == [[4, 5]] and rollout.finished.tolist() == [True]
@@ -344,7 +345,7 @@ def test_long_stop_strings_end_decoding_too(chain, prompts, sampling):
 def test_a_stop_string_begins_in_the_response_not_in_the_prompt(successor, decode_rows):
     """A stop string must lie within the response.
 
-    The prompt ends with "b" and the response starts with "c", so that "bc" does not count.
+    The prompt ends with "b" and the response starts with "c", so "bc" is not a stop.
     """
     rollout = decode_rows(successor({3: 4, 4: 5, 5: 6, 6: 7}, 10), [[3, 4]], 4, stop_strings=("bc",))
     assert responses_of(rollout) == [[5, 6, 7, 7]] and rollout.finished.tolist() == [False]
@@ -398,8 +399,8 @@ def test_drawn_responses_with_limits_have_their_logprobs(batch, sampling, tokeni
 def test_decoding_ends_with_the_last_row_that_may_go_on(successor, prompts, sampling, tokenizer):
     """Decoding takes as many steps as the longest unfinished row needs.
 
-    The limits are 3, 1 and 9, and the last row stops after two tokens: three steps. In chunks of one row
-    the steps are 2, 3 and 1.
+    The limits are 3, 1 and 9, and the last row stops after two tokens, so decoding takes three steps. In
+    chunks of one row it takes 2, 3 and 1 steps.
     """
     lm, steps = successor({5: 6, 6: EOS}, 10), []
     lm.lm_head.register_forward_hook(lambda *_: steps.append(1))
@@ -418,10 +419,10 @@ def test_decoding_ends_with_the_last_row_that_may_go_on(successor, prompts, samp
 
 
 def test_a_stop_that_is_whole_at_the_limit(successor, prompts, sampling, tokenizer):
-    """A stop that is complete exactly at the limit of its row counts as finished.
+    """A stop that is complete exactly at the limit of its row makes the row finished.
 
-    The tokens are a b c d ...: "cd" is complete with the third new token, and the end token of the last row
-    is its second.
+    The tokens are a b c d ...: "cd" is complete with the third new token. In the last row, the second new
+    token is the end token.
     """
     generator = HFGenerator(
         lambda: successor({3: 4, 4: 5, 5: 6, 8: 9, 9: EOS}, 10),
@@ -469,8 +470,8 @@ def test_rows_are_grouped_by_what_they_may_cost(batch, sampling, tokenizer):
         lambda: lm, tokenizer=tokenizer([chr(97 + i) for i in range(V - 3)]), token_budget=14
     )
     generator(replace(batch, limits=torch.tensor([1, 8, 2, 1, 1, 1])), sampling(8))
-    # the totals are 2, 14, 5, 7, 3, 5. Row 1 is alone; rows 3 and 2 would cost 2 x (6 + 2) = 16, so row 3
-    # is alone; rows 2 and 5 cost 2 x (4 + 2); rows 4 and 0 remain
+    # the totals are 2, 14, 5, 7, 3, 5. Row 1 is a group of its own. Rows 3 and 2 would cost 2 x (6 + 2) = 16,
+    # so row 3 is a group too; rows 2 and 5 cost 2 x (4 + 2) = 12; rows 4 and 0 remain
     assert shapes == [(1, 6, 8), (1, 6, 1), (2, 4, 2), (2, 2, 1)]
 
 
@@ -491,7 +492,7 @@ def test_chunks_change_no_greedy_response(batch, family, token_budget, sampling,
     assert len(shapes) > 1 and all(rows * (width + 6) <= token_budget or rows == 1 for rows, width in shapes)
     assert (
         sum(rows for rows, _ in shapes) == len(batch) and shapes[0][1] == 6 and shapes[-1][1] < 6
-    )  # each as wide as it needs
+    )  # each chunk is only as wide as its rows need
     for name in ("ids", "attention_mask", "response_mask", "finished"):
         assert torch.equal(getattr(parts, name), getattr(whole, name)), name
     torch.testing.assert_close(parts.logprobs, whole.logprobs, rtol=0, atol=1e-5)
@@ -531,7 +532,8 @@ def test_the_model_is_asked_for_at_each_call(chain, prompts, sampling, tokenizer
 
 
 def test_a_rollout_is_cut_to_its_longest_response_and_prompt(successor, prompts, sampling, tokenizer):
-    batch = prompts([3], [4], [8, 8, 8, 8]).select(torch.tensor([0, 1]))  # wider than its own rows
+    # padded for a third row that is not selected
+    batch = prompts([3], [4], [8, 8, 8, 8]).select(torch.tensor([0, 1]))
     generator = HFGenerator(
         lambda: successor({3: EOS, 4: 3}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000
     )

@@ -1,4 +1,4 @@
-"""Tests decoding in slots against transformers, for any number of slots, and the number of forwards."""
+"""Tests decoding in slots against transformers, with any number of slots; counts the forwards."""
 
 import gc
 import math
@@ -70,7 +70,7 @@ def model(family, **more):
 
 @pytest.fixture
 def batch(prompts):
-    """Seven rows with limits of their own; the second to the fourth have the same prompt."""
+    """Makes seven rows with their own limits; the second to the fourth have the same prompt."""
     torch.manual_seed(1)
     rows = [torch.randint(2, V, (n,)).tolist() for n in LENGTHS]
     return prompts(*rows[:2], rows[1], rows[1], *rows[4:], limits=LIMITS)
@@ -98,7 +98,7 @@ def responses_of(rollout):
 
 
 def check_logprobs(lm, rollout, temperature, tolerance=1e-5):
-    """Compares the log-probs with one plain forward of each row by itself, without padding or cache."""
+    """Compares the log-probs to one plain forward per row, without padding or cache."""
     for i, n in enumerate(rollout.response_mask.sum(1).tolist()):
         row = rollout.ids[i][rollout.attention_mask[i]]
         with torch.no_grad():
@@ -117,9 +117,9 @@ def same(one, other):
 
 @EVERY
 def test_greedy_responses_are_those_of_generate(batch, family, sampling, texts):
-    """The responses are the same with all slots, two slots and one slot.
+    """The responses are the same with slots for all rows, two slots and one slot.
 
-    They are also the same when ended rows are detected after every step or every fourth.
+    They are also the same whether ended rows are detected after every step or every fourth step.
     """
     lm = model(family)
     assert refusal(lm, longest=18) is None
@@ -169,7 +169,7 @@ def test_bf16(batch, sampling, texts):
 
 
 def test_drawn_responses_depend_on_no_schedule(batch, sampling, texts):
-    """Random numbers belong to rows and positions, so that the number of slots does not change a response.
+    """Random numbers are drawn per row and position, so the number of slots does not change a response.
 
     Another seed gives other responses.
     """
@@ -191,14 +191,14 @@ def test_drawn_responses_depend_on_no_schedule(batch, sampling, texts):
 def test_responses_follow_the_joint_distribution(sampling, prompts, texts):
     """4,000 responses of two tokens follow the joint distribution of all 36 pairs from plain forwards.
 
-    The vocabulary has six tokens. Chi-square with 35 degrees of freedom is below 66.6 in 99.9% of the
-    cases; sampling at temperature 1 instead of 0.7 gives far more.
+    The vocabulary has six tokens. Chi-square with 35 degrees of freedom is below 66.6 in 99.9% of cases;
+    sampling at temperature 1 instead of 0.7 would give far more.
     """
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES | dict(vocab_size=6, num_key_value_heads=2))
     lm = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        lm.lm_head.weight.mul_(0.5)  # every token keeps a noticeable probability
+        lm.lm_head.weight.mul_(0.5)  # gives every token a noticeable probability
         table = torch.zeros(6, 6, dtype=torch.float64)
         for first in range(6):
             logits = lm(input_ids=torch.tensor([[3, 4, first]])).logits[0].double() / 0.7
@@ -238,7 +238,8 @@ def test_decoding_ends_with_the_last_stop_string(successor, prompts, sampling, t
     shapes = forwards_of(lm)
     generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000)
     assert responses_of(generator(prompts([3], [4]), sampling(50, stop_strings=("c",)))) == [[4, 5], [5]]
-    assert shapes == [(2, 1), (2, 1), (1, 1)]  # the prompts, both responses, the longer one
+    # prefill of the prompts; both responses; only the longer response
+    assert shapes == [(2, 1), (2, 1), (1, 1)]
 
 
 def test_a_stop_string_long_before_a_check_ends_decoding(successor, prompts, sampling, tokenizer):
@@ -249,7 +250,8 @@ def test_a_stop_string_long_before_a_check_ends_decoding(successor, prompts, sam
         lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000, check_every=16
     )
     assert responses_of(generator(prompts([3]), sampling(50, stop_strings=("c",)))) == [[4, 5]]
-    assert len(shapes) == 1 + 16  # the prompt and one round of steps; without the check it would be 1 + 50
+    # the prefill and 16 steps until the check; without the check it would be 1 + 50
+    assert len(shapes) == 1 + 16
 
 
 def test_a_least_number_of_tokens_yields_to_a_limit(successor, prompts, sampling, tokenizer):
@@ -266,7 +268,7 @@ def test_a_least_number_of_tokens_yields_to_a_limit(successor, prompts, sampling
 
 
 def test_rows_are_split_into_bands_only_if_they_do_not_fit_together():
-    """Four slots of 8 tokens fit into 32. Otherwise a band has the rows of more than 2 tokens, a quarter."""
+    """Four rows of 8 tokens fit into 32. With 31, rows longer than 2, a quarter of 8, form a band."""
     totals = torch.tensor([8, 2, 1, 3])
     assert [band.tolist() for band in static.length_bands(totals, 32)] == [[0, 1, 2, 3]]
     assert [band.tolist() for band in static.length_bands(totals, 31)] == [[0, 3], [1, 2]]
@@ -278,8 +280,8 @@ def test_rows_are_split_into_bands_only_if_they_do_not_fit_together():
 def test_a_prompt_is_read_once_for_all_its_responses(successor, prompts, sampling, tokenizer):
     """One forward prefills each distinct prompt once for all its responses.
 
-    The prompts have 4 and 3 tokens and three responses each; the forward reads two rows of three tokens
-    (all but their last).
+    The two prompts have 4 and 3 tokens and three responses each. The prefill reads two rows of three tokens:
+    all tokens but the last of each prompt, padded.
     """
     lm = successor({}, 10)
     shapes = forwards_of(lm)
@@ -310,8 +312,8 @@ def test_a_prompt_whose_responses_begin_at_different_times_is_still_read_once(
 ):
     """A later response reuses the cached prefill of its prompt.
 
-    Two slots serve three responses to one prompt and then one to another: the third response takes the
-    cache kept for the first two.
+    Two slots serve three responses to one prompt, and then one response to another prompt. The third response
+    uses the prefill that was cached for the first two.
     """
     lm = successor({}, 10)
     shapes = forwards_of(lm)
@@ -326,7 +328,7 @@ def test_a_prompt_whose_responses_begin_at_different_times_is_still_read_once(
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_nothing_is_left_of_who_had_the_slot_before(family, prompts, sampling, texts):
-    """Short prompts after a long response in the same slot give the responses of separate runs."""
+    """Short prompts that follow a long response in its slot get the same responses as in separate runs."""
     lm = model(family)
     torch.manual_seed(2)
     rows = [torch.randint(2, V, (n,)).tolist() for n in (9, 2, 5, 1)]
@@ -351,15 +353,15 @@ def test_metadata_and_prompts_stay_in_their_rows(batch, sampling, texts):
 
 
 def test_ranks_in_step_run_the_same_forwards(prompts, sampling, texts):
-    """Two ranks with different work give the same responses and run the same forwards.
+    """Two ranks with different work give the same responses as alone, and run the same forwards.
 
-    The ranks are two threads: one has one prompt with a long response, the other four prompts with short
-    ones in two slots.
+    The ranks are two threads. One rank has one prompt with a long response; the other has four prompts with
+    short responses in two slots.
     """
     barrier, said = Barrier(2), {}
     batches = [prompts([3, 4, 5], limits=[11]), prompts([3], [4, 4], [5], [6, 7, 8], limits=[2, 3, 1, 2])]
 
-    lms = [model("llama"), model("llama")]  # here, since threads share the random state
+    lms = [model("llama"), model("llama")]  # created here, because the threads share the random state
 
     def rank(index):
         lm = lms[index]
@@ -393,7 +395,7 @@ def test_ranks_in_step_run_the_same_forwards(prompts, sampling, texts):
 
 
 class Replays:
-    """A graph recorder that needs no GPU: it runs the recorded function again on the same tensors."""
+    """A graph recorder that needs no GPU: a replay calls the recorded function on the same tensors."""
 
     def __init__(self):
         self.log = []
@@ -436,7 +438,7 @@ def test_what_cannot_be_recorded_runs_plainly_after_one_warning(caplog):
 
 
 def test_responses_by_graphs_are_the_same(batch, sampling, texts, monkeypatch):
-    """A graph needs repeating shapes and a step that reads and writes the same tensors each time."""
+    """A graph requires recurring shapes, and a step that reads and writes the same tensors each time."""
     lm, greedy = model("llama"), sampling(12, top_k=1, stop_token_ids=(5, 6, 7))
     wanted = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, greedy)
     recorder = Replays()
@@ -496,7 +498,7 @@ def test_a_model_that_ignores_the_cache_is_refused():
 
 
 def test_the_cache_can_be_longer_than_a_row_of_its_columns(batch, sampling, texts):
-    """The cache grows by more than one block of columns, so that views grow during decoding."""
+    """The cache grows by more than one block of columns, so its views grow during decoding."""
     lm = model("llama")
     long = replace(batch, limits=torch.full((7,), 150))
     torch.manual_seed(4)
@@ -507,7 +509,7 @@ def test_the_cache_can_be_longer_than_a_row_of_its_columns(batch, sampling, text
 
 
 def test_the_cache_is_gone_when_decoding_ends(batch, sampling, texts):
-    """Training needs the memory at once, not at the next run of the garbage collector."""
+    """Training needs the memory immediately, not only after the next garbage collection."""
     gc.collect()
     gc.disable()
     try:
@@ -525,7 +527,7 @@ def test_one_long_prompt_does_not_take_the_room_of_short_ones(successor, prompts
     assert responses_of(rollout) == [[3] * 4] * 8 + [[2] * 4]
     assert [shape for shape in shapes if shape[1] == 1 and shape[0] == 8] == [
         (8, 1)
-    ] * 4  # the short ones, side by side
+    ] * 4  # the eight short prompts are decoded together
 
 
 def test_a_response_of_nan_is_made_of_tokens_and_says_nan(batch, sampling, texts):

@@ -1,6 +1,6 @@
 """Tests that ranks in lockstep stop together if one of them receives a stop request.
 
-A backend without other ranks is tested in test_backends.py.
+Stopping a single rank is tested in test_backends.py.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +39,7 @@ def texts(tokenizer):
 
 
 def on_two_ranks(make, stops, batches, sampling):
-    """Runs two ranks as threads that agree by a barrier; returns the rows and forwards of each.
+    """Runs two ranks as threads that communicate at a barrier; returns (rows, forwards) of each rank.
 
     ``make`` takes a model and the arguments of a generator, and returns a generator.
     """
@@ -78,12 +78,12 @@ def test_in_step_transformers_generate_is_not_called_for_more_chunks_on_one_rank
 ):
     def generate(
         lm, ids, mask, limits, sampling, **_
-    ):  # its own collective for the tokens of a chunk is not one of threads
+    ):  # a stand-in, because the collective of generate() does not work between threads
         lm(input_ids=ids)
         return torch.zeros(len(ids), 1, dtype=torch.long), torch.zeros(len(ids), 1)
 
     monkeypatch.setattr("ppo_ds.rollout.hf.generate", generate)
-    batches = [prompts([3, 4, 5], [3], [4]), prompts([3], [4, 4], [5])]  # a chunk each
+    batches = [prompts([3, 4, 5], [3], [4]), prompts([3], [4, 4], [5])]  # each prompt is a chunk
 
     def make(lm, **how):
         return HFGenerator(lambda: lm, tokenizer=texts, token_budget=1, **how)

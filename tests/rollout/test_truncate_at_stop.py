@@ -1,4 +1,4 @@
-"""Tests truncate_at_stop() on responses worked by hand."""
+"""Tests truncate_at_stop() on responses worked out by hand."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ class Texts:
 
 @pytest.fixture
 def cut(prompts, sampling):
-    """Returns (ids, mask, finished, log-probs) of each raw response; log-probs are given as -1, -2, ..."""
+    """Truncates raw responses; their log-probs are -1, -2, ..."""
 
     def run(*responses, prompt=(9, 9), stop=(EOS,), strings=(), pad=PAD, lengths=None):
         responses = torch.tensor(responses)
@@ -78,9 +78,9 @@ def test_nan_logprobs_after_the_end_are_replaced(prompts, sampling):
 
 
 def test_pad_is_eos(cut):
-    """An end token inside a chat prompt is attended to, and one in the response is its last action.
+    """An end token in a chat prompt is attended to, and an end token in the response is its last action.
 
-    Padding after it is neither.
+    Padding after the end token is neither attended to nor an action.
     """
     rollout = cut([2, EOS, EOS, EOS], [EOS, EOS, EOS, EOS], prompt=(9, EOS, 8), pad=EOS)
     assert rollout.attention_mask.tolist() == [[True] * 5 + [False] * 2, [True] * 4 + [False] * 3]
@@ -114,7 +114,7 @@ def test_without_stops_every_response_is_cut_at_the_limit(cut):
 
 def test_stop_string_or_stop_id_whichever_comes_first(cut):
     rollout = cut([2, 3, EOS, 4], [2, EOS, 3, 4], [4, 2, EOS, 3], [4, 4, 4, 4], [4, 4, 2, 3], strings=("ab",))
-    # "ab" after two tokens; EOS first; "ca" then EOS, though "ab" follows (EOS has no text); neither;
+    # by row: "ab" after two tokens; EOS first; "ca" and then EOS, where "ab" across it is ignored; no stop;
     # "ab" in the last position
     assert lengths(rollout) == [2, 2, 3, 4, 4]
     assert rollout.finished.tolist() == [True, True, True, False, True]
@@ -136,7 +136,7 @@ def test_stop_strings_without_stop_ids(cut):
 
 
 def limited(prompts, sampling, limits, responses, **knobs):
-    """Cuts raw responses at the limits of their rows; the sampling parameters allow 4 tokens."""
+    """Truncates raw responses at the limits of their rows; the sampling parameters allow 4 tokens."""
     rows = prompts(*[[9]] * len(responses), limits=limits)
     return truncate_at_stop(
         rows,
@@ -177,8 +177,8 @@ def test_a_stop_in_the_last_place_allowed_is_a_stop_and_a_later_one_was_never_ge
     rollout = limited(
         prompts, sampling, [1, 2, 1, 3, 2, 1, 4, 3], rows, stop_token_ids=(EOS,), stop_strings=("ab",)
     )
-    # EOS at the limit; the same; after it; "ab" at the limit; cut before its "b"; within the only token;
-    # in the last position of all; after the limit
+    # by row: EOS at the limit; EOS at the limit; EOS after the limit; "ab" at the limit; the limit is before
+    # its "b"; "ab" in the only token; "ab" in the last position of the width; "ab" after the limit
     assert lengths(rollout) == [1, 2, 1, 3, 2, 1, 4, 3]
     assert rollout.finished.tolist() == [True, True, False, True, False, True, True, False]
 
@@ -202,10 +202,10 @@ def test_the_prefix_length_is_that_of_the_shortest_prefix_with_a_stop_string():
 
 
 def test_rows_that_the_backend_ended_before_a_stop_and_before_their_limit(cut):
-    """``lengths`` ends a row that holds no stop, and nothing after it is read; -1 is not in the vocabulary.
+    """``lengths`` ends a row without a stop, and nothing after it is read; -1 is not in the vocabulary.
 
-    A stop before the length still ends a row. A stop token or a stop string that only tokens after the length
-    complete was not generated.
+    A stop before this length still ends the row. A stop token or stop string that is complete only after the
+    length was not generated, and is ignored.
     """
     rollout = cut(
         [4, 4, -1, -1], [4, EOS, 4, -1], [4, 4, EOS, -1], [4, 2, 3, -1], [4, 2, 3, -1], [4, 4, 4, 4],
@@ -236,13 +236,13 @@ def test_a_response_without_tokens_is_an_error(cut):
 
 
 class FirstSpaceDropped(Texts):
-    """A tokenizer that drops a space where a text begins, as some do."""
+    """A tokenizer that drops a space at the beginning of a text, as some tokenizers do."""
 
     def decode(self, ids, *, skip_special_tokens):
         return "".join({0: "x", 1: " ", 2: "b"}[i] for i in ids).removeprefix(" ")
 
 
 def test_the_window_holds_a_stop_string_whose_first_space_is_dropped():
-    """The last two tokens alone would be decoded as "b", not " b"."""
+    """The last two tokens by themselves would be decoded as "b", not " b"."""
     stops = StopStrings((" b",), FirstSpaceDropped())
     assert stops.found_in(([0] * 9 + [1, 2])[-stops.window :])
