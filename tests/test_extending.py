@@ -1,6 +1,6 @@
-"""Additions made as CONTRIBUTING says, a table entry and a YAML file outside the repository, take effect.
+"""Tests that additions made as in CONTRIBUTING, a table entry and a YAML file outside the repository, work.
 
-The added stage is that of tests/training/test_second_stage.py, which trains with it.
+The added stage is the one of tests/training/test_second_stage.py, which also trains it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def doubled_difference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def doubled_mean(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
-    """Returns a mean of twice the loss."""
+    """Returns the mean of twice the loss."""
     return token_mean(2 * loss, mask, totals)
 
 
@@ -195,7 +195,7 @@ class Letters(TextReward):
 
 
 class Actor:
-    """A tiny Llama that gives its causal LM inside generation mode only."""
+    """A tiny Llama that provides its causal LM only inside generation mode."""
 
     lockstep_max = None
 
@@ -221,7 +221,7 @@ class Actor:
 
 
 def collected(config: Config) -> tuple[ScoredRollout, list[str]]:
-    """Returns a rollout by the config's decode backend and reward, and the lines of the banner."""
+    """Returns a rollout with the config's decode backend and reward, and the lines of the banner."""
     world, notes = one_rank(), []
     actor = Actor(world)
     ids = torch.tensor([[0, 0, 3], [0, 4, 5], [6, 7, 8], [0, 9, 3]])
@@ -289,6 +289,6 @@ def test_a_decode_backend(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (folder / "scores.py").write_text(OWN_REWARDS)
     rollout, notes = collected(config(folder, *rewarded, "rollout.backend=mine"))
     assert notes == ["decode     mine: rollout.backend=mine"]
-    checked, own = rollouts  # in the parity check, and in the step
+    checked, own = rollouts  # one rollout of the parity check, one of the step
     assert torch.equal(rollout.ids, own.ids) and torch.equal(rollout.logprobs, own.logprobs)
     assert len(set(texts(rollout))) > 1 and len(checked) == 8

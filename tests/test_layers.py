@@ -1,6 +1,6 @@
-"""Tests the layers: imports go one way only, and each heavy dependency has one home.
+"""Tests the layers: imports go in one direction only, and each heavy dependency is used in one place.
 
-Imports inside functions count.
+Imports inside functions count too.
 """
 
 import ast
@@ -11,8 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Lists what each package may import of ppo_ds besides itself. An import that goes upwards in this table is an
-# error.
+# Lists what each package may import from ppo_ds besides itself. Every other import from ppo_ds is an error.
 BOTTOM = {"errors", "secrets", "types", "ops", "config", "storage"}
 MIDDLE = BOTTOM | {"distributed", "models"}
 HOMES_OF_LIBRARIES = {"tracking", "models", "data", "rollout", "rewards", "engine"}
@@ -50,8 +49,9 @@ HOMES = {
 
 
 def part_of(file: Path) -> str:
-    """Returns the part of a file: ppo_ds/models/policy.py -> models, ppo_ds/types.py -> types,
-    launch/train.py -> launch.
+    """Returns the part to which a file belongs.
+
+    For example models for ppo_ds/models/policy.py, types for ppo_ds/types.py, and launch for launch/train.py.
     """
     package, *rest = file.with_suffix("").parts
     return rest[0] if package == "ppo_ds" and rest[0] != "__init__" else package
@@ -80,7 +80,7 @@ def imports(file: Path, source: str) -> list[tuple[int, str]]:
 def uses(source: str) -> list[tuple[int, str]]:
     """Returns (line, dotted name) of every attribute chain.
 
-    ``torch.distributed.barrier()`` needs no import of its own.
+    ``torch.distributed.barrier()`` needs no separate import.
     """
     return [
         (node.lineno, ast.unparse(node))

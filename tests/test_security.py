@@ -1,7 +1,7 @@
 """Tests that inputs of a run cannot execute code, access files elsewhere, or leak keys into written files.
 
-Each planted file would create a witness if its code ran. ``CODE`` and ``Planted`` are proved to do so,
-because otherwise a missing witness would mean nothing.
+Each malicious file would create a witness file if its code ran. A test proves that ``CODE`` and ``Planted``
+do so, because otherwise a missing witness would mean nothing.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def witness(tmp_path):
-    """Returns the path of the file that planted code creates; it must not exist at the end of a test."""
+    """Returns the path of a file that malicious code would create; it must not exist when the test ends."""
     file = tmp_path / "witness"
     yield file
     assert not file.exists(), "planted code has run"
 
 
 class Planted:
-    """Creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, file):
         self.file = str(file)
@@ -74,7 +74,7 @@ class Planted:
 
 @pytest.fixture
 def code(witness):
-    """Writes Python code beside a model, with all classes that a config may name."""
+    """Writes Python code into a model folder, with all classes that a config may name."""
     return (
         f"open({str(witness)!r}, 'w').close()\n"
         "from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast "
@@ -146,7 +146,7 @@ def test_pickles_of_tensors_alone_are_read(folder):
 
 
 def test_unneeded_pickles_are_not_read(folder, witness):
-    """A folder may hold optimizer states, training arguments and adapters."""
+    """A model folder may also contain pickles of optimizer states, training arguments and adapters."""
     for name in (
         "training_args.bin",
         "optimizer.pt",
@@ -215,7 +215,7 @@ def test_no_other_reader_runs_the_code(folder, code, sound):
 
 
 def test_code_of_a_folder_with_a_known_architecture_is_not_run(folder, code, witness):
-    """transformers has the architecture, so the folder's own version is not used."""
+    """transformers implements the architecture, so the folder's implementation is not used."""
     planted_code(folder, code, "known model")
     for load in MODELS["actor"], MODELS["critic"], load_tokenizer:
         load(str(folder))
@@ -273,7 +273,7 @@ def test_trust_in_one_model_is_not_trust_in_another():
     )
     assert ModelConfig(path="x").trust_remote_code is False and not FrozenZeroConfig().offload_params
     config = load_config([given[0], given[1], *more], world_size=1)
-    assert config.reference.model.trust_remote_code  # the same model
+    assert config.reference.model.trust_remote_code  # the reference is the actor's model
 
 
 def test_data_sets_are_never_programs(tmp_path, witness, code):
@@ -299,7 +299,7 @@ def test_data_sets_are_never_programs(tmp_path, witness, code):
 
 
 def listed(folder: Path, **others: Any) -> None:
-    """Writes a manifest that fits the planted files."""
+    """Writes a manifest that matches the malicious files."""
     (folder / "manifest.json").unlink(missing_ok=True)
     files = {
         str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": sha256(f)}
@@ -311,7 +311,7 @@ def listed(folder: Path, **others: Any) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Writes the checkpoint of a minimal model: one weight, no buffers."""
+    """Writes the checkpoint of a minimal model with one weight and no buffers."""
     folder = tmp_path / "checkpoints" / "step_000001"
     (folder / "actor").mkdir(parents=True)
     about = {"format": 1, "dtype": "float32", "shards": {"weight": "shard-00000.safetensors"}}
@@ -389,8 +389,8 @@ def test_an_index_that_names_files_elsewhere(checkpoint, name):
     listed(checkpoint)
     assert damage_of(checkpoint) == []
     for read in (
-        lambda: read_weights(torch.nn.Linear(3, 2, bias=False), checkpoint, "actor"),  # by exports
-        lambda: read_index(checkpoint / "actor" / "model.json", ["weight"]),  # by runs
+        lambda: read_weights(torch.nn.Linear(3, 2, bias=False), checkpoint, "actor"),  # called by exports
+        lambda: read_index(checkpoint / "actor" / "model.json", ["weight"]),  # called by runs
     ):
         with pytest.raises(UserError) as caught:
             read()
@@ -409,7 +409,7 @@ def test_pickles_in_a_checkpoint_are_not_read(checkpoint, witness):
     ):
         torch.save({"weight/weight": Planted(witness)}, checkpoint / name)
     listed(checkpoint)
-    assert damage_of(checkpoint) == []  # an attacker writes the manifest too
+    assert damage_of(checkpoint) == []  # an attacker can write a matching manifest
     with pytest.raises(Exception, match="(?i)header"):
         read_weights(torch.nn.Linear(3, 2, bias=False), checkpoint, "actor")
     with pytest.raises(Exception, match="(?i)header"):
@@ -430,7 +430,7 @@ ALLOWED = {
     ("ppo_ds/rewards/function.py", "spec_from_file_location"): "the same",
     ("ppo_ds/rewards/function.py", "exec_module"): "the same",
     ("ppo_ds/tracking/wandb.py", "subprocess"): "wandb's child: a list of arguments, no shell",
-    # a permission of the user's command line or config, passed on
+    # passes on a permission from the command line or the config
     ("launch/export.py", "trust_remote_code=options.trust_remote_code"): "the command's own option",
     ("launch/replay.py", "trust_remote_code=options.trust_remote_code"): "the command's own option",
     (
@@ -500,7 +500,7 @@ ATTRIBUTES = {
 }
 TAILS = {name.rpartition(".")[2] for name in ATTRIBUTES}
 CALLS = {"eval", "exec", "compile", "__import__"}
-# Arguments that permit code, and their only harmless value. Any other expression must be in ALLOWED.
+# Arguments that permit code, with their only harmless value. Any other value must be in ALLOWED.
 SWITCHES = {
     "trust_remote_code": False,
     "weights_only": True,
@@ -669,7 +669,7 @@ def test_lines_are_censored(keys):
 
 
 def test_an_error_line_does_not_repeat_the_command_lines_key(keys):
-    """Overrides that cannot be parsed never become a config, in which secrets are searched."""
+    """Secrets are searched in the config, and overrides that cannot be parsed never become a config."""
     command = [
         sys.executable,
         str(ROOT / "launch" / "train.py"),
@@ -687,7 +687,7 @@ def test_an_error_line_does_not_repeat_the_command_lines_key(keys):
 def test_a_run_name_is_a_single_path_component(name):
     with pytest.raises(
         UserError, match="^run.name=.*: must be a single name without /"
-    ):  # also without a folder of that name, because the name is also a title
+    ):  # even if run.dir is given, because the name is also used as a title
         load_config(
             [*RUN, *BY_FUNCTION, f"run.name='{name}'", *(["run.dir=/tmp/x"] if name == "/x" else [])],
             world_size=1,
@@ -706,7 +706,7 @@ def test_a_run_directory_is_private_to_its_owner(tmp_path):
         open_run_directory(tmp_path / "shared", {"run": {}}, None)
     finally:
         os.umask(before)
-    # depends on the umask
+    # the run directory is private, and the mode of its parent follows the umask
     assert mode(tmp_path / "outputs" / "mine") == 0o700 and mode(tmp_path / "outputs") == 0o777
     assert mode(tmp_path / "shared") == 0o775
     assert sorted(file.name for file in tmp_path.rglob("*")) == [

@@ -1,6 +1,6 @@
 """Tests the types that flow through a step: shapes are checked, rows are selected and padded.
 
-Values in the padding never reach the masked positions.
+Values in the padding never reach positions under the masks.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ import torch
 from ppo_ds.types import Experience, Prompts, Rollout, Scores, Sequences
 
 P, R = 4, 3
-# 9x: arbitrary values in the padding
+# ids from 90 on are arbitrary values in the padding
 IDS = [
     [91, 92, 11, 12, 21, 22, 93],
     [31, 32, 33, 34, 41, 94, 95],
@@ -105,7 +105,7 @@ def test_select_keeps_every_column_in_the_requested_order():
     assert picked.finished.tolist() == [True, True, True] and picked.limits.tolist() == [3, 5, 3]
     assert picked.logprobs[:, 0].tolist() == [-4.0, -1.0, -4.0]
     assert picked.metadata == ({"n": 2}, {"n": 0}, {"n": 2})
-    assert (picked.prompt_width, picked.response_width) == (P, R)  # not truncated
+    assert (picked.prompt_width, picked.response_width) == (P, R)  # selecting rows keeps the widths
 
 
 def test_select_of_prompts_and_of_experience():
@@ -169,7 +169,7 @@ def test_rows_without_a_response_keep_one_position():
 
 
 def test_attended_but_not_an_action():
-    """A stop token that is excluded from the actions is still attended to: trimming must not cut it off."""
+    """A stop token that is not an action is still attended to, so trimming must not remove it."""
     attention, action = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[True, False]])
     assert Sequences(torch.tensor([[1, 2, 3, 4]]), attention, action).trimmed().ids.tolist() == [[1, 2, 3, 4]]
 
@@ -186,7 +186,7 @@ def test_resized_pads_with_positions_outside_the_masks():
 
 
 def test_values_in_the_padding_stay_outside_the_masks():
-    """Padding and trimming never move values from outside the masks into them."""
+    """Padding and trimming never move values from outside the masks to positions under them."""
     rows = rollout().resized(7, 6).trimmed().resized(5, 4)
     assert sorted(rows.ids[rows.attention_mask].tolist()) == sorted(
         token for row in IDS for token in row if token < 90

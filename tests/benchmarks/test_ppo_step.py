@@ -1,6 +1,6 @@
 """Tests that the benchmark runs, that its figures are consistent, and that its counts match hand computation.
 
-No speed is tested.
+The speed is not tested.
 """
 
 import ast
@@ -83,9 +83,7 @@ def test_the_first_step_is_not_counted(found):
 
 @pytest.mark.slow
 def test_updates_are_counted_with_the_configured_passes(found):
-    """A forward and a backward cost three forwards, so three passes cost nine; the critic's scoring is one
-    more.
-    """
+    """A forward and a backward cost as much as three forwards, so three passes cost nine forwards."""
     flops = {name: share * found["seconds"][name] for name, share in found["mfu"].items()}
     assert flops["time/update_actor"] / flops["time/ref_logprobs"] == pytest.approx(9)
     assert flops["time/update_critic"] / flops["time/values"] == pytest.approx(9)
@@ -125,8 +123,8 @@ def test_the_table_names_phases_and_rates(found):
 
 def test_decode_steps_and_their_contexts():
     step = Lengths(prompts=[3, 2], responses=[4, 1])
-    # row 1: after the prompt's forward, three tokens are read, with 4, 5 and 6 positions to attend to; row 2
-    # needs no further forward
+    # row 1: after the prompt's forward, three steps read a token each, with 4, 5 and 6 positions to attend
+    # to; row 2 needs no step
     assert step.decode_steps == 3
     assert step.contexts == 15
 
@@ -135,12 +133,12 @@ ACTOR = Size(body=100, head=10, layers=1, width=2, kv_width=2)
 
 
 def test_flops_of_a_step_by_hand():
-    # its weights are frozen
+    # two forwards instead of three, since the critic's weights are frozen
     critic = UpdateCost(Size(body=101, head=0, layers=1, width=2, kv_width=2), forwards=2)
     sizes = Sizes(actor=UpdateCost(ACTOR, forwards=3), critic=critic, bytes_each=4)
     found = phase_flops(sizes, Lengths(prompts=[2], responses=[1]), epochs=2)
-    # a forward of the actor: 3 tokens x 200, 6 pairs x 8, the head at one position 20: 668; of the critic: 3
-    # x 202 + 48 = 654
+    # a forward of the actor: 3 tokens x 200, 6 pairs x 8, and the head at one position, 20: 668. A forward of
+    # the critic: 3 x 202 + 48 = 654
     assert found["time/ref_logprobs"] == 668
     assert found["time/values"] == found["time/reward"] == 654
     assert found["time/update_actor"] == 2 * 3 * 668
@@ -150,7 +148,7 @@ def test_flops_of_a_step_by_hand():
 
 def test_bytes_of_decoding_by_hand():
     sizes = Sizes(actor=UpdateCost(ACTOR, 3), critic=None, bytes_each=2)
-    # three steps on each of two ranks read 110 weights; 15 positions of 4 numbers; two bytes each
+    # three steps on each of two ranks read 110 weights, and 15 positions have 4 numbers, of two bytes each
     assert decode_traffic(sizes, Lengths(prompts=[3, 2], responses=[4, 1]), ranks=2) == 2 * (
         2 * 3 * 110 + 15 * 4
     )
@@ -182,7 +180,7 @@ def test_distance_to_the_limits():
     reached = limit_fractions(
         found, steps, sizes, epochs=[2.0], limits=Limits(gemm_flops_per_s=444.0, bytes_per_s=1000.0), ranks=1
     )
-    # 444 FLOPs in 2 of 4 seconds; phases that did not run need none
+    # 444 FLOPs in 2 of 4 seconds; phases that did not run are not listed
     assert reached["mfu"] == {
         "time/generate": 0.5,
         "time/step": 0.25,
@@ -193,9 +191,9 @@ def test_distance_to_the_limits():
 
 
 def test_updates_count_the_passes_that_ran():
-    """Two steps of one sample: a pass is 3 x 668 = 2004 FLOPs.
+    """Two steps have one sample each, so a pass is 3 x 668 = 2004 FLOPs.
 
-    Three passes, and half a pass after an early stop, of 4008 FLOPs in a second.
+    There are three passes, and half a pass after an early stop, at 4008 FLOPs per second.
     """
     sizes = Sizes(actor=UpdateCost(ACTOR, 3), critic=None, bytes_each=2)
     steps = [Lengths([2], [1])] * 2
@@ -245,7 +243,7 @@ def test_the_options_of_a_comparison_do_not_reach_its_runs():
 def test_both_sides_get_the_threads_of_the_parent():
     argv = ["W2", "--against", "trl", "--trl-python", "x", "--threads=7"]
     args = parsed(argv)
-    args.threads = 3  # as it was resolved
+    args.threads = 3  # as resolved by the benchmark
     ours, trl = (
         parsed(against.own_arguments(args, argv, Path("a"))),
         trl_step.parsed(against.trl_arguments(args, Path("b"))),

@@ -1,6 +1,6 @@
 """Tests the table of the scaling benchmark.
 
-Its runs are those of ppo_step.py, which has its own tests.
+The benchmark runs ppo_step.py, which has its own tests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def test_ratios_are_to_the_first_case_round_by_round() -> None:
     )
     assert lines[:2] == ["", "t"]
     assert lines[3].split() == ["1", "32", "2.0000", "1.0000", "to", "4.0000", "1.00", "2.0000", "1.00"]
-    # 2/1, 4/4 and 1/2; CPU 3/2, 1/2 and 2/2
+    # ratios of seconds 2/1, 4/4 and 1/2; of CPU seconds 3/2, 1/2 and 2/2
     assert lines[4].split() == ["2", "64", "2.0000", "1.0000", "to", "4.0000", "1.00", "2.0000", "1.00"]
 
 

@@ -28,7 +28,7 @@ def test_the_stop_token_has_the_same_probability_everywhere(folder):
         with torch.no_grad():
             p = model(ids).logits.float().softmax(-1)
         assert (48 * p[..., STOP] - 1).abs().max() < tolerance
-        assert p[..., [0, 2]].max() < 1e-9  # neither the padding nor the unknown token is ever sampled
+        assert p[..., [0, 2]].max() < 1e-9  # the pad token and the unknown token are never sampled
 
 
 def test_answers_of_generate_are_geometric(folder):
@@ -39,11 +39,11 @@ def test_answers_of_generate_are_geometric(folder):
         prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=256
     )[:, 4:]
     stops = drawn == STOP
-    lengths = ((stops.cumsum(1) - stops.long()) == 0).sum(1).float()  # the stop token counts
-    # a geometric mean of 48 cut at 256: 48 (1 - (47/48)^256) = 47.78, standard deviation 45.8; of the mean of
-    # 400 draws: 2.29, times four
+    lengths = ((stops.cumsum(1) - stops.long()) == 0).sum(1).float()  # lengths include the stop token
+    # a geometric distribution of mean 48 truncated at 256: mean 48 (1 - (47/48)^256) = 47.78, standard
+    # deviation 45.8, and 2.29 for the mean of 400 draws; the tolerance is four times that
     assert abs(lengths.mean() - 47.78) < 9.2
-    # longer than 48: (47/48)^48 = 0.364, +- 4 x 0.024
+    # the share of lengths above 48 is (47/48)^48 = 0.364, +- 4 x 0.024
     assert abs((lengths > 48).float().mean() - 0.364) < 0.097
     assert lengths.min() >= 1 and lengths.max() <= 256
 
@@ -83,4 +83,5 @@ def test_given_weights_keep_their_tokenizer(folder, tmp_path):
     assert all(torch.equal(kept[name], made[name]) for name in made)
     reward = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
     assert reward.config.num_labels == 1
-    assert torch.equal(reward.model.norm.weight, made["model.norm.weight"])  # the same trunk
+    # reward model and actor have the same trunk
+    assert torch.equal(reward.model.norm.weight, made["model.norm.weight"])

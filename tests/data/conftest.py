@@ -17,9 +17,9 @@ TEMPLATE = (
 
 
 def make_tokenizer(pad="<pad>", template=TEMPLATE, adds_bos=False):
-    """Ids: <eos> 0, <pad> 1, then the 256 bytes in the order of their stand-in characters.
+    """Makes a tokenizer with the ids <eos> 0, <pad> 1, then the 256 bytes in the order of their characters.
 
-    ``adds_bos``: texts begin with <eos>, as GPT-like models have it.
+    With ``adds_bos`` texts begin with <eos>, as with GPT-like tokenizers.
     """
     vocab = {
         token: i for i, token in enumerate(["<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())])

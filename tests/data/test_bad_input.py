@@ -1,5 +1,6 @@
-"""Tests invalid and unusual rows of data sets: refused in one line with location and remedy, or handled as
-defined.
+"""Tests invalid and unusual rows of data sets.
+
+They are refused in one line with location and remedy, or handled as defined.
 """
 
 import json
@@ -22,7 +23,7 @@ def lines(*rows):
 
 
 def said(path, tokenizer, **options):
-    """Returns the lines of the file's UserError without its folder."""
+    """Returns the lines of the UserError that the file causes, without the folder."""
     with pytest.raises(UserError) as caught:
         PromptSource(str(path), tokenizer=tokenizer, max_new_tokens=9, **options)
     assert all(line.isprintable() for line in caught.value.problems)
@@ -185,7 +186,7 @@ def test_parquet_with_invalid_utf8(tmp_path, tokenizer):
 
 
 def test_a_file_format_that_fills_gaps_with_nulls(tmp_path, tokenizer):
-    """In Parquet, rows with a text and rows with a chat have both columns."""
+    """In Parquet, rows with a text and rows with a chat both have both columns."""
     pyarrow.parquet.write_table(
         pyarrow.Table.from_pylist(
             [{"prompt": "a", "messages": None}, {"prompt": None, "messages": [USER | {"name": None}]}]
@@ -201,7 +202,7 @@ def test_a_file_format_that_fills_gaps_with_nulls(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("call", ["open", "iterdir"])
 def test_a_file_or_folder_without_permission(tmp_path, tokenizer, monkeypatch, call):
-    """Simulates missing permissions, which root does not notice."""
+    """Simulates missing permissions, because root has every permission."""
     (tmp_path / "x.jsonl").write_bytes(lines({"prompt": "a"}))
 
     def refuse(self, *args, **kwargs):
@@ -280,7 +281,7 @@ def test_fewer_prompts_than_a_step_takes(source):
     ],
 )
 def test_long_prompts_are_tokenized_in_small_chunks(sizes, parts):
-    """As Python ints a thousand prompts of 100,000 characters would take 10 GB."""
+    """As Python ints, a thousand prompts of 100,000 characters would need 10 GB."""
     assert [(part.start, part.stop) for part in tokenizer_chunks(sizes)] == parts
 
 

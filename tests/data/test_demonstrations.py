@@ -1,7 +1,7 @@
 """Tests ids and the mask of learned tokens of a language-modelling loss against values written by hand.
 
-The byte tokenizer: <eos> 0, <pad> 1, "a" 66, "b" 67, ...; its template writes "<user>hi<eos><assistant>" and
-then the answer and "<eos>".
+The byte-level tokenizer has <eos> 0, <pad> 1, "a" 66, "b" 67, ...; its template writes
+"<user>hi<eos><assistant>", then the answer and "<eos>".
 """
 
 from itertools import islice
@@ -88,7 +88,7 @@ GIVEN = "<user>hi<eos><assistant>"
 def test_the_last_answer_of_a_chat_and_its_end_are_learned(source, tokenizer, row):
     batch = source(row).batch([0])
     assert learned(batch, tokenizer) == [(GIVEN, "yo<eos>")]
-    # as in generation; <eos> is one token of five characters
+    # the same ids as in generation; <eos> is one token of five characters
     assert (
         batch.ids[0, : len(GIVEN) - 4].tolist()
         == tokenizer.encode_many([tokenizer.render_chat([USER])], special_tokens=False)[0]
@@ -234,7 +234,7 @@ def test_every_pass_has_every_row_once_in_its_own_order(source):
     passes = [seen[i : i + 5] for i in (0, 5, 10)]
     assert all(sorted(each) == [A, B, C, D, E] for each in passes) and passes[0] != passes[1]
     other = [row[0] for step in take(DemonstrationStream(made, batch_size=3, seed=3), 5) for row in step]
-    assert other[:5] == passes[1]  # seeded with seed + pass
+    assert other[:5] == passes[1]  # each pass is seeded with seed + pass
 
 
 def test_resume(source):
@@ -283,7 +283,7 @@ def test_batches_go_through_microbatches(source):
 
 
 def test_a_policy_gives_the_loss_that_transformers_gives(source, tokenizer):
-    """Compares the mean of -log p over the learned tokens with transformers' own loss."""
+    """Compares the mean of -log p over the learned tokens to the loss of transformers."""
     torch.manual_seed(0)
     lm = tiny_llama(tokenizer, hidden_size=16, layers=2, heads=2, max_tokens=64).eval()
     batch = source("abcde", {"messages": [USER, ANSWER]}, {"prompt": "a", "response": "bc"}).batch([0, 1, 2])

@@ -83,7 +83,7 @@ def read(name: str, content: bytes, tokenizer=CHATTY) -> PromptSource | None:
 
 
 def expect_texts(source: PromptSource) -> None:
-    """Checks that the decoded ids are the prompt's text, which contains the row's."""
+    """Checks that the ids decode to the prompt's text, which contains the texts of the row."""
     batch = source.batch(range(len(source)))
     for ids, mask, row in zip(batch.ids, batch.mask, batch.metadata, strict=True):
         assert source._tokenizer.decode(ids[mask].tolist(), skip_special_tokens=False) == row["prompt_text"]

@@ -100,7 +100,7 @@ SYSTEM_PROMPT = {"role": "system", "content": "be brief"}
         ({"prompt": "hi"}, [SYSTEM_PROMPT, USER]),
         ({"prompt": [USER, ANSWER]}, [SYSTEM_PROMPT, USER]),
         ({"messages": [USER, ANSWER, USER]}, [SYSTEM_PROMPT, USER, ANSWER, USER]),
-        ({"messages": [SYSTEM, USER]}, [SYSTEM, USER]),  # an empty system message counts as one
+        ({"messages": [SYSTEM, USER]}, [SYSTEM, USER]),  # an empty system message is kept
         ({"messages": [USER, SYSTEM, USER]}, [USER, SYSTEM, USER]),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_bare_text_has_no_place_for_a_system_message():
 
 
 def test_an_empty_system_message_is_one():
-    """Some templates add a default system message, which an empty one suppresses."""
+    """Some templates add a default system message unless there is one, even an empty one."""
     assert parse_prompt({"prompt": "hi"}, PromptFormat(apply_chat_template=True, system="")) == [SYSTEM, USER]
 
 

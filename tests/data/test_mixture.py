@@ -12,7 +12,7 @@ from ppo_ds.errors import UserError
 
 @pytest.fixture
 def part(jsonl, tokenizer):
-    """Builds a set "a" of n prompts "a0", "a1", ..."""
+    """Builds a data set "a" of n prompts "a0", "a1", ..."""
 
     def make(name, n, **options):
         rows = [{"prompt": f"{name}{i}"} for i in range(n)]
@@ -41,9 +41,9 @@ def take(stream, steps):
 
 
 def test_a_batch_of_several_sets(mixed):
-    """Ids: "a" is 66 ("!" 33 is 2), "b" 67, digits "0" 17 and on.
+    """The ids are "a" 66, "b" 67, and digits from "0" 17 on ("!", character 33, has id 2).
 
-    "b" has more than ten prompts and therefore a row of three tokens.
+    "b" has more than ten prompts, and so "b10" has three tokens.
     """
     source = mixed([2, 11], [1, 1])
     batch = source.batch([12, 0, 2, 12])
@@ -88,7 +88,7 @@ def test_each_step_has_the_shares(mixed):
 
 
 def test_shares_that_no_step_can_have_even_out(mixed):
-    """Weights 2 and 1, four prompts a step: after n steps "b" has 4n / 3 up to less than one."""
+    """With weights 2 and 1 and four prompts per step, "b" has 4n / 3 prompts after n steps, within one."""
     stream, seen = PromptStream(mixed([9, 9], [2, 1]), prompts_per_step=4), Counter()
     for n in range(1, 40):
         seen.update(text[0] for text in take(stream, 1)[0])
@@ -103,7 +103,7 @@ def test_each_set_is_repeated_in_passes_of_its_own(mixed):
     for texts_of, n in ((a, 4), (b, 6), (c, 6)):
         passes = [texts_of[i : i + n] for i in range(0, len(texts_of), n)]
         assert all(len(set(each)) == n for each in passes) and len(set(map(tuple, passes))) > 1
-    assert [text[1:] for text in b] != [text[1:] for text in c]  # not the same order twice
+    assert [text[1:] for text in b] != [text[1:] for text in c]  # the sets have different orders
     assert seen != sum(take(PromptStream(source, prompts_per_step=8, seed=4), 12), [])
 
 
@@ -135,7 +135,8 @@ def test_concatenated_ranks_equal_the_single_rank(mixed, world_size):
         take(PromptStream(source, rank=r, world_size=world_size, **options), 6) for r in range(world_size)
     ]
     assert [sum((rank[step] for rank in ranks), []) for step in range(6)] == alone
-    assert all(step[0::2] == step[1::2] for step in alone)  # p1, p1, p2, p2
+    # each prompt is repeated for its samples: p1, p1, p2, p2
+    assert all(step[0::2] == step[1::2] for step in alone)
 
 
 def test_resume_from_the_step_alone(part, mixed):

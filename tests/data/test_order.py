@@ -27,7 +27,7 @@ def test_every_pass_has_every_index_once_in_its_own_order():
     seen = first(Passes(9, seed=4), 27)
     passes = [seen[i : i + 9] for i in (0, 9, 18)]
     assert all(sorted(each) == list(range(9)) for each in passes) and len(set(map(tuple, passes))) == 3
-    assert first(Passes(9, seed=5), 9) == passes[1]  # seeded with seed + pass
+    assert first(Passes(9, seed=5), 9) == passes[1]  # each pass is seeded with seed + pass
     assert first(Passes(3, seed=4, shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
 
 
@@ -39,14 +39,14 @@ def test_any_position_of_any_pass_can_be_queried():
 
 
 def test_turns_by_hand():
-    """Computes the turns for the shares 1/2, 1/4, 1/4 by hand.
+    """Computes the turns for the shares 1/2, 1/4 and 1/4 by hand.
 
-    With m = 3 a member must be behind by 1/4 or more; then the lowest (3/4 - behind) / share wins.
+    With m = 3, a member is eligible if it is behind by 1/4 or more; the lowest (3/4 - behind) / share wins.
 
-    place 0: behind 1/2, 1/4, 1/4: (1/4) / (1/2) = 1/2 against 2 and 2: the first
-    place 1: behind 0, 1/2, 1/2: 1 and 1, the second, which stands first
-    place 2: behind 1/2, -1/4, 3/4: 1/2 against 0, the third
-    place 3: behind 1, 0, 0: the first
+    place 0: behind by 1/2, 1/4, 1/4; (1/4) / (1/2) = 1/2 against 2 and 2: the first wins
+    place 1: behind by 0, 1/2, 1/2; 1 against 1: the second wins, which precedes the third
+    place 2: behind by 1/2, -1/4, 3/4; 1/2 against 0: the third wins
+    place 3: behind by 1, 0, 0: the first wins
     """
     turns = WeightedRoundRobin([2, 1, 1])
     assert first(turns, 8) == [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 1), (2, 1), (0, 3)]
@@ -73,7 +73,7 @@ def test_any_window_has_the_shares():
         for length in (1, 7, 10, 64):
             count = Counter(who[start : start + length])
             assert all(abs(count[i] - length * share) < 2 for i, share in enumerate(shares))
-    # whole periods are exact
+    # windows of a whole period have exact shares
     assert all(Counter(who[start : start + 10]) == {0: 6, 1: 3, 2: 1} for start in range(0, 190, 10))
 
 
@@ -94,7 +94,7 @@ def test_turns_have_no_seed_and_equal_weights_no_scale():
 
 
 def test_interleaved_orders_advance_one_by_one():
-    """Weights 2 and 1: ABA ABA ..., A of 3 things at 0, 1, 2, B of 2 things behind them at 3, 4."""
+    """Weights 2 and 1 give ABA ABA ...; A has 3 items with indices 0 to 2, B has 2 with indices 3 and 4."""
     order = Interleaved(
         WeightedRoundRobin([2, 1]), [Passes(3, 0, shuffle=False), Passes(2, 0, shuffle=False)], [0, 3]
     )

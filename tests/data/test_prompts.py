@@ -26,7 +26,7 @@ def letters(n):
 
 
 def test_left_padding(source):
-    # ids 0 and 1 are <eos> and <pad>, then the alphabet from "!" (33) on: "a" is 97 - 33 + 2 = 66
+    # ids 0 and 1 are <eos> and <pad>; characters follow from "!" (33) on: "a" is 97 - 33 + 2 = 66
     prompts = source("abc", "a", "bb").batch([0, 1, 2, 1])
     assert prompts.ids.tolist() == [[66, 67, 68], [1, 1, 66], [1, 67, 67], [1, 1, 66]]
     assert prompts.mask.tolist() == [
@@ -73,7 +73,7 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_unusual_columns_reach_the_reward_unchanged(tmp_path, tokenizer, kind):
-    """Two prompts with three samples each: p1, p1, p1, p2, p2, p2, each with its whole row."""
+    """Two prompts with three samples each give p1, p1, p1, p2, p2, p2, each with its whole row."""
     rows = [
         {"prompt": "a", **UNUSUAL},
         {"prompt": "b", **UNUSUAL, "tests": None, "number": None, "nothing": None},
@@ -262,7 +262,7 @@ def test_a_system_message(source, byte_tokenizer):
         "<system>be brief<eos><user>hi<eos><assistant>yo<eos><user>hi<eos><assistant>",
         "<system>own<eos><user>hi<eos><assistant>",
     ]
-    # the input of a reward model
+    # reward models read the messages
     assert batch.metadata[0]["messages"] == [
         {"role": "system", "content": "be brief"},
         USER,

@@ -51,7 +51,7 @@ def test_blank_lines_are_skipped_but_counted(jsonl):
 
 
 def test_rows_keep_their_values(jsonl):
-    """Arrow would add nulls for columns of other rows, and refuse mixed types."""
+    """Arrow would add nulls for columns that only other rows have, and refuse mixed types."""
     rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "x", "extra": {"k": [1, "y"]}}]
     assert list(load_rows(jsonl(*rows))) == rows
 
@@ -145,7 +145,7 @@ def test_local_files_write_nothing_to_a_shared_cache(tmp_path):
 
 @pytest.fixture
 def hub_folder(tmp_path, monkeypatch):
-    """The folder whose files ``datasets`` loads as the Hub data set "org/name"."""
+    """Returns the folder whose files ``datasets`` loads as the Hub data set "org/name"."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "hub"
     folder.mkdir()

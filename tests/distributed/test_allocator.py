@@ -1,4 +1,4 @@
-"""Tests that the freed memory of a tensor is reused by the next one, without page faults."""
+"""Tests that the next tensor reuses the freed memory of a tensor without page faults."""
 
 import platform
 import subprocess
@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-# 64 MB exceeds 32 MB, the highest threshold to which glibc adapts: by default such a block goes back to the
-# kernel. Versions of glibc differ in the number of allocations (up to about 9) after which they reuse the
+# 64 MB exceeds 32 MB, the highest threshold to which glibc adapts: by default, such a block is returned to
+# the kernel. Versions of glibc differ in the number of allocations (up to about 9) after which they reuse the
 # kept heap, hence the warm-up.
 SCRIPT = """
 import resource, sys, torch

@@ -1,4 +1,4 @@
-"""Tests that the exit actions run at each kind of exit but a fatal signal."""
+"""Tests that the exit actions run at every kind of exit except a fatal signal."""
 
 import signal
 import subprocess

@@ -1,6 +1,4 @@
-"""Tests the threads of a rank, which are its share of the machine's cores, and detection of bf16
-instructions.
-"""
+"""Tests the threads of a rank, its share of the machine's cores, and the detection of bf16 support."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def test_each_machine_counts_its_own_ranks() -> None:
 def test_ranks_bound_to_cores_by_a_launcher_keep_those() -> None:
     bound = [Cores("a", frozenset(range(4)), math.inf), Cores("a", frozenset(range(4, 8)), math.inf)]
     assert [share(rank, bound, None) for rank in range(2)] == [Threads(4, 8, 2)] * 2
-    # 1 + 1 + 1/2 + 1/2, and 1/2 + 1/2
+    # rank 0 has 1 + 1 + 1/2 + 1/2 cores, rank 1 has 1/2 + 1/2
     partly = [
         Cores("a", frozenset({0, 1, 2, 3}), math.inf),
         Cores("a", frozenset({2, 3}), math.inf),
@@ -60,7 +58,7 @@ def test_the_requested_number_wins() -> None:
         ({}, None),
         ({"OMP_NUM_THREADS": "4"}, 4),
         ({"OMP_NUM_THREADS": "1"}, 1),
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, None),  # torchrun's own
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, None),  # torchrun's default
         ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}, 2),
         ({"OMP_NUM_THREADS": "4,2"}, None),  # one number per nested level
     ],
@@ -68,7 +66,7 @@ def test_the_requested_number_wins() -> None:
 def test_the_users_number_is_an_upper_bound(environment: dict[str, str], limit: int | None) -> None:
     assert user_limit(environment) == limit
     assert share(0, machine(1, 8), None, limit).each == (limit or 8)
-    assert share(0, machine(1, 8), 6, limit).each == 6  # run.threads overrides it
+    assert share(0, machine(1, 8), 6, limit).each == 6  # run.threads overrides the limit
 
 
 def test_text_for_the_banner() -> None:

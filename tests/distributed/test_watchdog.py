@@ -1,6 +1,6 @@
 """Tests the watchdog with a simulated clock: hangs, failures of peers and the loss of the store.
 
-tests/faults has real ranks that fail, die or hang.
+tests/faults has tests with real ranks that fail, die or hang.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FakeStore:
 
 
 class FakeProcess:
-    """Simulates the operations of watchdog.Process and records what it is asked to do."""
+    """Simulates the operations of watchdog.Process and records the calls."""
 
     def __init__(self):
         self.now, self.written, self.hard_exits = 1000.0, [], []
@@ -95,14 +95,14 @@ def test_a_silence_as_long_as_the_limit_is_a_hang(rank):
         "raise it if the run was only slow"
     )
     assert rank.failure == {"rank": 1, "reason": reason, "code": 1, "stuck": True, "quiet": False}
-    with pytest.raises(Exited):  # the next check reports it, on every rank
+    with pytest.raises(Exited):  # the next check, on any rank, reports the failure
         rank.check(1)
     written = rank.process.written[0]
     assert written.startswith(f"rank 1: stuck ({reason}); this rank is ") and "in check\n" in written
 
 
 def test_no_rank_is_blamed_if_all_are_silent(rank):
-    rank.store.add("stalled0")  # rank 0 has found the same
+    rank.store.add("stalled0")  # rank 0 has also found that there is no progress
     rank.watchdog.set_timeout(0.1, lambda reason: None)
     rank.check(14)
     assert rank.failure["reason"].startswith("no progress on any rank for 6 s; run.timeout_minutes=0.1 ")
@@ -129,13 +129,13 @@ def test_a_process_that_was_suspended_itself_is_no_hang(rank):
 
 
 def test_the_hard_exit_is_postponed_while_checks_go_on(rank):
-    """It is a timer that needs no GIL, 5 s after the limit; it must not fire in a run that makes progress."""
+    """The hard exit is a timer without the GIL, 5 s after the limit. Progress must keep it from firing."""
     rank.watchdog.set_timeout(0.1, lambda reason: None)
     for _ in range(10):
         rank.check(6)
         heartbeat.beat()
     assert set(rank.process.hard_exits) == {11.0}
-    assert len(rank.process.hard_exits) == 11  # every 3 s in 30 s, and once at the start
+    assert len(rank.process.hard_exits) == 11  # set every 3 s of 30 s, and once at the start
 
 
 def test_the_loss_of_rank_0s_store_means_that_rank_0_failed(rank, monkeypatch):
@@ -164,7 +164,7 @@ def test_a_failure_of_another_rank_ends_this_one_with_its_code_and_closes_the_re
     rank.watchdog.set_timeout(0.1, closed.append)
     published = {"rank": 0, "reason": "ValueError: x", "code": 2, "stuck": False, "quiet": False}
     rank.store.put("failure", json.dumps(published))
-    rank.store.add("failure_acks")  # of rank 0
+    rank.store.add("failure_acks")  # rank 0's acknowledgement
     with pytest.raises(Exited) as exited:
         rank.watchdog.check()
     assert exited.value.args == (2,)
@@ -174,7 +174,7 @@ def test_a_failure_of_another_rank_ends_this_one_with_its_code_and_closes_the_re
 
 
 def test_only_the_first_rank_to_fail_reports_its_error(rank):
-    rank.store.add("failure_claims")  # rank 0 was first
+    rank.store.add("failure_claims")  # rank 0 has failed first
     with pytest.raises(Exited):
         rank.watchdog.fail("traceback", "RuntimeError: a consequence", 1)
     assert rank.process.written == [] and rank.failure is None

@@ -77,7 +77,7 @@ def test_transformers_loads_the_folder(folder: Path) -> None:
 
 
 def test_the_saved_model_has_the_reported_accuracy(folder: Path) -> None:
-    """Measures by decoding, unlike the warm start; the validation rows come first in train.jsonl."""
+    """The test decodes to measure, unlike the warm start; train.jsonl begins with the validation rows."""
     tokenizer = load_tokenizer(str(folder / "model"))
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     prepared = json.loads((folder / "prepared.json").read_text())
@@ -133,7 +133,7 @@ def test_encode_puts_the_loss_on_the_answer_and_its_end_only() -> None:
     ids, labels = sums.encode(
         [{"prompt": "1+2=", "answer": "3"}, {"prompt": "10+2=", "answer": "12"}], tokenizer
     )
-    # pad 0, end 1, unknown 2, digit d -> 3 + d, "+" -> 13, "=" -> 14
+    # ids: pad 0, end 1, unknown 2, digit d 3 + d, "+" 13, "=" 14
     assert ids.tolist() == [[4, 13, 5, 14, 6, 1, 0, 0], [4, 3, 13, 5, 14, 4, 5, 1]]
     assert labels.tolist() == [
         [-100, -100, -100, -100, 6, 1, -100, -100],

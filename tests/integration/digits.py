@@ -1,4 +1,4 @@
-"""Scores responses so that nearly all of them differ and every step learns something."""
+"""Scores responses so that nearly all scores differ and every step has a training signal."""
 
 
 def score(prompts, responses, rows):

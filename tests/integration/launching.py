@@ -19,18 +19,18 @@ LAUNCHERS = {
     "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2"],
     "python": [sys.executable],
 }
-TIMEOUT = 600  # a hang fails; nothing here takes a tenth of it on an idle machine
+TIMEOUT = 600  # seconds until a hang fails the test; on an idle machine nothing takes a tenth of it
 
 
 def command(launcher: str, *overrides: str) -> list[str]:
     start = LAUNCHERS[launcher]
-    if launcher == "deepspeed":  # its port is always the same one otherwise
+    if launcher == "deepspeed":  # by default its port is always the same
         start = [*start, "--master_port", str(reserved_port())]
     return [*start, TRAIN, *overrides]
 
 
 def run(command: list[str], cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command and ends all of its processes with it, or at the time limit."""
+    """Runs a command; when it ends or reaches the time limit, ends all of its processes."""
     process = subprocess.Popen(
         command,
         cwd=cwd,

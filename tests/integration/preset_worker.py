@@ -1,4 +1,4 @@
-"""Runs one short training after the other in one process group.
+"""Runs short trainings one after the other in one process group.
 
 CASES.json maps each name to the arguments of launch/train.py. Each run writes to its run.dir.
 """
@@ -17,7 +17,7 @@ import torch
 from launch.cli import load_config
 from ppo_ds.build.run import build_run
 
-HANG = 200  # seconds of one case, after which it prints where it hangs and ends
+HANG = 200  # seconds after which a hanging case prints its stacks and exits
 
 
 def main() -> None:

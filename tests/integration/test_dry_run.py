@@ -70,7 +70,7 @@ def test_a_small_model_of_any_family_runs(
     name: str, config: PreTrainedConfig, heads: tuple[int, int | None], kinds: int
 ) -> None:
     before = config.to_dict()
-    config.vocab_size = 500  # that of the test's own
+    config.vocab_size = 500  # the test has its own vocabulary
     small: Any = tiny.shrunk(config)
     for key, value in SPECIAL.items():
         setattr(small, key, value)

@@ -1,4 +1,4 @@
-"""Tests one program under three launchers: its output, its end, and that it resumes where it stopped."""
+"""Tests the trainer under three launchers: its output, how it ends, and that it can be resumed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_it_continues_where_it_stopped_and_may_change_the_number_of_ranks(tmp_pa
     assert second.stdout.count("ranks 2 -> 1: random numbers, such as those of sampling, differ") == 1
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert lines[2]["kl/ref_seq_mean"] != 0  # the actor is not the reference any more
+    assert lines[2]["kl/ref_seq_mean"] != 0  # the actor differs from the reference
     assert [line["episodes"] for line in lines] == [16, 32, 48, 64]
     assert (
         json.loads((tmp_path / "run" / "checkpoints" / "step_000004" / "state.json").read_text())[
@@ -83,7 +83,7 @@ def test_a_mistake_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
     errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]
     assert done.returncode == 2 and len(errors) == 3, (
         done.stdout + done.stderr
-    )  # 15 prompts make no minibatch of 8 either
+    )  # third error: 15 prompts are not divisible into minibatches of 8
     assert "actor.optim.lrr=1" in errors[0] and "actor.optim.lr" in errors[0]
     assert "rollout.prompts_per_step=15" in errors[1] and "14 or 16" in errors[1]
     assert "Traceback" not in done.stdout + done.stderr
@@ -152,7 +152,7 @@ def test_ranks_whose_launcher_was_killed_save_and_end(tmp_path):
     run = tmp_path / "run"
     try:
         wait_for(lambda: (run / "samples" / "step_000002.jsonl").exists(), process)
-        process.terminate()  # the deepspeed command alone
+        process.terminate()  # only the deepspeed command, not its ranks
         process.wait(TIMEOUT)
         wait_for((run / "summary.json").exists)
     finally:
@@ -186,6 +186,7 @@ def test_a_mistake_in_the_raw_json_is_the_users(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_too_short_for_the_answers_is_refused_before_training(tmp_path):
-    given = launch("python", *SMALL, "sampling.max_new_tokens=100", cwd=tmp_path)  # it has 64 positions
+    # the model has 64 positions
+    given = launch("python", *SMALL, "sampling.max_new_tokens=100", cwd=tmp_path)
     assert given.returncode == 2 and "Traceback" not in given.stderr, given.stderr
     assert "has 64 positions" in given.stderr and "sampling.max_new_tokens" in given.stderr

@@ -1,4 +1,4 @@
-"""Tests that every preset trains: a few steps of the quickstart on two ranks, and overnight in full."""
+"""Tests that every preset trains: a few steps of the quickstart on two ranks, and all of it overnight."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.support.ranks import RankServer
 
 PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
 CRITIC_FREE = {"rloo", "grpo", "dr_grpo", "reinforce_pp", "dapo", "gspo"}
-WITHOUT_KL = {"dr_grpo", "dapo", "gspo"}  # and so without a reference
-# Presets that keep a mistake of the system that they follow, and a word of the reason in the start-up
+WITHOUT_KL = {"dr_grpo", "dapo", "gspo"}  # presets without a KL, and so without a reference
+# Presets that keep a mistake of the system they follow, with a few words of the reason in the start-up
 # warning.
 WARNED = {
     "deepspeed_chat": "whose value is not trained",
@@ -30,7 +30,7 @@ PATIENCE = 900
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Prepares a tiny problem and its model for training."""
+    """Prepares a tiny task and its model for training."""
     folder = tmp_path_factory.mktemp("start")
     prepare(str(folder), seed=0, max_operand=9, heldout=8, validation=10, target_accuracy=0.1)
     return folder
@@ -62,7 +62,7 @@ def arguments(start: Path, run_dir: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(start, tmp_path_factory, rank_server):
-    """Returns the output of all presets and the run directory of each."""
+    """Runs all presets; returns the root of their run directories, and their output."""
     root = tmp_path_factory.mktemp("presets")
     cases = {preset: arguments(start, root / preset, f"algo={preset}") for preset in PRESETS}
     return root, together(rank_server, root, cases)
@@ -99,7 +99,7 @@ def test_a_few_steps_on_two_ranks(runs, preset):
         assert lines[0]["kl/ref_seq_mean"] == pytest.approx(0, abs=1e-5)
     assert (lines[0]["policy/grad_norm"] > 0) == (
         preset != "zysnlp_strict"
-    )  # which loses every score, so that there is nothing to learn from
+    )  # zysnlp_strict loses every score, so there is no training signal
     assert (root / preset / "model" / "config.json").exists()
 
 
@@ -127,7 +127,7 @@ def test_a_kept_mistake_is_one_warning_with_its_reason(runs, preset):
 
 
 def section(output: str, preset: str) -> str:
-    """Returns the output of one case."""
+    """Returns the part of the output that belongs to one preset."""
     return output.split(f"== {preset}\n")[1].split("\n== ")[0]
 
 
@@ -136,8 +136,8 @@ def section(output: str, preset: str) -> str:
 GROUPS = [
     "rollout.prompts_per_step=64",
     "rollout.samples_per_prompt=8",
-]  # answers to one prompt are compared with each other
-# What a training of the quickstart's whole length takes beside the preset's name; as in docs/algorithms.md.
+]  # several answers per prompt, which are compared with each other
+# Arguments besides algo=PRESET with which the full quickstart learns, as in docs/algorithms.md.
 LEARNING = {
     "standard": [],
     "deepspeed_chat": [],
@@ -153,8 +153,8 @@ LEARNING = {
     "dr_grpo": [*GROUPS, "actor.optim.lr=2e-4"],
     "gspo": [*GROUPS, "actor.optim.lr=2e-4", "algo.policy.clip_low=0.1", "algo.policy.clip_high=0.13"],
     "minimind": ["algo.minibatch_size=512", "actor.optim.lr=3e-4", "critic.optim.lr=1e-4"],
-    # Unchanged, these three do not learn, and zysnlp_strict never does. The others learn with their mistakes
-    # switched off.
+    # Unchanged, these presets and zysnlp_strict do not learn. zysnlp_strict never does; the others learn with
+    # their mistakes switched off.
     "zysnlp": ["algo.train_on_eos=true", "algo.gae.gamma=1", "algo.gae.lam=0.95", "actor.optim.lr=2e-4"],
     "sequence_kl": ["algo.kl.estimator=k2", "algo.kl.target=1", "algo.value.position=prompt_last",
                     "algo.value.coef=1", "algo.minibatch_size=512", "actor.optim.lr=2e-4"],

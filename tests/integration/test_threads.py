@@ -1,4 +1,4 @@
-"""Tests the threads of each rank under the three launchers, whose own defaults differ and do not apply."""
+"""Tests the threads of each rank under three launchers, whose own defaults differ but must not apply."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.integration.launching import LAUNCHERS, TIMEOUT, command, environment
 pytestmark = pytest.mark.slow
 
 WORKER = str(Path(__file__).with_name("threads_worker.py"))
-# As threads_worker.py has it: eight cores, and the limit of a container if there is one.
+# Eight cores, as in threads_worker.py, or fewer in a container with a CPU limit.
 CORES = share(0, [replace(own_cores(), usable=frozenset(range(8)))], None).cores
 
 
 def found(launcher: str, folder: Path, **settings: str) -> list[dict[str, object]]:
     """Returns the report of each rank.
 
-    ``settings`` are added to an environment in which no number of threads is set.
+    ``settings`` are added to an environment without OMP_NUM_THREADS.
     """
     clean = {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}
     start = [WORKER if part.endswith("train.py") else part for part in command(launcher)]
@@ -45,7 +45,7 @@ def found(launcher: str, folder: Path, **settings: str) -> list[dict[str, object
 def test_ranks_share_the_cores_whatever_the_launcher_sets(
     launcher: str, settings: dict[str, str], tmp_path: Path
 ) -> None:
-    """Treats a number that the user sets as an upper bound."""
+    """A number of threads that the user sets is an upper bound."""
     ranks = 1 if launcher == "python" else 2
     each = 1 if settings else max(1, CORES // ranks)
     assert (
@@ -56,4 +56,4 @@ def test_ranks_share_the_cores_whatever_the_launcher_sets(
 
 def test_run_threads_is_the_key_that_asks_for_another_number(tmp_path: Path) -> None:
     assert [rank["torch"] for rank in found("torchrun", tmp_path, ASKED="3")] == [3, 3]
-    assert LAUNCHERS["torchrun"][-1] == "2"  # ranks
+    assert LAUNCHERS["torchrun"][-1] == "2"  # 2 ranks

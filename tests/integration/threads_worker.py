@@ -1,4 +1,4 @@
-"""Joins the other ranks as launch/train.py does and reports the threads that torch uses.
+"""Connects to the other ranks like launch/train.py, and reports the threads that torch uses.
 
 test_threads.py starts it under each launcher.
 """
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launch.train import prepare_environment  # noqa: E402
 
-# A machine of eight cores: on two, a launcher's own default of one thread would be the right answer.
+# Simulates eight cores: with two, a launcher's default of one thread would be correct by chance.
 os.sched_getaffinity = lambda pid: set(range(8))
 prepare_environment(verbose=False)
 

@@ -79,13 +79,13 @@ EACH_WAY = pytest.mark.parametrize(
     ids=[f"{family}-{'packed' if packed else 'padded'}" for family, packed in WAYS],
 )
 CPU = torch.device("cpu")
-LENGTHS = [(2, 6), (9, 1), (1, 3), (4, 4)]  # prompt, response
+LENGTHS = [(2, 6), (9, 1), (1, 3), (4, 4)]  # lengths of prompt and response
 P, R = 9, 6
 
 
 @pytest.fixture
 def batch():
-    """Left-padded prompts and right-padded responses, with arbitrary ids in the padding."""
+    """Makes left-padded prompts and right-padded responses, with arbitrary ids in the padding."""
     torch.manual_seed(1)
     ids = torch.randint(4, V, (len(LENGTHS), P + R))
     mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -165,7 +165,7 @@ def test_what_is_no_row_of_prompt_and_response():
 
 
 def alone(lm, ids, mask, temperature=0.7):
-    """Returns for each row the log-probs and the entropy of the states before its response tokens."""
+    """Returns the log-probs and entropies at the response tokens of each row."""
     for i, (p, r) in enumerate(LENGTHS):
         row = ids[i][mask[i]]
         table = torch.log_softmax(
@@ -189,7 +189,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_each_row_alone(batch, famil
     ((weights[..., 0] * out.logprobs).sum() + (weights[..., 1] * out.entropy).sum()).backward()
     expected.backward()
     for (name, parameter), own in zip(made.lm.named_parameters(), reference.parameters(), strict=True):
-        # the gradient of an expert without tokens is None or zero
+        # an expert without tokens has a gradient of None or zero
         found, wanted = (torch.zeros_like(p) if p.grad is None else p.grad for p in (parameter, own))
         torch.testing.assert_close(
             found, wanted, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
@@ -199,7 +199,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_each_row_alone(batch, famil
 
 SCORERS = [
     (family, packed) for family, packed in WAYS if family not in ("mamba", "olmoe")
-]  # these have no sequence classifier
+]  # transformers has no sequence classifier of mamba and olmoe
 
 
 @pytest.mark.parametrize(("family", "packed"), SCORERS)
@@ -242,7 +242,7 @@ def test_a_value_head_of_the_policy(batch, packed):
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "olmoe"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_experts_balance_is_that_of_the_real_tokens(batch, family, packed):
-    """More padding around the same rows, with other ids in it, leaves the loss unchanged."""
+    """More padding around the same rows, with other ids, does not change the loss."""
     made = policy(family, packed)
     ids, mask = batch
     wide = torch.nn.functional.pad(mask, (3, 5))
@@ -262,7 +262,7 @@ def test_packed_and_padded_agree_in_16_bits(batch, family):
     assert (one.logprobs - other.logprobs).abs().max() < 0.05 and (
         one.entropy - other.entropy
     ).abs().max() < 0.05
-    assert 1e-4 < (other.logprobs - exact).abs().max() < 0.2  # it was computed in 16 bits
+    assert 1e-4 < (other.logprobs - exact).abs().max() < 0.2  # the computation was in 16 bits
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -340,7 +340,7 @@ def test_layers_without_the_ends_of_the_sequences_are_an_error(batch):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_mask_is_made(batch, packed):
-    """A mask would have N * N entries for packed rows and rule out the fast causal kernel for padded rows."""
+    """With packed rows a mask would have N * N entries; with padded rows it would exclude the fast kernel."""
     made, masks = policy("llama", packed), []
     made.lm.model.layers[0].self_attn.register_forward_pre_hook(
         lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
@@ -351,7 +351,7 @@ def test_no_mask_is_made(batch, packed):
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt", "mistral_window", "gemma2"])
 def test_the_host_reads_nothing_back_in_a_padded_forward(batch, family):
-    """The meta device holds no values, so that a single ``.item()`` raises an error."""
+    """The meta device holds no values, so any ``.item()`` raises an error."""
     ids, mask = batch
     lm = Policy(model(family).to("meta"), 0.7).lm.base_model
     layout = make_layout(ids, mask, R, lm, packed=False)
@@ -360,7 +360,7 @@ def test_the_host_reads_nothing_back_in_a_padded_forward(batch, family):
 
 
 def test_the_host_reads_nothing_back_in_a_packed_forward(batch):
-    """The case with an attention kernel; the kernel is replaced, so that the states are not compared."""
+    """Tests the case with an attention kernel, which is replaced by a stub; values are not compared."""
     lm = model("llama").to("meta")
     layout = make_layout(*batch, R, lm, packed=True)
     with pytest.MonkeyPatch.context() as patched, layout_forward(lm, packed=True):

@@ -1,4 +1,4 @@
-"""Compares the LM head that returns log-probs with the logits of transformers and log_softmax in autograd."""
+"""Compares the LM head that returns log-probs to transformers' logits with log_softmax and autograd."""
 
 import copy
 
@@ -67,7 +67,7 @@ def model(family, dtype=torch.float32):
 
 @pytest.fixture
 def batch():
-    """Three rows: padded on both sides, padded on one side, and unpadded."""
+    """Makes three rows: padded on both sides, padded on one side, and unpadded."""
     torch.manual_seed(1)
     ids, mask = torch.randint(1, V, (3, T)), torch.ones(3, T, dtype=torch.bool)
     mask[0, :2], mask[0, 7:], mask[1, :3] = False, False, False
@@ -75,7 +75,7 @@ def batch():
 
 
 def plainly(lm, ids, mask, temperature):
-    """Returns the log-probs and the entropy of each unpadded row, from all logits, as lists of [r]."""
+    """Returns the log-probs and entropies [r] of each unpadded row as a list, computed from all logits."""
     for row, real in zip(ids, mask, strict=True):
         start, response = int(real[: T - R].sum()), row[T - R :][real[T - R :]]
         logits = lm(input_ids=row[real][None]).logits[0, start - 1 : -1].float() / temperature
@@ -133,7 +133,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("family", "numbers"), [("llama", 0), ("granite", 13 * V)])
 def test_logits_are_made_of_no_state_or_of_the_asked_ones_alone(batch, family, numbers, monkeypatch):
-    """13 of 27 positions are requested; blocks of logits are two columns wide."""
+    """13 of 27 positions are needed; blocks of logits are two columns wide."""
     monkeypatch.setattr("ppo_ds.ops.linear_logprobs.CPU_BLOCK", 26)
     policy = Policy(model(family), 1.0)
     policy(*batch, R, with_entropy=True)
@@ -206,7 +206,7 @@ def test_a_head_of_another_kind_makes_logits(batch):
 
 
 def test_a_value_head_reads_what_the_head_reads(batch):
-    """This includes a head input that is narrower than the model (the projection of OPT)."""
+    """The head's input may be narrower than the model, as after the projection of OPT."""
     lm = model("opt")
     policy = Policy(lm, 1.0, value_head=True)
     nn.init.normal_(policy.value_head.weight)
@@ -222,7 +222,7 @@ def test_a_value_head_reads_what_the_head_reads(batch):
 
 
 def test_frozen_heads_of_adapted_models_pass_gradients_on(batch):
-    """LoRA freezes the head: its weight gets no gradient, but the adapters do."""
+    """LoRA freezes the head: its weight gets no gradient, but the adapters before it do."""
     lm = model("llama")
     policy = Policy(lm, 1.0)
     add_adapters(lm, rank=2, alpha=4, targets=None, seed=1, key="actor.lora")

@@ -84,7 +84,7 @@ def critic_of(folder):
 
 
 def adapt(model, targets=None, seed=0, rank=RANK, trained=True):
-    """Adds adapters to the model; with ``trained``, B is not zero."""
+    """Adds adapters to the model; with ``trained``, B is nonzero."""
     add_adapters(model, rank=rank, alpha=2.0 * rank, targets=targets, seed=seed, key="actor.lora")
     if trained:
         generator = torch.Generator().manual_seed(3)
@@ -189,7 +189,7 @@ def test_a_rank_above_the_width_is_fine(tmp_path):
 
 
 def test_one_layer_by_hand():
-    """W = [[1, 2]], A = [[1, 1]], B = [[3]], alpha / rank = 2: W + 2 B A = [[7, 8]]."""
+    """For W = [[1, 2]], A = [[1, 1]], B = [[3]] and alpha / rank = 2, W + 2 B A is [[7, 8]]."""
 
     class Tiny(nn.Module):
         name_or_path = "here"
@@ -315,7 +315,7 @@ def test_the_saved_model_and_the_saved_adapter_are_both_the_trained_one(tmp_path
     expected = logits(policy.lm)
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter.zero_()  # saving writes the given tensors
+            parameter.zero_()  # saving must write the given tensors, not the parameters
     policy.save(tmp_path / "model", state)
     policy.save_adapter(tmp_path / "adapter", state)
 

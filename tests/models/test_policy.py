@@ -52,7 +52,7 @@ FAMILIES = {
     ),
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("family", FAMILIES)
-LENGTHS = [(1, 2), (4, 3), (2, 5)]  # prompt, response
+LENGTHS = [(1, 2), (4, 3), (2, 5)]  # lengths of prompt and response
 P, R = 4, 5
 
 
@@ -75,7 +75,7 @@ def reference(folder):
 
 @pytest.fixture
 def batch():
-    """Left-padded prompts and right-padded responses, with arbitrary ids in the padding."""
+    """Makes left-padded prompts and right-padded responses, with arbitrary ids in the padding."""
     torch.manual_seed(1)
     ids = torch.randint(4, V, (3, P + R))
     mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -85,7 +85,7 @@ def batch():
 
 
 def unpadded_log_softmax(lm, ids, mask, temperature=1.0):
-    """Returns for each row the [r,V] log-probs of the states before its response tokens, and those tokens.
+    """Returns the log-probs [r,V] at the response tokens of each row, and these tokens.
 
     It uses no padding, no slices and no position ids.
     """
@@ -115,7 +115,7 @@ def test_logprobs_and_entropy_are_those_of_each_row_without_padding(tmp_path, ba
 
 @EVERY
 def test_the_response_slice_is_that_of_the_full_logits(tmp_path, family):
-    """For unpadded rows the slice holds positions P-1 .. P+R-2 of all logits."""
+    """For unpadded rows, the slice holds positions P-1 to P+R-2 of the full logits."""
     folder = saved(tmp_path, family)
     ids = torch.randint(4, V, (2, 7), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_the_head_runs_on_the_response_places_alone(tmp_path, batch):
         (1, 1, 16),
         responses,
         responses,
-    ]  # the first forward locates the head, at one position
+    ]  # the first forward finds the head with a single position
 
 
 @EVERY
@@ -225,12 +225,13 @@ def test_the_folders_generation_config_is_not_used_but_saved(tmp_path):
         if lm is policy.lm:
             first, first_logprobs = responses, logprobs
     ended = torch.isin(first, torch.tensor(SHIPPED["eos_token_id"])).cumsum(1) > 1
-    assert ended.any() and (first[ended] != 6).any()  # rows continue after the end tokens of the folder
+    # rows do not end at the end tokens of the folder's generation config
+    assert ended.any() and (first[ended] != 6).any()
     assert torch.equal(first, responses) and torch.equal(first_logprobs, logprobs)
 
 
 def test_a_generation_config_that_contradicts_itself_can_be_saved(tmp_path):
-    """Many models ship a temperature without do_sample, which transformers flags as inconsistent."""
+    """Many models have a temperature without do_sample, which transformers reports as inconsistent."""
     policy = load(saved(tmp_path / "there", "llama", dict(temperature=0.6, top_p=0.9, eos_token_id=5)))
     policy.save(tmp_path / "here")
     written = json.loads((tmp_path / "here" / "generation_config.json").read_text())
@@ -251,7 +252,7 @@ def test_what_is_saved_loads_with_equal_logits(tmp_path, batch, family):
     with torch.no_grad():
         expected = policy.eval().lm(input_ids=batch[0]).logits
         for parameter in policy.parameters():
-            parameter.zero_()  # a given state dict is written as it is
+            parameter.zero_()  # saving must write the given state dict, not the parameters
     policy.save(tmp_path / "given", weights)
     for folder in ("by_itself", "given"):
         with torch.no_grad():
@@ -293,7 +294,7 @@ def test_a_filled_twin_is_the_same_model(tmp_path, batch, family):
         assert torch.equal(twin(input_ids=batch[0]).logits, lm(input_ids=batch[0]).logits)
         for parameter in lm.parameters():
             parameter.zero_()
-        assert twin(input_ids=batch[0]).logits.abs().max() > 0  # nothing is shared with the source
+        assert twin(input_ids=batch[0]).logits.abs().max() > 0  # the copy shares no memory with the source
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])

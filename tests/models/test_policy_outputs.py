@@ -1,6 +1,6 @@
-"""Tests the policy outputs beside log-probs: values of a shared trunk and the MoE balance loss.
+"""Tests further policy outputs: the values of a shared trunk, and the balance loss of a mixture of experts.
 
-It also tests a temperature that is set for a single forward.
+Also tests a temperature that is set for a single forward.
 """
 
 import pytest
@@ -40,7 +40,7 @@ def policy(config, **options):
 
 @pytest.fixture
 def batch():
-    """Three rows, one padded on the left and one on the right."""
+    """Makes three rows, one padded on the left and one on the right."""
     torch.manual_seed(1)
     ids, mask = torch.randint(0, 40, (3, 9)), torch.ones(3, 9, dtype=torch.bool)
     mask[0, :3], mask[1, 7:] = False, False
@@ -49,10 +49,10 @@ def batch():
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_the_balance_loss_of_a_mixture_of_experts(batch, family):
-    """The balance loss is the one of the Switch Transformer over the attended tokens of all layers.
+    """The balance loss is that of the Switch Transformer, over the attended tokens of all layers.
 
-    It is the number of experts times the sum over experts of (share of tokens routed there x mean
-    probability).
+    It is the number of experts times the sum over experts of the product of the share of tokens routed to the
+    expert and its mean probability.
     """
     moe = policy(EXPERTS[family]())
     ids, mask = batch
@@ -74,7 +74,7 @@ def test_the_balance_loss_of_a_mixture_of_experts(batch, family):
     )
     assert moe.balance_coef == 0.02
     out.aux.backward()
-    # the routers and the layers before them
+    # gradients reach the routers and the layers before them
     assert sum(float(p.grad.abs().sum()) > 0 for p in moe.lm.parameters() if p.grad is not None) > 5
 
 
@@ -84,9 +84,9 @@ def test_a_dense_model_has_no_balance_loss(batch):
 
 
 def test_a_value_head_reads_the_states_around_the_response(batch):
-    """Values are zero at first, then the product of the last hidden state and the weight.
+    """Values are 0 at first; with trained weights, they are the weight times the last hidden state.
 
-    They are read at the position before each response token and at the last one.
+    They are read at the position before each response token and at the last position.
     """
     shared = policy(LlamaConfig(**SMALL), value_head=True)
     ids, mask = batch

@@ -1,4 +1,4 @@
-"""Tests the sizes of the model whose FLOPs tests/ops/test_flops.py counts by hand."""
+"""Tests model sizes, among them the one whose FLOPs tests/ops/test_flops.py computes by hand."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_a_sharded_parameter_counts_whole():
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     for parameter in model.parameters():
         parameter.ds_numel = parameter.numel()
-        parameter.data = torch.empty(0)  # as DeepSpeed leaves them
+        parameter.data = torch.empty(0)  # as in DeepSpeed's ZeRO-3 between forwards
     assert size_of(model).body == 1192
 
 
@@ -64,14 +64,14 @@ def test_a_model_without_attention_has_no_keys_and_values():
 
 def test_a_mixture_of_experts_has_idle_ones():
     # an expert: gate, up and down of 8x16 each, 384; a token uses 1 of 4 in each of 2 layers; router: 8x4.
-    # Attention and norms are those of the Llama, whose MLP is 384 too: a body of 1192 + 2 x (3 x 384 + 32)
+    # The rest is like the Llama, whose MLP also has 384: the body is 1192 + 2 x (3 x 384 + 32)
     size = size_of(MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=1)))
     assert (size.body, size.idle) == (3560, 2 * 3 * 384)
     assert forward_flops(size, 10, 0, 0) == 2 * 10 * (3560 - 2304)
 
 
 def test_shared_experts_are_not_idle():
-    # a token uses 2 of 4 routed experts (3 x 8x4 = 96 each) in each of 2 layers, and always the shared one
+    # in each of 2 layers a token uses 2 of 4 routed experts (3 x 8x4 = 96 each) and the shared expert
     config = Qwen2MoeConfig(
         **SHAPE,
         num_experts=4,

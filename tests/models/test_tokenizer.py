@@ -50,7 +50,7 @@ def test_pad_and_stop_ids(tmp_path):
 
 @pytest.mark.parametrize("text", ["a , b .", "do n't ?", " a  b ", "\n<answer> 4 </answer>"])
 def test_decoding_keeps_all_spaces(tmp_path, text):
-    """transformers cleans up spaces of tokenizers of any kind but byte-pair encoding."""
+    """transformers cleans up the spaces of all tokenizers except those with byte-pair encoding."""
     for tokenizer in (load_tokenizer(saved(tmp_path)), character_tokenizer("\n '<>,./?4abdenorstw")):
         assert tokenizer.decode(tokenizer.encode_many([text], special_tokens=True)[0]) == text
 
@@ -187,7 +187,7 @@ def test_ids_of_a_vocabulary_with_gaps(tmp_path):
     saved(tmp_path)
     file = tmp_path / "tokenizer.json"
     tree = json.loads(file.read_text())
-    tree["model"]["vocab"]["\u0120"] = 999  # the space
+    tree["model"]["vocab"]["\u0120"] = 999  # this character stands for the space
     file.write_text(json.dumps(tree))
     tokenizer = load_tokenizer(str(tmp_path))
     assert (tokenizer.vocab_size, tokenizer.id_bound) == (259, 1000)

@@ -66,7 +66,7 @@ ENCODERS = {
     ),
 }  # fmt: skip
 FAMILIES = DECODERS | ENCODERS
-LENGTHS = [(1, 1), (4, 3), (2, 5)]  # prompt, response
+LENGTHS = [(1, 1), (4, 3), (2, 5)]  # lengths of prompt and response
 
 
 def critic_of(folder, zero_head=True, **changes):
@@ -85,7 +85,7 @@ def saved(folder, config, auto_class=AutoModelForSequenceClassification, **chang
 
 
 def rows(eos=None):
-    """Left-padded prompts and three right-padded responses, with arbitrary ids in the padding."""
+    """Makes left-padded prompts and three right-padded responses, with arbitrary ids in the padding."""
     torch.manual_seed(1)
     prompt_width, response_width = max(p for p, _ in LENGTHS), max(r for _, r in LENGTHS)
     ids = torch.randint(4, 60, (3, prompt_width + response_width))
@@ -111,7 +111,7 @@ def transformers_score(folder, ids):
 @pytest.mark.parametrize("family", DECODERS)
 def test_values_are_those_of_each_unpadded_prefix(tmp_path, family):
     folder = saved(tmp_path, DECODERS[family]())
-    critic = critic_of(folder).train()  # dropout is 0.5 in the files
+    critic = critic_of(folder).train()  # the config files have a dropout of 0.5
     ids, mask, width = rows()
     values = critic(ids, mask, width)
     assert values.shape == (3, width + 1) and values.dtype == torch.float32
@@ -119,7 +119,7 @@ def test_values_are_those_of_each_unpadded_prefix(tmp_path, family):
         row = ids[i][mask[i]]
         states = torch.stack(
             [transformers_score(folder, row[: p + t]) for t in range(r + 1)]
-        )  # before each token, and after the last
+        )  # the states before each token and after the last token
         torch.testing.assert_close(values[i, : r + 1], states, atol=1e-4, rtol=1e-4)
     assert values.abs().max() > 0.1  # the values are not trivially equal
 
@@ -148,7 +148,7 @@ def test_encoder_scores_are_the_models_own_logits(tmp_path, family):
     reference = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     ids, mask = torch.randint(4, 60, (2, 7)), torch.ones(2, 7, dtype=torch.bool)
     mask[1, 4:] = False
-    ids[1, 4:] = 1  # RoBERTa counts positions by its own pad id
+    ids[1, 4:] = 1  # RoBERTa derives positions from its own pad id
     with torch.no_grad():
         alone = torch.cat(
             [reference(input_ids=ids[:1]).logits[:, 0], reference(input_ids=ids[1:, :4]).logits[:, 0]]
@@ -250,7 +250,7 @@ def test_gradient_checkpointing_is_active_and_changes_nothing(tmp_path):
         )
         critic(*rows()).square().sum().backward()
         grads.append(critic.model.model.embed_tokens.weight.grad)
-    assert calls == [1, 2]  # recomputed in the backward pass
+    assert calls == [1, 2]  # with checkpointing, the layer is recomputed in the backward pass
     torch.testing.assert_close(*grads)
 
 
@@ -364,7 +364,7 @@ OTHERS = {
     "t5": lambda: T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2),
     "mamba": lambda: MambaConfig(
         vocab_size=60, hidden_size=16, num_hidden_layers=1
-    ),  # has no sequence classifier
+    ),  # transformers has no sequence classifier of this family
 }
 
 

@@ -1,4 +1,4 @@
-"""Takes the lock of a run directory in a process of its own: ``lock_worker.py RUN_DIR [START_TIME]``.
+"""Takes the lock of a run directory in a separate process: ``lock_worker.py RUN_DIR [START_TIME]``.
 
 Prints "held" or the refusal, holds the lock until a line arrives on stdin, and releases it. Further lines on
 stdin: "ending" marks the lock, "leave" ends the process without a release.

@@ -1,4 +1,4 @@
-"""Tests that drafts replace their target as a whole and never open a file that was there before."""
+"""Tests that drafts replace their target as a whole, and never open a file that already exists."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_killed_writer_leaves_the_old_file_and_a_draft_that_is_removed(tmp_pat
 
 
 def test_a_draft_does_not_open_what_is_there_under_its_name(tmp_path, monkeypatch):
-    """Even if the name could be guessed."""
+    """The draft's name can be guessed here."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
     draft = tmp_path / "run" / ".tmp_a_0123456789abcdef"

@@ -1,4 +1,4 @@
-"""Tests that files are written by storage/drafts.py alone; each exception is listed with its reason."""
+"""Tests that only storage/drafts.py writes files; each exception is listed with its reason."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OF_MODULES = {
     "torch.save",
     "np.save",
     "numpy.save",
-}  # their names alone are too common
+}  # dotted, because the last names are too common
 
 
 def writers(source: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Tests that at most one run at a time holds the lock of a run directory, whatever ended the one before."""
+"""Tests that at most one run at a time holds the lock of a run directory, however the last run ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ppo_ds.storage import run_lock
 from ppo_ds.storage.run_lock import NAME, RunLock, acquire, check_free, machine_id, process_start, read_holder
 
 WORKER = Path(__file__).with_name("lock_worker.py")
-LIMIT = 60  # seconds; a hang fails
+LIMIT = 60  # seconds until a hang fails the test
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def tell(process: subprocess.Popen[str], line: str) -> None:
 
 
 def write_lock(run_dir: Path, *, renewed: float | None = None, **content: Any) -> None:
-    """Writes a lock of this process, as ``content`` changes it, that was last renewed at this time."""
+    """Writes a lock of this process, updated with ``content``; ``renewed`` is the time of its renewal."""
     run_dir.mkdir(exist_ok=True)
     lock = RunLock(run_dir / NAME, "", [])
     (run_dir / NAME).write_text(json.dumps(json.loads((run_dir / NAME).read_text()) | content))
@@ -93,7 +93,7 @@ class Racer:
         return os.read(self._answers, 100).decode()
 
     def end(self) -> None:
-        with suppress(BrokenPipeError):  # it was refused and has ended
+        with suppress(BrokenPipeError):  # the process was refused and has ended
             os.write(self._orders, b"end")
         os.close(self._orders)
         os.close(self._answers)
@@ -125,11 +125,12 @@ def test_of_eight_starts_at_once_exactly_one_holds_the_lock(tmp_path: Path, left
 
 
 class Clock:
-    """Replaces the clock and the waiting of this process: time passes in ``sleep`` only."""
+    """Replaces this process's clock and sleep: time passes only in ``sleep``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.seconds, self.sleeps = 0.0, 0
-        self.at_sleep: dict[int, Callable[[], object]] = {}  # what happens in the nth sleep
+        # actions by the number of the sleep in which they happen
+        self.at_sleep: dict[int, Callable[[], object]] = {}
         monkeypatch.setattr(run_lock.time, "monotonic", lambda: self.seconds)
         monkeypatch.setattr(run_lock.time, "sleep", self.sleep)
 
@@ -201,7 +202,7 @@ def test_the_lock_of_a_killed_process_is_taken(tmp_path: Path, started: list[sub
     holder = start(started, tmp_path)
     assert said(holder) == "held"
     os.kill(holder.pid, signal.SIGKILL)
-    acquire(tmp_path).release()  # also before its parent has read its exit code
+    acquire(tmp_path).release()  # possible even before the parent has read the exit code
     holder.wait()
     holder = start(started, tmp_path)
     assert said(holder) == "held"
@@ -265,11 +266,11 @@ def test_a_container_with_process_ids_of_its_own_is_another_machine(monkeypatch:
 def test_elsewhere_60_seconds_without_renewal_decide(
     tmp_path: Path, where: dict[str, str], clock: Clock
 ) -> None:
-    """Uses a process id that does not exist here: only the renewal counts."""
+    """The process id does not exist on this machine: only the time of the renewal matters."""
     write_lock(tmp_path, renewed=time.time() - 40.0, pid=2**22 - 1, **where)
     lines: list[str] = []
     acquire(tmp_path, notice=lines.append).release()
-    assert 10 < clock.seconds < 21  # 20 s, less those that this machine took to come here
+    assert 10 < clock.seconds < 21  # 20 s, minus the time since the lock was written
     assert len(lines) == 1 and re.search("waiting up to (1.|20) s for the end of a run on", lines[0])
     write_lock(tmp_path, renewed=time.time() - 61.0, **where)
     before = clock.sleeps
@@ -287,7 +288,7 @@ def test_elsewhere_a_renewal_is_a_sign_of_life(tmp_path: Path, where: dict[str, 
 
 
 def test_the_clock_of_the_file_system_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs on a machine whose clock is an hour ahead of the file system's."""
+    """Simulates a machine whose clock is an hour ahead of the file system's clock."""
     write_lock(tmp_path, renewed=time.time() - 50.0, machine="elsewhere")
     now = time.time
     monkeypatch.setattr(run_lock.time, "time", lambda: now() + 3600.0)
@@ -357,7 +358,7 @@ def test_the_holder_renews_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     lock.start_renewal(pytest.fail)
     os.utime(tmp_path / NAME, (1.0, 1.0))
     wait_until(lambda: (tmp_path / NAME).stat().st_mtime > 1.0)
-    (tmp_path / NAME).unlink()  # somebody deletes it
+    (tmp_path / NAME).unlink()  # as if somebody had deleted the lock
     wait_until((tmp_path / NAME).exists)
     lock.release()
     time.sleep(0.2)
@@ -367,7 +368,7 @@ def test_the_holder_renews_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_holder_learns_that_another_run_has_taken_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulates a process that was suspended for more than 60 s: its lock has been replaced."""
+    """Simulates a process that was suspended for more than 60 s, so that another run replaced its lock."""
     monkeypatch.setattr(run_lock, "RENEWAL", 0.05)
     lock, lines = acquire(tmp_path), []
     (tmp_path / NAME).unlink()
@@ -376,7 +377,7 @@ def test_a_holder_learns_that_another_run_has_taken_its_lock(
     wait_until(lambda: lines)
     assert "has been taken by a run on" in lines[0]
     lock.release()
-    assert (tmp_path / NAME).exists()  # the other's
+    assert (tmp_path / NAME).exists()  # the other run's lock
     other.release()
     assert not (tmp_path / NAME).exists()
 
@@ -415,10 +416,10 @@ def test_other_ranks_are_refused_by_another_launch_only(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is in use by a run on"):
         check_free(tmp_path, "another")
     lock.mark_ending()
-    check_free(tmp_path, "another")  # rank 0 waits for its end
+    check_free(tmp_path, "another")  # allowed, since rank 0 waits for the end of the other run
     lock.release()
     write_lock(tmp_path, started=1, launch="mine")
-    check_free(tmp_path, "another")  # stale
+    check_free(tmp_path, "another")  # allowed, since the lock is stale
 
 
 def wait_until(condition: Any) -> None:

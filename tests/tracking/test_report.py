@@ -60,11 +60,11 @@ def test_the_curve_follows_the_numbers(tmp_path):
     _, png = picture(tmp_path, [{"step": step, "policy/loss": float(step)} for step in range(30)])
     pixels = matplotlib.image.imread(png)[..., :3]
     rows, columns = np.nonzero(np.abs(pixels - BLUE).max(-1) < 0.05)
-    assert np.corrcoef(rows, columns)[0, 1] < -0.99  # rising to the right; row 0 is the top
+    assert np.corrcoef(rows, columns)[0, 1] < -0.99  # the line rises to the right; row 0 is the top
 
 
 def test_the_values_before_the_run_are_step_0(tmp_path):
-    """A rising line with the value before the run, one dot without it."""
+    """With the value before the run the plot is a rising line, without it a single dot."""
     source, png = tmp_path / "metrics.jsonl", tmp_path / "curves.png"
     source.write_text('{"step": 30, "policy/loss": 30.0}\n')
     widths = []
@@ -73,7 +73,7 @@ def test_the_values_before_the_run_are_step_0(tmp_path):
         rows, columns = np.nonzero(np.abs(matplotlib.image.imread(png)[..., :3] - BLUE).max(-1) < 0.05)
         widths.append(columns.max() - columns.min())
         if before is not None:
-            assert np.corrcoef(rows, columns)[0, 1] < -0.99  # row 0 is the top
+            assert np.corrcoef(rows, columns)[0, 1] < -0.99  # the line rises; row 0 is the top
     assert widths[0] > 300 and widths[1] < 20
 
 

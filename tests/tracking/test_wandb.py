@@ -1,4 +1,4 @@
-"""Tests that a run continues whatever fails in wandb: no key, no server, no reply, no process."""
+"""Tests that a run continues after any failure of wandb: no key, no server, no reply, no process."""
 
 import json
 import os
@@ -30,7 +30,7 @@ ROW = {
 }
 
 
-LIMIT = 120  # seconds; generous, because a call that waits for wandb would wait forever
+LIMIT = 120  # seconds; generous, because without a timeout a call would wait for wandb forever
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_without_a_key_there_is_no_prompt_on_a_terminal(tmp_path):
         start_new_session=True,
     )
     os.close(theirs)
-    assert child.wait(LIMIT) == 0  # at a prompt it would wait forever
+    assert child.wait(LIMIT) == 0  # if wandb asked for input, the child would wait forever
     shown = os.read(mine, 65536).decode()
     os.close(mine)
     assert (
@@ -124,7 +124,8 @@ def test_an_unreachable_server_costs_a_bounded_time(tmp_path, monkeypatch, capfd
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     spent = run(tmp_path, "online", start_timeout=3)
     assert sum(spent) < LIMIT
-    assert capfd.readouterr().err.count("warning") == 1  # a second one would say that the finish timed out
+    # a second warning would say that the finish timed out
+    assert capfd.readouterr().err.count("warning") == 1
     assert b"policy/loss" in stored(tmp_path)
 
 
@@ -141,7 +142,7 @@ def test_a_server_that_accepts_and_never_replies(tmp_path, monkeypatch, capfd):
 
 @pytest.fixture
 def server(monkeypatch):
-    """A local wandb server with a valid key."""
+    """Starts a local wandb server, and sets a valid key."""
     with wandb_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -165,7 +166,7 @@ def online(run_dir, steps, **timeouts):
 @pytest.mark.slow
 def test_a_resumed_or_rolled_back_run_continues_the_same_wandb_run(tmp_path, server, capfd):
     online(tmp_path, [1, 2, 3, 4]).finish({"exit_reason": "error"})
-    tracker = online(tmp_path, [3, 4])  # from the checkpoint of step 2
+    tracker = online(tmp_path, [3, 4])  # resumed from the checkpoint of step 2
     lines = [
         " ".join(process.cmdline())
         for process in psutil.Process().children(recursive=True)
@@ -182,7 +183,7 @@ def test_a_resumed_or_rolled_back_run_continues_the_same_wandb_run(tmp_path, ser
         (4, 3, 3),
         (5, 4, 4),
     ]
-    # the metric "step" is the axis of all metrics (5: the number of the entry that is the axis)
+    # the metric "step" is the x axis of all metrics (5 is the index of the axis's entry)
     assert server.configs[run_id]["_wandb"]["value"]["m"] == [
         {"1": "step", "6": [3], "7": []},
         {"2": "*", "5": 1, "6": [1], "7": []},
@@ -201,7 +202,7 @@ def test_a_resumed_or_rolled_back_run_continues_the_same_wandb_run(tmp_path, ser
 def test_a_run_that_was_deleted_on_the_server_becomes_a_new_one(tmp_path, server, capfd):
     (tmp_path / "wandb.id").write_text("mine1234\n")
     server.deleted.add("mine1234")
-    # wandb repeats the refused request for this long
+    # wandb repeats the refused request until the timeout
     online(tmp_path, [5], start_timeout=6).finish({"exit_reason": "done"})
     ((run_id, rows),) = server.history.items()
     assert (
@@ -224,7 +225,7 @@ def test_a_server_that_is_gone_during_the_run(tmp_path, server, capfd):
     for step in (2, 3):
         tracker.log(step, {"policy/loss": 0.5})
         tracker.samples(step, [ROW])
-    # No call has waited for wandb, which could not answer, nor given it up.
+    # No call has waited for the suspended child, and the tracker has not given wandb up.
     assert child.status() == psutil.STATUS_STOPPED and capfd.readouterr().err == ""
     os.killpg(child.pid, signal.SIGCONT)
     finish_after_the_loss(tracker, capfd)
@@ -238,14 +239,14 @@ def test_a_server_that_is_silent_during_the_run(tmp_path, server, capfd):
     connection = server.waiting.get(timeout=LIMIT)
     tracker.log(3, {"policy/loss": 0.5})
     tracker.samples(3, [ROW])
-    # No call has waited for wandb: its first request is still unanswered, and wandb has not given it up.
+    # No call has waited for wandb, whose first request is still open and unanswered.
     with pytest.raises(BlockingIOError):
         connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     finish_after_the_loss(tracker, capfd)
 
 
 def finish_after_the_loss(tracker, capfd):
-    """Finishes a run whose server is lost, in bounded time and with one warning."""
+    """Finishes a run after the loss of its server; this must take bounded time and give one warning."""
     begin = time.monotonic()
     tracker.finish({"exit_reason": "done"})
     assert time.monotonic() - begin < LIMIT
@@ -378,7 +379,7 @@ def test_wandb_hangs_during_the_run(tmp_path, capfd, monkeypatch):
     os.killpg(process.pid, signal.SIGSTOP)
     begin = time.monotonic()
     for step in range(3000):
-        tracker.log(step, {f"a/{i}": 1.0 for i in range(20)})  # far more than a pipe holds
+        tracker.log(step, {f"a/{i}": 1.0 for i in range(20)})  # far more than the capacity of a pipe
     tracker.finish({"exit_reason": "done"})
     assert time.monotonic() - begin < LIMIT
     assert process.poll() is not None
@@ -432,7 +433,7 @@ def test_a_killed_trainer_leaves_a_closed_run_and_no_process(tmp_path):
 
 
 def alive(group):
-    """Tells whether a process of the group runs; zombies do not count."""
+    """Returns whether a process of the group is running; zombies do not count."""
     for process in psutil.process_iter(["status"]):
         with suppress(ProcessLookupError):
             if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
@@ -455,7 +456,7 @@ def test_disabled_never_imports_wandb():
 
 
 class Table:
-    """A table of wandb that keeps its rows."""
+    """Stands in for a wandb table and keeps its rows."""
 
     def __init__(self, columns, **options):
         self.columns, self.rows = columns, []

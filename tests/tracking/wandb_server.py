@@ -1,6 +1,4 @@
-"""Runs a minimal wandb server, which stores runs and their history, knows deleted runs and can stop
-answering.
-"""
+"""Runs a minimal wandb server, which stores runs and their history and can refuse runs or stop answering."""
 
 import gzip
 import json
@@ -11,10 +9,10 @@ from threading import Event, Thread
 
 
 class Server:
-    """State of the server.
+    """Holds the state of the server.
 
-    ``history``: run id -> received rows. ``deleted``: refused ids. ``held``: while it is clear, requests
-    wait; ``waiting`` gets their connections.
+    ``history`` maps run ids to received rows, and ``deleted`` contains refused ids. While ``held`` is clear,
+    requests wait; ``waiting`` gets their connections.
     """
 
     def __init__(self, url):
@@ -69,7 +67,7 @@ class Server:
         if "createRunFiles" in query:
             return 200, {"data": {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": []}}}
         if "ArtifactType" in query:
-            self.tables += 1  # the rest is left unanswered: a table is refused
+            self.tables += 1  # the reply lacks the artifact type, which refuses the table
         return 200, {
             "data": {
                 "viewer": {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
@@ -124,7 +122,7 @@ def wandb_server():
             try:
                 super().handle()
             except OSError:
-                pass  # wandb was ended meanwhile
+                pass  # wandb has ended meanwhile
 
         def log_message(self, *_):
             pass

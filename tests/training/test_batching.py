@@ -13,7 +13,7 @@ PROMPTS, ANSWERS = [3, 7, 1, 5, 2, 2, 9, 4], [6, 1, 2, 8, 3, 3, 1, 5]
 def test_microbatches_cover_the_minibatch_once_over_all_ranks(on_ranks, experience, ranks, budget):
     rows = experience(PROMPTS, ANSWERS)
     dealt = on_ranks(ranks, lambda world: microbatches(rows, budget, world))
-    assert len({len(micros) for micros in dealt}) == 1  # equally many forwards on each rank
+    assert len({len(micros) for micros in dealt}) == 1  # the same number of forwards on each rank
     assert {sum(len(micro) for micro in micros) for micros in dealt} == {8 // ranks}
     assert sorted(row for micros in dealt for micro in micros for row in real(micro)) == sorted(real(rows))
     for micro in (micro for micros in dealt for micro in micros):

@@ -23,7 +23,7 @@ def test_masked_means_ignore_what_lies_outside(world):
 
 def test_means_over_microbatches_and_ranks_are_those_of_all_values(on_ranks):
     values = torch.arange(10.0) ** 2
-    parts = [[values[:1], values[1:2]], [values[2:3], values[3:]]]  # rank 1 has most of them
+    parts = [[values[:1], values[1:2]], [values[2:3], values[3:]]]  # rank 1 has most values
 
     def work(world):
         sums = MetricSums()
@@ -74,9 +74,9 @@ def test_maxima_may_be_negative(on_ranks):
 
 
 def test_moments_become_an_explained_variance(on_ranks):
-    """Returns 1, 2, 3, 6 and values 1, 2, 4, 4 have errors 0, 0, -1, 2.
+    """The returns are 1, 2, 3, 6 and the values 1, 2, 4, 4, so the errors are 0, 0, -1, 2.
 
-    Var(returns) = 3.5, Var(errors) = 1.1875.
+    Var(returns) is 3.5, and Var(errors) is 1.1875.
     """
     returns, values = torch.tensor([1.0, 2.0, 3.0, 6.0]), torch.tensor([1.0, 2.0, 4.0, 4.0])
 
@@ -110,7 +110,7 @@ def test_describe_steps():
         "policy/lr": 0.2,
         "value/grad_norm": 6.0,
         "value/lr": 0.4,
-        "health/skipped_steps": 1.0,  # of both models at once
+        "health/skipped_steps": 1.0,  # a step that both models skip counts once
         "health/loss_scale": 4.0,
     }
 

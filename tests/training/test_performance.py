@@ -14,7 +14,7 @@ from ppo_ds.training.performance import Capacity, update_cost
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_peak_memory_is_the_maximum_over_ranks(on_ranks, monkeypatch, ranks):
-    taken = itertools.count(1)  # each rank measures once
+    taken = itertools.count(1)  # a different measurement on each rank
     monkeypatch.setattr(performance, "host_peak", lambda: 2**20 * next(taken))
     assert [seen["mem/host_rss_gb"] for seen in on_ranks(ranks, performance.memory)] == [float(ranks)] * ranks
 

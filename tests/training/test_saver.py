@@ -1,4 +1,4 @@
-"""Tests which steps of a run get a checkpoint, with checkpoints that only note their step."""
+"""Tests which steps of a run get a checkpoint, with a stand-in that only records the steps."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,11 +11,11 @@ from ppo_ds.training.health import Health
 from ppo_ds.training.saver import Saver
 from ppo_ds.training.state import TrainState
 
-RUN = 6  # steps
+RUN = 6  # number of steps
 
 
 class Notes:
-    """Stands in for the checkpoints of a run."""
+    """Stands in for the checkpoints of a run and records their steps."""
 
     def __init__(self):
         self.steps, self.best = [], []
@@ -27,7 +27,7 @@ class Notes:
 
 
 def saved(skips=(), scores=(), seconds=1.0, **settings):
-    """Runs six steps; ``skips`` are those without an optimizer step, ``scores`` those of evaluations."""
+    """Runs six steps; ``skips`` are steps whose optimizer step is skipped, ``scores`` are (step, score)."""
     health, notes = Health(max_skips=100), Notes()
     stage = SimpleNamespace(models={}, weight_copies={}, state_dict=dict)
     context = SimpleNamespace(health=health, timer=lambda phase: nullcontext())
@@ -48,7 +48,7 @@ def test_every_second_step_and_the_last():
 
 
 def test_no_checkpoint_while_steps_are_skipped_but_the_last():
-    """A rollback needs a healthy state."""
+    """No checkpoint is saved while steps are being skipped, since a rollback needs a healthy state."""
     assert saved(skips=[2, 3, 4], every=1).steps == [1, 5, 6]
     assert saved(skips=[2], scores=[(1, 0.1), (2, 0.9)], keep_best=True).steps == [1]
     assert saved(skips=[5, 6], every=6).steps == [6]

@@ -1,6 +1,6 @@
 """Tests a run with another stage than PPO: a regression on two ranks.
 
-The run is killed, stopped or rolled back, and ends in the same bits.
+A run that is killed, stopped or rolled back must end bit-identical to an undisturbed run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEPS = 6
 ARGUMENTS = [
     "stage=toy", f"run.steps={STEPS}", "run.threads=1", "run.timeout_minutes=2", "actor.optim.lr=0.1",
     "eval.every=2", "checkpoint.every=2", "checkpoint.keep_last=9", "health.max_skips=2",
-    "actor.model.path=org/actor",  # required with the section of the optimizer, but not loaded
+    "actor.model.path=org/actor",  # required because the optimizer's section is used, but not loaded
 ]  # fmt: skip
 
 
@@ -57,9 +57,7 @@ def samples(run: Path) -> dict[str, str]:
 
 
 def assert_same_end(run: Path, other: Path) -> None:
-    """Compares the last checkpoint except for the rollbacks, every metric of every step, all samples, and the
-    export.
-    """
+    """Compares the last checkpoint (except the count of rollbacks), metrics, samples and the export."""
     ends = [content(folder / "checkpoints" / f"step_{STEPS:06d}") for folder in (run, other)]
     for end in ends:
         del end["state.json"]["state"]["progress"]["rollbacks"]
@@ -116,7 +114,7 @@ def test_a_signal_abandons_the_step_and_the_next_start_repeats_it(lab: Lab, undi
 
 @pytest.mark.slow
 def test_nonfinite_losses_roll_the_run_back_once(lab: Lab, undisturbed: Path) -> None:
-    """The losses of the fourth and the fifth step are NaN at the first attempt."""
+    """The losses of the fourth and fifth steps are NaN at the first attempt."""
     codes, output = lab.run("rolled_back", fault="raise@toy.loss:at=4:times=2:rank=1")
     assert codes == [0, 0] and "back to" in output, output
     assert metrics(lab.root / "rolled_back")[-1]["step"] == STEPS

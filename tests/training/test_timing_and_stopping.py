@@ -68,7 +68,7 @@ def test_a_phase_that_fails_is_counted_and_closed(clock):
 class Device:
     """Simulates a GPU with one stream, in place of ``torch.cuda``.
 
-    The host queues work, which takes the device some seconds.
+    The host queues work that takes the device some seconds.
     """
 
     def __init__(self, clock):
@@ -118,14 +118,14 @@ def test_on_a_gpu_interleaved_phases_have_device_times_without_synchronisation(c
     timer = PhaseTimer(torch.device("cuda", 0))
     for _ in range(3):
         with timer("update_actor"):
-            spend(clock, 0.25)  # the host queues it, and continues long before the device has finished
+            spend(clock, 0.25)  # the host queues the work, and continues long before the device has finished
             device.work(4.0)
         with timer("update_critic"):
             spend(clock, 0.25)
             device.work(2.0)
     assert device.waits == 0 and clock[0] == 101.5
-    # the device begins 0.25 s late: the host's first quarter of a second belongs to update_actor, as no other
-    # work runs
+    # the device begins 0.25 s late; this first quarter of a second of the host counts as update_actor, since
+    # nothing else runs
     assert timer.take() == pytest.approx(
         {"time/update_actor": 12.25, "time/update_critic": 6.0, "time/other": 0.0, "time/step": 18.25}
     )
@@ -141,7 +141,7 @@ def test_on_a_gpu_work_of_the_host_counts_where_the_device_is_idle(clock, device
         device.work(2.0)
         device.synchronize(0)  # the host reads the responses
     with timer("reward"):
-        spend(clock, 5.0)  # a function on the CPU
+        spend(clock, 5.0)  # a reward function on the CPU
     with timer("values"):
         device.work(3.0)
     with timer("advantages"):
@@ -211,7 +211,7 @@ def test_other_phases_and_other_errors():
 
 @pytest.fixture
 def handlers():
-    """Makes an unhandled signal fail the test instead of ending the run."""
+    """Makes an unhandled signal fail the test instead of ending the test process."""
 
     def unhandled(number, frame):
         raise AssertionError(f"signal {number} was not handled")
@@ -230,7 +230,7 @@ class Board(dict):
 
 
 class Rank:
-    """Stands in for a world that only has a rank."""
+    """Stands in for a world; it has only the rank."""
 
     def __init__(self, rank):
         self.rank, self.is_main = rank, rank == 0
@@ -238,13 +238,13 @@ class Rank:
 
 @pytest.fixture
 def listening(handlers):
-    """Makes the stop requests of some ranks, which share a board."""
+    """Makes the stop requests of several ranks, which share a board."""
 
     def make(ranks=1, world=None, max_minutes=None, board=None):
         board = Board() if board is None else board
         stops = [StopRequest(world or Rank(rank), max_minutes, board) for rank in range(ranks)]
         for stop in stops:
-            stop.install_handlers()  # the last one has the handlers
+            stop.install_handlers()  # only the last rank's handlers remain installed
         return stops
 
     return make
@@ -276,7 +276,7 @@ def test_a_signal_to_one_rank_reaches_all_ranks_after_one_check_each(listening, 
     for stop in (mine, *others):
         stop.poll()
     assert all(stop.should_stop() for stop in others)
-    (said,) = [record.getMessage() for record in caplog.records]  # only rank 0 stops
+    (said,) = [record.getMessage() for record in caplog.records]  # exactly one message
     assert said.startswith(f"stopping: {signal.Signals(number).name} to rank 2;")
     for stop in (mine, *others):
         stop.poll()
@@ -284,7 +284,7 @@ def test_a_signal_to_one_rank_reaches_all_ranks_after_one_check_each(listening, 
 
 
 def test_a_signal_is_seen_while_the_main_thread_is_outside_python(listening):
-    """This happens in a collective that waits for another rank: a Python handler would run only after it."""
+    """In a collective that waits for another rank, a Python handler would run only after the collective."""
     (stop,) = listening()
     libc, barrier = ctypes.CDLL(None), ctypes.create_string_buffer(256)  # a pthread_barrier_t has 32 bytes
     assert libc.pthread_barrier_init(barrier, None, 2) == 0
@@ -303,8 +303,8 @@ def test_a_signal_is_seen_while_the_main_thread_is_outside_python(listening):
     thread, interval = threading.Thread(target=other_thread), sys.getswitchinterval()
     gate.acquire()
     thread.start()
-    # The other thread passes the gate once this one gives the interpreter's lock up, which it does for the C
-    # call alone. A wait at a barrier goes on after a signal, as that in a collective does.
+    # The other thread passes the gate once this thread releases the interpreter lock, which it does only for
+    # the C call. Like a wait in a collective, a wait at the barrier continues after a signal.
     sys.setswitchinterval(1000)
     gate.release()
     libc.pthread_barrier_wait(barrier)
@@ -314,11 +314,11 @@ def test_a_signal_is_seen_while_the_main_thread_is_outside_python(listening):
 
 
 def test_a_signal_during_a_check_is_not_lost(listening):
-    """Decoding may already have ended because of the signal, so later checks must report it too."""
+    """Decoding may have ended because of the signal already, so later checks must report it too."""
 
     class Slow(Board):
         def get(self, name):
-            os.kill(os.getpid(), signal.SIGTERM)  # its handler is called before this returns
+            os.kill(os.getpid(), signal.SIGTERM)  # the handler is called before this returns
             return None
 
     (stop,) = listening(board=Slow())
@@ -331,7 +331,8 @@ def test_the_end_of_the_launcher_counts_as_a_signal(listening, monkeypatch):
     (stop,) = listening()
     stop.poll()
     assert not stop.should_stop()
-    monkeypatch.setattr("ppo_ds.training.stopping.launcher_pids", lambda: ())  # its parent has changed
+    # the parent process has changed
+    monkeypatch.setattr("ppo_ds.training.stopping.launcher_pids", lambda: ())
     stop.poll()
     assert stop.should_stop() and "launcher of rank 0" in stop.store["stop"]
 
@@ -362,7 +363,7 @@ def test_a_time_limit_is_no_reason_to_abandon_a_step(listening, world, monkeypat
     assert stop.agreed_reason() == "time_limit" and not stop.should_stop()
     stop.raise_if_stopped()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.agreed_reason() == "signal"  # the reason with priority
+    assert stop.agreed_reason() == "signal"  # the signal has priority over other reasons
 
 
 @pytest.mark.parametrize(
@@ -390,7 +391,7 @@ def test_one_rank_stops_all(on_ranks, world, flags, late, reason):
 
 
 def test_the_clock_of_rank_0_is_that_of_all_ranks(on_ranks, monkeypatch):
-    """Gives each rank, which is a thread here, a clock of its own."""
+    """Each rank is a thread and has its own clock."""
     clocks = {}
     monkeypatch.setattr("ppo_ds.training.timing.time.monotonic", lambda: clocks[threading.get_ident()])
 
@@ -406,7 +407,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once_unless_a_launcher_forwarded_it(lis
     (stop,) = listening()
     monkeypatch.setattr("ppo_ds.training.stopping.time.monotonic", lambda: next(clock))
     os.kill(os.getpid(), signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGINT)  # half a second later: from the launcher
+    os.kill(os.getpid(), signal.SIGINT)  # half a second later, so forwarded by the launcher
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -25,7 +25,7 @@ TARGET = torch.tensor([[1.0, -2.0, 0.5, 3.0]])
 
 
 class ToyStage:
-    """Fits a linear map to TARGET on random rows, which only the random state of each rank determines."""
+    """Fits a linear map to TARGET on random rows, which depend only on the random state of the rank."""
 
     def __init__(self, config: Config, context: RunContext):
         self.context, self.total_steps = context, config.run.steps
@@ -40,7 +40,7 @@ class ToyStage:
             weight_decay=0.0,
         )
         self.models, self.weight_copies, self.counters = {"regression": self.model}, {}, {}
-        self.offset = 0.0  # of the targets: a state besides weights and random numbers
+        self.offset = 0.0  # offset of the targets; a state besides weights and random states
         seed_everything(config.run.seed + 1 + context.world.rank)
 
     def start(self) -> None:
@@ -55,7 +55,7 @@ class ToyStage:
         loss = self.loss(rows)
         try:
             fault("toy.loss")
-        except RuntimeError:  # a test asks for a loss that is no number
+        except RuntimeError:  # a test injects a NaN loss
             loss = loss * torch.nan
         self.model.backward(loss, last=True)
         result = step_or_skip(
@@ -103,6 +103,6 @@ class ToyStage:
 
 
 def main(argv: list[str]) -> int:
-    """Runs launch/train.py with one more stage."""
+    """Runs launch/train.py with this stage added."""
     STAGES["toy"] = StageEntry("tests.training.toy_stage.ToyStage", "Least squares.", sections=("actor",))
     return launch.train.main(argv)
