@@ -23,14 +23,14 @@ LONGEST_FIRST = ("invariant", "faults", "integration", "engine")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Sets the limit before each test, because code under test may change it, without importing torch."""
+    """Sets torch to one thread before each test, because code under test may change it."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives each file, and each folder of ONE_GROUP, to one process, which makes its fixtures once.
+    """Assigns each file, and each folder of ONE_GROUP, to one process, so that it creates fixtures once.
 
     The marker xdist_group has no effect with pytest 9.2 and pytest-xdist 3.8.
     """
@@ -51,13 +51,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _place(item: pytest.Item) -> tuple[str, str]:
-    """Returns the folder below tests/ and the name of the file."""
+    """Returns the folder below tests/ and the file name of a test."""
     *folders, file = item.path.relative_to(TESTS).parts
     return (folders[0] if folders else ""), file
 
 
 @pytest.fixture(scope="session")
 def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
-    """Starts process groups of ranks without importing anything again."""
+    """Provides a server that starts groups of ranks without importing the libraries again."""
     with RankServer(tmp_path_factory.mktemp("ranks")) as server:
         yield server

@@ -11,7 +11,11 @@ GOOD, BAD = (1e-6, 1e-5), (0.5, 2.0)
 
 @pytest.fixture
 def chosen():
-    """Maps backends with a reason (str) or a gap to the BackendChoice in fp32 and the list of those tried."""
+    """Returns a function that chooses a backend in fp32.
+
+    Each argument is a backend: either the reason why it is unavailable (str), or its gap to training. The
+    results are the BackendChoice and the list of the backends tried.
+    """
 
     def run(**backends):
         tried = []

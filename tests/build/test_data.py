@@ -8,7 +8,7 @@ from ppo_ds.build.data import Inputs, describe_rows, stop_ids
 from ppo_ds.errors import UserError
 from tests.config.commands import MINIMAL, compose
 
-VOCABULARY = {"a": 0, "b": 1, "c": 2, "far": 9}  # four tokens, with an unused id
+VOCABULARY = {"a": 0, "b": 1, "c": 2, "far": 9}  # four tokens; ids 3 to 8 are unused
 TOKENIZER = SimpleNamespace(stop_ids=(2,), vocab_size=4, hf=SimpleNamespace(get_vocab=lambda: VOCABULARY))
 
 

@@ -23,7 +23,7 @@ LM = LlamaForCausalLM(
 
 
 class Actor:
-    """Provides its model inside generation mode only."""
+    """Stands in for an actor whose model is available in generation mode only."""
 
     def __init__(self):
         self.lockstep_max, self.inside = None, False
@@ -41,7 +41,7 @@ class Actor:
 
 
 class Source:
-    """Provides five prompts; a batch is a list of their numbers."""
+    """Stands in for a source of five prompts; a batch is a list of the numbers of its prompts."""
 
     batch = list
 
@@ -53,7 +53,8 @@ class Source:
 def built(monkeypatch):
     """Builds a generator and returns (backend, banner lines, calls of the parity check).
 
-    A call is recorded as (backend, prompts, a random number drawn in it); ``gaps`` are its simulated results.
+    A call is recorded as (backend, prompts, a random number drawn in the call). ``gaps`` maps backends to the
+    simulated results of the check.
     """
 
     def run(*arguments, gaps=None, other_ranks=()):
@@ -138,14 +139,15 @@ def test_a_named_backend(built, backend):
     [(1, [1, 2, 3, 4, 0, 1, 2, 3]), (2, [1, 1, 2, 2, 3, 3, 4, 4]), (8, [1, 1, 2, 2, 3, 3, 4, 4])],
 )
 def test_the_parity_check_samples_a_prompt_as_often_as_steps_do(built, samples, prompts):
-    """Rank 1 starts with prompt 1."""
+    """The simulated rank is rank 1, which starts with prompt 1."""
     ((_, few, _),) = built(f"rollout.samples_per_prompt={samples}")[2]
     assert few == prompts
 
 
 def test_the_parity_check_draws_the_same_numbers_at_each_start(built):
-    """The numbers do not depend on earlier draws (such as a new critic's head), so a resumed run chooses
-    alike.
+    """The numbers do not depend on earlier draws, such as for a new critic's head.
+
+    Therefore a resumed run chooses the same backend.
     """
     draws = set()
     for seed in (5, 6):

@@ -1,4 +1,4 @@
-"""Tests that `memory.layout` applies to each model separately, with a warning where it cannot."""
+"""Tests that `memory.layout` applies to each model separately, with a warning if a model cannot be packed."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ LLAMA, WINDOW, NEMOTRON = (
     MistralConfig(**SMALL, sliding_window=4),
     NemotronConfig(**SMALL, num_key_value_heads=2, head_dim=8),
 )
-WIDE_KEYS = DeepseekV3Config(**SMALL, **EXPERTS, **RANKS)  # of 16, and values of size 8
+WIDE_KEYS = DeepseekV3Config(**SMALL, **EXPERTS, **RANKS)  # keys of size 16, values of size 8
 
 
 class Role:
@@ -60,9 +60,7 @@ def chosen(layout, *roles):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Simulates a GPU whose kernel is replaced by a CPU computation, for the head sizes that the kernel
-    supports.
-    """
+    """Simulates a GPU. A CPU computation replaces the kernel, for the head sizes that the kernel supports."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(attention, "has_kernel", lambda query, value: query.shape[-1] == value.shape[-1])
 
@@ -105,7 +103,7 @@ def test_on_a_gpu_packing_without_a_kernel_is_reported(gpu):
 
 @pytest.mark.parametrize("layout", ["auto", "packed"])
 def test_layers_without_sequence_boundaries_are_detected(gpu, layout):
-    """Nemotron's layers drop the arguments, although the class declares its attention replaceable."""
+    """Nemotron's layers drop these arguments, although the class declares its attention replaceable."""
     actor = Role(NEMOTRON, **gpu)
     reason = "NemotronAttention does not receive the ends of the sequences in a packed row"
     assert chosen(layout, actor) == [

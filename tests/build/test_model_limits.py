@@ -59,10 +59,12 @@ def test_rope_that_depends_on_the_longest_row_is_limited(rope):
     ):
         ppo_needs(20, 17).check(made, "models/it", "actor.model.path")
     ids = torch.arange(32).view(2, 16) % 20
+    # The bound is exact: a row of 6 tokens has the same log-probs beside a row of 16 tokens, but not beside a
+    # longer one.
     for longest, same in (
         (16, True),
         (30, False),
-    ):  # the bound is exact: a row of 6 tokens beside one that reaches the limit
+    ):
         mask = torch.ones(2, longest, dtype=torch.bool)
         mask[0, 6:] = False
         wide = torch.nn.functional.pad(ids, (0, longest - 16), value=3)

@@ -1,4 +1,4 @@
-"""Tests the checks of models and rewards on model folders that hold no readable weights."""
+"""Tests the checks of models and rewards on model folders without usable weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "cd", "answer": "2"}]
 
 @pytest.fixture
 def folder(tmp_path):
-    """Makes a folder with a config.json, a tokenizer and the names of weights alone."""
+    """Makes a model folder with a config.json, a tokenizer and, under the given names, empty weights."""
 
     def make(name: str, template: str | None = None, weights: tuple[str, ...] = (), **config: Any) -> str:
         tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz")
@@ -59,7 +59,7 @@ def scorer(folder, name="rm", **changes):
 
 @pytest.fixture
 def check(tmp_path, folder):
-    """Checks these rows with this reward; returns the errors, with paths relative to the folder."""
+    """Checks the inputs of a run with these rows; returns the errors, with paths relative to the folder."""
 
     def run(*arguments: str, rows=ROWS, actor=None) -> list[str]:
         (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -142,7 +142,7 @@ def test_ids_beyond_an_embedding(check, folder):
 
 
 def test_an_end_token_beyond_the_embedding(check, folder):
-    """The generation config was copied from another model."""
+    """The model has a generation_config.json that was copied from another model."""
     actor = folder("odd")
     (Path(actor) / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 151645]}))
     (line,) = check("reward=length", "reward.longest=3", actor=actor)
@@ -247,7 +247,7 @@ PARTS = ["reward=weighted", "reward@reward.parts.a.reward=numeric", "reward@rewa
 
 
 def test_the_parts_of_a_mixture(check, folder):
-    """A mixture that contains a model is checked part by part, any other as a whole."""
+    """A mixture that contains a model is checked part by part, any other mixture as a whole."""
     model = f"reward.parts.b.reward.model.path={scorer(folder, num_labels=3)}"
     assert check(*PARTS, model, rows=[{"prompt": "a", "answer": "x"}] * 2)[0].startswith(
         "x.jsonl:1: reward.parts.a.reward.column=answer: the reference 'x' is not a single finite number"
@@ -344,7 +344,7 @@ def test_a_tokenizer_without_an_end(check, folder, stops, fine):
 
 
 def test_files_of_real_classifiers_have_their_heads(tmp_path):
-    """Files that transformers writes pass, whatever name a family has for its head."""
+    """Files that transformers writes pass the check, whatever a model family calls its head."""
     from transformers import BertConfig, DebertaV2Config, GPT2Config, RobertaConfig
 
     from ppo_ds.models.value import expect_reward_model

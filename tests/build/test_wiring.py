@@ -1,4 +1,4 @@
-"""Tests that every switch has its effect: from the command line to the numbers of one PPO step.
+"""Tests that every option has its effect, from the command line to the numbers of one PPO step.
 
 The step runs without weights, on models that return given numbers; see tests/ppo/preset_runs.py.
 """
@@ -37,7 +37,7 @@ from tests.ppo.preset_runs import (
 
 @dataclass(frozen=True, kw_only=True)
 class Drifted(Numbers):
-    """Adds log-probs of the decode backend that differ from those of training."""
+    """Adds log-probs of a decode backend that differ from the training engine's log-probs."""
 
     decoded: torch.Tensor
 
@@ -46,7 +46,7 @@ class Drifted(Numbers):
 
 
 def numbers(**changes):
-    """Makes six responses: two are truncated, and some scores, ratios and values lie beyond every clip."""
+    """Makes six responses. Two are truncated, and some scores, ratios and values exceed every clip range."""
     draw = torch.Generator().manual_seed(5)
     mask = torch.arange(WIDTH) < torch.tensor([10, 7, 4, 10, 5, 8])[:, None]
     old = -1 - torch.rand(6, WIDTH, generator=draw)
@@ -86,7 +86,7 @@ def updates(model):
 
 
 def equal(one, other):
-    """Allows for the rounding of sums over other micro-batches."""
+    """Compares two results, with a tolerance for the rounding of sums over different micro-batches."""
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
@@ -181,7 +181,7 @@ def test_the_balance_loss_has_its_coefficient_or_the_models(world):
     def losses(*overrides):
         return outcome(world, *overrides)["actor"][:, 0]
 
-    # the balance loss is 0.5, the model's own coefficient 1; each step has three micro-batches of one row
+    # The balance loss is 0.5 and the model's own coefficient is 1. A step has three micro-batches of one row.
     plain = losses("memory.train_tokens=13")
     for override, coef in (("algo.aux_coef=0.3", 0.3), ("algo.aux_coef=null", 1.0)):
         close(losses(override, "memory.train_tokens=13") - plain, torch.full((len(plain),), coef * 0.5))
@@ -196,7 +196,7 @@ def test_the_average_follows_each_step_with_its_decay(world):
 
 
 def test_texts_add_their_loss_with_its_coefficient(world):
-    """One text whose ids name row 1: its loss is the mean of -log p over that row's tokens."""
+    """The only text has the ids of row 1, so its loss is the mean of -log p over the tokens of that row."""
     given = numbers()
     rollout = given.rollout()
     text = Sequences(rollout.ids[1:2], rollout.attention_mask[1:2], rollout.response_mask[1:2])
@@ -241,13 +241,13 @@ BOUNDS = ("algo.kl.target=3", "algo.kl.min_coef=0.01", "algo.kl.max_coef=0.9")
 @pytest.mark.parametrize(
     ("switches", "up", "down"),
     [
-        # an error of at most 0.2 in proportion to 100 sequences of 999
+        # the error, clipped to 0.2, times 100 sequences / the horizon of 999
         (["algo.kl.controller=adaptive", "algo.kl.horizon=999"], 1 + 20 / 999, 1 - 20 / 999),
         (["algo.kl.controller=threshold"], 1.5, 0.5),
     ],
 )
 def test_controllers_change_the_coefficient_within_its_bounds(switches, up, down):
-    """The coefficient starts at 0.05; a KL of 7 is more than twice the target, one of 1 less than half."""
+    """The coefficient starts at 0.05. A KL of 7 exceeds twice the target, and a KL of 1 is below half of it."""
     for current, factor, bound in ((7.0, up, 0.9), (1.0, down, 0.01)):
         controller = kl_controller(composed("standard", *switches, *BOUNDS))
         controller.update(current, 100)
@@ -282,7 +282,7 @@ def test_evaluation_uses_the_average_on_request():
 def test_forwards_are_planned_without_padding_if_all_models_are_packed(
     world, monkeypatch, unpacked, together
 ):
-    """77 tokens are enough for all six rows (63 tokens) without padding, but not for 6 x 13."""
+    """77 tokens are enough for all six rows without padding (63 tokens), but not with padding (6 x 13)."""
     monkeypatch.setattr(Told, "module", SimpleNamespace(packed=True))
     if unpacked:
         monkeypatch.setattr(unpacked, "module", SimpleNamespace(packed=False))
@@ -317,7 +317,7 @@ def test_evaluation_is_greedy_on_request(world, greedy):
 
 
 class OnePrompt:
-    """Stands in for held-out data."""
+    """Stands in for held-out data with one prompt."""
 
     def __len__(self):
         return 1

@@ -1,4 +1,4 @@
-"""Helpers that compose a config in tests."""
+"""Provides helpers for tests that compose a config."""
 
 from __future__ import annotations
 

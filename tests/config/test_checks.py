@@ -301,7 +301,7 @@ def test_what_an_algorithm_does_not_go_with(arguments: list[str], line: str) -> 
             "algo.value.warmup_steps=5",
             "run.steps=null",
             "run.epochs=2",
-        ],  # the number of steps depends on the data
+        ],  # the number of steps is not known before the data is read
         ["algo.advantage.estimator=reinforce"],
         [GRPO, PAIRS, "algo.dynamic_sampling.enabled=true", "algo.advantage.whiten=group"],
         ["data.path=null", "data.mix=[{path:org/a},{path:org/b}]"],
@@ -330,7 +330,7 @@ def test_states_that_are_on_the_cpu_already_do_not_make_way() -> None:
     )
     for without_critic in ([offloaded], [SHARED], [GRPO, PAIRS]):
         assert found(moved, *without_critic).startswith(line)
-    assert problems(*MINIMAL, moved) == []  # the critic's states are offloaded
+    assert problems(*MINIMAL, moved) == []  # the states of the critic can still be moved
     both = "actor.zero={offload_states:auto,offload_optimizer:true}"
     assert problems(*MINIMAL, both, offloaded) == []
     assert problems(*MINIMAL, "actor.zero.offload_states=always", offloaded) == []

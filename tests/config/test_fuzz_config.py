@@ -1,4 +1,4 @@
-"""Random config trees and command lines give either a Config or error lines that name their cause."""
+"""Tests that random config trees and command lines give a Config or error lines that name the cause."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ rewards = st.dictionaries(
 
 
 def put(tree: dict[Any, Any], key: str, value: Any) -> None:
-    """Sets a dotted key; a value in the place of a section is replaced by an empty section."""
+    """Sets a dotted key. If the tree has a value where the key needs a section, replaces it by a section."""
     *sections, last = key.split(".")
     for name in sections:
         if not isinstance(tree.get(name), dict):

@@ -1,4 +1,4 @@
-"""The registry tables agree with the code that they name."""
+"""Tests that the registry tables agree with the code that they name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MASK = torch.ones(2, 2, dtype=torch.bool)
 
 
 def names(function: object, argument: str) -> set[str]:
-    """Returns the choices of a Literal argument."""
+    """Returns the values that the Literal annotation of an argument allows."""
     return set(get_args(get_type_hints(function)[argument]))
 
 
@@ -70,7 +70,7 @@ def test_every_target_can_be_imported_and_takes_its_options(table: str, name: st
             {name: entry for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.needs_group},
             advantages.group_advantages,
             "kind",
-            {"mean", "none"},  # another name of dr_grpo, and no baseline at all
+            {"mean", "none"},  # mean is another name of dr_grpo; none has no baseline
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Renamed keys are refused on the command line with the new name, and translated in stored settings."""
+"""Tests that renamed keys are refused on the command line and translated in stored settings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_old_keys_are_reported_together_with_other_problems() -> None:
 
 
 def under_old_names() -> dict:
-    """Returns the settings as a checkpoint from before the renaming stores them."""
+    """Returns the settings of a checkpoint that was written before the keys were renamed."""
     tree = json.loads(json.dumps(resolved(compose(*MINIMAL))))
     algo = tree["algo"]
     algo["reward"] = algo.pop("reward_shaping")

@@ -54,7 +54,7 @@ def settings(*arguments: str) -> dict[str, Any]:
 
 
 def stored(*arguments: str) -> dict[str, Any]:
-    """Returns the settings as a checkpoint gives them back."""
+    """Returns the settings as they are read from a checkpoint."""
     return json.loads(json.dumps(settings(*arguments)))
 
 
@@ -318,7 +318,7 @@ def test_the_record_of_other_settings_is_kept_and_named(tmp_path: Path) -> None:
     assert len((tmp_path / "earlier_1" / "metrics.jsonl").read_text().splitlines()) == 3
     assert not (tmp_path / "metrics.jsonl").exists() and not (tmp_path / "samples").exists()
 
-    assert opened(tmp_path, "actor.optim.lr=3.0e-6") == []  # no step was run in between
+    assert opened(tmp_path, "actor.optim.lr=3.0e-6") == []  # no step was run since, so nothing is moved
     used_again = tmp_path / "metrics.jsonl"
     used_again.write_text('{"step": 1}\n')
     assert "earlier_2" in opened(tmp_path, "actor.optim.lr=4.0e-6")[0]
@@ -355,7 +355,7 @@ def test_checkpoints_that_are_not_continued_are_moved_with_their_record(tmp_path
 
 
 def checkpointed(run_dir: Path, *arguments: str, reason: str | None = "signal") -> None:
-    """Fills the run directory like a run of three steps with all that a run can write."""
+    """Fills the run directory with everything that a run can write, like a run of three steps."""
     used(run_dir, *arguments)
     for folder in ("checkpoints/step_000002", "dumps/step_000003", "exports", "wandb", "model", "start"):
         (run_dir / folder).mkdir(parents=True)
@@ -388,7 +388,7 @@ def test_restart_moves_all_that_a_run_has_written_and_nothing_else(tmp_path: Pat
     checkpointed(tmp_path / "other", "actor.optim.lr=1.0e-6")
     assert (
         restarted(tmp_path / "other", "actor.optim.lr=1.0e-6")[0] == "True"
-    )  # the same settings, begun by auto
+    )  # the settings are the same, but the earlier run was not started with restart
 
 
 def test_restart_in_an_unused_directory_only_starts(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_restart_in_an_unused_directory_only_starts(tmp_path: Path) -> None:
 
 
 def test_a_restart_that_is_killed_and_started_again_goes_on(tmp_path: Path) -> None:
-    """Otherwise a job that a scheduler requeues with the same command line would begin anew each time."""
+    """A job that a scheduler requeues with the same command line must not begin anew each time."""
     checkpointed(tmp_path, "actor.optim.lr=1.0e-6")
     for start, reason in enumerate((None, "signal", "time_limit", "error", "stop_at_step")):
         anew, *lines = restarted(tmp_path, "actor.optim.lr=2.0e-6", f"run.max_minutes={start + 1}")
@@ -414,7 +414,7 @@ def test_restart_begins_anew_once_its_run_is_done_or_the_settings_differ(tmp_pat
     assert restarted(tmp_path)[0] == "True"
     checkpointed(tmp_path / "b", "run.resume=restart")
     assert restarted(tmp_path / "b", "actor.optim.lr=2.0e-6")[0] == "True"
-    checkpointed(tmp_path / "c", "run.resume=auto")  # someone has continued it since
+    checkpointed(tmp_path / "c", "run.resume=auto")  # the restarted run was continued with auto
     assert restarted(tmp_path / "c")[0] == "True"
     checkpointed(tmp_path / "d", "run.resume=restart")
     (tmp_path / "d" / "config.yaml").unlink()
@@ -422,7 +422,7 @@ def test_restart_begins_anew_once_its_run_is_done_or_the_settings_differ(tmp_pat
 
 
 class Killed(BaseException):
-    """Stands for a kill -9."""
+    """Raised to simulate a kill -9."""
 
 
 @pytest.mark.parametrize("renames", range(12))

@@ -1,4 +1,4 @@
-"""The arguments of ppo_ds's own rewards are checked by their source files, without importing them."""
+"""Tests that the arguments of ppo_ds's own rewards are checked against their source, without an import."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_source_declares_the_arguments_that_the_imported_target_takes(target
             {"_target_": "ppo_ds.rewardz.rules.RegexReward"},
             ["reward._target_=ppo_ds.rewardz.rules.RegexReward: cannot be imported (No module named"],
         ),
-        ({"_target_": "my.own.reward", "anything": 1}, []),  # checked when it is imported
+        ({"_target_": "my.own.reward", "anything": 1}, []),  # not from ppo_ds: checked when it is imported
     ],
 )
 def test_wrong_arguments_are_found_without_an_import(section: dict[str, Any], lines: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""A stage has the sections that its table entry names; keys of other sections are refused."""
+"""Tests that a stage has the sections that its table entry names, and refuses keys of other sections."""
 
 from __future__ import annotations
 

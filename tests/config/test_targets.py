@@ -1,4 +1,4 @@
-"""Keys beside ``_target_`` are checked against the signature of the callable before it is called."""
+"""Tests that keys beside ``_target_`` are checked against the callable's signature before it is called."""
 
 from typing import Annotated, Literal
 
@@ -107,7 +107,7 @@ def test_the_sections_own_name_is_a_service():
     assert bind(spec("named", path="x"), "reward.parts.a")() == ("x", "reward.parts.a")
     refused(
         spec("named", path="x", key="mine"), "reward.key=...: no such key"
-    )  # not repeated: it may be a secret
+    )  # the value is not shown, since it may be a secret
 
 
 def test_a_service_with_a_default_may_be_absent():

@@ -1,4 +1,4 @@
-"""Settings that are allowed but known to be wrong give one line with the reason."""
+"""Tests that settings that are allowed but known to be wrong give one line with the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def said(*arguments: str) -> list[str]:
         (
             [LOSS],
             "kl.estimator=k1 as a loss has no gradient in expectation",
-        ),  # k1 is the default, for the reward
+        ),  # the default estimator k1 is meant for a penalty in the reward
         ([LOSS, "algo.kl.estimator=abs"], "kl.estimator=abs as a loss does not have the gradient of any KL"),
         (
             [SEQUENCE, "algo.value.position=response_last"],
@@ -72,11 +72,11 @@ def test_a_mistake_is_named_with_its_reason(arguments: list[str], mistake: str) 
         [LOSS, "algo.kl.coef=0"],
         ["algo.kl.estimator=abs"],
         [SEQUENCE],
-        ["algo.entropy.kind=sample"],  # with coefficient 0
+        ["algo.entropy.kind=sample"],  # the coefficient is 0
         ["algo.entropy.coef=0.01"],
         [NEXT],
         ["algo.value.next_state=ignored"],
-        [NEXT, "algo.value.next_state=untrained", *RLOO],  # there are no values
+        [NEXT, "algo.value.next_state=untrained", *RLOO],  # RLOO has no values
         ["algo.train_on_eos=null"],
         ["algo.gae={gamma:0.5,lam:1.0}"],
         ["algo.gae.lam=0.1", *RLOO],
@@ -151,7 +151,7 @@ def test_bf16_that_the_processor_emulates_is_named() -> None:
             ["actor.model.dtype=fp32", "reward=minimind", "reward.parts.model.reward.model.path=org/r"],
             ["reward.parts.model.reward"],
         ),
-        (["reward=internlm2_reward"], ["actor", "critic", "reference"]),  # fp16 by its own file
+        (["reward=internlm2_reward"], ["actor", "critic", "reference"]),  # its config file sets fp16
     ],
     ids=lambda value: " ".join(value),
 )

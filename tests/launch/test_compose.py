@@ -32,7 +32,7 @@ def brought(experiment: str) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_is_sound_for_any_usual_number_of_ranks(experiment: str, ranks: int) -> None:
-    ranks = min(ranks, 2) if experiment == "minimind" else ranks  # it has two prompts per step
+    ranks = min(ranks, 2) if experiment == "minimind" else ranks  # minimind has only two prompts per step
     config = compose(f"+experiment={experiment}", *brought(experiment), ranks=ranks)
     assert config.run.name == experiment
     compose("debug=tiny", f"+experiment={experiment}", *brought(experiment), ranks=ranks)
@@ -82,7 +82,7 @@ def test_every_option_of_every_group_sets_its_keys(option: str) -> None:
         f"model@actor.model={name}" if group == "model" else option,
         *fill,
     )
-    found = dict(leaves(json.loads(json.dumps(config.model_dump()))))  # tuples as lists
+    found = dict(leaves(json.loads(json.dumps(config.model_dump()))))  # converts tuples to lists
     wanted = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{name}.yaml"))
     section = SECTIONS.get(group, group)
     for key, value in leaves(wanted, f"{section}." if section else ""):
@@ -90,7 +90,7 @@ def test_every_option_of_every_group_sets_its_keys(option: str) -> None:
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted key and the value of everything in a tree that is not a non-empty mapping."""
+    """Yields the dotted key and the value of each leaf of a tree. An empty mapping is a leaf."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{name}.")

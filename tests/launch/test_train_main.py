@@ -23,7 +23,7 @@ from tests.config.commands import MINIMAL
 
 
 class Left(BaseException):
-    """Replaces the end of this process."""
+    """Raised by the stand-in for exit_now, which would end this process."""
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_run_that_fails_marks_its_lock_so_that_the_next_start_waits(
     assert run(fit=fail) == 1 and len(marked) == 1
     assert run(build=fail) == 1 and len(marked) == 2
     assert run(build=refuse) == 2 and len(marked) == 3
-    assert run(fit=lambda: "done") == 0 and len(marked) == 3  # Run.finish marks it
+    assert run(fit=lambda: "done") == 0 and len(marked) == 3  # Run.finish marks the end of a completed run
 
 
 FUNCTIONS = """

@@ -23,7 +23,7 @@ from tests.support.environment import SET_BY_LAUNCHERS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 WRONG = ("+experiment=rlhf", "algo.epoch=3", "data.path=/nowhere/a.jsonl")
-LIMIT = 300  # seconds; a hang fails
+LIMIT = 300  # seconds after which a process that hangs fails its test
 LINES = [
     "error: algo.epoch=3: no such key; did you mean algo.epochs?",
     "error: data.path=/nowhere/a.jsonl: no such file",
@@ -53,7 +53,7 @@ def test_a_wrong_config_exits_2_with_its_lines_only(tmp_path: Path, environment:
 
 @pytest.fixture
 def waiting_rank(tmp_path: Path) -> subprocess.Popen[str]:
-    """Starts a rank 1 with a wrong config that waits for rank 0 until it reads a line of input."""
+    """Starts rank 1 with a wrong config. Its wait for rank 0 lasts until it reads a line of input."""
     lines = [
         f"import runpy, sys, time; sys.argv = ['train.py', '--local_rank=1', *{WRONG!r}]",
         "time.sleep = lambda seconds: (print(seconds, flush=True), sys.stdin.readline())",
@@ -131,7 +131,7 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def without_libraries(cwd: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs train.py and appends a line with the heavy libraries that it has imported."""
+    """Runs train.py and adds a line to its output that lists the heavy libraries it has imported."""
     clean = {k: v for k, v in os.environ.items() if k not in SET_BY_LAUNCHERS}
     return subprocess.run(
         [sys.executable, "-c", NO_LIBRARIES, *arguments],
@@ -167,7 +167,7 @@ def test_a_second_start_in_a_run_directory_is_refused_before_anything_is_importe
 def test_the_other_ranks_of_a_refused_start_end_with_the_same_code(
     tmp_path: Path, held: subprocess.Popen[str]
 ) -> None:
-    """Runs rank 1, which no launcher ends, so that it also prints the line after a while."""
+    """Runs rank 1 without a launcher, which would end the rank before it prints the line too."""
     done = without_libraries(
         tmp_path, *MINIMAL, "run.dir=run", RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_PORT="1"
     )
@@ -195,7 +195,7 @@ def test_a_taken_port_is_reported_before_anything_is_imported(tmp_path: Path) ->
 
 
 def test_a_dry_run_takes_no_lock(tmp_path: Path, held: subprocess.Popen[str]) -> None:
-    """Shows it by the port, which is checked after the lock."""
+    """A dry run gets as far as the check of the port, which comes after taking the lock."""
     launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -10,7 +10,7 @@ SET_BY_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MAS
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Returns the environment without a GPU, a network or the variables of a launcher around the tests."""
+    """Returns this process's environment without a GPU, access to the Hub or the variables of launchers."""
     inherited = {key: value for key, value in os.environ.items() if key not in SET_BY_LAUNCHERS}
     return inherited | {
         "CUDA_VISIBLE_DEVICES": "",

@@ -11,7 +11,7 @@ def reserved_port() -> int:
     """Returns a local port that this process keeps reserved until it ends.
 
     A bound socket that does not listen keeps the kernel from giving the port to any other process. A server
-    that sets SO_REUSEADDR, as torch's TCPStore does, may listen on it all the same.
+    that sets SO_REUSEADDR, as torch's TCPStore does, can still listen on it.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

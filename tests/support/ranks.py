@@ -6,9 +6,9 @@
         assert server.wait(group) == [-9, -9]
 
 The target is a function without parameters, which reads its arguments from sys.argv and returns an exit code
-or None. Its module is imported in each rank after the fork. The ranks of a group are a process group of the
-operating system, so that a time limit also ends all processes that they have started. No process outlives the
-``with`` block or the process that runs it.
+or None. Its module is imported in each rank after the fork. The ranks of a group form a process group of the
+operating system, so that a time limit also ends all processes that the ranks have started. No process
+outlives the ``with`` block or the process that runs it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import Any
 from tests.support.environment import ROOT, environment
 from tests.support.ports import reserved_port
 
-LIMIT = 900.0  # seconds that a group may take; a hang fails
+LIMIT = 900.0  # seconds after which all ranks of a group are killed
 
 
 @dataclass
 class RankGroup:
-    """Holds the process ids of started ranks, by rank, and the file with all that they print."""
+    """Holds the process ids of started ranks, by rank, and the file with their output."""
 
     pids: list[int]
     log: Path
@@ -45,7 +45,7 @@ class RankGroup:
 
 
 class RankServer:
-    """Implements the client's side."""
+    """Starts the server process and sends it the requests of the tests."""
 
     def __init__(self, folder: Path):
         self._folder, self._started = folder, 0
@@ -78,7 +78,7 @@ class RankServer:
     def start(
         self, target: str, ranks: int, *arguments: str, log: Path | None = None, **environment: str
     ) -> RankGroup:
-        """Starts ``target``, as "module:function", on this many ranks."""
+        """Starts ``target``, given as "module:function", on ``ranks`` ranks."""
         self._started += 1
         log = log or self._folder / f"group_{self._started:03d}.log"
         pids = self._ask(
@@ -92,12 +92,12 @@ class RankServer:
         return RankGroup(pids, log)
 
     def wait(self, group: RankGroup, *, limit: float = LIMIT, grace: float | None = 15.0) -> list[int]:
-        """Returns the exit codes by rank; for a rank ended by a signal, minus the signal's number.
+        """Waits for all ranks and returns their exit codes; a rank ended by signal N has the exit code -N.
 
         Args:
-            limit: the seconds after which all ranks are killed.
-            grace: the seconds that the other ranks have after one has failed, as under a launcher; after a
-                SIGKILL they have none. None: they have until the limit.
+            limit: The seconds after which all ranks are killed.
+            grace: The seconds after which the other ranks are killed if one has failed, as under a launcher.
+                If that rank was ended by SIGKILL, they are killed at once. None: only ``limit`` applies.
         """
         deadline = time.monotonic() + limit
         while len(group.codes) < len(group.pids):
@@ -110,18 +110,18 @@ class RankServer:
                 self._ask(do="kill", leader=group.pids[0])
                 deadline = float("inf")
             time.sleep(0.01)
-        self._ask(do="kill", leader=group.pids[0])  # processes that ranks have started and left
+        self._ask(do="kill", leader=group.pids[0])  # ends processes that the ranks left running
         return [group.codes[pid] for pid in group.pids]
 
     def run(
         self, target: str, ranks: int, *arguments: str, limit: float = LIMIT, **environment: str
     ) -> tuple[list[int], str]:
-        """Starts, waits, and returns the exit codes and all that was printed."""
+        """Runs a target until all ranks have ended, and returns their exit codes and their output."""
         group = self.start(target, ranks, *arguments, **environment)
         return self.wait(group, limit=limit), group.output()
 
     def check(self, target: str, ranks: int, *arguments: str, limit: float = LIMIT) -> None:
-        """Runs a target that must succeed."""
+        """Runs a target and raises AssertionError unless all ranks end with exit code 0."""
         codes, output = self.run(target, ranks, *arguments, limit=limit)
         assert codes == [0] * ranks, f"{target} on {ranks} rank(s): {codes}\n{output[-6000:]}"
 
@@ -179,14 +179,14 @@ def _start(target: str, ranks: int, arguments: list[str], environment: dict[str,
             os.environ.update({name: str(value) for name, value in launched.items()} | environment)
             _become(target, arguments, log)
         pids.append(pid)
-        # Parent and child both set it, because either may run first.
+        # The parent and the child both set the process group, because either may run first.
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pids[0])
     return pids
 
 
 def _become(target: str, arguments: list[str], log: str) -> None:
-    """Runs the target in this process and ends it."""
+    """Runs the target in this process and then ends the process."""
     code = 70
     try:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -202,7 +202,7 @@ def _become(target: str, arguments: list[str], log: str) -> None:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
-        # Interpreters that have held dozens of engines can abort at their end.
+        # A normal exit of an interpreter that has created dozens of engines can abort.
         os._exit(code)
 
 

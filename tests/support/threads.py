@@ -12,7 +12,7 @@ T = TypeVar("T")
 def run_threads(size: int, work: Callable[[int], T], barrier: threading.Barrier) -> list[T]:
     """Runs work(rank) in one thread per rank and returns the results.
 
-    A rank that fails aborts ``barrier``, on which the others may wait; its exception is raised.
+    If a rank fails, ``barrier``, on which the others may wait, is aborted, and its exception is raised.
     """
     results: dict[int, T] = {}
     errors: list[BaseException] = []

@@ -6,7 +6,7 @@
 
 A change of structure must not change a number. ``record`` runs the quickstart, every preset of ``conf/algo``
 and some runs of other paths (ZeRO-3, LoRA, resume, ...) on a tiny model. It writes to FILE every metric of
-every step and a SHA-256 of every tensor that the runs leave. ``compare`` repeats the runs of FILE with the
+every step and a SHA-256 of every tensor that the runs save. ``compare`` repeats the runs of FILE with the
 code of this working tree and prints one line per run: identical, or the first difference. It exits with 1 if
 a run differs or fails.
 
@@ -14,7 +14,7 @@ All runs are in fp32 with one thread and fixed seeds, so that equal code gives e
 Processors and library versions round differently: record and compare on one machine with the same packages.
 
 The script imports nothing of the project. It uses only the command line, config keys, and files of the run
-directory, which outlive a change of the code. A key of ``RENAMED`` is spelled as the code at hand knows it.
+directory, which rarely change with the code. For a key in ``RENAMED``, it uses the name that the code knows.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 900  # seconds of one launch; an idle machine needs about ten
+TIMEOUT = 900  # maximum seconds of one launch; an idle machine needs about ten
 UNCOMPARED = ("time/", "perf/", "mem/", "health/rank_time_spread_s")  # metrics that differ between equal runs
-# New key -> old key: cases are written with the new one, and the old one is used where the code has no other.
+# New key -> old key. Cases have the new keys; if the code does not know a new key, the old key is used.
 RENAMED = {
     "algo.reward_shaping": "algo.reward",
     "algo.rollout_is": "algo.correction",
@@ -60,11 +60,11 @@ TINY = """
     memory.rollout_tokens=200 memory.score_tokens=128 memory.train_tokens=64
     eval.every=null checkpoint.every=0
 """
-SHARD_ALL = "deepspeed.zero_optimization.stage3_param_persistence_threshold=0"  # tiny weights too
+SHARD_ALL = "deepspeed.zero_optimization.stage3_param_persistence_threshold=0"  # shards tiny weights too
 ADAPTIVE_KL = "algo.kl.controller=adaptive algo.kl.target=0.01 algo.kl.horizon=200"
 SAMPLING = "sampling.temperature=0.7 sampling.top_k=6 sampling.top_p=0.9 sampling.min_new_tokens=2"
-NARROW = "algo.rollout_is.low=1 algo.rollout_is.high=1"  # bounds that rounding alone crosses
-# Runs beside the presets: what each adds to COMMON and TINY.
+NARROW = "algo.rollout_is.low=1 algo.rollout_is.high=1"  # rounding errors suffice to cross these bounds
+# Further runs besides the presets -> the arguments that each adds to COMMON and TINY.
 OTHERS = {
     # engines and models
     "zero0": "zero=stage0",
@@ -129,7 +129,7 @@ def cases() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Returns this process's environment without a GPU, a network, or what a launcher around it has set."""
+    """Returns this process's environment without a GPU, access to the Hub or the variables of launchers."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
     own = {key: value for key, value in os.environ.items() if key not in launcher}
     fixed = {
@@ -156,7 +156,7 @@ def known_keys() -> set[str]:
 
 
 def spelled(argument: str, known: set[str]) -> str:
-    """Returns the argument with its key as this code spells it."""
+    """Returns the argument with the old name of its key if this code does not know the new name."""
     for new, old in RENAMED.items():
         key = argument.partition("=")[0]
         if f"{key}.".startswith(f"{new}.") and new not in known:
@@ -165,7 +165,7 @@ def spelled(argument: str, known: set[str]) -> str:
 
 
 class RunFailed(Exception):
-    """A run that did not end with exit code 0."""
+    """Raised for a run that did not end with exit code 0."""
 
 
 def run(name: str, arguments: str, work: Path, known: set[str]) -> Record:
@@ -180,7 +180,7 @@ def run(name: str, arguments: str, work: Path, known: set[str]) -> Record:
         launches.insert(0, [*command, f"run.stop_at_step={STOP_AT[name]}"])
     log = work / f"{name}.log"
     for launch in launches:
-        with log.open("w") as output:  # a file: a pipe would stay open as long as any child does
+        with log.open("w") as output:  # not a pipe, which stays open while any child runs
             streams = {"stdout": output, "stderr": subprocess.STDOUT}
             try:
                 done = subprocess.run(launch, cwd=work, env=environment(), timeout=TIMEOUT, **streams)
@@ -199,7 +199,7 @@ Outcome = tuple[str, Record | RunFailed, float]  # name, result, seconds
 def run_all(chosen: dict[str, str], work: Path, jobs: int) -> Iterator[Outcome]:
     """Runs the cases, ``jobs`` at a time, and yields their outcomes in order.
 
-    The first case on the shared tiny model runs alone, because its ``prepare`` makes the model for all.
+    The first case with the shared tiny model runs before the others, because its ``prepare`` makes the model.
     """
     known = known_keys()
 
@@ -232,7 +232,7 @@ def read_record(folder: Path) -> Record:
 
 
 def compared(line: dict[str, Any]) -> dict[str, str]:
-    """Returns the metrics that equal runs have in common, floats in hexadecimal, which loses no bit."""
+    """Returns the metrics that are the same in equal runs, with floats in hexadecimal, which is exact."""
     kept = {key: value for key, value in line.items() if key != "time" and not key.startswith(UNCOMPARED)}
     return {key: value.hex() if isinstance(value, float) else repr(value) for key, value in kept.items()}
 
@@ -269,14 +269,14 @@ def difference(recorded: Record, found: Record) -> str | None:
 
 
 def shown(value: str | None) -> str:
-    """Returns a recorded value as people read it."""
+    """Returns a recorded value in decimal notation."""
     if value is None:
         return "absent"
     return repr(float.fromhex(value)) if "0x" in value else value
 
 
 def machine() -> dict[str, str]:
-    """Returns what the bits depend on besides the code."""
+    """Returns the processor and the versions on which the last bits of the numbers depend."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     packages = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
     processor = cpu[0].partition(":")[2].strip() if cpu else platform.machine()

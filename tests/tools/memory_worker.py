@@ -1,7 +1,7 @@
-"""Trains two steps and writes the peak of each phase: `memory_worker.py FOLDER`. See test_doctor.py.
+"""Trains two steps and writes the peak memory of each phase: `memory_worker.py FOLDER`. See test_doctor.py.
 
-The memory of the process is that of its tensors: with MALLOC_MMAP_THRESHOLD_ set, the C library returns each
-large block to the system as soon as it is freed.
+With MALLOC_MMAP_THRESHOLD_ set, the C library returns each large block to the system as soon as it is freed.
+Therefore the memory of the process rises and falls with the memory of its tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def kilobytes(name: str) -> int:
 
 
 def begin() -> None:
-    """Starts the measurement of a new peak."""
+    """Resets the peak memory of the process."""
     gc.collect()
     trim(0)
     Path("/proc/self/clear_refs").write_text("5")

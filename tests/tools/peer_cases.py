@@ -2,16 +2,16 @@
 
     python tests/tools/peer_cases.py [CASES.json] [--peer NAME] [-v] [--known] [--absent]
 
-Run from the repository root. CASES.json is ../shared/peertests/cases.json unless given. It is not part of the
-repository, and nothing can be compared without it. The script prints a table of the systems and, last,
-"N of M"; it exits with 0 if all agree.
+Run the script from the repository root. CASES.json is ../shared/peertests/cases.json unless given. This file
+is not part of the repository, and nothing can be compared without it. The script prints a table of the
+systems and, last, "N of M"; it exits with 0 if all cases agree.
 
 Each case names an adapter below, which calls ppo_ds:
     kind  asserted   a system's test asserts these values of its own inputs
-          computed   the system's test has no numbers of its own: its function's results were recorded
-          reference  no test of the system covers it: its function's results for new inputs were recorded
-Cases under "known" are counted separately: the systems disagree with each other or with the paper there, and
-ppo_ds has no switch for it.
+          computed   the system's test contains no numbers: the results of the tested function were recorded
+          reference  no test of the system covers the function: its results for new inputs were recorded
+Cases under "known" are counted separately: in these, the systems disagree with each other or with the paper,
+and ppo_ds has no option for the system's behaviour.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def decode(x):
     return [decode(v) for v in x] if isinstance(x, list) else x
 
 
-# ---- adapters: each returns a dict of the results of ppo_ds ------------------------------------------------
+# ---- adapters: each returns the results of ppo_ds as a dict ------------------------------------------------
 
 ADAPTERS = {}
 
@@ -77,7 +77,7 @@ def whole(x: T) -> T:
 
 
 def rows(x: T) -> T:
-    """Returns a tensor without rows as a single row."""
+    """Returns a one-dimensional tensor as a matrix with one row."""
     return x if x.dim() > 1 else x[None]
 
 
@@ -107,7 +107,7 @@ def whiten(x, mask=None, shift_mean=True, unbiased=True, eps=1e-8):
 
 @adapter
 def whiten_ranks(parts, masks, unbiased=True):
-    """Runs the ranks one after the other; a first pass computes the sums over ranks."""
+    """Whitens on simulated ranks, one after the other; passes before it compute the sums over ranks."""
     sums = [torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
     for k in range(2):
         for x, m in zip(parts, masks, strict=True):
@@ -146,7 +146,7 @@ def normalize_groups(x, mask, size, mode="batch", unbiased=False):
 
 @adapter
 def std_ratio(x, mask):
-    """Returns the factor by which the biased variance increases the deviation."""
+    """Returns how much larger the standard deviation is if the biased variance is used for normalizing."""
     a, b = (adv.normalize_advantages(x, mask, "batch", unbiased=u) for u in (False, True))
     return {"ratio": a.std() / b.std()}
 
@@ -241,7 +241,7 @@ def group(scores, groups, baseline, eps=1e-6, lengths=None, singleton="error", m
 
 @adapter
 def group_valid(scores, groups, baseline, valid, singleton="zero"):
-    """Computes on valid rows only: ppo_ds has no mask of samples, so the others are left out."""
+    """Computes the baselines of the valid rows; the other rows are removed, since ppo_ds cannot mask rows."""
     i = valid.bool().nonzero()[:, 0]
     a = adv.group_advantages(scores[i], groups[i], baseline, singleton=singleton)
     return {"baseline": scores[i] - a}
@@ -302,7 +302,7 @@ def aggregate(loss, mask, mode, totals=None, scale=1.0):
 
 @adapter
 def aggregate_parts(loss, mask, mode, rows_per_part, dp_size=1, norm=None):
-    """Aggregates micro-batches or ranks (their sum, or mean over ranks), and the whole at once."""
+    """Aggregates the loss of each micro-batch or rank, and combines the parts into the loss of the whole."""
     whole_totals = losses.batch_totals(list(mask.split(rows_per_part)), norm=norm, dp_size=dp_size)
     parts = torch.stack(
         [
@@ -335,7 +335,7 @@ def policy(
     is_high=None,
     **how,
 ):
-    """Computes the loss, its gradient and the metrics, each of these as a mean."""
+    """Computes the loss, its gradient and the mean of each metric."""
     logprobs, old, advantages = rows(logprobs), rows(old), rows(advantages)
     mask = whole(logprobs) if mask is None else rows(mask)
     if is_kind is not None:
@@ -400,7 +400,7 @@ def policy_tokens(logprobs, old, advantages, mask=None, weights=None, **how):
 
 @adapter
 def on_policy(logprobs, advantages, mask=None, **how):
-    """Takes one optimizer step for the rollout: the old policy is the current one, as in ppo/losses.py."""
+    """Computes the loss with the current policy as the old one, as ppo/losses.py does for a single step."""
     return policy(logprobs, logprobs.detach(), advantages, mask, **how)
 
 
@@ -452,7 +452,7 @@ def value_parts(values, old, returns, mask, rows_per_part, dp_size=1, norm=None,
 
 @adapter
 def order(first, second):
-    """Checks that the first of two losses is the smaller."""
+    """Checks that the first of two losses is smaller than the second."""
     a, b = (ADAPTERS[name](**args)["loss"] for name, args in (first, second))
     return {"smaller": (a < b).float()}
 
@@ -566,7 +566,7 @@ def token_rewards(scores, mask, kl=None, kl_coef=0.0, clip=None, place="last_tok
 
 @adapter
 def running(batches):
-    """Computes running statistics with n - 1 in the divisor, as trlx has it; ppo_ds divides by n."""
+    """Computes running statistics with the divisor n - 1, which trlx uses; ppo_ds divides by n."""
     m = RunningMoments()
     for b in batches:
         m.update(b)
@@ -578,7 +578,7 @@ def running(batches):
 
 
 class Ids:
-    """Tokenizes texts that are ids separated by blanks."""
+    """Tokenizes texts that consist of ids separated by spaces."""
 
     def encode_many(self, texts, special_tokens=False):
         return [[int(i) for i in t.split()] for t in texts]
@@ -623,7 +623,7 @@ def regex(texts, pattern, full=False):
 
 @adapter
 def algorithm(kind, rewards, mask, scores, group_size, gamma=1.0):
-    """Estimates advantages from the rewards of all tokens, with an entry of the table of estimators."""
+    """Estimates advantages from token rewards with the estimator ``kind`` of ADVANTAGE_ESTIMATORS."""
     entry = registry.ADVANTAGE_ESTIMATORS[kind]
     own = {"group_size": group_size} if entry.needs_group else {"gamma": gamma}
     estimate = estimators.estimate_by_group if entry.needs_group else estimators.estimate_by_token
@@ -657,7 +657,7 @@ RENAMED = {"algo.correction": "algo.rollout_is", "algo.policy.kind": "algo.polic
 
 @adapter
 def config(keys):
-    """Returns whether a run may have these keys; errors about other keys are ignored."""
+    """Checks that a config may have these keys; errors about other keys are ignored."""
     from ppo_ds.config.validation import validated
     from ppo_ds.errors import UserError
 
@@ -682,7 +682,7 @@ def config(keys):
 
 
 def compare(case):
-    """Returns None where ppo_ds agrees, else the description of its result."""
+    """Returns None if ppo_ds agrees with a case, otherwise a description of the difference."""
     try:
         got = ADAPTERS[case["adapter"]](**decode(case["args"]))
     except Exception as error:  # noqa: BLE001

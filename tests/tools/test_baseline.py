@@ -1,4 +1,4 @@
-"""Tests that the recorder of numbers finds every kind of difference between two recordings."""
+"""Tests that baseline.py finds every kind of difference between two recordings."""
 
 from __future__ import annotations
 

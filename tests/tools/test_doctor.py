@@ -49,7 +49,7 @@ from tests.config.commands import MINIMAL, compose
 WORKER = Path(__file__).with_name("memory_worker.py")
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
-# 1000 numbers, 100 of them the head's, in two layers
+# two layers and 1000 parameters, of which the head has 100
 SMALL = Shape(1000, 1000, 100, 100, 100, False, 20, 2, 5, 12, True, 2, 4, 2)
 BIG = Shape(10**9, 10**9, 10**8, 10**8, 10**8, False, 10**5, 10, 1000, 4000, True, 10, 1000, 1000)
 ADAPTED = Shape(1100, 100, 10, 100, 100, False, 20, 2, 5, 12, True, 2, 4, 2)
@@ -59,20 +59,20 @@ def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, 
     return trained_engine(shape, stage=stage, each=each, scaled=False, ranks=ranks, bucket=400, **more)
 
 
-# Fp32 master weights, two moments and fp32 gradients take 4 bytes per number, a quarter of them on each of
-# four ranks: 1000, 2000 and 1000 bytes.
+# Master weights, each of the two moments, and gradients take 4 bytes per parameter in fp32. With a quarter of
+# them, each of four ranks has 1000 bytes of master weights, 2000 of moments and 1000 of gradients.
 @pytest.mark.parametrize(
     ("found", "weights", "masters", "moments", "buffers", "update", "host"),
     [
         (engine(stage=0, each=4), 4000, 0, 8000, 0, 4000, 0),
-        (engine(stage=0), 2000, 1000, 2000, 4000, 0, 0),  # runs as stage 1
+        (engine(stage=0), 2000, 1000, 2000, 4000, 0, 0),  # the same as stage 1
         (engine(stage=1), 2000, 1000, 2000, 4000, 0, 0),  # all gradients in fp32, always allocated
         (engine(stage=1, each=4), 4000, 1000, 2000, 0, 4000 + 4 * 400, 0),  # all gradients, and a bucket
         (engine(stage=2), 2000, 1000, 2000, 0, 1000 + 2 * 400, 0),
         (engine(stage=3), 500, 1000, 2000, 1000 + 2 * 400, 0, 0),
         (engine(stage=3, each=4), 1000, 1000, 2000, 1000 + 4 * 400, 0, 0),
-        # offloaded: besides master weights and moments, the gradients in fp32 and the new weights in 16 bits;
-        # one tensor stays on the device
+        # Offloaded: the host has master weights and moments, the gradients in fp32 and the new weights in 16
+        # bits; the device has a buffer for one tensor.
         (engine(stage=2, offload_optimizer=True), 2000, 0, 0, 200, 2 * 400, 3000 + 1000 + 500),
         (
             engine(stage=3, offload_optimizer=True, offload_params=True),
@@ -83,7 +83,7 @@ def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, 
             0,
             3000 + 1000 + 500 + 500,
         ),
-        # a CPU has one memory
+        # on a CPU, offloaded states are in the same memory
         (
             engine(stage=2, offload_optimizer=True, separate_host=False),
             2000,
@@ -93,7 +93,7 @@ def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, 
             1000 + 2 * 400,
             0,
         ),
-        # adapters: all weights in 16 bits, states of a tenth
+        # adapters: 1100 weights, of which 100 are trained and have gradients and optimizer states
         (engine(ADAPTED, stage=0, each=4), 4400, 0, 800, 0, 400, 0),
         (engine(ADAPTED, stage=2), 2200, 100, 200, 0, 100 + 2 * 400, 0),
         (engine(ADAPTED, stage=3), 550, 100, 200, 100 + 2 * 400, 0, 0),
@@ -115,8 +115,10 @@ def test_engine_memory_by_zero_stage(
 
 
 def test_static_decode_bytes_by_hand() -> None:
-    assert kv_cache_bytes(SMALL, 10, 2) == 10 * 2 * 2 * 2 * 2  # keys and values of 2 numbers in 2 layers
-    # 3 rows of 8: the cache and 20 logits of each row in bf16 and three times in fp32
+    assert (
+        kv_cache_bytes(SMALL, 10, 2) == 10 * 2 * 2 * 2 * 2
+    )  # 10 tokens, 2 layers, key and value, 2 numbers of 2 bytes
+    # 3 rows of 8 tokens: the cache, and 20 logits of each row, once in bf16 and three times in fp32
     assert (
         static_decode_bytes(SMALL, tokens=24, length=8, rows=3, prefill=4, waiting=False, each=2)
         == 24 * 16 + 3 * 20 * 14
@@ -195,8 +197,8 @@ def test_generation_memory_of_a_sharded_actor() -> None:
     for how in ("whole", "layers"):
         config = plan("actor.zero.stage=3", f"actor.zero.generation_gather={how}")
         found[how] = estimate(config, Models(BIG, None, None, {}, 0), GPU)
-    # two bytes for each of 10**9; or for 50 million prefetched and 100 million of the largest tensor, both
-    # twice while they are assembled
+    # whole: 2 bytes for each of 10**9 weights. layers: 2 bytes for each of 50 million prefetched weights and
+    # of the 100 million in the largest tensor, all counted twice while they are assembled.
     assert found["whole"].phases["generate"] - found["layers"].phases["generate"] == 2 * 10**9 - 2 * 2 * (
         50_000_000 + 10**8
     )
@@ -208,7 +210,8 @@ def test_a_cpu_holds_only_the_written_part_of_a_bucket() -> None:
         config = plan(*arguments)
         return estimate(config, models(config), place).engines
 
-    # DeepSpeed allocates 500 million numbers in bf16; a thousand gradients are written to them
+    # DeepSpeed allocates a bucket of 500 million numbers in bf16. Only a thousand gradients are written to
+    # it, and a CPU uses memory only for the written part.
     for stage, ours in ((2, lambda e: e.bucket), (3, lambda e: e.buffers - 4 * 250)):
         arguments = [f"{role}.zero.stage={stage}" for role in ("actor", "critic")]
         assert {ours(e) for e in engines(GPU, *arguments).values()} == {2 * 500_000_000}
@@ -230,7 +233,7 @@ def test_suggestions_name_keys_and_their_effect() -> None:
         return estimate(config, asked, GPU)
 
     peak = estimated(config).peak
-    # two engines of 2 + (4 + 8) / 4 GB each and the reference's 2
+    # two engines with 2 + (4 + 8) / 4 GB each, and a reference with 2 GB
     assert 12e9 < peak < 40e9
     alone, together, left = suggest_reductions(config, estimated, int(0.7 * peak))
     assert left <= 0.7 * peak and left == estimated(with_settings(config, together)).peak
@@ -239,8 +242,8 @@ def test_suggestions_name_keys_and_their_effect() -> None:
     assert [("actor.zero.offload_optimizer", True), ("critic.zero.offload_optimizer", True)] in [
         settings for settings, _ in alone
     ]
-    # 1024 rows of 64 tokens on each rank are all that a forward can get; the phase with the largest peak has
-    # no memory for more
+    # With much memory, the budget is limited by the 1024 rows of 64 tokens on each rank. With no more memory
+    # than the peak, the budget of the phase with the largest peak cannot grow.
     assert dict(suggest_larger_budgets(config, estimated, 10 * peak))["memory.train_tokens"] == 1024 * 64
     assert "memory.train_tokens" not in dict(suggest_larger_budgets(config, estimated, peak))
 
@@ -253,11 +256,11 @@ def test_each_setting_of_a_combination_reduces_the_peak() -> None:
     def peak(settings: list[tuple[str, object]]) -> int:
         return estimate(with_settings(config, settings), asked, GPU).peak
 
-    # out of reach: all settings that help
+    # a peak of 1 byte is impossible, so all settings that help are suggested
     _, together, left = suggest_reductions(config, lambda config: estimate(config, asked, GPU), 1)
     assert left == peak(together) and len(together) > 4
-    # Gradient checkpointing is suggested early, and brings nothing once updates have few tokens; settings
-    # that need a ZeRO stage cannot be removed without it.
+    # Gradient checkpointing is added early, and dropped because it saves nothing once updates have few
+    # tokens. A ZeRO stage may be kept although it saves nothing itself, since other settings need it.
     assert not [key for key, _ in together if key.endswith("gradient_checkpointing")]
     for key, _ in together:
         assert (
@@ -276,7 +279,7 @@ def test_nested_keys_can_be_set() -> None:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes a model and its reward model of 27 and 23 million parameters, prompts, and a reward function."""
+    """Makes a model of 27 million parameters, a reward model of 23 million, prompts and a reward function."""
     folder = tmp_path_factory.mktemp("doctor")
     words = [f"w{i}" for i in range(8000)]
     tokenizer = tiny.character_tokenizer("abcdefgh ")
@@ -325,10 +328,10 @@ def test_a_run_that_fits(start: Path, capsys: pytest.CaptureFixture[str]) -> Non
         capsys, *arguments(start, "actor.lora.rank=4", "critic.init=actor"), "--gpus", "2", "--gpu-mem", "80"
     )
     assert code == 0, said
-    # 6 layers x (q, o: 1024 each; k, v: 768 each; gate, up, down: 1920 each) x 4
+    # 6 layers x (inputs + outputs of q, o: 1024 each; k, v: 768 each; gate, up, down: 1920 each) x rank 4
     adapters = 6 * (2 * 1024 + 2 * 768 + 3 * 1920) * 4
     assert f"{adapters / 1e6:.1f} M of them trained" in said
-    assert "reference" not in said.split("resident")[1]  # the actor without its adapters
+    assert "reference" not in said.split("resident")[1]  # it is the actor without adapters
     for text in (
         "16 prompts x 1 = 16 samples per step, 8 per rank",
         "the longest has 64 tokens",
@@ -383,7 +386,7 @@ def test_all_errors_are_reported_together(start: Path, capsys: pytest.CaptureFix
     # an error in the config ends the doctor before other checks
     assert code == 2 and "no such folder" in said
     code, said = diagnosis(capsys, *arguments(start, f"data.path={start}/bad.jsonl"), "--gpus", "1")
-    # the other findings are present
+    # the doctor still reports its other findings
     assert code == 1 and f"error: {start}/bad.jsonl:2: " in said and "update_actor" in said
 
 
@@ -480,8 +483,8 @@ def test_model_shapes_equal_the_loaded_model(start: Path) -> None:
         ModelConfig(path=f"{start}/model"), classifier=False, trained=True, key="actor.model.path"
     )
     assert planned == shape_of(LlamaForCausalLM.from_pretrained(start / "model"))
-    # embedding and head 8000 x 512; a layer: q, o 512 x 512, k, v 512 x 256, three of 512 x 1408, two norms;
-    # the last norm
+    # Embedding and head: 8000 x 512 each. Each of 6 layers: q and o with 512 x 512, k and v with 512 x 256,
+    # three matrices of 512 x 1408, and two norms. Finally the last norm.
     assert (
         planned.parameters
         == 2 * 8000 * 512 + 6 * (2 * 512**2 + 2 * 512 * 256 + 3 * 512 * 1408 + 2 * 512) + 512

@@ -100,7 +100,7 @@ for name, config in configs.items():
             policy, rows = Policy(lm, 1.0), minibatch()
             for packed in sorted({False, may_pack(lm, "auto", CUDA)}):
                 policy.packed = packed
-                for _ in range(2):  # the first pass finds out how the model uses its head
+                for _ in range(2):  # the first pass detects how the model uses its head
                     mode.clear()
                     policy_loss(policy, rows).backward()
                 kernels = {op: n for op, n in mode.ops.items() if "attention" in op or "varlen" in op}

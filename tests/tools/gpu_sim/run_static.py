@@ -76,7 +76,7 @@ class SimulatedRecorder:
 
 
 def mostly_unfinished():
-    """Answers the host's check of whether all rows have ended: true at every eighth check."""
+    """Makes the flags of unfinished rows that the host reads: all True, and all False at each eighth read."""
     looks = 0
 
     def answer(shape, dtype):

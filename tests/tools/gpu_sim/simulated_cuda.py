@@ -7,9 +7,10 @@ CPU tensors stay real. Import this module before torch. ``with fake_cuda() as mo
     mode.uploads  copies from the host to the device
     mode.ops      operations on the device
 
-It sees no kernels, streams, allocator, NCCL, numerics or DeepSpeed engine. The stub of the device is compiled
-from guard.cpp, in the folder that the environment variable GPU_SIM names (../shared/gpu_sim beside the
-repository unless set). Without guard.cpp or g++, a script that imports this module reports it and exits.
+Kernels, streams, the allocator, NCCL, numerics and the DeepSpeed engine are not simulated. The stub of the
+device is compiled from guard.cpp, which is in the folder that the environment variable GPU_SIM names (by
+default ../shared/gpu_sim, seen from the repository). If guard.cpp or g++ is missing, a script that imports
+this module prints the reason and exits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SOURCE = Path(os.environ.get("GPU_SIM", ROOT.parent / "shared" / "gpu_sim")) / "guard.cpp"
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "TRANSFORMERS_VERBOSITY": "error"}
 sys.path.insert(0, str(ROOT))
-SIZES = dict(  # of the tiny models that the scripts run
+SIZES = dict(  # sizes of the tiny models that the scripts run
     vocab_size=512,
     hidden_size=64,
     intermediate_size=128,
@@ -81,7 +82,7 @@ aten = torch.ops.aten
 
 
 def where() -> str:
-    """Returns the innermost line of ppo_ds, transformers or a script of this folder."""
+    """Returns the innermost line on the stack that is in ppo_ds, transformers or a script of this folder."""
     for frame in reversed(traceback.extract_stack()):
         name = os.path.basename(frame.filename)
         ours = any(part in frame.filename for part in ("/ppo_ds/", "/transformers/")) or name.startswith(
@@ -93,7 +94,7 @@ def where() -> str:
 
 
 class FakeCuda(TorchDispatchMode):
-    """Simulates the device; the host reads ``answer(shape, dtype)`` from it, by default zeros."""
+    """Simulates the device. Tensors that the host reads from it are ``answer(shape, dtype)``, else zeros."""
 
     def __init__(self, answer=None):
         super().__init__()
@@ -137,7 +138,7 @@ class FakeCuda(TorchDispatchMode):
             if not isinstance(s, FakeTensor) or s.device.type == "cpu":
                 self._note(self.uploads, "copy_ H2D", s)
         self.ops[name] += 1
-        # tensors of two devices: real CPU tensors with dimensions beside simulated ones
+        # An operation on simulated tensors must not have real CPU tensors with dimensions among its inputs.
         if on and func not in (aten.copy_.default,):
             cpu = [x for x in leaves if x.device.type == "cpu" and x.dim() > 0]
             zero = [x for x in leaves if x.device.type == "cpu" and x.dim() == 0]
@@ -182,12 +183,12 @@ def fake_cuda(answer=None):
         torch.Tensor.pin_memory, torch.tensor = pin, make
 
 
-failed: list[str] = []  # the cases that ``reported`` has seen fail
+failed: list[str] = []  # the failed cases, which ``reported`` adds
 
 
 @contextlib.contextmanager
 def reported(case: str) -> Iterator[None]:
-    """Prints the error of a case, so that the script continues with the others; see ``failed``."""
+    """Prints the error of a case and adds the case to ``failed``, so that the script can continue."""
     try:
         yield
     except Exception as error:
