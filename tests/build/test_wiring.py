@@ -247,7 +247,7 @@ BOUNDS = ("algo.kl.target=3", "algo.kl.min_coef=0.01", "algo.kl.max_coef=0.9")
     ],
 )
 def test_controllers_change_the_coefficient_within_its_bounds(switches, up, down):
-    """The coefficient starts at 0.05. A KL of 7 exceeds twice the target, and a KL of 1 is below half of it."""
+    """The coefficient starts at 0.05. A KL of 7 exceeds twice the target; a KL of 1 is below half of it."""
     for current, factor, bound in ((7.0, up, 0.9), (1.0, down, 0.01)):
         controller = kl_controller(composed("standard", *switches, *BOUNDS))
         controller.update(current, 100)
