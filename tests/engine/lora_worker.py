@@ -115,7 +115,7 @@ def train(model: TrainedModel, steps: range) -> list[StepInfo]:
 
 
 def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
-    """Returns whether two states are bit-identical, and True on ranks that have none."""
+    """Returns whether two states are bit-identical, and True on ranks without states."""
     return (
         a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
     )

@@ -180,7 +180,7 @@ def test_every_stage_and_number_of_ranks_trains_like_plain_torch(
 def test_the_head_of_a_critic_has_its_own_learning_rate(found: dict[str, Case], stage: int) -> None:
     """Adam's first step is the learning rate.
 
-    B has no gradient while the head is 0, so its first gradient is that of the second step, which moves it by
+    B has no gradient while the head is 0, so its first gradient is in the second step, which moves it by
 
     m / sqrt(v) = (0.1 / (1 - 0.9^2)) / sqrt(0.05 / (1 - 0.95^2)) = 0.735 times the learning rate.
     """

@@ -25,7 +25,7 @@ from ppo_ds.training.run import Run
 from tests.invariant import invariant_assets
 
 HANG = 240  # seconds after which a hanging case prints its stacks and exits
-SAVED = 2  # the step whose checkpoint the other number of ranks loads
+SAVED = 2  # the step whose checkpoint is loaded with another number of ranks
 Tree = dict[str, Any]
 
 ADAPTED = {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}

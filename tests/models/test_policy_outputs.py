@@ -49,7 +49,7 @@ def batch():
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_the_balance_loss_of_a_mixture_of_experts(batch, family):
-    """The balance loss is that of the Switch Transformer, over the attended tokens of all layers.
+    """The balance loss is the Switch Transformer's, over the attended tokens of all layers.
 
     It is the number of experts times the sum over experts of the product of the share of tokens routed to the
     expert and its mean probability.

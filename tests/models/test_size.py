@@ -1,4 +1,4 @@
-"""Tests model sizes, among them the one whose FLOPs tests/ops/test_flops.py computes by hand."""
+"""Tests model sizes, including the model whose FLOPs tests/ops/test_flops.py computes by hand."""
 
 import pytest
 import torch

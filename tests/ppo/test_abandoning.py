@@ -117,7 +117,7 @@ def test_a_started_update_is_finished(loop):
 
 
 def cut_short(loop, **plan):
-    """Returns a run that was interrupted in the evaluation after step 2, and its checkpoint."""
+    """Returns a run that was interrupted in the evaluation after step 2, and its actions."""
     run, events = loop(
         stop=(None, None, "signal"),
         scores=[0.1, 0.2],

@@ -76,7 +76,7 @@ def test_by_hand(experience):
             "parity/logp_abs_diff_max": 0.75,
             "value/pred_mean": 1.5,
             "value/return_mean": 1.0,
-            "value/return_std": math.sqrt(6 / 10),  # returns: three 0, four 1, three 2
+            "value/return_std": math.sqrt(6 / 10),  # ten returns: 0 three times, 1 four times, 2 three times
             "rollout/prompt_len_mean": 1.5,
             "rollout/resp_len_mean": 2.5,
             "rollout/resp_len_max": 3.0,

@@ -53,7 +53,7 @@ def test_the_weights_after_all_steps_are_those_of_the_loop_by_hand(world, rows, 
     assert seen["policy/clipfrac"] > 0 and (seen["policy/clipfrac_low"] > 0) == (objective == "asymmetric")
     assert (seen["value/clipfrac"] > 0) == (objective != "value")
     before = TinyPolicy(V, 1)
-    assert (actor.module.head - before.head).abs().max() > 1e-3  # the comparison is not of unchanged weights
+    assert (actor.module.head - before.head).abs().max() > 1e-3  # the weights must have changed
 
 
 @pytest.mark.parametrize("objective", ["plain", "kl", "sequence_mean", "sum_norm"])

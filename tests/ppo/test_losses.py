@@ -217,7 +217,7 @@ def test_the_gradient_of_each_estimator(micro, estimator, slopes):
 def test_the_balance_loss_of_a_forward_counts_by_its_tokens(micro):
     """This forward has 3 of the step's 12 tokens.
 
-    Gradients are averaged over 2 ranks, so the factor of the balance loss 4 is 0.1 * 3 / 12 * 2.
+    Gradients are averaged over 2 ranks, so the balance loss of 4 contributes 0.1 * 4 * 3 / 12 * 2.
     """
     totals = batch_totals([torch.ones(3, 4)], dp_size=2)
     out = PolicyOutput(

@@ -2,7 +2,7 @@
 
 The presets are read from their YAML files and run by the trainer's own ExperienceMaker and Learner. The
 trainer works in float32 and in micro-batches, and the goldens are float64, so the relative and absolute
-tolerances are 2e-5 (preset_runs.close). Every output of a golden file is compared, except those of
+tolerances are 2e-5 (preset_runs.close). Every output of a golden file is compared, except those in
 NOT_OFFERED. Where a preset departs from its system on purpose, ``expected`` corrects this one term of the
 golden by hand.
 Responses as single actions and groups are tested in test_preset_goldens_of_answers.py.

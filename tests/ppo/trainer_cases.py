@@ -110,7 +110,7 @@ def context(world, stop, run_dir=Path("run"), max_skips=2):
 def stand_ins(world, tokenizer, monkeypatch):
     """Returns a function that builds a run from stand-ins, and returns the run and the list of its actions.
 
-    ``scores`` are those of each held-out evaluation, starting with the one before the training. ``ema`` and
+    ``scores`` has the score of each held-out evaluation, from the one before the training on. ``ema`` and
     ``lagged`` tell whether the run has such weights. ``algo`` are keys of the command line.
     """
 

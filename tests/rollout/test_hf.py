@@ -470,7 +470,7 @@ def test_rows_are_grouped_by_what_they_may_cost(batch, sampling, tokenizer):
         lambda: lm, tokenizer=tokenizer([chr(97 + i) for i in range(V - 3)]), token_budget=14
     )
     generator(replace(batch, limits=torch.tensor([1, 8, 2, 1, 1, 1])), sampling(8))
-    # the totals are 2, 14, 5, 7, 3, 5. Row 1 is a group of its own. Rows 3 and 2 would cost 2 x (6 + 2) = 16,
+    # the totals are 2, 14, 5, 7, 3, 5. Row 1 is a separate group. Rows 3 and 2 would cost 2 x (6 + 2) = 16,
     # so row 3 is a group too; rows 2 and 5 cost 2 x (4 + 2) = 12; rows 4 and 0 remain
     assert shapes == [(1, 6, 8), (1, 6, 1), (2, 4, 2), (2, 2, 1)]
 

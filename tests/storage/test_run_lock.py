@@ -215,7 +215,7 @@ def test_the_lock_of_a_killed_process_is_taken(tmp_path: Path, started: list[sub
 def test_a_stale_lock_that_may_not_be_written_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as that of a killed run of root in the directory of another user."""
+    """For example, a killed run of root left it in the directory of another user."""
     (tmp_path / NAME).write_text(json.dumps({"token": "x", "machine": machine_id(), "pid": 2**22 + 1}))
 
     def guarded(path: Any, flags: int, *mode: int) -> int:
