@@ -139,7 +139,7 @@ def report(error: BaseException, watch: Watchdog) -> int:
     """Prints the error, unless another rank has failed before, and returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code: ExitCode = 130 if isinstance(error, KeyboardInterrupt) else 1
-    # the message of these is complete without a traceback
+    # the messages of these errors are complete without a traceback
     explained = isinstance(error, RunError | KeyboardInterrupt)
     message = "interrupted" if isinstance(error, KeyboardInterrupt) else error
     line = "; ".join((f"error: {message}", *getattr(error, "__notes__", ())))
@@ -197,7 +197,7 @@ def prepare_environment(verbose: bool) -> None:
 if __name__ == "__main__":
     try:
         code = main(sys.argv[1:])
-    except KeyboardInterrupt:  # while the libraries are imported
+    except KeyboardInterrupt:  # Ctrl-C while the libraries are imported
         write_line("error: interrupted")
         code = 130
-    exit_now(code)  # the destructors of the libraries take longer than checking a config
+    exit_now(code)  # skips the libraries' destructors, which take longer than a config check

@@ -37,7 +37,7 @@ class AdvantageEstimatorEntry(Entry):
 
     needs_critic: bool = field(default=False, kw_only=True)
     needs_group: bool = field(default=False, kw_only=True)  # two or more responses per prompt
-    divides_by_std: bool = field(default=False, kw_only=True)  # so whitening divides a second time
+    divides_by_std: bool = field(default=False, kw_only=True)  # whitening would divide a second time
 
     @property
     def action_levels(self) -> tuple[str, ...]:
@@ -91,7 +91,8 @@ class DecodeBackendEntry(Entry):
     # Dotted name of a function (model, number of tokens of the longest sequence) that returns the reason why
     # the backend cannot decode the model, or None. Without a function the backend decodes every model.
     refusal: str | None = field(default=None, kw_only=True)
-    in_auto: bool = field(default=False, kw_only=True)  # set once measured to be faster than the rest
+    # True once the backend was measured to be faster than the backends below it in the table
+    in_auto: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.storage.drafts import fsync, remove_drafts, write_file
 from ppo_ds.storage.run_directory import check_run_directory
 
-# Files and folders that belong to the steps done so far.
+# Files and folders that belong to the steps run so far.
 RECORD = (
     "config.yaml",
     "metrics.jsonl",
@@ -77,7 +77,7 @@ def names_to_move(run_dir: Path, now: Settings, start: Path | None, restart: boo
         names = []
     elif start is None and before is not None and not changes(before, now):
         names = []
-    else:  # with checkpoints, which the new run would take for its own and delete
+    else:  # the checkpoints are moved too, since the new run would treat them as its own and delete them
         names = [*RECORD, "checkpoints"]
     return [name for name in names if (run_dir / name).exists()]
 

@@ -1,5 +1,6 @@
-"""Defines the config of a run. The modules in sections/ define each key once, with type, range, default and
-description.
+"""Defines the config of a run.
+
+The modules in sections/ define each key once, with type, range, default and description.
 
 `from_tree` makes a Config from a plain nested dict, `inherit` fills in the keys whose values follow from
 other keys, and `resolved` returns the nested dict that config.yaml shows. Each open part (`reward`,
@@ -207,7 +208,7 @@ def has_critic(config: Config) -> bool:
 
 
 def reference_is_base(config: Config) -> bool:
-    """Returns whether the reference is the actor without its adapters, so that it needs no own weights."""
+    """Returns whether the reference is the actor without its adapters, so that it loads no weights."""
     actor, reference = config.actor.model, config.reference.model
     alike = ("path", "revision", "dtype", "attn_implementation")
     return config.actor.lora.rank > 0 and all(

@@ -29,7 +29,7 @@ _KEY = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 @dataclass(frozen=True)
 class Part:
-    """A callable with checked arguments that still lacks its services."""
+    """A callable with its checked arguments, to be called once the services are available."""
 
     target: Callable[..., Any]
     arguments: dict[str, Any]

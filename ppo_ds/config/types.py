@@ -49,8 +49,9 @@ def refuse(message: str, *, whole_line: bool = False) -> NoReturn:
 
 @dataclass(frozen=True)
 class Must:
-    """Accepts the values for which ``accepts`` is true, used as ``Annotated[str, Must(accepts, "a
-    name")]``.
+    """Accepts the values for which ``accepts`` returns True.
+
+    It is used as ``Annotated[str, Must(accepts, "a name")]``.
     """
 
     accepts: Callable[[Any], bool]

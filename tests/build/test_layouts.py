@@ -103,7 +103,7 @@ def test_on_a_gpu_packing_without_a_kernel_is_reported(gpu):
 
 @pytest.mark.parametrize("layout", ["auto", "packed"])
 def test_layers_without_sequence_boundaries_are_detected(gpu, layout):
-    """Nemotron's layers drop these arguments, although the class declares its attention replaceable."""
+    """Nemotron's layers drop the boundaries, although the class declares its attention replaceable."""
     actor = Role(NEMOTRON, **gpu)
     reason = "NemotronAttention does not receive the ends of the sequences in a packed row"
     assert chosen(layout, actor) == [

@@ -31,7 +31,7 @@ ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "cd", "answer": "2"}]
 
 @pytest.fixture
 def folder(tmp_path):
-    """Makes a model folder with a config.json, a tokenizer and, under the given names, empty weights."""
+    """Makes a model folder with a config.json, a tokenizer and one-element weights with the given names."""
 
     def make(name: str, template: str | None = None, weights: tuple[str, ...] = (), **config: Any) -> str:
         tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz")
@@ -283,7 +283,7 @@ def test_a_function_is_imported_once(check, tmp_path):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_functions_are_checked_although_data_and_models_are_still_to_be_prepared(nested, tmp_path):
-    """The record of an earlier run is moved only after this check."""
+    """The record of an earlier run is moved only after the reward functions are checked."""
     path = f"{tmp_path}/no.py:score"
     reward = ["reward=function", f"reward.path={path}"]
     if nested:

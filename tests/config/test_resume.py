@@ -343,7 +343,7 @@ def test_who_goes_on_from_another_runs_checkpoint_does_not(tmp_path: Path) -> No
 
 
 def test_checkpoints_that_are_not_continued_are_moved_with_their_record(tmp_path: Path) -> None:
-    """The new run would take them for its own otherwise, and delete them after its next save."""
+    """Otherwise the new run would treat the checkpoints as its own and delete them after its next save."""
     checkpointed(tmp_path)
     start = tmp_path / "earlier_1" / "checkpoints" / "step_000001"
     opened(tmp_path, start=start)

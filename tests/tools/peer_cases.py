@@ -107,7 +107,7 @@ def whiten(x, mask=None, shift_mean=True, unbiased=True, eps=1e-8):
 
 @adapter
 def whiten_ranks(parts, masks, unbiased=True):
-    """Whitens on simulated ranks, one after the other; passes before it compute the sums over ranks."""
+    """Whitens on simulated ranks, one after the other, once two passes have computed the sums over ranks."""
     sums = [torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
     for k in range(2):
         for x, m in zip(parts, masks, strict=True):

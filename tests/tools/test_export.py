@@ -97,7 +97,7 @@ def test_the_exported_weights_are_the_rounded_masters(run_dir: Path, tmp_path: P
 
 
 def test_export_of_a_run_that_a_restart_has_moved(run_dir: Path, tmp_path: Path) -> None:
-    """What `prepare` made stays in the run directory."""
+    """The folder that `prepare` made stays in the run directory."""
     (run_dir / "earlier_1").mkdir()
     (run_dir / "checkpoints").rename(run_dir / "earlier_1" / "checkpoints")
     assert export.main([str(run_dir / "earlier_1"), str(tmp_path / "out")]) == 0

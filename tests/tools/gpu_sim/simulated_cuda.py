@@ -94,7 +94,7 @@ def where() -> str:
 
 
 class FakeCuda(TorchDispatchMode):
-    """Simulates the device. Tensors that the host reads from it are ``answer(shape, dtype)``, else zeros."""
+    """Simulates the device. The host reads ``answer(shape, dtype)`` from it, or zeros without ``answer``."""
 
     def __init__(self, answer=None):
         super().__init__()
