@@ -86,7 +86,7 @@ def on_rows(forward):
 
 @pytest.mark.parametrize("budget", [1, 16, 25, 10_000])
 def test_scores_stay_with_their_rows_and_positions(world, experience, budget):
-    """The model gives row i, position t 100 * (first prompt token) + (t-th response token).
+    """At row i and position t, the model returns 100 * (first prompt token) + (t-th response token).
 
     Values outside the mask are 0.
     """
@@ -110,7 +110,7 @@ def test_scores_stay_with_their_rows_and_positions(world, experience, budget):
 
 @pytest.mark.parametrize("budget", [1, 25, 10_000])
 def test_states_of_a_row_are_one_more_than_its_tokens(world, experience, budget):
-    """The model gives state t of row i the value 100 * (prompt length) + t.
+    """For state t of row i, the model returns 100 * (prompt length) + t.
 
     Values beyond the state after the last token are 0.
     """

@@ -4,8 +4,7 @@ The presets are read from their YAML files and run by the trainer's own Experien
 trainer works in float32 and in micro-batches, and the goldens are float64, so the relative and absolute
 tolerances are 2e-5 (preset_runs.close). Every output of a golden file is compared, except those in
 NOT_OFFERED. Where a preset departs from its system on purpose, ``expected`` corrects this one term of the
-golden by hand.
-Responses as single actions and groups are tested in test_preset_goldens_of_answers.py.
+golden by hand. Responses as single actions and groups are tested in test_preset_goldens_of_answers.py.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def expected(case, key):
     """Returns the golden's output as the preset should give it."""
     x = case.outputs[key]
     if case.id == "trl" and key.startswith("value_"):
-        return 0.1 * x  # the golden stops before vf_coef
+        return 0.1 * x  # the golden does not include vf_coef
     if case.id == "seed_a_eos_dropped" and key.endswith(("_loss", "_grad")):
         # row 1 has no action: the tutorial's mean includes its 0 among 6 numbers, ours is over 5 numbers
         return 6 / 5 * x

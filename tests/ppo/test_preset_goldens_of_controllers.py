@@ -90,7 +90,7 @@ def test_controllers(world, case, key):
         p["target_seed_b"] if key == "seed_b.threshold" else p["target"],
     )
     assert key == "seed_b.threshold" or kl.horizon == p["horizon"]
-    # seed_b has no bounds, so the coefficient must stay within the preset's bounds
+    # seed_b has no bounds, so its coefficients must lie within the preset's bounds
     assert all(kl.min_coef < x < (kl.max_coef or 1.0) for x in golden)
     assert coefficients(world, config, case.inputs[kls], case.n_steps) == pytest.approx(
         [float(x) for x in golden], rel=1e-12
