@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     try:
         options = parser.parse_args(argv)
         prepare_environment(verbose=False)
-        from ppo_ds.tools.export import export, find_checkpoint  # imports torch and transformers: seconds
+        from ppo_ds.tools.export import export, find_checkpoint  # slow: imports torch and transformers
 
         checkpoint = find_checkpoint(options.source, options.step, options.best)
         if checkpoint.parent.name == "checkpoints":

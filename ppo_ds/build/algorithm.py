@@ -146,7 +146,7 @@ def _whitening(algo: AlgoConfig) -> Whitening:
 
 
 def _all_packed(*models: TrainedModel | FrozenModel | None) -> bool:
-    """Returns whether all models take packed rows, so that forwards are planned without padding."""
+    """Returns whether all models take packed rows. If so, forwards are planned without padding."""
     return all(model.module.packed for model in models if model is not None)
 
 

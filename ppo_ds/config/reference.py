@@ -105,7 +105,10 @@ def _words(hint: Any, metadata: list[Any]) -> str:
 
 
 def help_on(topic: str) -> str:
-    """Describes a key, or a section and its own keys. Raises UserError for any other name."""
+    """Returns the help text of a key, or of a section and its direct keys.
+
+    Raises UserError for any other name.
+    """
     sections = dict(sections_of(Config))
     if topic in sections:
         inner = [name for name in sections if name.startswith(f"{topic}.")]

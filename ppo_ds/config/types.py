@@ -1,6 +1,6 @@
 """Defines the types of config keys, for values that come from YAML.
 
-Numbers are not accepted as bools or bools as numbers. Text accepts integers, and Number accepts numbers
+Bools are not accepted as numbers, nor numbers as bools. Text accepts integers, and Number accepts numbers
 written as text. `read` in reading.py turns pydantic's errors into one line for each problem.
 """
 

@@ -25,7 +25,7 @@ from ppo_ds.engine.gradients import dynamic_loss_scaler
 from ppo_ds.engine.trained import TrainedModel
 
 WEIGHT = "weight"
-PARTS = (WEIGHT, "exp_avg", "exp_avg_sq")  # the names of the moments are torch's
+PARTS = (WEIGHT, "exp_avg", "exp_avg_sq")  # the moments have the names that torch.optim.Adam uses
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 

@@ -73,7 +73,7 @@ def fork_rng(world: World) -> Iterator[None]:
 
 
 def rng_file(directory: Path, rank: int) -> Path:
-    """Returns the file of one rank's states."""
+    """Returns the path of the file with one rank's random states."""
     return directory / f"rng_rank_{rank:05d}.safetensors"
 
 

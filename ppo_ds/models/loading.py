@@ -259,9 +259,9 @@ def refuse_names_of_files_elsewhere(folder: str, key: str) -> None:
 def attention(model: ModelConfig, key: str) -> str | None:
     """Returns transformers' attn_implementation for a model section, or None for transformers' default.
 
-    The default is sdpa, or eager in families without sdpa (DeBERTa), where naming sdpa is an error. Raises
-    UserError for a name that is not built in, because transformers may load code of that name from the Hub,
-    unless the section sets trust_remote_code.
+    The default is sdpa, or eager in families without sdpa (DeBERTa). In these families, setting
+    sdpa explicitly is an error. Raises UserError for a name that is not built in, because transformers may
+    load code of that name from the Hub, unless the section sets trust_remote_code.
     """
     name = model.attn_implementation
     if name not in ATTENTION and not model.trust_remote_code:

@@ -91,7 +91,7 @@ def trained_engine(
         each: Bytes of a weight.
         scaled: Uses loss scaling (fp16).
         bucket: reduce_bucket_size in elements.
-        separate_host: CPU memory is separate from device memory (GPUs); otherwise offloading moves nothing.
+        separate_host: Whether the device has its own memory, as a GPU does. If not, offloading saves nothing.
     """
     share = -(-shape.trained // ranks)
     engine = engine_on_device(shape, stage=stage, each=each, scaled=scaled, ranks=ranks, bucket=bucket)

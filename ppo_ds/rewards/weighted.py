@@ -1,4 +1,7 @@
-"""Rewards that combine others: a weighted sum, and a mix of the scores of a response and its tagged part."""
+"""Rewards that combine others: a weighted sum of rewards, and a mix of two scores from one reward.
+
+The two scores are those of the whole response and of its part inside a tag, such as <answer>.
+"""
 
 from __future__ import annotations
 

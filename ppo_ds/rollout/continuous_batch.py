@@ -142,7 +142,7 @@ class ContinuousBatch:
     def vote(self, more: bool) -> _Vote:
         """Returns STOP if any rank has to stop, else CONTINUE if any rank has ``more`` work, else NONE.
 
-        Both questions share one vote, since each vote costs a collective.
+        Both flags are reduced together, since each reduction costs a collective.
         """
         own = _Vote.CONTINUE if more else _Vote.NONE
         return _Vote(self.max_over_ranks(_Vote.STOP if self.should_stop() else own))

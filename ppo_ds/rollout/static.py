@@ -41,8 +41,8 @@ class StaticGenerator:
         self.lockstep_max = lockstep_max
         self.check_every = check_every
         self.should_stop = should_stop
-        # False in lockstep, where weights are gathered for each forward and have no fixed addresses, and
-        # after a failed recording.
+        # False after a failed CUDA graph capture. Also False in lockstep, where weights are gathered for each
+        # forward and have no fixed addresses.
         self.graphs_work = lockstep_max is None
         self._recorder: Recorder | None = None
 

@@ -18,7 +18,7 @@ from ppo_ds.types import Sequences
 
 @dataclass
 class ReplayedRow:
-    """One row of an optimizer step, replayed by itself."""
+    """Result of replaying a single row of an optimizer step."""
 
     position: int  # position in the minibatch
     rank: int  # the rank that replayed it

@@ -31,7 +31,7 @@ class Abandoned(Exception):
 
 
 class StopRequest:
-    """Stops all ranks after SIGTERM, SIGINT or SIGUSR1 to any of them, and after the end of a launcher.
+    """Stops all ranks when one of them receives SIGTERM, SIGINT or SIGUSR1, or when a launcher exits.
 
     A second Ctrl-C, more than FORWARDING_SECONDS after the first, ends the process at once.
 

@@ -2,9 +2,9 @@
 
     setattr(*injected("loss.actor:rank=1:at=3"))
 
-The argument is a place, then options: ``rank`` (default: all ranks), ``at`` (the first affected visit to the
-place, counted from 1; default 1), ``times`` (the number of affected visits from then on; default 1, 0 means
-unlimited). Places:
+The argument is a place in the code, then options: ``rank`` (default: all ranks), ``at`` (number of
+the visit to the place at which the injection begins; default 1), ``times`` (number of consecutive visits with
+an injection; default 1, 0 means unlimited). Places:
 
     loss.actor  loss.critic    the loss of a micro-batch
     grad.actor  grad.critic    the gradients of a micro-batch, not its loss

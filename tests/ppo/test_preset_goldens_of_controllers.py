@@ -19,7 +19,7 @@ from tests.ppo.trainer_cases import context
 def one_token_answers(kl, n):
     """Makes n responses of one token whose mean KL to the reference is exactly ``kl``.
 
-    Only the first response has a KL. The log-probs are float64, since the thresholds are strict.
+    Only the first response has a nonzero KL. The log-probs are float64, since the thresholds are strict.
     """
     nothing = torch.zeros(n, 1, dtype=torch.float64)
     logprobs = nothing.clone()

@@ -1,7 +1,7 @@
 """Tests that the number of synchronisations with the device does not grow with the number of micro-batches.
 
-Each synchronisation empties the queue of a GPU. In these tests, model outputs and tensors that are moved to
-the device record each time the host reads their values.
+At each synchronisation the GPU runs out of queued kernels and idles. In these tests, model outputs and
+tensors that are moved to the device record each time the host reads their values.
 """
 
 from dataclasses import replace

@@ -83,7 +83,7 @@ PLACES = ["reward, critic from it", "reward, critic auto", "critic", "reference"
 
 
 def write_dump(run, settings):
-    """Writes a dump without weights: the models are built before the weights would be read."""
+    """Writes a dump without weights, which replay would read only after it has built the models."""
     folder = run / "dumps" / "step_000001"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))

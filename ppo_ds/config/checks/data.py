@@ -98,7 +98,7 @@ def looks_local(path: str) -> bool:
 
 
 def is_prepared(path: str, config: Config) -> bool:
-    """Returns whether `prepare` may create a path. A `prepare` with a `dir` only creates paths in it."""
+    """Returns whether `prepare` may create a path. If `prepare` has a `dir`, it creates paths only there."""
     made = (config.prepare or {}).get("dir")
     return config.prepare is not None and (
         not made or Path(path).absolute().is_relative_to(Path(made).absolute())

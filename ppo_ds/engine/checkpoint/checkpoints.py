@@ -1,4 +1,4 @@
-"""Checkpoints of a whole run: one folder for all models and the state of the loop, complete or absent.
+"""Atomic checkpoints of a whole run: one folder holds all models and the state of the training loop.
 
     checkpoints/step_000010/{actor,critic}/...        engine/checkpoint/state.py
                             {ema,lagged}/...          weight copies, if the run keeps them
