@@ -35,7 +35,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """How generation gathers weights, and whether it offloads optimizer states."""
+    """Describes how generation gathers weights, and whether it offloads optimizer states."""
 
     gather_once: bool  # the weights are gathered once per phase; otherwise layer by layer in each forward
     offload_states: bool  # optimizer states are in CPU memory during generation

@@ -82,9 +82,11 @@ def refuse_code_of_others(path: str, revision: str | None, key: str) -> None:
         try:
             file = cached_file(path, name, **_hub_only(path, revision))
             settings = json.loads(Path(file).read_text(encoding="utf-8"))
-            names += [more for more in settings.get("configuration_files", ()) if more not in names]
-        except (OSError, ValueError, RecursionError, AttributeError, TypeError):
+        except (OSError, ValueError, RecursionError):
             continue  # the file is absent, or damaged, which loading the model reports
+        others = settings.get("configuration_files") if isinstance(settings, dict) else None
+        if isinstance(others, list):  # transformers fails on anything else
+            names += [other for other in others if isinstance(other, str) and other not in names]
         for code in _code_references(settings):
             repository, separator, _ = code.rpartition("--")
             if separator and repository != path:

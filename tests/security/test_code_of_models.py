@@ -121,8 +121,10 @@ def test_a_hub_model_cannot_replace_its_weights_by_those_of_a_base_model(
 
 
 @pytest.mark.parametrize("entry", ["other/repo--mine.Tok", ["other/repo--mine.Tok", None]])
-def test_a_trusted_tokenizer_cannot_run_code_of_another_repository(folder, asked, entry):
-    change(folder / "tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": entry})
+@pytest.mark.parametrize("more", [{}, {"configuration_files": None}, {"configuration_files": [5]}])
+def test_a_trusted_tokenizer_cannot_run_code_of_another_repository(folder, asked, entry, more):
+    file = folder / "tokenizer_config.json"
+    change(file, tokenizer_class="Mine", auto_map={"AutoTokenizer": entry}, **more)
     with pytest.raises(UserError, match="its tokenizer_config.json runs code of another repository"):
         load_tokenizer(str(folder), trust_remote_code=True)
     assert asked == []
