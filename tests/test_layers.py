@@ -32,9 +32,10 @@ MAY = {
     "examples": BOTTOM | {"models"},
     "training": MIDDLE | HOMES_OF_LIBRARIES,
     "ppo": MIDDLE | HOMES_OF_LIBRARIES | {"training"},
-    "build": MIDDLE | HOMES_OF_LIBRARIES | {"training", "ppo"},
-    "tools": MIDDLE | HOMES_OF_LIBRARIES | {"training", "ppo", "build"},
-    "launch": MIDDLE | HOMES_OF_LIBRARIES | {"training", "ppo", "build", "tools"},
+    "finetune": MIDDLE | HOMES_OF_LIBRARIES | {"training"},
+    "build": MIDDLE | HOMES_OF_LIBRARIES | {"training", "ppo", "finetune"},
+    "tools": MIDDLE | HOMES_OF_LIBRARIES | {"training", "ppo", "finetune", "build"},
+    "launch": MIDDLE | HOMES_OF_LIBRARIES | {"training", "ppo", "finetune", "build", "tools"},
 }
 
 HOMES = {

@@ -1,0 +1,84 @@
+"""One optimizer step of a single trained model, as the stages sft and reward_model take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ppo_ds.distributed.faults import fault
+from ppo_ds.engine.lockstep import step_or_skip
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.training.health import SkippedStep
+from ppo_ds.training.metrics import MetricSums, step_metrics
+from ppo_ds.training.stage import RunContext
+from ppo_ds.types import Metrics
+
+Micro = TypeVar("Micro")
+Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see ops/losses.py
+
+
+@dataclass(frozen=True)
+class SkippedBatch(SkippedStep):
+    """A skipped optimizer step with its rows."""
+
+    batch: Any  # the rows of all ranks, in the type of the stage
+
+
+@dataclass(kw_only=True)
+class OptimizerStep:
+    """Accumulates gradients over micro-batches and updates one model, on all ranks or on none."""
+
+    context: RunContext
+    name: str  # of the model, such as actor
+    prefix: str  # of its metrics, such as sft
+    model: TrainedModel
+    ema: WeightCopy | None
+    ema_decay: float
+
+    def __call__(
+        self,
+        batch: Any,
+        micros: Sequence[Micro],
+        compute_loss: Callable[[Micro], tuple[Tensor, Parts]],
+    ) -> Metrics:
+        """Makes one optimizer step and returns its metrics over all ranks. A collective.
+
+        DeepSpeed averages gradients over ranks. The losses of the micro-batches must therefore add up, over
+        all ranks, to the loss of the optimizer step times the number of ranks: each is a sum over rows or
+        tokens, times the number of ranks, divided by the count of the whole optimizer step. The result is
+        then the exact gradient of the global mean, for any number of ranks and micro-batches.
+
+        Raises TooManySkips if this is one non-finite step too many.
+
+        Args:
+            batch: The rows of the optimizer step on all ranks; kept if the step is skipped.
+            micros: This rank's micro-batches, as many as on every other rank.
+            compute_loss: Returns the part of the loss and the metrics of a micro-batch.
+        """
+        context, sums = self.context, MetricSums()
+        fault("update")
+        total = torch.zeros((), dtype=torch.float64, device=context.world.device)
+        with context.timer(f"update_{self.name}"):
+            for i, micro in enumerate(micros, start=1):
+                loss, parts = compute_loss(micro)
+                self.model.backward(loss, last=i == len(micros))
+                total += loss.detach()
+                sums.add_parts(parts)
+        done = step_or_skip(
+            {self.name: self.model}, {self.name: total}, None, world=context.world, timer=context.timer
+        )
+        if done.nonfinite:
+            context.health.record_skip(
+                SkippedBatch(done.nonfinite, batch), counted=not done.overflow_expected
+            )
+        else:
+            context.health.record_step()
+            if self.ema is not None:
+                with context.timer(f"update_{self.name}"):
+                    self.ema.ema_update(self.ema_decay)
+        return sums.reduced(context.world) | step_metrics({self.prefix: [done.infos[self.name]]})
