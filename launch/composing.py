@@ -21,9 +21,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppo_ds.config.reading import defaults
-from ppo_ds.config.schema import config_class, default_dir
+from ppo_ds.config.renamed import leaves
+from ppo_ds.config.schema import config_class, default_dir, is_unused
 from ppo_ds.config.text import did_you_mean
 from ppo_ds.errors import UserError
+
+# Groups whose options set keys for every stage: a run takes those that its stage uses.
+STAGE_GROUPS = ("zero", "debug")
 
 # Advice that Hydra appends to its errors; it is wrong here, since keys need no plus sign.
 HYDRAS_ADVICE = re.compile(
@@ -66,7 +70,8 @@ def compose_config(folders: Folders, name: str, arguments: list[str]) -> tuple[D
     while True:
         try:
             with initialize_config_dir(str(folders.paths[0]), version_base="1.3", job_name="ppo_ds"):
-                return compose(name, chosen), problems
+                composed = compose(name, chosen, return_hydra_config=True)
+                return _of_its_stage(composed, folders), problems
         except yaml.YAMLError as error:
             raise UserError(*problems, f"not valid YAML: {' '.join(str(error).split())}") from None
         except (HydraException, OmegaConfBaseException, OSError) as error:  # OSError: file name too long
@@ -81,6 +86,27 @@ def compose_config(folders: Folders, name: str, arguments: list[str]) -> tuple[D
         problems.append(
             f"{failed[0]}: nothing to reset; the key has its default already{has_value} or does not exist"
         )
+
+
+def _of_its_stage(composed: DictConfig, folders: Folders) -> DictConfig:
+    """Returns a composed config without Hydra's own settings and without keys that the stage does not use.
+
+    Only keys of STAGE_GROUPS are left out. A key that has another value than in the group was set by the
+    user, so it is kept and reported as an error later.
+    """
+    given: Any = OmegaConf.to_container(composed, resolve=False)
+    chosen, stage = given.pop("hydra")["runtime"]["choices"], str(given.get("stage", "ppo"))
+    for group in STAGE_GROUPS:
+        files = [path / group / f"{chosen.get(group)}.yaml" for path in folders.paths]
+        file = next((file for file in files if file.is_file()), None)
+        keys: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False) if file else {}
+        for (*sections, name), value in leaves(keys) if keys else ():
+            section = given
+            for inner in sections:
+                section = section.get(inner) or {}
+            if section.get(name) == value and is_unused(".".join([*sections, name]), stage):
+                del section[name]
+    return OmegaConf.create(given)
 
 
 def _parse(arguments: list[str]) -> tuple[list[tuple[str, Override]], list[str]]:
@@ -175,8 +201,11 @@ def resolve_config(composed: DictConfig) -> dict[str, Any]:
     if "${" not in str(merged):
         return merged
     tree = OmegaConf.create(merged)
-    if isinstance(tree.get("run"), DictConfig) and tree.run.get("dir") is None:
-        tree.run.dir = default_dir("${run.name}")
+    if isinstance(tree.get("run"), DictConfig):
+        if tree.run.get("name") is None:
+            tree.run.name = tree.stage
+        if tree.run.get("dir") is None:
+            tree.run.dir = default_dir("${run.name}")
     problems = list(_broken_interpolations(tree))
     if problems:
         raise UserError(*problems)

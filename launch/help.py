@@ -45,7 +45,7 @@ def print_help(folders: Folders, config_name: str, topic: str, arguments: list[s
     print("\nSections (--help SECTION describes the keys):")
     for name, section in sections_of(Config):
         if "." not in name:
-            print(f"  {name:12}{first_line(section)}")
+            print(f"  {name:14}{first_line(section)}")
     print(f"\nOther keys: {', '.join(key.name for key in keys_of(Config, ''))}")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ppo_ds.build.shared import training_steps
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
@@ -163,9 +163,7 @@ class Horizon:
 def horizon(config: Config, n_prompts: int) -> Horizon:
     """Computes the length of the run. Raises UserError if no step is left for the actor."""
     value, rollout = config.algo.value, rollout_size(config)
-    steps = config.run.steps or math.ceil(
-        (config.run.epochs or 0) * n_prompts / config.rollout.prompts_per_step
-    )
+    steps = training_steps(config.run, n_prompts, config.rollout.prompts_per_step)
     if value.warmup_steps >= steps:
         raise UserError(
             f"algo.value.warmup_steps={value.warmup_steps}: leaves the actor none of the {steps} steps"

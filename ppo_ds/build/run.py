@@ -79,7 +79,7 @@ def build_run(
         context=context,
         stage=stage,
         saver=saver,
-        name=config.run.name,
+        name=config.run.name or config.stage,
         stop_at_step=config.run.stop_at_step,
         eval_every=config.eval.every,
         mark_ending=mark_ending,
@@ -106,7 +106,7 @@ def start_trackers(config: Config, steps: int, done: int, banner: str) -> Tracke
                 run_dir,
                 mode=wandb.mode,
                 project=wandb.project,
-                name=wandb.name or config.run.name,
+                name=wandb.name or config.stage,
                 entity=wandb.entity,
                 tags=wandb.tags,
             )

@@ -105,6 +105,9 @@ class StageEntry(Entry):
     """
 
     sections: tuple[str, ...] = field(default=(), kw_only=True)
+    # Keys of these sections, and of those of every stage, that the stage does not use; * matches any text.
+    # They are refused unless they have their default.
+    unused_keys: tuple[str, ...] = field(default=(), kw_only=True)
     # Dotted name of a function (config, ranks) that returns the config of a dry run: two steps with tiny
     # random models. The function of stage=ppo reads PPO's sections. None: run.dry_run is refused.
     dry_run: str | None = field(default=None, kw_only=True)
@@ -236,6 +239,20 @@ DECODE_BACKENDS = {
         "ppo_ds.rollout.hf.HFGenerator", "transformers' generate; supports every model.", in_auto=True
     ),
 }
+
+# Keys of sections that several stages have, but that only PPO uses.
+PPO_KEYS = (
+    "actor.zero.generation_gather",
+    "actor.zero.offload_states",
+    "data.mix",
+    "data.max_prompt_tokens",
+    "data.long_prompts",
+    "data.ptx_*",
+    "health.max_kl",
+    "health.kl_action",
+    "eval.greedy",
+    "eval.correct_above",
+)
 
 STAGES = {
     "ppo": StageEntry(

@@ -45,7 +45,9 @@ MUTABLE = (
         "tracker.*",
         "eval.*",
         "data.eval_*",
-        "actor.ema.evaluate",
+        "*.ema.evaluate",
+        "sft.samples",
+        "sft.sample_tokens",
     ),
     *(
         "*.model.trust_remote_code",
@@ -64,12 +66,13 @@ IMMUTABLE = (
         "*.model.dtype",
         "actor.zero.stage",
         "critic.zero.stage",
+        "scorer.zero.stage",
         "*.lora.rank",
         "*.lora.alpha",
         "*.lora.targets",
     ),
     *(
-        "actor.ema.decay",
+        "*.ema.decay",
         "critic.init",
         "critic.share_trunk",
         "rollout.prompts_per_step",
@@ -101,6 +104,8 @@ IMMUTABLE = (
         "algo.dynamic_sampling.enabled",
         "algo.ptx.batch_size",
     ),
+    *("sft.batch_size", "sft.max_tokens", "sft.learn"),
+    *("reward_model.batch_size", "reward_model.max_tokens", "reward_model.margin", "reward_model.head_init"),
     *("reward._target_", "reward.*._target_"),
 )
 # Sections that accept any keys.
@@ -109,6 +114,7 @@ OPEN_SECTIONS = (
     "prepare",
     "actor.deepspeed",
     "critic.deepspeed",
+    "scorer.deepspeed",
     "data.chat_template_kwargs",
 )
 Settings = Mapping[str, Any]  # The result of schema.resolved, possibly read back from JSON or YAML.

@@ -9,6 +9,7 @@ signature. Batch sizes are global: they mean the same with any number of ranks.
 """
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -17,14 +18,17 @@ from pydantic import Field, create_model
 
 from ppo_ds.config.reading import read
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, STAGES
+from ppo_ds.config.renamed import leaves
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.sections.data import DataConfig, RolloutConfig, SamplingConfig
+from ppo_ds.config.sections.finetune import RewardModelConfig, SFTConfig
 from ppo_ds.config.sections.models import (
     ActorConfig,
     CriticConfig,
     InheritedModelConfig,
     ModelConfig,
     ReferenceConfig,
+    ScorerConfig,
 )
 from ppo_ds.config.sections.run import (
     CheckpointConfig,
@@ -45,10 +49,13 @@ class Config(Section):
     actor: ActorConfig
     critic: CriticConfig
     reference: ReferenceConfig
+    scorer: ScorerConfig
     rollout: RolloutConfig
     sampling: SamplingConfig
     data: DataConfig
     algo: AlgoConfig
+    sft: SFTConfig
+    reward_model: RewardModelConfig
     memory: MemoryConfig
     checkpoint: CheckpointConfig
     health: HealthConfig
@@ -86,6 +93,13 @@ def _class_with(sections: frozenset[str]) -> type[Config]:
     return cast(type[Config], create_model("Config", __base__=Section, **fields))
 
 
+def is_unused(key: str, stage: str) -> bool:
+    """Returns whether a stage does not use a key; its section may be one that the stage has."""
+    if key.split(".")[0] not in config_class(stage).model_fields:
+        return True
+    return stage in STAGES and any(fnmatchcase(key, pattern) for pattern in STAGES[stage].unused_keys)
+
+
 def from_tree(tree: Any) -> tuple[Config, dict[str, str]]:
     """Makes a Config from a plain nested dict; also returns a mapping from wrong keys to error lines.
 
@@ -100,7 +114,8 @@ def from_tree(tree: Any) -> tuple[Config, dict[str, str]]:
     return config, wrong | {
         name: f"{name}: stage={stage} does not use this section; remove its keys (it uses {sections})"
         for name, value in tree.items()
-        if name in foreign and value  # a group such as algo=standard may leave an empty section
+        # a group such as algo=standard or zero=stage3 may leave an empty section
+        if name in foreign and any(item not in (None, {}) for _, item in leaves(value))
     }
 
 
@@ -112,9 +127,11 @@ def default_dir(name: str) -> str:
 def inherit(config: Config) -> Config:
     """Fills in every key whose value follows from other keys."""
     sections, run, wandb = type(config).model_fields, config.run, config.tracker.wandb
+    name = run.name or config.stage
+    run_dir = _expand(run.dir or default_dir(name))
     filled: dict[str, Any] = {
-        "run": replace(run, dir=_expand(run.dir or default_dir(run.name)), resume=_expand(run.resume)),
-        "tracker": replace(config.tracker, wandb=replace(wandb, name=wandb.name or run.name)),
+        "run": replace(run, name=name, dir=run_dir, resume=_expand(run.resume)),
+        "tracker": replace(config.tracker, wandb=replace(wandb, name=wandb.name or name)),
     }
     if "actor" in sections:
         actor = replace(config.actor.model, path=_expand(config.actor.model.path))
@@ -125,6 +142,9 @@ def inherit(config: Config) -> Config:
     if "reference" in sections:
         reference = _inherited(config.reference.model, actor, path=actor.path)
         filled["reference"] = replace(config.reference, model=reference)
+    if "scorer" in sections:
+        scorer = replace(config.scorer.model, path=_expand(config.scorer.model.path))
+        filled["scorer"] = replace(config.scorer, model=scorer)
     if "data" in sections:
         filled["data"] = _inherited_data(config.data)
     if "algo" in sections:
@@ -186,10 +206,19 @@ def rollout_size(config: Config) -> int:
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
 
 
-def trained_models(config: Config) -> dict[str, ActorConfig | CriticConfig]:
+TrainedConfig = ActorConfig | CriticConfig | ScorerConfig
+
+
+def trained_models(config: Config) -> dict[str, TrainedConfig]:
     """Returns the sections of the models that the stage can train, by their names."""
     sections = type(config).model_fields
-    return {name: getattr(config, name) for name in ("actor", "critic") if name in sections}
+    return {name: getattr(config, name) for name in ("actor", "critic", "scorer") if name in sections}
+
+
+def averaged_models(config: Config) -> dict[str, ActorConfig | ScorerConfig]:
+    """Returns the sections of the models that may have averaged weights, by their names."""
+    sections = type(config).model_fields
+    return {name: getattr(config, name) for name in ("actor", "scorer") if name in sections}
 
 
 def uses_reference(config: Config) -> bool:

@@ -28,7 +28,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     algo.check_batches: ("rollout", "algo"),
     models.check_zero: (),
     models.check_generation: ("actor", "critic", "rollout", "algo"),
-    models.check_adapters: ("actor",),
+    models.check_adapters: (),
     models.check_raw_deepspeed: (),
     models.check_initial_critic: ("actor", "critic"),
     models.check_critic_from_reward: ("critic", "reward"),
@@ -41,6 +41,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     algo.check_groups: ("rollout", "algo"),
     data.check_prompts: ("data",),
     algo.check_ptx: ("rollout", "data", "algo"),
+    run.check_unused_keys: (),
     run.check_best_checkpoint: (),
     data.check_model_folders: (),
     data.check_reference_folder: ("actor", "reference", "algo"),
@@ -56,6 +57,8 @@ def validated(tree: dict[str, Any], ranks: int) -> Config:
     if secrets := list(secrets_in(tree)):  # only these are reported: other lines could print a secret
         raise UserError(*secrets)
     config, wrong = from_tree(tree)
+    if "stage" in wrong:  # all other checks depend on the sections that a stage has
+        raise UserError(wrong["stage"])
     config = inherit(config)
     try:
         config = with_template_text(config)

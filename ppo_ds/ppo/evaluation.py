@@ -62,7 +62,7 @@ class Evaluator:
             all_rows = [row for part in self.world.gather_objects(rows) for row in part]
             metrics = sums.reduced(self.world)
         heartbeat.enter(*before)
-        return Evaluation(metrics, all_rows)
+        return Evaluation(metrics, all_rows, score=metrics["eval/score_mean"])
 
     def generate_all(self) -> list[Rollout]:
         """Generates all responses in one generation phase, since each switch to it may gather weights."""

@@ -14,7 +14,7 @@ from ppo_ds.tracking.tracker import Trackers
 from ppo_ds.training.health import TooManySkips
 from ppo_ds.training.report import write_report
 from ppo_ds.training.saver import Saver
-from ppo_ds.training.stage import RunContext, Stage, StepResult
+from ppo_ds.training.stage import Evaluation, RunContext, Stage, StepResult
 from ppo_ds.training.state import EXIT_CODES, RESUME_HINTS, ExitReason, TrainState, is_due
 from ppo_ds.training.stopping import Abandoned
 from ppo_ds.training.timing import compare_times
@@ -46,7 +46,7 @@ class Run:
     # state of this process
     reason: ExitReason = field(init=False, default="done")
     error: str | None = field(init=False, default=None)  # message of a run that nonfinite or max_kl ends
-    eval_score: float | None = field(init=False, default=None)  # eval/score_mean of the last step
+    eval_score: float | None = field(init=False, default=None)  # Evaluation.score of the last step
     clock: float = field(init=False, default=0.0)  # rank 0's clock after the last step, in seconds
 
     @property
@@ -118,44 +118,49 @@ class Run:
 
     # -- evaluation ------------------------------------------------------------------------------------------
 
-    def evaluate_if_due(self) -> Metrics | None:
-        """Returns eval/* of this step, {} if no evaluation is due, None if a stop request interrupted it."""
+    def evaluate_if_due(self) -> Evaluation | None:
+        """Returns the evaluation of this step, without metrics and score if none is due.
+
+        Returns None if a stop request interrupted it.
+        """
         step = self.state.step
         if step not in (self.stage.total_steps, self.stop_at_step) and not is_due(step, self.eval_every):
-            return {}
+            return Evaluation({}, [])
         try:
             evaluation = self.stage.evaluate()
         except Abandoned:
             return None
         if evaluation is None:
-            return {}
+            return Evaluation({}, [])
         self.state.last_eval, self.state.last_rows = evaluation.metrics, evaluation.rows[:REPORTED_RESPONSES]
         self.tracker.samples(step, evaluation.rows, split="eval")
-        return evaluation.metrics
+        return evaluation
 
     def complete_step(self, metrics: Metrics) -> None:
         """Repeats the interrupted evaluation of the last step, then logs and saves that step again."""
         evaluated = self.evaluate_if_due()
         if evaluated is not None:
-            self.tracker.log(self.state.step, metrics | evaluated)
-            self.state.unevaluated, self.eval_score = None, evaluated.get("eval/score_mean")
+            self.tracker.log(self.state.step, metrics | evaluated.metrics)
+            self.state.unevaluated, self.eval_score = None, evaluated.score
             # saves again, since the checkpoint that the run resumed from lacks the evaluation
             self.saver.save_if_due(self.eval_score, self.clock, last=True, again=True)
 
     # -- logging ---------------------------------------------------------------------------------------------
 
-    def log(self, result: StepResult, evaluated: Metrics | None) -> None:
+    def log(self, result: StepResult, evaluation: Evaluation | None) -> None:
+        """Logs a step; ``evaluation`` is None if a stop request interrupted it."""
         state, costs = self.state, self.costs()
         counts = {
             "episodes": state.episodes,
             "tokens": state.tokens,
             "health/rollbacks": float(state.rollbacks),
         }
-        line = counts | result.metrics | (evaluated or {}) | costs | result.performance(costs)
+        evaluated = evaluation.metrics if evaluation is not None else {}
+        line = counts | result.metrics | evaluated | costs | result.performance(costs)
         self.tracker.log(state.step, line)
         self.tracker.samples(state.step, result.samples)
-        state.unevaluated = dict(line) if evaluated is None else None
-        self.eval_score = (evaluated or {}).get("eval/score_mean")
+        state.unevaluated = dict(line) if evaluation is None else None
+        self.eval_score = evaluation.score if evaluation is not None else None
 
     def costs(self) -> Metrics:
         """Returns the seconds (time/*) and the counters of the stage since the last call. A collective."""

@@ -52,7 +52,7 @@ class Saver:
         While steps are being skipped, only the last checkpoint is saved: a rollback needs a healthy state.
 
         Args:
-            eval_score: eval/score_mean of the last step, None without an evaluation.
+            eval_score: Evaluation.score of the last step, None without an evaluation.
             clock: Seconds, the same on all ranks.
             again: Saves the step even if the last checkpoint is of this step.
         """

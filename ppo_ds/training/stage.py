@@ -34,14 +34,14 @@ class RunContext:
 class Evaluation:
     """Result of one held-out evaluation, the same on every rank."""
 
-    # The metrics eval/*. The console, the curves and the final report show eval/score_mean and eval/accuracy,
-    # and checkpoint.keep_best keeps the checkpoint with the highest eval/score_mean (a stage with a loss uses
-    # the negative loss as the score). Other metrics are only logged.
-    metrics: Metrics
+    metrics: Metrics  # eval/*
     # One row per response; the list may be empty. The keys of a row are "prompt" (unique; the report uses it
     # to match the rows of two evaluations), "asked" (the part of the prompt that the report shows),
     # "response" and "score".
     rows: list[dict[str, Any]]
+    # checkpoint.keep_best keeps the checkpoint with the highest score: for PPO the mean of the rewards, for a
+    # stage with a loss the negative loss.
+    score: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

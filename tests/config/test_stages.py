@@ -20,14 +20,15 @@ FIT = ("stage=fit", "run.steps=3", "actor.model.path=org/actor")
 @pytest.fixture(autouse=True)
 def fit_stage() -> Iterator[None]:
     """Adds a stage that uses the actor's section only."""
-    STAGES["fit"] = StageEntry("pkg.mod.FitStage", "Fits a line.", sections=("actor",))
+    unused = ("actor.zero.offload_states", "health.*")
+    STAGES["fit"] = StageEntry("pkg.mod.FitStage", "Fits a line.", sections=("actor",), unused_keys=unused)
     yield
     del STAGES["fit"]
 
 
 def test_config_has_the_sections_of_all_stages() -> None:
     used = {name for entry in STAGES.values() for name in entry.sections}
-    assert {*SHARED, *used} == set(Config.model_fields)
+    assert {*SHARED, *used} <= set(Config.model_fields)
     assert set(config_class("ppo").model_fields) == {*SHARED, *STAGES["ppo"].sections}
 
 
@@ -40,7 +41,7 @@ def test_equal_configs_of_a_stage_compare_equal(stage: str) -> None:
 def test_the_config_has_the_sections_of_its_stage_only() -> None:
     settings = resolved(compose(*FIT, "actor.optim.lr=1e-3", "eval.every=2"))
     assert set(settings) == {*SHARED, "actor"}
-    assert settings["actor"]["optim"]["lr"] == 1e-3 and settings["run"]["dir"] == "outputs/ppo"
+    assert settings["actor"]["optim"]["lr"] == 1e-3 and settings["run"]["dir"] == "outputs/fit"
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,40 @@ def test_the_config_has_the_sections_of_its_stage_only() -> None:
 def test_sections_of_other_stages_are_refused(argument: str, section: str) -> None:
     (line,) = complaints(*FIT, argument)
     assert line.startswith(f"{section}: stage=fit does not use this section; remove its keys (it uses run, ")
+
+
+def test_keys_of_its_sections_that_a_stage_does_not_use_are_refused() -> None:
+    keys = ("actor.zero.offload_states=always", "health.max_kl=1", "actor.zero.generation_gather=auto")
+    assert complaints(*FIT, *keys, "health.max_skips=5") == [
+        "actor.zero.offload_states=always: stage=fit does not use this key; remove it",
+        "health.max_kl=1.0: stage=fit does not use this key; remove it",
+    ]
+
+
+def test_groups_for_every_stage_set_the_keys_that_a_stage_uses() -> None:
+    config = compose(*FIT, "zero=stage3", "debug=tiny", "run.steps=3")
+    assert (config.actor.zero.stage, config.run.name, config.run.steps) == (3, "debug", 3)
+    assert complaints(*FIT, "zero=stage3", "critic.zero.stage=2", "sampling.top_k=3", "debug=tiny") == [
+        f"{section}: stage=fit does not use this section; remove its keys (it uses run, actor, checkpoint, "
+        "health, tracker, eval, prepare)"
+        for section in ("critic", "sampling")
+    ]
+
+
+def test_groups_set_no_key_that_a_stage_does_not_use(tmp_path: Path) -> None:
+    (tmp_path / "debug").mkdir()
+    (tmp_path / "debug" / "mine.yaml").write_text(
+        "# @package _global_\nhealth: {max_skips: 3}\nsampling: {top_k: 3}\nactor: {optim: {lr: 0.5}}\n"
+    )
+    config = compose(*FIT, "--config-dir", str(tmp_path), "debug=mine")
+    assert (config.health.max_skips, config.actor.optim.lr) == (5, 0.5)
+    assert compose(*MINIMAL, "--config-dir", str(tmp_path), "debug=mine").sampling.top_k == 3
+
+
+def test_the_run_is_named_after_its_stage_also_in_interpolations() -> None:
+    assert compose(*FIT, "run.dir='/runs/${run.name}_1'").run.dir == "/runs/fit_1"
+    assert compose(*FIT, "tracker.wandb.project='${run.dir}'").tracker.wandb.project == "outputs/fit"
+    assert compose(*MINIMAL).run.dir == "outputs/ppo"
 
 
 def test_the_checks_of_its_own_sections_apply() -> None:

@@ -224,6 +224,7 @@ def evaluation(events, scores, ema):
         return Evaluation(
             {"eval/score_mean": score, "eval/accuracy": score / 2},
             [{"prompt": "x", "asked": "x", "response": "y", "score": score}] * 20,
+            score=score,
         )
 
     @contextmanager

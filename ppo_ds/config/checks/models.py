@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppo_ds.config.schema import Config, has_critic, reward_models, trained_models
+from ppo_ds.config.schema import Config, averaged_models, has_critic, reward_models, trained_models
 from ppo_ds.config.text import show
 
 # DeepSpeed settings that the trainer sets itself -> the keys to use instead
@@ -57,8 +57,9 @@ def check_adapters(config: Config, ranks: int) -> Iterator[str]:
             value = getattr(model.lora, key)
             if not model.lora.rank and value is not None:
                 yield f"{name}.lora.{key}={show(value)}: only used with {name}.lora.rank above 0"
-    if config.actor.ema.evaluate and config.actor.ema.decay is None:
-        yield "actor.ema.evaluate=true: needs averaged weights; set actor.ema.decay (for example 0.99)"
+    for name, averaged in averaged_models(config).items():
+        if averaged.ema.evaluate and averaged.ema.decay is None:
+            yield f"{name}.ema.evaluate=true: needs averaged weights; set {name}.ema.decay (for example 0.99)"
 
 
 def check_raw_deepspeed(config: Config, ranks: int) -> Iterator[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from ppo_ds.config.reading import defaults
 from ppo_ds.config.registry import STAGES
+from ppo_ds.config.renamed import leaves
 from ppo_ds.config.resume import unknown_names, unusable_start
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import Config, is_unused
 from ppo_ds.config.text import show
 
 
@@ -25,6 +27,15 @@ def check_best_checkpoint(config: Config, ranks: int) -> Iterator[str]:
     if config.checkpoint.keep_best and not config.eval.every:
         wanted = "eval.every and data.eval_path" if "data" in type(config).model_fields else "eval.every"
         yield f"checkpoint.keep_best=true: the best checkpoint is chosen by evaluation; set {wanted}"
+
+
+def check_unused_keys(config: Config, ranks: int) -> Iterator[str]:
+    """Yields an error line for each key that the stage does not use and that does not have its default."""
+    default = dict(leaves(defaults(type(config))))
+    for path, value in leaves(config.model_dump()):
+        key = ".".join(path)
+        if is_unused(key, config.stage) and value != default.get(path):
+            yield f"{key}={show(value)}: stage={config.stage} does not use this key; remove it"
 
 
 def check_dry_run(config: Config, ranks: int) -> Iterator[str]:

@@ -175,6 +175,23 @@ class CriticConfig(Section):
     deepspeed: dict[Any, Any] = Field({}, description="Raw DeepSpeed settings, merged last.")
 
 
+class ScorerOptimConfig(OptimConfig):
+    """AdamW of the reward model."""
+
+    lr: Positive = Field(1e-5, description="Learning rate after the warm-up.")
+
+
+class ScorerConfig(Section):
+    """The reward model that stage=reward_model trains."""
+
+    model: ModelConfig
+    zero: ZeroConfig
+    optim: ScorerOptimConfig
+    lora: LoraConfig
+    ema: EmaConfig
+    deepspeed: dict[Any, Any] = Field({}, description="Raw DeepSpeed settings, merged last.")
+
+
 class ReferenceConfig(Section):
     """The frozen policy that the KL is measured against; by default the actor's initial weights."""
 

@@ -11,7 +11,9 @@ from ppo_ds.config.types import Count, Natural, Number, Positive, Section, Text
 class RunConfig(Section):
     """Name, length, seed, directory and resumption of a run."""
 
-    name: Text = Field("ppo", description="Name of the run, and of its directory below outputs/.")
+    name: Text | None = Field(
+        None, description="Name of the run, and of its directory below outputs/; null: the stage."
+    )
     dir: Text | None = Field(
         None, description="Run directory, where everything is written; null: outputs/<run.name>."
     )
@@ -87,7 +89,11 @@ class CheckpointConfig(Section):
         "checkpoint.every; null: by steps only.",
     )
     keep_last: Count = Field(2, description="Number of most recent checkpoints to keep.")
-    keep_best: bool = Field(False, description="Also keeps the checkpoint with the best eval/score_mean.")
+    keep_best: bool = Field(
+        False,
+        description="Also keeps the checkpoint of the best evaluation. Best is the highest eval/score_mean; "
+        "with stage=sft the lowest eval/loss, with stage=reward_model the highest eval/accuracy.",
+    )
 
 
 class HealthConfig(Section):
