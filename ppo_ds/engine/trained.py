@@ -19,10 +19,14 @@ from ppo_ds.engine.gradients import local_squared_norm, loss_scale_can_decrease,
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """Learning rate of each optimizer step: linear warm-up, then cosine decay, linear decay or constant."""
+    """Learning rate of each optimizer step: linear warm-up, then cosine decay, linear decay or constant.
+
+    The last step of ``cosine`` and ``linear`` has the minimum rate. ``cosine_annealing`` would reach it one
+    step later, like torch's CosineAnnealingLR.
+    """
 
     lr: float
-    kind: str  # cosine | linear | constant
+    kind: str  # cosine | cosine_annealing | linear | constant
     warmup_ratio: float
     min_lr_ratio: float
     total_steps: int
@@ -37,8 +41,9 @@ class LRSchedule:
             return self.lr * (step + 1) / (warmup + 1)
         if self.kind == "constant":
             return self.lr
-        done = min(1.0, (step - warmup) / max(1, self.total_steps - warmup - 1))
-        shape = 0.5 * (1 + math.cos(math.pi * done)) if self.kind == "cosine" else 1 - done
+        decay_steps = self.total_steps - warmup - (self.kind != "cosine_annealing")
+        done = min(1.0, (step - warmup) / max(1, decay_steps))
+        shape = 1 - done if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * shape)
 
 

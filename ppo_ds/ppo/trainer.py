@@ -119,7 +119,8 @@ class PPOTrainer:
             seed=self.minibatch_seed(index),
             critic_only=index < self.algo.value.warmup_steps,
         )
-        if self.lagged is not None and is_due(index + 1, self.algo.lag):
+        # MiniMind counts steps from 1 and renews its copy when the number of the next step is a multiple of lag
+        if self.lagged is not None and is_due(index + 2, self.algo.lag):
             self.lagged.copy()
         metrics = (
             describe(experience, kl_coef=kl_coef, samples_per_prompt=self.samples_per_prompt)

@@ -34,6 +34,19 @@ def test_cosine():
     assert rates("cosine", 10, warmup=0.5, low=0.1)[5:] == pytest.approx(rates("cosine", 5, low=0.1))
 
 
+@pytest.mark.parametrize("total", [1, 2, 7, 5000])
+def test_cosine_annealing_is_torchs(total):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=8e-8)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total, eta_min=8e-9)
+    theirs = []
+    for _ in range(total):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates("cosine_annealing", total, low=0.1, lr=8e-8) == pytest.approx(theirs, rel=1e-9)
+    assert total == 1 or rates("cosine", total, low=0.1, lr=8e-8) != pytest.approx(theirs, rel=1e-9)
+
+
 def test_linear():
     assert rates("linear", 5, lr=2.0) == pytest.approx([2, 1.5, 1, 0.5, 0])
     assert rates("linear", 5, lr=2.0, low=0.2) == pytest.approx([2, 1.6, 1.2, 0.8, 0.4])
@@ -43,7 +56,7 @@ def test_constant():
     assert rates("constant", 3, lr=3e-6, low=0.1) == [3e-6] * 3
 
 
-@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("kind", ["cosine", "cosine_annealing", "linear", "constant"])
 @pytest.mark.parametrize("warmup", [0.0, 0.03, 0.5, 1.0])
 @pytest.mark.parametrize("total", [1, 2, 3, 100])
 def test_the_first_rate_is_positive_and_all_rates_are_in_range(kind, warmup, total):

@@ -310,7 +310,7 @@ SHORT, STOPPED = 6, 3
 SHARDED = tuple(
     f"{role}.deepspeed.zero_optimization.stage3_param_persistence_threshold=0" for role in ("actor", "critic")
 )
-LAGGED = ("algo.old_policy=lagged", "algo.lag=2", "algo.ptx.coef=0.5", "algo.ptx.batch_size=2",
+LAGGED = ("algo.old_policy=lagged", "algo.lag=3", "algo.ptx.coef=0.5", "algo.ptx.batch_size=2",
           "data.ptx_path=TEXTS", "data.path=null",
           "data.mix=[{path:DATA,weight:2},{path:OTHERS}]")  # fmt: skip
 GROUPS = ("algo.advantage.estimator=grpo", "algo.advantage.whiten=none", "rollout.samples_per_prompt=2",

@@ -27,6 +27,9 @@ BRING = {
 }
 
 
+SMALL_BATCHES = ("minimind", "zysnlp")  # two samples per optimizer step
+
+
 def brought(experiment: str) -> list[str]:
     return [f"{key}={value}" for key, value in BRING.get(experiment, {}).items()]
 
@@ -34,7 +37,7 @@ def brought(experiment: str) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_is_sound_for_any_usual_number_of_ranks(experiment: str, ranks: int) -> None:
-    ranks = min(ranks, 2) if experiment == "minimind" else ranks  # minimind has only two prompts per step
+    ranks = min(ranks, 2) if experiment in SMALL_BATCHES else ranks
     config = compose(f"+experiment={experiment}", *brought(experiment), ranks=ranks)
     assert config.run.name == experiment
     compose("debug=tiny", f"+experiment={experiment}", *brought(experiment), ranks=ranks)

@@ -73,7 +73,9 @@ ZYSNLP = {
     "value.clip": None,
     "value.half": False,
     "loss.agg": "seq_mean_token_mean",
+    "reward_shaping.clip": None,
     "epochs": 5,
+    "minibatch_size": 2,
 }
 WITHOUT_CRITIC = {"advantage.whiten": "none", "reward_shaping.clip": None, "epochs": 1}
 
@@ -82,7 +84,12 @@ DEPARTURES = {
     "standard": {},
     "sums": {"kl.coef": 0.02, "minibatch_size": 128},
     "zysnlp": ZYSNLP,
-    "zysnlp_strict": ZYSNLP | {"reward_shaping.score_position": "next_token", "value.next_state": "ignored"},
+    "zysnlp_strict": ZYSNLP
+    | {
+        "reward_shaping.score_position": "next_token",
+        "reward_shaping.clip": 0.2,
+        "value.next_state": "ignored",
+    },
     "sequence_kl": {
         "action_level": "sequence",
         "kl.place": "loss",

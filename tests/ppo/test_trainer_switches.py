@@ -93,9 +93,13 @@ def test_a_resumed_run_does_not_pretrain_the_critic_again(loop):
     )
 
 
-@pytest.mark.parametrize(("lag", "steps"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4]), (3, [3]), (9, [])])
+# MiniMind's loop counts steps from 1 and copies at the end of a step if (step + 1) % lag == 0.
+@pytest.mark.parametrize(
+    ("lag", "steps"), [(1, [1, 2, 3, 4, 5, 6, 7]), (2, [1, 3, 5, 7]), (3, [2, 5]), (4, [3, 7]), (9, [])]
+)
 def test_a_lagging_policy_is_renewed_at_its_interval(loop, lag, steps):
-    run, events = loop(lagged=True, algo=("algo.old_policy=lagged", f"algo.lag={lag}"), total_steps=5)
+    assert steps == [step for step in range(1, 8) if (step + 1) % lag == 0]
+    run, events = loop(lagged=True, algo=("algo.old_policy=lagged", f"algo.lag={lag}"), total_steps=7)
     run.fit()
     order = [
         event

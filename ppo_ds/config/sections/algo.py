@@ -211,7 +211,11 @@ class AlgoConfig(Section):
         description="Policy of the old log-probs: the one that generated, or a copy from up to algo.lag "
         "steps ago.",
     )
-    lag: Count = Field(4, description="PPO steps between two copies of the lagged policy.")
+    lag: Count = Field(
+        4,
+        description="PPO steps between two copies of the lagged policy, the first of which is made after lag - 1 "
+        "steps, as in MiniMind.",
+    )
     aux_coef: NonNegative | None = Field(
         0.0,
         description="Coefficient of a mixture of experts' load-balancing loss; null: the model's own, 0 "

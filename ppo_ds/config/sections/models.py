@@ -98,14 +98,16 @@ class OptimConfig(Section):
     )
     eps: Positive = Field(1e-8, description="Epsilon in AdamW's denominator.")
     weight_decay: NonNegative = Field(0.0, description="Weight decay; norms and biases are exempt.")
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="Shape of the learning rate after the warm-up."
+    schedule: Literal["cosine", "cosine_annealing", "linear", "constant"] = Field(
+        "cosine",
+        description="Shape of the learning rate after the warm-up; cosine and linear end with the final rate, "
+        "cosine_annealing, like torch's CosineAnnealingLR, one step before it.",
     )
     warmup_ratio: Fraction = Field(
         0.03, description="Share of all optimizer steps in which the rate rises from 0."
     )
     min_lr_ratio: Fraction = Field(
-        0.1, description="Final learning rate of cosine and linear, as a share of lr."
+        0.1, description="Final learning rate of all schedules but constant, as a share of lr."
     )
     grad_clip: NonNegative = Field(1.0, description="Clips the global gradient norm to this value; 0: off.")
 

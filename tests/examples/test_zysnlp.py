@@ -1,0 +1,45 @@
+"""Tests the data of the zysNLP tutorial that come with the package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from setuptools import Distribution
+
+import ppo_ds
+from tests.config.commands import compose
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = Path(ppo_ds.__file__).parent / "examples"
+
+
+def rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in (EXAMPLES / name).read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_experiment_finds_its_prompts_from_any_directory(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = compose("+experiment=zysnlp")
+    assert config.data.path == str(EXAMPLES / "zysnlp_prompts.jsonl") and Path(config.data.path).is_file()
+    prompts = [row["prompt"] for row in rows("zysnlp_prompts.jsonl")]
+    assert len(prompts) == config.rollout.prompts_per_step == 8 and len(set(prompts)) == 6
+
+
+def test_preferences_have_the_shape_of_the_tutorials_record() -> None:
+    for row in rows("zysnlp_preferences.jsonl"):
+        assert set(row) == {"prompt", "response_A", "response_B", "preference", "score_A", "score_B"}
+        other = {"A": "B", "B": "A"}[row["preference"]]
+        assert row[f"score_{row['preference']}"] > row[f"score_{other}"]
+        assert row["response_A"] != row["response_B"]
+
+
+def test_an_installed_package_has_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    distribution = Distribution()
+    distribution.parse_config_files(["setup.cfg"])
+    build = distribution.get_command_obj("build_py")
+    build.ensure_finalized()
+    files = {file for package, _, _, names in build.data_files if package == "ppo_ds.examples" for file in names}
+    assert {"zysnlp_prompts.jsonl", "zysnlp_preferences.jsonl"} <= files
