@@ -41,5 +41,5 @@ def test_an_installed_package_has_the_data(monkeypatch: pytest.MonkeyPatch) -> N
     distribution.parse_config_files(["setup.cfg"])
     build = distribution.get_command_obj("build_py")
     build.ensure_finalized()
-    files = {file for package, _, _, names in build.data_files if package == "ppo_ds.examples" for file in names}
-    assert {"zysnlp_prompts.jsonl", "zysnlp_preferences.jsonl"} <= files
+    files = {package: set(names) for package, _, _, names in build.data_files}
+    assert {"zysnlp_prompts.jsonl", "zysnlp_preferences.jsonl"} <= files["ppo_ds.examples"]

@@ -213,8 +213,8 @@ class AlgoConfig(Section):
     )
     lag: Count = Field(
         4,
-        description="PPO steps between two copies of the lagged policy, the first of which is made after lag - 1 "
-        "steps, as in MiniMind.",
+        description="PPO steps between two copies of the lagged policy, the first of which is made after "
+        "lag - 1 steps, as in MiniMind.",
     )
     aux_coef: NonNegative | None = Field(
         0.0,

@@ -100,8 +100,8 @@ class OptimConfig(Section):
     weight_decay: NonNegative = Field(0.0, description="Weight decay; norms and biases are exempt.")
     schedule: Literal["cosine", "cosine_annealing", "linear", "constant"] = Field(
         "cosine",
-        description="Shape of the learning rate after the warm-up; cosine and linear end with the final rate, "
-        "cosine_annealing, like torch's CosineAnnealingLR, one step before it.",
+        description="Shape of the learning rate after the warm-up; cosine and linear reach the final rate in "
+        "the last step, cosine_annealing (torch's CosineAnnealingLR) would reach it one step later.",
     )
     warmup_ratio: Fraction = Field(
         0.03, description="Share of all optimizer steps in which the rate rises from 0."
