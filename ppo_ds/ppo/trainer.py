@@ -119,7 +119,7 @@ class PPOTrainer:
             seed=self.minibatch_seed(index),
             critic_only=index < self.algo.value.warmup_steps,
         )
-        # MiniMind counts steps from 1, and renews its copy if the number of the next step is a multiple of lag
+        # MiniMind counts steps from 1 and renews its copy before each step whose number is a multiple of lag
         if self.lagged is not None and is_due(index + 2, self.algo.lag):
             self.lagged.copy()
         metrics = (
