@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import ppo_ds
 from ppo_ds.config.reading import defaults
 from ppo_ds.config.renamed import leaves
 from ppo_ds.config.schema import config_class, default_dir, is_unused
@@ -35,7 +35,7 @@ HYDRAS_ADVICE = re.compile(
     r"\s*(?:To append|To override|Use \+|You may|Did you mean to override|Either remove|full_key:|object_type"
     r"|Available)"
 )
-EXAMPLES = Path(ppo_ds.__file__).parent / "examples"
+EXAMPLES = Path(str(files("ppo_ds"))) / "examples"
 # ${example:FILE} in a config is the path of a data file of the package, from any working directory
 OmegaConf.register_new_resolver("example", lambda name: str(EXAMPLES / name), replace=True)
 
