@@ -30,20 +30,22 @@ class Layout:
     """Input [b,t] of a forward for a micro-batch of B rows and R response columns, with index tensors.
 
     The indices map between the input and the micro-batch. All tensors are on the device of the model. K is
-    the number of response tokens in the micro-batch.
+    the number of labels: the response tokens of the micro-batch whose log-probs are computed. N is the number
+    of states before and after its response tokens.
     """
 
     ids: Tensor  # [b,t]
     position_ids: Tensor  # [b,t] 0, 1, 2, ... in each row, padding included
     mask: Tensor  # [b,t] bool: False at padding
     packing: dict[str, Any]  # keyword arguments of a packed forward; {} if padded
+    lengths: list[int]  # number of tokens of each row
     # the next three are indices into the flattened input [b*t]
-    label_positions: Tensor  # [K] the token before each response token
-    state_positions: Tensor  # [K+B] the label positions and the last token of each row
+    label_positions: Tensor  # [K] the token before each label
+    state_positions: Tensor  # [N] the token before each response token, and the last token of each row
     last_positions: Tensor  # [B] the last token of each row
-    labels: Tensor  # [K] the response tokens
-    label_indices: Tensor  # [K] indices of the response tokens in the flattened [B*R]
-    state_indices: Tensor  # [K+B] indices of the states in the flattened [B*(R+1)]
+    labels: Tensor  # [K]
+    label_indices: Tensor  # [K] indices of the labels in the flattened [B*R]
+    state_indices: Tensor  # [N] indices of the states in the flattened [B*(R+1)]
     rows: int  # B
     width: int  # R
 
@@ -64,23 +66,30 @@ class Layout:
         }
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Scatters values [K] of response tokens to [B,R]; columns after the end of a response are 0."""
+        """Scatters values [K] of labels to [B,R]; all other columns are 0."""
         zeros = values.new_zeros(self.rows * self.width)
         return zeros.index_copy(0, self.label_indices, values).view(self.rows, self.width)
 
     def scatter_states(self, values: Tensor) -> Tensor:
-        """Scatters values [K+B] of states to [B,R+1]; columns beyond a row's final state are 0."""
+        """Scatters values [N] of states to [B,R+1]; columns beyond a row's final state are 0."""
         zeros = values.new_zeros(self.rows * (self.width + 1))
         return zeros.index_copy(0, self.state_indices, values).view(self.rows, self.width + 1)
 
 
 def make_layout(
-    ids: Tensor, attention_mask: Tensor, response_width: int, model: nn.Module, *, packed: bool
+    ids: Tensor,
+    attention_mask: Tensor,
+    response_width: int,
+    model: nn.Module,
+    *,
+    packed: bool,
+    label_mask: Tensor | None = None,
 ) -> Layout:
     """Makes the layout of ids and attention_mask [B,T], which are on the CPU or on the device of ``model``.
 
     The last ``response_width`` columns are the responses (0 if the rows have no responses). The tokens of a
-    row must be contiguous, with at least one before the response.
+    row must be contiguous, with at least one before the response. ``label_mask`` [B,R] selects the response
+    tokens that are labels (None: all of them).
     """
     device = next(model.parameters()).device if ids.device.type == "cpu" else ids.device
     mask = attention_mask.cpu().bool()
@@ -101,6 +110,8 @@ def make_layout(
         start = torch.arange(rows) * real.shape[1]
     states = (start + prompts - 1)[:, None] + torch.arange(response_width + 1)  # [B,R+1] indices into [b*t]
     before = torch.arange(response_width) < response_lengths[:, None]
+    if label_mask is not None:
+        before &= label_mask.cpu()
     around = torch.arange(response_width + 1) <= response_lengths[:, None]
 
     def on_device(tensor: Tensor) -> Tensor:
@@ -113,6 +124,7 @@ def make_layout(
         position_ids=on_device(positions),
         mask=on_device(torch.ones_like(source, dtype=torch.bool) if packed else real),
         packing=packed_arguments(lengths.tolist(), device) if packed else {},
+        lengths=lengths.tolist(),
         label_positions=on_device(states[:, :response_width][before]),
         state_positions=on_device(states[around]),
         last_positions=on_device(start + lengths - 1),

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ppo_ds.ops.linear_logprobs import linear_logprobs_and_entropy
+from ppo_ds.ops.linear_logprobs import LabelStatistics, linear_statistics
 
 _MARK = 1000.1  # replaces all logits in a probe; a soft cap or a scale changes this value
 
 
 class LMHead(nn.Linear):
-    """Linear LM head that computes logits, or log-probs and entropy if labels are given.
+    """Linear LM head that computes logits, or statistics of given labels such as their log-probs.
 
     ``forward`` computes both, because the hooks of ZeRO-3 are on the forward of a module: they gather the
     weight for it, and again for the backward.
@@ -36,16 +36,23 @@ class LMHead(nn.Linear):
         labels: Tensor | None = None,
         temperature: float = 1.0,
         with_entropy: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        with_mean: bool = False,
+    ) -> Tensor | LabelStatistics:
         """Returns the logits [...,V] of hidden [...,H].
 
-        With labels [K] it returns the log-probs [K] and the entropy ([K] or None) of hidden [K,H] instead.
-        Both belong to the distribution softmax(logits / temperature) and are in nats and fp32.
+        With labels [K] it returns the statistics of hidden [K,H] and the labels instead. They belong to the
+        distribution softmax(logits / temperature) and are in nats and fp32.
         """
         if labels is None:
             return super().forward(hidden)
-        return linear_logprobs_and_entropy(
-            hidden, self.weight, self.bias, labels, temperature, with_entropy=with_entropy
+        return linear_statistics(
+            hidden,
+            self.weight,
+            self.bias,
+            labels,
+            temperature,
+            with_entropy=with_entropy,
+            with_mean=with_mean,
         )
 
 

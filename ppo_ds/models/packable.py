@@ -77,7 +77,9 @@ class PackableModel(nn.Module):
         ids = torch.arange(2 * _SECOND).view(2, _SECOND) % self.vocab_size
         mask = torch.ones(2, _SECOND, dtype=torch.bool)
         mask[0, _FIRST:] = False
-        states: list[Tensor] = []  # hidden states of the second row: padded, then packed
+        # Hidden states of the second row, padded and then packed. The first forward of a policy may run its
+        # trunk twice, to probe the head.
+        states: list[Tensor] = []
         hook = self.trunk.base_model.register_forward_hook(
             lambda _module, _inputs, out: states.append(out.last_hidden_state[-1, -_SECOND:].float())
         )
@@ -92,7 +94,9 @@ class PackableModel(nn.Module):
             self.packed = False
         if uses_attention_interface(self.trunk) and calls.fault is not None:
             return calls.fault, False
-        padded, packed = states
+        if not states:  # OPT calls the decoder inside its base model
+            return f"{type(self.trunk).__name__} does not call its base model", False
+        padded, packed = states[-2:]
         gap = float(((packed - padded).norm(dim=1) / padded.norm(dim=1)).median())
         equal = gap < (1e-3 if self.trunk.dtype == torch.float32 else 0.1)
         fault = None if equal else f"{type(self.trunk).__name__} computes other states in packed rows"

@@ -18,10 +18,12 @@ from ppo_ds.models.layout import make_layout
 from ppo_ds.models.lm_head import HeadProbe, LMHead, forward_at, install_head, probe_head
 from ppo_ds.models.loading import config_of, from_pretrained, refuse_missing
 from ppo_ds.models.lora import adapter_layers, merged_state, plain_modules, save_adapter
+from ppo_ds.models.neftune import EmbeddingNoise, noisy_embeddings
 from ppo_ds.models.packable import PackableModel
 from ppo_ds.models.packed_attention import layout_forward
 from ppo_ds.models.value import zeroed_head
-from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
+from ppo_ds.ops.linear_logprobs import LabelStatistics
+from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits, mean_logprobs_from_logits
 from ppo_ds.storage.drafts import draft_directory
 
 
@@ -32,6 +34,9 @@ class PolicyOutput(NamedTuple):
     entropy: Tensor | None  # [B,R] exact, nats; None unless requested
     values: Tensor | None  # [B,R+1] values of the states; None without a value head
     aux: Tensor | None  # 0-dim: the load-balancing loss of a mixture of experts; None unless requested
+    # [B,R] mean of log p over the vocabulary, for label smoothing; None unless requested
+    mean_logprobs: Tensor | None = None
+    correct: Tensor | None = None  # [B,R] bool: the token is the most likely one; None unless requested
 
 
 class Policy(PackableModel):
@@ -68,31 +73,47 @@ class Policy(PackableModel):
         with_aux: bool = False,
         temperature: float | None = None,
         entropy_gradient: bool = True,
+        label_mask: Tensor | None = None,
+        with_mean: bool = False,
+        with_correct: bool = False,
+        noise: EmbeddingNoise | None = None,
     ) -> PolicyOutput:
         """Returns the log-probs of the last ``response_width`` tokens of ids [B,T], 0 after each response.
 
-        ``with_entropy`` and ``with_aux`` add these outputs. ``temperature`` replaces the sampling
-        temperature. ``entropy_gradient=False`` detaches the entropy, which makes the backward cheaper.
+        ``with_entropy``, ``with_aux``, ``with_mean`` and ``with_correct`` add these outputs. ``temperature``
+        replaces the sampling temperature. ``entropy_gradient=False`` detaches the entropy, which makes the
+        backward cheaper. With ``label_mask`` [B,R] the head runs for the selected tokens only, and all other
+        columns are 0. ``noise`` is added to the embeddings.
         """
-        layout = make_layout(ids, attention_mask, response_width, self.lm, packed=self.packed)
+        layout = make_layout(
+            ids, attention_mask, response_width, self.lm, packed=self.packed, label_mask=label_mask
+        )
         arguments = layout.arguments(self._positions, masked=with_aux)
         temperature = self.temperature if temperature is None else temperature
-        with layout_forward(self.lm, self.packed):
+        with layout_forward(self.lm, self.packed), noisy_embeddings(self.lm, layout, noise):
             states, logits, aux = self.states_and_logits(layout.label_positions, arguments, with_aux)
             if logits is None:
-                logprobs, entropy = self.lm.get_output_embeddings()(
-                    states[layout.label_positions], layout.labels, temperature, with_entropy
+                found = self.lm.get_output_embeddings()(
+                    states[layout.label_positions], layout.labels, temperature, with_entropy, with_mean
                 )
             else:
-                logprobs, entropy = logprobs_and_entropy_from_logits(
-                    logits[0], layout.labels, temperature, with_entropy=with_entropy
+                found = statistics_from_logits(
+                    logits[0], layout.labels, temperature, with_entropy, with_mean, with_correct
                 )
+        entropy = found.entropy
         if entropy is not None:
             entropy = layout.scatter(entropy if entropy_gradient else entropy.detach())
         values = None
         if self.value_head is not None:
             values = layout.scatter_states(self.value_head(states[layout.state_positions]).squeeze(-1))
-        return PolicyOutput(layout.scatter(logprobs), entropy, values, aux)
+        return PolicyOutput(
+            layout.scatter(found.logprobs),
+            entropy,
+            values,
+            aux,
+            layout.scatter(found.mean_logprobs) if with_mean else None,
+            layout.scatter(found.correct) if with_correct else None,
+        )
 
     def states_and_logits(
         self, positions: Tensor, arguments: dict[str, Any], with_aux: bool
@@ -156,6 +177,22 @@ class Policy(PackableModel):
         if adapter_layers(self.lm):
             with draft_directory(directory) as draft:
                 save_adapter(self.lm, draft, state_dict)
+
+
+def statistics_from_logits(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    with_mean: bool,
+    with_correct: bool,
+) -> LabelStatistics:
+    """Computes the statistics of logits [K,V] and labels [K]; those that are not requested are None."""
+    logprobs, entropy = logprobs_and_entropy_from_logits(
+        logits, labels, temperature, with_entropy=with_entropy
+    )
+    mean = mean_logprobs_from_logits(logits, labels, logprobs, temperature) if with_mean else None
+    return LabelStatistics(logprobs, entropy, mean, logits.argmax(-1) == labels if with_correct else None)
 
 
 def saveable(config: GenerationConfig) -> GenerationConfig:

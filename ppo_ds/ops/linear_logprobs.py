@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of a linear head without materialising the logits.
+"""Log-probabilities, entropy and accuracy of a linear head without materialising the logits.
 
 The logits of K hidden states and V tokens are K x V numbers, and so is their gradient: 5 GB each in float32
 for 8,192 states and 151,936 tokens. Here they are computed for one block of the vocabulary at a time, [K,b],
@@ -14,7 +14,7 @@ a matrix product with a 16-bit result is fast there. The CUDA branches have not 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,51 @@ KEPT = 2**25  # maximum number of logits that are kept for the backward pass: 12
 _FLOOR = -1e4  # exp(-1e4) is 0 even in float64; avoids 0 * log 0 = NaN where a logit is -inf
 
 
+class LabelStatistics(NamedTuple):
+    """Statistics of K distributions over the vocabulary and of their labels, in nats."""
+
+    logprobs: Tensor  # [K] log p of the labels
+    entropy: Tensor | None  # [K]; None unless requested
+    mean_logprobs: Tensor | None  # [K] mean of log p over the vocabulary; None unless requested
+    # [K] bool: the label has the largest logit; not differentiable; None unless requested
+    correct: Tensor | None
+
+
+def linear_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperature: float = 1.0,
+    *,
+    with_entropy: bool = True,
+    with_mean: bool = False,
+    block_elements: int | None = None,
+    kept_elements: int = KEPT,
+) -> LabelStatistics:
+    """Computes the statistics of softmax((hidden weight^T + bias) / temperature) and its ``labels``.
+
+    They are in float32 or wider, and differentiable except for ``correct``.
+
+    Args:
+        hidden: [K,H].
+        weight: [V,H].
+        bias: [V] or None.
+        labels: [K].
+        with_entropy: Computes the entropy.
+        with_mean: Computes the mean log-prob over the vocabulary.
+        block_elements: Maximum number of logits in a block [K,b].
+        kept_elements: Maximum number of logits that are kept for the backward pass instead of recomputed.
+    """
+    size = block_elements or (CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK)
+    keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= kept_elements
+    return LabelStatistics(
+        *_LinearStatistics.apply(
+            hidden, weight, bias, labels, temperature, with_entropy, with_mean, size, keep
+        )
+    )
+
+
 def linear_logprobs_and_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -39,24 +84,17 @@ def linear_logprobs_and_entropy(
     block_elements: int | None = None,
     kept_elements: int = KEPT,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes log-probs at ``labels`` and the entropy of softmax((hidden weight^T + bias) / temperature).
-
-    Both are in nats, float32 or wider, and differentiable.
-
-    Args:
-        hidden: [K,H].
-        weight: [V,H].
-        bias: [V] or None.
-        labels: [K].
-        block_elements: Maximum number of logits in a block [K,b].
-        kept_elements: Maximum number of logits that are kept for the backward pass instead of recomputed.
-
-    Returns:
-        Log-probs [K] and entropy [K], or None without ``with_entropy``.
-    """
-    size = block_elements or (CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK)
-    keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= kept_elements
-    return _LinearStatistics.apply(hidden, weight, bias, labels, temperature, with_entropy, size, keep)
+    """Computes the log-probs and the entropy (None without ``with_entropy``) of linear_statistics."""
+    return linear_statistics(
+        hidden,
+        weight,
+        bias,
+        labels,
+        temperature,
+        with_entropy=with_entropy,
+        block_elements=block_elements,
+        kept_elements=kept_elements,
+    )[:2]
 
 
 def _blocks(rows: int, vocabulary: int, size: int) -> Iterator[slice]:
@@ -112,7 +150,7 @@ class _Sums:
 
 
 class _LinearStatistics(torch.autograd.Function):
-    """Autograd function of linear_logprobs_and_entropy."""
+    """Autograd function of linear_statistics."""
 
     @staticmethod
     def forward(
@@ -123,15 +161,18 @@ class _LinearStatistics(torch.autograd.Function):
         labels: Tensor,
         temperature: float,
         with_entropy: bool,
+        with_mean: bool,
         size: int,
         keep: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         chosen = torch.empty(len(hidden), dtype=widen(hidden[:0]).dtype, device=hidden.device)
-        sums, kept = _Sums(chosen), []
+        sums, kept, total = _Sums(chosen), [], torch.zeros_like(chosen)
         for block in _blocks(len(hidden), len(weight), size):
             z = _logits(hidden, weight, bias, block, temperature)
             inside, column = _within(labels, block)
             chosen = torch.where(inside, z.gather(-1, column).squeeze(-1), chosen)
+            if with_mean:
+                total += z.sum(dim=-1)
             exp = sums.add(z, with_entropy)
             if keep:
                 kept += [exp, sums.largest]
@@ -139,30 +180,41 @@ class _LinearStatistics(torch.autograd.Function):
         entropy = log_sum - sums.weighted / sums.exp if with_entropy else None
         # saves the parameter itself instead of a copy: ZeRO-3 releases the parameter between the passes and
         # gathers it again for the backward
-        ctx.save_for_backward(hidden, weight, bias, labels, sums.largest + log_sum, entropy, *kept)
+        log_norm = sums.largest + log_sum
+        ctx.save_for_backward(hidden, weight, bias, labels, log_norm, entropy, *kept)
         ctx.temperature, ctx.size = temperature, size
         ctx.set_materialize_grads(False)
-        return chosen - sums.largest - log_sum, entropy
+        correct = chosen == sums.largest
+        ctx.mark_non_differentiable(correct)
+        mean = total / len(weight) - log_norm if with_mean else None
+        return chosen - sums.largest - log_sum, entropy, mean, correct
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_mean: Tensor | None,
+        _correct: None,
     ) -> tuple[Tensor | None, ...]:
         """Computes the gradients of hidden, weight and bias, block by block.
 
-        With z = (hidden weight^T + bias) / temperature:
-        d log p_y / d z_j = [j = y] - p_j,  d H / d z_j = -p_j (log p_j + H).
+        With z = (hidden weight^T + bias) / temperature and the mean m of log p over V tokens:
+        d log p_y / d z_j = [j = y] - p_j,  d H / d z_j = -p_j (log p_j + H),  d m / d z_j = 1/V - p_j.
         """
         hidden, weight, bias, labels, log_norm, entropy, *kept = ctx.saved_tensors
-        if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 8
+        if grad_logprobs is None and grad_entropy is None and grad_mean is None:
+            return (None,) * 9
         for_logprobs = (
             torch.zeros_like(log_norm) if grad_logprobs is None else grad_logprobs / ctx.temperature
         )
         for_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
+        for_mean = None if grad_mean is None else grad_mean / ctx.temperature
         # rows with a zero gradient may hold NaN: 0 * NaN must not reach the model
-        idle = for_logprobs == 0 if for_entropy is None else (for_logprobs == 0) & (for_entropy == 0)
+        idle = for_logprobs == 0
+        for grad in (for_entropy, for_mean):
+            idle = idle if grad is None else idle & (grad == 0)
         hidden = hidden.masked_fill(idle.unsqueeze(-1), 0.0)
         grad_hidden = torch.zeros_like(hidden, dtype=log_norm.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
@@ -172,9 +224,14 @@ class _LinearStatistics(torch.autograd.Function):
                 p = kept[2 * i] * (kept[2 * i + 1] - log_norm).exp().unsqueeze(-1)
             else:
                 p = _logits(hidden, weight, bias, block, ctx.temperature).sub_(log_norm.unsqueeze(-1)).exp_()
-            d = logits_gradient(p, *_within(labels, block), for_logprobs, entropy, for_entropy).masked_fill_(
-                idle.unsqueeze(-1), 0.0
-            )
+            inside, column = _within(labels, block)
+            if for_mean is None:
+                d = logits_gradient(p, inside, column, for_logprobs, entropy, for_entropy)
+            else:  # both the label and the mean have the term -p_j
+                d = logits_gradient(p, inside, column, for_logprobs + for_mean, entropy, for_entropy)
+                d.scatter_add_(-1, column, torch.where(inside, -for_mean, 0.0).unsqueeze(-1))
+                d.add_(for_mean.unsqueeze(-1) / len(weight))
+            d = d.masked_fill_(idle.unsqueeze(-1), 0.0)
             if grad_bias is not None:
                 grad_bias[block] = d.sum(dim=0)
             d = d.to(hidden.dtype)
@@ -186,7 +243,7 @@ class _LinearStatistics(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,
             grad_bias,
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 

@@ -52,6 +52,18 @@ def logprobs_and_entropy_from_logits(
     return logprobs.view(labels.shape), entropy.view(labels.shape) if with_entropy else None
 
 
+def mean_logprobs_from_logits(
+    logits: Tensor, labels: Tensor, logprobs: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """Computes the mean of log softmax(logits / temperature) over the vocabulary: [...,V] -> [...].
+
+    ``logprobs`` [...] are those of ``labels`` [...]. The mean differs from them by the mean of the logits
+    minus the logit of the label, so that the softmax is not computed again.
+    """
+    chosen = widen(logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
+    return logprobs + (logits.mean(dim=-1, dtype=chosen.dtype) - chosen) / temperature
+
+
 def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
     """Sums token log-probs to log pi(y|x) of whole responses: [B,T] -> [B]."""
     return masked_sum(logprobs, mask, dim=1)

@@ -251,7 +251,13 @@ class Learner:
         texts = next(self.ptx_texts)
         totals = batch_totals([texts.response_mask], dp_size=self.world.size)
         for micro in microbatches(texts, self.token_budget, self.world, self.packed):
-            out = self.actor(micro.ids, micro.attention_mask, micro.response_width, temperature=1.0)
+            out = self.actor(
+                micro.ids,
+                micro.attention_mask,
+                micro.response_width,
+                temperature=1.0,
+                label_mask=micro.response_mask,
+            )
             yield self.ptx(out, micro.to(self.world.device), totals)
 
     def skip_rollout(

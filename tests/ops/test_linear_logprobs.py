@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ppo_ds.ops.linear_logprobs import GPU_BLOCK, linear_logprobs_and_entropy
+from ppo_ds.ops.linear_logprobs import GPU_BLOCK, linear_logprobs_and_entropy, linear_statistics
 
 K, H, V = 6, 4, 11
 
@@ -238,3 +238,36 @@ def test_blocks_are_kept_only_for_a_backward_pass(wanted):
             (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
             torch.zeros(1)  # triggers the next measurement
             assert peak.now < gradient.nbytes + 4 * 2 * K * V
+
+
+@BLOCKS
+@KEPT
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_mean_over_the_vocabulary_and_the_most_likely_token(block, kept, temperature):
+    """The mean is that of torch's log_softmax, alone and beside the other outputs."""
+    *inputs, labels = example(bias=True)
+    hidden, weight, bias = inputs
+    table = ((hidden @ weight.T + bias) / temperature).log_softmax(-1)
+    labels = torch.where(torch.arange(K) % 2 == 0, table.argmax(-1), labels)
+    expected = plain(*inputs, labels, temperature)
+    for weight_of_others in (0.0, 1.0):
+        found = linear_statistics(
+            *inputs, labels, temperature, with_mean=True, block_elements=block, kept_elements=kept
+        )
+        torch.testing.assert_close(found.mean_logprobs, table.mean(-1))
+        assert torch.equal(found.correct, table.argmax(-1) == labels) and 0 < int(found.correct.sum()) < K
+        ours, theirs = found.mean_logprobs.square().sum(), table.mean(-1).square().sum()
+        if weight_of_others:
+            ours, theirs = ours + loss_of(*found[:2]), theirs + loss_of(*expected)
+        torch.testing.assert_close(
+            gradients(ours, inputs), torch.autograd.grad(theirs, inputs, retain_graph=True)
+        )
+
+
+@pytest.mark.parametrize("kept", [0, 1000], ids=["again", "kept"])
+def test_no_labels_at_all(kept):
+    hidden, weight, bias, labels = (x[:0] if i in (0, 3) else x for i, x in enumerate(example(bias=True)))
+    found = linear_statistics(hidden, weight, bias, labels, with_mean=True, kept_elements=kept)
+    assert [len(each) for each in found] == [0] * 4
+    for gradient in gradients((found.logprobs + found.mean_logprobs).sum(), (hidden, weight, bias)):
+        assert not gradient.any()

@@ -59,10 +59,13 @@ class TinyPolicy(Tiny):
         with_aux=False,
         temperature=None,
         entropy_gradient=True,
+        label_mask=None,
     ):
         states = self.states(ids, attention_mask, response_width)
         table = (states[:, :-1] @ self.head / (temperature or self.temperature)).log_softmax(-1)
         logprobs = table.gather(-1, ids[:, -response_width:, None])[..., 0]
+        if label_mask is not None:
+            logprobs = torch.where(label_mask, logprobs, 0.0)
         return PolicyOutput(
             logprobs,
             -(table.exp() * table).sum(-1) if with_entropy else None,
@@ -253,7 +256,7 @@ def by_hand(
         surrogate, entropies, kls, errors, squares = [], [], [], [], []
         for i in part.tolist():
             inputs = ids, _, r = unpadded(rows, i)
-            logprobs, entropy, own, _ = actor(*inputs, with_entropy=True)
+            logprobs, entropy, own = actor(*inputs, with_entropy=True)[:3]
             values = own if shared else critic(*inputs)
             for column in (surrogate, entropies, kls, errors, squares):
                 column.append([])

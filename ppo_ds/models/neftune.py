@@ -1,0 +1,58 @@
+"""NEFTune (Jain et al. 2023): uniform noise on the embeddings of the tokens, in training only.
+
+Each component of the embedding of a row of L tokens and width d gets uniform noise of at most
+alpha / sqrt(L d). The noise of a row depends only on its seed. It is the same on any number of ranks, in any
+micro-batch, in padded and packed rows, and after a resume.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from ppo_ds.models.layout import Layout
+
+
+@dataclass(frozen=True)
+class EmbeddingNoise:
+    """The noise of the rows of one forward."""
+
+    alpha: float
+    seeds: Tensor  # [B] long, one for each row
+
+
+@contextmanager
+def noisy_embeddings(lm: PreTrainedModel, layout: Layout, noise: EmbeddingNoise | None) -> Iterator[None]:
+    """Adds ``noise`` to the embeddings of the forward of ``layout`` inside the block."""
+
+    def add_noise(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+        rows = [
+            row_noise(length, embedded.shape[-1], noise.alpha, seed, embedded.device)
+            for length, seed in zip(layout.lengths, noise.seeds.tolist(), strict=True)
+        ]
+        added = torch.cat(rows)[None] if layout.packing else pad_sequence(rows, batch_first=True)
+        return embedded + added.to(embedded.dtype)
+
+    if noise is None:
+        yield
+        return
+    hook = lm.get_input_embeddings().register_forward_hook(add_noise)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def row_noise(length: int, width: int, alpha: float, seed: int, device: torch.device) -> Tensor:
+    """Returns the noise [length,width] of one row."""
+    generator = torch.Generator(device).manual_seed(seed)
+    uniform = torch.rand(length, width, generator=generator, device=device)
+    return (2 * uniform - 1) * (alpha / math.sqrt(length * width))
