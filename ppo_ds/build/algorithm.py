@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ppo_ds.build.shared import training_steps
+from ppo_ds.build.shared import all_packed, training_steps
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
@@ -90,7 +89,7 @@ def experience_maker(
         group_size=config.rollout.samples_per_prompt,
         rollout_is=algo.rollout_is,
         token_budget=config.memory.score_tokens,
-        packed=_all_packed(actor, reference, critic),
+        packed=all_packed(actor, reference, critic),
         world=world,
         timer=timer,
     )
@@ -143,11 +142,6 @@ def _score_position(algo: AlgoConfig) -> ScorePosition:
 
 def _whitening(algo: AlgoConfig) -> Whitening:
     return Whitening(algo.advantage.whiten, algo.advantage.unbiased, algo.action_level)
-
-
-def _all_packed(*models: TrainedModel | FrozenModel | None) -> bool:
-    """Returns whether all models take packed rows. If so, forwards are planned without padding."""
-    return all(model.module.packed for model in models if model is not None)
 
 
 @dataclass(frozen=True)
@@ -211,7 +205,7 @@ def learner(
         epochs=algo.epochs,
         minibatch_size=algo.minibatch_size or rollout_size(config),
         token_budget=config.memory.train_tokens,
-        packed=_all_packed(actor, critic),
+        packed=all_packed(actor, critic),
         target_kl=algo.target_kl,
         world=world,
         timer=timer,
@@ -227,8 +221,3 @@ def kl_controller(config: Config) -> FixedKLController:
     if kl.controller == "threshold":
         return ThresholdKLController(kl.coef, kl.target, min_coef=kl.min_coef, max_coef=kl.max_coef)
     return FixedKLController(kl.coef)
-
-
-def eval_weights(ema: WeightCopy | None, wanted: bool) -> Callable[[], AbstractContextManager[None]]:
-    """Returns the context manager of evaluations, which swaps in averaged weights if ``wanted``."""
-    return ema.swapped if ema is not None and wanted else nullcontext

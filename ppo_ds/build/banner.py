@@ -1,13 +1,12 @@
-"""Summary lines of the start-up banner, among them the resolved batch equation."""
+"""Summary lines of the start-up banner: of a PPO run, of checkpoints and of a resumed run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ppo_ds.build.data import describe_rows
+from ppo_ds.build.shared import machine, trained_model
 from ppo_ds.config.schema import Config, reference_is_base, rollout_size, uses_reference
 from ppo_ds.config.sections.run import CheckpointConfig
 from ppo_ds.config.text import show
@@ -30,18 +29,17 @@ def summary(
     is the mean and the maximum difference of log-probs that the parity check measured.
     """
     actor, critic, reference, algo = config.actor, config.critic, config.reference, config.algo
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     kl = (
         f"{algo.kl.estimator} x {algo.kl.coef:g} ({algo.kl.controller}) in the {algo.kl.place}"
         if algo.kl.place != "none"
         else "none"
     )
     if critic_start:
-        values = f"{critic_start}  {critic.model.dtype}  ZeRO-{critic.zero.stage}"
+        values = trained_model("critic", critic_start, critic)
     elif critic.share_trunk:
-        values = "a value head on the actor"
+        values = "critic     a value head on the actor"
     else:
-        values = f"none: advantages by {algo.advantage.estimator}"
+        values = f"critic     none: advantages by {algo.advantage.estimator}"
     if not uses_reference(config):
         frozen = "none"
     elif reference_is_base(config):
@@ -50,10 +48,9 @@ def summary(
         copies = "sharded" if reference.zero.stage == 3 else "a replica on each rank"
         frozen = f"{reference.model.path}  {reference.model.dtype}  {copies}"
     return [
-        f"{world.size} rank(s) on {device}; torch {torch.__version__}",
-        f"threads    {world.threads}",
-        f"actor      {actor.model.path}  {actor.model.dtype}  ZeRO-{actor.zero.stage}",
-        f"critic     {values}",
+        *machine(world),
+        trained_model("actor", actor.model.path, actor),
+        values,
         f"reference  {frozen}",
         f"reward     {_reward(config.reward)}; KL {kl}",
         f"data       {source.path}: {describe_rows(source.report, 'prompts')}",

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ppo_ds.config.sections.models import ActorConfig, CriticConfig, FrozenZeroConfig, LoraConfig
+from ppo_ds.config.schema import TrainedConfig
+from ppo_ds.config.sections.models import FrozenZeroConfig, LoraConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel, freeze
 from ppo_ds.engine.trained import LRSchedule
@@ -23,12 +24,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of the data on a model that receives the actor's token ids."""
+    """Requirements of the data on a model that receives the token ids of one tokenizer."""
 
-    vocabulary: int  # upper bound (exclusive) of the ids of the actor's tokenizer
+    vocabulary: int  # upper bound (exclusive) of the ids of the tokenizer
     positions: int  # tokens of the longest row
     longest: str  # describes the longest row in errors
     remedy: str  # names in errors the config keys to lower if the longest row is too long
+    tokenizer_of: str = "actor"  # the model that the tokenizer comes with, for errors
 
     def check(self, module: Any, path: str, key: str) -> None:
         """Raises UserError, which names ``key``, if the model cannot read the data.
@@ -37,8 +39,8 @@ class Needs:
         """
         if self.vocabulary > module.vocab_size:
             raise UserError(
-                f"{key}={path}: the actor's tokenizer has ids up to {self.vocabulary - 1}, this model's "
-                f"embedding only {module.vocab_size} rows; they do not belong together"
+                f"{key}={path}: the {self.tokenizer_of}'s tokenizer has ids up to {self.vocabulary - 1}, "
+                f"this model's embedding only {module.vocab_size} rows; they do not belong together"
             )
         rope = rope_length_limit(module.trunk.config)
         if rope is not None and self.positions > rope[1]:
@@ -58,7 +60,7 @@ class Needs:
 def trained_engine(
     load: Callable[[], nn.Module],
     make: Callable[..., T],
-    role: ActorConfig | CriticConfig,
+    role: TrainedConfig,
     name: str,
     world: World,
     optimizer_steps: int,

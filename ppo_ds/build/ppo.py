@@ -7,7 +7,6 @@ from typing import Any
 
 from ppo_ds.build.algorithm import (
     Horizon,
-    eval_weights,
     experience_maker,
     horizon,
     kl_controller,
@@ -18,19 +17,19 @@ from ppo_ds.build.algorithm import (
 from ppo_ds.build.banner import summary
 from ppo_ds.build.data import Inputs, read_inputs, stop_ids
 from ppo_ds.build.generator import build_generator
-from ppo_ds.build.layouts import adapter_notes, choose_layouts, plan_generation
+from ppo_ds.build.layouts import choose_layouts, plan_generation
 from ppo_ds.build.preflight import preflight
 from ppo_ds.build.reward_models import RewardModels
 from ppo_ds.build.roles import build_actor, build_critic, build_reference, critic_start, ppo_needs
+from ppo_ds.build.shared import adapter_note, eval_weights, slow_dtypes
 from ppo_ds.config.schema import Config, has_critic, rollout_size, uses_reference
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.targets import bind
-from ppo_ds.config.warnings import slow_bf16, warnings
+from ppo_ds.config.warnings import warnings
 from ppo_ds.data.prompts import eval_batches
 from ppo_ds.distributed.world import seed_everything
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
-from ppo_ds.engine.processor import computes_bf16
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.ops.kl import FixedKLController
@@ -139,9 +138,7 @@ def read_data(config: Config, context: RunContext) -> tuple[Inputs, tuple[int, .
     stops = stop_ids(config, inputs.tokenizer)
     preflight(config, inputs)
     hides_stops = bool(masked_stop_ids(config.algo.train_on_eos, stops, inputs.tokenizer.pad_id))
-    note(*inputs.notes(), *warnings(config, hides_stops=hides_stops))
-    if context.world.device.type == "cpu":
-        note(*slow_bf16(config, computes_bf16()))
+    note(*inputs.notes(), *warnings(config, hides_stops=hides_stops), *slow_dtypes(config, context.world))
     return inputs, stops
 
 
@@ -200,7 +197,10 @@ def load_models(config: Config, context: RunContext, inputs: Inputs, length: Hor
         should_stop=context.stop.should_stop,
         note=banner.note,
     )
-    banner.note(*adapter_notes(config, actor, critic), *choose_layouts(config, actor, reference, critic))
+    banner.note(*adapter_note("actor", config.actor.lora, actor))
+    if critic is not None:
+        banner.note(*adapter_note("critic", config.critic.lora, critic))
+    banner.note(*choose_layouts(config, actor, reference, critic))
     ema = WeightCopy(actor) if config.actor.ema.decay is not None else None
     lagged = WeightCopy(actor) if config.algo.old_policy == "lagged" else None
     banner.note(*plan_generation(config, actor, critic))

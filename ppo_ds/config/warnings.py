@@ -10,6 +10,7 @@ from ppo_ds.config.schema import (
     has_critic,
     reference_is_base,
     reward_models,
+    trained_models,
     uses_reference,
     value_position,
 )
@@ -40,15 +41,16 @@ def warnings(config: Config, hides_stops: bool) -> list[str]:
 
 def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
     """Returns a warning if a model runs in bf16 on a processor that emulates it; see engine/processor.py."""
-    dtypes: dict[str, str | None] = {"actor.model": config.actor.model.dtype}
-    if has_critic(config):
-        dtypes["critic.model"] = config.critic.model.dtype
-    if uses_reference(config) and not reference_is_base(config):
-        dtypes["reference.model"] = config.reference.model.dtype
-    dtypes |= {
-        key: model.get("dtype", ModelConfig.model_fields["dtype"].default)
-        for key, model in reward_models(config.reward)
+    trained, sections = trained_models(config), type(config).model_fields
+    dtypes = {
+        f"{name}.model": role.model.dtype
+        for name, role in trained.items()
+        if name != "critic" or has_critic(config)
     }
+    if "reference" in sections and uses_reference(config) and not reference_is_base(config):
+        dtypes["reference.model"] = config.reference.model.dtype
+    models = reward_models(config.reward) if "reward" in sections else ()
+    dtypes |= {key: model.get("dtype", ModelConfig.model_fields["dtype"].default) for key, model in models}
     slow = " ".join(f"{key}.dtype=bf16" for key, dtype in dtypes.items() if dtype == "bf16")
     if computes_bf16 is not False or not slow:
         return []

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
 from ppo_ds.ppo.health import NonFiniteStep
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.training.batching import microbatch_rows
-from ppo_ds.training.nan_debug import CheckedOutput, ReplayedRow, replay_rows
+from ppo_ds.training.failure_dump import Origin, origin_of
+from ppo_ds.training.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
 from ppo_ds.types import Experience
 
 LOGPROBS = CheckedOutput("log-prob of token {}", attrgetter("logprobs"))
 VALUES = CheckedOutput("value of state {} of the critic", lambda values: values)
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The origin of the first non-finite number, as far as it could be found."""
-
-    what: str
-    rank: int | None  # the rank that computed it
-    position: int | None  # position in the minibatch of the row that contains it
 
 
 def locate_nonfinite(
@@ -43,17 +34,12 @@ def locate_nonfinite(
     if learner.critic is not None:
         value_loss = partial(learner.value_loss, totals=value_totals)
         replay_rows("critic", learner.critic, VALUES, value_loss, micros, rows)
-    return sorted((row for part in world.gather_objects(rows) for row in part), key=lambda row: row.position)
+    return gathered_rows(rows, world)
 
 
 def find_origin(learner: Learner, skipped: NonFiniteStep) -> Origin:
     """Finds the tensor and the row that caused a non-finite step, if a replay reproduces it. A collective."""
     if skipped.row is not None:
         return Origin(skipped.what[0], skipped.rank, skipped.rows.tolist().index(skipped.row))
-    for row in locate_nonfinite(learner, skipped.minibatch, skipped.kl_coef, skipped.critic_only):
-        if row.first is not None:
-            return Origin(row.first, row.rank, row.position)
-    what = " and ".join(skipped.what)
-    return Origin(
-        f"{what} (finite when the step was replayed: a fault of the hardware or of a kernel?)", None, None
-    )
+    replayed = locate_nonfinite(learner, skipped.minibatch, skipped.kl_coef, skipped.critic_only)
+    return origin_of(replayed, skipped.what)

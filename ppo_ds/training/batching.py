@@ -7,6 +7,7 @@ gathers weights inside a forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +61,15 @@ def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: 
     lengths = sequences.attention_mask.sum(1)
     own_count = len(plan_forwards(lengths, token_budget, packed=packed))
     return plan_forwards(lengths, token_budget, at_least=world.max_int(own_count), packed=packed)
+
+
+def filled(sequences: S, ranks: int) -> S:
+    """Appends copies of the last row without a loss until the rows can be divided by the number of ranks."""
+    count, missing = len(sequences), -len(sequences) % ranks
+    rows = sequences.select(torch.cat([torch.arange(count), torch.full((missing,), count - 1)]))
+    mask = rows.response_mask.clone()
+    mask[count:] = False
+    return replace(rows, response_mask=mask)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.types import Sequences
 
@@ -55,6 +56,11 @@ def replay_rows(
             row.losses[name] = float(loss.detach()) / model.world.size
             row.first, found[:] = row.first or next(iter(found), None), []
     model.skip(overflow=False)
+
+
+def gathered_rows(rows: Sequence[ReplayedRow], world: World) -> list[ReplayedRow]:
+    """Returns the replayed rows of all ranks in the order of their positions. A collective."""
+    return sorted((row for part in world.gather_objects(rows) for row in part), key=lambda row: row.position)
 
 
 @contextmanager

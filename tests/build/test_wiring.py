@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from ppo_ds.build.algorithm import (
-    eval_weights,
     experience_maker,
     kl_controller,
     masked_stop_ids,
     pretraining,
 )
 from ppo_ds.build.ppo import build_evaluator, build_sampling
+from ppo_ds.build.shared import eval_weights
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Sequences

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppo_ds.training.batching import microbatches, scoring_plan
+from ppo_ds.training.batching import filled, microbatches, scoring_plan
 from tests.ppo.algo_cases import real
 
 PROMPTS, ANSWERS = [3, 7, 1, 5, 2, 2, 9, 4], [6, 1, 2, 8, 3, 3, 1, 5]
@@ -36,3 +36,12 @@ def test_scoring_plans_agree_over_ranks(on_ranks, experience):
     plans = on_ranks(2, lambda world: scoring_plan(shares[world.rank], 20, world))
     assert [len(plan) for plan in plans] == [3, 3]
     assert len(scoring_plan(shares[0], 20, on_ranks(1, lambda world: world)[0])) == 1
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 3), (2, 4), (3, 3), (4, 4), (8, 8)])
+def test_rows_are_filled_up_to_the_ranks_without_a_loss(experience, ranks, rows):
+    given = experience([5, 2, 4], [5, 4, 3])
+    full = filled(given, ranks)
+    assert len(full) == rows and real(full)[:3] == real(given)
+    assert int(full.response_mask.sum()) == 5 + 4 + 3 and not full.response_mask[3:].any()
+    assert full.attention_mask[3:].all(1).tolist() == given.attention_mask[2:].all(1).tolist() * (rows - 3)
