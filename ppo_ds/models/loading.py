@@ -6,20 +6,30 @@ since no code in this module reads or writes a weight.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    TRANSFORMERS_DYNAMIC_MODULE_NAME,
+    cached_file,
+)
 
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
@@ -59,6 +69,7 @@ def load_config(
             path, trust_remote_code=trust_remote_code, **_hub_only(path, revision)
         )
     _remove_dropout(config)
+    _undo_rope_rewrite(config)
     # The run's config chooses the attention. The entry in the folder's config could name code on the Hub.
     config._attn_implementation = None
     return config
@@ -143,7 +154,7 @@ def from_pretrained(
     path, implementation = _checked(model.path, key), attention(model, key)
     refuse_adapter_on_hub(path, model.revision, key)
     with user_errors(path, key):
-        return auto_class.from_pretrained(
+        module, info = auto_class.from_pretrained(
             path,
             config=config,
             dtype=torch_dtype(model.dtype),
@@ -153,6 +164,9 @@ def from_pretrained(
             output_loading_info=True,
             **_hub_only(path, model.revision),
         )
+    if _is_own_code(type(module)) and not is_deepspeed_zero3_enabled():
+        _compute_buffers(module)
+    return module, info
 
 
 def weight_names(path: str, revision: str | None = None) -> set[str] | None:
@@ -206,6 +220,38 @@ def _remove_dropout(config: PreTrainedConfig) -> None:
             _remove_dropout(value)
         elif _DROPOUT.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
             setattr(config, name, type(value)(0))  # some fields take only ints
+
+
+def _is_own_code(type_: type) -> bool:
+    """Returns whether a class comes from the Python code in a model's files."""
+    return type_.__module__.startswith(TRANSFORMERS_DYNAMIC_MODULE_NAME)
+
+
+def _compute_buffers(module: Any) -> None:
+    """Computes the buffers that the files of a model with its own code lack, such as RoPE's frequencies.
+
+    transformers 5 creates models without memory and then leaves such buffers uninitialized, unless the code
+    computes them again in ``_init_weights``, which code written for transformers 4 does not do. Under ZeRO-3
+    models are created with memory.
+    """
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+        computed = dict(type(module)(copy.deepcopy(module.config)).named_buffers())
+    for name, buffer in module.named_non_persistent_buffers():
+        buffer.copy_(computed[name])
+
+
+def _undo_rope_rewrite(config: PreTrainedConfig) -> None:
+    """Sets ``rope_scaling`` of a config class from the model's own code back to None if that was its value.
+
+    transformers 5 replaces None by a dict without ``type``. Code written for transformers 4 takes every dict
+    for a scaling and reads its type. A class that has ``rope_parameters`` expects the dict.
+    """
+    if not _is_own_code(type(config)):
+        return
+    own_fields = {field.name for field in fields(config)} | set(signature(type(config).__init__).parameters)
+    scaling = vars(config).get("rope_parameters")
+    if "rope_parameters" not in own_fields and scaling and set(scaling) <= {"rope_theta", "rope_type"}:
+        config.rope_parameters = None
 
 
 def _checked(path: str, key: str) -> str:

@@ -14,6 +14,9 @@ from typing import Any
 
 import jinja2
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import cached_file
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.loading import (
@@ -26,6 +29,8 @@ from ppo_ds.models.loading import (
 from ppo_ds.models.template_limits import CHARACTERS, rendering_limits
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
+SENTENCEPIECE = "run: pip install -c constraints.txt -e '.[sentencepiece]'"
+TOKENIZER_FILE = "tokenizer.json"
 NEEDED = "the folder needs tokenizer.json and tokenizer_config.json"
 
 
@@ -155,7 +160,8 @@ def load_tokenizer(
     if trust_remote_code:
         refuse_code_of_others(path, revision, key)
     try:
-        hf = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer_class = (_python_tokenizer(path, revision) if trust_remote_code else None) or AutoTokenizer
+        hf = tokenizer_class.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # the libraries may raise any exception, even a bare Exception
         raise UserError(f"{key}={path}: {_remedy(error, key)}") from error
     # for some families transformers makes a tokenizer without any files
@@ -166,6 +172,25 @@ def load_tokenizer(
     return Tokenizer(hf, _generation_end_ids(path, revision, key), chat_template_kwargs, key)
 
 
+def _python_tokenizer(path: str, revision: str | None) -> Any | None:
+    """Returns the class of a model's own code that tokenizes in Python, or None to leave the choice to
+    transformers.
+
+    If the code also has a fast class and the model has no tokenizer.json, transformers 5 takes the fast class
+    and converts the vocabulary itself, without the converter in the model's code. The special tokens of
+    InternLM2 would then get other ids than in training, outside of the embedding.
+    """
+    code = get_tokenizer_config(path, revision=revision).get("auto_map") or {}
+    classes = code.get("AutoTokenizer") if isinstance(code, dict) else code
+    if not isinstance(classes, list) or len(classes) != 2 or None in classes:
+        return None
+    if cached_file(path, TOKENIZER_FILE, revision=revision, _raise_exceptions_for_missing_entries=False):
+        return None
+    tokenizer_class = get_class_from_dynamic_module(classes[0], path, revision=revision)
+    tokenizer_class.register_for_auto_class()  # so that the code is saved with the tokenizer
+    return tokenizer_class
+
+
 def _remedy(error: Exception, key: str) -> str:
     """Explains why a tokenizer could not be loaded, and names a remedy."""
     text = " ".join(str(error).split())
@@ -174,6 +199,10 @@ def _remedy(error: Exception, key: str) -> str:
         return f"the model runs its own code; if you trust it, set {switch}=true"
     if NOT_REACHED in text:
         return UNREACHABLE
+    if isinstance(error, ImportError):
+        if "sentencepiece" in text.lower():
+            return f"its tokenizer needs the package sentencepiece, which is not installed; {SENTENCEPIECE}"
+        return f"its tokenizer cannot be imported ({text[:300]}); install what it needs"
     if isinstance(error, OSError):
         remedy = "give a local folder, or a Hub name that exists and is reachable or cached"
         return f"cannot be loaded: {text[:300]} ({remedy})"

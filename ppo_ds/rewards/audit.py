@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ppo_ds.models.tokenizer import Message, Tokenizer
+from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.text import EncodedText
 from ppo_ds.types import Row
 
@@ -101,7 +102,7 @@ class Findings:
 
     failures: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    batches_agree: bool = False  # chat scorers only: whether get_scores exists and agrees with get_score
+    batches_agree: bool = False  # chat scorers only: whether get_scores works and agrees with get_score
 
     def check_finite(self, scores: Tensor, dtype: str) -> bool:
         """Records a failure if a score is not finite or all are equal; returns whether all are finite."""
@@ -201,10 +202,13 @@ def audit_chat_scorer(
     tokenizer: Tokenizer,
     dtype: str,
     has_get_scores: bool,
+    name: str,
 ) -> Findings:
     """Audits a model that defines its own get_score.
 
-    ``score(chats, batched)`` returns the scores, [B]; it calls get_scores if ``batched``, else get_score.
+    ``score(chats, batched)`` returns the scores, [B]; it calls get_scores if ``batched``, else get_score. It
+    raises RewardError, whose message starts with ``name``, if the model's code fails; if only get_scores
+    fails, for example because it calls a function that a library has removed, get_score is used instead.
     ``tokenizer`` is the actor's.
     """
     findings, probe = Findings(batches_agree=has_get_scores), probes(tokenizer)
@@ -212,10 +216,18 @@ def audit_chat_scorer(
         [*row["messages"], {"role": "assistant", "content": response}] for row, response in probe.pairs()
     ]
     fitting = chats[: len(probe.rows)]
-    scores = score(chats, has_get_scores)
+    try:
+        scores = score(chats, has_get_scores)
+    except RewardError as error:
+        if not has_get_scores:
+            raise
+        reason = str(error).removeprefix(f"{name}: ")
+        findings.remarks.append(f"{reason} (get_score is called one by one instead)")
+        findings.batches_agree = False
+        scores = score(chats, False)
     if not findings.check_finite(scores, dtype):
         return findings
-    if has_get_scores:
+    if findings.batches_agree:
         findings.batches_agree = findings.check_batch_independence(
             score(fitting, False),
             scores[: len(fitting)],

@@ -86,8 +86,9 @@ def get_score_reward(
 ) -> GetScoreReward:
     """Loads a model that defines its own get_score as a reward; for the arguments see ``model_reward``.
 
-    The audit also compares the model's get_scores with its get_score. If they disagree on any rank, responses
-    are scored one by one on all ranks. Without an audit, get_scores is used unchecked if the model has it.
+    The audit also compares the model's get_scores with its get_score. If they disagree or get_scores fails on
+    any rank, responses are scored one by one on all ranks. Without an audit, get_scores is used unchecked if
+    the model has it.
     """
     if zero.stage == 3:
         raise UserError(
@@ -95,6 +96,7 @@ def get_score_reward(
             "use stage 0 (offload_params keeps it off the GPU)"
         )
     module, scorer = load_frozen(load_chat_scorer, model, zero, f"{key}.model")
+    name = f"{key}.model.path={model.path}"
     make = partial(
         GetScoreReward,
         scorer,
@@ -102,7 +104,7 @@ def get_score_reward(
         tokenizer=tokenizer,
         token_budget=score_tokens,
         key=key,
-        name=f"{key}.model.path={model.path}",
+        name=name,
     )
     reward = make(batched=module.scores_batches)
     inspect = partial(
@@ -111,6 +113,7 @@ def get_score_reward(
         tokenizer=tokenizer,
         dtype=model.dtype,
         has_get_scores=module.scores_batches,
+        name=name,
     )
     findings = reward.audit(inspect, audit, note=note, all_reduce_max=all_reduce_max)
     if findings is None:

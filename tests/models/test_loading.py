@@ -11,6 +11,7 @@ from transformers import (
     LlamaConfig,
     MptConfig,
     OPTConfig,
+    dynamic_module_utils,
 )
 
 from ppo_ds.config.sections.models import ModelConfig
@@ -173,3 +174,42 @@ def test_no_weight_of_another_shape(folder):
     weights["model.norm.weight"] = torch.ones(9)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     refused(folder, "model.norm.weight is [9], not [8]")
+
+
+OWN_CONFIG = """
+from transformers import PreTrainedConfig
+
+
+class Own(PreTrainedConfig):
+    model_type = "own_config"
+
+    def __init__(self, rope_theta=100.0, {argument}=None, **kwargs):
+        self.rope_theta = rope_theta
+        self.{argument} = {argument}
+        super().__init__(**kwargs)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "given", "loaded"),
+    [
+        # code for transformers 4: None stays None, and a scaling keeps its type
+        ("rope_scaling", None, None),
+        (
+            "rope_scaling",
+            {"type": "dynamic", "factor": 2.0},
+            {"type": "dynamic", "factor": 2.0, "rope_type": "dynamic", "rope_theta": 100.0},
+        ),
+        # code for transformers 5
+        ("rope_parameters", None, {"rope_type": "default", "rope_theta": 100.0}),
+    ],
+)
+def test_rope_of_a_config_class_of_the_models_own_code(tmp_path, monkeypatch, argument, given, loaded):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "own.py").write_text(OWN_CONFIG.format(argument=argument))
+    settings = {"model_type": "own_config", "auto_map": {"AutoConfig": "own.Own"}, argument: given}
+    (folder / "config.json").write_text(json.dumps(settings))
+    config = load_config(str(folder), trust_remote_code=True)
+    assert config.rope_scaling == loaded

@@ -1,8 +1,10 @@
 """Tests models that score chats with their own Python code, loaded from a folder like InternLM2's."""
 
 import shutil
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from ppo_ds.config.targets import bind
 from ppo_ds.engine.frozen import freeze
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import Responses, RewardError
+from tests.rewards.old_code import old_code_score, save_old_code
 from tests.rewards.own_code import BOTH, GET_SCORE, GET_SCORES, by_hand, save_own_code
 from tests.rewards.reward_cases import VOCAB, loaded, make_rollout, save_tokenizer
 
@@ -265,6 +268,56 @@ def test_code_that_returns_no_score(tmp_path, build, tokenizer, code, words):
     assert len(caught.value.problems) == 1 and "\n" not in caught.value.problems[0]
     with pytest.raises(RewardError, match=line):  # while training
         build(path, audit="off")(make_rollout(tokenizer, RESPONSES, ROWS))
+
+
+@pytest.fixture
+def sentencepiece(monkeypatch):
+    """Provides an importable module of that name, whether or not the package is installed."""
+    stand_in = ModuleType("sentencepiece")
+    stand_in.__spec__ = ModuleSpec("sentencepiece", None)
+    monkeypatch.setitem(sys.modules, "sentencepiece", stand_in)
+
+
+def test_code_for_transformers_4_gives_its_scores(tmp_path, build, tokenizer, sentencepiece):
+    path = save_old_code(tmp_path / "old_rm")
+    reward = build(path)
+    texts = ("What is 2+2?", "It is 4."), ("hi", "")
+    responses = Responses(
+        tuple({"messages": [{"role": "user", "content": prompt}]} for prompt, _ in texts),
+        tuple(response for _, response in texts),
+        (True, True),
+    )
+    by_formula = torch.tensor([old_code_score(path, prompt + response) for prompt, response in texts])
+    torch.testing.assert_close(reward.score_responses(responses), by_formula, atol=1e-4, rtol=1e-5)
+    (note,) = [note for note in build.notes if "get_scores" in note]
+    assert note.startswith(f"audit      reward.model.path={path}: its get_scores fails: AttributeError: ")
+    assert "batch_encode_plus" in note and "(get_score is called one by one instead)" in note
+    assert not any(note.startswith("warning") for note in build.notes)
+    build(path, audit="strict")  # the scores of get_score are valid
+
+
+def test_code_for_transformers_4_leaves_random_states_alone(tmp_path, build, sentencepiece):
+    path = save_old_code(tmp_path / "old_rm")
+    before = torch.get_rng_state()
+    build(path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_missing_sentencepiece_is_named(tmp_path, build, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    path = save_old_code(tmp_path / "old_rm")
+    with pytest.raises(UserError) as caught:
+        build(path)
+    assert caught.value.problems == [
+        f"reward.model.path={path}: its tokenizer needs the package sentencepiece, which is not installed; "
+        "run: pip install -c constraints.txt -e '.[sentencepiece]'"
+    ]
+
+
+def test_a_failing_get_scores_without_the_audit_stops_the_run(tmp_path, build, sentencepiece):
+    reward = build(save_old_code(tmp_path / "old_rm"), audit="off")
+    with pytest.raises(RewardError, match="its get_scores fails: AttributeError: .*batch_encode_plus"):
+        reward.score_responses(Responses(({"prompt_text": "p"},), ("a",), (True,)))
 
 
 def test_the_prepared_config():

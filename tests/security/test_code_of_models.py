@@ -120,7 +120,9 @@ def test_a_hub_model_cannot_replace_its_weights_by_those_of_a_base_model(
         load_policy(model, temperature=1.0, key="actor.model.path")
 
 
-@pytest.mark.parametrize("entry", ["other/repo--mine.Tok", ["other/repo--mine.Tok", None]])
+@pytest.mark.parametrize(
+    "entry", ["other/repo--mine.Tok", ["other/repo--mine.Tok", None], ["other/repo--mine.Tok", "mine.Fast"]]
+)
 @pytest.mark.parametrize("more", [{}, {"configuration_files": None}, {"configuration_files": [5]}])
 def test_a_trusted_tokenizer_cannot_run_code_of_another_repository(folder, asked, entry, more):
     file = folder / "tokenizer_config.json"
