@@ -1,13 +1,14 @@
-"""Tokenized texts and demonstrations for a language-modelling loss, such as InstructGPT's PTX loss in PPO."""
+"""Tokenized texts and demonstrations for a language-modelling loss: of SFT, and the PTX loss in PPO."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
+from ppo_ds.data.learned_spans import Learn, learned_spans
 from ppo_ds.data.messages import (
     Prompt,
     PromptFormat,
@@ -20,43 +21,52 @@ from ppo_ds.data.messages import (
     remove_final_answer,
 )
 from ppo_ds.data.order import Passes
+from ppo_ds.data.prompts import collate_prompts
 from ppo_ds.data.rows import load_rows, map_rows
 from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters, tokenizer_chunks
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
-from ppo_ds.types import Row, Sequences
+from ppo_ds.types import Prompts, Row, Sequences
 
 # Columns of the answer to "prompt"; the first one that a row has is used.
 ANSWER_COLUMNS = ("response", "answer", "completion", "chosen")
 CHAT_COLUMNS = ("messages", "conversations", "chosen")  # columns of chats that include the answer
-_REQUIRED = (
-    f'needs a column "text", or "prompt" and one of {", ".join(ANSWER_COLUMNS)}, or a chat that ends with '
-    f"the assistant ({', '.join(CHAT_COLUMNS)})"
-)
 
 Demonstration = tuple[Prompt | None, str]  # prompt and answer; if prompt is None, the whole text is learned
 
 
-def parse_demonstration(row: Row, format: PromptFormat) -> Demonstration:
-    """Returns the row's prompt and answer; errors do not name the row's location, which the caller adds."""
+def parse_demonstration(row: Row, format: PromptFormat, learn: Learn = "answer") -> Demonstration:
+    """Returns the row's prompt and answer; errors do not name the row's location, which the caller adds.
+
+    Messages after the last answer are dropped if every assistant turn is learned: no learned token sees them.
+    """
     if row.get("text") is not None:
         return None, _check_answer(row["text"], "text")
     name = next((column for column in ANSWER_COLUMNS if row.get(column) is not None), None)
-    if row.get("prompt") is not None and name is not None:
+    if row.get(format.column) is not None and name is not None:
         if not isinstance(row[name], list):
             return parse_prompt(row, format), _check_answer(row[name], name)
         chat = parse_chat(row[name], name)
         if len(chat) == 1 and chat[0]["role"] == "assistant":
             return parse_prompt(row, format), _check_answer(chat[0]["content"], name)
-        return _split_chat(chat, name, format)  # preference data repeat the prompt in the answer's column
-    name = next((column for column in CHAT_COLUMNS if isinstance(row.get(column), list)), None)
+        # preference data repeat the prompt in the answer's column
+        return _split_chat(chat, name, format, learn)
+    columns = (*CHAT_COLUMNS, format.column)
+    name = next((column for column in columns if isinstance(row.get(column), list)), None)
     if name is None:
-        raise UserError(f"nothing to learn: {_REQUIRED}; the row has: {column_names(row)}")
-    return _split_chat(parse_chat(row[name], name), name, format)
+        raise UserError(
+            f'nothing to learn: needs a column "text", or "{format.column}" and one of '
+            f"{', '.join(ANSWER_COLUMNS)}, or a chat that ends with the assistant "
+            f"({', '.join(CHAT_COLUMNS)}); the row has: {column_names(row)}"
+        )
+    return _split_chat(parse_chat(row[name], name), name, format, learn)
 
 
-def _split_chat(chat: list[Message], name: str, format: PromptFormat) -> Demonstration:
+def _split_chat(chat: list[Message], name: str, format: PromptFormat, learn: Learn) -> Demonstration:
     """Splits a chat into the messages before its last one and the assistant's last message."""
+    answers = [i for i, message in enumerate(chat, start=1) if message["role"] == "assistant"]
+    if learn == "assistant" and answers:
+        chat = chat[: answers[-1]]
     if not chat or chat[-1]["role"] != "assistant":
         raise UserError(f'column "{name}": nothing to learn: the last message must be the assistant\'s')
     remove_final_answer(chat, name)  # checks that there is a message to answer
@@ -69,13 +79,22 @@ def _check_answer(value: object, name: str) -> str:
     return check_text(value, f'column "{name}"')
 
 
+class _Piece(NamedTuple):
+    """A part of a row's text, which is tokenized by itself."""
+
+    text: str
+    learned: bool
+    special_tokens: bool = False  # whether the tokenizer adds its own, such as a leading BOS
+
+
 class DemonstrationSource:
     """Holds the token ids of texts and demonstrations, encoded once and identically on every rank.
 
-    For a text, the loss covers every token but the first, and an appended end token. For a demonstration, it
-    covers only the answer and its end token. The prompt of a demonstration is encoded as for generation; the
-    answer is what the chat template writes after the prompt, up to the end token. Rows are truncated to
-    ``max_tokens`` on the right, and dropped if nothing of the answer remains.
+    Of a text, every token but the first is learned, and an appended end token. Of a demonstration, ``learn``
+    selects the last answer, every assistant turn, or all tokens but the first, with their end tokens. The
+    prompt of a demonstration is encoded as for generation; the answer is what the chat template writes after
+    it. Tokens after the last learned one are left out. Rows are truncated to ``max_tokens`` on the right, and
+    dropped if nothing learned remains.
 
     ``report`` counts the rows that were read ("rows"), truncated on the right ("truncated") and dropped
     ("dropped"). ``len(source)`` is the number of rows that were not dropped.
@@ -87,113 +106,176 @@ class DemonstrationSource:
         *,
         tokenizer: Tokenizer,
         split: str = "train",
+        revision: str | None = None,
+        prompt_column: str | None = None,
         apply_chat_template: bool | None = None,
         system: str | None = None,
+        max_samples: int | None = None,
+        learn: Learn = "answer",
         max_tokens: int = 512,
         key: str = "data.ptx_path",
         max_tokens_key: str = "data.ptx_max_tokens",
     ):
         """Reads and encodes the data set.
 
-        For ``apply_chat_template`` and ``system`` see PromptSource. ``key`` and ``max_tokens_key`` are the
-        config keys of ``path`` and ``max_tokens``, for error messages.
+        For ``revision``, ``apply_chat_template``, ``system`` and ``max_samples`` see PromptSource.
+        ``prompt_column`` is the column of the prompt of a row with a separate answer; None: "prompt". ``key``
+        and ``max_tokens_key`` are the config keys of ``path`` and ``max_tokens``, for error messages.
         """
-        self.path, self.key = path, key
+        self.path, self.key, self.learn = path, key, learn
         self._tokenizer = tokenizer
-        self._rows = load_rows(path, split=split, key=key)
-        format = prompt_format(tokenizer, "prompt", apply_chat_template, system, key)
-        demonstrations = map_rows(self._rows, lambda row: parse_demonstration(row, format))
+        self._format = prompt_format(tokenizer, prompt_column or "prompt", apply_chat_template, system, key)
+        self._rows = load_rows(path, split=split, revision=revision, max_rows=max_samples, key=key)
+        demonstrations = map_rows(self._rows, self._parse)
+        self._kept = array("I")  # the index of each kept row
         self._ids = TokenRows()  # token ids of the kept rows
-        self._prompt_lengths = array("I")  # tokens at the start of each kept row that have no loss
+        self._learned = TokenRows("B")  # 1 for each learned token of the kept rows
+        self.has_chats = any(isinstance(prompt, list) for prompt, _ in demonstrations)
         self.report = {"rows": len(demonstrations), "truncated": 0, "dropped": 0}
-        for prompt_length, ids in self._tokenize(demonstrations):
-            if prompt_length >= min(len(ids), max_tokens):
+        for i, (ids, learned) in enumerate(self._tokenize(demonstrations)):
+            if not any(learned[:max_tokens]):
                 self.report["dropped"] += 1
                 continue
             self.report["truncated"] += len(ids) > max_tokens
+            self._kept.append(i)
             self._ids.append(ids[:max_tokens])
-            self._prompt_lengths.append(prompt_length)
+            self._learned.append(learned[:max_tokens])
         if not len(self):
             raise UserError(
                 f"{key}={path}: all {len(demonstrations)} rows are dropped: their answers begin after "
                 f"{max_tokens_key}={max_tokens} tokens; raise it"
             )
 
-    def _tokenize(self, demonstrations: Sequence[Demonstration]) -> Iterator[tuple[int, list[int]]]:
-        """Yields each row's number of prompt tokens and its ids, which end with one stop token.
+    def _parse(self, row: Row) -> Demonstration:
+        return parse_demonstration(row, self._format, self.learn)
 
-        The first token of a bare text counts as prompt, because nothing precedes it.
-        """
+    def _tokenize(self, demonstrations: Sequence[Demonstration]) -> Iterator[tuple[list[int], list[bool]]]:
+        """Yields each row's ids, which end with the last learned token, and which of them are learned."""
         sizes = [len(answer) + num_characters(prompt or "") for prompt, answer in demonstrations]
         for part in tokenizer_chunks(sizes):
-            chunk = demonstrations[part]
-            texts = [self._render(*each, row) for row, each in enumerate(chunk, start=part.start)]
-            heads = encode_texts(
-                self._tokenizer, [head for head, _ in texts], [isinstance(prompt, str) for prompt, _ in chunk]
-            )
-            tails = encode_texts(
-                self._tokenizer, [tail for _, tail in texts], [prompt is None for prompt, _ in chunk]
-            )
-            stops = self._tokenizer.stop_ids
-            for i, ((prompt, _), head, tail) in enumerate(zip(chunk, heads, tails, strict=True)):
-                if prompt is not None and not head:
-                    raise UserError(f"{self._rows.location(part.start + i)}: the prompt has no tokens")
-                ends = [k for k, token in enumerate(tail) if token in stops]
-                # a chat template may write more text after its own end token
-                if ends and (isinstance(prompt, list) or ends[-1] == len(tail) - 1):
-                    tail = tail[: ends[-1] + 1]
-                else:
-                    tail = tail + list(stops[:1])
-                yield max(len(head), 1), head + tail
-
-    def _render(self, prompt: Prompt | None, answer: str, row: int) -> tuple[str, str]:
-        """Returns the text of the prompt and the text to which the loss applies."""
-        if prompt is None or isinstance(prompt, str):
-            return prompt or "", answer
-        try:
-            head = self._tokenizer.render_chat(prompt)
-            chat = [*prompt, {"role": "assistant", "content": answer}]
-            whole = self._tokenizer.render_chat(chat, to_answer=False)
-            if not whole.startswith(head):
-                raise UserError(
-                    "the chat template renders the prompt differently once it is answered, so the answer "
-                    "cannot be separated from it; set data.chat_template"
+            rows = [self._pieces(*demonstrations[i], i) for i in range(part.start, part.stop)]
+            pieces = [piece for row in rows for piece in row]
+            encoded = iter(
+                encode_texts(
+                    self._tokenizer,
+                    [piece.text for piece in pieces],
+                    [piece.special_tokens for piece in pieces],
                 )
+            )
+            for i, row in enumerate(rows, start=part.start):
+                tokens = [(next(encoded), piece.learned) for piece in row]
+                prompt = demonstrations[i][0]
+                if prompt is not None and not tokens[0][0]:
+                    raise UserError(f"{self._rows.location(i)}: the prompt has no tokens")
+                yield self._join(tokens, isinstance(prompt, list))
+
+    def _pieces(self, prompt: Prompt | None, answer: str, row: int) -> list[_Piece]:
+        """Returns the text of a row in pieces, which are learned or not."""
+        if prompt is None:
+            return [_Piece(answer, True, special_tokens=True)]
+        if isinstance(prompt, str):
+            return [_Piece(prompt, self.learn == "all", special_tokens=True), _Piece(answer, True)]
+        try:
+            chat = [*prompt, {"role": "assistant", "content": answer}]
+            text, spans = learned_spans(self._tokenizer, chat, self.learn)
         except UserError as error:
             raise UserError(f"{self._rows.location(row)}: {error}") from error
-        return head, whole[len(head) :]
+        pieces, end = [], 0
+        for start, stop in spans:
+            pieces += [_Piece(text[end:start], False)] if start > end else []
+            pieces.append(_Piece(text[start:stop], True))
+            end = stop
+        return [*pieces, _Piece(text[end:], False)]
+
+    def _join(self, pieces: list[tuple[list[int], bool]], chat: bool) -> tuple[list[int], list[bool]]:
+        """Joins the tokens of the pieces of a row and adds the end token of the last answer if it has none.
+
+        A turn that was found by prefixes ends with its last end token: a template may write more text after
+        it. The end token of a turn that the template marks may follow after the mark.
+        """
+        ids: list[int] = []
+        learned: list[bool] = []
+        stops, marked = self._tokenizer.stop_ids, self._tokenizer.marks_answers and self.learn != "all"
+        ended = False  # whether the last learned piece has an end token
+        for part, taught in pieces:
+            ends = [k for k, token in enumerate(part) if token in stops]
+            if taught:
+                count = ends[-1] + 1 if chat and ends and not marked else len(part)
+                ended = bool(ends) and (chat or ends[-1] == len(part) - 1)
+            elif marked and learned[-1:] == [True] and not ended and ends[:1] == [0]:
+                count, ended = 1, True
+            else:
+                count = 0
+            ids += part
+            learned += [True] * count + [False] * (len(part) - count)
+        last = max((k for k, taught in enumerate(learned) if taught), default=len(ids) - 1) + 1
+        ids, learned = ids[:last], learned[:last]
+        if not ended:
+            ids, learned = ids + list(stops[:1]), learned + [True] * len(stops[:1])
+        return ids, [False, *learned[1:]]  # nothing precedes the first token
 
     def __len__(self) -> int:
-        return len(self._prompt_lengths)
+        return len(self._kept)
 
     @property
     def longest(self) -> int:
         """The number of tokens of the longest row."""
         return self._ids.longest
 
+    @property
+    def token_counts(self) -> tuple[int, int]:
+        """The numbers of learned tokens and of all tokens of the kept rows."""
+        return sum(sum(row) for row in self._learned), sum(len(row) for row in self._ids)
+
+    @property
+    def marked(self) -> bool:
+        """True if the chat template marks the learned tokens of the chats."""
+        return self.has_chats and self.learn != "all" and self._tokenizer.marks_answers
+
+    def location(self, i: int) -> str:
+        """Returns file and line of a kept row."""
+        return self._rows.location(self._kept[i])
+
     def batch(self, indices: Sequence[int]) -> Sequences:
         """Returns the rows at ``indices``, right-padded.
 
-        Only the first token is stored as prompt, so R = T - 1. ``response_mask`` marks the tokens that have a
-        loss; ``response_lengths`` also counts the other tokens of a demonstration's prompt, to which the
-        model attends.
+        Only the first token is stored as prompt, so R = T - 1. ``response_mask`` marks the learned tokens;
+        ``response_lengths`` also counts the other tokens, to which the model attends.
         """
         rows = [self._ids[i] for i in indices]
         lengths = torch.tensor([len(row) for row in rows])[:, None]
-        prompt_lengths = torch.tensor([self._prompt_lengths[i] for i in indices])[:, None]
-        positions = torch.arange(int(lengths.max()))
-        mask = positions < lengths
-        ids = torch.full(mask.shape, self._tokenizer.pad_id)
+        mask = torch.arange(int(lengths.max())) < lengths
+        ids, learned = torch.full(mask.shape, self._tokenizer.pad_id), torch.zeros_like(mask)
         ids[mask] = torch.tensor([token for row in rows for token in row])
-        return Sequences(ids, mask, (mask & (positions >= prompt_lengths))[:, 1:])
+        learned[mask] = torch.tensor([flag for i in indices for flag in self._learned[i]], dtype=torch.bool)
+        return Sequences(ids, mask, learned[:, 1:])
+
+    def prompts(self, count: int, max_new_tokens: int) -> Prompts | None:
+        """Returns the prompts of the first ``count`` rows that have one, for generation; None without any.
+
+        The metadata of a prompt has its text ("prompt_text"), the messages of a chat ("messages") and the
+        answer in the data ("answer").
+        """
+        found: list[tuple[list[int], int, Row]] = []
+        for i in self._kept:
+            if len(found) == count:
+                break
+            prompt, answer = self._parse(self._rows[i])
+            if prompt is not None:
+                chat = isinstance(prompt, list)
+                text = self._tokenizer.render_chat(prompt) if chat else prompt
+                ids = encode_texts(self._tokenizer, [text], [not chat])[0]
+                messages = {"messages": prompt} if chat else {}
+                found.append((ids, max_new_tokens, {"prompt_text": text, "answer": answer} | messages))
+        return collate_prompts(found, self._tokenizer.pad_id) if found else None
 
 
 class DemonstrationStream:
     """Yields batches of ``batch_size`` rows indefinitely.
 
     Every rank gets the whole batch; ``microbatches`` divides it among the ranks. ``key`` is the config key of
-    ``batch_size`` for error messages. Each pass over the source is shuffled with the seed ``seed`` + number
-    of the pass. Rows that do not fill a batch at the end of a pass begin the next batch.
+    ``batch_size`` for error messages. With ``shuffle``, each pass over the source is shuffled with the seed
+    ``seed`` + number of the pass. Rows that do not fill a batch at the end of a pass begin the next batch.
     """
 
     def __init__(
@@ -202,6 +284,7 @@ class DemonstrationStream:
         *,
         batch_size: int,
         seed: int = 0,
+        shuffle: bool = True,
         key: str = "algo.ptx.batch_size",
     ):
         if len(source) < batch_size:
@@ -210,8 +293,13 @@ class DemonstrationStream:
                 f"({key}={batch_size}); set {key} to at most {len(source)}, or add texts"
             )
         self.source, self._batch_size = source, batch_size
-        self._order = Passes(len(source), seed)
+        self._order = Passes(len(source), seed, shuffle)
         self._step = 0
+
+    @property
+    def epoch(self) -> float:
+        """The number of passes over the source so far."""
+        return self._step * self._batch_size / len(self.source)
 
     def __iter__(self) -> Self:
         return self

@@ -15,10 +15,13 @@ CHUNK_ROWS, CHUNK_CHARACTERS = 1000, 1_000_000
 
 
 class TokenRows:
-    """Token ids of many rows of different lengths, concatenated in one array."""
+    """Token ids of many rows of different lengths, concatenated in one array.
 
-    def __init__(self) -> None:
-        self._ids = array("I")
+    ``typecode`` is that of the array: "I" for token ids, "B" for one flag per token.
+    """
+
+    def __init__(self, typecode: str = "I") -> None:
+        self._ids = array(typecode)
         self._starts = array("L", [0])  # where each row begins; the last entry is the end of the last row
 
     def append(self, ids: Sequence[int]) -> None:

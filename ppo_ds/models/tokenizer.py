@@ -8,6 +8,7 @@ are never computed from ids, so this cannot mask an end token inside a prompt.
 from __future__ import annotations
 
 import os
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.loading import (
@@ -101,6 +103,28 @@ class Tokenizer:
             raise UserError(
                 f"the chat template {error}; correct the row, or set data.chat_template"
             ) from error
+
+    @property
+    def marks_answers(self) -> bool:
+        """True if the chat template encloses the assistant's tokens in ``{% generation %}``."""
+        return self.has_chat_template and bool(
+            re.search(r"\{%-?\s*generation\s*-?%\}", self.hf.get_chat_template())
+        )
+
+    def render_answers(self, messages: list[Message]) -> tuple[str, list[tuple[int, int]]]:
+        """Renders a chat as text; returns it with the spans of characters that the template marks.
+
+        transformers makes the mask ``assistant_masks`` from the same spans.
+        """
+        options = {**self.hf.special_tokens_map, **self.chat_template_kwargs}
+        text = self.render_chat(messages, to_answer=False)
+        _, spans = render_jinja_template(
+            [messages],
+            chat_template=self.hf.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **options,
+        )
+        return text, [(start, end) for start, end in spans[0] if start < end]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ``ids``, exactly as decoded, without a cleanup of spaces."""
