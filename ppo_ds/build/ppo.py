@@ -19,12 +19,11 @@ from ppo_ds.build.data import Inputs, read_inputs, stop_ids
 from ppo_ds.build.generator import build_generator
 from ppo_ds.build.layouts import choose_layouts, plan_generation
 from ppo_ds.build.preflight import preflight
-from ppo_ds.build.reward_models import RewardModels
+from ppo_ds.build.reward_models import RewardModels, build_reward
 from ppo_ds.build.roles import build_actor, build_critic, build_reference, critic_start, ppo_needs
 from ppo_ds.build.shared import adapter_note, eval_weights, slow_dtypes
 from ppo_ds.config.schema import Config, has_critic, rollout_size, uses_reference
 from ppo_ds.config.sections.algo import AlgoConfig
-from ppo_ds.config.targets import bind
 from ppo_ds.config.warnings import warnings
 from ppo_ds.data.prompts import eval_batches
 from ppo_ds.distributed.world import seed_everything
@@ -188,12 +187,12 @@ def load_models(config: Config, context: RunContext, inputs: Inputs, length: Hor
     load_frozen = RewardModels(world, banner.note)
     if critic is not None:
         load_frozen.offer(critic, start, config)
-    reward = bind(config.reward, "reward")(
+    reward = build_reward(
+        config.reward,
         tokenizer=inputs.tokenizer,
         load_frozen=load_frozen,
-        all_reduce_max=world.max_int,
         score_tokens=config.memory.score_tokens,
-        reduce=world.sum,
+        world=world,
         should_stop=context.stop.should_stop,
         note=banner.note,
     )

@@ -1,4 +1,4 @@
-"""Loads the models that rewards score with, each only once."""
+"""Builds rewards, and loads the models that they score with, each only once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,44 @@ from ppo_ds.build.engines import frozen_engine
 from ppo_ds.build.roles import CriticStart
 from ppo_ds.config.schema import Config
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
+from ppo_ds.config.targets import bind
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel
 from ppo_ds.engine.gather import gathered
 from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.models.value import ScoreHead, as_kept, load_reward_model
+from ppo_ds.types import Reward
+
+
+def build_reward(
+    section: dict[str, Any],
+    *,
+    tokenizer: Tokenizer,
+    load_frozen: RewardModels,
+    score_tokens: int,
+    world: World,
+    should_stop: Callable[[], bool],
+    note: Callable[[str], None],
+) -> Reward:
+    """Builds the reward of a section such as config.reward. A collective if the reward has models.
+
+    Args:
+        tokenizer: The tokenizer of the policy that is scored.
+        load_frozen: Loads the reward's models.
+        score_tokens: memory.score_tokens.
+        should_stop: Returns whether a stop request has arrived.
+        note: Receives banner lines.
+    """
+    return bind(section, "reward")(
+        tokenizer=tokenizer,
+        load_frozen=load_frozen,
+        all_reduce_max=world.max_int,
+        score_tokens=score_tokens,
+        reduce=world.sum,
+        should_stop=should_stop,
+        note=note,
+    )
 
 
 class RewardModels:

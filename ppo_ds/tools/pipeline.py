@@ -1,0 +1,297 @@
+"""Runs a pipeline: stages, each an ordinary run with its own launcher, and an evaluation at the end.
+
+launch/pipeline.py reads the pipeline's file and the command line, and checks the configs of all stages. This
+module starts the processes. It imports neither torch nor Hydra.
+
+pipeline.json in the pipeline's directory records the inputs that each stage has taken from earlier stages, as
+sha256 sums, and which stages are done. A stage that is done is not started again, unless its settings have
+changed. A stage that has been stopped or killed resumes from its own checkpoint. A stage whose inputs have
+changed since it began is refused, since its checkpoint continues from the old ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from ppo_ds.config.resume import changes
+from ppo_ds.config.run_record import recorded_settings, recorded_steps
+from ppo_ds.config.schema import Config, resolved
+from ppo_ds.config.types import Count, Section, Text
+from ppo_ds.distributed.child_groups import ChildGroups
+from ppo_ds.distributed.launcher import DEFAULT_PORT, is_free
+from ppo_ds.errors import UserError
+from ppo_ds.storage.drafts import draft_directory, draft_file, remove_drafts, write_file
+from ppo_ds.tools.comparison import table
+
+RECORD = "pipeline.json"
+RESULT = "evaluation.json"
+SPECIFICATION = "evaluation_settings.json"
+EVALUATION = "evaluation"  # name of the evaluation beside those of the stages
+PUBLISHED = ("model", "curves.png")  # results of the last stage that appear in the pipeline's directory too
+
+
+class StageFile(Section):
+    """A stage in the file of a pipeline."""
+
+    arguments: list[Text] = Field(description="Arguments of launch/train.py.")
+    ranks: Count | None = Field(
+        None, description="Number of ranks; null: one for each visible GPU, or one without GPUs."
+    )
+
+
+class EvaluationFile(Section):
+    """The evaluation at the end of a pipeline."""
+
+    models: dict[str, Text] = Field(description="Names and paths of the models to compare.")
+    like: Text | None = Field(
+        None, description="The stage whose prompts, sampling and reward are used; null: the last one."
+    )
+    judge: list[Text] = Field(
+        [], description="Arguments that choose a second reward, such as [reward=sums]; []: none."
+    )
+    arguments: list[Text] = Field([], description="More arguments of launch/train.py.")
+    ranks: Count | None = Field(None, description="Number of ranks; null: as the stage.")
+
+
+class PipelineFile(Section):
+    """The file of a pipeline, conf/pipeline/NAME.yaml."""
+
+    stages: dict[str, StageFile] = Field(description="The stages, in the order in which they run.")
+    evaluation: EvaluationFile | None = Field(
+        None, description="A comparison of models at the end; null: none."
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process of a pipeline: the run of a stage, or the evaluation."""
+
+    name: str
+    script: Path
+    arguments: list[str]
+    ranks: int
+    inputs: dict[str, Path]  # keys or names -> files and folders that earlier stages write
+    config: Config | None = None  # of a stage
+
+    def command(self) -> list[str]:
+        """Returns the command line, with a free port for the ranks."""
+        if self.ranks == 1:
+            return [sys.executable, str(self.script), *self.arguments]
+        first = int(DEFAULT_PORT)
+        port = next((port for port in range(first, first + 1000) if is_free(port)), first)
+        launcher = [str(Path(sys.executable).with_name("deepspeed")), "-q", "--num_gpus", str(self.ranks)]
+        return [*launcher, "--master_port", str(port), str(self.script), *self.arguments]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline whose stages have been checked."""
+
+    name: str
+    folder: Path
+    stages: list[Job]
+    evaluation: Job | None
+    dry_run: bool
+
+
+def run_pipeline(pipeline: Pipeline, groups: ChildGroups, say: Callable[[str], None]) -> int:
+    """Runs the jobs that are not done and returns the exit code of the pipeline.
+
+    Raises UserError if a stage that has begun would continue with other inputs.
+    """
+    jobs = [*pipeline.stages, *([pipeline.evaluation] if pipeline.evaluation else [])]
+    for number, job in enumerate(jobs, start=1):
+        title = f"{pipeline.name}: {job.name} ({number} of {len(jobs)})"
+        # a dry run has no record, and its stages read what the dry runs before them have written
+        inputs = {} if pipeline.dry_run else {key: digest(path) for key, path in job.inputs.items()}
+        if not pipeline.dry_run:
+            if is_done(job, pipeline.folder, inputs):
+                say(f"pipeline   {title}: is done")
+                continue
+            check_inputs(job, pipeline.folder, inputs)
+            write_record(pipeline.folder, job.name, inputs, done=False)
+        command = job.command()
+        say(f"pipeline   {title}: {shlex.join(command)}")
+        before = summary_version(job)
+        code = groups.run(command)
+        finished = code == 0 and (
+            pipeline.dry_run or job.config is None or exit_reason(job, before) == "done"
+        )
+        if finished and not pipeline.dry_run:
+            write_record(pipeline.folder, job.name, inputs, done=True)
+        if groups.stop_signal is not None:
+            say(f"pipeline   {title}: stopped by {groups.stop_signal.name}; the same command goes on")
+            return 130 if groups.interrupted else 143
+        if not finished:
+            return report_end(title, code, exit_reason(job, before), say)
+    if pipeline.dry_run:
+        remove_dry_runs(pipeline)
+        return 0
+    publish(pipeline)
+    if pipeline.evaluation is not None:
+        say(table(json.loads((pipeline.folder / RESULT).read_text(encoding="utf-8"))))
+    return 0
+
+
+def report_end(title: str, code: int, reason: str | None, say: Callable[[str], None]) -> int:
+    """Says why a job has ended early, and returns the exit code of the pipeline."""
+    if code:
+        say(f"pipeline   {title}: ended with exit code {code}")
+        return code
+    if reason is None:
+        say(f"error: {title}: ended without a result although its exit code is 0; start the pipeline again")
+        return 1
+    say(f"pipeline   {title}: ended early (exit_reason {reason}); the same command goes on")
+    return 0
+
+
+# -- the record of what is done -----------------------------------------------------------------------------
+
+
+def is_done(job: Job, folder: Path, inputs: dict[str, str | None]) -> bool:
+    """Returns whether a job needs no start: it is recorded as done, with the same inputs and settings.
+
+    A stage is started in spite of this if ``run.resume`` is not auto, or if its result is missing. It then
+    behaves as any run in a used directory.
+    """
+    if read_record(folder).get(job.name) != {"inputs": inputs, "done": True}:
+        return False
+    if job.config is None:
+        return (folder / RESULT).is_file()
+    run_dir, before = Path(str(job.config.run.dir)), recorded_settings(Path(str(job.config.run.dir)))
+    return (
+        job.config.run.resume == "auto"
+        and before is not None
+        and not changes(before, resolved(job.config))
+        and exit_reason(job) == "done"
+        and (run_dir / "model" / "config.json").is_file()
+    )
+
+
+def check_inputs(job: Job, folder: Path, inputs: dict[str, str | None]) -> None:
+    """Raises UserError if a stage that has begun took other inputs from earlier stages than these."""
+    before = read_record(folder).get(job.name, {}).get("inputs", {})
+    if job.config is None or job.config.run.resume == "restart":
+        return
+    run_dir = Path(str(job.config.run.dir))
+    changed = [key for key, value in inputs.items() if before.get(key, value) != value]
+    if changed and (recorded_steps(run_dir) or any((run_dir / "checkpoints").glob("step_*"))):
+        raise UserError(
+            *[
+                f"{job.name}:{key}={job.inputs[key]}: has changed since {run_dir} began; begin that stage "
+                f"anew with {job.name}:run.resume=restart, or choose another run.name"
+                for key in changed
+            ]
+        )
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Returns the content of pipeline.json: the inputs of each job that has begun, and whether it is done."""
+    try:
+        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))["jobs"]
+        return {str(name): entry for name, entry in found.items() if isinstance(entry, dict)}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise UserError(
+            f"{folder / RECORD}: is damaged ({type(error).__name__}); delete it: the stages then start "
+            "again, and those that are complete end at once"
+        ) from error
+
+
+def write_record(folder: Path, name: str, inputs: dict[str, str | None], done: bool) -> None:
+    jobs = read_record(folder) | {name: {"inputs": inputs, "done": done}}
+    write_file(folder / RECORD, json.dumps({"jobs": jobs}, indent=2) + "\n")
+
+
+def digest(path: Path) -> str | None:
+    """Returns the sha256 sum of a file, or of all files below a folder; None if there is nothing."""
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    if not path.is_dir():
+        return None
+    total = hashlib.sha256()
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            total.update(f"{file.relative_to(path)} {digest(file)}\n".encode())
+    return total.hexdigest()
+
+
+def exit_reason(job: Job, before: tuple[int, int] | None = None) -> str | None:
+    """Returns why a stage has ended, by its summary.json; None if unknown.
+
+    Also None if the file is still the version ``before``, which an earlier start has written.
+    """
+    if job.config is None or (before is not None and summary_version(job) == before):
+        return None
+    try:
+        summary = Path(str(job.config.run.dir), "summary.json").read_text(encoding="utf-8")
+        return str(json.loads(summary)["exit_reason"])
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+
+
+def summary_version(job: Job) -> tuple[int, int] | None:
+    """Returns what identifies the version of a stage's summary.json, which is replaced as a whole."""
+    if job.config is None:
+        return None
+    try:
+        found = os.stat(Path(str(job.config.run.dir), "summary.json"))
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+# -- results ------------------------------------------------------------------------------------------------
+
+
+def publish(pipeline: Pipeline) -> None:
+    """Puts the results of the last stage into the pipeline's directory too, as hard links where possible.
+
+    A directory that an ordinary run has used keeps that run's results.
+    """
+    config = pipeline.stages[-1].config
+    assert config is not None
+    source, folder = Path(str(config.run.dir)), pipeline.folder
+    if source == folder or (folder / "metrics.jsonl").exists():
+        return
+    for name in PUBLISHED:
+        remove_drafts(folder, name=name)
+        if (source / name).is_dir():
+            if digest(source / name) != digest(folder / name):
+                with draft_directory(folder / name) as draft:
+                    shutil.copytree(source / name, draft, copy_function=link_or_copy, dirs_exist_ok=True)
+        elif (source / name).is_file():
+            with draft_file(folder / name) as file:
+                file.write((source / name).read_bytes())
+
+
+def link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copy2(source, target)
+
+
+def remove_dry_runs(pipeline: Pipeline) -> None:
+    """Removes the files of dry runs, which each stage has kept for the stages after it."""
+    for folder in dry_run_folders(pipeline):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def dry_run_folders(pipeline: Pipeline) -> Iterator[Path]:
+    for job in pipeline.stages:
+        assert job.config is not None
+        yield dry_run_dir(str(job.config.run.dir))
