@@ -56,9 +56,9 @@ def load_config(argv: list[str], world_size: int | None = None) -> Config:
     return config
 
 
-def parse_options(argv: list[str]) -> argparse.Namespace:
+def parse_options(argv: list[str], prog: str = "launch/train.py") -> argparse.Namespace:
     """Parses the flags. ``overrides`` are the other arguments, which Hydra reads; ``help`` is the topic."""
-    parser = Parser(prog="launch/train.py", add_help=False, allow_abbrev=False)
+    parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", nargs="?", const="")
     parser.add_argument("--cfg", "-c", choices=["job"])

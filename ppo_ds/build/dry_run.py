@@ -16,24 +16,24 @@ from ppo_ds.config.schema import Config, from_tree, resolved, reward_models
 from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import save_shrunk
+from ppo_ds.storage.run_directory import DRY_RUN_MARKER, dry_run_directory
 
 STEPS, MIN_PROMPTS, MAX_SAMPLES = 2, 4, 4  # PPO steps; prompts per step; responses per prompt
 MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, MAX_DATA_ROWS, MAX_EVAL_PROMPTS = 128, 16, 1000, 8
-MARKER = ".dry_run"  # file that marks a folder that a dry run created and may empty
 SHOWN = (
     "dry run: config, data, reward, architectures and loop work: {steps} steps on {ranks} rank(s), "
     "one checkpoint written and read again"
 )
 NOT_SHOWN = (
     "not tested: memory (use launch/doctor.py), speed, the real weights, and whether the model learns; "
-    "its files are removed"
 )
+REMOVED = "its files are removed"
 Model = tuple[str, str | None]  # path, revision
 
 
 def dry_run_dir(config: Config) -> Path:
     """Returns the folder that the dry run writes to; run.dir itself is not touched."""
-    return Path(f"{str(config.run.dir).rstrip('/')}_dry")
+    return dry_run_directory(str(config.run.dir))
 
 
 def dry_run_config(config: Config, ranks: int) -> Config:
@@ -129,14 +129,14 @@ def start_dry_run(config: Config, ranks: int, is_main: bool) -> Config:
     """Empties the folder of the dry run on rank 0, and returns the config to run instead of ``config``."""
     folder = dry_run_dir(config)
     if is_main:
-        if folder.exists() and not (folder / MARKER).exists():
+        if folder.exists() and not (folder / DRY_RUN_MARKER).exists():
             raise UserError(
                 f"run.dry_run=true: the dry run writes to {folder}, but that folder exists and no dry run "
                 "created it; choose another run.name"
             )
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        (folder / MARKER).touch()
+        (folder / DRY_RUN_MARKER).touch()
     # checks/run.py has refused stages without a dry run
     shrink = import_target(STAGES[config.stage].dry_run or "")
     return shrink(config, ranks)
@@ -153,12 +153,14 @@ def prepare(models: list[dict[str, Any]], first: dict[str, Any] | None) -> None:
 def finish_dry_run(run: Any, config: Config) -> None:
     """Reads the checkpoint again on all ranks, prints what the dry run has shown, and removes its folder.
 
-    ``config`` is the config that start_dry_run returned.
+    ``config`` is the config that start_dry_run returned. With run.dry_run=keep the folder is kept.
     """
     path = run.saver.checkpoints.latest()
     assert path is not None, "the dry run has left no checkpoint"
     run.saver.resume(path)
     if run.world.is_main:
         shown = SHOWN.format(steps=run.state.step, ranks=run.world.size)
-        print(f"{shown}; {NOT_SHOWN}", flush=True)
-        shutil.rmtree(str(config.run.dir), ignore_errors=True)
+        kept = config.run.dry_run == "keep"
+        print(f"{shown}; {NOT_SHOWN}{f'{config.run.dir} is kept' if kept else REMOVED}", flush=True)
+        if not kept:
+            shutil.rmtree(str(config.run.dir), ignore_errors=True)

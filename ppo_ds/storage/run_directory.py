@@ -16,7 +16,13 @@ from pathlib import Path
 
 from ppo_ds.errors import UserError
 
+DRY_RUN_MARKER = ".dry_run"  # file that marks a folder that a dry run created and may empty
 _WRITTEN = ("checkpoints", "samples", "dumps", "exports")  # subdirectories of a run directory
+
+
+def dry_run_directory(run_dir: str) -> Path:
+    """Returns the folder that a dry run writes to; ``run_dir`` itself is not touched."""
+    return Path(f"{run_dir.rstrip('/')}_dry")
 
 
 def check_run_directory(run_dir: Path) -> list[str]:

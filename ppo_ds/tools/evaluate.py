@@ -96,7 +96,7 @@ def evaluate(
 
 
 def load_model(config: Config, path: str, key: str, tokenizer: Tokenizer, longest: int) -> Policy:
-    """Loads a policy; raises UserError if it cannot read the tokenizer's ids or rows of ``longest`` tokens."""
+    """Loads a policy. Raises UserError if it cannot read the tokenizer's ids, or ``longest`` tokens."""
     actor = config.actor.model
     own = {} if path == actor.path else {"revision": None}
     model = ModelConfig(**actor.model_dump() | {"path": path, "gradient_checkpointing": False} | own)
@@ -166,9 +166,7 @@ def score_rows(
     return rows
 
 
-def summarize(
-    rows: list[dict[str, Any]], data: str, models: list[str], rewards: list[str]
-) -> dict[str, Any]:
+def summarize(rows: list[dict[str, Any]], data: str, models: list[str], rewards: list[str]) -> dict[str, Any]:
     """Returns the content of evaluation.json."""
     responses = {name: [row["responses"][name] for row in rows] for name in models}
     return {

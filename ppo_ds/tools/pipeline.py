@@ -17,7 +17,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,12 @@ from ppo_ds.distributed.child_groups import ChildGroups
 from ppo_ds.distributed.launcher import DEFAULT_PORT, is_free
 from ppo_ds.errors import UserError
 from ppo_ds.storage.drafts import draft_directory, draft_file, remove_drafts, write_file
+from ppo_ds.storage.run_directory import DRY_RUN_MARKER, dry_run_directory
 from ppo_ds.tools.comparison import table
 
 RECORD = "pipeline.json"
 RESULT = "evaluation.json"
-SPECIFICATION = "evaluation_settings.json"
+SETTINGS = "evaluation_settings.json"  # what the evaluation reads
 EVALUATION = "evaluation"  # name of the evaluation beside those of the stages
 PUBLISHED = ("model", "curves.png")  # results of the last stage that appear in the pipeline's directory too
 
@@ -90,7 +91,12 @@ class Job:
             return [sys.executable, str(self.script), *self.arguments]
         first = int(DEFAULT_PORT)
         port = next((port for port in range(first, first + 1000) if is_free(port)), first)
-        launcher = [str(Path(sys.executable).with_name("deepspeed")), "-q", "--num_gpus", str(self.ranks)]
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[: self.ranks]
+        # with --num_gpus, the launcher ignores CUDA_VISIBLE_DEVICES
+        chosen = (
+            ["--include", f"localhost:{','.join(devices)}"] if devices[0] else ["--num_gpus", str(self.ranks)]
+        )
+        launcher = [str(Path(sys.executable).with_name("deepspeed")), "-q", *chosen]
         return [*launcher, "--master_port", str(port), str(self.script), *self.arguments]
 
 
@@ -218,8 +224,8 @@ def write_record(folder: Path, name: str, inputs: dict[str, str | None], done: b
 def digest(path: Path) -> str | None:
     """Returns the sha256 sum of a file, or of all files below a folder; None if there is nothing."""
     if path.is_file():
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        with path.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
     if not path.is_dir():
         return None
     total = hashlib.sha256()
@@ -286,12 +292,9 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def remove_dry_runs(pipeline: Pipeline) -> None:
-    """Removes the files of dry runs, which each stage has kept for the stages after it."""
-    for folder in dry_run_folders(pipeline):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def dry_run_folders(pipeline: Pipeline) -> Iterator[Path]:
+    """Removes the files of the dry runs, which each of them has kept for the stages after it."""
     for job in pipeline.stages:
         assert job.config is not None
-        yield dry_run_dir(str(job.config.run.dir))
+        folder = dry_run_directory(str(job.config.run.dir))
+        if (folder / DRY_RUN_MARKER).exists():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -23,12 +23,13 @@ from transformers import (
 )
 
 from launch.cli import load_config
-from ppo_ds.build.dry_run import MARKER, dry_run_config, dry_run_dir, prepare, start_dry_run
+from ppo_ds.build.dry_run import dry_run_config, dry_run_dir, prepare, start_dry_run
 from ppo_ds.config.schema import Config, rollout_size
 from ppo_ds.config.types import replace
 from ppo_ds.config.validation import problems
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
+from ppo_ds.storage.run_directory import DRY_RUN_MARKER
 from tests.integration.launching import ROOT, launch
 
 LONGROPE = {
@@ -138,9 +139,9 @@ def test_what_no_dry_run_has_made_is_not_touched(tmp_path: Path) -> None:
     ):
         start_dry_run(config, 1, is_main=True)
     assert (folder / "thesis.tex").exists()
-    (folder / MARKER).touch()
+    (folder / DRY_RUN_MARKER).touch()
     start_dry_run(config, 1, is_main=True)
-    assert [file.name for file in folder.iterdir()] == [MARKER]
+    assert [file.name for file in folder.iterdir()] == [DRY_RUN_MARKER]
 
 
 def test_a_model_that_cannot_be_had_is_named(tmp_path: Path) -> None:

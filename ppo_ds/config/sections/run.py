@@ -36,10 +36,10 @@ class RunConfig(Section):
         [],
         description="Keys or sections that may differ from the checkpoint although they change the result.",
     )
-    dry_run: bool = Field(
+    dry_run: bool | Literal["keep"] = Field(
         False,
         description="Runs two steps of the same loop on the CPU, with tiny random models of the same "
-        "architectures.",
+        "architectures, in <run.dir>_dry; keep: does not delete that folder at the end.",
     )
     stop_at_step: Count | None = Field(
         None, description="Stops early at this step, with the schedules of the whole run."

@@ -1,0 +1,322 @@
+"""Reads a pipeline's file and command line, and checks the configs of all of its stages."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch.composing import Folders, compose_config, resolve_config
+from ppo_ds.config.reading import dotted_keys, read
+from ppo_ds.config.resume import OPEN_SECTIONS
+from ppo_ds.config.schema import Config, config_class, default_dir, from_tree, inherit, is_unused, resolved
+from ppo_ds.config.text import did_you_mean
+from ppo_ds.config.validation import validated
+from ppo_ds.errors import UserError
+from ppo_ds.storage.run_directory import dry_run_directory
+from ppo_ds.tools.pipeline import EVALUATION, SETTINGS, EvaluationFile, Job, Pipeline, PipelineFile
+
+HERE = Path(__file__).resolve().parent
+REFERENCE = re.compile(r"\$\{stages\.([^.}]+)\.([^}]+)\}")
+OWN_KEYS = ("ranks", "run.name", "run.dir")  # keys of the pipeline itself if they have no prefix
+Settings = dict[str, Any]
+
+
+@dataclass
+class Arguments:
+    """The arguments of the command line, by the part of the pipeline that they are for."""
+
+    pipeline: dict[str, str] = field(default_factory=dict)  # OWN_KEYS and "pipeline"
+    shared: list[str] = field(default_factory=list)  # for every stage that knows the key
+    own: dict[str, list[str]] = field(default_factory=dict)  # by stage
+    ranks: dict[str, str] = field(default_factory=dict)  # by stage
+
+
+@dataclass(frozen=True)
+class Composed:
+    """The config of a stage. With ``problems`` it has stand-ins for wrong values."""
+
+    config: Config
+    problems: list[str]
+
+
+def plan_pipeline(folders: Folders, overrides: list[str]) -> tuple[Pipeline, Settings | None]:
+    """Returns the pipeline of a command line and the settings of its evaluation, if it has one.
+
+    Raises UserError with the problems of all stages. Files and folders that earlier stages have yet to write
+    are not checked.
+    """
+    given = parse_arguments(overrides)
+    name = given.pipeline.get("pipeline")
+    if name is None:
+        raise UserError(f"+pipeline=NAME is missing; available: {', '.join(folders.options('pipeline'))}")
+    file = read_file(folders, name)
+    stages = [*file.stages, EVALUATION]
+    unknown = [
+        f"{stage}:{argument}: no such stage; the stages are {', '.join(stages)}{did_you_mean(stage, stages)}"
+        for stage, arguments in given.own.items()
+        for argument in arguments
+        if stage not in stages
+    ]
+    if unknown:
+        raise UserError(*unknown)
+    return Planner(folders, file, given, name).plan()
+
+
+def parse_arguments(overrides: Iterable[str]) -> Arguments:
+    """Sorts the arguments by their prefixes. One without a prefix is for all stages that know its key."""
+    given = Arguments()
+    for text in overrides:
+        prefix = re.match(r"([^=:]+):(?=[^:]*)(.*)", text, re.DOTALL)
+        stage, argument = (prefix[1], prefix[2]) if prefix else (None, text)
+        key, _, value = argument.partition("=")
+        if stage is not None and key == "ranks":
+            given.ranks[stage] = value
+            given.own.setdefault(stage, [])
+        elif stage is not None:
+            given.own.setdefault(stage, []).append(argument)
+        elif key.lstrip("+") == "pipeline":
+            given.pipeline["pipeline"] = value
+        elif key in OWN_KEYS:
+            given.pipeline[key] = value
+        else:
+            given.shared.append(argument)
+    return given
+
+
+def read_file(folders: Folders, name: str) -> PipelineFile:
+    """Reads conf/pipeline/NAME.yaml. Raises UserError with all problems in it."""
+    options = folders.options("pipeline")
+    files = [path / "pipeline" / f"{name.removesuffix('.yaml')}.yaml" for path in folders.paths]
+    path = next((file for file in files if file.is_file()), None)
+    if path is None:
+        raise UserError(
+            f"+pipeline={name}: no such pipeline; available: {', '.join(options)}"
+            f"{did_you_mean(name, options)}"
+        )
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    file, wrong = read(PipelineFile, tree or {})
+    problems = [f"{path}: {line}" for line in wrong.values()]
+    if not problems and not file.stages:
+        problems = [f"{path}: stages={{}}: must name at least one stage"]
+    for stage in file.stages:
+        if stage == EVALUATION or not re.fullmatch(r"[A-Za-z]\w*", stage):
+            problems.append(
+                f"{path}: stages.{stage}: must be a name of letters, digits and _, not {EVALUATION}"
+            )
+    if problems:
+        raise UserError(*problems)
+    return file
+
+
+class Planner:
+    """Composes and checks the stages of a pipeline, one after the other."""
+
+    def __init__(self, folders: Folders, file: PipelineFile, given: Arguments, name: str):
+        self.folders, self.file, self.given = folders, file, given
+        self.name = given.pipeline.get("run.name", name.removesuffix(".yaml"))
+        self.folder = Path(given.pipeline.get("run.dir", default_dir(self.name))).expanduser()
+        self.problems: list[str] = []
+        self.jobs: list[Job] = []
+        self.settings: dict[str, Settings] = {}  # the resolved config of each stage so far
+        self.applied: set[str] = set()  # shared arguments that some stage knows
+        self.known = dict.fromkeys(OWN_KEYS)  # keys that some stage knows, for suggestions
+
+    def plan(self) -> tuple[Pipeline, Settings | None]:
+        for name in self.file.stages:
+            self.add_stage(name)
+        for argument in self.given.shared:
+            if argument not in self.applied:
+                key = key_of(argument)
+                self.problems.append(
+                    f"{argument}: no stage of this pipeline has such a key{did_you_mean(key, self.known)}"
+                )
+        if self.problems:  # those of the evaluation would mostly repeat them
+            raise UserError(*dict.fromkeys(self.problems))
+        dry_run = any(job.config is not None and bool(job.config.run.dry_run) for job in self.jobs)
+        job, settings = None, None
+        if self.file.evaluation is not None and not dry_run:
+            job, settings = self.evaluation(self.file.evaluation)
+        if self.problems:
+            raise UserError(*dict.fromkeys(self.problems))
+        return Pipeline(self.name, self.folder, self.jobs, job, dry_run), settings
+
+    def add_stage(self, name: str) -> None:
+        """Composes and checks a stage and adds its job."""
+        ranks = self.ranks(name, self.file.stages[name].ranks)
+        placed = [f"run.name={self.name}_{name}", f"run.dir={self.folder / name}"]
+        fixed, inputs = self.substituted(self.file.stages[name].arguments, f"stages.{name}")
+        own, more_inputs = self.substituted(self.given.own.get(name, []), name)
+        before = self.compose([*placed, *fixed], ranks).config
+        shared = [argument for argument in self.given.shared if self.knows(before, argument)]
+        self.applied |= set(shared)
+        arguments = [*placed, *fixed, *shared, *own]
+        found = self.compose(arguments, ranks)
+        self.problems += [f"{name}: {line}" for line in found.problems]
+        run = found.config.run
+        if Path(str(run.dir)) in {self.folder, *(Path(s["run"]["dir"]) for s in self.settings.values())}:
+            self.problems.append(
+                f"{name}:run.dir={run.dir}: is the directory of the pipeline or of another stage; remove it"
+            )
+        if run.resume == "restart" and "run.resume=restart" in shared:
+            self.problems.append(
+                "run.resume=restart: would begin every stage anew at each start; choose another run.name, "
+                f"or begin one stage anew, such as {name}:run.resume=restart"
+            )
+        if run.dry_run:
+            arguments.append("run.dry_run=keep")
+        self.settings[name] = resolved(found.config)
+        self.jobs.append(Job(name, HERE / "train.py", arguments, ranks, inputs | more_inputs, found.config))
+
+    def evaluation(self, file: EvaluationFile) -> tuple[Job, Settings]:
+        """Returns the job that compares models, and the settings that it reads from a file."""
+        like = (
+            self.jobs[-1] if file.like is None else next((j for j in self.jobs if j.name == file.like), None)
+        )
+        if like is None:
+            raise UserError(
+                f"evaluation.like={file.like}: no such stage{did_you_mean(file.like or '', self.settings)}"
+            )
+        ranks = self.ranks(EVALUATION, file.ranks or like.ranks)
+        own, inputs = self.substituted([*file.arguments, *self.given.own.get(EVALUATION, [])], EVALUATION)
+        judge, more_inputs = self.substituted(file.judge, f"{EVALUATION}.judge")
+        models, model_inputs = self.substituted(
+            [f"{name}={path}" for name, path in file.models.items()], f"{EVALUATION}.models"
+        )
+        found = self.compose([*like.arguments, *own], ranks)
+        self.problems += [f"{EVALUATION}: {line}" for line in found.problems]
+        if found.config.stage != "ppo":
+            raise UserError(
+                f"{EVALUATION}.like={like.name}: must be a stage with stage=ppo, whose reward scores"
+            )
+        if found.config.data.eval_path is None:
+            self.problems.append(
+                f"{like.name}:data.eval_path is missing: the evaluation needs held-out prompts"
+            )
+        rewards = {"reward": found.config.reward}
+        if judge:
+            others = [argument for argument in like.arguments if key_of(argument).split(".")[0] != "reward"]
+            judged = self.compose([*others, *own, *judge], ranks)
+            self.problems += [f"{EVALUATION}: {line}" for line in judged.problems]
+            rewards["judge"] = judged.config.reward
+        settings = {
+            "config": resolved(found.config),
+            "models": dict(model.split("=", 1) for model in models),
+            "rewards": rewards,
+        }
+        path = self.folder / SETTINGS
+        inputs = like.inputs | inputs | more_inputs | {"settings": path}
+        inputs |= {f"models.{name}": model for name, model in model_inputs.items()}
+        return Job(EVALUATION, HERE / "evaluate.py", [str(path)], ranks, inputs), settings
+
+    def compose(self, arguments: list[str], ranks: int) -> Composed:
+        """Composes and checks a config. Lines about files that stages have yet to write are left out."""
+        composed, problems = compose_config(self.folders, "config", arguments)
+        tree = resolve_config(composed)
+        try:
+            return Composed(validated(tree, ranks), problems)
+        except UserError as error:
+            missing = [line for line in error.problems if self.is_awaited(line)]
+            problems += [line for line in error.problems if line not in missing]
+            return Composed(inherit(from_tree(tree)[0]), problems)
+
+    def is_awaited(self, problem: str) -> bool:
+        """Returns whether a problem is that a file in the run directory of an earlier stage is missing."""
+        folders = [settings["run"]["dir"] for settings in self.settings.values()]
+        folders += [str(dry_run_directory(folder)) for folder in folders]
+        missing = problem.endswith((": no such file", ": no such folder"))
+        return missing and any(f"={folder}/" in problem for folder in folders)
+
+    def substituted(self, arguments: list[str], where: str) -> tuple[list[str], dict[str, Path]]:
+        """Replaces the references to keys of earlier stages.
+
+        Also returns the values with a path in the run directory of an earlier stage, by their keys.
+        """
+        texts, inputs = [], {}
+        for argument in arguments:
+            try:
+                text = REFERENCE.sub(self.value_of, argument)
+            except KeyError as error:
+                self.problems.append(f"{where}: {argument}: {error.args[0]}")
+                continue
+            texts.append(text)
+            if any(match[2] == "run.dir" for match in REFERENCE.finditer(argument)):
+                inputs[key_of(argument)] = Path(text.partition("=")[2])
+        return texts, inputs
+
+    def value_of(self, reference: re.Match[str]) -> str:
+        """Returns the value of a reference; raises KeyError with the reason if there is none."""
+        stage, key = reference.groups()
+        if stage not in self.settings:
+            raise KeyError(f"no earlier stage is named {stage}{did_you_mean(stage, self.settings)}")
+        settings, value = self.settings[stage], self.settings[stage]
+        for part in key.split("."):
+            if not isinstance(value, dict) or part not in value:
+                keys = dotted_keys(config_class(settings["stage"]))
+                raise KeyError(f"stage {stage} has no key {key}{did_you_mean(key, keys)}")
+            value = value[part]
+        run_dir = settings["run"]["dir"]
+        if settings["run"]["dry_run"] and (value == run_dir or str(value).startswith(f"{run_dir}/")):
+            return f"{dry_run_directory(run_dir)}{str(value).removeprefix(run_dir)}"
+        return str(value)
+
+    def knows(self, config: Config, argument: str) -> bool:
+        """Returns whether an argument without a prefix is for a stage with this config.
+
+        A group is for the stages with its section: the one in its package, or the one of its name. Other
+        groups, such as zero and tracker, are for all stages.
+        """
+        key, sections = key_of(argument), type(config).model_fields
+        group, _, package = key.partition("@")
+        if group in self.folders.groups():
+            if group == "experiment":
+                return False
+            section = package.split(".")[0] if package else group
+            return section in sections or section not in Config.model_fields
+        keys = [known for known in dotted_keys(type(config)) if not is_unused(known, config.stage)]
+        self.known |= dict.fromkeys(keys)
+        if is_unused(key, config.stage):
+            return False
+        is_open = any(key.startswith(f"{section}.") for section in OPEN_SECTIONS)
+        if key.startswith("prepare.") and config.prepare is None:
+            return False
+        return key in keys or is_open
+
+    def ranks(self, name: str, of_file: int | None) -> int:
+        """Returns the number of ranks of a stage."""
+        text = self.given.ranks.get(name, self.given.pipeline.get("ranks"))
+        if text is None:
+            return of_file or visible_gpus() or 1
+        if not text.isdigit() or int(text) < 1:
+            own = f"{name}:" if name in self.given.ranks else ""
+            self.problems.append(f"{own}ranks={text}: must be a whole number of at least 1")
+            return 1
+        return int(text)
+
+
+def key_of(argument: str) -> str:
+    """Returns the key or the group of an argument, with its package, without signs and value."""
+    return argument.partition("=")[0].lstrip("+~")
+
+
+def visible_gpus() -> int:
+    """Returns the number of GPUs that runs may use, without importing torch."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return 0
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([device for device in chosen.split(",") if device.strip()])
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
