@@ -272,6 +272,13 @@ STAGES = {
         dry_run="ppo_ds.build.dry_run.dry_run_config",
         check="ppo_ds.build.preflight.check_inputs",
     ),
+    "sft": StageEntry(
+        "ppo_ds.build.sft.build_sft",
+        "Supervised fine-tuning of the actor on demonstrations.",
+        sections=("actor", "sft", "data", "memory"),
+        unused_keys=PPO_KEYS,
+        check="ppo_ds.build.sft.check_demonstrations",
+    ),
 }
 
 

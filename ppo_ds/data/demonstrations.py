@@ -304,10 +304,14 @@ class DemonstrationStream:
     def __iter__(self) -> Self:
         return self
 
+    def indices(self, step: int) -> list[int]:
+        """Returns the rows of a batch, counted from 0, as indices of the source."""
+        first = step * self._batch_size
+        return [self._order[i] for i in range(first, first + self._batch_size)]
+
     def __next__(self) -> Sequences:
-        first = self._step * self._batch_size
         self._step += 1
-        return self.source.batch([self._order[i] for i in range(first, first + self._batch_size)])
+        return self.source.batch(self.indices(self._step - 1))
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step}

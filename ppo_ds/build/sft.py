@@ -1,0 +1,187 @@
+"""Builds the supervised fine-tuning stage from its config."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ppo_ds.build.data import build_tokenizer, describe_rows
+from ppo_ds.build.engines import Needs, trained_engine
+from ppo_ds.build.roles import actor_module
+from ppo_ds.build.shared import (
+    adapter_note,
+    choose_layout,
+    eval_weights,
+    machine,
+    slow_dtypes,
+    trained_model,
+    training_steps,
+)
+from ppo_ds.config.schema import Config
+from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
+from ppo_ds.distributed.world import World, seed_everything
+from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.finetune.optimizer_step import OptimizerStep
+from ppo_ds.finetune.sft import SFTTrainer
+from ppo_ds.models.policy import Policy, unsharded_twin
+from ppo_ds.models.size import decoding_bytes
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.rollout.hf import HFGenerator
+from ppo_ds.training.performance import measured_capacity, update_cost
+from ppo_ds.training.stage import RunContext
+
+LEARNED = {"answer": "the last answer", "assistant": "every answer", "all": "every token"}
+
+
+def build_sft(config: Config, context: RunContext) -> SFTTrainer:
+    """Loads data and model and builds the stage from them. May raise UserError. A collective."""
+    world, banner, section, role = context.world, context.banner, config.sft, config.actor
+
+    # data
+    tokenizer, train, held_out = read_demonstrations(config)
+    rows = DemonstrationStream(
+        train,
+        batch_size=section.batch_size,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        key="sft.batch_size",
+    )
+    prompts = held_out.prompts(section.samples, section.sample_tokens) if held_out else None
+    steps = training_steps(config.run, len(train), section.batch_size)
+
+    # model
+    longest = max(source.longest for source in (train, held_out) if source is not None)
+    answered = 0 if prompts is None else prompts.mask.shape[1] + section.sample_tokens
+    needs = Needs(
+        tokenizer.id_bound,
+        max(longest, answered),
+        longest="the longest row (or the longest held-out prompt and sft.sample_tokens together)",
+        remedy="sft.max_tokens or sft.sample_tokens",
+    )
+    actor = build_actor(config, context, needs, steps)
+    ema = WeightCopy(actor) if role.ema.decay is not None else None
+    banner.note(
+        *adapter_note("actor", role.lora, actor),
+        *slow_dtypes(config, world),
+        *choose_layout(config.memory.layout, "actor", actor, world.device),
+    )
+    if prompts is not None:
+        banner.note(*plan_answers(config, actor, len(prompts), answered))
+    if held_out is not None:
+        banner.note(f"held out   {held_out.path}: {describe(held_out)}")
+    banner.summarize(
+        *machine(world),
+        trained_model("actor", role.model.path, role),
+        f"data       {train.path}: {describe(train)}",
+        f"learned    {describe_learned(train)}",
+        f"update     {section.batch_size} rows per optimizer step, {steps} steps, "
+        f"{steps * section.batch_size / len(train):.3g} passes over the data",
+    )
+    seed_everything(config.run.seed + world.rank + 1)  # each rank draws its own random numbers
+
+    return SFTTrainer(
+        context=context,
+        config=section,
+        seed=config.run.seed,
+        total_steps=steps,
+        train_tokens=config.memory.train_tokens,
+        score_tokens=config.memory.score_tokens,
+        eval_rows=config.eval.max_prompts,
+        actor=actor,
+        ema=ema,
+        eval_weights=eval_weights(ema, role.ema.evaluate),
+        update=OptimizerStep(
+            context=context,
+            name="actor",
+            prefix="sft",
+            model=actor,
+            ema=ema,
+            ema_decay=role.ema.decay or 0.0,
+        ),
+        rows=rows,
+        held_out=held_out,
+        prompts=prompts,
+        generator=HFGenerator(
+            lambda: actor.lm,
+            tokenizer=tokenizer,
+            token_budget=config.memory.rollout_tokens,
+            lockstep_max=actor.lockstep_max,
+            should_stop=context.stop.should_stop,
+        ),
+        tokenizer=tokenizer,
+        capacity=measured_capacity(world, actor.module.lm.dtype),
+        cost=update_cost(actor, actor.module.lm),
+    )
+
+
+def read_demonstrations(
+    config: Config,
+) -> tuple[Tokenizer, DemonstrationSource, DemonstrationSource | None]:
+    """Loads the tokenizer, the training rows and the held-out rows. May raise UserError."""
+    data, tokenizer = config.data, build_tokenizer(config)
+    load = partial(
+        DemonstrationSource,
+        tokenizer=tokenizer,
+        revision=data.revision,
+        prompt_column=data.prompt_column,
+        apply_chat_template=data.apply_chat_template,
+        system=data.system,
+        learn=config.sft.learn,
+        max_tokens=config.sft.max_tokens,
+        max_tokens_key="sft.max_tokens",
+    )
+    train = load(data.path, split=data.split, max_samples=data.max_samples, key="data.path")
+    if data.eval_path is None:
+        return tokenizer, train, None
+    return tokenizer, train, load(data.eval_path, split=data.eval_split, key="data.eval_path")
+
+
+def check_demonstrations(config: Config, world: World, *, prepared: bool) -> None:
+    """Raises UserError for mistakes in the data, unless `prepare` has yet to create it."""
+    if prepared:
+        read_demonstrations(config)
+
+
+def build_actor(config: Config, context: RunContext, needs: Needs, steps: int) -> HybridActor:
+    """Builds the engine of the model that is trained. A collective."""
+
+    def load() -> Policy:
+        policy = actor_module(config.actor, config.run.seed)
+        needs.check(policy, config.actor.model.path, "actor.model.path")
+        return policy
+
+    make = partial(HybridActor, make_inference_copy=unsharded_twin, timer=context.timer)
+    return trained_engine(load, make, config.actor, "actor", context.world, steps)
+
+
+def plan_answers(config: Config, actor: HybridActor, prompts: int, tokens: int) -> list[str]:
+    """Plans the memory of the answers to ``prompts`` and returns lines for the start-up banner.
+
+    ``tokens`` is the number of tokens of the longest prompt and its answer. A collective.
+    """
+    zero, rows = config.actor.zero, -(-prompts // actor.world.size)
+    line = actor.plan_generation(
+        generation_gather=zero.generation_gather,
+        offload_states=zero.offload_states,
+        decoding_bytes=decoding_bytes(actor.module.lm, rows * tokens, rows),
+        critic=None,
+    )
+    return [line] if line else []
+
+
+def describe(source: DemonstrationSource) -> str:
+    """Describes how many rows a source has, and how many were truncated or dropped."""
+    return describe_rows(source.report, "rows")
+
+
+def describe_learned(source: DemonstrationSource) -> str:
+    """Describes which tokens are learned, how they are found and how many they are."""
+    learned, tokens = source.token_counts
+    found = ""
+    if source.has_chats and source.learn != "all":
+        by = "the marks of the chat template" if source.marked else "rendering prefixes of each chat"
+        found = f", found by {by}"
+    return (
+        f"sft.learn={source.learn}: {LEARNED[source.learn]}{found}: "
+        f"{learned:,} of {tokens:,} tokens ({learned / tokens:.1%})"
+    )

@@ -1,0 +1,301 @@
+"""Supervised fine-tuning stage: maximizes the log-likelihood of demonstrations.
+
+One step is one optimizer step on a batch of rows:
+  1. next(rows)   the rows of the step, the same on every rank
+  2. update       forward and backward over this rank's micro-batches, then the optimizer step
+
+The loss is the mean of -log p over all learned tokens of the step, as an exact mean on any number of ranks
+and micro-batches. The LM head runs for learned tokens only. Options:
+  - Label smoothing (Szegedy et al. 2016): (1 - s) * -log p(token) + s * mean of -log p over the vocabulary.
+  - NEFTune (Jain et al. 2023): noise on the embeddings, which depends only on the seed of the run, the step
+    and the row (models/neftune.py).
+  - The load-balancing loss of a mixture of experts, with the model's own coefficient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_ds.config.sections.finetune import SFTConfig
+from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
+from ppo_ds.distributed import heartbeat
+from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.rng import fork_rng
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.finetune.optimizer_step import OptimizerStep, Parts
+from ppo_ds.models.neftune import EmbeddingNoise
+from ppo_ds.models.policy import PolicyOutput
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ops.losses import BatchTotals, aggregate, batch_totals
+from ppo_ds.ops.masked import sum_and_count
+from ppo_ds.rollout.base import Generator, SamplingParams
+from ppo_ds.training.batching import filled, microbatch_rows, padding
+from ppo_ds.training.export import export_actor
+from ppo_ds.training.failure_dump import dump_failure, origin_of
+from ppo_ds.training.health import TooManySkips
+from ppo_ds.training.metrics import MetricSums
+from ppo_ds.training.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
+from ppo_ds.training.performance import Capacity, UpdateCost, memory, throughput
+from ppo_ds.training.stage import Evaluation, RunContext, StepResult
+from ppo_ds.types import Metrics, Prompts, Rollout, Sequences
+
+LOGPROBS = CheckedOutput("log-prob of token {}", attrgetter("logprobs"))
+EVAL_ROWS = 1024  # held-out rows that are divided into forwards together
+NOISE_SEED_OFFSET = 1_000_000_007  # seeds of the noise differ from those of other random numbers
+
+
+@dataclass(kw_only=True)
+class SFTTrainer:
+    """The SFT stage; training/stage.py documents the methods, training/run.py calls them."""
+
+    context: RunContext
+
+    # settings
+    config: SFTConfig
+    seed: int
+    total_steps: int
+    train_tokens: int  # most tokens of one micro-batch
+    score_tokens: int  # most tokens of one forward of an evaluation
+    eval_rows: int | None  # rows of an evaluation; None: all
+
+    # model
+    actor: HybridActor
+    ema: WeightCopy | None
+    eval_weights: Callable[[], AbstractContextManager[None]]  # swaps in the weights to evaluate
+    update: OptimizerStep
+
+    # data
+    rows: DemonstrationStream
+    held_out: DemonstrationSource | None
+    prompts: Prompts | None  # held-out prompts that are answered at each evaluation
+    generator: Generator
+    tokenizer: Tokenizer
+
+    # performance
+    capacity: Capacity
+    cost: UpdateCost
+
+    def start(self) -> None:
+        """Does nothing: training needs no preparation."""
+
+    def step(self, index: int) -> StepResult:
+        world, packed = self.context.world, self.actor.module.packed
+        with self.context.timer("data"):
+            batch = next(self.rows)
+        self.context.stop.raise_if_stopped()  # a later stop request does not interrupt the step
+        full, totals = filled(batch, world.size), self.totals(batch)
+        plan = microbatch_rows(full, self.train_tokens, world, packed)
+        metrics = self.update(batch, plan, partial(self.loss, batch=full, totals=totals, index=index))
+        padded, tokens = world.sum(padding([full.select(rows) for rows in plan], packed)).tolist()
+        metrics |= {
+            "perf/pad_frac_update": padded / tokens,
+            "sft/tokens": totals.tokens,
+            "sft/learned_frac": totals.tokens / float(batch.attention_mask.sum()),
+            "sft/epoch": self.rows.epoch,
+        }
+        return StepResult(
+            metrics=metrics,
+            episodes=len(batch),
+            tokens=int(totals.tokens),
+            performance=lambda times: self.performance(batch, times),
+        )
+
+    def totals(self, batch: Sequences) -> BatchTotals:
+        """Counts the learned tokens of one optimizer step. Every rank holds all rows."""
+        return batch_totals([batch.response_mask], dp_size=self.context.world.size)
+
+    def loss(
+        self, rows: Tensor, *, batch: Sequences, totals: BatchTotals, index: int
+    ) -> tuple[Tensor, Parts]:
+        """Computes the part of the loss of some rows of step ``index``, and its metrics."""
+        micro, smoothing, aux_coef = batch.select(rows).trimmed(), self.config.label_smoothing, self.aux_coef
+        out = self.actor(
+            micro.ids,
+            micro.attention_mask,
+            micro.response_width,
+            label_mask=micro.response_mask,
+            with_mean=smoothing > 0,
+            with_aux=aux_coef > 0,
+            with_correct=True,
+            noise=self.noise(rows, index),
+        )
+        mask = micro.response_mask.to(self.context.world.device)
+        nll = losses = -out.logprobs
+        if smoothing:
+            losses = (1 - smoothing) * nll - smoothing * out.mean_logprobs
+        loss = aggregate(losses, mask, totals=totals)
+        parts = {
+            "sft/loss": sum_and_count(losses, mask),
+            "sft/token_accuracy": sum_and_count(out.correct, mask),
+        }
+        if smoothing:
+            parts["sft/nll"] = sum_and_count(nll, mask)
+        if aux_coef:
+            # ``out.aux`` is a mean over the tokens of this forward, so it is weighted by their share of the
+            # learned tokens of the optimizer step
+            tokens = mask.sum()
+            loss = loss + aux_coef * out.aux * (tokens * (totals.dp_size / max(totals.tokens, 1.0)))
+            parts["sft/aux_loss"] = torch.stack([out.aux.detach() * tokens, tokens])
+        return loss, parts
+
+    @property
+    def aux_coef(self) -> float:
+        """The coefficient of the load-balancing loss; 0 unless the model is a mixture of experts."""
+        return self.actor.module.balance_coef or 0.0
+
+    def noise(self, rows: Tensor, index: int) -> EmbeddingNoise | None:
+        """Returns the noise on the embeddings of some rows of step ``index``."""
+        if not self.config.neftune_alpha:
+            return None
+        first = (self.seed + 1) * NOISE_SEED_OFFSET + index * self.config.batch_size
+        return EmbeddingNoise(self.config.neftune_alpha, first + rows)
+
+    def performance(self, batch: Sequences, times: Metrics) -> Metrics:
+        """Computes perf/* and mem/* of a step. A collective."""
+        world, lengths = self.context.world, batch.attention_mask.sum(1).tolist()
+        found = throughput(sum(lengths), len(batch), times["time/step"], world.size)
+        flops = self.cost.flops(lengths, head_positions=int(batch.response_mask.sum()), passes=1)
+        found["perf/mfu_actor"] = flops / times["time/update_actor"] / self.capacity.flops
+        return found | memory(world)
+
+    # -- evaluation ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation | None:
+        """Measures the loss on the held-out rows and answers some of their prompts greedily."""
+        if self.held_out is None:
+            return None
+        with self.context.timer("eval"), self.eval_weights(), fork_rng(self.context.world):
+            metrics = self.held_out_metrics()
+            answers = self.answers()
+        return Evaluation(metrics, answers, -metrics["eval/loss"])
+
+    def held_out_metrics(self) -> Metrics:
+        """Computes loss, perplexity and token accuracy over the learned tokens of the held-out rows."""
+        world, packed, sums = self.context.world, self.actor.module.packed, MetricSums()
+        count = min(len(self.held_out), self.eval_rows or len(self.held_out))
+        for start in range(0, count, EVAL_ROWS):
+            rows = self.held_out.batch(range(start, min(start + EVAL_ROWS, count)))
+            rows = filled(rows, world.size)
+            for part in microbatch_rows(rows, self.score_tokens, world, packed):
+                micro = rows.select(part).trimmed()
+                out = self.scores(micro)
+                mask = micro.response_mask.to(world.device)
+                sums.add_mean("eval/loss", -out.logprobs, mask)
+                sums.add_mean("eval/token_accuracy", out.correct, mask)
+                self.context.stop.raise_if_stopped()
+        metrics = sums.reduced(world)
+        # above e^700 a float would overflow
+        return metrics | {"eval/perplexity": math.exp(min(metrics["eval/loss"], 700.0))}
+
+    def scores(self, micro: Sequences) -> PolicyOutput:
+        """Runs one forward without noise for the learned tokens of ``micro``."""
+        return self.actor(
+            micro.ids,
+            micro.attention_mask,
+            micro.response_width,
+            label_mask=micro.response_mask,
+            with_correct=True,
+        )
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Answers held-out prompts greedily and returns the answers of all ranks as sample rows."""
+        if self.prompts is None:
+            return []
+        world, count = self.context.world, len(self.prompts)
+        each = -(-count // world.size)
+        mine = torch.arange(world.rank * each, (world.rank + 1) * each)
+        sampling = SamplingParams(
+            max_new_tokens=self.config.sample_tokens,
+            min_new_tokens=0,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=1,
+            stop_token_ids=self.tokenizer.stop_ids,
+            stop_strings=(),
+        )
+        before = heartbeat.enter("generating, in an evaluation")
+        with self.actor.generation_mode():
+            # every rank answers the same number of prompts; the last one is repeated to fill them up
+            rollout = self.generator(self.prompts.select(mine.clamp(max=count - 1)), sampling)
+        heartbeat.enter(*before)
+        self.context.stop.raise_if_stopped()
+        rows = [self.answer_row(rollout, i) for i in range(int((mine < count).sum()))]
+        return [row for part in world.gather_objects(rows) for row in part]
+
+    def answer_row(self, rollout: Rollout, i: int) -> dict[str, Any]:
+        """Returns an answer as a sample row; its score is 1 if it equals the answer in the data, else 0."""
+        about = rollout.metadata[i]
+        ids = rollout.response_ids[i][rollout.response_mask[i]].tolist()
+        response = self.tokenizer.decode(ids)
+        return {
+            "prompt": about["prompt_text"],
+            "asked": about["messages"][-1]["content"] if "messages" in about else about["prompt_text"],
+            "response": response,
+            "answer": about["answer"],
+            "score": float(response.strip() == about["answer"].strip()),
+            "length": len(ids),
+            "finish": "stop" if rollout.finished[i] else "length",
+        }
+
+    # -- checkpoints, export, failures -----------------------------------------------------------------------
+
+    @property
+    def models(self) -> Mapping[str, TrainedModel]:
+        return {"actor": self.actor}
+
+    @property
+    def weight_copies(self) -> Mapping[str, WeightCopy]:
+        return {} if self.ema is None else {"ema": self.ema}
+
+    @property
+    def counters(self) -> Mapping[str, Callable[[], float]]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows.load_state_dict(state["rows"])
+
+    def export(self, run_dir: Path) -> None:
+        export_actor(run_dir, self.actor, self.ema, self.tokenizer)
+
+    def dump_failure(self, error: TooManySkips, step: int, run_dir: Path) -> str:
+        """Locates the first non-finite tensor by replaying the rows one by one, and writes the dump."""
+        batch, world = error.last_skip.batch, self.context.world
+        full = filled(batch, world.size)
+        plan = microbatch_rows(full, 1, world)
+        replayed = [ReplayedRow(int(part), world.rank) for part in plan]
+        loss = partial(self.loss, batch=full, totals=self.totals(batch), index=step - 1)
+        replay_rows("actor", self.actor, LOGPROBS, loss, plan, replayed)
+        rows = [
+            {
+                "location": self.rows.source.location(number),
+                "prompt": self.tokenizer.decode(ids[mask].tolist(), skip_special_tokens=False),
+            }
+            for number, ids, mask in zip(
+                self.rows.indices(step - 1), batch.ids, batch.attention_mask, strict=True
+            )
+        ]
+        return dump_failure(
+            run_dir / "dumps" / f"step_{step:06d}",
+            step,
+            origin_of(gathered_rows(replayed, world), error.last_skip.what),
+            rows=rows,
+            place="the row {location}",
+            columns=batch.tensors(),
+            models=self.models,
+            config=run_dir / "config.yaml",
+        )
