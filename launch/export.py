@@ -41,9 +41,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument(
         "--role",
-        choices=["actor", "critic", "ema"],
-        default="actor",
-        help="ema: the exponential moving average of the actor",
+        choices=["actor", "critic", "scorer", "ema"],
+        help="default: the actor, or the scorer of stage=reward_model; ema: its exponential moving average",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--best", action="store_true", help="export the best checkpoint instead of the newest")
@@ -62,14 +61,16 @@ def main(argv: list[str]) -> int:
     try:
         options = parser.parse_args(argv)
         prepare_environment(verbose=False)
-        from ppo_ds.tools.export import export, find_checkpoint  # slow: imports torch and transformers
+        # slow: imports torch and transformers
+        from ppo_ds.tools.export import export, find_checkpoint, main_model
 
         checkpoint = find_checkpoint(options.source, options.step, options.best)
+        role = options.role or main_model(checkpoint)
         if checkpoint.parent.name == "checkpoints":
             warn_about(checkpoint.parent.parent)
         out = export(
             checkpoint,
-            options.role,
+            role,
             options.out,
             force=options.force,
             trust_remote_code=options.trust_remote_code,
@@ -77,7 +78,7 @@ def main(argv: list[str]) -> int:
         )
     except UserError as error:
         return complain(error)
-    print(printable(f"{checkpoint.name}, {options.role}: {out}"))
+    print(printable(f"{checkpoint.name}, {role}: {out}"))
     return 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ppo_ds.config.schema import Config, rollout_size
+from ppo_ds.config.schema import Config, rollout_size, trained_models
 from ppo_ds.config.sections.data import DataConfig, MixtureConfig
 from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
 from ppo_ds.data.mixture import MixedSource, collect_user_errors
@@ -89,16 +89,16 @@ def read_inputs(config: Config, world: World) -> Inputs:
     return Inputs(tokenizer, source, held_out, prompts, build_ptx(config, tokenizer))
 
 
-def build_tokenizer(config: Config) -> Tokenizer:
-    """Loads the actor's tokenizer."""
-    model, data = config.actor.model, config.data
+def build_tokenizer(config: Config, name: str = "actor") -> Tokenizer:
+    """Loads the tokenizer of the trained model ``name``."""
+    model, data = trained_models(config)[name].model, config.data
     return load_tokenizer(
         model.path,
         model.revision,
         model.trust_remote_code,
         data.chat_template,
         data.chat_template_kwargs,
-        key="actor.model.path",
+        key=f"{name}.model.path",
     )
 
 

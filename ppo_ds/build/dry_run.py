@@ -18,7 +18,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import save_shrunk
 from ppo_ds.storage.run_directory import DRY_RUN_MARKER, dry_run_directory
 
-STEPS, MIN_PROMPTS, MAX_SAMPLES = 2, 4, 4  # PPO steps; prompts per step; responses per prompt
+STEPS, MIN_ROWS, MAX_SAMPLES = 2, 4, 4  # steps; prompts, rows or pairs per step; responses per prompt
 MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, MAX_DATA_ROWS, MAX_EVAL_PROMPTS = 128, 16, 1000, 8
 SHOWN = (
     "dry run: config, data, reward, architectures and loop work: {steps} steps on {ranks} rank(s), "
@@ -38,28 +38,19 @@ def dry_run_dir(config: Config) -> Path:
 
 def dry_run_config(config: Config, ranks: int) -> Config:
     """Returns the config of the dry run of ``config``, a PPO config."""
-    folder = dry_run_dir(config)
-    # the config's own ``prepare`` must create its files in the dry run's folder instead of run.dir
-    tree = _moved(resolved(config), str(config.run.dir), str(folder))
-    models = distinct_models(tree)
-    tiny = {model: str(folder / "models" / f"{i}") for i, model in enumerate(models)}
-    tree = _with_tiny_models(tree, tiny)
-
+    tree = _small_run(config)
     data, sampling, algo = tree["data"], tree["sampling"], tree["algo"]
     value, shaping, dynamic = algo["value"], algo["reward_shaping"], algo["dynamic_sampling"]
     samples = min(config.rollout.samples_per_prompt, MAX_SAMPLES)
-    prompts = ranks * -(-MIN_PROMPTS // ranks)
+    prompts = ranks * -(-MIN_ROWS // ranks)
     rollout = prompts * samples
     # the minibatch is the whole rollout if this is so in ``config``, otherwise half of the rollout
     full = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     halved = (config.algo.minibatch_size or full) < full and rollout % 2 == 0
     new_tokens = min(sampling["max_new_tokens"], MAX_NEW_TOKENS)
 
-    tree["run"] |= {"dir": str(folder), "steps": STEPS, "epochs": None, "resume": "never"}
-    tree["run"] |= {"stop_at_step": None, "max_minutes": None}
     tree["rollout"] |= {"prompts_per_step": prompts, "samples_per_prompt": samples}
     sampling |= {"max_new_tokens": new_tokens, "min_new_tokens": min(sampling["min_new_tokens"], new_tokens)}
-    data["max_samples"] = min(data["max_samples"] or MAX_DATA_ROWS, MAX_DATA_ROWS)
     if data["long_prompts"] != "drop":  # a lower limit would drop more prompts than the real run does
         data["max_prompt_tokens"] = min(data["max_prompt_tokens"], MAX_PROMPT_TOKENS)
     algo |= {"minibatch_size": rollout // 2 if halved else rollout, "lag": min(algo["lag"], STEPS)}
@@ -70,6 +61,37 @@ def dry_run_config(config: Config, ranks: int) -> Config:
     dynamic["max_rounds"] = min(dynamic["max_rounds"], STEPS)
     if algo["ptx"]["batch_size"]:
         algo["ptx"]["batch_size"] = prompts
+    return _checked(tree)
+
+
+def sft_dry_run_config(config: Config, ranks: int) -> Config:
+    """Returns the config of the dry run of ``config``, a config of stage=sft."""
+    tree = _small_run(config)
+    sft = tree["sft"]
+    # max_tokens is kept, since a lower limit would drop more rows than the real run does
+    sft |= {"batch_size": ranks * -(-MIN_ROWS // ranks), "samples": min(sft["samples"], 1)}
+    sft["sample_tokens"] = min(sft["sample_tokens"], MAX_NEW_TOKENS)
+    return _checked(tree)
+
+
+def reward_model_dry_run_config(config: Config, ranks: int) -> Config:
+    """Returns the config of the dry run of ``config``, a config of stage=reward_model."""
+    tree = _small_run(config)
+    tree["reward_model"]["batch_size"] = ranks * -(-MIN_ROWS // ranks)
+    return _checked(tree)
+
+
+def _small_run(config: Config) -> dict[str, Any]:
+    """Returns the settings of ``config`` with tiny models, few rows and two steps in the dry run's folder."""
+    folder = dry_run_dir(config)
+    # the config's own ``prepare`` must create its files in the dry run's folder instead of run.dir
+    tree = _moved(resolved(config), str(config.run.dir), str(folder))
+    models = distinct_models(tree)
+    tiny = {model: str(folder / "models" / f"{i}") for i, model in enumerate(models)}
+    tree = _with_tiny_models(tree, tiny)
+    tree["run"] |= {"dir": str(folder), "steps": STEPS, "epochs": None, "resume": "never"}
+    tree["run"] |= {"stop_at_step": None, "max_minutes": None}
+    tree["data"]["max_samples"] = min(tree["data"]["max_samples"] or MAX_DATA_ROWS, MAX_DATA_ROWS)
     tree["checkpoint"] |= {"every": STEPS, "minutes": None, "keep_last": 1}
     tree["tracker"]["wandb"]["mode"] = "disabled"
     tree["eval"] |= {"every": config.eval.every and 1, "max_prompts": MAX_EVAL_PROMPTS}
@@ -78,6 +100,10 @@ def dry_run_config(config: Config, ranks: int) -> Config:
         "models": [{**options, "folder": tiny[model]} for model, options in models.items()],
         "first": tree["prepare"],
     }
+    return tree
+
+
+def _checked(tree: dict[str, Any]) -> Config:
     changed, problems = from_tree(tree)
     assert not problems, problems
     return changed
@@ -88,9 +114,10 @@ def distinct_models(tree: dict[str, Any]) -> dict[Model, dict[str, Any]]:
 
     The argument ``key``, which errors name, is the first config key that refers to the model.
     """
-    sections = [(f"{role}.model", tree[role]["model"]) for role in ("actor", "critic", "reference")]
+    roles = [role for role in ("actor", "critic", "reference", "scorer") if role in tree]
+    sections = [(f"{role}.model", tree[role]["model"]) for role in roles]
     found: dict[Model, dict[str, Any]] = {}
-    for key, model in [*sections, *reward_models(tree["reward"])]:
+    for key, model in [*sections, *reward_models(tree.get("reward", {}))]:
         path, revision = model.get("path"), model.get("revision")
         if path and (path, revision) not in found:
             found[path, revision] = {

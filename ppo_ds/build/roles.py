@@ -149,6 +149,20 @@ def build_critic(
     return trained_engine(load, TrainedModel, config.critic, "critic", world, optimizer_steps)
 
 
+def ppo_model(config: Config, name: str, tokenizer: Tokenizer) -> Policy | ScoreModel:
+    """Loads the actor or the critic of a PPO run as it is before the first step."""
+    return (
+        critic_module(config, critic_start(config, tokenizer))
+        if name == "critic"
+        else ppo_actor_module(config)
+    )
+
+
+def sft_model(config: Config, name: str, tokenizer: Tokenizer) -> Policy:
+    """Loads the actor of stage=sft as it is before the first step."""
+    return actor_module(config.actor, config.run.seed)
+
+
 def build_reference(config: Config, world: World, needs: Needs, actor: TrainedModel) -> FrozenModel:
     """Builds the reference, which is the actor's base if the actor has adapters on the same weights."""
     if reference_is_base(config):

@@ -109,8 +109,12 @@ class StageEntry(Entry):
     # They are refused unless they have their default.
     unused_keys: tuple[str, ...] = field(default=(), kw_only=True)
     # Dotted name of a function (config, ranks) that returns the config of a dry run: two steps with tiny
-    # random models. The function of stage=ppo reads PPO's sections. None: run.dry_run is refused.
+    # random models. None: run.dry_run is refused.
     dry_run: str | None = field(default=None, kw_only=True)
+
+    # Dotted name of a function (config, name, tokenizer) that loads the trained model ``name``, such as
+    # actor, as the run does before its first step. None: launch/export.py refuses checkpoints of the stage.
+    initial_model: str | None = field(default=None, kw_only=True)
 
     # Dotted name of a function (config, World) that raises UserError for mistakes in data and rewards. It
     # loads no weights.
@@ -270,6 +274,7 @@ STAGES = {
             "reward",
         ),
         dry_run="ppo_ds.build.dry_run.dry_run_config",
+        initial_model="ppo_ds.build.roles.ppo_model",
         check="ppo_ds.build.preflight.check_inputs",
     ),
     "sft": StageEntry(

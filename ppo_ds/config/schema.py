@@ -127,7 +127,7 @@ def default_dir(name: str) -> str:
 def inherit(config: Config) -> Config:
     """Fills in every key whose value follows from other keys."""
     sections, run, wandb = type(config).model_fields, config.run, config.tracker.wandb
-    name = run.name or config.stage
+    name = config.stage if run.name is None else run.name
     run_dir = _expand(run.dir or default_dir(name))
     filled: dict[str, Any] = {
         "run": replace(run, name=name, dir=run_dir, resume=_expand(run.resume)),

@@ -14,8 +14,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ppo_ds.build.data import build_tokenizer
-from ppo_ds.build.roles import critic_module, critic_start, ppo_actor_module
-from ppo_ds.config.schema import Config
+from ppo_ds.config.registry import STAGES, import_target
+from ppo_ds.config.schema import Config, trained_models
 from ppo_ds.engine.checkpoint.checkpoints import damage_of
 from ppo_ds.engine.checkpoint.reading import read_weights
 from ppo_ds.errors import UserError
@@ -24,7 +24,7 @@ from ppo_ds.storage.drafts import draft_directory, remove_drafts
 from ppo_ds.tools.settings import config_of_settings, refuse_links
 
 # folder names of the export at the end of a run
-FOLDERS = {"actor": "model", "critic": "critic", "ema": "model_ema"}
+FOLDERS = {"actor": "model", "scorer": "model", "critic": "critic", "ema": "model_ema"}
 # a draft without a new file for this many seconds belongs to an export that was killed
 LEFTOVER_SECONDS = 6 * 3600
 
@@ -59,6 +59,11 @@ def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> 
         option = "--best" if best else f"--step={step}"
         raise UserError(f"{option}: no such checkpoint in {root}; {available}")
     return root / f"step_{steps[-1] if step is None else step:06d}"
+
+
+def main_model(checkpoint: Path) -> str:
+    """Returns the name of the model that a stage trains: scorer for stage=reward_model, otherwise actor."""
+    return "scorer" if (checkpoint / "scorer").is_dir() else "actor"
 
 
 def export(
@@ -97,7 +102,7 @@ def export(
         )
     config = _read_config(checkpoint, role, trust_remote_code, chat_template)
     tokenizer, module = _initial_model(config, role, checkpoint)
-    model, copy = ("actor", "ema") if role == "ema" else (role, None)
+    model, copy = (main_model(checkpoint), "ema") if role == "ema" else (role, None)
     try:
         read_weights(module, checkpoint, model, weight_copy=copy)
     except FileNotFoundError as error:
@@ -147,6 +152,7 @@ def _read_config(checkpoint: Path, role: str, trust_remote_code: bool, chat_temp
         checkpoint / "state.json",
         trust_remote_code=trust_remote_code,
         chat_template=chat_template,
+        stages=[name for name, entry in STAGES.items() if entry.initial_model],
     )
 
 
@@ -167,9 +173,9 @@ def _moved(value: Any, old: str, new: str) -> Any:
 def _initial_model(config: Config, role: str, checkpoint: Path) -> tuple[Tokenizer, Any]:
     """Builds the tokenizer and the module of ``role`` as the run built them."""
     try:
-        tokenizer = build_tokenizer(config)
-        if role == "critic":
-            return tokenizer, critic_module(config, critic_start(config, tokenizer))
-        return tokenizer, ppo_actor_module(config)
+        name = next(iter(trained_models(config)))
+        tokenizer = build_tokenizer(config, name)
+        load = import_target(STAGES[config.stage].initial_model or "")
+        return tokenizer, load(config, name if role == "ema" else role, tokenizer)
     except UserError as error:
         raise UserError(*(f"{checkpoint}: {line}" for line in error.problems)) from error

@@ -1,4 +1,4 @@
-"""Replays a dumped optimizer step on one CPU rank, row by row, without changing files of the run."""
+"""Replays a dumped optimizer step of PPO on one CPU rank, row by row, without changing files of the run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Replay:
 def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
     """Repeats the dumped optimizer step; the run's initial models must still exist."""
     refuse_links(folder)
-    dump, config = read_dump(folder), _read_config(folder, trust_remote_code)
+    config = _read_config(folder, trust_remote_code)
+    dump = read_dump(folder)
     world = connect(config.run.timeout_minutes)
     timer, tokenizer = PhaseTimer(world.device), build_tokenizer(config)
     needs = ppo_needs(tokenizer.id_bound, dump.minibatch.ids.shape[1])
@@ -66,7 +67,9 @@ def _read_config(folder: Path, trust_remote_code: bool) -> Config:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{folder}: its config.yaml cannot be read: {error}") from error
-    config = config_of_settings(tree, file, trust_remote_code=trust_remote_code, chat_template="")
+    config = config_of_settings(
+        tree, file, trust_remote_code=trust_remote_code, chat_template="", stages=("ppo",)
+    )
     return replace(
         config,
         data=replace(config.data, chat_template=None),

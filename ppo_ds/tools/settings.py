@@ -6,7 +6,7 @@ machine. Data and rewards are not loaded, and a chat template must be a text, no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,29 @@ from ppo_ds.storage.links import links_that_leave
 
 
 def config_of_settings(
-    settings: Any, file: Path, *, trust_remote_code: bool, chat_template: str | None = None
+    settings: Any,
+    file: Path,
+    *,
+    trust_remote_code: bool,
+    chat_template: str | None = None,
+    stages: Collection[str],
 ) -> Config:
     """Builds and checks a Config from the settings that were read from ``file``.
 
     Raises UserError for invalid settings and for a chat template that is the path of a file. Unless
     ``trust_remote_code`` is true, it also raises UserError for a model, reward models included, that runs its
-    own Python code. ``chat_template`` replaces the template of the settings.
+    own Python code. ``chat_template`` replaces the template of the settings. Settings of other stages than
+    ``stages`` are refused.
     """
     if not isinstance(settings, dict) or not is_plain(settings):
         raise UserError(f"{file}: holds no settings, which are nested mappings with text as keys")
     config, problems = from_tree(with_current_names(settings))
     if problems:
         raise UserError(*(f"{file}: {line}" for line in problems.values()))
-    if config.stage != "ppo":
-        raise UserError(f"{file}: made with stage={config.stage}; this tool needs stage=ppo")
+    if config.stage not in stages:
+        raise UserError(
+            f"{file}: made with stage={config.stage}; this tool needs stage={' or '.join(stages)}"
+        )
     config = inherit(config)
     if not trust_remote_code:
         for key in trusting_keys(resolved(config)):

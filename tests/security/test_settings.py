@@ -296,13 +296,13 @@ LOOP["run"] = LOOP
 def test_settings_with_loops_or_keys_that_are_no_text_end_with_one_line(settings):
     tree = yaml.safe_load(yaml.safe_dump(settings))
     with pytest.raises(UserError, match="^config.yaml: holds no settings, which are nested mappings"):
-        config_of_settings(tree, Path("config.yaml"), trust_remote_code=False)
+        config_of_settings(tree, Path("config.yaml"), trust_remote_code=False, stages=["ppo"])
 
 
 def test_settings_with_a_key_that_is_also_a_section_end_with_lines(tmp_path):
     tree = settings_of(tmp_path, algo={"action_level": "token", "level": {"a": {"b": 1}}})
     with pytest.raises(UserError, match=r"config.yaml: algo.action_level"):
-        config_of_settings(tree, Path("config.yaml"), trust_remote_code=False)
+        config_of_settings(tree, Path("config.yaml"), trust_remote_code=False, stages=["ppo"])
 
 
 @pytest.mark.parametrize("settings", [[], "x", {"run": 3}, {"run": {}}, {"actor": []}, None])
