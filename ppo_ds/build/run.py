@@ -70,7 +70,8 @@ def build_run(
         health=Health(config.health.max_skips),
         banner=banner,
     )
-    stage = resolve(STAGES[config.stage])(config, context)
+    entry = STAGES[config.stage]
+    stage = resolve(entry)(config, context)
     saver = Saver(context=context, stage=stage, checkpoints=checkpoints, config=config.checkpoint)
     if start is not None:
         saver.resume(start)
@@ -82,6 +83,7 @@ def build_run(
         name=config.run.name or config.stage,
         stop_at_step=config.run.stop_at_step,
         eval_every=config.eval.every,
+        heldout=entry.heldout,
         mark_ending=mark_ending,
     )
     if world.is_main:

@@ -120,6 +120,9 @@ class StageEntry(Entry):
     # loads no weights.
     check: str | None = field(default=None, kw_only=True)
 
+    # Name -> metric of an evaluation; summary.json has it as heldout_NAME_before and heldout_NAME_after.
+    heldout: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+
 
 _GAE = "ppo_ds.ops.advantages.compute_gae"
 _RETURNS = "ppo_ds.ops.advantages.discounted_returns"
@@ -276,13 +279,17 @@ STAGES = {
         dry_run="ppo_ds.build.dry_run.dry_run_config",
         initial_model="ppo_ds.build.roles.ppo_model",
         check="ppo_ds.build.preflight.check_inputs",
+        heldout={"accuracy": "eval/accuracy", "score_mean": "eval/score_mean"},
     ),
     "sft": StageEntry(
         "ppo_ds.build.sft.build_sft",
         "Supervised fine-tuning of the actor on demonstrations.",
         sections=("actor", "sft", "data", "memory"),
         unused_keys=PPO_KEYS,
+        dry_run="ppo_ds.build.dry_run.sft_dry_run_config",
+        initial_model="ppo_ds.build.roles.sft_model",
         check="ppo_ds.build.sft.check_demonstrations",
+        heldout={"loss": "eval/loss", "token_accuracy": "eval/token_accuracy"},
     ),
 }
 

@@ -114,6 +114,11 @@ def step_line(step: int, total: int, metrics: Record, *, plus_minus: str = "±")
         ("kl", "kl/ref_seq_mean", "7.4f"),
         ("loss", "policy/loss", "8.4f"),
         ("value", "value/loss", "8.4f"),
+        ("loss", "sft/loss", "7.4f"),
+        ("token accuracy", "sft/token_accuracy", "6.1%"),
+        ("loss", "rm/loss", "7.4f"),
+        ("accuracy", "rm/accuracy", "6.1%"),
+        ("margin", "rm/margin_mean", "7.3f"),
     ):
         if name in metrics:
             parts.append(f"[dim]{label}[/] {_number(metrics[name], form)}")
@@ -124,7 +129,11 @@ def step_line(step: int, total: int, metrics: Record, *, plus_minus: str = "±")
     if "time/step" in metrics:
         parts.append(f"{_number(metrics['time/step'], '6.2f')} [dim]s[/]")
     if "eval/accuracy" in metrics:
-        parts.append(f"[bold cyan]accuracy {_number(metrics['eval/accuracy'], '.1%')}[/]")
+        where = "held-out accuracy" if "rm/loss" in metrics else "accuracy"
+        parts.append(f"[bold cyan]{where} {_number(metrics['eval/accuracy'], '.1%')}[/]")
+    elif "eval/perplexity" in metrics:
+        loss, perplexity = (_number(metrics[f"eval/{name}"], ".3f") for name in ("loss", "perplexity"))
+        parts.append(f"[bold cyan]held-out loss {loss}, perplexity {perplexity}[/]")
     elif "eval/score_mean" in metrics:
         parts.append(f"[bold cyan]held out {_number(metrics['eval/score_mean'], '.3f')}[/]")
     return "  ".join(parts)

@@ -23,12 +23,13 @@ from ppo_ds.tracking.jsonl import read_metrics
 
 Points = tuple[list[int], list[float]]  # steps, values
 COLOURS = ("#2f6fb0", "#d9792b")
+LOWER_IS_BETTER = ("loss", "perplexity", "calibration_error")
 MAX_CELL = 240  # maximum number of characters in a cell of the table of samples
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot of the image: its metrics and axis."""
+    """One plot of the image: its metrics and axis. It is drawn if there is data of its first metric."""
 
     title: str
     unit: str
@@ -40,6 +41,25 @@ class Panel:
 
 PANELS = (
     Panel("Reward", "score", {"reward/score_mean": "mean ± std over the responses"}, band="reward/score_std"),
+    Panel("Loss", "nats per token", {"sft/loss": "training", "eval/loss": "held out"}),
+    Panel(
+        "Token accuracy",
+        "share of correct tokens",
+        {"sft/token_accuracy": "training", "eval/token_accuracy": "held out"},
+        percent=True,
+    ),
+    Panel("Pairwise loss", "nats per pair", {"rm/loss": "training", "eval/loss": "held out"}),
+    Panel(
+        "Pair accuracy",
+        "share of pairs",
+        {"rm/accuracy": "training", "eval/accuracy": "held out"},
+        percent=True,
+    ),
+    Panel(
+        "Margin",
+        "score of chosen - rejected",
+        {"rm/margin_mean": "training, mean", "eval/margin_mean": "held out, mean"},
+    ),
     Panel("Held-out accuracy", "share of correct responses", {"eval/accuracy": "accuracy"}, percent=True),
     Panel(
         "Held-out score", "score", {"eval/score_mean": "mean ± std over the responses"}, band="eval/score_std"
@@ -73,9 +93,11 @@ def plot_curves(
         having = [record for record in records if isinstance(record.get(name), int | float)]
         if having:
             curves[name] = [record["step"] for record in having], [record[name] for record in having]
-    panels = [panel for panel in PANELS if curves.keys() & panel.metrics.keys()]
+    panels = [panel for panel in PANELS if next(iter(panel.metrics)) in curves]
     if "eval/accuracy" in curves:  # shows the same information as the score, on a better scale
         panels = [panel for panel in panels if panel.title != "Held-out score"]
+    if "rm/accuracy" in curves:  # its panel shows the held-out accuracy too
+        panels = [panel for panel in panels if panel.title != "Held-out accuracy"]
     if not panels:
         return False
     columns = 2 if len(panels) in (2, 4) else min(3, len(panels))
@@ -153,8 +175,7 @@ def before_after(
     """Prints tables that compare scores and responses before and after the run.
 
     Args:
-        scores: Name -> (before, after) on held-out prompts; names that contain "accuracy" are shown in
-            percent.
+        scores: Name -> (before, after) on held-out data; names that contain "accuracy" are shown in percent.
         samples: Rows with prompt, before, after and score.
         saved: Name -> path of the run's outputs (model, curves, metrics).
         stream: The output; None: stdout.
@@ -179,7 +200,8 @@ def _score_table(scores: Mapping[str, tuple[float | None, float | None]]) -> Tab
         cells = [_score(before, percent), _score(after, percent), "-"]
         if before is not None and after is not None:
             cells[2] = f"{100 * (after - before):+.1f} points" if percent else f"{after - before:+.3f}"
-        table.add_row(name, *cells[:2], Text(cells[2], style="green" if cells[2][0] == "+" else ""))
+        better = cells[2].startswith("-" if name in LOWER_IS_BETTER else "+") and len(cells[2]) > 1
+        table.add_row(name, *cells[:2], Text(cells[2], style="green" if better else ""))
     return table
 
 

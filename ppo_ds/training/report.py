@@ -7,6 +7,13 @@ from pathlib import Path
 from ppo_ds.tracking.report import before_after, plot_curves
 from ppo_ds.training.state import TrainState
 
+# metrics eval/NAME in the table of held-out metrics before and after the run
+HELDOUT = (
+    *("accuracy", "score_mean", "resp_len_mean"),
+    *("loss", "perplexity", "token_accuracy"),
+    *("margin_mean", "calibration_error"),
+)
+
 
 def write_report(
     run_dir: Path, title: str, state: TrainState, *, exported: bool, checkpoint: str | None = None
@@ -19,8 +26,7 @@ def write_report(
     """
     before, after = state.first_eval, state.last_eval
     drawn = plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", title=title, before=before)
-    names = ("accuracy", "score_mean", "resp_len_mean")
-    measured = [name for name in names if exported and before and after and f"eval/{name}" in before]
+    measured = [name for name in HELDOUT if exported and before and after and f"eval/{name}" in before]
     scores = {name: (before.get(f"eval/{name}"), after.get(f"eval/{name}")) for name in measured}
     last_rows = {row["prompt"]: row for row in state.last_rows}
     samples = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -42,6 +42,7 @@ class Run:
     name: str
     stop_at_step: int | None
     eval_every: int | None  # steps between evaluations
+    heldout: Mapping[str, str]  # metrics of the evaluations in summary.json, see StageEntry
 
     # state of this process
     reason: ExitReason = field(init=False, default="done")
@@ -224,7 +225,7 @@ class Run:
         if succeeded:
             self.stage.export(self.context.run_dir)
         error = {"error": self.error} if self.error else {}
-        self.tracker.finish({"exit_reason": self.reason} | error | self.state.heldout_metrics())
+        self.tracker.finish({"exit_reason": self.reason} | error | self.state.heldout_metrics(self.heldout))
         if self.world.is_main:
             hint = RESUME_HINTS.get(self.reason)
             checkpoint = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,14 +46,17 @@ class TrainState:
     # metrics of the last step if a stop request interrupted its evaluation
     unevaluated: Metrics | None = None
 
-    def heldout_metrics(self) -> dict[str, float]:
-        """Returns heldout_<name>_<before|after> for the summary, without metrics that were not measured."""
+    def heldout_metrics(self, names: Mapping[str, str]) -> dict[str, float]:
+        """Returns heldout_<name>_<before|after> for the summary, without metrics that were not measured.
+
+        ``names`` maps each name to its metric, such as accuracy to eval/accuracy.
+        """
         evaluations = {"before": self.first_eval or {}, "after": self.last_eval or {}}
         return {
-            f"heldout_{name}_{when}": metrics[f"eval/{name}"]
-            for name in ("accuracy", "score_mean")
+            f"heldout_{name}_{when}": metrics[metric]
+            for name, metric in names.items()
             for when, metrics in evaluations.items()
-            if f"eval/{name}" in metrics
+            if metric in metrics
         }
 
 

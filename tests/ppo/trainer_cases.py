@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
+from ppo_ds.config.registry import STAGES
 from ppo_ds.config.sections.run import CheckpointConfig
 from ppo_ds.ops.kl import AdaptiveKLController
 from ppo_ds.ppo.health import KLMonitor
@@ -164,6 +165,7 @@ def stand_ins(world, tokenizer, monkeypatch):
             name="a run",
             stop_at_step=stop_at_step,
             eval_every=eval_every,
+            heldout=STAGES["ppo"].heldout,
         )
         return run, events
 

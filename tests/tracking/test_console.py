@@ -48,6 +48,19 @@ def test_missing_and_nonfinite_metrics():
     assert "± -" in bare and "± 0.500" in full
 
 
+def test_steps_of_the_other_stages() -> None:
+    sft = {"sft/loss": 1.5, "sft/token_accuracy": 0.625, "eval/loss": 1.25, "eval/perplexity": 3.49034}
+    assert step_line(2, 9, sft).split() == (
+        "[bold]step 2/9[/] [dim]loss[/] 1.5000 [dim]token accuracy[/] 62.5% "
+        "[bold cyan]held-out loss 1.250, perplexity 3.490[/]".split()
+    )
+    pairs = {"rm/loss": 0.5, "rm/accuracy": 0.75, "rm/margin_mean": -0.125, "eval/accuracy": 0.5}
+    assert step_line(2, 9, pairs | {"eval/score_mean": 3.0}).split() == (
+        "[bold]step 2/9[/] [dim]loss[/] 0.5000 [dim]accuracy[/] 75.0% [dim]margin[/] -0.125 "
+        "[bold cyan]held-out accuracy 50.0%[/]".split()
+    )
+
+
 def test_columns_are_aligned():
     widths = {
         len(step_line(step, 100, {**METRICS, "policy/loss": loss}))

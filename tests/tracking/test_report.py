@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from ppo_ds.tracking.report import before_after, plot_curves
+from ppo_ds.tracking.report import _score_table, before_after, plot_curves
 
 ALL = [
     "reward/score_mean", "reward/score_std", "eval/accuracy", "kl/ref_seq_mean", "kl/target", "policy/loss",
@@ -56,6 +56,22 @@ def test_a_missing_key_is_a_missing_panel(tmp_path):
     assert two_width == 2 * one_width
 
 
+@pytest.mark.parametrize(
+    ("metrics", "panels"),
+    [
+        (["sft/loss", "eval/loss", "sft/token_accuracy", "eval/token_accuracy", "eval/perplexity"], 2),
+        (["rm/loss", "rm/accuracy", "rm/margin_mean", "eval/accuracy", "eval/score_mean", "eval/loss"], 3),
+        (["policy/loss", "eval/accuracy"], 2),
+    ],
+)
+def test_each_stage_has_its_panels(tmp_path, metrics, panels):
+    """Panels are side by side, so the width of the image counts them."""
+    records = [{"step": step, **dict.fromkeys(metrics, 0.5)} for step in (1, 2)]
+    _, png = picture(tmp_path, records)
+    _, width, _ = matplotlib.image.imread(png).shape
+    assert width == round(4.6 * 130) * panels
+
+
 def test_the_curve_follows_the_numbers(tmp_path):
     _, png = picture(tmp_path, [{"step": step, "policy/loss": float(step)} for step in range(30)])
     pixels = matplotlib.image.imread(png)[..., :3]
@@ -98,3 +114,9 @@ def test_tables_show_what_changed():
     assert ["12+7=", "[bold]", "18", "19", "1.000"] == words[words.index("12+7=") :][:5]
     assert words[-2:] == ["model", "/run/model"]
     assert "\x1b" not in stream.getvalue() and stream.getvalue().count("y") < 300
+
+
+def test_a_lower_loss_is_an_improvement():
+    table = _score_table({"loss": (2.0, 1.5), "perplexity": (2.0, 2.5), "score_mean": (1.0, None)})
+    assert [cell.style for cell in table.columns[3].cells] == ["green", "", ""]
+    assert [str(cell) for cell in table.columns[3].cells] == ["-0.500", "+0.500", "-"]

@@ -104,5 +104,10 @@ class ToyStage:
 
 def main(argv: list[str]) -> int:
     """Runs launch/train.py with this stage added."""
-    STAGES["toy"] = StageEntry("tests.training.toy_stage.ToyStage", "Least squares.", sections=("actor",))
+    STAGES["toy"] = StageEntry(
+        "tests.training.toy_stage.ToyStage",
+        "Least squares.",
+        sections=("actor",),
+        heldout={"score_mean": "eval/score_mean"},
+    )
     return launch.train.main(argv)
