@@ -230,3 +230,25 @@ class Experience(Sequences):
     returns: Tensor | None = field(default=None, metadata=_S)  # [B,S]
     # [B,S] bool: the states whose value is trained
     value_mask: Tensor | None = field(default=None, metadata=_S)
+
+
+@dataclass(frozen=True)
+class PreferencePairs(_Rows):
+    """Pairs of a preferred and a rejected text, the training data of a reward model.
+
+    The second dimension of ``ids`` and ``mask`` is 0 for the preferred and 1 for the rejected text.
+    """
+
+    ids: Tensor = field(metadata=_T)  # [B,2,T] long, right-padded
+    mask: Tensor = field(metadata=_T)  # [B,2,T] bool
+    margins: Tensor = field(metadata=_B)  # [B] float32: the least difference of the two scores; 0: none
+
+    @property
+    def lengths(self) -> Tensor:
+        """Number of tokens of each text, [B,2] long."""
+        return self.mask.sum(2)
+
+    def trimmed(self) -> Self:
+        """Returns the same pairs without the columns that are padding in every row."""
+        width = int(self.lengths.max())
+        return replace(self, ids=self.ids[..., :width], mask=self.mask[..., :width])

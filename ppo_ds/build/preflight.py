@@ -99,7 +99,7 @@ def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str,
 def check_reward(section: dict[str, Any], key: str, inputs: Inputs) -> None:
     """Checks a reward model by its config and tokenizer, and any other reward by reading all rows."""
     if section["_target_"] == CLASSIFIER:
-        options = {name: section[name] for name in ("template", "append_eos") if name in section}
+        options = {name: section[name] for name in ("template", "append_eos", "normalize") if name in section}
         check_reward_model(ModelConfig(**section["model"]), inputs.examples(), key=key, **options)
     elif section["_target_"] == CHAT_SCORER:
         model = ModelConfig(**section["model"])

@@ -37,17 +37,19 @@ def add_adapters(
     trained in full. Under ZeRO-3 the base may already be sharded. The adapters are created unsharded, with
     the same values on every rank, and the engine shards them. Errors name ``key``, the section in the config.
     """
-    heads = [id(model.get_output_embeddings()), id(getattr(model, "score", None))]
+    kind = "CAUSAL_LM" if model.can_generate() else None
+    head = [] if kind else classification_head(model)
+    heads = [id(model.get_output_embeddings()), *(id(module) for _, module in head)]
     layers = [
         name
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and id(module) not in heads
     ]
-    kind = "CAUSAL_LM" if model.can_generate() else None
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         target_modules=_target_names(targets, layers, key),
+        exclude_modules=[name for name, _ in head] or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         base_model_name_or_path=model.name_or_path,
         task_type=kind,
@@ -55,8 +57,14 @@ def add_adapters(
     with torch.random.fork_rng(devices=[]):  # A depends only on the seed, not on earlier draws
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, ADAPTER)
-    if hasattr(model, "score"):
-        model.score.requires_grad_(True)
+    for _, module in head:
+        module.requires_grad_(True)
+
+
+def classification_head(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """Returns the modules of a sequence classifier outside of its trunk by name, such as ``score``."""
+    trunk = {id(module) for module in model.base_model.modules()}
+    return [(name, module) for name, module in model.named_modules() if name and id(module) not in trunk]
 
 
 def _target_names(targets: list[str] | None, layers: list[str], key: str) -> list[str]:

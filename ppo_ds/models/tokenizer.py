@@ -137,6 +137,12 @@ class Tokenizer:
         self.hf.save_pretrained(folder)
 
 
+def join_texts(prompt: str, response: str) -> str:
+    """Joins a prompt and a response by one space, or by nothing if either has white space there."""
+    touching = not prompt or prompt[-1].isspace() or response[:1].isspace()
+    return prompt + ("" if touching else " ") + response
+
+
 class TemplateFault(ValueError):
     """Raised if a chat template is not valid Jinja, refuses a chat, or fails while rendering it."""
 

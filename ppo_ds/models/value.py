@@ -9,10 +9,12 @@ ids always gets them.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +64,30 @@ class ScoreHead(nn.Linear):
         bias = None if self.bias is None else self.bias.detach().clone()
         self.register_buffer("kept_weight", self.weight.detach().clone(), persistent=False)
         self.register_buffer("kept_bias", bias, persistent=False)
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """The entries of config.json that stage=reward_model adds to its model; None in any other model."""
+
+    template: str | None  # score_template, the format of the training texts: text or chat
+    chat_template_kwargs: dict[str, Any]  # score_chat_template_kwargs
+    mean: float | None  # score_mean and score_std of the scores of its held-out (else training) texts
+    std: float | None
+
+
+def training_record(config: PreTrainedConfig) -> TrainingRecord:
+    """Reads the record from a Hugging Face config; entries that are not valid count as missing."""
+    template = getattr(config, "score_template", None)
+    kwargs = getattr(config, "score_chat_template_kwargs", None)
+    mean, std = getattr(config, "score_mean", None), getattr(config, "score_std", None)
+    known = all(isinstance(number, int | float) for number in (mean, std)) and 0 < std < math.inf
+    return TrainingRecord(
+        template if template in ("text", "chat") else None,
+        kwargs if isinstance(kwargs, dict) else {},
+        float(mean) if known else None,
+        float(std) if known else None,
+    )
 
 
 def zeroed_head(width: int, dtype: torch.dtype) -> ScoreHead:
@@ -131,19 +157,34 @@ class ScoreModel(PackableModel):
         # block
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    def save(self, directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
+    def save(
+        self,
+        directory: str | Path,
+        state_dict: dict[str, Tensor] | None = None,
+        settings: dict[str, Any] | None = None,
+        pad_id: int | None = None,
+    ) -> None:
         """Writes a Hugging Face folder for ``AutoModelForSequenceClassification.from_pretrained``, with
         adapters merged.
 
-        ``state_dict`` has the keys of ``self.model``.
+        ``state_dict`` has the keys of ``self.model``. ``settings`` are added to config.json. ``pad_id``
+        becomes the pad_token_id of config.json, from which transformers finds the last token of a text.
         """
         plain = merged_state(self.model, self.model.state_dict() if state_dict is None else state_dict)
+        self.model.config.update(settings or {})
+        if pad_id is not None:
+            self.model.config.get_text_config().pad_token_id = pad_id
         self.model.save_pretrained(directory, state_dict=plain)
 
     @property
     def trunk(self) -> PreTrainedModel:
         """The wrapped transformers model."""
         return self.model
+
+    @property
+    def training_record(self) -> TrainingRecord:
+        """What config.json says about the training of a reward model by this package."""
+        return training_record(self.model.config)
 
     @property
     def max_tokens(self) -> int | None:
@@ -212,6 +253,57 @@ def load_critic(section: ModelConfig, *, zero_head: bool, key: str = "critic.mod
     return critic
 
 
+def load_scorer(
+    section: ModelConfig, *, head_init: Literal["zero", "normal"], seed: int, key: str = "scorer.model.path"
+) -> tuple[ScoreModel, bool]:
+    """Loads a reward model to train, from a language model or an earlier reward model.
+
+    A trained head is kept. A head that the files lack starts at zero, or from a normal distribution with a
+    standard deviation of 1 / sqrt(d + 1) for d inputs (Stiennon et al. 2020). Its weights depend on ``seed``
+    only. Returns the model and whether its head is new.
+    """
+    path = section.path
+    model, info = from_pretrained(
+        AutoModelForSequenceClassification, section, config=_one_label_config(section, key), key=key
+    )
+    trunk = f"{model.base_model_prefix}."
+    # masked language models have no pooler, which belongs to the trunk of some classifiers
+    new = [name for name in info["missing_keys"] if not name.startswith(trunk) or ".pooler." in name]
+    refuse_missing(path, info, allowed=new, key=key)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name in sorted({name.rpartition(".")[0] for name in new}):
+            _replace_linear(model, name, head_init, torch_dtype(section.dtype), path, key)
+    scorer = ScoreModel(model)
+    if section.gradient_checkpointing:
+        scorer.gradient_checkpointing_enable()
+    return scorer, bool(new)
+
+
+def _replace_linear(
+    model: PreTrainedModel, name: str, head_init: str, dtype: torch.dtype, path: str, key: str
+) -> None:
+    """Replaces a linear layer of a head by one with new weights.
+
+    The layer is replaced instead of filled, because under ZeRO-3 its weights are shards.
+    """
+    old = model.get_submodule(name)
+    if not isinstance(old, nn.Linear):
+        raise UserError(
+            f"{key}={path}: its head has a {type(old).__name__} without weights ({name}); give a model whose "
+            "head consists of linear layers, or one with a trained head"
+        )
+    final = old.out_features == 1
+    std = (old.in_features + 1) ** -0.5 if final else getattr(model.config, "initializer_range", 0.02)
+    linear = (ScoreHead if name == "score" else nn.Linear)(
+        old.in_features, old.out_features, bias=old.bias is not None, dtype=torch.float32, device="cpu"
+    )
+    nn.init.normal_(linear.weight, std=0.0 if final and head_init == "zero" else std)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+    model.set_submodule(name, linear.to(dtype))
+
+
 def load_reward_model(section: ModelConfig, *, key: str = "reward.model.path") -> ScoreModel:
     """Loads a frozen reward model.
 
@@ -225,10 +317,13 @@ def load_reward_model(section: ModelConfig, *, key: str = "reward.model.path") -
     return ScoreModel(model).requires_grad_(False).eval()
 
 
-def expect_reward_model(section: ModelConfig, *, key: str = "reward.model.path") -> tuple[int, bool]:
+def expect_reward_model(
+    section: ModelConfig, *, key: str = "reward.model.path"
+) -> tuple[int, bool, TrainingRecord]:
     """Raises UserError if the config or the names of the weights show that a model is not a reward model.
 
-    Returns the number of rows of its embedding and whether it is a decoder. No weights are read.
+    Returns the number of rows of its embedding, whether it is a decoder, and the record of its training. No
+    weights are read.
     """
     path = section.path
     config = _one_label_config(section, key)
@@ -241,7 +336,7 @@ def expect_reward_model(section: ModelConfig, *, key: str = "reward.model.path")
         # only suffixes are compared, since the files may come from another class, which has other prefixes
         missing = [name for name in model.state_dict() if not any(stored.endswith(name) for stored in names)]
         _refuse_headless(path, model, missing, key)
-    return model.get_input_embeddings().num_embeddings, _is_decoder(model)
+    return model.get_input_embeddings().num_embeddings, _is_decoder(model), training_record(config)
 
 
 def _is_decoder(model: Any) -> bool:

@@ -13,10 +13,10 @@ from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.config.types import Count
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
-from ppo_ds.models.value import ScoreModel, expect_reward_model, load_reward_model
+from ppo_ds.models.value import ScoreModel, TrainingRecord, expect_reward_model, load_reward_model
 from ppo_ds.ops.batching import plan_forwards, plan_microbatches
 from ppo_ds.rewards.audit import AuditMode, audit_classifier
-from ppo_ds.rewards.base import RewardError
+from ppo_ds.rewards.base import Responses, RewardError
 from ppo_ds.rewards.frozen_model import REPLICA, FrozenModelReward, FrozenScorer, LoadFrozen
 from ppo_ds.rewards.text import EncodedText, Template, TextEncoder, left_padded, right_padded
 from ppo_ds.types import Row
@@ -43,6 +43,8 @@ class ModelReward(FrozenModelReward):
         all_reduce_max: Callable[[int], int],
         key: str,
         name: str,
+        mean: float = 0.0,
+        std: float = 1.0,
     ):
         """Initializes the reward; see FrozenModelReward for the other arguments.
 
@@ -50,12 +52,18 @@ class ModelReward(FrozenModelReward):
             encoder: Encodes rows and responses for the reward model.
             pad_id: The id of the reward model's pad token.
             all_reduce_max: Returns the maximum of a number over all ranks.
+            mean: Subtracted from each score, which is then divided by ``std``.
         """
         super().__init__(scorer, tokenizer=tokenizer, token_budget=token_budget, key=key, name=name)
         self._encoder, self._pad_id, self._all_reduce_max = encoder, pad_id, all_reduce_max
+        self._mean, self._std = mean, std
 
     def encode(self, row: Row, response: str, finished: bool) -> EncodedText:
         return self._encoder(row, response, finished)
+
+    def score_responses(self, responses: Responses) -> Tensor:
+        scores = super().score_responses(responses)
+        return scores if (self._mean, self._std) == (0.0, 1.0) else (scores - self._mean) / self._std
 
     def score(self, inputs: Sequence[EncodedText], padding_side: str | None = None) -> Tensor:
         """Scores encoded texts.
@@ -83,11 +91,12 @@ class ModelReward(FrozenModelReward):
 
 def model_reward(
     model: ModelConfig,
-    template: Literal["auto", "chat", "pair", "concat"] = "auto",
+    template: Literal["auto", "chat", "pair", "concat", "text"] = "auto",
     max_tokens: Count | None = None,
     append_eos: bool | None = None,
     zero: FrozenZeroConfig = REPLICA,
     audit: AuditMode = "report",
+    normalize: bool = False,
     *,
     tokenizer: Tokenizer,
     load_frozen: LoadFrozen,
@@ -100,12 +109,15 @@ def model_reward(
 
     Args:
         model: The reward model.
-        template: ``auto`` chooses chat if the reward model's tokenizer has a chat template, else pair for
+        template: ``auto`` chooses the format of the training texts for a model of stage=reward_model. For any
+            other model it chooses chat if the reward model's tokenizer has a chat template, else pair for
             encoders and concat for decoders; see TextEncoder.
         max_tokens: Longer texts are truncated; None: the smaller limit of the model and its tokenizer.
         append_eos: See TextEncoder.
         zero: Sharding and offloading of the model.
         audit: See audit.py.
+        normalize: Whether score_mean is subtracted from the scores, which are then divided by score_std. Both
+            are in the config.json of a model of stage=reward_model.
         tokenizer: The actor's tokenizer.
         load_frozen: Loads the model (under ZeRO-3, each weight is sharded as it is read) and passes it to the
             engine, or returns a model that is already loaded.
@@ -118,15 +130,17 @@ def model_reward(
     own_tokenizer = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
     module, scorer = load_frozen(load_reward_model, model, zero, f"{key}.model.path")
     _check_vocabulary(own_tokenizer, module.vocab_size, path, key)
-    limit = _resolve_max_tokens(max_tokens, own_tokenizer, module, key)
+    limit, record = _resolve_max_tokens(max_tokens, own_tokenizer, module, key), module.training_record
     encoder = TextEncoder(
         own_tokenizer,
-        _resolve_template(template, own_tokenizer, module.is_decoder),
+        _resolve_template(template, own_tokenizer, module.is_decoder, record),
         limit,
         append_eos,
         key,
         actors_vocabulary=own_tokenizer.hf.get_vocab() == tokenizer.hf.get_vocab(),
+        chat_template_kwargs=record.chat_template_kwargs,
     )
+    mean, std = _score_statistics(record, path, key) if normalize else (0.0, 1.0)
     reward = ModelReward(
         scorer,
         encoder,
@@ -136,6 +150,8 @@ def model_reward(
         all_reduce_max=all_reduce_max,
         key=key,
         name=f"{key}.model.path={path}",
+        mean=mean,
+        std=std,
     )
     inspect = partial(
         audit_classifier,
@@ -154,8 +170,9 @@ def model_reward(
 def check_reward_model(
     model: ModelConfig,
     examples: Iterable[tuple[str, Row]],
-    template: Literal["auto", "chat", "pair", "concat"] = "auto",
+    template: Literal["auto", "chat", "pair", "concat", "text"] = "auto",
     append_eos: bool | None = None,
+    normalize: bool = False,
     key: str = "reward",
 ) -> None:
     """Raises UserError if the model is not a reward model or cannot encode the data; loads no weights.
@@ -165,10 +182,14 @@ def check_reward_model(
     """
     path = model.path
     own_tokenizer = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
-    vocab_size, is_decoder = expect_reward_model(model, key=f"{key}.model.path")
+    vocab_size, is_decoder, record = expect_reward_model(model, key=f"{key}.model.path")
     _check_vocabulary(own_tokenizer, vocab_size, path, key)
-    template = _resolve_template(template, own_tokenizer, is_decoder)
-    encoder = TextEncoder(own_tokenizer, template, None, append_eos, key)
+    if normalize:
+        _score_statistics(record, path, key)
+    template = _resolve_template(template, own_tokenizer, is_decoder, record)
+    encoder = TextEncoder(
+        own_tokenizer, template, None, append_eos, key, chat_template_kwargs=record.chat_template_kwargs
+    )
     for location, row in examples:
         try:
             encoder(row, "x", True)
@@ -185,13 +206,28 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: str, key: str
 
 
 def _resolve_template(
-    template: Literal["auto", "chat", "pair", "concat"], tokenizer: Tokenizer, is_decoder: bool
+    template: Literal["auto", "chat", "pair", "concat", "text"],
+    tokenizer: Tokenizer,
+    is_decoder: bool,
+    record: TrainingRecord,
 ) -> Template:
     if template != "auto":
         return template
+    if record.template is not None:
+        return record.template
     if tokenizer.has_chat_template:
         return "chat"
     return "concat" if is_decoder else "pair"
+
+
+def _score_statistics(record: TrainingRecord, path: str, key: str) -> tuple[float, float]:
+    """Returns the mean and the standard deviation of the model's scores, which its config.json stores."""
+    if record.mean is None or record.std is None:
+        raise UserError(
+            f"{key}.normalize=true: config.json of {path} has no score_mean and score_std, which only models "
+            f"of stage=reward_model have; set {key}.normalize=false, or algo.reward_shaping"
+        )
+    return record.mean, record.std
 
 
 def _resolve_max_tokens(

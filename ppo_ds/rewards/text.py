@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.tokenizer import TemplateFault, Tokenizer, render
+from ppo_ds.models.tokenizer import TemplateFault, Tokenizer, join_texts, render
 from ppo_ds.rewards.base import RewardError, conversation
 from ppo_ds.types import Row, to_device
 
-Template = Literal["chat", "pair", "concat"]
+Template = Literal["chat", "pair", "concat", "text"]
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,14 @@ class TextEncoder:
       (``actors_vocabulary``), the prompt is taken as the actor's chat template renders it, because the reward
       model knows that markup too. Otherwise the contents of the messages and the response are joined by line
       breaks.
+    - text: prompt (the contents of the row's messages) and response, joined by one space unless either has
+      white space there, and encoded with the tokenizer's default special tokens. This is the format in which
+      stage=reward_model trains on texts.
 
     Texts are truncated to ``max_tokens`` on the left, because the response is at the end. In a pair, only the
-    prompt is truncated, unless the response alone reaches the limit. ``append_eos`` applies to chat and
-    concat: True appends the end token to each text, False to no text, None to finished responses of concat.
+    prompt is truncated, unless the response alone reaches the limit. ``append_eos`` applies to all
+    formats but pair: True appends the end token to each text, False to no text, None to finished responses of
+    concat.
     """
 
     def __init__(
@@ -54,9 +58,11 @@ class TextEncoder:
         append_eos: bool | None,
         key: str = "reward",
         actors_vocabulary: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ):
         self.template = template
         self._key, self._actors_vocabulary = key, actors_vocabulary
+        self._chat_template_kwargs = chat_template_kwargs or {}
         self._hf = tokenizer.hf
         self._hf.truncation_side = "left"
         self._max_tokens = max_tokens
@@ -83,13 +89,16 @@ class TextEncoder:
         if self.template == "chat":
             chat = [*conversation(row), {"role": "assistant", "content": response}]
             try:
-                text = render(self._hf, chat)
+                text = render(self._hf, chat, **self._chat_template_kwargs)
             except TemplateFault as error:
                 raise RewardError(
                     f"{self._key}.template=chat: the reward model's chat template {error}; "
                     f"set {self._key}.template=pair or {self._key}.template=concat"
                 ) from error
             return self._encode_single(text, special_tokens=False, end=bool(self._append_eos))
+        if self.template == "text":
+            text = join_texts(prompt_content(row), response)
+            return self._encode_single(text, special_tokens=True, end=bool(self._append_eos))
         foreign_markup = row.get("messages") and not self._actors_vocabulary
         text = f"{prompt_content(row)}\n{response}" if foreign_markup else row["prompt_text"] + response
         # a chat template may have written a BOS token already, and a second one must not be added

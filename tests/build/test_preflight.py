@@ -361,4 +361,4 @@ def test_files_of_real_classifiers_have_their_heads(tmp_path):
     families += [BertConfig(**small), RobertaConfig(**small), DebertaV2Config(**small)]
     for i, config in enumerate(families):
         AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / str(i))
-        assert expect_reward_model(ModelConfig(path=str(tmp_path / str(i)))) == (30, i < 2)
+        assert expect_reward_model(ModelConfig(path=str(tmp_path / str(i))))[:2] == (30, i < 2)

@@ -1,0 +1,365 @@
+"""Preference pairs as token ids: a preferred and a rejected text, for the training of a reward model.
+
+A row with K ranked answers becomes all its pairs, at most K (K - 1) / 2, as in InstructGPT (Ouyang et al.
+2022). The pairs of a row follow one another in every order, so that they fall into the same optimizer step,
+or into two consecutive ones. InstructGPT divides the loss of each row by its number of pairs. Here every pair
+has the same weight. If all rows have K answers, both are the same; otherwise, a row with more answers weighs
+more, in proportion to its number of comparisons.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+
+from ppo_ds.config.text import show
+from ppo_ds.data.messages import (
+    Prompt,
+    PromptFormat,
+    add_system_message,
+    check_text,
+    column_names,
+    parse_chat,
+    prompt_format,
+)
+from ppo_ds.data.order import Passes
+from ppo_ds.data.rows import load_rows, map_rows
+from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters, tokenizer_chunks
+from ppo_ds.errors import UserError
+from ppo_ds.models.tokenizer import Message, Tokenizer, join_texts
+from ppo_ds.types import PreferencePairs, Row
+
+PROMPT_COLUMNS = ("prompt", "context")  # the first one that a row has is used
+RANKED_COLUMNS = ("completions", "responses")  # columns of several answers
+TIES = ("tie", "same", "equal")  # values of "preference" besides A and B
+NEEDED = (
+    'needs the columns "chosen" and "rejected", or "response_A", "response_B" and "preference", or '
+    '"completions" with a rank each'
+)
+# the keys of ``PreferenceSource.report``
+COUNTED = ("rows", "pairs", "tied", "identical", "dropped")
+
+Template = Literal["text", "chat"]
+
+
+class ParsedRow(NamedTuple):
+    """The answers of one row, each with its prompt, as texts or as chats."""
+
+    texts: list[Prompt]
+    pairs: list[tuple[int, int]]  # indices into ``texts``: the preferred and the rejected one
+    tied: int  # pairs of answers with the same rank
+    margin: float
+    subset: str | None
+
+
+def parse_preferences(row: Row, format: PromptFormat) -> ParsedRow:
+    """Returns the texts and pairs of a row; errors do not name the row's location, which the caller adds."""
+    if row.get("tools"):
+        raise UserError(
+            'column "tools": tools are not shown to the reward model; write them into the system message and '
+            "remove or rename the column"
+        )
+    answers = ranked_answers(row)
+    texts = [_with_prompt(row, answer, name, format) for _, answer, name in answers]
+    ranks = [rank for rank, _, _ in answers]
+    every = [(i, j) if ranks[i] <= ranks[j] else (j, i) for i, j in combinations(range(len(ranks)), 2)]
+    pairs = [(i, j) for i, j in every if ranks[i] != ranks[j]]
+    subset = row.get("subset")
+    return ParsedRow(
+        texts, pairs, len(every) - len(pairs), _margin(row), None if subset is None else str(subset)
+    )
+
+
+def ranked_answers(row: Row) -> list[tuple[float, Any, str]]:
+    """Returns the rank (lower is better), the value and the column of each answer in a row."""
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        return [(0, row["chosen"], "chosen"), (1, row["rejected"], "rejected")]
+    if row.get("response_A") is not None and row.get("response_B") is not None:
+        value = row.get("preference")
+        better = str(value).strip()
+        if better not in ("A", "B") and better.lower() not in TIES:
+            raise UserError(f'column "preference" must be A, B or tie, not {show(value)!r}')
+        return [
+            (float(better == "B"), row["response_A"], "response_A"),
+            (float(better == "A"), row["response_B"], "response_B"),
+        ]
+    name = next((column for column in RANKED_COLUMNS if isinstance(row.get(column), list)), None)
+    if name is None:
+        raise UserError(f"no preference: {NEEDED}; the row has: {column_names(row)}")
+    answers, ranks = row[name], row.get("ranks")
+    if all(isinstance(answer, dict) and "completion" in answer for answer in answers):
+        ranks, answers = [each.get("rank") for each in answers], [each["completion"] for each in answers]
+    elif ranks is None:
+        ranks = range(len(answers))  # from the best to the worst
+    if not isinstance(ranks, Sequence) or len(ranks) != len(answers):
+        raise UserError(f'column "ranks" must be a list of {len(answers)} numbers, one for each answer')
+    where = f'column "{name}"'
+    return [
+        (_number(rank, f"{where}, rank of answer {i}"), answer, f"{name}[{i - 1}]")
+        for i, (rank, answer) in enumerate(zip(ranks, answers, strict=True), start=1)
+    ]
+
+
+def _number(value: object, what: str) -> float:
+    try:
+        number = float("nan" if isinstance(value, bool) else value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"{what} must be a number, not {show(value)!r}")
+    return number
+
+
+def _margin(row: Row) -> float:
+    """Returns the row's margin; 0 without one. All values of a CSV file are text, and a gap is empty."""
+    value = row.get("margin")
+    return 0.0 if value is None or value == "" else _number(value, 'column "margin"')
+
+
+def _with_prompt(row: Row, answer: object, name: str, format: PromptFormat) -> Prompt:
+    """Returns an answer with the prompt of its row: a text, or a chat that ends with the assistant.
+
+    An answer that is a chat with a message before the assistant's first one contains the prompt.
+    """
+    if format.column is not None and format.column not in row:
+        raise UserError(
+            f"{format.column_key}={format.column}: no such column; the row has: {column_names(row)}"
+        )
+    columns = PROMPT_COLUMNS if format.column is None else (format.column,)
+    prompt = next((row[column] for column in columns if row.get(column) is not None), None)
+    if not isinstance(prompt, (str, list, type(None))):
+        raise UserError(f"the prompt must be a text or a list of messages, not {type(prompt).__name__}")
+    if isinstance(answer, str):
+        if prompt is None and not format.apply_chat_template:
+            return check_text(answer, f'column "{name}"')
+        # an answer may be empty, since a policy can give an empty response
+        text = check_text(answer, f'column "{name}"') if answer.strip() else answer
+        if isinstance(prompt, str) and not format.apply_chat_template:
+            if format.system is not None:
+                raise UserError(
+                    "the prompt is used as a bare text, which has no place for data.system; remove it, or "
+                    "set data.apply_chat_template=true"
+                )
+            return join_texts(check_text(prompt, "the prompt"), text)
+        if prompt is None:
+            raise UserError('data.apply_chat_template=true needs a column "prompt"')
+        return add_system_message([*_as_chat(prompt), {"role": "assistant", "content": text}], format)
+    if not isinstance(answer, list):
+        raise UserError(f'column "{name}" must be a text or a list of messages, not {type(answer).__name__}')
+    chat = parse_chat(answer, name)
+    if not chat or chat[-1]["role"] != "assistant":
+        raise UserError(f'column "{name}": the last message must be the assistant\'s')
+    if prompt is not None and chat[0]["role"] == "assistant":
+        chat = [*_as_chat(prompt), *chat]
+    return add_system_message(chat, format)
+
+
+def _as_chat(prompt: str | list) -> list[Message]:
+    if isinstance(prompt, list):
+        return parse_chat(prompt, "prompt")
+    return [{"role": "user", "content": check_text(prompt, "the prompt")}]
+
+
+class PreferenceSource:
+    """Holds the token ids of preference pairs, encoded once and identically on every rank.
+
+    A prompt and an answer that are texts are joined by one space, unless either has white space there, and
+    encoded with the special tokens that the tokenizer adds by default. Chats are rendered by the chat
+    template. Nothing else is added. ``data.apply_chat_template=true`` makes a text prompt a user's message;
+    unlike for prompts of PPO, null means false, so that ``prompt + " " + chosen`` is the text that the reward
+    model reads.
+
+    ``report`` maps names to numbers; ``len(source)`` is the number of pairs that are used:
+
+    - "rows": all rows that were read.
+    - "pairs": all pairs of answers with different ranks.
+    - "tied": pairs of answers with the same rank, which are left out.
+    - "identical": pairs with twice the same tokens, which are dropped.
+    - "dropped": pairs that are dropped because a text has more than ``max_tokens`` tokens.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        tokenizer: Tokenizer,
+        split: str = "train",
+        revision: str | None = None,
+        prompt_column: str | None = None,
+        apply_chat_template: bool | None = None,
+        system: str | None = None,
+        max_samples: int | None = None,
+        max_tokens: int = 1024,
+        key: str = "data.path",
+    ):
+        """Reads and encodes the data set; see PromptSource. ``key`` is the config key of ``path``."""
+        self.path, self.key, self._tokenizer = path, key, tokenizer
+        format = prompt_format(tokenizer, prompt_column, bool(apply_chat_template), system, key)
+        self._file_rows = load_rows(path, split=split, revision=revision, max_rows=max_samples, key=key)
+        parsed = map_rows(self._file_rows, lambda row: parse_preferences(row, format))
+        self.template: Template = self._check_template(parsed)
+        self._ids = TokenRows()  # pair i: the preferred text at 2 i, the rejected one at 2 i + 1
+        self._margins, self.subsets = array("d"), list[str | None]()
+        self._group_ends = array("L")  # the pairs of a row end here; rows without a pair do not count
+        counts = Counter(rows=len(parsed), tied=sum(row.tied for row in parsed))
+        for row, ids in zip(parsed, self._tokenize(parsed), strict=True):
+            for chosen, rejected in row.pairs:
+                counts["pairs"] += 1
+                if ids[chosen] == ids[rejected]:
+                    counts["identical"] += 1
+                elif max(len(ids[chosen]), len(ids[rejected])) > max_tokens:
+                    counts["dropped"] += 1
+                else:
+                    self._ids.append(ids[chosen])
+                    self._ids.append(ids[rejected])
+                    self._margins.append(row.margin)
+                    self.subsets.append(row.subset)
+            if len(self) > (self._group_ends[-1] if self._group_ends else 0):
+                self._group_ends.append(len(self))
+        self.report = {name: counts[name] for name in COUNTED}
+        if not len(self):
+            raise UserError(
+                f"{key}={path}: no pair of {len(parsed)} rows is left: {counts['identical']} are identical, "
+                f"{counts['tied']} tied, and {counts['dropped']} longer than "
+                f"reward_model.max_tokens={max_tokens}; raise it, or give other data"
+            )
+
+    def _check_template(self, parsed: list[ParsedRow]) -> Template:
+        """Returns whether the rows are texts or chats; raises UserError for a mixture of both."""
+        kinds: dict[Template, int] = {}  # -> the first row of that kind
+        for i, row in enumerate(parsed):
+            for text in row.texts:
+                kinds.setdefault("text" if isinstance(text, str) else "chat", i)
+        if len(kinds) > 1:
+            raise UserError(
+                f"{self.key}={self.path}: {self._file_rows.location(kinds['text'])} has a text, "
+                f"{self._file_rows.location(kinds['chat'])} a chat; a reward model reads one kind of rows: "
+                "set data.apply_chat_template=true, or write all rows in the same way"
+            )
+        return next(iter(kinds), "text")
+
+    def _tokenize(self, parsed: list[ParsedRow]) -> Iterator[list[list[int]]]:
+        """Yields the token ids of the texts of each row."""
+        for part in tokenizer_chunks([sum(map(num_characters, row.texts)) for row in parsed]):
+            texts = [
+                self._render(text, number)
+                for number, row in enumerate(parsed[part], start=part.start)
+                for text in row.texts
+            ]
+            # a chat template writes the special tokens itself
+            encoded = iter(encode_texts(self._tokenizer, texts, [self.template == "text"] * len(texts)))
+            for number, row in enumerate(parsed[part], start=part.start):
+                ids = [next(encoded) for _ in row.texts]
+                if not all(ids):
+                    raise UserError(f"{self._file_rows.location(number)}: a text has no tokens")
+                yield ids
+
+    def _render(self, text: Prompt, number: int) -> str:
+        if isinstance(text, str):
+            return text
+        try:
+            return self._tokenizer.render_chat(text, to_answer=False)
+        except UserError as error:
+            raise UserError(f"{self._file_rows.location(number)}: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._margins)
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest text."""
+        return self._ids.longest
+
+    @property
+    def last_tokens(self) -> set[int]:
+        """The tokens with which texts end."""
+        return {ids[-1] for ids in self._ids}
+
+    @property
+    def tokens(self) -> set[int]:
+        """The tokens that occur in texts."""
+        return {token for ids in self._ids for token in set(ids)}
+
+    def texts(self, i: int) -> tuple[str, str]:
+        """Returns the preferred and the rejected text of pair ``i`` as they are encoded."""
+        chosen, rejected = (
+            self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+            for ids in (self._ids[2 * i], self._ids[2 * i + 1])
+        )
+        return chosen, rejected
+
+    def batch(self, indices: Sequence[int]) -> PreferencePairs:
+        """Returns the pairs at ``indices``, right-padded."""
+        rows = [self._ids[2 * i + side] for i in indices for side in (0, 1)]
+        lengths = torch.tensor([len(row) for row in rows])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        ids = torch.full(mask.shape, self._tokenizer.pad_id)
+        ids[mask] = torch.tensor([token for row in rows for token in row])
+        shape = (len(indices), 2, mask.shape[1])
+        margins = torch.tensor([self._margins[i] for i in indices], dtype=torch.float32)
+        return PreferencePairs(ids.view(shape), mask.view(shape), margins)
+
+    def order(self, seed: int, shuffle: bool) -> PairOrder:
+        """Returns an endless order of the pairs that repeats passes over all of them."""
+        return PairOrder(self._group_ends.tolist(), seed, shuffle)
+
+
+class PairOrder:
+    """Repeats passes over groups of pairs. Groups are shuffled as in ``Passes``; pairs in a group are not."""
+
+    def __init__(self, ends: list[int], seed: int, shuffle: bool):
+        """``ends`` holds the index of the pair after each group."""
+        self._groups = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        self._rows = Passes(len(ends), seed, shuffle)
+        self._pass, self._order = -1, list[int]()
+
+    def __getitem__(self, position: int) -> int:
+        number, i = divmod(position, self._groups[-1].stop)
+        if number != self._pass:
+            first = number * len(self._groups)
+            rows = [self._rows[first + k] for k in range(len(self._groups))]
+            self._pass, self._order = number, [pair for row in rows for pair in self._groups[row]]
+        return self._order[i]
+
+
+class PreferenceStream:
+    """Yields the pairs of one optimizer step after another, ``batch_size`` of all ranks, indefinitely.
+
+    Every rank gets the whole batch. Pairs that do not fill a batch at the end of a pass begin the next batch.
+    """
+
+    def __init__(self, source: PreferenceSource, *, batch_size: int, seed: int, shuffle: bool, key: str):
+        """``key`` is the config key of ``batch_size`` for error messages."""
+        if len(source) < batch_size:
+            raise UserError(
+                f"{source.key}={source.path}: {len(source)} pairs are fewer than one optimizer step takes "
+                f"({key}={batch_size}); set {key} to at most {len(source)}, or add pairs"
+            )
+        self.source, self._batch_size = source, batch_size
+        self._order = source.order(seed, shuffle)
+        self._step = 0
+
+    @property
+    def epoch(self) -> float:
+        """The number of passes over the source so far."""
+        return self._step * self._batch_size / len(self.source)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> PreferencePairs:
+        first = self._step * self._batch_size
+        self._step += 1
+        return self.source.batch([self._order[i] for i in range(first, first + self._batch_size)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
