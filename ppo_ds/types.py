@@ -242,6 +242,16 @@ class PreferencePairs(_Rows):
     ids: Tensor = field(metadata=_T)  # [B,2,T] long, right-padded
     mask: Tensor = field(metadata=_T)  # [B,2,T] bool
     margins: Tensor = field(metadata=_B)  # [B] float32: the least difference of the two scores; 0: none
+    counted: Tensor = field(metadata=_B)  # [B] bool: False for pairs without a loss, which only fill a batch
+
+    def filled(self, ranks: int) -> Self:
+        """Appends copies of the last pair until the pairs can be divided by the number of ranks.
+
+        The copies do not count.
+        """
+        count, missing = len(self), -len(self) % ranks
+        pairs = self.select(torch.cat([torch.arange(count), torch.full((missing,), count - 1)]))
+        return replace(pairs, counted=pairs.counted & (torch.arange(len(pairs)) < count))
 
     @property
     def lengths(self) -> Tensor:

@@ -291,6 +291,13 @@ STAGES = {
         check="ppo_ds.build.sft.check_demonstrations",
         heldout={"loss": "eval/loss", "token_accuracy": "eval/token_accuracy"},
     ),
+    "reward_model": StageEntry(
+        "ppo_ds.build.reward_model.build_reward_model",
+        "Training of a reward model on preference pairs.",
+        sections=("scorer", "reward_model", "data", "memory"),
+        unused_keys=(*PPO_KEYS, "memory.rollout_tokens"),
+        check="ppo_ds.build.reward_model.check_preferences",
+    ),
 }
 
 

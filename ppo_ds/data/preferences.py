@@ -303,7 +303,8 @@ class PreferenceSource:
         ids[mask] = torch.tensor([token for row in rows for token in row])
         shape = (len(indices), 2, mask.shape[1])
         margins = torch.tensor([self._margins[i] for i in indices], dtype=torch.float32)
-        return PreferencePairs(ids.view(shape), mask.view(shape), margins)
+        counted = torch.ones(len(indices), dtype=torch.bool)
+        return PreferencePairs(ids.view(shape), mask.view(shape), margins, counted)
 
     def order(self, seed: int, shuffle: bool) -> PairOrder:
         """Returns an endless order of the pairs that repeats passes over all of them."""
@@ -363,3 +364,20 @@ class PreferenceStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._step = state["step"]
+
+
+def padding_token(tokenizer: Tokenizer, sources: Sequence[PreferenceSource]) -> int:
+    """Returns a token to pad texts with, which is not the last token of any of the texts.
+
+    In a batch, transformers reads the score of a decoder at the last token that is not its pad token. If the
+    tokenizer's own pad token ends a text, as with pad = eos and a chat template that writes the end token,
+    that is the wrong place. Another special token is then taken, or else a token that occurs in no text. No
+    token is added to the vocabulary, so that a critic can start from the reward model.
+    """
+    ends = {token for source in sources for token in source.last_tokens}
+    special = [tokenizer.pad_id, *tokenizer.hf.all_special_ids]
+    found = next((token for token in special if token not in ends), None)
+    if found is not None:
+        return found
+    used = {token for source in sources for token in source.tokens}
+    return max(set(tokenizer.hf.get_vocab().values()) - used)

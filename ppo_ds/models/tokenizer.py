@@ -7,6 +7,7 @@ are never computed from ids, so this cannot mask an end token inside a prompt.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from functools import cached_property
@@ -131,6 +132,14 @@ class Tokenizer:
         return self.hf.decode(
             ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    def with_padding(self, pad_id: int) -> Tokenizer:
+        """Returns a copy that pads on the right with ``pad_id``, and has the same vocabulary."""
+        hf = copy.deepcopy(self.hf)
+        if hf.pad_token_id != pad_id:
+            hf.pad_token = hf.convert_ids_to_tokens(pad_id)
+        hf.padding_side = "right"
+        return Tokenizer(hf, self.stop_ids, self.chat_template_kwargs)
 
     def save(self, folder: str | Path) -> None:
         """Writes the files of the wrapped tokenizer."""

@@ -103,9 +103,10 @@ class ScoreModel(PackableModel):
     A decoder computes a value at each token, an encoder one score for the whole text.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, new_head: bool = False):
         super().__init__()
         self.model = model
+        self.new_head = new_head  # True if weights of the head were not in the model's files
         # Classifiers that are not decoders run their own forward: an encoder is scored at its first token, an
         # encoder-decoder at the last token of its decoder.
         self.is_decoder = _is_decoder(model)
@@ -255,12 +256,12 @@ def load_critic(section: ModelConfig, *, zero_head: bool, key: str = "critic.mod
 
 def load_scorer(
     section: ModelConfig, *, head_init: Literal["zero", "normal"], seed: int, key: str = "scorer.model.path"
-) -> tuple[ScoreModel, bool]:
+) -> ScoreModel:
     """Loads a reward model to train, from a language model or an earlier reward model.
 
     A trained head is kept. A head that the files lack starts at zero, or from a normal distribution with a
     standard deviation of 1 / sqrt(d + 1) for d inputs (Stiennon et al. 2020). Its weights depend on ``seed``
-    only. Returns the model and whether its head is new.
+    only.
     """
     path = section.path
     model, info = from_pretrained(
@@ -274,10 +275,10 @@ def load_scorer(
         torch.manual_seed(seed)
         for name in sorted({name.rpartition(".")[0] for name in new}):
             _replace_linear(model, name, head_init, torch_dtype(section.dtype), path, key)
-    scorer = ScoreModel(model)
+    scorer = ScoreModel(model, new_head=bool(new))
     if section.gradient_checkpointing:
         scorer.gradient_checkpointing_enable()
-    return scorer, bool(new)
+    return scorer
 
 
 def _replace_linear(

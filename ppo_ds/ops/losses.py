@@ -436,7 +436,7 @@ def pairwise_loss(
 
 def pair_accuracy(differences: Tensor) -> Tensor:
     """Returns 1 for each pair whose preferred text has the higher score, 0.5 for a tie, and 0 otherwise."""
-    return (differences.double().sign() + 1) / 2
+    return (differences > 0).double() + 0.5 * (differences == 0)
 
 
 def explained_variance(moments: Tensor) -> float:

@@ -199,6 +199,10 @@ def test_one_layer_by_hand():
             self.only = nn.Linear(2, 1, bias=False)
             self.only.weight = nn.Parameter(torch.tensor([[1.0, 2.0]]))
 
+        @property
+        def base_model(self):
+            return self
+
         def can_generate(self):
             return False
 

@@ -1,0 +1,150 @@
+"""Scores preference pairs with a reward model, and describes the scores: accuracy, margins, calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ppo_ds.data.preferences import PreferenceSource
+from ppo_ds.distributed.world import World
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.ops.batching import balance_ranks, padded_tokens, plan_forwards
+from ppo_ds.ops.losses import pair_accuracy
+from ppo_ds.types import Metrics, PreferencePairs
+
+CHUNK = 1024  # pairs that are padded together
+BINS = 10  # of the calibration curve, between the confidences 0.5 and 1
+PERCENTILES = (10, 50, 90)
+
+
+def pair_plan(pairs: PreferencePairs, token_budget: int, world: World, packed: bool) -> list[Tensor]:
+    """Returns the indices of the pairs in each forward over this rank's share of ``pairs``.
+
+    Both texts of a pair are in the same forward, which has at most ``token_budget`` tokens unless a single
+    pair has more. Every rank runs the same number of forwards. Not a collective, since every rank holds all
+    pairs, whose number must be divisible by the number of ranks.
+    """
+    # tokens of a pair: of both texts, or half of what they take when both are padded to the longer one
+    lengths = pairs.lengths.sum(1) if packed else pairs.lengths.max(1).values
+    budget = token_budget if packed else max(token_budget // 2, 1)
+    shares = balance_ranks(lengths, world.size)
+    count = max(len(plan_forwards(lengths[rows], budget, packed=packed)) for rows in shares)
+    mine = shares[world.rank]
+    return [mine[rows] for rows in plan_forwards(lengths[mine], budget, at_least=count, packed=packed)]
+
+
+def pair_padding(micros: list[PreferencePairs], packed: bool) -> Tensor:
+    """Counts the padding tokens and all tokens of the forwards over ``micros``: [2] long."""
+    counts = torch.zeros(2, dtype=torch.long)
+    for micro in micros:
+        lengths = micro.lengths.flatten()
+        tokens = padded_tokens(lengths, packed)
+        counts += torch.tensor([tokens - int(lengths.sum()), tokens])
+    return counts
+
+
+def score_pairs(scorer: TrainedModel, micro: PreferencePairs) -> Tensor:
+    """Returns the scores [b,2] of the preferred and the rejected texts, in fp32."""
+    return scorer(micro.ids.flatten(0, 1), micro.mask.flatten(0, 1)).view(-1, 2)
+
+
+@dataclass(frozen=True)
+class PairScores:
+    """Scores of N pairs, the same on every rank. Column 0 is the preferred, column 1 the rejected text."""
+
+    scores: Tensor  # [N,2] float32
+    lengths: Tensor  # [N,2] long: tokens
+    subsets: list[str | None]  # N
+
+    @property
+    def differences(self) -> Tensor:
+        """Score of the preferred minus score of the rejected text, [N] float64."""
+        return (self.scores[:, 0] - self.scores[:, 1]).double()
+
+    def mean_and_std(self) -> tuple[float, float]:
+        """Returns the mean and the standard deviation of the scores of all texts."""
+        return float(self.scores.double().mean()), float(self.scores.double().std(correction=0))
+
+    def accuracies(self) -> dict[str, float]:
+        """Returns the accuracy of each subset."""
+        correct, names = pair_accuracy(self.differences), sorted({name for name in self.subsets if name})
+        rows = {name: [i for i, subset in enumerate(self.subsets) if subset == name] for name in names}
+        return {name: float(correct[rows[name]].mean()) for name in names}
+
+    def calibration(self) -> list[tuple[float, float, int]]:
+        """Returns the mean confidence, the accuracy and the number of pairs of each bin that is not empty.
+
+        The confidence sigmoid(|d|) is the probability that the model gives to its own choice (Bradley and
+        Terry 1952). In a calibrated model, it equals the accuracy.
+        """
+        confidence, correct = self.differences.abs().sigmoid(), pair_accuracy(self.differences)
+        bins = ((confidence - 0.5) * 2 * BINS).long().clamp(0, BINS - 1)
+        found = []
+        for i in range(BINS):
+            rows = bins == i
+            if rows.any():
+                found.append((float(confidence[rows].mean()), float(correct[rows].mean()), int(rows.sum())))
+        return found
+
+    def metrics(self) -> Metrics:
+        """Computes eval/*. A tie counts as half a correct pair; margins are those of the scores."""
+        d, correct = self.differences, pair_accuracy(self.differences)
+        mean, std = self.mean_and_std()
+        found = {
+            "eval/accuracy": float(correct.mean()),
+            "eval/loss": float(-F.logsigmoid(d).mean()),
+            "eval/ties": float((d == 0).double().mean()),
+            "eval/score_mean": mean,
+            "eval/score_std": std,
+            "eval/margin_mean": float(d.mean()),
+            "eval/margin_std": float(d.std(correction=0)),
+        }
+        quantiles = d.quantile(torch.tensor(PERCENTILES, dtype=torch.float64) / 100).tolist()
+        found |= {f"eval/margin_p{p}": value for p, value in zip(PERCENTILES, quantiles, strict=True)}
+        gaps = [abs(confidence - accuracy) * n for confidence, accuracy, n in self.calibration()]
+        found["eval/calibration_error"] = sum(gaps) / len(d)
+        found["eval/length_corr"] = _correlation(self.scores.flatten(), self.lengths.flatten())
+        return found | {f"eval/accuracy/{name}": value for name, value in self.accuracies().items()}
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    """Returns Pearson's correlation, or 0 if one of both is constant."""
+    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+    norm = float(x.norm() * y.norm())
+    return float(x @ y) / norm if norm > 0 else 0.0
+
+
+@torch.no_grad()
+def score_source(
+    scorer: TrainedModel,
+    source: PreferenceSource,
+    *,
+    most: int | None,
+    token_budget: int,
+    packed: bool,
+    check: Callable[[], None],
+) -> PairScores:
+    """Scores the first ``most`` pairs of a source (None: all). A collective.
+
+    ``check`` is a collective that raises Abandoned after a stop request. It is called between chunks.
+    """
+    world, total = scorer.world, len(source) if most is None else min(most, len(source))
+    scores, lengths = torch.zeros(total, 2), torch.zeros(total, 2, dtype=torch.long)
+    for rows in _chunks(total):
+        pairs = source.batch(rows).filled(world.size)
+        lengths[rows.start : rows.stop] = pairs.lengths[: len(rows)]
+        found = torch.zeros(len(pairs), 2)
+        for part in pair_plan(pairs, token_budget, world, packed):
+            found[part] = score_pairs(scorer, pairs.select(part).trimmed()).float().cpu()
+        scores[rows.start : rows.stop] = world.sum(found.to(world.device)).cpu()[: len(rows)]
+        check()
+    return PairScores(scores, lengths, source.subsets[:total])
+
+
+def _chunks(total: int) -> Iterator[range]:
+    for start in range(0, total, CHUNK):
+        yield range(start, min(start + CHUNK, total))

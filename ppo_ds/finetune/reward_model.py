@@ -1,0 +1,248 @@
+"""Reward-model stage: trains a scalar score of texts on preference pairs (Ouyang et al. 2022, section 3.5).
+
+One step is one optimizer step on a batch of pairs:
+  1. next(pairs)   the pairs of the step, the same on every rank
+  2. update        forward and backward over this rank's micro-batches, then the optimizer step
+
+The loss is that of ops/losses.py:pairwise_loss, as an exact mean over all pairs of the step. Departures from
+InstructGPT: a row with several ranked answers is not weighted by 1 / (K choose 2) and not computed in one
+forward (data/preferences.py), and scores are kept around 0 by a term of the loss (reward_model.centering).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_ds.config.sections.finetune import RewardModelConfig
+from ppo_ds.data.preferences import PreferenceSource, PreferenceStream
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.finetune.optimizer_step import OptimizerStep, Parts
+from ppo_ds.finetune.pair_scores import PairScores, pair_padding, pair_plan, score_pairs, score_source
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ops.losses import pairwise_loss
+from ppo_ds.tracking.pair_plots import plot_pair_scores
+from ppo_ds.training.export import export_model
+from ppo_ds.training.failure_dump import dump_failure, origin_of
+from ppo_ds.training.health import TooManySkips
+from ppo_ds.training.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
+from ppo_ds.training.performance import Capacity, UpdateCost, memory, throughput
+from ppo_ds.training.stage import Evaluation, RunContext, StepResult
+from ppo_ds.types import Metrics, PreferencePairs, to_device
+
+MEASURED = 1024  # training pairs whose scores give score_mean and score_std in a run without held-out data
+LEAST_STD = 1e-8  # score_std of a model that gives the same score to all texts
+
+
+@dataclass(kw_only=True)
+class RewardModelTrainer:
+    """The reward-model stage; training/stage.py documents the methods, training/run.py calls them."""
+
+    context: RunContext
+
+    # settings
+    config: RewardModelConfig
+    total_steps: int
+    train_tokens: int  # most tokens of one micro-batch
+    score_tokens: int  # most tokens of one forward of an evaluation
+    eval_pairs: int | None  # pairs of an evaluation; None: all
+    evaluate_ema: bool
+    samples: int | None  # held-out pairs in the samples file; None: all
+
+    # model
+    scorer: TrainedModel
+    ema: WeightCopy | None
+    update: OptimizerStep
+
+    # data
+    pairs: PreferenceStream
+    held_out: PreferenceSource | None
+    tokenizer: Tokenizer
+    pad_id: int  # pad token of the exported tokenizer
+    saved_settings: Mapping[str, Any]  # entries of the exported config.json on the format of the texts
+
+    # performance
+    capacity: Capacity
+    cost: UpdateCost
+
+    # scores of the held-out pairs by (averaged weights, optimizer steps), since both evaluation and export
+    # need them
+    measured: dict[tuple[bool, int], PairScores] = field(init=False, default_factory=dict)
+
+    def start(self) -> None:
+        """Does nothing: training needs no preparation."""
+
+    def step(self, index: int) -> StepResult:
+        with self.context.timer("data"):
+            pairs = next(self.pairs)
+        self.context.stop.raise_if_stopped()  # a later stop request does not interrupt the step
+        full = pairs.filled(self.context.world.size)
+        packed = self.scorer.module.packed
+        plan = pair_plan(full, self.train_tokens, self.context.world, packed)
+        micros = [full.select(part).trimmed() for part in plan]
+        metrics = self.update(pairs, micros, partial(self.loss, count=len(pairs)))
+        padding, tokens = self.context.world.sum(pair_padding(micros, packed)).tolist()
+        lengths = pairs.lengths.flatten()
+        metrics |= {
+            "perf/pad_frac_update": padding / tokens,
+            "rm/text_len_mean": float(lengths.double().mean()),
+            "rm/epoch": self.pairs.epoch,
+        }
+        return StepResult(
+            metrics=metrics,
+            episodes=len(pairs),
+            tokens=int(lengths.sum()),
+            performance=lambda times: self.performance(lengths.tolist(), times),
+        )
+
+    def loss(self, micro: PreferencePairs, count: int) -> tuple[Tensor, Parts]:
+        """Computes a micro-batch's part of the loss of ``count`` pairs on all ranks, and its metrics."""
+        scores = score_pairs(self.scorer, micro)
+        rows = to_device(micro.counted.nonzero()[:, 0], scores.device)
+        scores = scores[rows]
+        loss, parts = pairwise_loss(
+            scores[:, 0],
+            scores[:, 1],
+            margins=to_device(micro.margins, scores.device)[rows] if self.config.margin else None,
+            centering=self.config.centering,
+            label_smoothing=self.config.label_smoothing,
+            pairs=count,
+            dp_size=self.context.world.size,
+        )
+        both = scores.detach().double()
+        return loss, parts | {"rm/score_mean": torch.stack([both.sum(), both.new_tensor(both.numel())])}
+
+    def performance(self, lengths: list[int], times: Metrics) -> Metrics:
+        """Computes perf/* and mem/* of a step on texts of ``lengths`` tokens. A collective."""
+        world = self.context.world
+        found = throughput(sum(lengths), len(lengths) // 2, times["time/step"], world.size)
+        if seconds := times.get("time/update_scorer"):
+            flops = self.cost.flops(lengths, head_positions=0, passes=1)
+            found["perf/mfu_scorer"] = flops / seconds / self.capacity.flops
+        return found | memory(world)
+
+    # -- evaluation ------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> Evaluation | None:
+        """Scores the held-out pairs and draws reward_model.png."""
+        if self.held_out is None:
+            return None
+        found = self.measure(averaged=self.evaluate_ema)
+        metrics = found.metrics()
+        if self.context.world.is_main:
+            plot_pair_scores(
+                self.context.run_dir / "reward_model.png",
+                differences=found.differences.tolist(),
+                scores=found.scores.tolist(),
+                lengths=found.lengths.tolist(),
+                calibration=found.calibration(),
+                accuracies=found.accuracies(),
+                accuracy=metrics["eval/accuracy"],
+            )
+        return Evaluation(metrics, self.sample_rows(found), metrics["eval/accuracy"])
+
+    def measure(self, *, averaged: bool) -> PairScores:
+        """Returns the scores of the held-out (else of some training) pairs. A collective."""
+        key = (averaged, self.scorer.steps)
+        if key not in self.measured:
+            assert not averaged or self.ema is not None
+            with self.ema.swapped() if averaged else nullcontext():
+                scores = score_source(
+                    self.scorer,
+                    self.held_out or self.pairs.source,
+                    most=self.eval_pairs if self.held_out else MEASURED,
+                    token_budget=self.score_tokens,
+                    packed=self.scorer.module.packed,
+                    check=self.context.stop.raise_if_stopped,
+                )
+            # scores of earlier steps are not needed again
+            self.measured = {k: v for k, v in self.measured.items() if k[1] == key[1]} | {key: scores}
+        return self.measured[key]
+
+    def sample_rows(self, found: PairScores) -> list[dict[str, Any]]:
+        """Returns the first held-out pairs with their scores, for the samples file and the report."""
+        rows = []
+        for i, (chosen, rejected) in enumerate(found.scores[: self.samples].tolist()):
+            preferred_text, rejected_text = self.held_out.texts(i)
+            rows.append(
+                {
+                    "prompt": f"{i}: {preferred_text}",
+                    "rejected": rejected_text,
+                    "asked": preferred_text,
+                    "response": f"preferred {chosen:.2f}, rejected {rejected:.2f}",
+                    "score": chosen - rejected,
+                    "subset": found.subsets[i],
+                }
+            )
+        return rows
+
+    # -- checkpoints, export, failures -----------------------------------------------------------------------
+
+    @property
+    def models(self) -> Mapping[str, TrainedModel]:
+        return {"scorer": self.scorer}
+
+    @property
+    def weight_copies(self) -> Mapping[str, WeightCopy]:
+        return {} if self.ema is None else {"ema": self.ema}
+
+    @property
+    def counters(self) -> Mapping[str, Callable[[], float]]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pairs": self.pairs.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pairs.load_state_dict(state["pairs"])
+        self.measured = {}  # the weights may be those of another time with the same number of steps
+
+    def export(self, run_dir: Path) -> None:
+        """Writes model/ and model_ema/ for AutoModelForSequenceClassification, with the tokenizer."""
+        self.export_weights(run_dir / "model", averaged=False)
+        if self.ema is not None:
+            self.export_weights(run_dir / "model_ema", averaged=True)
+
+    def export_weights(self, folder: Path, *, averaged: bool) -> None:
+        """Writes the weights, or the averaged ones, with the mean and the deviation of their scores."""
+        mean, std = self.measure(averaged=averaged).mean_and_std()
+        settings = {**self.saved_settings, "score_mean": mean, "score_std": max(std, LEAST_STD)}
+        pad_id = self.pad_id if self.scorer.module.is_decoder else None
+        save = partial(self.scorer.module.save, settings=settings, pad_id=pad_id)
+        with self.ema.swapped() if averaged else nullcontext():
+            export_model(self.scorer, "model.", folder, save, self.tokenizer.with_padding(self.pad_id))
+
+    def dump_failure(self, error: TooManySkips, step: int, run_dir: Path) -> str:
+        """Locates the first non-finite tensor by replaying the pairs one by one, and writes the dump."""
+        pairs, world = error.last_skip.batch, self.context.world
+        full = pairs.filled(world.size)
+        plan = pair_plan(full, 1, world, packed=False)
+        micros = [full.select(part).trimmed() for part in plan]
+        rows = [ReplayedRow(int(part), world.rank) for part in plan]
+        scores = CheckedOutput("score", lambda output: output[:, None])
+        replay_rows("scorer", self.scorer, scores, partial(self.loss, count=len(pairs)), micros, rows)
+        texts = [
+            [
+                self.tokenizer.decode(ids[mask].tolist(), skip_special_tokens=False)
+                for ids, mask in zip(*pair, strict=True)
+            ]
+            for pair in zip(pairs.ids, pairs.mask, strict=True)
+        ]
+        return dump_failure(
+            run_dir / "dumps" / f"step_{step:06d}",
+            step,
+            origin_of(gathered_rows(rows, world), error.last_skip.what),
+            rows=[{"pair": i, "prompt": chosen, "rejected": no} for i, (chosen, no) in enumerate(texts)],
+            place="pair {pair} of the step",
+            columns=pairs.tensors(),
+            models=self.models,
+            config=run_dir / "config.yaml",
+        )

@@ -1,0 +1,97 @@
+"""Draws the scores of held-out preference pairs as an image."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import PercentFormatter
+
+from ppo_ds.storage.drafts import draft_file
+from ppo_ds.tracking.report import COLOURS
+
+POINTS = 2000  # most points of the scatter plot
+
+
+def plot_pair_scores(
+    png: str | os.PathLike,
+    *,
+    differences: Sequence[float],
+    scores: Sequence[Sequence[float]],
+    lengths: Sequence[Sequence[int]],
+    calibration: Sequence[tuple[float, float, int]],
+    accuracies: Mapping[str, float],
+    accuracy: float,
+) -> None:
+    """Draws the distribution of margins, calibration, score against length, and accuracy of each subset.
+
+    Args:
+        png: The file to write.
+        differences: Score of the preferred minus score of the rejected text of each pair.
+        scores: Scores of the preferred and the rejected text of each pair.
+        lengths: Their numbers of tokens.
+        calibration: Mean confidence, accuracy and number of pairs of each bin of confidence.
+        accuracies: Accuracy of each subset; may be empty.
+        accuracy: Accuracy of all pairs.
+    """
+    columns = 4 if accuracies else 3
+    figure = Figure(
+        figsize=(4.6 * columns, 3.7), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    )
+    FigureCanvasAgg(figure)  # draws into memory, without a display
+    panels = [figure.add_subplot(1, columns, i + 1) for i in range(columns)]
+
+    axes = _titled(panels[0], "Margins", "score of preferred - score of rejected", "pairs")
+    axes.hist([d for d in differences if d == d], bins=40, color=COLOURS[0])
+    axes.axvline(0, color="black", linewidth=0.8)
+
+    axes = _titled(panels[1], "Calibration", "confidence of the model", "share of correct pairs")
+    axes.plot([0.5, 1], [0.5, 1], color="black", linewidth=0.8, linestyle="--", label="calibrated")
+    axes.plot(
+        [confidence for confidence, _, _ in calibration],
+        [share for _, share, _ in calibration],
+        color=COLOURS[0],
+        marker="o",
+        markersize=3,
+        label=f"{len(differences)} pairs, {accuracy:.1%} correct",
+    )
+    axes.set_ylim(-0.02, 1.02)
+    axes.legend(fontsize=8, frameon=False)
+
+    axes = _titled(panels[2], "Score against length", "tokens", "score")
+    for side, (label, colour) in enumerate(zip(("preferred", "rejected"), COLOURS, strict=True)):
+        axes.scatter(
+            [pair[side] for pair in lengths[:POINTS]],
+            [pair[side] for pair in scores[:POINTS]],
+            s=5,
+            alpha=0.5,
+            color=colour,
+            label=label,
+        )
+    axes.legend(fontsize=8, frameon=False)
+
+    if accuracies:
+        axes = _titled(panels[3], "Accuracy by subset", "share of correct pairs", "")
+        names = list(accuracies)
+        axes.barh(range(len(names)), list(accuracies.values()), color=COLOURS[0])
+        axes.set_yticks(range(len(names)), [name[:30] for name in names], fontsize=7)
+        axes.axvline(0.5, color="black", linewidth=0.8, linestyle="--")
+        axes.set_xlim(0, 1)
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    with draft_file(Path(png)) as file:
+        figure.savefig(file, format="png")
+
+
+def _titled(axes: Axes, title: str, x: str, y: str) -> Axes:
+    axes.set_title(title, fontsize=11, fontweight="bold", loc="left")
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
