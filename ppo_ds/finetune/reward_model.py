@@ -132,21 +132,10 @@ class RewardModelTrainer:
     # -- evaluation ------------------------------------------------------------------------------------------
 
     def evaluate(self) -> Evaluation | None:
-        """Scores the held-out pairs and draws reward_model.png."""
         if self.held_out is None:
             return None
         found = self.measure(averaged=self.evaluate_ema)
         metrics = found.metrics()
-        if self.context.world.is_main:
-            plot_pair_scores(
-                self.context.run_dir / "reward_model.png",
-                differences=found.differences.tolist(),
-                scores=found.scores.tolist(),
-                lengths=found.lengths.tolist(),
-                calibration=found.calibration(),
-                accuracies=found.accuracies(),
-                accuracy=metrics["eval/accuracy"],
-            )
         return Evaluation(metrics, self.sample_rows(found), metrics["eval/accuracy"])
 
     def measure(self, *, averaged: bool) -> PairScores:
@@ -206,10 +195,22 @@ class RewardModelTrainer:
         self.measured = {}  # the weights may be those of another time with the same number of steps
 
     def export(self, run_dir: Path) -> None:
-        """Writes model/ and model_ema/ for AutoModelForSequenceClassification, with the tokenizer."""
+        """Writes model/ and model_ema/ for AutoModelForSequenceClassification, and draws reward_model.png."""
         self.export_weights(run_dir / "model", averaged=False)
         if self.ema is not None:
             self.export_weights(run_dir / "model_ema", averaged=True)
+        if self.held_out is None:
+            return
+        found = self.measure(averaged=self.evaluate_ema)
+        if self.context.world.is_main:
+            plot_pair_scores(
+                run_dir / "reward_model.png",
+                differences=found.differences.tolist(),
+                scores=found.scores.tolist(),
+                lengths=found.lengths.tolist(),
+                calibration=found.calibration(),
+                accuracies=found.accuracies(),
+            )
 
     def export_weights(self, folder: Path, *, averaged: bool) -> None:
         """Writes the weights, or the averaged ones, with the mean and the deviation of their scores."""

@@ -26,7 +26,6 @@ def plot_pair_scores(
     lengths: Sequence[Sequence[int]],
     calibration: Sequence[tuple[float, float, int]],
     accuracies: Mapping[str, float],
-    accuracy: float,
 ) -> None:
     """Draws the distribution of margins, calibration, score against length, and accuracy of each subset.
 
@@ -37,7 +36,6 @@ def plot_pair_scores(
         lengths: Their numbers of tokens.
         calibration: Mean confidence, accuracy and number of pairs of each bin of confidence.
         accuracies: Accuracy of each subset; may be empty.
-        accuracy: Accuracy of all pairs.
     """
     columns = 4 if accuracies else 3
     figure = Figure(
@@ -58,7 +56,7 @@ def plot_pair_scores(
         color=COLOURS[0],
         marker="o",
         markersize=3,
-        label=f"{len(differences)} pairs, {accuracy:.1%} correct",
+        label=f"{len(differences)} held-out pairs",
     )
     axes.set_ylim(-0.02, 1.02)
     axes.legend(fontsize=8, frameon=False)
