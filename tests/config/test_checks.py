@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo_ds.config.registry import STAGES
 from ppo_ds.config.schema import reference_is_base
 from tests.config.commands import MINIMAL, complaints, compose, model_folder, problems
 
@@ -20,7 +21,7 @@ def test_the_minimal_config_is_sound() -> None:
 
 
 def test_an_unknown_stage_is_named_with_those_that_exist() -> None:
-    assert found("stage=pppo") == "stage=pppo: must be one of ppo; did you mean ppo?"
+    assert found("stage=pppo") == f"stage=pppo: must be one of {', '.join(STAGES)}; did you mean ppo?"
 
 
 def test_steps_or_epochs_but_not_both() -> None:

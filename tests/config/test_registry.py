@@ -156,7 +156,7 @@ def test_a_backend_that_decodes_every_model_ends_auto() -> None:
 
 
 def test_the_stages() -> None:
-    assert list(STAGES)[:2] == ["ppo", "sft"]
+    assert list(STAGES) == ["ppo", "sft", "reward_model"]
 
 
 def test_the_tables_import_no_torch() -> None:
