@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppo_ds.build.data import describe_rows
+from ppo_ds.build.data import build_tokenizer, describe_rows
 from ppo_ds.build.engines import Needs, add_lora, trained_engine
 from ppo_ds.build.shared import (
     adapter_note,
@@ -20,7 +20,7 @@ from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
 from ppo_ds.finetune.optimizer_step import OptimizerStep
 from ppo_ds.finetune.reward_model import RewardModelTrainer
-from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
+from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.models.value import ScoreModel, load_scorer
 from ppo_ds.training.performance import measured_capacity, update_cost
 from ppo_ds.training.stage import RunContext
@@ -52,7 +52,7 @@ def build_reward_model(config: Config, context: RunContext) -> RewardModelTraine
         remedy="reward_model.max_tokens",
         tokenizer_of="scorer",
     )
-    scorer = build_scorer(config, world, needs, steps)
+    scorer = build_scorer(config, world, tokenizer, needs, steps)
     ema = WeightCopy(scorer) if role.ema.decay is not None else None
     banner.note(*adapter_note("scorer", role.lora, scorer), *slow_dtypes(config, world))
     if scorer.module.is_decoder:
@@ -104,15 +104,7 @@ def build_reward_model(config: Config, context: RunContext) -> RewardModelTraine
 
 def read_preferences(config: Config) -> tuple[Tokenizer, PreferenceSource, PreferenceSource | None]:
     """Loads the tokenizer, the training pairs and the held-out pairs. May raise UserError."""
-    model, data = config.scorer.model, config.data
-    tokenizer = load_tokenizer(
-        model.path,
-        model.revision,
-        model.trust_remote_code,
-        data.chat_template,
-        data.chat_template_kwargs,
-        key=KEY,
-    )
+    data, tokenizer = config.data, build_tokenizer(config, "scorer")
 
     def load(
         path: str, split: str, revision: str | None, max_samples: int | None, key: str
@@ -147,15 +139,23 @@ def check_preferences(config: Config, world: World) -> None:
     read_preferences(config)
 
 
-def build_scorer(config: Config, world: World, needs: Needs, steps: int) -> TrainedModel:
+def scorer_module(config: Config, name: str, tokenizer: Tokenizer) -> ScoreModel:
+    """Loads the scorer with its adapters as it is before the first step."""
+    section, role = config.reward_model, config.scorer
+    scorer = load_scorer(role.model, head_init=section.head_init, seed=config.run.seed, key=KEY)
+    add_lora(scorer.model, role.lora, config.run.seed, "scorer.lora")
+    return scorer
+
+
+def build_scorer(
+    config: Config, world: World, tokenizer: Tokenizer, needs: Needs, steps: int
+) -> TrainedModel:
     """Builds the engine of the model that is trained. A collective."""
     role = config.scorer
 
     def load() -> ScoreModel:
-        head_init = config.reward_model.head_init
-        scorer = load_scorer(role.model, head_init=head_init, seed=config.run.seed, key=KEY)
+        scorer = scorer_module(config, "scorer", tokenizer)
         needs.check(scorer, role.model.path, KEY)
-        add_lora(scorer.model, role.lora, config.run.seed, "scorer.lora")
         return scorer
 
     return trained_engine(load, TrainedModel, role, "scorer", world, steps)

@@ -296,6 +296,7 @@ STAGES = {
         "Training of a reward model on preference pairs.",
         sections=("scorer", "reward_model", "data", "memory"),
         unused_keys=(*PPO_KEYS, "memory.rollout_tokens"),
+        initial_model="ppo_ds.build.reward_model.scorer_module",
         check="ppo_ds.build.reward_model.check_preferences",
     ),
 }
