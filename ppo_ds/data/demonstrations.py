@@ -132,7 +132,7 @@ class DemonstrationSource:
         self._learned = TokenRows("B")  # 1 for each learned token of the kept rows
         self.has_chats = any(isinstance(prompt, list) for prompt, _ in demonstrations)
         self.report = {"rows": len(demonstrations), "truncated": 0, "dropped": 0}
-        for i, (ids, learned) in enumerate(self._tokenize(demonstrations)):
+        for i, (ids, learned) in enumerate(self.tokenize(demonstrations)):
             if not any(learned[:max_tokens]):
                 self.report["dropped"] += 1
                 continue
@@ -149,11 +149,11 @@ class DemonstrationSource:
     def _parse(self, row: Row) -> Demonstration:
         return parse_demonstration(row, self._format, self.learn)
 
-    def _tokenize(self, demonstrations: Sequence[Demonstration]) -> Iterator[tuple[list[int], list[bool]]]:
+    def tokenize(self, demonstrations: Sequence[Demonstration]) -> Iterator[tuple[list[int], list[bool]]]:
         """Yields each row's ids, which end with the last learned token, and which of them are learned."""
         sizes = [len(answer) + num_characters(prompt or "") for prompt, answer in demonstrations]
         for part in tokenizer_chunks(sizes):
-            rows = [self._pieces(*demonstrations[i], i) for i in range(part.start, part.stop)]
+            rows = [self.pieces(*demonstrations[i], i) for i in range(part.start, part.stop)]
             pieces = [piece for row in rows for piece in row]
             encoded = iter(
                 encode_texts(
@@ -167,9 +167,9 @@ class DemonstrationSource:
                 prompt = demonstrations[i][0]
                 if prompt is not None and not tokens[0][0]:
                     raise UserError(f"{self._rows.location(i)}: the prompt has no tokens")
-                yield self._join(tokens, isinstance(prompt, list))
+                yield self.join(tokens, isinstance(prompt, list))
 
-    def _pieces(self, prompt: Prompt | None, answer: str, row: int) -> list[_Piece]:
+    def pieces(self, prompt: Prompt | None, answer: str, row: int) -> list[_Piece]:
         """Returns the text of a row in pieces, which are learned or not."""
         if prompt is None:
             return [_Piece(answer, True, special_tokens=True)]
@@ -187,7 +187,7 @@ class DemonstrationSource:
             end = stop
         return [*pieces, _Piece(text[end:], False)]
 
-    def _join(self, pieces: list[tuple[list[int], bool]], chat: bool) -> tuple[list[int], list[bool]]:
+    def join(self, pieces: list[tuple[list[int], bool]], chat: bool) -> tuple[list[int], list[bool]]:
         """Joins the tokens of the pieces of a row and adds the end token of the last answer if it has none.
 
         A turn that was found by prefixes ends with its last end token: a template may write more text after

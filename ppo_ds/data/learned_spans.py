@@ -2,8 +2,9 @@
 
 A chat template may mark the assistant's text with ``{% generation %}``. Otherwise a turn is found by
 rendering prefixes of the chat: it begins where the prompt before it ends, and it ends where the chat up to it
-ends. That is exact if the template renders these prefixes as it renders the beginning of the whole chat.
-Some templates do not, for example those that drop the reasoning of earlier turns; such chats are refused.
+ends, or where the next message begins. That is exact if the template renders these prefixes as it renders the
+beginning of the whole chat. Chats for which it does not are refused, for example if it drops the reasoning of
+earlier turns.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def learned_spans(tokenizer: Tokenizer, chat: list[Message], learn: Learn) -> tu
     else:
         text = tokenizer.render_chat(chat, to_answer=False)
         turns = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
-        spans = [_turn(tokenizer, chat, i, text) for i in (turns[-1:] if learn == "answer" else turns)]
+        spans = [turn_span(tokenizer, chat, i, text) for i in (turns[-1:] if learn == "answer" else turns)]
     return text, spans[-1:] if learn == "answer" else spans
 
 
-def _turn(tokenizer: Tokenizer, chat: list[Message], i: int, text: str) -> Span:
+def turn_span(tokenizer: Tokenizer, chat: list[Message], i: int, text: str) -> Span:
     """Returns the span of message ``i`` in ``text``, the whole rendered chat."""
     head, last = tokenizer.render_chat(chat[:i]), i == len(chat) - 1
     upto = text if last else tokenizer.render_chat(chat[: i + 1], to_answer=False)
@@ -50,8 +51,30 @@ def _turn(tokenizer: Tokenizer, chat: list[Message], i: int, text: str) -> Span:
             "the chat template renders the prompt differently once it is answered, so the answer "
             "cannot be separated from it; set data.chat_template"
         )
-    raise UserError(
-        f"the chat template renders message {i + 1} differently in the whole chat (for example without its "
-        "reasoning), so that its tokens cannot be found; set sft.learn=answer to learn the last turn only, "
-        "or a data.chat_template with {% generation %}"
-    )
+    end = end_before_next(tokenizer, chat, i, text)
+    # a template that drops a part of the turn would teach the model to leave it out
+    if end is None or not text.startswith(head) or chat[i]["content"].strip() not in text[len(head) : end]:
+        raise UserError(
+            f"the chat template renders message {i + 1} differently in the whole chat (for example without "
+            "its reasoning), so that its tokens cannot be found; set sft.learn=answer to learn the last turn "
+            "only, or a data.chat_template with {% generation %}"
+        )
+    return len(head), end
+
+
+def end_before_next(tokenizer: Tokenizer, chat: list[Message], i: int, text: str) -> int | None:
+    """Returns where message ``i`` ends because the next one begins, or None if that cannot be found.
+
+    The template of Qwen3 adds an empty reasoning to the last answer only, so that the chat up to an earlier
+    answer is no prefix of the whole chat, but the chat up to the message after it is one. That message is
+    rendered in the same way if it follows directly on the prompt.
+    """
+    before = tokenizer.render_chat(chat[:i], to_answer=False)
+    try:
+        without_turn = tokenizer.render_chat([*chat[:i], chat[i + 1]], to_answer=False)
+    except UserError:  # the template requires that roles alternate
+        return None
+    with_turn = tokenizer.render_chat(chat[: i + 2], to_answer=False)
+    following = without_turn.removeprefix(before)
+    found = text.startswith(with_turn) and without_turn.startswith(before) and with_turn.endswith(following)
+    return len(with_turn) - len(following) if found else None

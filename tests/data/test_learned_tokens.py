@@ -27,6 +27,13 @@ THINKING = (
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
+# as the template of Qwen3: the last answer begins with an empty reasoning
+EMPTY_REASONING = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' and loop.last %}"
+    "<think></think>{% endif %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
 
 def taught(source, tokenizer, learn, chat=CHAT, **options):  # noqa: F811
     """Returns the text of a chat with its learned parts in brackets, and the source."""
@@ -90,6 +97,20 @@ def test_a_template_that_drops_the_reasoning_of_earlier_turns(source, byte_token
     ):
         taught(source, tokenizer, "assistant", chat=chat)
     assert "[no<eos>]" in taught(source, tokenizer, "assistant")[0]  # without reasoning nothing is dropped
+
+
+def test_a_template_that_adds_an_empty_reasoning_to_the_last_answer(source, byte_tokenizer):  # noqa: F811
+    tokenizer = byte_tokenizer(template=EMPTY_REASONING)
+    assert taught(source, tokenizer, "assistant")[0] == (
+        "<user>hi<eos><assistant>[no<eos>]<user>ok<eos><assistant>[<think></think>yo<eos>]"
+    )
+    alternating = EMPTY_REASONING.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if loop.previtem and loop.previtem['role'] == m['role'] %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}",
+    )
+    with pytest.raises(UserError, match="data.jsonl:1: the chat template renders message 2 differently"):
+        taught(source, byte_tokenizer(template=alternating), "assistant")
 
 
 def test_a_template_that_marks_nothing_of_a_chat(source, byte_tokenizer):  # noqa: F811

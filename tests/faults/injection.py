@@ -7,6 +7,7 @@ the visit to the place at which the injection begins; default 1), ``times`` (num
 an injection; default 1, 0 means unlimited). Places:
 
     loss.actor  loss.critic    the loss of a micro-batch
+    loss.sft                   the loss of a micro-batch of the stage sft
     grad.actor  grad.critic    the gradients of a micro-batch, not its loss
     score                      the first score of a rollout
     logprob                    the first log-prob that the training engine computes for a rollout
@@ -22,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from ppo_ds.engine.lockstep import LockstepResult
+from ppo_ds.finetune.sft import SFTTrainer
 from ppo_ds.ppo import collector
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.learner import Learner
@@ -50,6 +52,7 @@ def nan_logprob(result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 PLACES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "loss.actor": (Learner, "policy_loss", nan_loss),
     "loss.critic": (Learner, "value_loss", nan_loss),
+    "loss.sft": (SFTTrainer, "loss", nan_loss),
     "grad.actor": (Learner, "policy_loss", nan_gradient),
     "grad.critic": (Learner, "value_loss", nan_gradient),
     "score": (collector, "scored", nan_score),
