@@ -29,15 +29,14 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.training.performance import measured_capacity, update_cost
 from ppo_ds.training.stage import RunContext
+from ppo_ds.types import Prompts
 
 LEARNED = {"answer": "the last answer", "assistant": "every answer", "all": "every token"}
 
 
 def build_sft(config: Config, context: RunContext) -> SFTTrainer:
     """Loads data and model and builds the stage from them. May raise UserError. A collective."""
-    world, banner, section, role = context.world, context.banner, config.sft, config.actor
-
-    # data
+    world, section, role = context.world, config.sft, config.actor
     tokenizer, train, held_out = read_demonstrations(config)
     rows = DemonstrationStream(
         train,
@@ -48,37 +47,11 @@ def build_sft(config: Config, context: RunContext) -> SFTTrainer:
     )
     prompts = held_out.prompts(section.samples, section.sample_tokens) if held_out else None
     steps = training_steps(config.run, len(train), section.batch_size)
-
-    # model
-    longest = max(source.longest for source in (train, held_out) if source is not None)
-    answered = 0 if prompts is None else prompts.mask.shape[1] + section.sample_tokens
-    needs = Needs(
-        tokenizer.id_bound,
-        max(longest, answered),
-        longest="the longest row (or the longest held-out prompt and sft.sample_tokens together)",
-        remedy="sft.max_tokens or sft.sample_tokens",
-    )
-    actor = build_actor(config, context, needs, steps)
+    actor = build_actor(config, context, needs(config, tokenizer, train, held_out, prompts), steps)
     ema = WeightCopy(actor) if role.ema.decay is not None else None
-    banner.note(
-        *adapter_note("actor", role.lora, actor),
-        *slow_dtypes(config, world),
-        *choose_layout(config.memory.layout, "actor", actor, world.device),
-    )
-    if prompts is not None:
-        banner.note(*plan_answers(config, actor, len(prompts), answered))
-    if held_out is not None:
-        banner.note(f"held out   {held_out.path}: {describe(held_out)}")
-    banner.summarize(
-        *machine(world),
-        trained_model("actor", role.model.path, role),
-        f"data       {train.path}: {describe(train)}",
-        f"learned    {describe_learned(train)}",
-        f"update     {section.batch_size} rows per optimizer step, {steps} steps, "
-        f"{steps * section.batch_size / len(train):.3g} passes over the data",
-    )
+    context.banner.note(*notes(config, actor, held_out, prompts))
+    context.banner.summarize(*summary(config, world, train, steps))
     seed_everything(config.run.seed + world.rank + 1)  # each rank draws its own random numbers
-
     return SFTTrainer(
         context=context,
         config=section,
@@ -130,6 +103,7 @@ def read_demonstrations(
         max_tokens=config.sft.max_tokens,
         max_tokens_key="sft.max_tokens",
     )
+    assert data.path is not None, "checked by config/checks/data.py"
     train = load(data.path, split=data.split, max_samples=data.max_samples, key="data.path")
     if data.eval_path is None:
         return tokenizer, train, None
@@ -154,34 +128,72 @@ def build_actor(config: Config, context: RunContext, needs: Needs, steps: int) -
     return trained_engine(load, make, config.actor, "actor", context.world, steps)
 
 
-def plan_answers(config: Config, actor: HybridActor, prompts: int, tokens: int) -> list[str]:
-    """Plans the memory of the answers to ``prompts`` and returns lines for the start-up banner.
+def needs(
+    config: Config,
+    tokenizer: Tokenizer,
+    train: DemonstrationSource,
+    held_out: DemonstrationSource | None,
+    prompts: Prompts | None,
+) -> Needs:
+    """Returns the requirements of the data on the model."""
+    longest = max(source.longest for source in (train, held_out) if source is not None)
+    return Needs(
+        tokenizer.id_bound,
+        max(longest, 0 if prompts is None else answered_tokens(config, prompts)),
+        longest="the longest row (or the longest held-out prompt and sft.sample_tokens together)",
+        remedy="sft.max_tokens or sft.sample_tokens",
+    )
 
-    ``tokens`` is the number of tokens of the longest prompt and its answer. A collective.
+
+def answered_tokens(config: Config, prompts: Prompts) -> int:
+    """Returns the number of tokens of the longest prompt and its longest answer together."""
+    return prompts.mask.shape[1] + config.sft.sample_tokens
+
+
+# ---- lines of the start-up banner
+
+
+def notes(
+    config: Config, actor: HybridActor, held_out: DemonstrationSource | None, prompts: Prompts | None
+) -> list[str]:
+    """Chooses the layout of forwards and the memory of the answers; returns lines on them and on the data.
+
+    A collective.
     """
-    zero, rows = config.actor.zero, -(-prompts // actor.world.size)
-    line = actor.plan_generation(
-        generation_gather=zero.generation_gather,
-        offload_states=zero.offload_states,
-        decoding_bytes=decoding_bytes(actor.module.lm, rows * tokens, rows),
-        critic=None,
-    )
-    return [line] if line else []
+    world, zero = actor.world, config.actor.zero
+    lines = [
+        *adapter_note("actor", config.actor.lora, actor),
+        *slow_dtypes(config, world),
+        *choose_layout(config.memory.layout, "actor", actor, world.device),
+    ]
+    if prompts is not None:
+        rows = -(-len(prompts) // world.size)
+        tokens = min(config.memory.rollout_tokens, rows * answered_tokens(config, prompts))
+        line = actor.plan_generation(
+            generation_gather=zero.generation_gather,
+            offload_states=zero.offload_states,
+            decoding_bytes=decoding_bytes(actor.module.lm, tokens, rows),
+            critic=None,
+        )
+        lines += [line] if line else []
+    if held_out is not None:
+        lines.append(f"held out   {held_out.path}: {describe_rows(held_out.report, 'rows')}")
+    return lines
 
 
-def describe(source: DemonstrationSource) -> str:
-    """Describes how many rows a source has, and how many were truncated or dropped."""
-    return describe_rows(source.report, "rows")
-
-
-def describe_learned(source: DemonstrationSource) -> str:
-    """Describes which tokens are learned, how they are found and how many they are."""
-    learned, tokens = source.token_counts
+def summary(config: Config, world: World, train: DemonstrationSource, steps: int) -> list[str]:
+    """Returns the summary of the run: devices, model, data, learned tokens and batches."""
+    size, (learned, tokens) = config.sft.batch_size, train.token_counts
     found = ""
-    if source.has_chats and source.learn != "all":
-        by = "the marks of the chat template" if source.marked else "rendering prefixes of each chat"
+    if train.has_chats and train.learn != "all":
+        by = "the marks of the chat template" if train.marked else "rendering prefixes of each chat"
         found = f", found by {by}"
-    return (
-        f"sft.learn={source.learn}: {LEARNED[source.learn]}{found}: "
-        f"{learned:,} of {tokens:,} tokens ({learned / tokens:.1%})"
-    )
+    return [
+        *machine(world),
+        trained_model("actor", config.actor.model.path, config.actor),
+        f"data       {train.path}: {describe_rows(train.report, 'rows')}",
+        f"learned    sft.learn={train.learn}: {LEARNED[train.learn]}{found}: "
+        f"{learned:,} of {tokens:,} tokens ({learned / tokens:.1%})",
+        f"update     {size} rows per optimizer step, {steps} steps, "
+        f"{steps * size / len(train):.3g} passes over the data",
+    ]

@@ -40,10 +40,11 @@ def parse_demonstration(row: Row, format: PromptFormat, learn: Learn = "answer")
 
     Messages after the last answer are dropped if every assistant turn is learned: no learned token sees them.
     """
+    column = format.column or "prompt"
     if row.get("text") is not None:
         return None, _check_answer(row["text"], "text")
-    name = next((column for column in ANSWER_COLUMNS if row.get(column) is not None), None)
-    if row.get(format.column) is not None and name is not None:
+    name = next((each for each in ANSWER_COLUMNS if row.get(each) is not None), None)
+    if row.get(column) is not None and name is not None:
         if not isinstance(row[name], list):
             return parse_prompt(row, format), _check_answer(row[name], name)
         chat = parse_chat(row[name], name)
@@ -51,11 +52,11 @@ def parse_demonstration(row: Row, format: PromptFormat, learn: Learn = "answer")
             return parse_prompt(row, format), _check_answer(chat[0]["content"], name)
         # preference data repeat the prompt in the answer's column
         return _split_chat(chat, name, format, learn)
-    columns = (*CHAT_COLUMNS, format.column)
-    name = next((column for column in columns if isinstance(row.get(column), list)), None)
+    columns = (*CHAT_COLUMNS, column)
+    name = next((each for each in columns if isinstance(row.get(each), list)), None)
     if name is None:
         raise UserError(
-            f'nothing to learn: needs a column "text", or "{format.column}" and one of '
+            f'nothing to learn: needs a column "text", or "{column}" and one of '
             f"{', '.join(ANSWER_COLUMNS)}, or a chat that ends with the assistant "
             f"({', '.join(CHAT_COLUMNS)}); the row has: {column_names(row)}"
         )
@@ -262,11 +263,13 @@ class DemonstrationSource:
                 break
             prompt, answer = self._parse(self._rows[i])
             if prompt is not None:
-                chat = isinstance(prompt, list)
-                text = self._tokenizer.render_chat(prompt) if chat else prompt
-                ids = encode_texts(self._tokenizer, [text], [not chat])[0]
-                messages = {"messages": prompt} if chat else {}
-                found.append((ids, max_new_tokens, {"prompt_text": text, "answer": answer} | messages))
+                about: Row = {"answer": answer}
+                if isinstance(prompt, list):
+                    about |= {"messages": prompt, "prompt_text": self._tokenizer.render_chat(prompt)}
+                else:
+                    about["prompt_text"] = prompt
+                ids = encode_texts(self._tokenizer, [about["prompt_text"]], [isinstance(prompt, str)])[0]
+                found.append((ids, max_new_tokens, about))
         return collate_prompts(found, self._tokenizer.pad_id) if found else None
 
 

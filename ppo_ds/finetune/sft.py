@@ -177,16 +177,16 @@ class SFTTrainer:
         if self.held_out is None:
             return None
         with self.context.timer("eval"), self.eval_weights(), fork_rng(self.context.world):
-            metrics = self.held_out_metrics()
-            answers = self.answers()
+            metrics = self.held_out_metrics(self.held_out)
+            answers = [] if self.prompts is None else self.answers(self.prompts)
         return Evaluation(metrics, answers, -metrics["eval/loss"])
 
-    def held_out_metrics(self) -> Metrics:
+    def held_out_metrics(self, source: DemonstrationSource) -> Metrics:
         """Computes loss, perplexity and token accuracy over the learned tokens of the held-out rows."""
         world, packed, sums = self.context.world, self.actor.module.packed, MetricSums()
-        count = min(len(self.held_out), self.eval_rows or len(self.held_out))
+        count = min(len(source), self.eval_rows or len(source))
         for start in range(0, count, EVAL_ROWS):
-            rows = self.held_out.batch(range(start, min(start + EVAL_ROWS, count)))
+            rows = source.batch(range(start, min(start + EVAL_ROWS, count)))
             rows = filled(rows, world.size)
             for part in microbatch_rows(rows, self.score_tokens, world, packed):
                 micro = rows.select(part).trimmed()
@@ -209,11 +209,9 @@ class SFTTrainer:
             with_correct=True,
         )
 
-    def answers(self) -> list[dict[str, Any]]:
+    def answers(self, prompts: Prompts) -> list[dict[str, Any]]:
         """Answers held-out prompts greedily and returns the answers of all ranks as sample rows."""
-        if self.prompts is None:
-            return []
-        world, count = self.context.world, len(self.prompts)
+        world, count = self.context.world, len(prompts)
         each = -(-count // world.size)
         mine = torch.arange(world.rank * each, (world.rank + 1) * each)
         sampling = SamplingParams(
@@ -228,7 +226,7 @@ class SFTTrainer:
         before = heartbeat.enter("generating, in an evaluation")
         with self.actor.generation_mode():
             # every rank answers the same number of prompts; the last one is repeated to fill them up
-            rollout = self.generator(self.prompts.select(mine.clamp(max=count - 1)), sampling)
+            rollout = self.generator(prompts.select(mine.clamp(max=count - 1)), sampling)
         heartbeat.enter(*before)
         self.context.stop.raise_if_stopped()
         rows = [self.answer_row(rollout, i) for i in range(int((mine < count).sum()))]

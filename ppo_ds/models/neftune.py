@@ -33,17 +33,19 @@ class EmbeddingNoise:
 def noisy_embeddings(lm: PreTrainedModel, layout: Layout, noise: EmbeddingNoise | None) -> Iterator[None]:
     """Adds ``noise`` to the embeddings of the forward of ``layout`` inside the block."""
 
+    if noise is None:
+        yield
+        return
+    alpha, seeds = noise.alpha, noise.seeds.tolist()
+
     def add_noise(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
         rows = [
-            row_noise(length, embedded.shape[-1], noise.alpha, seed, embedded.device)
-            for length, seed in zip(layout.lengths, noise.seeds.tolist(), strict=True)
+            row_noise(length, embedded.shape[-1], alpha, seed, embedded.device)
+            for length, seed in zip(layout.lengths, seeds, strict=True)
         ]
         added = torch.cat(rows)[None] if layout.packing else pad_sequence(rows, batch_first=True)
         return embedded + added.to(embedded.dtype)
 
-    if noise is None:
-        yield
-        return
     hook = lm.get_input_embeddings().register_forward_hook(add_noise)
     try:
         yield
