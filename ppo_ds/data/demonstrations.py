@@ -123,7 +123,7 @@ class DemonstrationSource:
         ``prompt_column`` is the column of the prompt of a row with a separate answer; None: "prompt". ``key``
         and ``max_tokens_key`` are the config keys of ``path`` and ``max_tokens``, for error messages.
         """
-        self.path, self.key, self.learn = path, key, learn
+        self.path, self.key, self.max_tokens_key, self.learn = path, key, max_tokens_key, learn
         self._tokenizer = tokenizer
         self._format = prompt_format(tokenizer, prompt_column or "prompt", apply_chat_template, system, key)
         self._rows = load_rows(path, split=split, revision=revision, max_rows=max_samples, key=key)
@@ -291,9 +291,11 @@ class DemonstrationStream:
         key: str = "algo.ptx.batch_size",
     ):
         if len(source) < batch_size:
+            dropped = source.report["dropped"]
             raise UserError(
                 f"{source.key}={source.path}: {len(source)} texts are fewer than one optimizer step takes "
                 f"({key}={batch_size}); set {key} to at most {len(source)}, or add texts"
+                + (f" ({dropped} more are dropped: raise {source.max_tokens_key})" if dropped else "")
             )
         self.source, self._batch_size = source, batch_size
         self._order = Passes(len(source), seed, shuffle)
